@@ -1,0 +1,79 @@
+# One entrance for people and for continuous integration. Every target that needs the environment makes it
+# first: a fresh machine needs make, a C compiler and Python 3.11 or 3.12 with its venv module, no more.
+#
+#   make demo                          the main job, end to end
+#   make test ARGS="-k frame -x"       ARGS go to the command behind demo, test and bench
+#   make env PYTHON=/opt/python3.12    which Python a new environment is made from
+#
+# On a machine without a GPU the CPU build of torch saves several gigabytes:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make env
+
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+
+VENV   := .venv
+EXTRAS := server,hf,dev
+PYTHON ?=
+ARGS   ?=
+
+# The whole suite ends within this time; what still runs then is interrupted and named.
+TEST_LIMIT_SECONDS := 720
+
+# An installed environment carries the checksum of the two files it was made from in its stamp's name, so that
+# a change of their content makes it stale and a mere checkout does not.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+
+# Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
+SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
+
+.PHONY: help env demo test check bench clean
+
+help:
+	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
+	@echo 'make test    run every test, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed with their reasons'
+	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
+	@echo 'make bench   run every benchmark against its physical limit'
+	@echo 'make env     make $(VENV), or bring it up to date (each target above does so itself)'
+	@echo 'make clean   remove $(VENV) and everything built or cached'
+	@echo ''
+	@echo 'PYTHON=...   the Python to make $(VENV) from: 3.11 or 3.12; found by itself when not given'
+	@echo 'ARGS=...     further arguments for demo, test and bench'
+
+env: $(STAMP)
+
+$(STAMP):
+	@if ! $(VENV)/bin/python -c '$(SUPPORTED)' >/dev/null 2>&1; then \
+	    chosen=; \
+	    for candidate in $(or $(PYTHON),python3.12 python3.11 python3); do \
+	        if "$$candidate" -c '$(SUPPORTED)' >/dev/null 2>&1; then chosen="$$candidate"; break; fi; \
+	    done; \
+	    if [ -z "$$chosen" ]; then \
+	        echo 'error: found no working Python 3.11 or 3.12 with the venv module (tried: $(or $(PYTHON),python3.12 python3.11 python3)); install one (on Debian also python3-venv), or name it: make env PYTHON=/path/to/python3.12' >&2; \
+	        exit 1; \
+	    fi; \
+	    echo "making $(VENV) with $$chosen"; \
+	    rm -rf $(VENV) && "$$chosen" -m venv $(VENV) || exit 1; \
+	fi
+	$(VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e ".[$(EXTRAS)]"
+	@rm -f $(VENV)/.installed-* && touch $@
+
+demo: $(STAMP)
+	$(VENV)/bin/kvstore demo $(ARGS)
+
+test: $(STAMP)
+	@timeout --foreground --signal=INT --kill-after=30 $(TEST_LIMIT_SECONDS) $(VENV)/bin/python -m pytest -rs $(ARGS) \
+	    || { status=$$?; \
+	        if [ $$status -eq 124 ]; then echo 'error: the tests did not end within $(TEST_LIMIT_SECONDS) seconds' >&2; fi; \
+	        exit $$status; }
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(STAMP)
+	$(VENV)/bin/kvstore bench all $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find kvstore tiering engine_adapter kernels tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,289 @@
+"""The rules on rooms, floors and doors hold in this tree, and each of them bites when it is broken.
+
+The rules themselves, with every exemption and its reason, are the tables of architecture.py.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import architecture
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# What `import kvstore` must not bring along: it happens in every engine's process and in the sidecar.
+HEAVY = ("torch", "triton", "transformers", "vllm", "sglang")
+# The client is imported by engines; all the rest is what `kvstore serve` is made of.
+LIGHT_MODULES = (
+    "kvstore",
+    "kvstore.cli",
+    "kvstore.node",
+    "kvstore.service.client",
+    "kvstore.service.handlers",
+    "kvstore.service.local_door",
+    "kvstore.service.grpc_door",
+    "kvstore.dashboard.app",
+)
+
+
+@pytest.fixture(scope="module")
+def found_here() -> list[architecture.Violation]:
+    return architecture.violations(ROOT)
+
+
+@pytest.mark.parametrize("rule", architecture.RULES)
+def test_the_tree_keeps_the_rule(rule: str, found_here: list[architecture.Violation]) -> None:
+    broken = [str(violation) for violation in found_here if violation.rule == rule]
+    assert not broken, f"{architecture.RULES[rule]}:\n" + "\n".join(broken)
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_importing_it_brings_no_heavy_package(module: str, tmp_path: Path) -> None:
+    if not _source_of(module).exists():
+        pytest.skip(f"{module} is not written yet")
+    program = f"import sys, {module}; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [], f"importing {module} also imports {result.stdout.strip()}"
+
+
+def _source_of(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+# --- each rule bites -------------------------------------------------------------------------------------------------
+# One line of source in one file of an otherwise empty tree, and the one rule that must speak up about it.
+
+BROKEN: tuple[tuple[str, str, str], ...] = (
+    ("syntax", "kvstore/store.py", "def ("),
+    # Floors.
+    ("arrow", "kernels/kv_kernels/int8.py", "import tiering.frame"),
+    ("arrow", "kernels/kv_kernels/int8.py", "from kvstore.errors import StoreError"),
+    ("arrow", "tiering/dram.py", "from kvstore import store"),
+    ("arrow", "tiering/policies/lru.py", "import engine_adapter"),
+    ("arrow", "kvstore/store.py", "from engine_adapter import adapter"),
+    ("arrow", "kvstore/service/client.py", "from engine_adapter.adapter import EngineAdapter"),
+    ("arrow", "kvstore/store.py", "from kvstore import cli"),
+    ("arrow", "kvstore/store.py", "from . import bench"),
+    ("arrow", "kvstore/service/handlers.py", "from ..demo.documents import load"),
+    ("arrow", "kvstore/__init__.py", "def open():\n    import kvstore.cli"),
+    ("arrow", "tiering/dram.py", "import importlib\nimportlib.import_module('kvstore.store')"),
+    ("arrow", "tiering/dram.py", "__import__('kvstore')"),
+    # Entrances.
+    ("entrance", "engine_adapter/hf_cache.py", "import kvstore.bench"),
+    ("entrance", "kvstore/demo/run.py", "from kvstore.bench import tiers"),
+    ("entrance", "kvstore/demo/run.py", "from kvstore.cli import main"),
+    ("entrance", "kvstore/bench/ttft.py", "from kvstore import demo"),
+    # What a room must not know of.
+    ("closed-room", "tiering/dram.py", "import kv_kernels.transfer"),
+    ("closed-room", "tiering/hbm.py", "from kv_kernels import paged"),
+    ("closed-room", "tiering/nvme.py", "import torch"),
+    ("closed-room", "tiering/nvme.py", "from torch.cuda import Stream"),
+    ("closed-room", "tiering/nvme.py", "def f():\n    import torch"),
+    ("closed-room", "tiering/hbm.py", "import triton"),
+    # Engines.
+    ("engine", "engine_adapter/adapter.py", "import vllm"),
+    ("engine", "engine_adapter/hf_cache.py", "import sglang"),
+    ("engine", "engine_adapter/vllm_connector.py", "from transformers import PretrainedConfig"),
+    ("engine", "engine_adapter/sglang_storage.py", "from vllm.v1 import core"),
+    ("engine", "kvstore/insight/planner.py", "def f():\n    from transformers import AutoConfig"),
+    ("engine", "kvstore/demo/run.py", "import vllm"),
+    ("engine", "kernels/kv_kernels/paged.py", "import sglang.srt"),
+    ("foreign-folder", "kvstore/store.py", "from kernels.kv_kernels import paged"),
+    ("foreign-folder", "tiering/dram.py", "import tests.fakes"),
+    # Where imports stand.
+    ("local-import", "kvstore/store.py", "def f():\n    from kvstore import node"),
+    ("local-import", "kvstore/store.py", "class A:\n    async def f(self):\n        from . import node"),
+    ("local-import", "kvstore/service/__init__.py", "def f():\n    import tiering"),
+    ("local-import", "kvstore/store.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tiering"),
+    ("local-import", "kvstore/store.py", "import typing\nif typing.TYPE_CHECKING:\n    from kvstore import lease"),
+    ("local-import", "kvstore/cli.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tiering"),
+    ("local-import", "engine_adapter/adapter.py", "import importlib\ndef f():\n    importlib.import_module('kvstore')"),
+    ("hidden-import", "kvstore/store.py", "import importlib\nimportlib.import_module('kv' + 'store')"),
+    ("hidden-import", "kvstore/store.py", "from importlib import import_module as load\nload(name)"),
+    ("hidden-import", "kvstore/store.py", "__import__(name)"),
+    ("hidden-import", "kvstore/store.py", "from tiering.errors import *"),
+    # Clock.
+    ("handed-in", "tiering/mover.py", "import time\nstart = time.monotonic()"),
+    ("handed-in", "kvstore/lease.py", "import time as t\nt.time_ns()"),
+    ("handed-in", "kvstore/lease.py", "from time import perf_counter"),
+    ("handed-in", "kvstore/lease.py", "import time\ndef f(clock=time.monotonic): ..."),
+    ("handed-in", "kvstore/service/client.py", "import time\ntime.sleep(1)"),
+    ("handed-in", "kvstore/events.py", "from datetime import datetime\ndatetime.now()"),
+    ("handed-in", "kvstore/events.py", "import datetime as d\nd.datetime.now().isoformat()"),
+    ("handed-in", "tiering/files.py", "import time\ntime.monotonic()"),
+    # Randomness.
+    ("handed-in", "tiering/policies/lru.py", "import random\nrandom.random()"),
+    ("handed-in", "tiering/policies/lru.py", "from random import choice"),
+    ("handed-in", "tiering/policies/lru.py", "import random\nrng = random.Random(7)"),
+    ("handed-in", "kvstore/identity.py", "import secrets\nsecrets.token_bytes(32)"),
+    ("handed-in", "kvstore/identity.py", "import os\nos.urandom(32)"),
+    ("handed-in", "kvstore/events.py", "import uuid\nuuid.uuid4()"),
+    ("handed-in", "kvstore/insight/whatif.py", "import numpy as np\nnp.random.default_rng()"),
+    # Disk.
+    ("handed-in", "tiering/nvme.py", "import os\nos.pwrite(3, b'', 0)"),
+    ("handed-in", "tiering/nvme.py", "import os\nos.pread(3, 1, 0)"),
+    ("handed-in", "tiering/nvme.py", "import os\nos.open('x', 0)"),
+    ("handed-in", "tiering/nvme.py", "import os\nos.fsync(3)"),
+    ("handed-in", "tiering/nvme.py", "import os\nos.fdatasync(3)"),
+    ("handed-in", "tiering/nvme.py", "import os\nos.rename('a', 'b')"),
+    ("handed-in", "tiering/nvme.py", "from os import unlink"),
+    ("handed-in", "tiering/nvme.py", "import posix\nposix.pwrite(3, b'', 0)"),
+    ("handed-in", "tiering/nvme.py", "import os.path\nos.path.exists('x')"),
+    ("handed-in", "tiering/nvme.py", "from os import path\npath.getsize('x')"),
+    ("handed-in", "tiering/extents.py", "open('x')"),
+    ("handed-in", "kvstore/config.py", "with open('x') as f: ..."),
+    ("handed-in", "kvstore/config.py", "import io\nio.open('x')"),
+    ("handed-in", "kvstore/insight/replay.py", "import gzip\ngzip.open('x')"),
+    ("handed-in", "kvstore/config.py", "import shutil\nshutil.rmtree('x')"),
+    ("handed-in", "kvstore/config.py", "import tempfile\ntempfile.mkdtemp()"),
+    ("handed-in", "kvstore/config.py", "from pathlib import Path\nPath('x').read_text()"),
+    ("handed-in", "kvstore/config.py", "def f(p): return p.write_bytes(b'')"),
+    ("handed-in", "kvstore/config.py", "from pathlib import Path\ndef f(p: Path): p.unlink()"),
+    ("handed-in", "kvstore/config.py", "from pathlib import Path\ndef f(p: Path | None): (p / 'x').exists()"),
+    (
+        "handed-in",
+        "kvstore/config.py",
+        "from pathlib import Path\np = Path('x')\nq = p / 'y'\nq.with_suffix('').open()",
+    ),
+    ("handed-in", "kvstore/config.py", "import pathlib\nclass A:\n    def f(self, p: pathlib.Path): p.parent.mkdir()"),
+    (
+        "handed-in",
+        "kvstore/config.py",
+        "from pathlib import Path\nclass A:\n    p: Path\n    def f(self): self.p.stat()",
+    ),
+    ("handed-in", "kvstore/config.py", "from pathlib import Path\nPath.exists('x')"),
+    # Shared memory.
+    ("handed-in", "tiering/dram.py", "import os\nos.memfd_create('x')"),
+    ("handed-in", "tiering/dram.py", "import os\nos.ftruncate(3, 1)"),
+    ("handed-in", "kvstore/service/client.py", "import mmap\nmmap.mmap(3, 1)"),
+    ("handed-in", "kvstore/service/client.py", "from mmap import mmap\nmmap(3, 1)"),
+    ("handed-in", "tiering/dram.py", "def f(m): m.madvise(4)"),
+    # The environment.
+    ("environment", "kvstore/config.py", "import os\nos.environ['X']"),
+    ("environment", "kvstore/config.py", "import os\nos.environ.get('X')"),
+    ("environment", "kvstore/node.py", "import os\nos.getenv('X')"),
+    ("environment", "kvstore/demo/run.py", "from os import environ"),
+    ("environment", "kernels/kv_kernels/paged.py", "import os\nos.environ"),
+    ("environment", "engine_adapter/adapter.py", "import os\nos.getenv('X')"),
+    # Code from data.
+    ("unsafe", "kvstore/events.py", "import pickle"),
+    ("unsafe", "kvstore/events.py", "from pickle import loads"),
+    ("unsafe", "kvstore/events.py", "import marshal"),
+    ("unsafe", "engine_adapter/hf_cache.py", "import torch\ntorch.load('x')"),
+    ("unsafe", "engine_adapter/hf_cache.py", "from torch import load"),
+    ("unsafe", "kvstore/bench/ttft.py", "import numpy\nnumpy.load('x', allow_pickle=True)"),
+    ("unsafe", "kvstore/config.py", "eval('1')"),
+    ("unsafe", "kvstore/demo/run.py", "exec('1')"),
+    ("unsafe", "kernels/kv_kernels/paged.py", "import builtins\nbuiltins.exec('1')"),
+    ("unsafe", "kvstore/config.py", "import yaml\nyaml.load('x', Loader=yaml.SafeLoader)"),
+    # Names.
+    ("vague-name", "kvstore/utils.py", ""),
+    ("vague-name", "tiering/common.py", ""),
+    ("vague-name", "tests/helpers.py", ""),
+    ("vague-name", "tiering/policies/base.py", ""),
+    ("vague-name", "kvstore/service/manager.py", ""),
+    ("vague-name", "kvstore/utils/text.py", ""),
+    ("shadowing-name", "engine_adapter/vllm.py", ""),
+    ("shadowing-name", "engine_adapter/sglang.py", ""),
+    ("shadowing-name", "engine_adapter/vllm/__init__.py", ""),
+    ("namespace-folder", "kernels/__init__.py", ""),
+    ("namespace-folder", "proto/__init__.py", ""),
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"), BROKEN, ids=[f"{rule}-{n}" for n, (rule, _, _) in enumerate(BROKEN)]
+)
+def test_a_broken_rule_is_reported(rule: str, path: str, source: str, tmp_path: Path) -> None:
+    found = _violations_of(tmp_path, path, source)
+    assert rule in {violation.rule for violation in found}, f"not reported: {path}: {source!r}"
+    assert {violation.path for violation in found} == {path}
+
+
+def test_every_rule_is_shown_to_bite() -> None:
+    assert {rule for rule, _, _ in BROKEN} == set(architecture.RULES)
+
+
+def test_a_report_names_the_place(tmp_path: Path) -> None:
+    (violation,) = _violations_of(tmp_path, "tiering/nvme.py", "import os\n\nos.fsync(3)\n")
+    assert str(violation) == "tiering/nvme.py:3: [handed-in] uses os.fsync: disk is handed in"
+
+
+# --- and leaves alone what is allowed --------------------------------------------------------------------------------
+
+KEPT: tuple[tuple[str, str], ...] = (
+    # Arrows that point down or stay level.
+    ("tiering/dram.py", "from tiering.frame import Frame\nfrom . import errors\nfrom .tier import Tier"),
+    ("kvstore/store.py", "import tiering.dram\nimport kv_kernels\nfrom kvstore import lease\nfrom .miss import Miss"),
+    ("engine_adapter/hf_cache.py", "import kvstore\nimport tiering.hbm\nimport kv_kernels\nimport torch, transformers"),
+    ("engine_adapter/vllm_connector.py", "from vllm.v1 import core\nfrom engine_adapter.adapter import EngineAdapter"),
+    ("engine_adapter/vllm_tier.py", "import vllm"),
+    ("engine_adapter/sglang_storage.py", "import sglang"),
+    ("kvstore/demo/run.py", "import engine_adapter.hf_cache\nimport transformers\nfrom kvstore.demo import documents"),
+    ("kvstore/bench/ttft.py", "import transformers, torch\nfrom . import tiers"),
+    ("kvstore/cli.py", "def main():\n    from kvstore.demo import run\n    import kvstore.bench.ttft"),
+    ("kvstore/__main__.py", "from kvstore.cli import main"),
+    ("kvstore/__init__.py", "def open(url):\n    from kvstore.service import client"),
+    ("kvstore/store.py", "def f():\n    import lmdb"),
+    ("tiering/hbm.py", "import torch"),
+    # Types and pure members of the modules whose acts are handed in.
+    ("tiering/policies/lru.py", "import random\ndef f(rng: random.Random): return rng.random()"),
+    ("kvstore/store.py", "from datetime import datetime, timedelta\ndef f(now: datetime): return now + timedelta(1)"),
+    ("kvstore/store.py", "import secrets\nsecrets.compare_digest(b'', b'')"),
+    ("kvstore/store.py", "import os\nos.close(3); os.getpid(); os.cpu_count(); os.path.join('a', 'b')"),
+    ("kvstore/service/client.py", "import mmap\ndef f(m: mmap.mmap): return m[0], mmap.PROT_READ"),
+    # Words that only look like the disk, and objects that were handed in.
+    ("kvstore/store.py", "from dataclasses import replace\n'a'.replace('a', 'b'); replace(x, a=1)"),
+    ("tiering/nvme.py", "def f(files, self): files.open('x'); self._files.read_bytes('x'); self.disk.rename('a', 'b')"),
+    ("tiering/nvme.py", "def f(clock): clock.time(); clock.sleep(1)"),
+    ("kvstore/config.py", "from pathlib import Path\ndef f(p: Path): return p / 'x', p.name, str(p.parent)"),
+    ("kvstore/config.py", "from pathlib import Path\ndef f(paths: list[Path]): paths.index(1)"),
+    ("engine_adapter/hf_cache.py", "def f(model): model.eval()"),
+    ("kvstore/store.py", "import re\nre.compile('x')"),
+    ("kvstore/store.py", "import yaml\nyaml.safe_load('x')"),
+    # Exemptions.
+    ("tiering/files.py", "import os, mmap\nos.pwrite(3, b'', 0); os.fsync(3); open('x'); mmap.mmap(-1, 1)"),
+    ("tiering/extents.py", "import os, mmap\nm = mmap.mmap(os.memfd_create('x'), 1); os.ftruncate(3, 1); m.madvise(4)"),
+    ("kvstore/node.py", "import os, time, random\ntime.monotonic(); os.urandom(8); random.Random(1); open('x')"),
+    ("kvstore/cli.py", "import os, time\nos.environ.get('X'); time.time(); open('x')"),
+    ("kvstore/bench/tiers.py", "import time\ntime.perf_counter()"),
+    ("engine_adapter/costmodel.py", "import time\ntime.perf_counter()"),
+    # Names, and files that are no concern of ours.
+    ("tests/kvstore/test_store.py", "import pickle, time, torch\ntime.time()"),
+    ("tiering/residency.py", ""),
+    ("kvstore/based.py", ""),
+    ("kernels/kv_kernels/__init__.py", ""),
+    (".venv/lib/utils.py", "import pickle"),
+)
+
+
+@pytest.mark.parametrize(("path", "source"), KEPT, ids=[f"{path}-{n}" for n, (path, _) in enumerate(KEPT)])
+def test_what_is_allowed_is_not_reported(path: str, source: str, tmp_path: Path) -> None:
+    assert _violations_of(tmp_path, path, source) == []
+
+
+def test_every_exemption_has_a_reason_and_a_place_in_a_room() -> None:
+    for exemption in architecture.EXEMPTIONS:
+        assert exemption.path.startswith(architecture.HANDED_IN_ROOMS)
+        assert exemption.kinds and exemption.kinds <= architecture.ALL_KINDS
+        assert len(exemption.reason.split()) >= 4, f"say why {exemption.path} is exempt"
+
+
+def _violations_of(tree: Path, path: str, source: str) -> list[architecture.Violation]:
+    file = tree / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source)
+    return architecture.violations(tree)
