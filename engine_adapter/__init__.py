@@ -1,0 +1,1 @@
+"""Adapters that let an engine reuse cached prefixes (floor 3). One engine, one file."""

@@ -1,0 +1,4 @@
+"""Transfer operations on paged KV (floor 0): `host` for the CPU's memory, `reference` in plain torch for any device.
+
+Knows tensors, strides and page tables; never blocks, tiers or codecs' names.
+"""

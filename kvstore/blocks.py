@@ -1,0 +1,262 @@
+"""Blocks: the index, the residency table, the policy and the DRAM slots, kept in step (floor 2).
+
+Every change to a block's life goes through one of these methods, so that the four tables can never disagree. No lock,
+no clock and no leases here: `store` has those. `check()` verifies all of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvstore.identity import Namespace, TenantKeys
+from kvstore.prefix_index import NO_ROW, PrefixIndex, RowState
+from tiering.dram import DramTier
+from tiering.errors import BlockCorrupt
+from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
+from tiering.residency import FrameState, Residency
+from tiering.tier import NO_PLACE, SlotClass, extent_of, slot_of
+
+
+@dataclass(frozen=True)
+class Space:
+    """A namespace as this store knows it: one slot class and one sealer per part."""
+
+    number: int
+    tenant: bytes
+    namespace: Namespace
+    classes: tuple[SlotClass, ...]
+    sealers: tuple[Sealer, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """DRAM that one block takes: all its frames."""
+        return sum(slot_class.frame_bytes for slot_class in self.classes)
+
+
+class Blocks:
+    """What exists and where it is. Callers hold the store's lock."""
+
+    def __init__(self, index: PrefixIndex, residency: Residency, dram: DramTier, keys: MacKeys) -> None:
+        self.index = index
+        self.residency = residency
+        self.dram = dram
+        self.spaces: list[Space] = []
+        self.counters: Counter[str] = Counter()
+        self._keys = keys
+        self._next_generation = 1
+
+    def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Space:
+        """Make a namespace of a tenant known."""
+        digest_of_namespace = namespace.digest()
+        layout = namespace.layout
+        sealers, classes = [], []
+        for part, payload in zip(layout.parts, payload_bytes, strict=True):
+            stamp = Stamp(
+                key_id=keys.key_id,
+                epoch=keys.epoch,
+                tenant=keys.tenant,
+                namespace=digest_of_namespace,
+                codec=namespace.codec,
+                part=part.index,
+                parts=len(layout.parts),
+                block_tokens=layout.block_tokens,
+                slices=len(part.layers),
+                payload_bytes=payload,
+            )
+            sealers.append(Sealer(stamp, keys.mac))
+            classes.append(SlotClass(keys.tenant, digest_of_namespace, part.index, stamp.frame_bytes))
+        space = Space(self.index.add_namespace(keys.tenant), keys.tenant, namespace, tuple(classes), tuple(sealers))
+        assert space.number == len(self.spaces)
+        self.spaces.append(space)
+        self.residency.add_parts(len(classes))
+        return space
+
+    # A block's life ------------------------------------------------------------------------------------------------
+
+    def begin(self, number: int, key: bytes, parent: int, priority: int, expires_at: int) -> int:
+        """1. A pending row: the block is being stored, its parent cannot go any more."""
+        row = self.index.insert(number, key, parent, priority, expires_at)
+        self.residency.grow_to(row)
+        if parent != NO_ROW and self.index.children(parent) == 1 and self._is_listed(parent):
+            self.residency.policy.became_inner(parent)
+        return row
+
+    def place(self, row: int) -> list[int]:
+        """2. One slot per part; there must be a free one in every class."""
+        places = []
+        for slot_class in self.spaces[self.index.namespace_of(row)].classes:
+            (place,) = self.dram.reserve(slot_class, 1)
+            self.dram.own(place, row)
+            places.append(place)
+        self.residency.reserved(row, places)
+        return places
+
+    def next_generation(self) -> int:
+        """A number that no other block of this store had or will have."""
+        self._next_generation += 1
+        return self._next_generation - 1
+
+    def seal(
+        self,
+        row: int,
+        part: int,
+        parent_key: bytes,
+        index: int,
+        generation: int,
+        digests: Sequence[bytes],
+    ) -> None:
+        """3. The payload of a part is in its slot: write its header in front of it."""
+        sealer = self.spaces[self.index.namespace_of(row)].sealers[part]
+        priority, expires_at = self.index.retention(row)
+        header = sealer.seal(self.index.key(row), parent_key, index, generation, digests, priority, expires_at)
+        self.dram.commit([self.residency.place(row, part)], [header])
+        self.residency.part_sealed(row, part, digest(header))
+
+    def publish(self, row: int, generation: int) -> None:
+        """4. All parts are sealed and the parent is visible: from now on the block can be found."""
+        refilled = self.index.state(row) == RowState.HOLLOW
+        self.index.publish(row)
+        self.residency.published(row, generation)
+        if not refilled:
+            self.residency.policy.inserted(row, self.index.depth(row), 0, 0.0)
+            if self.index.children(row):
+                self.residency.policy.became_inner(row)
+
+    def evict(self, row: int) -> None:
+        """5. Give up a leaf that nobody pins: the row, and its frames if it has any."""
+        assert self.residency.pins(row) == 0, "a pinned block is not evicted"
+        self._free(self.residency.forget(row))
+        self._remove(row, remember=True)
+        self.counters["evicted_blocks"] += 1
+
+    def give_up(self, row: int) -> None:
+        """A block that was never published ends here; its children were given up before."""
+        self._free(self.residency.forget(row))
+        self._remove(row, remember=False)
+
+    def unfill(self, row: int) -> None:
+        """A hollow row that was to be filled again stays hollow."""
+        self._free(self.residency.forget(row))
+
+    def orphan(self, row: int) -> list[int]:
+        """A pending row goes while its producer still writes: the places are returned, still taken."""
+        places = self.residency.forget(row)
+        self._remove(row, remember=False)
+        return places
+
+    def free_orphans(self, places: Sequence[int]) -> None:
+        """The producer of orphaned places is done with them."""
+        self._free(places)
+
+    def drop(self, row: int) -> None:
+        """A readable or hollow leaf goes because its namespace does. Pins were lifted before."""
+        assert self.residency.pins(row) == 0
+        self._free(self.residency.forget(row))
+        self._remove(row, remember=True)
+
+    def quarantine(self, row: int) -> None:
+        """A check failed. The frames are never used again; the row stays, hollow, so that its children keep theirs.
+
+        All parts go: a block without one of them is not readable, and somebody may be reading the others right now.
+        """
+        self.dram.condemn(self.residency.forget(row))
+        self.index.hollow(row)
+        self.counters["quarantined_blocks"] += 1
+
+    def relocate(self, row: int, part: int, target: int) -> bool:
+        """A verified copy of a frame stands at `target`: take that place over, if it is a copy of what was committed.
+
+        False leaves everything as it was.
+        """
+        source = self.residency.place(row, part)
+        raw = bytes(self.dram.reserved_span(target).view[:HEADER_BYTES])
+        if digest(raw) != self.residency.header_digest(row, part):
+            return False
+        self.dram.commit([target], [raw])
+        self.dram.own(target, row)
+        self.residency.moved(row, part, target)
+        self.dram.delete([source])
+        return True
+
+    def verify(self, row: int, part: int) -> bool:
+        """Whether a part's frame is what was committed: MAC, identity, generation and every digest."""
+        place = self.residency.place(row, part)
+        if place == NO_PLACE:
+            return False
+        view = self.dram.span_at(place).view
+        raw = bytes(view[:HEADER_BYTES])
+        try:
+            header = open_header(raw, self._keys)
+            verify_payload(header, view[HEADER_BYTES:])
+        except BlockCorrupt:
+            return False
+        return (
+            header.prefix_key == self.index.key(row)
+            and header.generation == self.residency.generation(row)
+            and digest(raw) == self.residency.header_digest(row, part)
+        )
+
+    def retire_empty(self, number: int) -> None:
+        """Give back the extents of a namespace that hold nothing any more."""
+        for slot_class in self.spaces[number].classes:
+            for extent in list(self.dram.extents_of(slot_class)):
+                counts = extent.slots.counts
+                if counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == extent.slots.capacity:
+                    if not self.residency.is_any_held(extent.number):
+                        self.dram.retire(extent.number)
+
+    def check(self, pins: Mapping[int, int]) -> None:
+        """Every invariant over the four tables; `pins`: row -> how many leases, reservations and moves pin it."""
+        self.index.check()
+        self.dram.check()
+        self.residency.check(dict(pins))
+        listed = []
+        for space in self.spaces:
+            for row in self.index.rows(space.number):
+                state = self.index.state(row)
+                if state != RowState.PENDING:
+                    listed.append(row)
+                if state != RowState.VISIBLE:
+                    continue
+                parent = self.index.parent(row)
+                parent_key = self.index.key(parent) if parent != NO_ROW else None
+                for part, slot_class in enumerate(space.classes):
+                    self._check_frame(row, part, slot_class, parent_key)
+        leaves = {row for row in listed if not self.index.children(row)}
+        assert set(self.residency.policy.victims()) == leaves, "the policy proposes exactly the leaves"
+
+    def _check_frame(self, row: int, part: int, slot_class: SlotClass, parent_key: bytes | None) -> None:
+        """Invariants 3 and 6: the place is readable, it is this block's, and its header names it."""
+        place = self.residency.place(row, part)
+        extent = next(extent for extent in self.dram.all_extents(slot_class) if extent.number == extent_of(place))
+        assert extent.slots.states[slot_of(place)] == FrameState.RESIDENT
+        assert extent.slots.owners[slot_of(place)] == row
+        raw = bytes(self.dram.read(place).view[:HEADER_BYTES])
+        if digest(raw) != self.residency.header_digest(row, part):
+            return  # damaged since: a reader will find out, which is another test's business
+        header = open_header(raw, self._keys)
+        assert header.prefix_key == self.index.key(row) and header.stamp.part == part
+        assert header.block_index == self.index.depth(row)
+        assert len(header.parent) == KEY_BYTES and (parent_key is None or header.parent == parent_key)
+
+    def _free(self, places: Sequence[int]) -> None:
+        """Free slots in whatever state they are; a late reader's are kept from reuse."""
+        for place in places:
+            if self.dram.is_reserved(place):
+                self.dram.abort([place])
+            elif self.residency.is_held(place):
+                self.dram.retain([place])
+            else:
+                self.dram.delete([place])
+
+    def _remove(self, row: int, *, remember: bool) -> None:
+        if self._is_listed(row):
+            self.residency.policy.removed(row)
+        parent = self.index.remove(row, remember=remember)
+        if parent != NO_ROW and not self.index.children(parent) and self._is_listed(parent):
+            self.residency.policy.became_leaf(parent)
+
+    def _is_listed(self, row: int) -> bool:
+        return self.index.state(row) in (RowState.VISIBLE, RowState.HOLLOW)

@@ -1,0 +1,132 @@
+"""Configuration: frozen dataclasses, checked when they are built (floor 2).
+
+Sizes are given as people write them ("2GiB", "512MB", a number of bytes) and kept as bytes. What the machine allows is
+read once, from the cgroup and the kernel, through `machine_memory_bytes`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvstore.errors import BadInput
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 1 << 10,
+    "KB": 1000,
+    "KIB": 1 << 10,
+    "M": 1 << 20,
+    "MB": 1000**2,
+    "MIB": 1 << 20,
+    "G": 1 << 30,
+    "GB": 1000**3,
+    "GIB": 1 << 30,
+    "T": 1 << 40,
+    "TB": 1000**4,
+    "TIB": 1 << 40,
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_PAGE_BYTES = 4096
+
+MIN_DRAM_BYTES = 1 << 20
+MIN_EXTENT_BYTES = 64 << 10
+DEFAULT_EXTENT_BYTES = 64 << 20
+MAX_EXTENT_BYTES = 1 << 30
+EXTENTS_PER_BUDGET = 16
+"""A small budget is cut into about this many extents, so that several namespaces can share it."""
+
+
+def parse_size(given: str | int, name: str) -> int:
+    """Bytes from "2GiB", "512 MB", "64k" or a number. `name` is the option, for the message."""
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise BadInput(f"{name}={given!r} is not a size; write e.g. {name}=2GiB")
+    if isinstance(given, int):
+        if given < 0:
+            raise BadInput(f"{name}={given} is negative; write e.g. {name}=2GiB")
+        return given
+    found = _SIZE.fullmatch(given.strip())
+    if found is None or found.group(2).upper() not in _UNITS:
+        raise BadInput(
+            f"{name}={given!r} is not a size; write a number with B, KiB, MiB, GiB, TiB (or KB, MB, GB, TB), "
+            f"e.g. {name}=2GiB"
+        )
+    return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+
+
+def format_size(size_bytes: float) -> str:
+    """Bytes as people read them: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Named upper bounds of a store.
+
+    lease_seconds: how long a lease pins. pinned_fraction: of the DRAM budget, what may be pinned at once. room_steps:
+    evictions, new extents and moves one put may cause before it takes what it has. forgotten: evicted keys that are
+    remembered so that a miss can be called evicted.
+    """
+
+    lease_seconds: float = 60.0
+    pinned_fraction: float = 0.8
+    leases: int = 65536
+    namespaces: int = 1024
+    room_steps: int = 1 << 20
+    forgotten: int = 65536
+
+    def __post_init__(self) -> None:
+        if self.lease_seconds <= 0:
+            raise BadInput(f"lease_seconds={self.lease_seconds}; give more than 0")
+        if not 0 < self.pinned_fraction <= 1:
+            raise BadInput(f"pinned_fraction={self.pinned_fraction}; give a number above 0, at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class DramConfig:
+    """The DRAM tier's budget and the size of its extents, both in bytes, both whole pages."""
+
+    budget_bytes: int
+    extent_bytes: int
+
+    @staticmethod
+    def of(dram: str | int, extent: str | int | None, available_bytes: int) -> DramConfig:
+        """From what the user wrote; `available_bytes`: what the cgroup and the machine allow."""
+        budget = parse_size(dram, "dram")
+        if budget < MIN_DRAM_BYTES:
+            raise BadInput(f"dram={dram} is too small; give at least {format_size(MIN_DRAM_BYTES)}")
+        if budget > available_bytes:
+            raise BadInput(
+                f"dram={dram} is more than the {format_size(available_bytes)} of memory that this machine or its "
+                "cgroup allows; give less, or raise the memory limit"
+            )
+        if extent is None:
+            share = max(MIN_EXTENT_BYTES, budget // EXTENTS_PER_BUDGET)
+            size = min(DEFAULT_EXTENT_BYTES, 1 << share.bit_length() - 1)
+        else:
+            size = parse_size(extent, "extent")
+            if not MIN_EXTENT_BYTES <= size <= min(MAX_EXTENT_BYTES, budget) or size % _PAGE_BYTES:
+                raise BadInput(
+                    f"extent={extent} is not possible: give a multiple of 4 KiB between "
+                    f"{format_size(MIN_EXTENT_BYTES)} and {format_size(min(MAX_EXTENT_BYTES, budget))}"
+                )
+        return DramConfig(budget // _PAGE_BYTES * _PAGE_BYTES, size)
+
+
+def memory_limit(files: dict[str, str]) -> int:
+    """The tightest of the machine's memory and its cgroup's limits, in bytes, from the contents of these files:
+    /proc/meminfo, and the cgroup's memory.max (version 2) or memory.limit_in_bytes (version 1)."""
+    limits = []
+    for name, text in files.items():
+        if name.endswith("meminfo"):
+            found = re.search(r"^MemTotal:\s+(\d+) kB", text, re.MULTILINE)
+            if found:
+                limits.append(int(found.group(1)) * 1024)
+        elif text.strip().isdigit():
+            limits.append(int(text))
+    return min(limits, default=1 << 62)

@@ -1,0 +1,114 @@
+"""The contract between what a user holds (`handle`) and a store, wherever that runs (floor 2).
+
+Keys, places and digests cross it; token ids, prompts and payload bytes never do. The same messages are method calls in
+one process and, through a local door, frames on a socket: `span` is then the client's own mapping of an extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvstore.identity import Namespace
+from kvstore.miss import HitTier, MissReason
+from tiering.tier import FrameSpan
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """A namespace as opened: its number in this store, the tenant's identity key, and the packed stamp of each part."""
+
+    number: int
+    identity_key: bytes
+    stamps: tuple[bytes, ...]
+    payload_bytes: tuple[int, ...]
+
+
+class MatchReply(msgspec.Struct, frozen=True):
+    """How many leading blocks are there, in which tier (runs of blocks), and why it ended there."""
+
+    blocks: int
+    tiers: tuple[tuple[HitTier, int], ...] = ()
+    reason: MissReason | None = None
+    detail: str = ""
+
+
+class LeaseReply(msgspec.Struct, frozen=True):
+    """Pinned frames of the blocks first_block .. blocks - 1, each list in that order, one list per part.
+
+    `lease` is 0 where nothing was pinned. header_digests: xxh3_128 of each frame's header as it was committed.
+    """
+
+    lease: int
+    first_block: int
+    blocks: int
+    places: tuple[list[int], ...] = ()
+    header_digests: tuple[list[bytes], ...] = ()
+    generations: list[int] = []
+    tiers: tuple[tuple[HitTier, int], ...] = ()
+    reason: MissReason | None = None
+    detail: str = ""
+
+
+class ReserveReply(msgspec.Struct, frozen=True):
+    """Which blocks of the offered chain are to be filled (`blocks`, ascending) and where, one list of places per part.
+
+    present: offered blocks that were there before. stopped_at: the first block that will not be held, and why.
+    """
+
+    reservation: int
+    present: int
+    blocks: list[int] = []
+    places: tuple[list[int], ...] = ()
+    stopped_at: int | None = None
+    reason: MissReason | None = None
+
+
+class Door(Protocol):
+    """A store as one tenant's client sees it."""
+
+    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+        """Make a namespace known; payload_bytes: of each part, after the codec."""
+        ...
+
+    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
+        """The longest readable prefix. Pins and changes nothing."""
+        ...
+
+    def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
+        """Pin the longest readable prefix; frames of the blocks from `first_block` on."""
+        ...
+
+    def release(self, lease: int) -> None:
+        """Give a lease back. Unknown ones are ignored: it may have been released before."""
+        ...
+
+    def abandon(self, lease: int) -> None:
+        """Release a lease that its holder forgot: at once or at the next call, without waiting for anything.
+
+        A finalizer calls this, at any point of any thread.
+        """
+        ...
+
+    def report(self, lease: int, block: int, part: int) -> None:
+        """A frame under this lease failed a check at the reader."""
+        ...
+
+    def reserve(
+        self, number: int, keys: Sequence[bytes], first_block: int, priority: int, ttl_seconds: float | None
+    ) -> ReserveReply:
+        """Slots for the blocks from `first_block` on that are not there yet."""
+        ...
+
+    def commit(self, reservation: int, part: int, digests: Sequence[Sequence[bytes]]) -> int:
+        """Digests of every layer slice of the next reserved blocks, in their order; returns the blocks now visible."""
+        ...
+
+    def abort(self, reservation: int) -> None:
+        """End a reservation; what is not visible by now never will be."""
+        ...
+
+    def span(self, place: int) -> FrameSpan:
+        """The bytes of a reserved or leased frame in this process."""
+        ...

@@ -1,0 +1,40 @@
+"""Typed faults of the store (floor 2).
+
+Expected outcomes are values: a shorter match, a refused put, a miss reason. What is raised here is either something
+that the user gave and can mend (`BadInput` and its kin: one clear line), or an operating fault. A miss is never an
+exception, and nothing here may carry token ids, keys or prompt text.
+"""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """Any fault of the store that a caller may want to catch."""
+
+
+class BadInput(StoreError, ValueError):
+    """The caller gave something unusable; the message says what was given, what is allowed and what to do."""
+
+
+class LayoutMismatch(BadInput):
+    """Pages, or a model, do not have the layout of the namespace they are used with."""
+
+
+class DirectoryInUse(StoreError):
+    """Another process holds the store's directory."""
+
+
+class KeysUnusable(StoreError):
+    """The key file of a directory is missing, damaged or open to others; nothing was changed."""
+
+
+class LeaseExpired(StoreError):
+    """The lease was released, or ran out, before its blocks were read."""
+
+
+class Unauthorized(StoreError):
+    """The credential does not allow what was asked."""
+
+
+class StoreClosed(StoreError):
+    """The store was closed."""

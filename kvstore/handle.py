@@ -1,0 +1,298 @@
+"""What a user holds: a store, its namespaces, and the five verbs over token ids and pages (floor 2).
+
+    match > lease > get > release,  put
+
+The handle hashes prompts, encodes and decodes pages, and checks every byte that it hands out; the store behind the
+`Door` sees keys, places and digests only. The same handle works on a store in this process and on one behind a socket.
+A miss is never an exception: the account of a match, a lease or a load says where each token came from.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from kvstore.door import Door, Grant, LeaseReply, MatchReply
+from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired
+from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
+from kvstore.miss import Account, HitTier, MissReason
+from kvstore.pages import Codec, Coder, Digest, Pages
+from tiering.frame import HEADER_BYTES, digest, names_block, split_digests
+from tiering.tier import FrameSpan
+
+DURABILITIES = ("volatile", "disk")
+MAX_PRIORITY = 100
+
+
+@dataclass(frozen=True)
+class Match:
+    """How much of a prompt is stored. Pins nothing: only a lease is a promise.
+
+    keys: the prefix key of every full block. blocks, tokens: the readable prefix. tiers: runs of (tier, blocks).
+    account: every token of the prompt, by tier or reason. reason, detail: why the prefix ends where it does.
+    """
+
+    keys: list[bytes]
+    blocks: int
+    tokens: int
+    tiers: tuple[tuple[HitTier, int], ...]
+    account: Account
+    reason: MissReason | None
+    detail: str
+
+    @property
+    def tier_of_block(self) -> list[HitTier]:
+        """The tier of every readable block, in order."""
+        return [tier for tier, blocks in self.tiers for _ in range(blocks)]
+
+
+class Lease:
+    """Pinned blocks, until released, left as a context, or run out. Made by `NamespaceHandle.lease`.
+
+    tokens: the prefix that is promised; first_token: the block boundary from which on frames are pinned. account: as in
+    a match, cut to what is promised.
+    """
+
+    def __init__(self, door: Door, reply: LeaseReply, keys: list[bytes], account: Account, block_tokens: int) -> None:
+        self.reply = reply
+        self.keys = keys
+        self.blocks = reply.blocks
+        self.tokens = reply.blocks * block_tokens
+        self.first_token = reply.first_block * block_tokens
+        self.account = account
+        self.reason = reply.reason
+        self.detail = reply.detail
+        self._door = door
+        self._abandon = weakref.finalize(self, door.abandon, reply.lease)
+        self._abandon.atexit = False
+
+    @property
+    def released(self) -> bool:
+        """Whether its frames may be gone."""
+        return not self._abandon.alive
+
+    def release(self) -> None:
+        """Unpin. Safe to call again."""
+        if self._abandon.detach() is not None:
+            self._door.release(self.reply.lease)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `get` delivered: pages hold the prompt's tokens up to `tokens`, verified; anything behind is not valid.
+
+    account: as in the lease, with what failed turned into a miss. reason: why it is less than leased, else None.
+    """
+
+    tokens: int
+    account: Account
+    reason: MissReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What a put did, in blocks from the prompt's start.
+
+    present: leading blocks that were there before. stored: blocks that are new. stopped_at: the first offered block
+    that is not held, with its reason; None when all full blocks of the prompt are held.
+    """
+
+    present: int
+    stored: int
+    stopped_at: int | None
+    reason: MissReason | None
+
+
+class NamespaceHandle:
+    """The five verbs in one namespace. Thread-safe; pages and leases belong to whoever passes them."""
+
+    def __init__(self, door: Door, namespace: Namespace, codec: Codec, digest: Digest = digest) -> None:
+        self.namespace = namespace
+        self.layout = namespace.layout
+        self.model = namespace.model
+        self.block_tokens = namespace.layout.block_tokens
+        self._door = door
+        self._codec = codec
+        self._digest = digest
+        self._grant: Grant = door.open_namespace(
+            namespace, [codec.payload_bytes(part) for part in namespace.layout.parts]
+        )
+        self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
+
+    @property
+    def number(self) -> int:
+        """The namespace's number in its store."""
+        return self._grant.number
+
+    def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = ()) -> Match:
+        """The longest stored prefix of a prompt, and why it ends there. Pins nothing and changes nothing.
+
+        token_ids: list, array, numpy array or torch tensor of ids, or their uint32 little-endian bytes.
+        extra_keys: what else the KV depends on (adapter digest, image hashes, salt), in an order of the caller's.
+        """
+        raw = token_bytes(token_ids)
+        keys = self._hasher.keys(raw, as_extra_keys(extra_keys))
+        reply = self._door.match(self.number, keys)
+        return Match(
+            keys,
+            reply.blocks,
+            reply.blocks * self.block_tokens,
+            reply.tiers,
+            self._account(len(raw) // 4, len(keys), reply),
+            reply.reason,
+            reply.detail,
+        )
+
+    def lease(self, match: Match, first_token: int = 0, deadline_ms: float = 50) -> Lease:
+        """Pin what `match` found, or less: what was evicted meanwhile, or would pin too much, is cut off with a reason.
+
+        first_token: the prompt's tokens before it are not wanted; frames are pinned from its block on.
+        deadline_ms: how long to wait for blocks that have to be brought up from lower tiers.
+        """
+        if first_token < 0:
+            raise BadInput(f"first_token={first_token}; give 0 or more")
+        if not deadline_ms >= 0:
+            raise BadInput(f"deadline_ms={deadline_ms}; give 0 or more")
+        first_block = min(first_token // self.block_tokens, match.blocks)
+        reply = self._door.lease(self.number, match.keys[: match.blocks], first_block, deadline_ms)
+        if reply.blocks == match.blocks:
+            account = match.account
+        else:
+            account = match.account.cut(
+                reply.blocks * self.block_tokens, reply.reason or match.reason or MissReason.EVICTED
+            )
+        return Lease(self._door, reply, match.keys, account, self.block_tokens)
+
+    def get(self, lease: Lease, into: Pages, first_token: int = 0) -> Loaded:
+        """Copy leased blocks into pages, decode them and verify the copy.
+
+        into: pages that cover the prompt's tokens from `first_token` on, which is a page boundary at or after the
+        lease's first block. Loads up to the lease's end or the pages', whichever comes first, in whole blocks.
+        Raises `LeaseExpired` for a lease that was released.
+        """
+        if lease.released:
+            raise LeaseExpired("the lease was released; take a new one")
+        if first_token < lease.first_token or first_token % into.page_tokens:
+            raise BadInput(
+                f"first_token={first_token} must be a multiple of the page ({into.page_tokens} tokens) and not before "
+                f"the lease's first token {lease.first_token}"
+            )
+        coders = [self._codec.bind(into, self.layout, part) for part in self.layout.parts]
+        start = first_token // self.block_tokens
+        stop = min(lease.blocks, (first_token + into.tokens) // self.block_tokens)
+        for block in range(start, stop):
+            for part, coder in enumerate(coders):
+                if not self._load(lease, block, part, coder, first_token):
+                    tokens = block * self.block_tokens
+                    self._door.report(lease.reply.lease, block, part)
+                    return Loaded(tokens, lease.account.cut(tokens, MissReason.CORRUPT), MissReason.CORRUPT)
+        tokens = max(stop, start) * self.block_tokens if stop > start else min(lease.tokens, first_token)
+        return Loaded(tokens, lease.account, None)
+
+    def release(self, lease: Lease) -> None:
+        """Unpin. The same as leaving the lease's context."""
+        lease.release()
+
+    def put(
+        self,
+        token_ids: Any,
+        pages: Pages,
+        first_token: int = 0,
+        durability: str = "volatile",
+        ttl: float | None = None,
+        priority: int = 0,
+        extra_keys: Sequence[ExtraKey | bytes | str] = (),
+    ) -> PutResult:
+        """Store the full blocks of a prompt; those that are there already are skipped.
+
+        pages: cover the prompt's tokens from `first_token` on, which is a page boundary; blocks before them must be
+        stored already. ttl (seconds) and priority (-100 .. 100) are kept with the block for retention.
+        """
+        self._check_put(pages, first_token, durability, ttl, priority)
+        keys = self._hasher.keys(token_bytes(token_ids), as_extra_keys(extra_keys))
+        first_block = -(-first_token // self.block_tokens)
+        offered = min(len(keys), (first_token + pages.tokens) // self.block_tokens)
+        if offered < len(keys):
+            raise LayoutMismatch(
+                f"pages cover the prompt up to token {first_token + pages.tokens}, its full blocks go up to "
+                f"{len(keys) * self.block_tokens}; give more pages or fewer token ids"
+            )
+        reply = self._door.reserve(self.number, keys, min(first_block, offered), priority, ttl)
+        if not reply.reservation:
+            return PutResult(reply.present, 0, reply.stopped_at, reply.reason)
+        try:
+            stored = self._fill(reply.reservation, reply.blocks, reply.places, pages, first_token)
+        finally:
+            self._door.abort(reply.reservation)
+        if stored < len(reply.blocks):
+            return PutResult(reply.present, stored, reply.blocks[stored], MissReason.DISABLED)
+        return PutResult(reply.present, stored, reply.stopped_at, reply.reason)
+
+    # Inside --------------------------------------------------------------------------------------------------------
+
+    def _fill(
+        self, reservation: int, blocks: list[int], places: tuple[list[int], ...], pages: Pages, first_token: int
+    ) -> int:
+        """Encode blocks straight into their slots, then commit each part; returns the blocks that are visible."""
+        visible = 0
+        for part, size in zip(self.layout.parts, self._grant.payload_bytes, strict=True):
+            coder = self._codec.bind(pages, self.layout, part)
+            digests = []
+            for block, place in zip(blocks, places[part.index], strict=True):
+                span = _payload(self._door.span(place), size)
+                digests.append(coder.encode(block * self.block_tokens - first_token, span, self._digest))
+            visible = self._door.commit(reservation, part.index, digests)
+        return visible
+
+    def _load(self, lease: Lease, block: int, part: int, coder: Coder, first_token: int) -> bool:
+        """One frame: header against the lease's digest and the block's name, then the copy against the header."""
+        reply = lease.reply
+        position = block - reply.first_block
+        span = self._door.span(reply.places[part][position])
+        raw = bytes(span.view[:HEADER_BYTES])
+        if self._digest(raw) != reply.header_digests[part][position]:
+            return False
+        if not names_block(raw, self._grant.stamps[part], lease.keys[block]):
+            return False
+        expected = split_digests(raw, len(self.layout.parts[part].layers))
+        token = block * self.block_tokens - first_token
+        payload = _payload(span, self._grant.payload_bytes[part])
+        return coder.decode(payload, token, max(0, -token), expected, self._digest)
+
+    def _account(self, asked: int, full_blocks: int, reply: MatchReply) -> Account:
+        parts: list[tuple[HitTier | MissReason, int]] = [
+            (tier, blocks * self.block_tokens) for tier, blocks in reply.tiers
+        ]
+        if reply.reason is not None:
+            parts.append((reply.reason, (full_blocks - reply.blocks) * self.block_tokens))
+        parts.append((MissReason.PARTIAL_BLOCK, asked - full_blocks * self.block_tokens))
+        account = Account.of(parts)
+        assert account.asked == asked, "hits and misses do not add up to the tokens asked"
+        return account
+
+    def _check_put(self, pages: Pages, first_token: int, durability: str, ttl: float | None, priority: int) -> None:
+        if durability not in DURABILITIES:
+            raise BadInput(f"durability={durability!r}; allowed: {', '.join(DURABILITIES)}")
+        if durability == "disk":
+            raise BadInput("durability='disk' needs an NVMe tier, which this store does not have; use 'volatile'")
+        if first_token < 0 or first_token % pages.page_tokens:
+            raise BadInput(f"first_token={first_token} is not a page boundary; give a multiple of {pages.page_tokens}")
+        if ttl is not None and not 0 < ttl < 1 << 40:
+            raise BadInput(f"ttl={ttl}; give seconds above 0, or None")
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise BadInput(f"priority={priority}; give a number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
+def _payload(span: FrameSpan, payload_bytes: int) -> FrameSpan:
+    return FrameSpan(span.address + HEADER_BYTES, span.view[HEADER_BYTES : HEADER_BYTES + payload_bytes])

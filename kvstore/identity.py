@@ -1,0 +1,243 @@
+"""Who a block is: tenants' keys, prefix keys, namespaces (floor 2).
+
+A block is (tenant, namespace, prefix key). The prefix key is a chain of keyed BLAKE2b-256 over the prompt, so it can be
+neither guessed nor computed without the tenant's identity key; the namespace is everything else that must be equal for
+KV to be interchangeable. xxHash has no place here: it is a checksum. Token ids are hashed and forgotten.
+
+    key[i] = BLAKE2b-256(identity key; key[i-1] | token ids of block i, uint32 little-endian | framed extra keys)
+    key[-1] = a constant of this format and the block size
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import BadInput
+from kvstore.layout import Layout
+from tiering.frame import KEY_BYTES, KEY_ID_BYTES, NAMESPACE_BYTES, TENANT_BYTES
+
+CHAIN_VERSION = 1
+NAMESPACE_VERSION = 1
+SECRET_BYTES = 32
+MAX_EXTRA_KEY_BYTES = 4096
+MAX_EXTRA_KEYS = 1024
+_TOKEN_BYTES = 4
+_CHAIN_PERSON = b"kv-prefix-key-v1"
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKey:
+    """Something besides tokens that a block's KV depends on, from `first_token` on: an adapter's digest, an image's
+    content hash at its placeholder, a salt."""
+
+    value: bytes
+    first_token: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TenantKeys:
+    """A tenant's keys, one per use, all derived from one secret of 32 bytes. Never logged, never sent but `identity`.
+
+    identity: names blocks, goes to the tenant's own clients. mac: signs headers, never leaves the daemon.
+    """
+
+    tenant: bytes
+    key_id: bytes
+    epoch: int
+    identity: bytes
+    mac: bytes
+
+    @staticmethod
+    def derive(secret: bytes, epoch: int = 1) -> TenantKeys:
+        """All keys of one secret and epoch. The tenant's opaque id does not change with the epoch."""
+        assert len(secret) == SECRET_BYTES
+        return TenantKeys(
+            tenant=_derived(secret, "tenant", 0)[:TENANT_BYTES],
+            key_id=_derived(secret, "key-id", epoch)[:KEY_ID_BYTES],
+            epoch=epoch,
+            identity=_derived(secret, "identity", epoch),
+            mac=_derived(secret, "header-mac", epoch),
+        )
+
+
+class KeyRing:
+    """The MAC keys of all tenants of this store: `MacKeys` for the floor below."""
+
+    def __init__(self, tenants: Iterable[TenantKeys] = ()) -> None:
+        self._mac: dict[tuple[bytes, bytes, int], bytes] = {}
+        for keys in tenants:
+            self.add(keys)
+
+    def add(self, keys: TenantKeys) -> None:
+        """Know one more tenant, or one more epoch of a tenant."""
+        self._mac[keys.tenant, keys.key_id, keys.epoch] = keys.mac
+
+    def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
+        """The key, or None where this store does not hold it."""
+        return self._mac.get((tenant, key_id, epoch))
+
+
+class PrefixHasher:
+    """Cuts prompts into blocks and names them, for one tenant and block size. Thread-safe."""
+
+    def __init__(self, identity_key: bytes, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.root = root_key(block_tokens)
+        self._base = blake2b(digest_size=KEY_BYTES, key=identity_key, person=_CHAIN_PERSON)
+
+    def keys(self, token_ids: bytes, extra_keys: Sequence[ExtraKey] = ()) -> list[bytes]:
+        """The prefix key of every full block. `token_ids`: uint32 little-endian, as `token_bytes` makes them."""
+        step = self.block_tokens * _TOKEN_BYTES
+        stop = len(token_ids) - len(token_ids) % step
+        extras = self._by_block(extra_keys)
+        keys: list[bytes] = []
+        append, base, parent = keys.append, self._base, self.root
+        for at in range(0, stop, step):
+            state = base.copy()
+            state.update(parent + token_ids[at : at + step])
+            if extras and at // step in extras:
+                state.update(extras[at // step])
+            parent = state.digest()
+            append(parent)
+        return keys
+
+    def _by_block(self, extra_keys: Sequence[ExtraKey]) -> dict[int, bytes]:
+        framed: dict[int, bytes] = {}
+        for extra in extra_keys:
+            block = extra.first_token // self.block_tokens
+            start = (extra.first_token % self.block_tokens).to_bytes(4, "little")
+            frame = start + len(extra.value).to_bytes(4, "little") + extra.value
+            framed[block] = framed.get(block, b"") + frame
+        return framed
+
+
+def root_key(block_tokens: int) -> bytes:
+    """The parent of every first block: a constant of the chain's version and the block size."""
+    return blake2b(
+        b"kvstore prefix chain, version %d, %d tokens per block" % (CHAIN_VERSION, block_tokens), digest_size=KEY_BYTES
+    ).digest()
+
+
+def token_bytes(token_ids: Any) -> bytes:
+    """Token ids as uint32 little-endian bytes.
+
+    Accepts a list or tuple of int, `array.array`, a numpy array or a torch tensor of integers (one dimension), or bytes
+    that are in this form already. Raises `BadInput` for anything else and for ids outside 0 .. 2**32 - 1.
+    """
+    if isinstance(token_ids, bytes | bytearray | memoryview):
+        raw = bytes(token_ids)
+        if len(raw) % _TOKEN_BYTES:
+            raise BadInput(f"token ids given as {len(raw)} bytes; uint32 little-endian needs a multiple of 4")
+        return raw
+    if isinstance(token_ids, list | tuple):
+        try:
+            return _little_endian(np.frombuffer(array("I", token_ids), dtype=np.uint32))
+        except (OverflowError, TypeError, ValueError):
+            raise BadInput(
+                "token ids must be integers from 0 to 4294967295, in one flat list; this list holds something else"
+            ) from None
+    values = np.asarray(token_ids)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise BadInput(
+            f"token ids of shape {values.shape} and type {values.dtype}; give one dimension of integers "
+            "(take one prompt of a batch at a time)"
+        )
+    if values.dtype != np.uint32 and values.size and (int(values.min()) < 0 or int(values.max()) > 0xFFFFFFFF):
+        raise BadInput("token ids must lie between 0 and 4294967295")
+    return _little_endian(values)
+
+
+def as_extra_keys(extra_keys: Sequence[ExtraKey | bytes | str]) -> tuple[ExtraKey, ...]:
+    """Extra keys as the user may write them: bytes and text hold from the first token on. Order matters."""
+    if isinstance(extra_keys, str | bytes):
+        raise BadInput("extra_keys is one string; give a sequence, e.g. extra_keys=(adapter_digest,)")
+    keys = []
+    for given in extra_keys:
+        key = given if isinstance(given, ExtraKey) else ExtraKey(_extra_value(given))
+        if key.first_token < 0 or len(key.value) > MAX_EXTRA_KEY_BYTES:
+            raise BadInput(
+                f"an extra key of {len(key.value)} bytes at token {key.first_token}; allowed: at most "
+                f"{MAX_EXTRA_KEY_BYTES} bytes, from token 0 on (pass a digest instead of the content)"
+            )
+        keys.append(key)
+    if len(keys) > MAX_EXTRA_KEYS:
+        raise BadInput(f"{len(keys)} extra keys; allowed: at most {MAX_EXTRA_KEYS}")
+    return tuple(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything besides prompt and tenant that must be equal for KV to be interchangeable.
+
+    model: a fingerprint of the weights (a commit id, or a digest of their content), never a name or a path.
+    weights_epoch: raised whenever weights are updated in place. config: what else decides the numbers, as text: rope,
+    KV scales, attention variant. codec: its name; a namespace has exactly one.
+    """
+
+    model: str
+    layout: Layout
+    codec: str
+    weights_epoch: int = 0
+    config: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.model or len(self.model) > 256 or self.model.startswith(("/", "./", "../", "~")):
+            raise BadInput(
+                f"model={self.model!r} is not a fingerprint of weights; give a commit id or a content digest "
+                "(a path or a name says nothing about the weights behind it)"
+            )
+        if self.weights_epoch < 0:
+            raise BadInput(f"weights_epoch={self.weights_epoch}; give 0 or more")
+
+    def fields(self) -> dict[str, str]:
+        """Every field by name, as text: what the digest covers, and what two namespaces are compared by."""
+        described = {
+            "model": self.model,
+            "weights_epoch": str(self.weights_epoch),
+            "codec": self.codec,
+            "block_tokens": str(self.layout.block_tokens),
+        }
+        for name, value in self.layout.describe().items():
+            described[f"layout.{name}"] = json.dumps(value, sort_keys=True)
+        for name, value in self.config.items():
+            described[f"config.{name}"] = value
+        return described
+
+    def digest(self) -> bytes:
+        """32 bytes: BLAKE2b-256 over the length-framed fields in the order of their names."""
+        state = blake2b(b"kvstore namespace, version %d" % NAMESPACE_VERSION, digest_size=NAMESPACE_BYTES)
+        for name, value in sorted(self.fields().items()):
+            for text in (name.encode(), value.encode()):
+                state.update(len(text).to_bytes(4, "little") + text)
+        return state.digest()
+
+    def difference(self, other: Namespace) -> str:
+        """The first field that differs, with both values; empty where none does."""
+        mine, theirs = self.fields(), other.fields()
+        for name in sorted(mine.keys() | theirs.keys()):
+            if mine.get(name) != theirs.get(name):
+                return f"{name} is {mine.get(name, 'not set')} here and {theirs.get(name, 'not set')} there"
+        return ""
+
+
+def _derived(secret: bytes, label: str, epoch: int) -> bytes:
+    return blake2b(b"%d" % epoch, digest_size=KEY_BYTES, key=secret, person=b"kv-" + label.encode()).digest()
+
+
+def _extra_value(given: bytes | str) -> bytes:
+    if isinstance(given, str):
+        return b"text:" + given.encode()
+    if isinstance(given, bytes):
+        return b"data:" + given
+    raise BadInput(f"an extra key of type {type(given).__name__}; give bytes, text or ExtraKey")
+
+
+def _little_endian(values: np.ndarray[Any, Any]) -> bytes:
+    return values.astype("<u4", copy=False).tobytes()

@@ -1,0 +1,109 @@
+"""Leases and reservations as the store keeps them (floor 2).
+
+A lease pins blocks for one owner until it is released or runs out. One that ran out pins nothing any more, but its
+reader may still be copying: its places are then *held*, and a slot that is evicted meanwhile is not used again before
+the reader says that it is done.
+
+A reservation is a put under way. Its blocks become visible one after the other, each when all its parts are committed
+and its parent is visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class LeaseRecord:
+    """rows: the pinned blocks, in chain order, the first of them block `first_block`. held: places, once run out."""
+
+    number: int
+    namespace: int
+    first_block: int
+    rows: list[int]
+    places: tuple[list[int], ...]
+    expires_at: float
+    held: list[int] | None = None
+
+
+@dataclass(slots=True)
+class ReservationRecord:
+    """rows, keys, parents, indexes: the blocks to fill, in chain order. Of each part: done, the committed blocks, and
+    places, the slots.
+
+    refills: hollow rows among them, pinned for as long as the reservation lives. orphans: places of a reservation
+    whose namespace was dropped under it.
+    """
+
+    number: int
+    namespace: int
+    parts: int
+    priority: int
+    expires_at: int
+    rows: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    parents: list[bytes] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    refills: set[int] = field(default_factory=set)
+    filled: int = 0  # blocks that have slots
+    published: int = 0
+    done: list[int] = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
+    orphans: list[int] = field(default_factory=list)
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.done = [0] * self.parts
+        self.places = [[] for _ in range(self.parts)]
+
+
+class LeaseTable:
+    """All leases, in the order in which they run out: every lease lasts equally long."""
+
+    def __init__(self, lease_seconds: float) -> None:
+        self.lease_seconds = lease_seconds
+        self._live: dict[int, LeaseRecord] = {}
+        self._lapsed: dict[int, LeaseRecord] = {}
+        self._next = 1
+
+    def add(self, namespace: int, first_block: int, rows: list[int], places: tuple[list[int], ...], now: float) -> int:
+        """A new lease; returns its number."""
+        number = self._next
+        self._next += 1
+        self._live[number] = LeaseRecord(number, namespace, first_block, rows, places, now + self.lease_seconds)
+        return number
+
+    def get(self, number: int) -> LeaseRecord | None:
+        """A lease that still pins."""
+        return self._live.get(number)
+
+    def take(self, number: int) -> LeaseRecord | None:
+        """Remove a lease, live or run out; the record tells which by `held`."""
+        return self._live.pop(number, None) or self._lapsed.pop(number, None)
+
+    def run_out(self, now: float) -> Iterator[LeaseRecord]:
+        """Leases whose time is over; each is kept as run out until its reader lets go."""
+        while self._live:
+            record = next(iter(self._live.values()))
+            if record.expires_at > now:
+                return
+            yield self._lapse(record)
+
+    def lapse_all(self, namespace: int) -> Iterator[LeaseRecord]:
+        """End every lease of a namespace now."""
+        for record in [record for record in self._live.values() if record.namespace == namespace]:
+            yield self._lapse(record)
+
+    def live(self) -> Iterator[LeaseRecord]:
+        """Every lease that still pins."""
+        return iter(self._live.values())
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def _lapse(self, record: LeaseRecord) -> LeaseRecord:
+        del self._live[record.number]
+        self._lapsed[record.number] = record
+        return record

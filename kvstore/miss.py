@@ -1,0 +1,149 @@
+"""Where every token asked for came from, or why it did not come (floor 2).
+
+`MissReason` is a closed set: it is appended to, never renamed, because people's dashboards and alerts name its members.
+`Account` is the only way in which hits and misses are reported: a prompt cut into segments in the order of its tokens,
+so that the sums match by construction and not by care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tiering.tier import Finding
+
+
+class HitTier(StrEnum):
+    """Where a token's KV was found. `engine` is the engine's own cache, which the store did not have to touch."""
+
+    ENGINE = "engine"
+    HBM = "hbm"
+    DRAM = "dram"
+    NVME = "nvme"
+    REMOTE = "remote"
+
+
+class MissReason(StrEnum):
+    """Why a token has to be computed."""
+
+    ABSENT = "absent"  # never stored, or forgotten so long ago that nothing is known of it
+    EVICTED = "evicted"  # was stored, and had to make room
+    DIVERGED = "diverged"  # the prefix up to here is stored, with another continuation
+    OTHER_NAMESPACE = "other_namespace"  # stored for this prompt, but under another model, layout or codec
+    PARTIAL_BLOCK = "partial_block"  # the tail that does not fill a block; only full blocks are stored
+    LAST_TOKEN = "last_token"  # the engine has to compute at least one token
+    GRID = "grid"  # cut off so that cold and warm prefill compute the same shapes
+    WARMING = "warming"  # the index is still loading after a restart
+    IN_FLIGHT = "in_flight"  # being stored at this moment
+    PINNED_FULL = "pinned_full"  # what may be pinned at once is pinned
+    DEADLINE = "deadline"  # it did not come in time
+    TIER_DOWN = "tier_down"  # the tier that holds it does not answer
+    UNREACHABLE = "unreachable"  # the store itself does not answer
+    CORRUPT = "corrupt"  # a check failed; the frame is quarantined
+    KEY_MISMATCH = "key_mismatch"  # it was written under a key that this store does not hold
+    STALE_HINT = "stale_hint"  # a directory said it was there, and it was not
+    QUOTA = "quota"  # the tenant's limit
+    NOT_ADMITTED = "not_admitted"  # the policy chose not to keep it
+    CHEAPER_TO_COMPUTE = "cheaper_to_compute"  # loading would take longer than computing
+    AUDIT = "audit"  # computed on purpose, to compare with what is stored
+    UNSUPPORTED = "unsupported"  # the engine or the model cannot take it
+    DISABLED = "disabled"  # the caller asked for no lookup, or the store is closed
+
+
+# What a tier reports about a block, as a reason for its tokens. Total: a test walks over every member of `Finding`.
+REASON_OF_FINDING: dict[Finding, MissReason] = {
+    Finding.NEVER_SEEN: MissReason.ABSENT,
+    Finding.EVICTED: MissReason.EVICTED,
+    Finding.IN_FLIGHT: MissReason.IN_FLIGHT,
+    Finding.CORRUPT: MissReason.CORRUPT,
+    Finding.TIMED_OUT: MissReason.DEADLINE,
+    Finding.DOWN: MissReason.TIER_DOWN,
+    Finding.PINNED_FULL: MissReason.PINNED_FULL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`tokens` consecutive tokens of one prompt with one origin."""
+
+    origin: HitTier | MissReason
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Every token of one prompt, in order: hits first (a prefix), then misses. `asked` is their sum, always.
+
+    >>> Account.of([(HitTier.DRAM, 128), (MissReason.ABSENT, 64), (MissReason.PARTIAL_BLOCK, 3)]).asked
+    195
+    """
+
+    segments: tuple[Segment, ...]
+
+    @staticmethod
+    def of(parts: Iterable[tuple[HitTier | MissReason, int]]) -> Account:
+        """Build from (origin, tokens) pairs in prompt order; empty ones are dropped, equal neighbours are joined."""
+        segments: list[Segment] = []
+        missed = False
+        for origin, tokens in parts:
+            assert tokens >= 0, "a segment cannot be negative"
+            if tokens == 0:
+                continue
+            assert not (missed and isinstance(origin, HitTier)), "hits are a prefix: none may follow a miss"
+            missed = missed or isinstance(origin, MissReason)
+            if segments and segments[-1].origin is origin:
+                segments[-1] = Segment(origin, segments[-1].tokens + tokens)
+            else:
+                segments.append(Segment(origin, tokens))
+        return Account(tuple(segments))
+
+    @property
+    def asked(self) -> int:
+        """Tokens in the prompt."""
+        return sum(segment.tokens for segment in self.segments)
+
+    @property
+    def hits(self) -> dict[HitTier, int]:
+        """Tokens found, by tier."""
+        sums: dict[HitTier, int] = {}
+        for segment in self.segments:
+            if isinstance(segment.origin, HitTier):
+                sums[segment.origin] = sums.get(segment.origin, 0) + segment.tokens
+        return sums
+
+    @property
+    def misses(self) -> dict[MissReason, int]:
+        """Tokens not found, by reason."""
+        sums: dict[MissReason, int] = {}
+        for segment in self.segments:
+            if isinstance(segment.origin, MissReason):
+                sums[segment.origin] = sums.get(segment.origin, 0) + segment.tokens
+        return sums
+
+    @property
+    def hit_tokens(self) -> int:
+        """Length of the prefix that was found."""
+        return sum(segment.tokens for segment in self.segments if isinstance(segment.origin, HitTier))
+
+    def cut(self, at_token: int, reason: MissReason) -> Account:
+        """The same prompt with every hit at or after `at_token` turned into a miss of `reason`."""
+        parts: list[tuple[HitTier | MissReason, int]] = []
+        position = 0
+        for segment in self.segments:
+            if isinstance(segment.origin, HitTier):
+                kept = max(0, min(segment.tokens, at_token - position))
+                parts.append((segment.origin, kept))
+                parts.append((reason, segment.tokens - kept))
+            else:
+                parts.append((segment.origin, segment.tokens))
+            position += segment.tokens
+        return Account.of(parts)
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`: asked, hits by tier and misses by reason, in tokens."""
+        return {
+            "asked": self.asked,
+            "hits": {str(tier): tokens for tier, tokens in self.hits.items()},
+            "misses": {str(reason): tokens for reason, tokens in self.misses.items()},
+        }

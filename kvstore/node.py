@@ -1,0 +1,235 @@
+"""The composition root: builds a store out of its parts and hands each what it needs (floor 2).
+
+The one place where clock, randomness, memory and disk enter. Nothing here is a global.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from kvstore.blocks import Blocks
+from kvstore.config import DramConfig, Limits, memory_limit
+from kvstore.door import Grant
+from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
+from kvstore.handle import NamespaceHandle
+from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
+from kvstore.layout import Layout
+from kvstore.pages import Codec
+from kvstore.prefix_index import PrefixIndex
+from kvstore.store import Clock, Store, StoreUsage
+from tiering.dram import DramTier
+from tiering.extents import ExtentPool
+from tiering.files import DirectoryLock, make_directory, read_secret_file, read_text_files, write_secret_file
+from tiering.mover import Mover
+from tiering.policies.lru import LeafFirstLru
+from tiering.residency import Residency
+
+DEFAULT_TENANT = "default"
+KEY_FILE_VERSION = 1
+MAX_TENANTS = 1024
+_MEMORY_FILES = ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class SystemClock:
+    """The machine's clock."""
+
+    def monotonic_seconds(self) -> float:
+        """Seconds that never go back."""
+        return time.monotonic()
+
+    def wall_seconds(self) -> float:
+        """Unix time."""
+        return time.time()
+
+
+class TenantDoor:
+    """A store as one tenant sees it, in this process: `Door` with that tenant's keys."""
+
+    def __init__(self, store: Store, keys: TenantKeys) -> None:
+        self._store = store
+        self._keys = keys
+        self.match = store.match
+        self.lease = store.lease
+        self.release = store.release
+        self.abandon = store.abandon
+        self.report = store.report
+        self.reserve = store.reserve
+        self.commit = store.commit
+        self.abort = store.abort
+        self.span = store.span
+
+    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+        """Make a namespace known to this tenant."""
+        return self._store.open_namespace(self._keys, namespace, payload_bytes)
+
+
+class EmbeddedStore:
+    """A store inside this process, opened on a directory that holds its keys. Close it, or use it as a context."""
+
+    def __init__(
+        self,
+        store: Store,
+        ring: KeyRing,
+        keys: KeyFile,
+        lock: DirectoryLock,
+        codecs: Callable[[str], Codec],
+        tenant: str = DEFAULT_TENANT,
+    ) -> None:
+        self._store = store
+        self._ring = ring
+        self._keys = keys
+        self._lock = lock
+        self._codecs = codecs
+        self.tenant = tenant
+
+    def namespace(
+        self,
+        *,
+        model: str,
+        layout: Layout,
+        codec: str = "raw",
+        weights_epoch: int = 0,
+        config: Mapping[str, str] | None = None,
+    ) -> NamespaceHandle:
+        """The namespace of these weights, this layout and this codec; see `identity.Namespace` for the fields."""
+        chosen = self._codecs(codec)
+        for name, value in (config or {}).items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise BadInput(f"config {name!r}={value!r}: names and values must be text")
+        namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
+        keys = self._keys.tenant(self.tenant)
+        self._ring.add(keys)
+        return NamespaceHandle(TenantDoor(self._store, keys), namespace, chosen)
+
+    def for_tenant(self, tenant: str) -> EmbeddedStore:
+        """The same store as another tenant, which shares memory with this one and nothing else."""
+        return EmbeddedStore(self._store, self._ring, self._keys, self._lock, self._codecs, tenant)
+
+    def drop(self, namespace: NamespaceHandle) -> int:
+        """Evict a namespace from every tier; returns how many blocks it had."""
+        return self._store.drop(namespace.number)
+
+    def evict(self, blocks: int) -> int:
+        """Evict that many of the worst blocks; returns how many could go."""
+        return self._store.evict(blocks)
+
+    def usage(self) -> StoreUsage:
+        """What the store holds now."""
+        return self._store.usage()
+
+    def check(self) -> None:
+        """Verify every invariant of the tables. Raises `AssertionError`."""
+        self._store.check()
+
+    def close(self) -> None:
+        """Give memory and directory back. Safe to call again."""
+        self._store.close()
+        self._lock.release()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._store.closed
+
+    def __enter__(self) -> EmbeddedStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class KeyFile:
+    """The secrets of a directory's tenants: `DIR/keys`, JSON, readable by its owner only."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._tenants: dict[str, TenantKeys] = {}
+        self._secrets: dict[str, dict[str, object]] = {}
+        try:
+            raw = read_secret_file(path)
+        except PermissionError as error:
+            raise KeysUnusable(f"{path} can be read by others or not by you ({error}); run: chmod 600 {path}") from None
+        if raw is None:
+            return
+        try:
+            contents = json.loads(raw)
+            version = contents["version"]
+            for name, entry in contents["tenants"].items():
+                secret = bytes.fromhex(entry["secret"])
+                if len(secret) != SECRET_BYTES:
+                    raise ValueError("a secret of another length")
+                self._secrets[name] = {"secret": entry["secret"], "epoch": int(entry["epoch"])}
+                self._tenants[name] = TenantKeys.derive(secret, int(entry["epoch"]))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise KeysUnusable(
+                f"{path} is damaged; restore it from a backup, or move it away to start with new keys "
+                "(blocks stored under the old ones can then not be read)"
+            ) from None
+        if version != KEY_FILE_VERSION:
+            raise KeysUnusable(f"{path} has version {version}; this program knows version {KEY_FILE_VERSION}")
+
+    def tenant(self, name: str) -> TenantKeys:
+        """A tenant's keys; a new tenant gets a new secret, which is on disk before it is used."""
+        if name in self._tenants:
+            return self._tenants[name]
+        if not name or len(name) > 64 or not name.isprintable():
+            raise BadInput(f"tenant={name!r}; give 1 to 64 printable characters")
+        if len(self._tenants) >= MAX_TENANTS:
+            raise BadInput(f"{len(self._tenants)} tenants have keys, which is the limit")
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._secrets[name] = {"secret": secret.hex(), "epoch": 1}
+        contents = {"version": KEY_FILE_VERSION, "tenants": self._secrets}
+        write_secret_file(self._path, json.dumps(contents, indent=1).encode())
+        self._tenants[name] = TenantKeys.derive(secret)
+        return self._tenants[name]
+
+
+def open_embedded(
+    directory: str,
+    *,
+    codecs: Callable[[str], Codec],
+    dram: str | int = "1GiB",
+    nvme: str | int | None = None,
+    extent: str | int | None = None,
+    tenant: str = DEFAULT_TENANT,
+    limits: Limits | None = None,
+) -> EmbeddedStore:
+    """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
+    `KeysUnusable`, each with one line that says what to do."""
+    if nvme is not None:
+        raise BadInput(f"nvme={nvme}: this version has no NVMe tier yet; leave nvme= out, blocks live in DRAM only")
+    dram_config = DramConfig.of(dram, extent, memory_limit(read_text_files(_MEMORY_FILES)))
+    limits = limits or Limits()
+    path = Path(directory)
+    try:
+        make_directory(path)
+        lock = DirectoryLock(path)
+    except BlockingIOError as error:
+        raise DirectoryInUse(
+            f"{path} is in use by process {error}; close that store, or give another directory"
+        ) from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be used as a store's directory: {error.strerror}; give another one") from None
+    try:
+        keys = KeyFile(path / "keys")
+        ring = KeyRing()
+        ring.add(keys.tenant(tenant))
+        store = build_store(dram_config, limits, ring)
+    except BaseException:
+        lock.release()
+        raise
+    return EmbeddedStore(store, ring, keys, lock, codecs, tenant)
+
+
+def build_store(dram_config: DramConfig, limits: Limits, ring: KeyRing, clock: Clock | None = None) -> Store:
+    """Put the parts together: memory, tier, policy, tables, mover."""
+    dram = DramTier(ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes))
+    blocks = Blocks(PrefixIndex(limits.forgotten), Residency(LeafFirstLru()), dram, ring)
+    return Store(blocks, Mover(dram, ring), clock or SystemClock(), limits)

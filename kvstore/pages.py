@@ -1,0 +1,76 @@
+"""Pages, and the contract of a codec that reads and writes them (floor 2).
+
+`Pages` says where an engine's KV lies: per layer and plane one tensor of pages, any strides, and a page table. A codec
+is bound once to a view of pages and one part (`Codec.bind`), and the bound `Coder` then encodes or decodes block by
+block. Digests are taken by the coder, layer slice by layer slice while the bytes are hot in the cache: that is why the
+digest function is handed in. The codecs themselves are in `codec`; nothing here imports torch.
+
+A coder never calls bytes good that it has not compared; what it wrote into pages before a digest failed is garbage, and
+the caller must not report those pages as loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvstore.layout import Layout, Part
+from tiering.tier import FrameSpan
+
+Digest = Callable[..., bytes]
+"""Digest of one or several buffers taken as one: 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A view of paged KV, for reading or for writing.
+
+    planes: for each layer number one tensor per plane (torch, or numpy of the same width in bytes), each of shape
+        [pages, page_tokens, kv_heads, width] with any strides: a permuted view of whatever the engine has. All heads
+        of the group are given; a part takes its share.
+    table: the physical page of every logical page, in token order. Page i holds the tokens from i * page_tokens on,
+        counted from the `first_token` that is passed beside the pages.
+    """
+
+    planes: Mapping[int, Sequence[Any]]
+    table: Sequence[int]
+    page_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that these pages cover."""
+        return len(self.table) * self.page_tokens
+
+
+class Coder(Protocol):
+    """A codec bound to pages and to one part. Not thread-safe; bind one per thread."""
+
+    def encode(self, token: int, into: FrameSpan, digest: Digest) -> list[bytes]:
+        """Encode the block that starts `token` tokens into the pages; returns the digest of every layer slice.
+
+        into: the frame's payload, exactly `Codec.payload_bytes(part)` long.
+        """
+        ...
+
+    def decode(self, payload: FrameSpan, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
+        """Decode a block into the pages and compare a private copy of every layer slice with `expected`.
+
+        The block's first token lies `token` tokens into the pages; its first `skip` tokens are left out (a multiple of
+        the page), so token + skip >= 0. False when any digest differs.
+        """
+        ...
+
+
+class Codec(Protocol):
+    """One way to write a block's numbers as bytes. A namespace has exactly one codec."""
+
+    name: str
+
+    def payload_bytes(self, part: Part) -> int:
+        """Bytes of a part's payload: the same for every block, and a whole number per layer slice."""
+        ...
+
+    def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
+        """A coder for these pages. Raises `LayoutMismatch` where they are not what the layout says."""
+        ...

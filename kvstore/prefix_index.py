@@ -1,0 +1,251 @@
+"""The prefix index: which blocks exist, as chains (floor 2).
+
+One `dict[bytes, int]` per namespace from prefix key to row, and columns by row: neither bytes nor integers are tracked
+by the garbage collector, so millions of blocks cost it nothing. A row is in one of three states:
+
+    pending   being stored: invisible, but its parent has a child and cannot be evicted
+    visible   readable; a match walks over visible rows only
+    hollow    quarantined: it keeps its children's place in the chain, a match ends there, a new put fills it again
+
+The index says what is there. Bytes, places, pins and recency are the business of the floor below; callers hold a lock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from tiering.tier import Finding
+
+NO_ROW = -1
+
+
+class RowState(IntEnum):
+    """What a row is."""
+
+    FREE = 0
+    PENDING = 1
+    VISIBLE = 2
+    HOLLOW = 3
+
+
+class _Names:
+    """One namespace's keys."""
+
+    __slots__ = ("hidden", "tenant", "visible")
+
+    def __init__(self, tenant: bytes) -> None:
+        self.tenant = tenant
+        self.visible: dict[bytes, int] = {}
+        self.hidden: dict[bytes, int] = {}  # pending and hollow
+
+
+class PrefixIndex:
+    """Chains of blocks over all namespaces. `forgotten_limit`: how many evicted keys are remembered as evicted."""
+
+    def __init__(self, forgotten_limit: int = 65536) -> None:
+        self._names: list[_Names] = []
+        self._keys = np.empty(0, dtype=object)
+        self._parents = array("i")
+        self._children = array("i")
+        self._depths = array("i")
+        self._owners = array("h")
+        self._states = bytearray()
+        self._expires = array("q")
+        self._priorities = array("b")
+        self._free_rows = array("i")
+        self._next_row = 0
+        self._forgotten: dict[bytes, None] = {}
+        self._forgotten_limit = forgotten_limit
+
+    def add_namespace(self, tenant: bytes) -> int:
+        """A number for a new namespace of a tenant."""
+        self._names.append(_Names(tenant))
+        assert len(self._names) < 1 << 15
+        return len(self._names) - 1
+
+    # Looking up ----------------------------------------------------------------------------------------------------
+
+    def match(self, namespace: int, keys: Sequence[bytes]) -> list[int]:
+        """Rows of the longest visible prefix of `keys`. Changes nothing."""
+        rows = list(map(self._names[namespace].visible.get, keys))
+        try:
+            del rows[rows.index(None) :]
+        except ValueError:
+            pass
+        return rows  # type: ignore[return-value]
+
+    def why_not(self, namespace: int, key: bytes, parent: int) -> Finding | None:
+        """What is known of a key that is not visible; None where its parent goes on with other children only."""
+        hidden = self._names[namespace].hidden.get(key, NO_ROW)
+        if hidden != NO_ROW:
+            return Finding.IN_FLIGHT if self._states[hidden] == RowState.PENDING else Finding.CORRUPT
+        if self._remembered(namespace, key) in self._forgotten:
+            return Finding.EVICTED
+        if parent != NO_ROW and self._children[parent]:
+            return None
+        return Finding.NEVER_SEEN
+
+    def elsewhere(self, namespace: int, key: bytes) -> int:
+        """Another namespace of the same tenant where this key is visible, or -1. Never another tenant's."""
+        tenant = self._names[namespace].tenant
+        for number, names in enumerate(self._names):
+            if number != namespace and names.tenant == tenant and key in names.visible:
+                return number
+        return -1
+
+    def find(self, namespace: int, key: bytes) -> int:
+        """The row of a key in any state, or `NO_ROW`."""
+        names = self._names[namespace]
+        row = names.visible.get(key, NO_ROW)
+        return row if row != NO_ROW else names.hidden.get(key, NO_ROW)
+
+    def state(self, row: int) -> RowState:
+        """What the row is."""
+        return RowState(self._states[row])
+
+    def key(self, row: int) -> bytes:
+        """The row's prefix key."""
+        key: bytes = self._keys[row]
+        return key
+
+    def parent(self, row: int) -> int:
+        """The row of the block before, or `NO_ROW` for a first block."""
+        return self._parents[row]
+
+    def depth(self, row: int) -> int:
+        """Blocks before this one."""
+        return self._depths[row]
+
+    def namespace_of(self, row: int) -> int:
+        """The namespace's number."""
+        return self._owners[row]
+
+    def children(self, row: int) -> int:
+        """Children in any state."""
+        return self._children[row]
+
+    def retention(self, row: int) -> tuple[int, int]:
+        """(priority, expires at in Unix seconds or 0), as given when the block was stored."""
+        return self._priorities[row], self._expires[row]
+
+    def chain(self, row: int) -> list[int]:
+        """The row and all its ancestors: the deepest first."""
+        rows = []
+        while row != NO_ROW:
+            rows.append(row)
+            row = self._parents[row]
+        return rows
+
+    def rows(self, namespace: int) -> Iterator[int]:
+        """Every row of a namespace, in any state."""
+        names = self._names[namespace]
+        yield from names.visible.values()
+        yield from names.hidden.values()
+
+    def visible_blocks(self, namespace: int | None = None) -> int:
+        """Blocks that a match can find, in one namespace or in all."""
+        chosen = self._names if namespace is None else [self._names[namespace]]
+        return sum(len(names.visible) for names in chosen)
+
+    # Changing ------------------------------------------------------------------------------------------------------
+
+    def insert(self, namespace: int, key: bytes, parent: int, priority: int = 0, expires_at: int = 0) -> int:
+        """A pending row below `parent` (`NO_ROW` for a first block). The key must be new to the namespace."""
+        names = self._names[namespace]
+        assert key not in names.visible and key not in names.hidden
+        row = self._new_row()
+        self._keys[row] = key
+        self._parents[row] = parent
+        self._children[row] = 0
+        self._depths[row] = self._depths[parent] + 1 if parent != NO_ROW else 0
+        self._owners[row] = namespace
+        self._states[row] = RowState.PENDING
+        self._priorities[row] = priority
+        self._expires[row] = expires_at
+        names.hidden[key] = row
+        if parent != NO_ROW:
+            self._children[parent] += 1
+        return row
+
+    def publish(self, row: int) -> None:
+        """A pending or refilled row becomes visible. Its parent is visible already, unless that is hollow."""
+        assert self._states[row] in (RowState.PENDING, RowState.HOLLOW)
+        names, key = self._names[self._owners[row]], self.key(row)
+        del names.hidden[key]
+        names.visible[key] = row
+        self._states[row] = RowState.VISIBLE
+        self._forgotten.pop(self._remembered(self._owners[row], key), None)
+
+    def hollow(self, row: int) -> None:
+        """A visible row lost its frames to a failed check; its children keep their place."""
+        assert self._states[row] == RowState.VISIBLE
+        names, key = self._names[self._owners[row]], self.key(row)
+        del names.visible[key]
+        names.hidden[key] = row
+        self._states[row] = RowState.HOLLOW
+
+    def remove(self, row: int, *, remember: bool = False) -> int:
+        """Take a childless row out; returns its parent. `remember`: it was evicted, so that a miss can say so."""
+        assert self._children[row] == 0, "a block goes before its parent"
+        namespace, key, parent = self._owners[row], self.key(row), self._parents[row]
+        names = self._names[namespace]
+        del (names.visible if self._states[row] == RowState.VISIBLE else names.hidden)[key]
+        self._states[row] = RowState.FREE
+        self._keys[row] = None
+        self._free_rows.append(row)
+        if parent != NO_ROW:
+            self._children[parent] -= 1
+        if remember:
+            self._forgotten[self._remembered(namespace, key)] = None
+            if len(self._forgotten) > self._forgotten_limit:
+                del self._forgotten[next(iter(self._forgotten))]
+        return parent
+
+    def check(self) -> None:
+        """The columns, the dictionaries and the chains agree."""
+        children = [0] * self._next_row
+        live = 0
+        for number, names in enumerate(self._names):
+            for table, states in (
+                (names.visible, {RowState.VISIBLE}),
+                (names.hidden, {RowState.PENDING, RowState.HOLLOW}),
+            ):
+                for key, row in table.items():
+                    live += 1
+                    assert self._states[row] in states and self._keys[row] == key and self._owners[row] == number
+                    parent = self._parents[row]
+                    if parent != NO_ROW:
+                        children[parent] += 1
+                        assert self._states[parent] != RowState.FREE and self._owners[parent] == number
+                        assert self._depths[row] == self._depths[parent] + 1
+                        if self._states[row] == RowState.VISIBLE:
+                            assert self._states[parent] in (RowState.VISIBLE, RowState.HOLLOW)
+                    else:
+                        assert self._depths[row] == 0
+        assert live + len(self._free_rows) == self._next_row
+        for row in range(self._next_row):
+            if self._states[row] != RowState.FREE:
+                assert self._children[row] == children[row]
+
+    def _remembered(self, namespace: int, key: bytes) -> bytes:
+        return key[:14] + namespace.to_bytes(2, "little")
+
+    def _new_row(self) -> int:
+        if self._free_rows:
+            return self._free_rows.pop()
+        row = self._next_row
+        self._next_row += 1
+        if row == len(self._states):
+            more = max(1024, row >> 3)
+            self._keys = np.concatenate([self._keys, np.empty(more, dtype=object)])
+            for column in (self._parents, self._children, self._depths):
+                column.frombytes(bytes(4 * more))
+            self._owners.frombytes(bytes(2 * more))
+            self._expires.frombytes(bytes(8 * more))
+            self._priorities.frombytes(bytes(more))
+            self._states.extend(bytes(more))
+        return row

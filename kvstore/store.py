@@ -1,0 +1,600 @@
+"""The store: the verbs of `Door` over blocks in tiers (floor 2).
+
+One lock guards the tables; it is never held while bytes are copied, hashed or memory is made. A put runs: reserve
+(rows, then slots) > the producer fills the slots > commit (headers, visibility) > abort what is left. A get runs: lease
+(pins) > the reader copies and verifies > release. Must never call the clock or the disk itself, nor see a token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvstore.blocks import Blocks, Space
+from kvstore.config import Limits
+from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.errors import BadInput, StoreClosed
+from kvstore.identity import Namespace, TenantKeys, root_key
+from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
+from kvstore.miss import REASON_OF_FINDING, HitTier, MissReason
+from kvstore.prefix_index import NO_ROW, RowState
+from tiering.errors import TierFull, TierUnavailable
+from tiering.frame import MAX_SLICES, frame_bytes
+from tiering.mover import Copy, MoveDone, Mover, Outcome
+from tiering.residency import Evict, Grow, Vacate
+from tiering.tier import FrameSpan, SlotClass, Usage, extent_of
+
+
+class Clock(Protocol):
+    """Time, handed in."""
+
+    def monotonic_seconds(self) -> float:
+        """For leases and deadlines."""
+        ...
+
+    def wall_seconds(self) -> float:
+        """Unix time, for retention."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """What a store holds: DRAM slots and bytes, readable blocks, live leases, and event counts since the start."""
+
+    dram: Usage
+    blocks: int
+    leases: int
+    reservations: int
+    pinned_bytes: int
+    counters: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """An extent being emptied: copies to make, outside the lock."""
+
+    extent: int
+    copies: list[Copy]
+
+
+class Store:
+    """All tenants' blocks of one process. Thread-safe."""
+
+    def __init__(self, blocks: Blocks, mover: Mover, clock: Clock, limits: Limits) -> None:
+        self._blocks = blocks
+        self._mover = mover
+        self._clock = clock
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._moves_done = threading.Condition(self._lock)
+        self._jobs: dict[int, _Job] = {}
+        self._leases = LeaseTable(limits.lease_seconds)
+        self._reservations: dict[int, ReservationRecord] = {}
+        self._next_reservation = 1
+        self._pinned_bytes = 0
+        self._abandoned: deque[int] = deque()
+        self._closed = False
+
+    # Namespaces ----------------------------------------------------------------------------------------------------
+
+    def open_namespace(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+        """Make a namespace known to a tenant; the same one again gives the same number."""
+        with self._lock:
+            self._check_open()
+            space = self._find_space(keys.tenant, namespace)
+            if space is None:
+                self._check_fits(namespace, payload_bytes)
+                space = self._blocks.add_space(keys, namespace, payload_bytes)
+            return Grant(
+                space.number,
+                keys.identity,
+                tuple(sealer.stamp.pack() for sealer in space.sealers),
+                tuple(sealer.stamp.payload_bytes for sealer in space.sealers),
+            )
+
+    def drop(self, number: int) -> int:
+        """Forget every block of a namespace; returns how many were readable. Readers finish what they hold."""
+        with self._lock:
+            self._check_open()
+            while self._jobs:
+                self._moves_done.wait()
+            for record in list(self._leases.lapse_all(number)):
+                self._lapse(record)
+            for reservation in self._reservations.values():
+                if reservation.namespace == number:
+                    self._cancel(reservation)
+            index = self._blocks.index
+            readable = index.visible_blocks(number)
+            for row in sorted(index.rows(number), key=index.depth, reverse=True):
+                self._blocks.drop(row)
+            self._blocks.retire_empty(number)
+            return readable
+
+    # Get -----------------------------------------------------------------------------------------------------------
+
+    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
+        """The longest readable prefix, and why it ends there."""
+        with self._lock:
+            if self._closed:
+                return MatchReply(0, reason=MissReason.DISABLED, detail="the store is closed")
+            rows = self._blocks.index.match(number, keys)
+            reason, detail = self._why(number, keys, rows)
+            return MatchReply(len(rows), _dram(len(rows)), reason, detail)
+
+    def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
+        """Pin the longest readable prefix. What lies in DRAM needs no promotion, so the deadline has nothing to cut."""
+        with self._lock:
+            if self._closed:
+                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
+            self._run_out()
+            rows = self._blocks.index.match(number, keys)
+            reason, detail = self._why(number, keys, rows)
+            wanted = rows[first_block:]
+            affordable = self._affordable(number, wanted)
+            if affordable < len(wanted):
+                reason, detail = MissReason.PINNED_FULL, "as much is pinned as may be pinned at once"
+                wanted = wanted[:affordable]
+            if not wanted:
+                return LeaseReply(0, first_block, 0, reason=reason, detail=detail)
+            return self._grant(number, first_block, rows[: first_block + len(wanted)], wanted, reason, detail)
+
+    def release(self, lease: int) -> None:
+        """Unpin; a lease that ran out lets go of the slots that were kept for it."""
+        with self._lock:
+            self._release(lease)
+
+    def abandon(self, lease: int) -> None:
+        """Release at the next call: a finalizer may run inside this very lock."""
+        self._abandoned.append(lease)
+
+    def report(self, lease: int, block: int, part: int) -> None:
+        """A reader's check failed: verify the frame here, and quarantine the block if that fails too."""
+        with self._lock:
+            record = self._leases.get(lease) if not self._closed else None
+            self._blocks.counters["reported_frames"] += 1
+            if record is None or not 0 <= block - record.first_block < len(record.rows):
+                return
+            row = record.rows[block - record.first_block]
+            index, residency = self._blocks.index, self._blocks.residency
+            if index.state(row) != RowState.VISIBLE or not 0 <= part < len(record.places):
+                return
+            if residency.place(row, part) != record.places[part][block - record.first_block]:
+                return
+            if not self._blocks.verify(row, part):
+                self._blocks.quarantine(row)
+
+    # Put -----------------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, number: int, keys: Sequence[bytes], first_block: int, priority: int, ttl_seconds: float | None
+    ) -> ReserveReply:
+        """Rows and slots for what is missing from block `first_block` on, as far as there is room."""
+        with self._lock:
+            if self._closed:
+                return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
+            self._run_out()
+            rows = self._blocks.index.match(number, keys)
+            present = len(rows)
+            if present == len(keys):
+                return ReserveReply(0, present)
+            if present < first_block:
+                reason, _ = self._why(number, keys, rows)
+                return ReserveReply(0, present, stopped_at=present, reason=reason)
+            expires_at = int(self._clock.wall_seconds() + ttl_seconds) if ttl_seconds is not None else 0
+            record = ReservationRecord(
+                self._next_reservation, number, len(self._blocks.spaces[number].classes), priority, expires_at
+            )
+            self._next_reservation += 1
+            stopped_at, reason = self._begin_rows(record, keys, present)
+            if not record.rows:
+                return ReserveReply(0, present, stopped_at=stopped_at, reason=reason)
+            self._reservations[record.number] = record
+        short = self._find_slots(record)
+        if short is not None:
+            stopped_at, reason = short
+        if not record.filled:
+            self.abort(record.number)
+            return ReserveReply(0, present, stopped_at=stopped_at, reason=reason)
+        return ReserveReply(
+            record.number, present, record.indexes[: record.filled], tuple(record.places), stopped_at, reason
+        )
+
+    def commit(self, reservation: int, part: int, digests: Sequence[Sequence[bytes]]) -> int:
+        """Seal the next blocks of a part and publish what is complete; returns the blocks visible by now."""
+        with self._lock:
+            record = self._reservations.get(reservation)
+            if record is None or record.cancelled or self._closed:
+                return 0
+            start = record.done[part]
+            assert start + len(digests) <= record.filled, "committed more blocks than were reserved"
+            for position, slices in enumerate(digests, start):
+                row = record.rows[position]
+                self._blocks.seal(
+                    row,
+                    part,
+                    record.parents[position],
+                    record.indexes[position],
+                    record.generations[position],
+                    slices,
+                )
+            record.done[part] = start + len(digests)
+            self._publish(record, min(record.done))
+            return record.published
+
+    def abort(self, reservation: int) -> None:
+        """End a reservation; blocks that are not visible by now are given up."""
+        with self._lock:
+            record = self._reservations.pop(reservation, None)
+            if record is None:
+                return
+            if self._closed:
+                return
+            if record.cancelled:
+                self._blocks.free_orphans(record.orphans)
+                self._blocks.retire_empty(record.namespace)
+            else:
+                self._give_up(record, record.published)
+
+    def span(self, place: int) -> FrameSpan:
+        """The bytes at a reserved or leased place. Raises `StoreClosed`."""
+        self._check_open()
+        return self._blocks.dram.span_at(place)
+
+    # Operations ----------------------------------------------------------------------------------------------------
+
+    def evict(self, blocks: int) -> int:
+        """Evict up to that many of the worst leaves; returns how many went."""
+        with self._lock:
+            self._check_open()
+            self._run_out()
+            for done in range(blocks):
+                move = self._blocks.residency.worst()
+                if move is None:
+                    return done
+                self._blocks.evict(move.row)
+            return blocks
+
+    def usage(self) -> StoreUsage:
+        """Counts and bytes now."""
+        with self._lock:
+            return StoreUsage(
+                dram=self._blocks.dram.usage(),
+                blocks=self._blocks.index.visible_blocks(),
+                leases=len(self._leases),
+                reservations=len(self._reservations),
+                pinned_bytes=self._pinned_bytes,
+                counters=dict(self._blocks.counters),
+            )
+
+    def close(self) -> None:
+        """Let nothing in any more and give the memory back; readers keep what they still map."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._blocks.dram.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def check(self) -> None:
+        """Verify every invariant; for tests, and safe at any time."""
+        with self._lock:
+            pins: Counter[int] = Counter()
+            pinned_bytes = 0
+            for record in self._leases.live():
+                for row in record.rows:
+                    pinned_bytes += self._blocks.spaces[record.namespace].block_bytes if not pins[row] else 0
+                    pins[row] += 1
+            assert pinned_bytes == self._pinned_bytes
+            for reservation in self._reservations.values():
+                pins.update(reservation.refills)
+            for job in self._jobs.values():
+                pins.update({copy.row for copy in job.copies})
+            self._blocks.check(pins)
+
+    # Inside: looking up --------------------------------------------------------------------------------------------
+
+    def _why(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> tuple[MissReason | None, str]:
+        """Why the chain is not readable after `rows`; the first missing block speaks for all behind it."""
+        if len(rows) == len(keys):
+            return None, ""
+        key = keys[len(rows)]
+        finding = self._blocks.index.why_not(number, key, rows[-1] if rows else NO_ROW)
+        reason = MissReason.DIVERGED if finding is None else REASON_OF_FINDING[finding]
+        if reason in (MissReason.DIVERGED, MissReason.ABSENT):
+            other = self._blocks.index.elsewhere(number, key)
+            if other >= 0:
+                spaces = self._blocks.spaces
+                return MissReason.OTHER_NAMESPACE, spaces[number].namespace.difference(spaces[other].namespace)
+        return reason, ""
+
+    def _find_space(self, tenant: bytes, namespace: Namespace) -> Space | None:
+        wanted = namespace.digest()
+        for space in self._blocks.spaces:
+            if space.tenant == tenant and space.classes[0].namespace == wanted:
+                return space
+        return None
+
+    def _check_fits(self, namespace: Namespace, payload_bytes: Sequence[int]) -> None:
+        if len(self._blocks.spaces) >= self._limits.namespaces:
+            raise BadInput(
+                f"{len(self._blocks.spaces)} namespaces are open, which is the limit; drop one that is not used"
+            )
+        extent = self._blocks.dram.extent_bytes
+        for part, payload in zip(namespace.layout.parts, payload_bytes, strict=True):
+            if len(part.layers) > MAX_SLICES:
+                raise BadInput(
+                    f"a part of {len(part.layers)} layers; a frame holds at most {MAX_SLICES}: set layer_shards in "
+                    "the layout"
+                )
+            if frame_bytes(payload) > extent:
+                raise BadInput(
+                    f"a block of {namespace.layout.block_tokens} tokens needs a frame of {frame_bytes(payload)} bytes "
+                    f"and an extent has {extent}; give more DRAM, a larger extent=, smaller blocks or layer_shards"
+                )
+        needed = extent * len(payload_bytes)
+        if needed > self._blocks.dram.usage().budget_bytes:
+            raise BadInput(
+                f"a block of {len(payload_bytes)} parts needs {needed} bytes of extents, one per part, and dram= "
+                f"allows {self._blocks.dram.usage().budget_bytes}; give more DRAM or a smaller extent="
+            )
+
+    # Inside: leases ------------------------------------------------------------------------------------------------
+
+    def _affordable(self, number: int, wanted: Sequence[int]) -> int:
+        budget = int(self._limits.pinned_fraction * self._blocks.dram.usage().budget_bytes) - self._pinned_bytes
+        if len(self._leases) >= self._limits.leases:
+            return 0
+        if not wanted:
+            return 0
+        return self._blocks.residency.affordable(wanted, max(0, budget) // self._blocks.spaces[number].block_bytes)
+
+    def _grant(
+        self,
+        number: int,
+        first_block: int,
+        chain: list[int],
+        rows: list[int],
+        reason: MissReason | None,
+        detail: str,
+    ) -> LeaseReply:
+        blocks, residency = self._blocks, self._blocks.residency
+        parts = range(len(blocks.spaces[number].classes))
+        self._pinned_bytes += residency.pin(rows) * blocks.spaces[number].block_bytes
+        residency.policy.touched(chain[::-1])
+        places = tuple(residency.places_of(rows, part) for part in parts)
+        lease = self._leases.add(number, first_block, rows, places, self._clock.monotonic_seconds())
+        return LeaseReply(
+            lease,
+            first_block,
+            len(chain),
+            places,
+            tuple([residency.header_digest(row, part) for row in rows] for part in parts),
+            [residency.generation(row) for row in rows],
+            _dram(len(chain)),
+            reason,
+            detail,
+        )
+
+    def _release(self, lease: int) -> None:
+        record = self._leases.take(lease)
+        if record is None or self._closed:
+            return
+        if record.held is None:
+            self._unpin(record)
+        else:
+            self._blocks.dram.let_go(self._blocks.residency.let_go(record.held))
+
+    def _unpin(self, record: LeaseRecord) -> None:
+        freed = self._blocks.residency.unpin(record.rows)
+        self._pinned_bytes -= freed * self._blocks.spaces[record.namespace].block_bytes
+
+    def _lapse(self, record: LeaseRecord) -> None:
+        """The time of a lease is over: it pins nothing, but its places are kept from reuse until it is released."""
+        residency = self._blocks.residency
+        record.held = [
+            place
+            for part, places in enumerate(record.places)
+            for row, place in zip(record.rows, places, strict=True)
+            if residency.place(row, part) == place
+        ]
+        residency.hold(record.held)
+        self._unpin(record)
+
+    def _run_out(self) -> None:
+        """Leases that were abandoned or whose time is over; called before anything that needs room or pins."""
+        while self._abandoned:
+            self._release(self._abandoned.popleft())
+        for record in list(self._leases.run_out(self._clock.monotonic_seconds())):
+            self._lapse(record)
+            self._blocks.counters["lapsed_leases"] += 1
+
+    # Inside: storing -----------------------------------------------------------------------------------------------
+
+    def _begin_rows(
+        self, record: ReservationRecord, keys: Sequence[bytes], present: int
+    ) -> tuple[int | None, MissReason | None]:
+        """Rows for all blocks that are not readable, up to one that somebody else is storing."""
+        blocks, index = self._blocks, self._blocks.index
+        parent = index.find(record.namespace, keys[present - 1]) if present else NO_ROW
+        parent_key = (
+            keys[present - 1] if present else root_key(blocks.spaces[record.namespace].namespace.layout.block_tokens)
+        )
+        filling = {row for other in self._reservations.values() for row in other.refills}
+        stopped: tuple[int | None, MissReason | None] = (None, None)
+        for position in range(present, len(keys)):
+            key = keys[position]
+            row = index.find(record.namespace, key)
+            state = index.state(row) if row != NO_ROW else RowState.FREE
+            if state == RowState.PENDING or row in filling:
+                stopped = (position, MissReason.IN_FLIGHT)
+                break
+            if state != RowState.VISIBLE:
+                if row == NO_ROW:
+                    row = blocks.begin(record.namespace, key, parent, record.priority, record.expires_at)
+                else:
+                    record.refills.add(row)
+                record.rows.append(row)
+                record.keys.append(key)
+                record.parents.append(parent_key)
+                record.indexes.append(position)
+                record.generations.append(blocks.next_generation())
+            parent, parent_key = row, key
+        blocks.residency.pin(sorted(record.refills))
+        return stopped
+
+    def _find_slots(self, record: ReservationRecord) -> tuple[int, MissReason] | None:
+        """Slots for every row, or for as many as can be; where it stopped, and why."""
+        for _ in range(self._limits.room_steps):
+            with self._lock:
+                step = MissReason.DISABLED if record.cancelled or self._closed else self._take_slots(record)
+                if step is None:
+                    return None
+                if isinstance(step, MissReason):
+                    return self._shorten(record, step)
+            if isinstance(step, _Job):
+                self._vacate(step)
+            elif not self._grow(step):
+                with self._lock:
+                    return self._shorten(record, MissReason.TIER_DOWN)
+        with self._lock:
+            return self._shorten(record, MissReason.DEADLINE)
+
+    def _take_slots(self, record: ReservationRecord) -> SlotClass | _Job | MissReason | None:
+        """Slots for the next rows; what has to be done outside the lock before there are more, or None when done."""
+        blocks = self._blocks
+        classes = blocks.spaces[record.namespace].classes
+        while record.filled < len(record.rows):
+            if all(blocks.dram.free_slots(slot_class) for slot_class in classes):
+                for column, place in zip(record.places, blocks.place(record.rows[record.filled]), strict=True):
+                    column.append(place)
+                record.filled += 1
+                continue
+            move = blocks.residency.room(classes, blocks.dram)
+            if isinstance(move, Evict):
+                blocks.evict(move.row)
+            elif isinstance(move, Grow):
+                return move.slot_class
+            elif isinstance(move, Vacate):
+                return self._start_vacating(move)
+            else:
+                return MissReason.PINNED_FULL
+        return None
+
+    def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:
+        """Give up the rows that got no slots."""
+        if record.cancelled:
+            return record.indexes[record.filled], MissReason.DISABLED
+        stopped_at = record.indexes[record.filled]
+        self._give_up(record, record.filled)
+        return stopped_at, reason
+
+    def _publish(self, record: ReservationRecord, complete: int) -> None:
+        blocks = self._blocks
+        start = record.published
+        for position in range(start, complete):
+            row = record.rows[position]
+            blocks.publish(row, record.generations[position])
+            if row in record.refills:
+                record.refills.discard(row)
+                blocks.residency.unpin([row])
+        record.published = complete
+        if complete > start:
+            blocks.residency.policy.touched(blocks.index.chain(record.rows[complete - 1]))
+            blocks.counters["stored_blocks"] += complete - start
+        if complete == len(record.rows):
+            del self._reservations[record.number]
+
+    def _give_up(self, record: ReservationRecord, start: int) -> None:
+        """End the rows from `start` on, the deepest first."""
+        for row in reversed(record.rows[start:]):
+            if row in record.refills:
+                record.refills.discard(row)
+                self._blocks.unfill(row)
+                self._blocks.residency.unpin([row])
+            else:
+                self._blocks.give_up(row)
+        for column in (record.rows, record.keys, record.parents, record.indexes, record.generations):
+            del column[start:]
+        record.filled = min(record.filled, start)
+
+    def _cancel(self, record: ReservationRecord) -> None:
+        """Its namespace is dropped: the rows go now, the slots when the producer is done."""
+        for row in reversed(record.rows[record.published :]):
+            if row in record.refills:
+                self._blocks.residency.unpin([row])
+                record.orphans.extend(self._blocks.residency.forget(row))
+            else:
+                record.orphans.extend(self._blocks.orphan(row))
+        record.refills.clear()
+        record.cancelled = True
+
+    # Inside: room --------------------------------------------------------------------------------------------------
+
+    def _grow(self, slot_class: SlotClass) -> bool:
+        """One more extent for a class; False where the machine has no memory for it."""
+        try:
+            memory = self._blocks.dram.new_extent()
+        except TierFull:
+            return True  # somebody else took the last of the budget: look again
+        except TierUnavailable:
+            return False
+        with self._lock:
+            self._blocks.dram.adopt(memory, slot_class)
+        return True
+
+    def _start_vacating(self, move: Vacate) -> _Job:
+        """Pin the frames that have to move and reserve places for them."""
+        dram, residency = self._blocks.dram, self._blocks.residency
+        part = dram.class_of(move.extent).part
+        targets = dram.start_vacating(move.extent, len(move.rows))
+        residency.pin(move.rows)
+        copies = [Copy(row, residency.place(row, part), target) for row, target in zip(move.rows, targets, strict=True)]
+        job = _Job(move.extent, copies)
+        self._jobs[move.extent] = job
+        return job
+
+    def _vacate(self, job: _Job) -> None:
+        """Copy outside the lock, then switch the places over, unless a reader or a failed check was faster."""
+        results = self._mover.run(job.copies)
+        with self._lock:
+            del self._jobs[job.extent]
+            emptied = not self._closed
+            for done in results:
+                emptied = self._settle(done) and emptied
+            if emptied:
+                self._blocks.dram.retire(job.extent)
+                self._blocks.counters["reclaimed_extents"] += 1
+            elif not self._closed:
+                self._blocks.dram.stop_vacating(job.extent)
+            self._moves_done.notify_all()
+
+    def _settle(self, done: MoveDone) -> bool:
+        """Take over one finished copy; whether its source is free now."""
+        blocks, residency, copy = self._blocks, self._blocks.residency, done.copy
+        if self._closed:
+            return False
+        residency.unpin([copy.row])
+        part = blocks.dram.class_of(extent_of(copy.source)).part
+        here = residency.place(copy.row, part) == copy.source
+        if done.outcome is not Outcome.GONE and here and not residency.pins(copy.row):
+            if done.outcome is Outcome.MOVED and blocks.relocate(copy.row, part, copy.target):
+                blocks.counters["moved_frames"] += 1
+                return True
+            blocks.quarantine(copy.row)
+            here = False
+        blocks.dram.abort([copy.target])
+        return not here
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed("the store is closed")
+
+
+def _dram(blocks: int) -> tuple[tuple[HitTier, int], ...]:
+    return ((HitTier.DRAM, blocks),) if blocks else ()

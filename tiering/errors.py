@@ -1,0 +1,23 @@
+"""Typed faults of a tier (floor 1). A miss is not one of them: a shorter answer is a value."""
+
+from __future__ import annotations
+
+
+class TierError(Exception):
+    """Any operating fault of a tier."""
+
+
+class TierFull(TierError):
+    """There is no free place of the kind asked for; the caller decides what to evict."""
+
+
+class TierUnavailable(TierError):
+    """The tier cannot be reached, or was closed."""
+
+
+class BlockMissing(TierError):
+    """The place named holds no readable frame."""
+
+
+class BlockCorrupt(TierError):
+    """A frame failed a check: its bytes are not what was committed. The message names the check, never the bytes."""

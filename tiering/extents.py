@@ -1,0 +1,120 @@
+"""Extents: shared memory from one pool with one byte budget (floor 1).
+
+An extent is one memfd, sealed against shrinking and growing, mapped into this process, and every page of it touched
+before it is used: a first touch inside a copy runs at a tenth of memcpy's speed. An extent belongs to one slot class
+for its whole life. It is never handed to another one: whoever was given its descriptor keeps a mapping, so memory that
+changes hands is a new memfd. Nothing has a name in a file system, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+
+from tiering.errors import TierFull, TierUnavailable
+from tiering.tier import FrameSpan
+
+PREFAULT_STEP_BYTES = 64 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_PAGE_BYTES = 4096
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+# Called through a plain library handle because that releases the interpreter lock; mmap's own madvise does not.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.restype = ctypes.c_int
+
+
+class Extent:
+    """`size_bytes` of zeroed shared memory. `view` is all of it; `address` is where it starts in this process."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.descriptor = os.memfd_create("kv-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(self.descriptor, 0o400)  # else any process that is given it can reopen it for writing
+            os.ftruncate(self.descriptor, size_bytes)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            memory = mmap.mmap(self.descriptor, size_bytes)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        memory.madvise(mmap.MADV_DONTDUMP)  # KV is prompt text to whoever can invert it: not into core files
+        self.view = memoryview(memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        try:
+            self._prefault()
+        except OSError:
+            self.close()
+            raise
+
+    def frame(self, slot: int, frame_bytes: int) -> FrameSpan:
+        """The bytes of a slot."""
+        start = slot * frame_bytes
+        return FrameSpan(self.address + start, self.view[start : start + frame_bytes])
+
+    def close(self) -> None:
+        """Give the descriptor back. The mapping goes when the last view of it does: a reader is never cut off."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _prefault(self) -> None:
+        for start in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
+            length = min(PREFAULT_STEP_BYTES, self.size_bytes - start)
+            if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE):
+                error = ctypes.get_errno()
+                if error != 22:  # EINVAL: a kernel older than 5.14
+                    raise OSError(error, os.strerror(error))
+                for page in range(start, start + length, _PAGE_BYTES):
+                    self.view[page] = 0
+
+
+class ExtentPool:
+    """Extents of one size, never more than the budget allows. Thread-safe; creation runs outside the lock."""
+
+    def __init__(self, budget_bytes: int, extent_bytes: int) -> None:
+        assert extent_bytes % _PAGE_BYTES == 0 and 0 < extent_bytes <= budget_bytes
+        self.budget_bytes = budget_bytes
+        self.extent_bytes = extent_bytes
+        self._lock = threading.Lock()
+        self._taken_bytes = 0
+        self._closed = False
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of extents that exist or are being made."""
+        return self._taken_bytes
+
+    def has_room(self) -> bool:
+        """Whether one more extent fits the budget."""
+        return self._taken_bytes + self.extent_bytes <= self.budget_bytes
+
+    def create(self) -> Extent:
+        """A new, prefaulted extent. Raises `TierFull` at the budget and `TierUnavailable` if the kernel has none."""
+        with self._lock:
+            if self._closed:
+                raise TierUnavailable("the pool was closed")
+            if not self.has_room():
+                raise TierFull(f"all {self.budget_bytes} bytes of the DRAM budget are taken")
+            self._taken_bytes += self.extent_bytes
+        try:
+            return Extent(self.extent_bytes)
+        except OSError as error:
+            with self._lock:
+                self._taken_bytes -= self.extent_bytes
+            raise TierUnavailable(f"no shared memory: {error.strerror}") from error
+
+    def destroy(self, extent: Extent) -> None:
+        """Take an extent back; its bytes are free for another."""
+        extent.close()
+        with self._lock:
+            self._taken_bytes -= self.extent_bytes
+
+    def close(self) -> None:
+        """Refuse further extents."""
+        with self._lock:
+            self._closed = True

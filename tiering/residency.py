@@ -1,0 +1,365 @@
+"""Which block is where, in which state, and what has to happen to make room (floor 1).
+
+Pure: events come in, decisions (`Move`) go out. No clock, no thread, no I/O, no randomness; who calls holds a lock.
+
+A frame's life, drawn from the table below:
+
+    FREE --reserve--> RESERVED --commit--> RESIDENT --evict--> DELETING --deleted--> FREE
+                         |                    |
+                         +--abort--> FREE     +--retain---> ZOMBIE --let_go--> FREE    a reader may still have it mapped
+                                              +--condemn--> QUARANTINED                a check failed; never reused
+
+Anything that is not in the table is a bug and raises.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+
+from tiering.policies.policy import EvictionPolicy
+from tiering.tier import NO_PLACE, SlotClass, extent_of
+
+
+class FrameState(IntEnum):
+    """The state of a slot. Only RESIDENT is readable."""
+
+    FREE = 0
+    RESERVED = 1
+    RESIDENT = 2
+    DELETING = 3
+    QUARANTINED = 4
+    ZOMBIE = 5
+
+
+class FrameEvent(IntEnum):
+    """What may happen to a slot."""
+
+    RESERVE = 0
+    COMMIT = 1
+    ABORT = 2
+    EVICT = 3
+    DELETED = 4
+    RETAIN = 5
+    LET_GO = 6
+    CONDEMN = 7
+
+
+TRANSITIONS: dict[tuple[FrameState, FrameEvent], FrameState] = {
+    (FrameState.FREE, FrameEvent.RESERVE): FrameState.RESERVED,
+    (FrameState.RESERVED, FrameEvent.COMMIT): FrameState.RESIDENT,
+    (FrameState.RESERVED, FrameEvent.ABORT): FrameState.FREE,
+    (FrameState.RESIDENT, FrameEvent.EVICT): FrameState.DELETING,
+    (FrameState.DELETING, FrameEvent.DELETED): FrameState.FREE,
+    (FrameState.RESIDENT, FrameEvent.RETAIN): FrameState.ZOMBIE,
+    (FrameState.ZOMBIE, FrameEvent.LET_GO): FrameState.FREE,
+    (FrameState.RESIDENT, FrameEvent.CONDEMN): FrameState.QUARANTINED,
+}
+
+
+_NEXT = [[TRANSITIONS.get((state, event)) for event in FrameEvent] for state in FrameState]  # the same, by number
+
+
+class IllegalTransition(AssertionError):
+    """A state and an event that do not belong together: a bug above."""
+
+
+class SlotTable:
+    """The states of the equal slots of one extent or slab, with a count per state and a stack of free slots.
+
+    `owners[slot]` is the row whose frame stands there, from `reserve` until the slot is free again.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.states = bytearray(capacity)
+        self.owners = array("i", [-1]) * capacity
+        self.counts = [0] * len(FrameState)
+        self.counts[FrameState.FREE] = capacity
+        self._free = array("i", range(capacity - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """Slots that `reserve` can hand out."""
+        return self.counts[FrameState.FREE]
+
+    @property
+    def live(self) -> int:
+        """Slots that hold a readable frame."""
+        return self.counts[FrameState.RESIDENT]
+
+    def reserve(self) -> int:
+        """A free slot, now RESERVED."""
+        slot = self._free.pop()
+        self.apply(slot, FrameEvent.RESERVE)
+        return slot
+
+    def apply(self, slot: int, event: FrameEvent) -> None:
+        """One step of the table."""
+        before = self.states[slot]
+        after = _NEXT[before][event]
+        if after is None:
+            raise IllegalTransition(f"{FrameState(before).name} does not allow {event.name}")
+        self.states[slot] = after
+        self.counts[before] -= 1
+        self.counts[after] += 1
+        if after == FrameState.FREE:
+            self._free.append(slot)
+            self.owners[slot] = -1
+
+    def check(self) -> None:
+        """Invariant 1: the counts are the states' counts and add up to the capacity."""
+        for state in FrameState:
+            assert self.counts[state] == self.states.count(state) >= 0, state.name
+        assert sum(self.counts) == self.capacity
+        assert sorted(self._free) == [slot for slot, state in enumerate(self.states) if state == FrameState.FREE]
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Make one more extent for a slot class."""
+
+    slot_class: SlotClass
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Give up a block: all its frames."""
+
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vacate:
+    """Move the live frames of an extent elsewhere in its class, then give the extent back."""
+
+    extent: int
+    rows: tuple[int, ...]
+
+
+Move = Grow | Evict | Vacate
+
+
+class ExtentFacts(Protocol):
+    """What a decision needs to know of an extent."""
+
+    number: int
+    slot_class: SlotClass
+    slots: SlotTable
+
+
+class TierFacts(Protocol):
+    """What a decision needs to know of a tier."""
+
+    def free_slots(self, slot_class: SlotClass) -> int:
+        """Free slots of a class."""
+        ...
+
+    def has_room(self) -> bool:
+        """Whether the budget allows another extent."""
+        ...
+
+    def reclaimable_classes(self) -> Iterable[SlotClass]:
+        """Classes with at least as many free slots as one extent has; cheap."""
+        ...
+
+    def extents_of(self, slot_class: SlotClass) -> Iterable[ExtentFacts]:
+        """The extents of a class."""
+        ...
+
+
+class Residency:
+    """Places, generations and pins of every block, by row; and the choice of victims.
+
+    Columns grow with the highest row and are never shrunk: a row is one number in the index above, reused there.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+        self._pins = array("i")
+        self._generations = array("q")
+        self._places: list[array[int]] = []  # one column per part
+        self._header_digests: list[bytearray] = []  # 16 bytes per row and part
+        self._held: dict[int, int] = {}  # place -> readers whose lease ran out while they may still read
+
+    def add_parts(self, parts: int) -> None:
+        """Make room for blocks of that many parts."""
+        while len(self._places) < parts:
+            self._places.append(array("q", [NO_PLACE]) * len(self._pins))
+            self._header_digests.append(bytearray(16 * len(self._pins)))
+
+    # What happened -------------------------------------------------------------------------------------------------
+
+    def reserved(self, row: int, places: Sequence[int]) -> None:
+        """Slots were found for a block that is being stored."""
+        self.grow_to(row)
+        for part, place in enumerate(places):
+            assert self._places[part][row] == NO_PLACE
+            self._places[part][row] = place
+
+    def part_sealed(self, row: int, part: int, header_digest: bytes) -> None:
+        """A part's header was written; its digest travels with every lease."""
+        self._header_digests[part][16 * row : 16 * row + 16] = header_digest
+
+    def published(self, row: int, generation: int) -> None:
+        """The whole family is committed."""
+        self._generations[row] = generation
+
+    def moved(self, row: int, part: int, place: int) -> None:
+        """A frame stands elsewhere now."""
+        self._places[part][row] = place
+
+    def forget(self, row: int) -> list[int]:
+        """The block has no frames any more; returns the places that it had, in the order of its parts."""
+        places = []
+        for column in self._places:
+            if column[row] != NO_PLACE:
+                places.append(column[row])
+                column[row] = NO_PLACE
+        self._generations[row] = 0
+        return places
+
+    def pin(self, rows: Sequence[int]) -> int:
+        """Forbid eviction of distinct blocks, once more each; returns how many were not pinned before."""
+        pins = np.frombuffer(self._pins, dtype=np.int32)
+        chosen = np.asarray(rows, dtype=np.int64)
+        pins[chosen] += 1
+        return int(np.count_nonzero(pins[chosen] == 1))
+
+    def unpin(self, rows: Sequence[int]) -> int:
+        """The mirror of `pin`; returns how many are not pinned any more."""
+        pins = np.frombuffer(self._pins, dtype=np.int32)
+        chosen = np.asarray(rows, dtype=np.int64)
+        assert chosen.size == 0 or pins[chosen].min() > 0, "unpinned more often than pinned"
+        pins[chosen] -= 1
+        return int(np.count_nonzero(pins[chosen] == 0))
+
+    def hold(self, places: Iterable[int]) -> None:
+        """A lease ran out, but its reader may still be copying: these slots are not reused before `let_go`."""
+        for place in places:
+            self._held[place] = self._held.get(place, 0) + 1
+
+    def let_go(self, places: Iterable[int]) -> list[int]:
+        """The reader is done; returns the places that nobody holds any more."""
+        done = []
+        for place in places:
+            self._held[place] -= 1
+            if not self._held[place]:
+                del self._held[place]
+                done.append(place)
+        return done
+
+    # What is known -------------------------------------------------------------------------------------------------
+
+    def pins(self, row: int) -> int:
+        """How many pins forbid the block's eviction."""
+        return self._pins[row]
+
+    def affordable(self, rows: Sequence[int], new_pins: int) -> int:
+        """How many of these blocks, from the first on, can be pinned with at most `new_pins` that nobody pins yet."""
+        pins = np.frombuffer(self._pins, dtype=np.int32)
+        fresh = np.cumsum(pins[np.asarray(rows, dtype=np.int64)] == 0)
+        return int(np.searchsorted(fresh, new_pins, side="right"))
+
+    def place(self, row: int, part: int) -> int:
+        """Where a part's frame stands, or `NO_PLACE`."""
+        return self._places[part][row]
+
+    def places_of(self, rows: Sequence[int], part: int) -> list[int]:
+        """One part's places of several blocks."""
+        column = self._places[part]
+        return [column[row] for row in rows]
+
+    def is_held(self, place: int) -> bool:
+        """Whether a reader whose lease ran out may still have the slot mapped."""
+        return place in self._held
+
+    def is_any_held(self, extent: int) -> bool:
+        """Whether a late reader may still have a slot of this extent mapped."""
+        return any(extent_of(place) == extent for place in self._held)
+
+    def generation(self, row: int) -> int:
+        """The generation under which the block was committed."""
+        return self._generations[row]
+
+    def header_digest(self, row: int, part: int) -> bytes:
+        """xxh3_128 of the part's 4 KiB header as it was written."""
+        return bytes(self._header_digests[part][16 * row : 16 * row + 16])
+
+    # What to do ----------------------------------------------------------------------------------------------------
+
+    def room(self, wanted: Sequence[SlotClass], tier: TierFacts) -> Move | None:
+        """The next step towards a free slot in every wanted class; None when nothing evictable is left.
+
+        Call it while a class is short of slots. In this order: grow into the budget; give back an extent of another
+        class that can be emptied without evicting anything; evict the worst leaf of all. Evicting somebody else's
+        worst leaves until one of their extents can be emptied is how memory wanders to where it is used.
+        """
+        short = [slot_class for slot_class in wanted if not tier.free_slots(slot_class)]
+        assert short, "room is asked for only when it is short"
+        if tier.has_room():
+            return Grow(short[0])
+        vacate = self._vacate(short, tier)
+        if vacate is not None:
+            return vacate
+        return self.worst()
+
+    def worst(self) -> Evict | None:
+        """The worst leaf that nobody pins."""
+        pins = self._pins
+        for row in self.policy.victims():
+            if not pins[row]:
+                return Evict(row)
+        return None
+
+    def check(self, pins: dict[int, int]) -> None:
+        """Invariant 2: pins are the sum of live leases, given as row -> count."""
+        actual = {row: count for row, count in enumerate(self._pins) if count}
+        assert actual == {row: count for row, count in pins.items() if count}, (actual, pins)
+
+    def _vacate(self, short: Sequence[SlotClass], tier: TierFacts) -> Vacate | None:
+        """The extent with the fewest live frames that fit elsewhere in its class, and that nobody is using."""
+        best: ExtentFacts | None = None
+        for slot_class in tier.reclaimable_classes():
+            if slot_class in short:
+                continue
+            for extent in tier.extents_of(slot_class):
+                if best is not None and extent.slots.live >= best.slots.live:
+                    continue
+                if self._can_vacate(extent, tier.free_slots(slot_class)):
+                    best = extent
+        if best is None:
+            return None
+        rows = tuple(
+            best.slots.owners[slot] for slot, state in enumerate(best.slots.states) if state == FrameState.RESIDENT
+        )
+        return Vacate(best.number, rows)
+
+    def _can_vacate(self, extent: ExtentFacts, free_in_class: int) -> bool:
+        slots = extent.slots
+        if slots.counts[FrameState.RESERVED] or slots.counts[FrameState.ZOMBIE] or slots.counts[FrameState.DELETING]:
+            return False
+        if slots.live > free_in_class - slots.free:
+            return False
+        pins = self._pins
+        return not any(
+            state == FrameState.RESIDENT and pins[slots.owners[slot]] for slot, state in enumerate(slots.states)
+        ) and not self.is_any_held(extent.number)
+
+    def grow_to(self, row: int) -> None:
+        """Have columns for this row."""
+        missing = row + 1 - len(self._pins)
+        if missing <= 0:
+            return
+        more = max(missing, 1024, len(self._pins) >> 3)
+        self._pins.extend(array("i", bytes(4 * more)))
+        self._generations.extend(array("q", bytes(8 * more)))
+        for column in self._places:
+            column.extend(array("q", [NO_PLACE]) * more)
+        for digests in self._header_digests:
+            digests.extend(bytes(16 * more))

@@ -1,0 +1,104 @@
+"""The contract of a tier: a place for frames of equal size, with a bounded number of bytes (floor 1).
+
+A tier moves bytes and keeps the states of its slots; it decides nothing: what to keep, what to evict and what to tell
+people is decided above. Callers serialise their calls; only `read` and the copies into a reserved view run beside
+others. A *place* is a slot's address in a tier, one integer: extent number in the upper bits, slot in the lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+SLOT_BITS = 24
+"""Bits of a place that number the slot inside its extent."""
+
+NO_PLACE = -1
+
+
+class Finding(Enum):
+    """What a tier, or the table over the tiers, saw of a block that is not readable."""
+
+    NEVER_SEEN = "never_seen"
+    EVICTED = "evicted"
+    IN_FLIGHT = "in_flight"
+    CORRUPT = "corrupt"
+    TIMED_OUT = "timed_out"
+    DOWN = "down"
+    PINNED_FULL = "pinned_full"
+
+
+class FrameSpan(NamedTuple):
+    """A frame's bytes in this process: where they start, and a writable view of all of them."""
+
+    address: int
+    view: memoryview
+
+
+class SlotClass(NamedTuple):
+    """Frames that may share an extent: same owner and same size. The three names are opaque to a tier."""
+
+    tenant: bytes
+    namespace: bytes
+    part: int
+    frame_bytes: int
+
+
+class Usage(NamedTuple):
+    """Slots by state, and bytes taken from the tier's budget."""
+
+    free: int
+    reserved: int
+    used: int
+    deleting: int
+    quarantined: int
+    zombie: int
+    capacity: int
+    taken_bytes: int
+    budget_bytes: int
+
+
+class Tier(Protocol):
+    """Six verbs. Batch first; every place handed out by `reserve` ends in exactly one `commit` or `abort`."""
+
+    name: str
+
+    def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
+        """Places for up to `count` frames; fewer, or none, where the tier has no free slot of that class."""
+        ...
+
+    def commit(self, places: Sequence[int], headers: Sequence[bytes]) -> None:
+        """Write each frame's 4 KiB header in front of its payload, which is already there, and make it readable."""
+        ...
+
+    def abort(self, places: Sequence[int]) -> None:
+        """Give reserved places back; what was written there is never read."""
+        ...
+
+    def read(self, place: int) -> FrameSpan:
+        """The bytes at a place, for the caller to check. Raises `BlockMissing` for a place that holds no frame."""
+        ...
+
+    def delete(self, places: Sequence[int]) -> None:
+        """Free the places of committed frames."""
+        ...
+
+    def usage(self) -> Usage:
+        """Counts and bytes now."""
+        ...
+
+
+def place_of(extent: int, slot: int) -> int:
+    """Pack an extent number and a slot into a place."""
+    return extent << SLOT_BITS | slot
+
+
+def extent_of(place: int) -> int:
+    """The extent number of a place."""
+    return place >> SLOT_BITS
+
+
+def slot_of(place: int) -> int:
+    """The slot of a place inside its extent."""
+    return place & ((1 << SLOT_BITS) - 1)
