@@ -49,13 +49,13 @@ CLOSED_ROOMS = {
 
 # Each engine is touched by the file that adapts it, so that an engine's change breaks one file.
 ENGINE_FILES = {
-    "transformers": ("engine_adapter/hf_cache.py", "kvstore/demo/", "kvstore/bench/"),
+    "transformers": ("engine_adapter/hf_layers.py", "kvstore/demo/", "kvstore/bench/"),
     "vllm": ("engine_adapter/vllm_connector.py", "engine_adapter/vllm_tier.py"),
     "sglang": ("engine_adapter/sglang_storage.py",),
 }
 
 LOCAL_IMPORTS_ALLOWED = {
-    "kvstore/__init__.py": "open() picks the client or the node, and importing kvstore must load neither",
+    "kvstore/__init__.py": "open() hands in the codec, which imports torch, and importing kvstore must not",
     "kvstore/cli.py": "a command loads its own module only, so that --help is quick and serve stays without torch",
 }
 
