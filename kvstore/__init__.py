@@ -61,7 +61,7 @@ def open(url: str, **options: Any) -> EmbeddedStore:
     e.g. "2GiB"), extent (size of the pieces that memory is shared out in), tenant (whose blocks these are), limits.
     Raises `BadInput`, `DirectoryInUse` or `KeysUnusable`, each with one line that says what to do.
     """
-    scheme, _, rest = url.partition(":")
+    scheme, _, rest = str(url).partition(":")
     if scheme != "embedded" or not rest:
         raise BadInput(f"{url!r} is not a store's address; allowed: embedded:DIRECTORY, e.g. embedded:./kv")
     from kvstore.codec import codec_named  # imports torch, which is none of a client's business

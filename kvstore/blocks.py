@@ -85,11 +85,9 @@ class Blocks:
 
     def place(self, row: int) -> list[int]:
         """2. One slot per part; there must be a free one in every class."""
-        places = []
-        for slot_class in self.spaces[self.index.namespace_of(row)].classes:
-            (place,) = self.dram.reserve(slot_class, 1)
-            self.dram.own(place, row)
-            places.append(place)
+        classes = self.spaces[self.index.namespace_of(row)].classes
+        places = [place for slot_class in classes for place in self.dram.reserve(slot_class, 1)]
+        assert len(places) == len(classes), "asked for slots that are not there"
         self.residency.reserved(row, places)
         return places
 
@@ -119,6 +117,8 @@ class Blocks:
         refilled = self.index.state(row) == RowState.HOLLOW
         self.index.publish(row)
         self.residency.published(row, generation)
+        for part in range(len(self.spaces[self.index.namespace_of(row)].classes)):
+            self.dram.own(self.residency.place(row, part), row)
         if not refilled:
             self.residency.policy.inserted(row, self.index.depth(row), 0, 0.0)
             if self.index.children(row):

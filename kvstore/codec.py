@@ -6,6 +6,8 @@ opened, so that nothing else has to.
 
 from __future__ import annotations
 
+from operator import index
+
 from kv_kernels import host, reference
 from kvstore.errors import BadInput, LayoutMismatch
 from kvstore.layout import Layout, Part
@@ -23,13 +25,14 @@ class RawCodec:
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
         """Host memory is copied run by run at memcpy speed; any other device goes through plain torch operations."""
-        _check(pages, layout, part)
-        planes = [
-            [plane[:, :, part.head_start : part.head_stop] for plane in pages.planes[layer]] for layer in part.layers
-        ]
-        if host.is_host(planes[0][0]):
-            return host.RawCopy(planes, list(pages.table), pages.page_tokens, part.block_tokens)
-        return reference.RawCopy(planes, list(pages.table), pages.page_tokens, part.block_tokens)
+        table = _plain_table(pages)
+        _check(pages, table, layout, part)
+        planes = [pages.planes[layer] for layer in part.layers]
+        if part.kv_heads < part.group.kv_heads:
+            planes = [[plane[:, :, part.head_start : part.head_stop] for plane in layer] for layer in planes]
+        if all(host.is_host(plane) for layer in planes for plane in layer):
+            return host.RawCopy(planes, table, pages.page_tokens, part.block_tokens)
+        return reference.RawCopy(planes, table, pages.page_tokens, part.block_tokens)
 
 
 CODECS: dict[str, type[RawCodec]] = {RawCodec.name: RawCodec}
@@ -42,10 +45,21 @@ def codec_named(name: str) -> Codec:
     return CODECS[name]()
 
 
-def _check(pages: Pages, layout: Layout, part: Part) -> None:
+def _plain_table(pages: Pages) -> list[int]:
+    """The page table as Python integers: addresses are computed from it, and an int32 of an array would overflow."""
+    try:
+        return [index(page) for page in pages.table]
+    except TypeError:
+        raise LayoutMismatch("the page table holds something else than integers; give one page number each") from None
+
+
+def _check(pages: Pages, table: list[int], layout: Layout, part: Part) -> None:
     """Say in one line what about these pages is not what the layout promises."""
     group = part.group
-    if pages.page_tokens < 1 or part.block_tokens % pages.page_tokens:
+    lowest, highest = min(table, default=0), max(table, default=-1)
+    page_shapes = [(pages.page_tokens, group.kv_heads, width) for width in group.plane_widths]
+    known: object = None  # the dtype that was found right last
+    if part.block_tokens % pages.page_tokens:
         raise LayoutMismatch(
             f"pages of {pages.page_tokens} tokens do not divide a block of {part.block_tokens}; "
             "choose block_tokens as a multiple of the page"
@@ -59,19 +73,19 @@ def _check(pages: Pages, layout: Layout, part: Part) -> None:
                 f"layer {layer} has {len(planes)} planes; the layout says {len(group.plane_widths)} "
                 f"(group {group.name!r})"
             )
-        for plane, width in zip(planes, group.plane_widths, strict=True):
-            want = (pages.page_tokens, group.kv_heads, width)
-            if tuple(plane.shape)[1:] != want:
+        for plane, want in zip(planes, page_shapes, strict=True):
+            if plane.shape[1:] != want:
                 raise LayoutMismatch(
                     f"layer {layer} has pages of shape {tuple(plane.shape)}; the layout wants "
                     f"[pages, {want[0]}, {want[1]}, {want[2]}] as [pages, page_tokens, kv_heads, width]"
                 )
-            given = host.dtype_name(plane)
-            if given != group.dtype and not host.is_same_width_numpy(plane, group.element_bytes):
-                raise LayoutMismatch(f"layer {layer} holds {given}; the layout says {group.dtype}")
-        highest = max(pages.table, default=-1)
-        if highest >= planes[0].shape[0] or min(pages.table, default=0) < 0:
-            raise LayoutMismatch(
-                f"the page table names page {highest if highest >= 0 else min(pages.table)}; "
-                f"layer {layer} has {planes[0].shape[0]} pages"
-            )
+            if plane.dtype is not known:
+                given = host.dtype_name(plane)
+                if given != group.dtype and not host.is_same_width_numpy(plane, group.element_bytes):
+                    raise LayoutMismatch(f"layer {layer} holds {given}; the layout says {group.dtype}")
+                known = plane.dtype
+            if lowest < 0 or highest >= plane.shape[0]:
+                raise LayoutMismatch(
+                    f"the page table names page {lowest if lowest < 0 else highest}; "
+                    f"layer {layer} has a plane of {plane.shape[0]} pages, counted from 0"
+                )

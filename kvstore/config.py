@@ -27,7 +27,7 @@ _UNITS = {
     "TB": 1000**4,
     "TIB": 1 << 40,
 }
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 _PAGE_BYTES = 4096
 
 MIN_DRAM_BYTES = 1 << 20
@@ -81,7 +81,7 @@ class Limits:
     forgotten: int = 65536
 
     def __post_init__(self) -> None:
-        if self.lease_seconds <= 0:
+        if not self.lease_seconds > 0:
             raise BadInput(f"lease_seconds={self.lease_seconds}; give more than 0")
         if not 0 < self.pinned_fraction <= 1:
             raise BadInput(f"pinned_fraction={self.pinned_fraction}; give a number above 0, at most 1")
@@ -116,6 +116,24 @@ class DramConfig:
                     f"{format_size(MIN_EXTENT_BYTES)} and {format_size(min(MAX_EXTENT_BYTES, budget))}"
                 )
         return DramConfig(budget // _PAGE_BYTES * _PAGE_BYTES, size)
+
+
+def memory_limit_files(cgroups: str) -> list[str]:
+    """The files that may say how much memory this process may have; `cgroups`: the contents of /proc/self/cgroup.
+
+    A limit may stand at any level between the process's own group and the root, in either version's hierarchy.
+    """
+    files = ["/proc/meminfo"]
+    for line in cgroups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = (
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes") if controllers else ("/sys/fs/cgroup", "memory.max")
+        )
+        levels = [level for level in path.split("/") if level]
+        files.extend("/".join([root, *levels[:depth], name]) for depth in range(len(levels), -1, -1))
+    return files
 
 
 def memory_limit(files: dict[str, str]) -> int:

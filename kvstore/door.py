@@ -24,6 +24,9 @@ class Grant(msgspec.Struct, frozen=True):
     stamps: tuple[bytes, ...]
     payload_bytes: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return f"Grant(number={self.number})"  # the key must not reach a log
+
 
 class MatchReply(msgspec.Struct, frozen=True):
     """How many leading blocks are there, in which tier (runs of blocks), and why it ended there."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from kvstore.door import Door, Grant, LeaseReply, MatchReply
-from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired
+from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.miss import Account, HitTier, MissReason
 from kvstore.pages import Codec, Coder, Digest, Pages
+from tiering.errors import BlockMissing
 from tiering.frame import HEADER_BYTES, digest, names_block, split_digests
 from tiering.tier import FrameSpan
 
@@ -35,7 +36,7 @@ class Match:
     account: every token of the prompt, by tier or reason. reason, detail: why the prefix ends where it does.
     """
 
-    keys: list[bytes]
+    keys: list[bytes] = field(repr=False)
     blocks: int
     tokens: int
     tiers: tuple[tuple[HitTier, int], ...]
@@ -193,10 +194,10 @@ class NamespaceHandle:
         stop = min(lease.blocks, (first_token + into.tokens) // self.block_tokens)
         for block in range(start, stop):
             for part, coder in enumerate(coders):
-                if not self._load(lease, block, part, coder, first_token):
+                reason = self._load(lease, block, part, coder, first_token)
+                if reason is not None:
                     tokens = block * self.block_tokens
-                    self._door.report(lease.reply.lease, block, part)
-                    return Loaded(tokens, lease.account.cut(tokens, MissReason.CORRUPT), MissReason.CORRUPT)
+                    return Loaded(tokens, lease.account.cut(tokens, reason), reason)
         tokens = max(stop, start) * self.block_tokens if stop > start else min(lease.tokens, first_token)
         return Loaded(tokens, lease.account, None)
 
@@ -233,6 +234,8 @@ class NamespaceHandle:
             return PutResult(reply.present, 0, reply.stopped_at, reply.reason)
         try:
             stored = self._fill(reply.reservation, reply.blocks, reply.places, pages, first_token)
+        except StoreClosed:
+            stored = 0
         finally:
             self._door.abort(reply.reservation)
         if stored < len(reply.blocks):
@@ -255,13 +258,25 @@ class NamespaceHandle:
             visible = self._door.commit(reservation, part.index, digests)
         return visible
 
-    def _load(self, lease: Lease, block: int, part: int, coder: Coder, first_token: int) -> bool:
-        """One frame: header against the lease's digest and the block's name, then the copy against the header."""
+    def _load(self, lease: Lease, block: int, part: int, coder: Coder, first_token: int) -> MissReason | None:
+        """One frame into the pages; None when it is there and was verified, else why it is a miss."""
+        try:
+            span = self._door.span(lease.reply.places[part][block - lease.reply.first_block])
+            if self._decode(span, lease, block, part, coder, first_token):
+                return None
+        except StoreClosed:
+            return MissReason.DISABLED
+        except BlockMissing:  # condemned meanwhile, and its extent given back
+            return MissReason.CORRUPT
+        self._door.report(lease.reply.lease, block, part)
+        return MissReason.CORRUPT
+
+    def _decode(self, span: FrameSpan, lease: Lease, block: int, part: int, coder: Coder, first_token: int) -> bool:
+        """The header against the lease's digest and the block's name, then the copy against the header."""
         reply = lease.reply
         position = block - reply.first_block
-        span = self._door.span(reply.places[part][position])
         raw = bytes(span.view[:HEADER_BYTES])
-        if self._digest(raw) != reply.header_digests[part][position]:
+        if digest(raw) != reply.header_digests[part][position]:
             return False
         if not names_block(raw, self._grant.stamps[part], lease.keys[block]):
             return False
@@ -290,8 +305,8 @@ class NamespaceHandle:
             raise BadInput(f"first_token={first_token} is not a page boundary; give a multiple of {pages.page_tokens}")
         if ttl is not None and not 0 < ttl < 1 << 40:
             raise BadInput(f"ttl={ttl}; give seconds above 0, or None")
-        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-            raise BadInput(f"priority={priority}; give a number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+        if not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise BadInput(f"priority={priority}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
 
 def _payload(span: FrameSpan, payload_bytes: int) -> FrameSpan:

@@ -37,7 +37,7 @@ class ExtraKey:
     """Something besides tokens that a block's KV depends on, from `first_token` on: an adapter's digest, an image's
     content hash at its placeholder, a salt."""
 
-    value: bytes
+    value: bytes = field(repr=False)  # a salt must not reach a log
     first_token: int = 0
 
 
@@ -131,7 +131,7 @@ def token_bytes(token_ids: Any) -> bytes:
     Accepts a list or tuple of int, `array.array`, a numpy array or a torch tensor of integers (one dimension), or bytes
     that are in this form already. Raises `BadInput` for anything else and for ids outside 0 .. 2**32 - 1.
     """
-    if isinstance(token_ids, bytes | bytearray | memoryview):
+    if isinstance(token_ids, bytes | bytearray) or (isinstance(token_ids, memoryview) and token_ids.format == "B"):
         raw = bytes(token_ids)
         if len(raw) % _TOKEN_BYTES:
             raise BadInput(f"token ids given as {len(raw)} bytes; uint32 little-endian needs a multiple of 4")
@@ -143,7 +143,15 @@ def token_bytes(token_ids: Any) -> bytes:
             raise BadInput(
                 "token ids must be integers from 0 to 4294967295, in one flat list; this list holds something else"
             ) from None
-    values = np.asarray(token_ids)
+    try:
+        values = np.asarray(token_ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(
+            f"token ids of type {type(token_ids).__name__} that cannot be read here; give them in host memory, as a "
+            "list, an array or a tensor of integers"
+        ) from None
+    if values.ndim == 1 and not values.size:
+        return b""  # an empty array has no type to speak of
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise BadInput(
             f"token ids of shape {values.shape} and type {values.dtype}; give one dimension of integers "

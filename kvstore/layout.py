@@ -202,6 +202,11 @@ def default_block_tokens(page_tokens: int) -> int:
 def check_block_tokens(block_tokens: int, page_tokens: int) -> None:
     """Raise `BadInput` unless blocks of this size can be stored and cut from pages of that size."""
     smallest = default_block_tokens(page_tokens)
+    if smallest > MAX_BLOCK_TOKENS:
+        raise BadInput(
+            f"page_tokens={page_tokens} would need blocks of {smallest} tokens, and {MAX_BLOCK_TOKENS} is the most; "
+            "give a page that shares more factors with 64, e.g. 16, 32 or 64"
+        )
     if block_tokens < 1 or block_tokens % smallest or block_tokens > MAX_BLOCK_TOKENS:
         raise BadInput(
             f"block_tokens={block_tokens} does not fit an engine page of {page_tokens} tokens: it must be a multiple "

@@ -101,7 +101,8 @@ class LeaseTable:
         return iter(self._live.values())
 
     def __len__(self) -> int:
-        return len(self._live)
+        """Leases that pin, or that keep slots from reuse."""
+        return len(self._live) + len(self._lapsed)
 
     def _lapse(self, record: LeaseRecord) -> LeaseRecord:
         del self._live[record.number]

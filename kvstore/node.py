@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from kvstore.blocks import Blocks
-from kvstore.config import DramConfig, Limits, memory_limit
+from kvstore.config import DramConfig, Limits, memory_limit, memory_limit_files
 from kvstore.door import Grant
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.handle import NamespaceHandle
@@ -31,8 +32,8 @@ from tiering.residency import Residency
 
 DEFAULT_TENANT = "default"
 KEY_FILE_VERSION = 1
+MAX_EPOCH = (1 << 32) - 1
 MAX_TENANTS = 1024
-_MEMORY_FILES = ("/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class SystemClock:
@@ -150,43 +151,48 @@ class KeyFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self._tenants: dict[str, TenantKeys] = {}
         self._secrets: dict[str, dict[str, object]] = {}
         try:
             raw = read_secret_file(path)
         except PermissionError as error:
             raise KeysUnusable(f"{path} can be read by others or not by you ({error}); run: chmod 600 {path}") from None
+        except OSError as error:
+            raise KeysUnusable(f"{path} cannot be read ({error.strerror}); restore it from a backup") from None
         if raw is None:
             return
         try:
             contents = json.loads(raw)
             version = contents["version"]
-            for name, entry in contents["tenants"].items():
-                secret = bytes.fromhex(entry["secret"])
-                if len(secret) != SECRET_BYTES:
-                    raise ValueError("a secret of another length")
-                self._secrets[name] = {"secret": entry["secret"], "epoch": int(entry["epoch"])}
-                self._tenants[name] = TenantKeys.derive(secret, int(entry["epoch"]))
+            for name, entry in contents["tenants"].items() if version == KEY_FILE_VERSION else ():
+                secret, epoch = bytes.fromhex(entry["secret"]), int(entry["epoch"])
+                if len(secret) != SECRET_BYTES or not 1 <= epoch <= MAX_EPOCH:
+                    raise ValueError("a secret of another length, or an epoch out of range")
+                self._secrets[name] = {"secret": entry["secret"], "epoch": epoch}
+                self._tenants[name] = TenantKeys.derive(secret, epoch)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise KeysUnusable(
                 f"{path} is damaged; restore it from a backup, or move it away to start with new keys "
                 "(blocks stored under the old ones can then not be read)"
             ) from None
         if version != KEY_FILE_VERSION:
-            raise KeysUnusable(f"{path} has version {version}; this program knows version {KEY_FILE_VERSION}")
+            raise KeysUnusable(f"{path} has version {version!r}; this program knows version {KEY_FILE_VERSION}")
 
     def tenant(self, name: str) -> TenantKeys:
-        """A tenant's keys; a new tenant gets a new secret, which is on disk before it is used."""
-        if name in self._tenants:
-            return self._tenants[name]
+        """A tenant's keys; a new tenant gets a new secret, which is on disk before it is used. Thread-safe."""
+        with self._lock:
+            return self._tenants.get(name) or self._new_tenant(name)
+
+    def _new_tenant(self, name: str) -> TenantKeys:
         if not name or len(name) > 64 or not name.isprintable():
             raise BadInput(f"tenant={name!r}; give 1 to 64 printable characters")
         if len(self._tenants) >= MAX_TENANTS:
             raise BadInput(f"{len(self._tenants)} tenants have keys, which is the limit")
         secret = secrets.token_bytes(SECRET_BYTES)
-        self._secrets[name] = {"secret": secret.hex(), "epoch": 1}
-        contents = {"version": KEY_FILE_VERSION, "tenants": self._secrets}
-        write_secret_file(self._path, json.dumps(contents, indent=1).encode())
+        tenants = {**self._secrets, name: {"secret": secret.hex(), "epoch": 1}}
+        write_secret_file(self._path, json.dumps({"version": KEY_FILE_VERSION, "tenants": tenants}, indent=1).encode())
+        self._secrets = tenants
         self._tenants[name] = TenantKeys.derive(secret)
         return self._tenants[name]
 
@@ -205,7 +211,8 @@ def open_embedded(
     `KeysUnusable`, each with one line that says what to do."""
     if nvme is not None:
         raise BadInput(f"nvme={nvme}: this version has no NVMe tier yet; leave nvme= out, blocks live in DRAM only")
-    dram_config = DramConfig.of(dram, extent, memory_limit(read_text_files(_MEMORY_FILES)))
+    cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
+    dram_config = DramConfig.of(dram, extent, memory_limit(read_text_files(memory_limit_files(cgroups))))
     limits = limits or Limits()
     path = Path(directory)
     try:

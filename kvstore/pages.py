@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvstore.errors import BadInput
 from kvstore.layout import Layout, Part
 from tiering.tier import FrameSpan
 
@@ -36,6 +37,10 @@ class Pages:
     planes: Mapping[int, Sequence[Any]]
     table: Sequence[int]
     page_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.page_tokens < 1:
+            raise BadInput(f"page_tokens={self.page_tokens} is not a page size; give 1 or more")
 
     @property
     def tokens(self) -> int:

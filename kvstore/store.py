@@ -1,6 +1,7 @@
 """The store: the verbs of `Door` over blocks in tiers (floor 2).
 
-One lock guards the tables; it is never held while bytes are copied, hashed or memory is made. A put runs: reserve
+One lock guards the tables; it is not held while payloads are copied or hashed or memory is made (but for the one frame
+that a reader reports as bad). A put runs: reserve
 (rows, then slots) > the producer fills the slots > commit (headers, visibility) > abort what is left. A get runs: lease
 (pins) > the reader copies and verifies > release. Must never call the clock or the disk itself, nor see a token.
 """
@@ -21,7 +22,7 @@ from kvstore.identity import Namespace, TenantKeys, root_key
 from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
 from kvstore.miss import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
-from tiering.errors import TierFull, TierUnavailable
+from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import MAX_SLICES, frame_bytes
 from tiering.mover import Copy, MoveDone, Mover, Outcome
 from tiering.residency import Evict, Grow, Vacate
@@ -104,7 +105,7 @@ class Store:
             for record in list(self._leases.lapse_all(number)):
                 self._lapse(record)
             for reservation in self._reservations.values():
-                if reservation.namespace == number:
+                if reservation.namespace == number and not reservation.cancelled:
                     self._cancel(reservation)
             index = self._blocks.index
             readable = index.visible_blocks(number)
@@ -137,8 +138,9 @@ class Store:
             if affordable < len(wanted):
                 reason, detail = MissReason.PINNED_FULL, "as much is pinned as may be pinned at once"
                 wanted = wanted[:affordable]
-            if not wanted:
-                return LeaseReply(0, first_block, 0, reason=reason, detail=detail)
+            if not wanted:  # nothing to pin: what lies before `first_block` is the caller's already
+                blocks = min(first_block, len(rows))
+                return LeaseReply(0, first_block, blocks, tiers=_dram(blocks), reason=reason, detail=detail)
             return self._grant(number, first_block, rows[: first_block + len(wanted)], wanted, reason, detail)
 
     def release(self, lease: int) -> None:
@@ -239,9 +241,13 @@ class Store:
                 self._give_up(record, record.published)
 
     def span(self, place: int) -> FrameSpan:
-        """The bytes at a reserved or leased place. Raises `StoreClosed`."""
-        self._check_open()
-        return self._blocks.dram.span_at(place)
+        """The bytes at a reserved or leased place. Raises `StoreClosed`; `BlockMissing` where its extent is gone."""
+        try:
+            self._check_open()
+            return self._blocks.dram.span_at(place)
+        except BlockMissing:
+            self._check_open()  # closed between the two lines above
+            raise
 
     # Operations ----------------------------------------------------------------------------------------------------
 
@@ -285,16 +291,14 @@ class Store:
         """Verify every invariant; for tests, and safe at any time."""
         with self._lock:
             pins: Counter[int] = Counter()
-            pinned_bytes = 0
             for record in self._leases.live():
-                for row in record.rows:
-                    pinned_bytes += self._blocks.spaces[record.namespace].block_bytes if not pins[row] else 0
-                    pins[row] += 1
-            assert pinned_bytes == self._pinned_bytes
+                pins.update(record.rows)
             for reservation in self._reservations.values():
                 pins.update(reservation.refills)
             for job in self._jobs.values():
                 pins.update({copy.row for copy in job.copies})
+            namespaces = map(self._blocks.index.namespace_of, pins)
+            assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number in namespaces)
             self._blocks.check(pins)
 
     # Inside: looking up --------------------------------------------------------------------------------------------
@@ -365,7 +369,7 @@ class Store:
     ) -> LeaseReply:
         blocks, residency = self._blocks, self._blocks.residency
         parts = range(len(blocks.spaces[number].classes))
-        self._pinned_bytes += residency.pin(rows) * blocks.spaces[number].block_bytes
+        self._pin(number, rows)
         residency.policy.touched(chain[::-1])
         places = tuple(residency.places_of(rows, part) for part in parts)
         lease = self._leases.add(number, first_block, rows, places, self._clock.monotonic_seconds())
@@ -386,13 +390,16 @@ class Store:
         if record is None or self._closed:
             return
         if record.held is None:
-            self._unpin(record)
+            self._unpin(record.namespace, record.rows)
         else:
             self._blocks.dram.let_go(self._blocks.residency.let_go(record.held))
 
-    def _unpin(self, record: LeaseRecord) -> None:
-        freed = self._blocks.residency.unpin(record.rows)
-        self._pinned_bytes -= freed * self._blocks.spaces[record.namespace].block_bytes
+    def _pin(self, number: int, rows: Sequence[int]) -> None:
+        """Pin distinct blocks of a namespace; a lease, a refill and a move count alike, for a block may have all."""
+        self._pinned_bytes += self._blocks.residency.pin(rows) * self._blocks.spaces[number].block_bytes
+
+    def _unpin(self, number: int, rows: Sequence[int]) -> None:
+        self._pinned_bytes -= self._blocks.residency.unpin(rows) * self._blocks.spaces[number].block_bytes
 
     def _lapse(self, record: LeaseRecord) -> None:
         """The time of a lease is over: it pins nothing, but its places are kept from reuse until it is released."""
@@ -404,7 +411,7 @@ class Store:
             if residency.place(row, part) == place
         ]
         residency.hold(record.held)
-        self._unpin(record)
+        self._unpin(record.namespace, record.rows)
 
     def _run_out(self) -> None:
         """Leases that were abandoned or whose time is over; called before anything that needs room or pins."""
@@ -445,7 +452,7 @@ class Store:
                 record.indexes.append(position)
                 record.generations.append(blocks.next_generation())
             parent, parent_key = row, key
-        blocks.residency.pin(sorted(record.refills))
+        self._pin(record.namespace, sorted(record.refills))
         return stopped
 
     def _find_slots(self, record: ReservationRecord) -> tuple[int, MissReason] | None:
@@ -502,7 +509,7 @@ class Store:
             blocks.publish(row, record.generations[position])
             if row in record.refills:
                 record.refills.discard(row)
-                blocks.residency.unpin([row])
+                self._unpin(record.namespace, [row])
         record.published = complete
         if complete > start:
             blocks.residency.policy.touched(blocks.index.chain(record.rows[complete - 1]))
@@ -516,7 +523,7 @@ class Store:
             if row in record.refills:
                 record.refills.discard(row)
                 self._blocks.unfill(row)
-                self._blocks.residency.unpin([row])
+                self._unpin(record.namespace, [row])
             else:
                 self._blocks.give_up(row)
         for column in (record.rows, record.keys, record.parents, record.indexes, record.generations):
@@ -527,7 +534,7 @@ class Store:
         """Its namespace is dropped: the rows go now, the slots when the producer is done."""
         for row in reversed(record.rows[record.published :]):
             if row in record.refills:
-                self._blocks.residency.unpin([row])
+                self._unpin(record.namespace, [row])
                 record.orphans.extend(self._blocks.residency.forget(row))
             else:
                 record.orphans.extend(self._blocks.orphan(row))
@@ -553,7 +560,8 @@ class Store:
         dram, residency = self._blocks.dram, self._blocks.residency
         part = dram.class_of(move.extent).part
         targets = dram.start_vacating(move.extent, len(move.rows))
-        residency.pin(move.rows)
+        if move.rows:  # one extent is one slot class, which is one namespace
+            self._pin(self._blocks.index.namespace_of(move.rows[0]), move.rows)
         copies = [Copy(row, residency.place(row, part), target) for row, target in zip(move.rows, targets, strict=True)]
         job = _Job(move.extent, copies)
         self._jobs[move.extent] = job
@@ -579,10 +587,11 @@ class Store:
         blocks, residency, copy = self._blocks, self._blocks.residency, done.copy
         if self._closed:
             return False
-        residency.unpin([copy.row])
+        self._unpin(blocks.index.namespace_of(copy.row), [copy.row])
         part = blocks.dram.class_of(extent_of(copy.source)).part
         here = residency.place(copy.row, part) == copy.source
-        if done.outcome is not Outcome.GONE and here and not residency.pins(copy.row):
+        in_use = residency.pins(copy.row) or residency.is_held(copy.source)
+        if done.outcome is not Outcome.GONE and here and not in_use:
             if done.outcome is Outcome.MOVED and blocks.relocate(copy.row, part, copy.target):
                 blocks.counters["moved_frames"] += 1
                 return True

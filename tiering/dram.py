@@ -50,6 +50,7 @@ class DramTier:
         self._extents: dict[int, DramExtent] = {}
         self._classes: dict[SlotClass, _Class] = {}
         self._next_number = 0
+        self._closed = False
 
     @property
     def extent_bytes(self) -> int:
@@ -75,9 +76,9 @@ class DramTier:
         """Write the headers and make the frames readable."""
         for place, header in zip(places, headers, strict=True):
             extent = self._extents[extent_of(place)]
+            extent.slots.apply(slot_of(place), FrameEvent.COMMIT)  # first: it refuses a place that is not reserved
             start = slot_of(place) * extent.slot_class.frame_bytes
             extent.memory.view[start : start + HEADER_BYTES] = header
-            extent.slots.apply(slot_of(place), FrameEvent.COMMIT)
 
     def abort(self, places: Sequence[int]) -> None:
         """Give reserved places back."""
@@ -86,8 +87,8 @@ class DramTier:
 
     def read(self, place: int) -> FrameSpan:
         """The bytes of a committed frame."""
-        extent = self._extents.get(extent_of(place))
-        if extent is None or extent.slots.states[slot_of(place)] != FrameState.RESIDENT:
+        extent = self._extent(place)
+        if extent.slots.states[slot_of(place)] != FrameState.RESIDENT:
             raise BlockMissing("no readable frame at that place")
         return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
 
@@ -137,8 +138,8 @@ class DramTier:
             self._step(place, FrameEvent.CONDEMN)
 
     def reserved_span(self, place: int) -> FrameSpan:
-        """The bytes of a reserved frame, for its producer to fill."""
-        extent = self._extents[extent_of(place)]
+        """The bytes of a reserved frame, for its producer to fill. Raises `BlockMissing` once the tier is closed."""
+        extent = self._extent(place)
         assert extent.slots.states[slot_of(place)] == FrameState.RESERVED
         return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
 
@@ -153,7 +154,10 @@ class DramTier:
         return self._pool.create()
 
     def adopt(self, memory: Extent, slot_class: SlotClass) -> None:
-        """Assign memory to a class."""
+        """Assign memory to a class. Memory that was still being made when the tier was closed goes back."""
+        if self._closed:
+            self._pool.destroy(memory)
+            return
         number = self._next_number
         self._next_number += 1
         extent = DramExtent(number, slot_class, memory)
@@ -189,9 +193,10 @@ class DramTier:
 
     def retire(self, number: int) -> None:
         """Give back an extent that holds nothing readable; its memory goes with the last mapping."""
-        extent = self._extents.pop(number)
+        extent = self._extents[number]
         counts = extent.slots.counts
         assert counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == extent.slots.capacity
+        del self._extents[number]
         owner = self._classes[extent.slot_class]
         del owner.extents[number]
         if owner.with_free.pop(number, None) is not None:
@@ -205,6 +210,7 @@ class DramTier:
         """Give all memory back; readers that still map an extent keep it until they let go."""
         for extent in self._extents.values():
             self._pool.destroy(extent.memory)
+        self._closed = True
         self._extents.clear()
         self._classes.clear()
         self._pool.close()
@@ -245,8 +251,11 @@ class DramTier:
         return self._extents[extent_of(place)].slots.states[slot_of(place)] == FrameState.RESERVED
 
     def span_at(self, place: int) -> FrameSpan:
-        """The bytes at a place whatever its state: for readers that hold a lease."""
-        extent = self._extents[extent_of(place)]
+        """The bytes at a place whatever its state: for readers that hold a lease, and for producers.
+
+        Raises `BlockMissing` where the extent was given back: under a lease, only a condemned frame can lose its.
+        """
+        extent = self._extent(place)
         return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
 
     def check(self) -> None:
@@ -265,6 +274,12 @@ class DramTier:
         assert sum(parts) == usage.capacity and min(parts) >= 0
         assert usage.taken_bytes >= len(self._extents) * self.extent_bytes
         assert usage.taken_bytes <= usage.budget_bytes
+
+    def _extent(self, place: int) -> DramExtent:
+        extent = self._extents.get(extent_of(place))
+        if extent is None or slot_of(place) >= extent.slots.capacity:
+            raise BlockMissing("no frame at that place")
+        return extent
 
     def _step(self, place: int, event: FrameEvent) -> None:
         extent = self._extents[extent_of(place)]

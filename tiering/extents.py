@@ -9,10 +9,12 @@ changes hands is a new memfd. Nothing has a name in a file system, nothing is le
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import threading
+import weakref
 
 from tiering.errors import TierFull, TierUnavailable
 from tiering.tier import FrameSpan
@@ -22,10 +24,14 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PAGE_BYTES = 4096
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-# Called through a plain library handle because that releases the interpreter lock; mmap's own madvise does not.
+# Called through a plain library handle: that releases the interpreter lock, which mmap's own madvise does not, and it
+# costs one descriptor per extent, where Python's mmap keeps a second one for as long as anybody has a view.
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.madvise.restype = ctypes.c_int
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Extent:
@@ -38,14 +44,8 @@ class Extent:
             os.fchmod(self.descriptor, 0o400)  # else any process that is given it can reopen it for writing
             os.ftruncate(self.descriptor, size_bytes)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            memory = mmap.mmap(self.descriptor, size_bytes)
-        except OSError:
-            os.close(self.descriptor)
-            raise
-        memory.madvise(mmap.MADV_DONTDUMP)  # KV is prompt text to whoever can invert it: not into core files
-        self.view = memoryview(memory)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        try:
+            self.address, self.view = _mapped(self.descriptor, size_bytes)
+            _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)  # KV is prompt text to whoever can invert it
             self._prefault()
         except OSError:
             self.close()
@@ -65,10 +65,11 @@ class Extent:
     def _prefault(self) -> None:
         for start in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
             length = min(PREFAULT_STEP_BYTES, self.size_bytes - start)
-            if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE):
-                error = ctypes.get_errno()
-                if error != 22:  # EINVAL: a kernel older than 5.14
-                    raise OSError(error, os.strerror(error))
+            try:
+                _advise(self.address + start, length, _MADV_POPULATE_WRITE)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a kernel older than 5.14
+                    raise
                 for page in range(start, start + length, _PAGE_BYTES):
                     self.view[page] = 0
 
@@ -118,3 +119,18 @@ class ExtentPool:
         """Refuse further extents."""
         with self._lock:
             self._closed = True
+
+
+def _mapped(descriptor: int, size_bytes: int) -> tuple[int, memoryview]:
+    """Where a descriptor's memory starts, and a view of it; unmapped when the last view of it, or of a part, goes."""
+    address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_ubyte * size_bytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
+    return address, memoryview(memory).cast("B")
+
+
+def _advise(address: int, size_bytes: int, advice: int) -> None:
+    if _libc.madvise(address, size_bytes, advice):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

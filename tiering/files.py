@@ -17,6 +17,7 @@ class DirectoryLock:
     """An exclusive lock on a directory, held by the kernel for as long as this process lives and has it open."""
 
     def __init__(self, directory: Path) -> None:
+        self._owner = os.getpid()
         self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -25,11 +26,13 @@ class DirectoryLock:
             os.close(self._descriptor)
             raise BlockingIOError(holder or "unknown") from None
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self._descriptor, f"{self._owner}\n".encode(), 0)
 
     def release(self) -> None:
         """Let others in. Safe to call twice."""
         if self._descriptor >= 0:
+            if os.getpid() == self._owner:  # a forked child shares the lock: it neither keeps it alive nor ends it
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 

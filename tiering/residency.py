@@ -72,7 +72,8 @@ class IllegalTransition(AssertionError):
 class SlotTable:
     """The states of the equal slots of one extent or slab, with a count per state and a stack of free slots.
 
-    `owners[slot]` is the row whose frame stands there, from `reserve` until the slot is free again.
+    `owners[slot]` is the row of the whole block whose frame stands there. A committed frame whose block is not complete,
+    or was given up while its producer still writes, has none.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -304,7 +305,7 @@ class Residency:
         assert short, "room is asked for only when it is short"
         if tier.has_room():
             return Grow(short[0])
-        vacate = self._vacate(short, tier)
+        vacate = self._vacate(wanted, tier)
         if vacate is not None:
             return vacate
         return self.worst()
@@ -322,16 +323,20 @@ class Residency:
         actual = {row: count for row, count in enumerate(self._pins) if count}
         assert actual == {row: count for row, count in pins.items() if count}, (actual, pins)
 
-    def _vacate(self, short: Sequence[SlotClass], tier: TierFacts) -> Vacate | None:
-        """The extent with the fewest live frames that fit elsewhere in its class, and that nobody is using."""
+    def _vacate(self, wanted: Sequence[SlotClass], tier: TierFacts) -> Vacate | None:
+        """The extent with the fewest live frames that fit elsewhere in its class, and that nobody is using.
+
+        A wanted class keeps a free slot if it has one, else the parts of a block would take an extent from each other
+        for ever. One that has none can only lose an extent whose slots are all condemned.
+        """
         best: ExtentFacts | None = None
         for slot_class in tier.reclaimable_classes():
-            if slot_class in short:
-                continue
+            free = tier.free_slots(slot_class)
+            spare = max(0, free - 1) if slot_class in wanted else free
             for extent in tier.extents_of(slot_class):
                 if best is not None and extent.slots.live >= best.slots.live:
                     continue
-                if self._can_vacate(extent, tier.free_slots(slot_class)):
+                if self._can_vacate(extent, spare):
                     best = extent
         if best is None:
             return None
@@ -340,16 +345,14 @@ class Residency:
         )
         return Vacate(best.number, rows)
 
-    def _can_vacate(self, extent: ExtentFacts, free_in_class: int) -> bool:
+    def _can_vacate(self, extent: ExtentFacts, spare_in_class: int) -> bool:
         slots = extent.slots
         if slots.counts[FrameState.RESERVED] or slots.counts[FrameState.ZOMBIE] or slots.counts[FrameState.DELETING]:
             return False
-        if slots.live > free_in_class - slots.free:
+        if slots.live > spare_in_class - slots.free:
             return False
-        pins = self._pins
-        return not any(
-            state == FrameState.RESIDENT and pins[slots.owners[slot]] for slot, state in enumerate(slots.states)
-        ) and not self.is_any_held(extent.number)
+        owners = [slots.owners[slot] for slot, state in enumerate(slots.states) if state == FrameState.RESIDENT]
+        return not any(row < 0 or self._pins[row] for row in owners) and not self.is_any_held(extent.number)
 
     def grow_to(self, row: int) -> None:
         """Have columns for this row."""

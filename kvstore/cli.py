@@ -1,0 +1,216 @@
+"""The command line: `kvstore demo`, `kvstore bench tiers`, `kvstore bench lookup` (floor 4).
+
+Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was
+given, what is allowed and how to mend it. Long work shows its progress on a terminal and nowhere else.
+
+    status 0    all is well            2    wrong input, or something that is needed is missing
+    status 1    a check has failed     130  interrupted
+
+The environment is read here and nowhere else. Each command imports its own module only, so that help is quick and one
+command does not need another one's packages. Must never show a traceback, unless KVSTORE_TRACEBACK is set.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Annotated, Any, NoReturn, Protocol
+
+import kvstore
+from kvstore.errors import StoreError
+from tiering.errors import TierError
+
+_EXTRA_OF = {"typer": "server", "rich": "server", "torch": "hf", "transformers": "hf"}
+
+
+def _needs(module: str) -> str:
+    return f"kvstore: this needs the package {module}; run: pip install 'prefix-kvstore[{_EXTRA_OF[module]}]'"
+
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+except ModuleNotFoundError as absent:
+    if absent.name not in _EXTRA_OF:
+        raise
+    print(_needs(absent.name), file=sys.stderr)
+    raise SystemExit(2) from None
+
+OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+PLAIN_WIDTH = 100
+_TRACEBACK = "KVSTORE_TRACEBACK"
+# Typer brings a copy of click of its own, or uses the installed one, by version: this is either's usage error.
+_UsageError: Any = typer.BadParameter.__base__
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on standard output.")]
+
+app = typer.Typer(
+    help="A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes.",
+    epilog="Each command explains itself: kvstore COMMAND --help. Start with: kvstore demo",
+    add_completion=False,
+    rich_markup_mode="markdown",  # lets help flow to the terminal's width
+)
+bench = typer.Typer(help="Measure a path of the store against its physical limit, in the same run.")
+app.add_typer(bench, name="bench")
+
+
+class Result(Protocol):
+    """What a command has found out."""
+
+    def to_dict(self) -> dict[str, object]:
+        """One object for `--json`."""
+        ...
+
+    def render(self, console: Any) -> None:
+        """The same for people."""
+        ...
+
+
+class Show(Protocol):
+    """Told what is being done and, where that is known, how many steps of it are done and of how many."""
+
+    def __call__(self, doing: str, done: int = 0, steps: int = 0) -> None: ...
+
+
+@app.callback(invoke_without_command=True)
+def _kvstore(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", hidden=True)] = False,
+) -> None:
+    if version:
+        print(json.dumps({"version": kvstore.__version__}) if as_json else f"kvstore {kvstore.__version__}")
+        raise typer.Exit(OK)
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+    elif as_json:
+        raise typer.BadParameter("write --json behind the command")
+
+
+@app.command()
+def demo(
+    dram: Annotated[
+        str, typer.Option(metavar="SIZE", envvar="KVSTORE_DRAM", help="Memory for blocks, such as 512MiB.")
+    ] = "512MiB",
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", envvar="KVSTORE_DATA", help="Directory of the store. A temporary one if left out."),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(metavar="N", help="Ask only the first so many of the twenty questions.")
+    ] = 20,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Length of every answer, in tokens.")] = 32,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Threads that compute. As many as there are cores if left out.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="The model's weights are drawn from this.")] = 0,
+    as_json: Json = False,
+) -> int:
+    """Answer twenty questions on the store's own pages: without a store, filling one, and from a full one.
+
+    A small transformer with random weights answers them on this machine, in about a minute. You see how many tokens
+    were found and why the others were not, how much sooner the first token came, and that all answers are the same.
+    """
+    with _progress() as show:
+        show("loading torch and transformers")
+        from kvstore.demo.run import Options, run
+
+        options = Options(dram, data, requests, tokens, threads, seed)
+        result = run(options, show)
+    _print(result, as_json)
+    for failure in result.failures:
+        print(f"kvstore: {failure}", file=sys.stderr)
+    return CHECK_FAILED if result.failures else OK
+
+
+@bench.command("tiers")
+def bench_tiers(as_json: Json = False) -> int:
+    """How near put and get come to a plain memory copy."""
+    with _progress() as show:
+        show("loading torch")
+        from kvstore.bench import tiers
+
+        result = tiers.run(progress=show)
+    return _print(result, as_json)
+
+
+@bench.command("lookup")
+def bench_lookup(as_json: Json = False) -> int:
+    """How long it takes to find the longest stored prefix of a prompt."""
+    with _progress() as show:
+        show("loading numpy")
+        from kvstore.bench import lookup
+
+        result = lookup.run(progress=show)
+    return _print(result, as_json)
+
+
+def main() -> None:
+    """The entry point: run a command, turn errors into one line, and leave with its status."""
+    # Torch's threads otherwise spin while they wait for each other: ten times slower where cores are shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not os.environ.get(_TRACEBACK):
+        sys.excepthook = _report_bug
+    try:
+        # Not app(...) itself, which would put an excepthook of typer's in place of ours.
+        status = typer.main.get_command(app)(standalone_mode=False, prog_name="kvstore")
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # Whoever read our output has left; there is nobody to tell, nor may the flush at exit try it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(OK) from None
+    except _UsageError as error:
+        _fail(f"{error.format_message()} (see: {error.ctx.command_path if error.ctx else 'kvstore'} --help)")
+    except (StoreError, TierError) as error:
+        _fail(str(error))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        _fail(f"{error.filename}: {reason}" if error.filename else reason)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").split(".")[0]
+        if name not in _EXTRA_OF:
+            raise
+        print(_needs(name), file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+    raise SystemExit(status or OK)
+
+
+def _print(result: Result, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(result.to_dict()))
+    else:
+        result.render(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
+    return OK
+
+
+@contextmanager
+def _progress() -> Iterator[Show]:
+    """A line on the terminal that says what is going on; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda doing, done=0, steps=0: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        line = bar.add_task("starting", total=None)
+        yield lambda doing, done=0, steps=0: bar.update(line, description=doing, completed=done, total=steps or None)
+
+
+def _fail(message: str) -> NoReturn:
+    """One line, whatever the message was."""
+    print(f"kvstore: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(BAD_INPUT) from None
+
+
+def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For what nobody expected."""
+    text = " ".join(f"{kind.__name__}: {error}".split())
+    print(f"kvstore: internal error: {text} (set {_TRACEBACK}=1 to see where)", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

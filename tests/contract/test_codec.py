@@ -1,0 +1,210 @@
+"""What every `Codec` keeps: fixed sizes, digests of what it wrote, a round trip, and no page but those it was given.
+
+An implementation is a subclass of `CodecContract` that makes one and says what a number may look like afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.codec import RawCodec
+from kvstore.errors import LayoutMismatch
+from kvstore.layout import KvGroup, Layout, Part
+from kvstore.pages import Codec, Pages
+from tiering.frame import digest
+from tiering.tier import FrameSpan
+from workbench import blank_planes, one_line, random_pages, random_planes, small_layout
+
+LAYOUTS = {
+    "grouped query": small_layout(),
+    "by head": small_layout(kv_heads=4, head_shards=2),
+    "by layer": small_layout(layers=3, layer_shards=2),
+    "by both": small_layout(layers=2, kv_heads=2, head_shards=2, layer_shards=2),
+    "latent": Layout.mla(layers=2, latent_dim=12, rope_dim=4, dtype="bfloat16"),
+    "two groups": Layout((
+        KvGroup("full", (0, 2), 2, (8, 8), "float16"),
+        KvGroup("thin", (1,), 1, (16,), "float32"),
+    ), block_tokens=128),
+    "large pages": small_layout(page_tokens=128),
+}  # fmt: skip
+PAGE_TOKENS = [16, 32, 64]
+
+
+def room_for(codec: Codec, part: Part) -> FrameSpan:
+    memory = np.zeros(codec.payload_bytes(part), dtype=np.uint8)
+    return FrameSpan(memory.ctypes.data, memoryview(memory))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+class CodecContract:
+    """What a codec must do; `make` gives one, `close` says whether a decoded tensor stands for the original."""
+
+    def make(self) -> Codec:
+        raise NotImplementedError
+
+    def close(self, decoded: torch.Tensor, original: torch.Tensor) -> bool:
+        raise NotImplementedError
+
+    def values(self, layout: Layout, pages: int, page_tokens: int, seed: int) -> dict[int, list[torch.Tensor]]:
+        """Numbers as a model makes them."""
+        torch.manual_seed(seed)
+        planes = blank_planes(layout, pages, page_tokens)
+        for tensors in planes.values():
+            for tensor in tensors:
+                tensor.copy_(torch.randn(tensor.shape))
+        return planes
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_sizes_are_fixed_and_whole_per_layer(self, name: str) -> None:
+        codec = self.make()
+        assert 0 < len(codec.name.encode("ascii")) <= 16
+        for part in LAYOUTS[name].parts:
+            size = codec.payload_bytes(part)
+            assert size > 0 and size % len(part.layers) == 0 and size == self.make().payload_bytes(part)
+
+    @given(name=st.sampled_from(sorted(LAYOUTS)), page_tokens=st.sampled_from(PAGE_TOKENS), data=st.data())
+    @settings(max_examples=40)
+    def test_a_block_comes_back_where_it_belongs(self, name: str, page_tokens: int, data: st.DataObject) -> None:
+        layout, codec, blocks, spare = LAYOUTS[name], self.make(), 2, 3
+        per_block = layout.block_tokens // page_tokens
+        pages = blocks * per_block + spare
+        tables = st.permutations(range(pages)).map(lambda order: order[: blocks * per_block])
+        source = Pages(self.values(layout, pages, page_tokens, 1), data.draw(tables), page_tokens)
+        target = Pages(self.values(layout, pages, page_tokens, 2), data.draw(tables), page_tokens)
+        untouched = {layer: [plane.clone() for plane in planes] for layer, planes in target.planes.items()}
+        block = data.draw(st.integers(0, blocks - 1))
+        skip = data.draw(st.integers(0, per_block - 1)) * page_tokens
+        token = block * layout.block_tokens
+        for part in layout.parts:
+            span = room_for(codec, part)
+            digests = codec.bind(source, layout, part).encode(token, span, digest)
+            size = codec.payload_bytes(part) // len(part.layers)
+            assert digests == [digest(span.view[at : at + size]) for at in range(0, len(span.view), size)]
+            assert codec.bind(target, layout, part).decode(span, token, skip, digests, digest)
+        first, stop = (token + skip) // page_tokens, (token + layout.block_tokens) // page_tokens
+        written = dict(zip(target.table[first:stop], source.table[first:stop], strict=True))
+        for layer, planes in target.planes.items():
+            for plane, tensor in enumerate(planes):
+                for page in range(pages):
+                    if page in written:
+                        assert self.close(tensor[page], source.planes[layer][plane][written[page]])
+                    else:
+                        assert same_bits(tensor[page], untouched[layer][plane][page])
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_the_same_numbers_are_the_same_bytes(self, name: str) -> None:
+        layout = LAYOUTS[name]
+        page_tokens = 32
+        per_block = layout.block_tokens // page_tokens
+        planes = self.values(layout, per_block, page_tokens, 3)
+        turned = {layer: [plane.flip(0) for plane in tensors] for layer, tensors in planes.items()}
+        for part in layout.parts:
+            payloads = []
+            for source in (
+                Pages(planes, range(per_block), page_tokens),
+                Pages(turned, list(reversed(range(per_block))), page_tokens),
+            ):
+                span = room_for(self.make(), part)
+                self.make().bind(source, layout, part).encode(0, span, digest)
+                payloads.append(bytes(span.view))
+            assert payloads[0] == payloads[1]
+
+    @given(name=st.sampled_from(sorted(LAYOUTS)), at=st.integers(0, 10**6), bit=st.integers(0, 7))
+    @settings(max_examples=40)
+    def test_a_flipped_bit_is_refused(self, name: str, at: int, bit: int) -> None:
+        layout, codec = LAYOUTS[name], self.make()
+        pages = random_pages(layout, 1, 32)
+        for part in layout.parts:
+            span = room_for(codec, part)
+            coder = codec.bind(Pages(self.values(layout, len(pages.table), 32, 4), pages.table, 32), layout, part)
+            digests = coder.encode(0, span, digest)
+            span.view[at % len(span.view)] ^= 1 << bit
+            assert not codec.bind(pages, layout, part).decode(span, 0, 0, digests, digest)
+
+    @pytest.mark.parametrize("kind", ["list", "range", "tuple", "int32 array", "int64 array", "tensor"])
+    def test_page_tables_of_every_kind(self, kind: str) -> None:
+        layout, codec = small_layout(), self.make()
+        table: Any = {
+            "list": [1, 0],
+            "range": range(1, -1, -1),
+            "tuple": (1, 0),
+            "int32 array": np.array([1, 0], dtype=np.int32),
+            "int64 array": np.array([1, 0]),
+            "tensor": torch.tensor([1, 0], dtype=torch.int32),
+        }[kind]
+        planes = self.values(layout, 2, 64, 5)
+        spans = [room_for(codec, layout.parts[0]) for _ in range(2)]
+        for span, pages in zip(spans, (Pages(planes, table, 64), Pages(planes, [1, 0], 64)), strict=True):
+            codec.bind(pages, layout, layout.parts[0]).encode(64, span, digest)
+        assert bytes(spans[0].view) == bytes(spans[1].view)
+
+    @pytest.mark.parametrize("case", ["no layer", "planes", "heads", "width", "page", "dtype", "table", "below 0",
+                                      "short plane", "divide", "not numbers"])  # fmt: skip
+    def test_pages_of_another_layout_are_one_clear_line(self, case: str) -> None:
+        layout = small_layout()
+        good = Pages(blank_planes(layout, 2, 64), range(2), 64)
+        short = {layer: [planes[0], planes[1][:1]] for layer, planes in good.planes.items()}
+        bad, fragments = {
+            "no layer": (Pages({0: good.planes[0]}, range(2), 64), ("no layer 1", "[0, 1]")),
+            "planes": (Pages({0: good.planes[0][:1], 1: good.planes[1]}, range(2), 64), ("layer 0", "1 planes", "2")),
+            "heads": (
+                Pages(blank_planes(small_layout(kv_heads=4), 2, 64), range(2), 64),
+                ("(2, 64, 4, 8)", "64, 2, 8"),
+            ),
+            "width": (
+                Pages(blank_planes(small_layout(head_dim=4), 2, 64), range(2), 64),
+                ("(2, 64, 2, 4)", "64, 2, 8"),
+            ),
+            "page": (Pages(blank_planes(layout, 2, 32), range(2), 64), ("(2, 32, 2, 8)", "64, 2, 8")),
+            "dtype": (Pages(blank_planes(small_layout(dtype="float16"), 2, 64), range(2), 64), ("float16", "bfloat16")),
+            "table": (replace(good, table=[0, 2]), ("page 2", "2 pages")),
+            "below 0": (replace(good, table=[0, -1]), ("page -1", "2 pages")),
+            "short plane": (Pages(short, range(2), 64), ("page 1", "1 pages")),
+            "divide": (Pages(blank_planes(layout, 2, 48), range(2), 48), ("48 tokens", "64", "multiple")),
+            "not numbers": (replace(good, table=[0.0, 1.0]), ("integers",)),
+        }[case]
+        with pytest.raises(LayoutMismatch) as caught:
+            self.make().bind(bad, layout, layout.parts[0])
+        assert one_line(caught.value, *fragments)
+
+
+class TestRawCodec(CodecContract):
+    def make(self) -> Codec:
+        return RawCodec()
+
+    def close(self, decoded: torch.Tensor, original: torch.Tensor) -> bool:
+        return same_bits(decoded, original)
+
+    def values(self, layout: Layout, pages: int, page_tokens: int, seed: int) -> dict[int, list[torch.Tensor]]:
+        """Any bits: NaNs with their payloads, negative zeros, denormals."""
+        return random_planes(layout, pages, page_tokens, seed)
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_its_payload_is_the_numbers(self, name: str) -> None:
+        for part in LAYOUTS[name].parts:
+            assert self.make().payload_bytes(part) == part.raw_bytes
+
+    def test_the_order_of_a_payload(self) -> None:
+        """[layer, plane, kv_head, token, width], of the part's layers and heads alone."""
+        layout = small_layout(layers=2, kv_heads=2, head_shards=2, layer_shards=2)
+        pages = random_pages(layout, 2, 16)
+        for part in layout.parts:
+            span = room_for(self.make(), part)
+            self.make().bind(pages, layout, part).encode(64, span, digest)
+            want = b"".join(
+                pages.planes[layer][plane][4:8, :, head].contiguous().view(torch.uint8).numpy().tobytes()
+                for layer in part.layers
+                for plane in range(2)
+                for head in range(part.head_start, part.head_stop)
+            )
+            assert bytes(span.view) == want

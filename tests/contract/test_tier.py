@@ -1,0 +1,189 @@
+"""What every `Tier` keeps: places end in one commit or abort, only committed frames are read, the counts add up.
+
+An implementation is a subclass of `TierContract` with a tier that holds at least `CAPACITY` frames of `MINE` and of
+`THEIRS`, and a way to put a payload into a reserved place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiering.dram import DramTier
+from tiering.errors import BlockMissing
+from tiering.extents import ExtentPool
+from tiering.frame import HEADER_BYTES
+from tiering.tier import NO_PLACE, SlotClass, Tier, place_of
+from workbench import slot_class
+
+MINE, THEIRS = slot_class(0), slot_class(1)
+CAPACITY = 8
+
+
+def header(number: int) -> bytes:
+    return bytes([number]) * HEADER_BYTES
+
+
+def payload(number: int) -> bytes:
+    return bytes([number ^ 0xFF]) * (MINE.frame_bytes - HEADER_BYTES)
+
+
+class TierContract:
+    """What a tier must do; `make` gives a new one, `fill` writes a payload where `reserve` made room for it."""
+
+    def make(self) -> Any:
+        raise NotImplementedError
+
+    def fill(self, tier: Any, place: int, payload: bytes) -> None:
+        raise NotImplementedError
+
+    def store(self, tier: Tier, numbers: list[int], slots: SlotClass = MINE) -> list[int]:
+        places = tier.reserve(slots, len(numbers))
+        assert len(places) == len(numbers)
+        for place, number in zip(places, numbers, strict=True):
+            self.fill(tier, place, payload(number))
+        tier.commit(places, [header(number) for number in numbers])
+        return places
+
+    def test_it_has_a_name(self) -> None:
+        assert self.make().name
+
+    def test_what_was_committed_is_read(self) -> None:
+        tier = self.make()
+        places = self.store(tier, [1, 2, 3])
+        for place, number in zip(places, [1, 2, 3], strict=True):
+            span = tier.read(place)
+            assert bytes(span.view) == header(number) + payload(number)
+            assert len(span.view) == MINE.frame_bytes
+
+    def test_places_are_different(self) -> None:
+        tier = self.make()
+        mine, theirs = tier.reserve(MINE, CAPACITY), tier.reserve(THEIRS, CAPACITY)
+        assert len(set(mine + theirs)) == 2 * CAPACITY
+
+    def test_classes_do_not_share_slots(self) -> None:
+        tier = self.make()
+        tier.reserve(MINE, CAPACITY)
+        assert len(tier.reserve(THEIRS, CAPACITY)) == CAPACITY
+
+    def test_when_it_is_full_there_are_fewer_places_or_none(self) -> None:
+        tier = self.make()
+        first = tier.reserve(MINE, CAPACITY - 1)
+        assert len(first) == CAPACITY - 1
+        rest = tier.reserve(MINE, 10 * CAPACITY)
+        assert tier.reserve(MINE, 1) == []
+        tier.abort(rest)
+        assert len(tier.reserve(MINE, 10 * CAPACITY)) == len(rest)
+
+    def test_an_unknown_class_has_no_places(self) -> None:
+        tier = self.make()
+        assert tier.reserve(slot_class(9), 1) == [] and tier.reserve(MINE, 0) == []
+
+    def test_batches_may_be_empty(self) -> None:
+        tier = self.make()
+        before = tier.usage()
+        tier.commit([], [])
+        tier.abort([])
+        tier.delete([])
+        assert tier.usage() == before
+
+    def test_a_frame_that_is_not_committed_is_not_read(self) -> None:
+        tier = self.make()
+        (place,) = tier.reserve(MINE, 1)
+        self.fill(tier, place, payload(1))
+        with pytest.raises(BlockMissing):
+            tier.read(place)
+        tier.abort([place])
+        with pytest.raises(BlockMissing):
+            tier.read(place)
+
+    def test_a_deleted_frame_is_not_read(self) -> None:
+        tier = self.make()
+        places = self.store(tier, [1, 2])
+        tier.delete(places[:1])
+        with pytest.raises(BlockMissing):
+            tier.read(places[0])
+        assert bytes(tier.read(places[1]).view[:1]) == b"\x02"
+
+    @pytest.mark.parametrize("place", [NO_PLACE, place_of(0, 10_000), place_of(10_000, 0)])
+    def test_a_place_that_does_not_exist_is_not_read(self, place: int) -> None:
+        with pytest.raises(BlockMissing):
+            self.make().read(place)
+
+    def test_a_place_ends_in_one_commit_or_abort(self) -> None:
+        tier = self.make()
+        committed = self.store(tier, [1])
+        aborted = tier.reserve(MINE, 1)
+        tier.abort(aborted)
+        before = tier.usage()
+        wrong: list[Any] = [
+            lambda: tier.commit(committed, [header(9)]),
+            lambda: tier.abort(committed),
+            lambda: tier.commit(aborted, [header(9)]),
+            lambda: tier.abort(aborted),
+            lambda: tier.delete(aborted),
+        ]
+        for use in wrong:
+            with pytest.raises(AssertionError):
+                use()
+        assert tier.usage() == before
+        assert bytes(tier.read(committed[0]).view) == header(1) + payload(1), "wrong use changes no byte"
+
+    def test_a_reserved_place_is_not_deleted(self) -> None:
+        tier = self.make()
+        places = tier.reserve(MINE, 1)
+        with pytest.raises(AssertionError):
+            tier.delete(places)
+
+    def test_as_many_headers_as_places(self) -> None:
+        tier = self.make()
+        with pytest.raises(ValueError):
+            tier.commit(tier.reserve(MINE, 2), [header(1)])
+
+    @given(
+        steps=st.lists(
+            st.tuples(st.sampled_from(["reserve", "commit", "abort", "delete"]), st.integers(0, 1000)), max_size=40
+        )
+    )
+    @settings(max_examples=50)
+    def test_against_two_sets(self, steps: list[tuple[str, int]]) -> None:
+        tier = self.make()
+        empty = tier.usage()
+        reserved: list[int] = []
+        committed: dict[int, int] = {}
+        for action, choice in steps:
+            if action == "reserve":
+                places = tier.reserve(MINE, choice % 4)
+                assert not set(places) & ({*reserved} | committed.keys()), "a place is handed out once"
+                reserved += places
+            elif action == "commit" and reserved:
+                place = reserved.pop(choice % len(reserved))
+                self.fill(tier, place, payload(choice % 251))
+                tier.commit([place], [header(choice % 251)])
+                committed[place] = choice % 251
+            elif action == "abort" and reserved:
+                tier.abort([reserved.pop(choice % len(reserved))])
+            elif action == "delete" and committed:
+                place = sorted(committed)[choice % len(committed)]
+                tier.delete([place])
+                del committed[place]
+            usage = tier.usage()
+            assert (usage.used, usage.reserved) == (len(committed), len(reserved))
+            assert usage.free + usage.used + usage.reserved + usage.deleting == usage.capacity == empty.capacity
+            assert 0 <= usage.taken_bytes <= usage.budget_bytes
+        for place, number in committed.items():
+            assert bytes(tier.read(place).view) == header(number) + payload(number)
+
+
+class TestDramTier(TierContract):
+    def make(self) -> DramTier:
+        tier = DramTier(ExtentPool(4 * 65536, 65536))
+        for slots in (MINE, MINE, THEIRS, THEIRS):
+            tier.adopt(tier.new_extent(), slots)
+        return tier
+
+    def fill(self, tier: DramTier, place: int, payload: bytes) -> None:
+        tier.reserved_span(place).view[HEADER_BYTES:] = payload

@@ -1,0 +1,187 @@
+"""Shapes of blocks: how layers and heads are cut into parts, how large they are, and which sizes are possible."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import gcd
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.errors import BadInput
+from kvstore.layout import (
+    DTYPE_BYTES,
+    MAX_BLOCK_TOKENS,
+    KvGroup,
+    Layout,
+    check_block_tokens,
+    default_block_tokens,
+)
+from workbench import one_line
+
+
+def llama(**options: Any) -> Layout:
+    """The shape of an 8B model with grouped-query attention."""
+    shape: dict[str, Any] = {"layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+    return Layout.gqa(**{**shape, **options})
+
+
+# Sizes ----------------------------------------------------------------------------------------------------------------
+
+
+def test_grouped_query_attention() -> None:
+    (part,) = llama().parts
+    assert part.plane_bytes == (8 * 64 * 128 * 2,) * 2
+    assert part.slice_bytes == 256 << 10 and part.raw_bytes == 8 << 20
+    assert llama().raw_bytes == 64 * 32 * 2 * 8 * 128 * 2  # tokens, layers, K and V, heads, width, bytes
+    assert llama().layers == tuple(range(32))
+
+
+def test_multi_head_and_multi_query_attention() -> None:
+    assert llama(kv_heads=32).raw_bytes == 4 * llama().raw_bytes
+    assert llama(kv_heads=1).raw_bytes == llama().raw_bytes // 8
+
+
+def test_a_latent_is_one_plane_of_one_head() -> None:
+    layout = Layout.mla(layers=61, latent_dim=512, rope_dim=64, dtype="bfloat16")
+    (part,) = layout.parts
+    assert part.kv_heads == 1 and part.plane_bytes == (64 * 576 * 2,)
+    assert layout.raw_bytes == 61 * 64 * 576 * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_a_block_is_as_large_as_its_numbers(dtype: str) -> None:
+    layout = llama(dtype=dtype, layers=1)
+    assert layout.raw_bytes == 2 * 8 * 64 * 128 * DTYPE_BYTES[dtype]
+    assert layout.groups[0].element_bytes == DTYPE_BYTES[dtype]
+
+
+def test_the_sizes_of_numbers() -> None:
+    assert DTYPE_BYTES == {
+        "float32": 4,
+        "float16": 2,
+        "bfloat16": 2,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+        "uint8": 1,
+        "int8": 1,
+    }
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    layers=st.integers(1, 20),
+    kv_heads=st.integers(1, 12),
+    head_shards=st.integers(1, 24),
+    layer_shards=st.integers(1, 20),
+)
+@settings(max_examples=200)
+def test_parts_cover_every_layer_and_head_exactly_once(
+    layers: int, kv_heads: int, head_shards: int, layer_shards: int
+) -> None:
+    shards = min(head_shards, kv_heads)
+    possible = kv_heads % shards == 0 and head_shards % shards == 0 and layer_shards <= layers
+    try:
+        layout = llama(layers=layers, kv_heads=kv_heads, head_shards=head_shards, layer_shards=layer_shards)
+    except BadInput as error:
+        assert not possible and one_line(error, "give")
+        return
+    assert possible
+    covered = Counter(
+        (layer, head)
+        for part in layout.parts
+        for layer in part.layers
+        for head in range(part.head_start, part.head_stop)
+    )
+    assert covered == Counter({(layer, head): 1 for layer in range(layers) for head in range(kv_heads)})
+    assert [part.index for part in layout.parts] == list(range(shards * layer_shards))
+    assert all(part.layers and part.kv_heads for part in layout.parts)
+    assert layout.raw_bytes == llama(layers=layers, kv_heads=kv_heads).raw_bytes
+    sizes = [len(part.layers) for part in layout.parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_heads_that_every_rank_has_are_stored_once() -> None:
+    assert len(llama(kv_heads=2, head_shards=8).parts) == 2
+    assert len(llama(kv_heads=1, head_shards=8).parts) == 1
+    assert llama(kv_heads=2, head_shards=8).describe() == llama(kv_heads=2, head_shards=2).describe()
+
+
+def test_groups_are_cut_one_after_the_other() -> None:
+    full = KvGroup("full", (1, 3), 4, (64, 64), "bfloat16")
+    latent = KvGroup("latent", (0, 2), 1, (96,), "float16")
+    layout = Layout((full, latent), head_shards=4, layer_shards=2)
+    assert layout.layers == (0, 1, 2, 3)
+    assert [(part.group.name, part.layers, part.head_start) for part in layout.parts] == [
+        *[("full", (1,), head) for head in range(4)],
+        *[("full", (3,), head) for head in range(4)],
+        ("latent", (0,), 0),
+        ("latent", (2,), 0),
+    ]
+
+
+# Block sizes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("page_tokens", "block_tokens"),
+    [(1, 64), (16, 64), (32, 64), (64, 64), (128, 128), (256, 256), (3, 192), (48, 192), (80, 320), (1024, 1024)],
+)
+def test_the_default_block_is_the_smallest_that_fits(page_tokens: int, block_tokens: int) -> None:
+    assert default_block_tokens(page_tokens) == block_tokens
+    assert llama(page_tokens=page_tokens).block_tokens == block_tokens
+
+
+@given(st.integers(1, 4200), st.integers(-64, 4300))
+@settings(max_examples=200)
+def test_a_block_is_a_multiple_of_64_and_of_the_page(page_tokens: int, block_tokens: int) -> None:
+    smallest = page_tokens * 64 // gcd(page_tokens, 64)
+    try:
+        check_block_tokens(block_tokens, page_tokens)
+    except BadInput as error:
+        assert block_tokens < 1 or block_tokens % smallest or block_tokens > MAX_BLOCK_TOKENS
+        if smallest <= MAX_BLOCK_TOKENS:
+            assert one_line(error, f"block_tokens={block_tokens}", f"use {smallest}")
+            check_block_tokens(smallest, page_tokens)  # what the message advises is possible
+        else:
+            assert one_line(error, f"page_tokens={page_tokens}", "e.g. 16, 32 or 64")
+    else:
+        assert block_tokens % 64 == block_tokens % page_tokens == 0 < block_tokens <= MAX_BLOCK_TOKENS
+
+
+FULL = KvGroup("full", (0, 1), 2, (8, 8), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("make", "fragments"),
+    [
+        (lambda: llama(block_tokens=100), ("block_tokens=100", "multiple of 64", "use 64")),
+        (lambda: llama(block_tokens=64, page_tokens=48), ("page of 48", "multiple of 192", "use 192")),
+        (lambda: llama(block_tokens=8192), ("8192", "at most 4096")),
+        (lambda: llama(page_tokens=0), ("page_tokens=0", "1 or more")),
+        (lambda: llama(page_tokens=127), ("page_tokens=127", "4096")),
+        (lambda: llama(layers=0), ("'full'", "distinct layer numbers")),
+        (lambda: llama(kv_heads=0), ("0 KV heads", "1 or more")),
+        (lambda: llama(head_dim=0), ("(0, 0)", "head_dim")),
+        (lambda: llama(dtype="float64"), ("'float64'", "bfloat16", "int8")),
+        (lambda: llama(head_shards=3), ("head_shards=3", "8 KV heads", "divisor")),
+        (lambda: llama(head_shards=12), ("head_shards=12", "8 KV heads")),
+        (lambda: llama(head_shards=0), ("head_shards=0",)),
+        (lambda: llama(layer_shards=0), ("layer_shards=0", "1 to 32")),
+        (lambda: llama(layer_shards=33), ("layer_shards=33", "1 to 32")),
+        (lambda: Layout(()), ("at least one group",)),
+        (lambda: Layout((FULL, FULL)), ("one group only",)),
+        (lambda: KvGroup("full", (1, 1), 2, (8, 8), "bfloat16"), ("(1, 1)", "distinct")),
+        (lambda: KvGroup("full", (-1,), 2, (8, 8), "bfloat16"), ("(-1,)", "from 0 up")),
+        (lambda: KvGroup("full", (0,), 2, (8, 8, 8), "bfloat16"), ("(8, 8, 8)", "MLA")),
+        (lambda: KvGroup("full", (0,), 2, (), "bfloat16"), ("()", "MLA")),
+    ],
+)  # fmt: skip
+def test_what_is_not_possible_is_one_clear_line(make: Any, fragments: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput) as caught:
+        make()
+    assert one_line(caught.value, *fragments)

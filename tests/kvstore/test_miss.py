@@ -1,0 +1,103 @@
+"""Accounts: every token has one origin, the sums match, and the names of reasons never change."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.miss import REASON_OF_FINDING, Account, HitTier, MissReason, Segment
+from tiering.tier import Finding
+
+# Appended to, never renamed, never sorted: dashboards and alerts name them.
+REASONS = """
+    absent evicted diverged other_namespace partial_block last_token grid warming in_flight pinned_full deadline
+    tier_down unreachable corrupt key_mismatch stale_hint quota not_admitted cheaper_to_compute audit unsupported
+    disabled
+""".split()
+
+hits = st.lists(st.tuples(st.sampled_from(HitTier), st.integers(0, 500)), max_size=5)
+misses = st.lists(st.tuples(st.sampled_from(MissReason), st.integers(0, 500)), max_size=5)
+
+
+def origins(account: Account) -> list[HitTier | MissReason]:
+    """The origin of every token, in order."""
+    return [segment.origin for segment in account.segments for _ in range(segment.tokens)]
+
+
+def test_the_reasons_and_their_order_are_frozen() -> None:
+    assert [reason.value for reason in MissReason][: len(REASONS)] == REASONS
+    assert [tier.value for tier in HitTier] == ["engine", "hbm", "dram", "nvme", "remote"]
+
+
+def test_a_reason_is_its_name_in_lower_case() -> None:
+    assert all(str(reason) == reason.name.lower() for reason in MissReason)
+
+
+def test_everything_a_tier_reports_has_a_reason() -> None:
+    assert set(REASON_OF_FINDING) == set(Finding)
+    assert len(set(REASON_OF_FINDING.values())) == len(Finding)
+
+
+@given(hits, misses)
+@settings(max_examples=150)
+def test_the_sums_match(hits: list[tuple[HitTier, int]], misses: list[tuple[MissReason, int]]) -> None:
+    account = Account.of([*hits, *misses])
+    assert account.asked == sum(tokens for _, tokens in hits) + sum(tokens for _, tokens in misses)
+    assert account.asked == sum(account.hits.values()) + sum(account.misses.values())
+    assert account.hit_tokens == sum(account.hits.values()) == sum(tokens for _, tokens in hits)
+    assert origins(account) == [origin for origin, tokens in [*hits, *misses] for _ in range(tokens)]
+    assert all(segment.tokens > 0 for segment in account.segments)
+    neighbours = pairwise(account.segments)
+    assert all(one.origin is not other.origin for one, other in neighbours)
+
+
+@given(hits, misses, st.integers(-5, 2600), st.sampled_from(MissReason))
+@settings(max_examples=150)
+def test_a_cut_turns_the_hits_behind_it_into_misses(
+    hits: list[tuple[HitTier, int]], misses: list[tuple[MissReason, int]], at_token: int, reason: MissReason
+) -> None:
+    account = Account.of([*hits, *misses])
+    cut = account.cut(at_token, reason)
+    assert origins(cut) == [
+        reason if isinstance(origin, HitTier) and position >= at_token else origin
+        for position, origin in enumerate(origins(account))
+    ]
+    assert cut.asked == account.asked
+    assert cut.hit_tokens == max(0, min(at_token, account.hit_tokens))
+    assert cut.cut(at_token, reason) == cut
+
+
+def test_a_hit_behind_a_miss_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="prefix"):
+        Account.of([(HitTier.DRAM, 1), (MissReason.ABSENT, 1), (HitTier.DRAM, 1)])
+
+
+def test_a_segment_is_not_negative() -> None:
+    with pytest.raises(AssertionError, match="negative"):
+        Account.of([(HitTier.DRAM, -1)])
+
+
+def test_an_empty_prompt() -> None:
+    account = Account.of([(HitTier.DRAM, 0), (MissReason.ABSENT, 0)])
+    assert account.segments == () and account.asked == 0
+    assert account.to_dict() == {"asked": 0, "hits": {}, "misses": {}}
+
+
+def test_for_json() -> None:
+    account = Account.of([(HitTier.ENGINE, 64), (HitTier.DRAM, 128), (MissReason.ABSENT, 64), (MissReason.GRID, 1)])
+    assert account.to_dict() == {
+        "asked": 257,
+        "hits": {"engine": 64, "dram": 128},
+        "misses": {"absent": 64, "grid": 1},
+    }
+
+
+def test_origins_that_come_twice_are_summed() -> None:
+    parts = [(HitTier.DRAM, 1), (HitTier.NVME, 2), (HitTier.DRAM, 4), (MissReason.GRID, 8), (MissReason.AUDIT, 16)]
+    account = Account.of([*parts, (MissReason.GRID, 32)])
+    assert account.hits == {HitTier.DRAM: 5, HitTier.NVME: 2}
+    assert account.misses == {MissReason.GRID: 40, MissReason.AUDIT: 16}
+    assert account.segments[0] == Segment(HitTier.DRAM, 1)

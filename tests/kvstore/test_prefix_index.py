@@ -1,0 +1,296 @@
+"""The index against plain dictionaries, what it says of a key that is not there, and what a block costs in it."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.prefix_index import NO_ROW, PrefixIndex, RowState
+from tiering.tier import Finding
+
+TENANTS = [b"one", b"one", b"two"]  # of namespaces 0, 1 and 2
+FORGOTTEN = 6
+
+
+def key_of(number: int) -> bytes:
+    return blake2b(b"%d" % number, digest_size=32).digest()
+
+
+# Against a model ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Block:
+    """A block as the model knows it: by its key, no rows."""
+
+    parent: bytes | None
+    state: str
+    retention: tuple[int, int]
+    depth: int
+
+
+@dataclass
+class Model:
+    """One dictionary per namespace, and the evicted keys in the order in which they went."""
+
+    spaces: list[dict[bytes, Block]] = field(default_factory=lambda: [{} for _ in TENANTS])
+    evicted: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def children(self, space: int, key: bytes) -> int:
+        return sum(block.parent == key for block in self.spaces[space].values())
+
+    def matched(self, space: int, keys: list[bytes]) -> int:
+        blocks = self.spaces[space]
+        for count, key in enumerate(keys):
+            if key not in blocks or blocks[key].state != "visible":
+                return count
+        return len(keys)
+
+    def why_not(self, space: int, key: bytes, parent: bytes | None) -> Finding | None:
+        block = self.spaces[space].get(key)
+        if block is not None:
+            return {"pending": Finding.IN_FLIGHT, "hollow": Finding.CORRUPT}[block.state]
+        if (space, key) in self.evicted:
+            return Finding.EVICTED
+        if parent is not None and self.children(space, parent):
+            return None
+        return Finding.NEVER_SEEN
+
+    def elsewhere(self, space: int, key: bytes) -> int:
+        for other, blocks in enumerate(self.spaces):
+            if other != space and TENANTS[other] == TENANTS[space] and key in blocks:
+                if blocks[key].state == "visible":
+                    return other
+        return -1
+
+    def remember(self, space: int, key: bytes) -> None:
+        if (space, key) not in self.evicted:
+            self.evicted.append((space, key))
+        del self.evicted[:-FORGOTTEN]
+
+    def chain(self, space: int, key: bytes) -> list[bytes]:
+        """From the root to the block."""
+        keys: list[bytes] = []
+        at: bytes | None = key
+        while at is not None:
+            keys.insert(0, at)
+            at = self.spaces[space][at].parent
+        return keys
+
+
+ACTIONS = "insert insert root publish publish hollow refill remove evict".split()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(ACTIONS), st.integers(0, len(TENANTS) - 1), st.integers(0, 10**6), st.integers(0, 11)
+        ),
+        max_size=60,
+    )
+)
+@settings(max_examples=100)
+def test_the_index_is_the_model(steps: list[tuple[str, int, int, int]]) -> None:
+    index, model = PrefixIndex(FORGOTTEN), Model()
+    for tenant in TENANTS:
+        index.add_namespace(tenant)
+    for action, space, choice, name in steps:
+        blocks, key = model.spaces[space], key_of(name)
+        order = sorted(blocks)
+        chosen = order[choice % len(order)] if order else b""
+        row = index.find(space, chosen) if chosen else NO_ROW
+        if action in ("insert", "root"):
+            parent = chosen if action == "insert" and chosen else None
+            if key not in blocks and key != parent:
+                depth = blocks[parent].depth + 1 if parent else 0
+                blocks[key] = Block(parent, "pending", (name - 5, choice), depth)
+                index.insert(space, key, index.find(space, parent) if parent else NO_ROW, name - 5, choice)
+        elif not chosen:
+            continue
+        elif action in ("publish", "refill"):
+            parent_key = blocks[chosen].parent
+            ready = parent_key is None or blocks[parent_key].state != "pending"
+            if ready and blocks[chosen].state == ("pending" if action == "publish" else "hollow"):
+                index.publish(row)
+                blocks[chosen].state = "visible"
+                model.evicted = [one for one in model.evicted if one != (space, chosen)]
+        elif action == "hollow":
+            if blocks[chosen].state == "visible":
+                index.hollow(row)
+                blocks[chosen].state = "hollow"
+        elif not model.children(space, chosen):
+            parent_key = blocks.pop(chosen).parent
+            assert index.remove(row, remember=action == "evict") == (
+                index.find(space, parent_key) if parent_key else NO_ROW
+            )
+            if action == "evict":
+                model.remember(space, chosen)
+        compare(index, model)
+
+
+def compare(index: PrefixIndex, model: Model) -> None:
+    index.check()
+    for space, blocks in enumerate(model.spaces):
+        assert index.visible_blocks(space) == sum(block.state == "visible" for block in blocks.values())
+        assert {index.key(row) for row in index.rows(space)} == set(blocks)
+        for key, block in blocks.items():
+            row = index.find(space, key)
+            assert index.key(row) == key and index.namespace_of(row) == space
+            assert index.state(row).name.lower() == block.state
+            assert index.parent(row) == (index.find(space, block.parent) if block.parent else NO_ROW)
+            assert index.depth(row) == block.depth and index.retention(row) == block.retention
+            assert index.children(row) == model.children(space, key)
+            chain = model.chain(space, key)
+            assert [index.key(one) for one in index.chain(row)] == chain[::-1]
+            rows = index.match(space, chain)
+            assert len(rows) == model.matched(space, chain)
+            assert [index.key(one) for one in rows] == chain[: len(rows)]
+        for number in range(12):
+            key = key_of(number)
+            assert index.elsewhere(space, key) == model.elsewhere(space, key)
+            if key in blocks and blocks[key].state == "visible":
+                continue
+            for parent in (None, *(key for key, block in blocks.items() if block.state == "visible")):
+                row = index.find(space, parent) if parent else NO_ROW
+                assert index.why_not(space, key, row) == model.why_not(space, key, parent)
+    assert index.visible_blocks() == sum(index.visible_blocks(space) for space in range(len(TENANTS)))
+
+
+# One by one -----------------------------------------------------------------------------------------------------------
+
+
+def chain_in(index: PrefixIndex, space: int, numbers: range) -> list[int]:
+    rows: list[int] = []
+    for number in numbers:
+        rows.append(index.insert(space, key_of(number), rows[-1] if rows else NO_ROW))
+        index.publish(rows[-1])
+    return rows
+
+
+def test_a_match_ends_at_the_first_block_that_is_not_readable() -> None:
+    index = PrefixIndex()
+    index.add_namespace(b"t")
+    rows = chain_in(index, 0, range(5))
+    keys = [key_of(number) for number in range(5)]
+    assert index.match(0, keys) == rows
+    assert index.match(0, [*keys, key_of(9)]) == rows
+    assert index.match(0, []) == [] and index.match(0, [key_of(9), *keys]) == []
+    index.hollow(rows[2])
+    assert index.match(0, keys) == rows[:2], "also where blocks behind it are readable"
+    index.publish(rows[2])
+    assert index.match(0, keys) == rows
+
+
+def test_a_block_that_is_being_stored_is_not_seen() -> None:
+    index = PrefixIndex()
+    index.add_namespace(b"t")
+    row = index.insert(0, key_of(0), NO_ROW)
+    assert index.match(0, [key_of(0)]) == [] and index.visible_blocks() == 0
+    assert index.why_not(0, key_of(0), NO_ROW) is Finding.IN_FLIGHT
+    assert index.find(0, key_of(0)) == row and index.state(row) is RowState.PENDING
+    index.remove(row)
+    assert index.why_not(0, key_of(0), NO_ROW) is Finding.NEVER_SEEN
+
+
+def test_a_block_goes_before_its_parent() -> None:
+    index = PrefixIndex()
+    index.add_namespace(b"t")
+    rows = chain_in(index, 0, range(2))
+    with pytest.raises(AssertionError, match="before its parent"):
+        index.remove(rows[0])
+    assert index.remove(rows[1]) == rows[0] and index.remove(rows[0]) == NO_ROW
+    index.check()
+
+
+def test_a_key_is_new_to_its_namespace() -> None:
+    index = PrefixIndex()
+    index.add_namespace(b"t")
+    index.add_namespace(b"t")
+    index.insert(0, key_of(0), NO_ROW)
+    index.insert(1, key_of(0), NO_ROW)
+    with pytest.raises(AssertionError):
+        index.insert(0, key_of(0), NO_ROW)
+
+
+def test_no_more_evicted_keys_are_remembered_than_said() -> None:
+    index = PrefixIndex(forgotten_limit=10)
+    index.add_namespace(b"t")
+    for number in range(100):
+        index.remove(*chain_in(index, 0, range(number, number + 1)), remember=True)
+    found = [index.why_not(0, key_of(number), NO_ROW) for number in range(100)]
+    assert found == [Finding.NEVER_SEEN] * 90 + [Finding.EVICTED] * 10
+
+
+def test_an_evicted_block_that_came_back_was_not_evicted() -> None:
+    index = PrefixIndex()
+    index.add_namespace(b"t")
+    (row,) = chain_in(index, 0, range(1))
+    index.remove(row, remember=True)
+    (row,) = chain_in(index, 0, range(1))
+    index.remove(row)
+    assert index.why_not(0, key_of(0), NO_ROW) is Finding.NEVER_SEEN
+
+
+def test_evicted_in_one_namespace_is_not_evicted_in_another() -> None:
+    index = PrefixIndex()
+    index.add_namespace(b"t")
+    index.add_namespace(b"t")
+    index.remove(*chain_in(index, 0, range(1)), remember=True)
+    assert index.why_not(0, key_of(0), NO_ROW) is Finding.EVICTED
+    assert index.why_not(1, key_of(0), NO_ROW) is Finding.NEVER_SEEN
+
+
+def test_elsewhere_never_looks_at_another_tenant() -> None:
+    index = PrefixIndex()
+    for tenant in (b"mine", b"theirs", b"mine"):
+        index.add_namespace(tenant)
+    chain_in(index, 1, range(1))
+    assert index.elsewhere(0, key_of(0)) == -1
+    (row,) = chain_in(index, 2, range(1))
+    assert index.elsewhere(0, key_of(0)) == 2 and index.elsewhere(2, key_of(0)) == -1
+    index.hollow(row)
+    assert index.elsewhere(0, key_of(0)) == -1, "nobody can read it there"
+
+
+# What a block costs ---------------------------------------------------------------------------------------------------
+
+BLOCKS = 200_000
+
+
+def test_two_hundred_thousand_blocks_cost_at_most_300_bytes_each() -> None:
+    names = np.random.default_rng(1).integers(0, 256, (BLOCKS, 32), dtype=np.uint8)
+    gc.collect()
+    tracemalloc.start()
+    index = PrefixIndex()
+    index.add_namespace(b"t")
+    row = NO_ROW
+    for number in range(BLOCKS):
+        row = index.insert(0, names[number].tobytes(), row if number % 100 else NO_ROW)
+        index.publish(row)
+    tracked = len(gc.get_objects())
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert index.visible_blocks() == BLOCKS
+    assert used / BLOCKS <= 300, f"{used / BLOCKS:.0f} bytes per block"
+    del index
+    assert tracked - len(gc.get_objects()) < 100, "blocks are no work for the garbage collector"
+
+
+def test_rows_are_used_again() -> None:
+    index = PrefixIndex()
+    index.add_namespace(b"t")
+    highest = 0
+    for turn in range(20):
+        rows = chain_in(index, 0, range(turn * 10, turn * 10 + 10))
+        highest = max(highest, *rows)
+        for row in reversed(rows):
+            index.remove(row)
+    assert highest < 10
+    index.check()

@@ -1,0 +1,327 @@
+"""The DRAM tier beyond its contract: extents and their classes, late readers, bad frames, emptying, closing."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiering.dram import DramTier, copy_frame
+from tiering.errors import BlockMissing, TierFull, TierUnavailable
+from tiering.extents import ExtentPool
+from tiering.frame import HEADER_BYTES
+from tiering.residency import FrameState
+from tiering.tier import FrameSpan, SlotClass, extent_of, place_of, slot_of
+from workbench import KIB, slot_class
+
+A, B = slot_class(owner=b"a"), slot_class(owner=b"b", frame_bytes=24 * KIB)
+HEADER = b"\x01" * HEADER_BYTES
+
+
+def tier_of(*classes: SlotClass, budget: int = 4) -> DramTier:
+    tier = DramTier(ExtentPool(budget * 64 * KIB, 64 * KIB))
+    for slots in classes:
+        tier.adopt(tier.new_extent(), slots)
+    return tier
+
+
+def stored(tier: DramTier, slots: SlotClass, count: int) -> list[int]:
+    places = tier.reserve(slots, count)
+    tier.commit(places, [HEADER] * len(places))
+    assert len(places) == count
+    return places
+
+
+def state(tier: DramTier, place: int) -> FrameState:
+    for slots in (A, B):
+        for extent in tier.all_extents(slots):
+            if extent.number == extent_of(place):
+                return FrameState(extent.slots.states[slot_of(place)])
+    raise AssertionError("no such extent")
+
+
+# Extents and classes --------------------------------------------------------------------------------------------------
+
+
+def test_an_extent_is_cut_into_the_frames_of_its_class() -> None:
+    tier = tier_of(A, B)
+    assert (tier.free_slots(A), tier.free_slots(B)) == (4, 2)
+    usage = tier.usage()
+    assert (usage.capacity, usage.free) == (6, 6)
+    assert (usage.taken_bytes, usage.budget_bytes) == (128 * KIB, 256 * KIB)
+    assert tier.has_room() and tier.extent_bytes == 64 * KIB
+    assert tier.free_slots(slot_class(7)) == 0 and list(tier.extents_of(slot_class(7))) == []
+    tier.check()
+
+
+def test_frames_do_not_overlap() -> None:
+    tier = tier_of(A, A)
+    spans = sorted(tier.reserved_span(place).address for place in tier.reserve(A, 8))
+    assert all(after - before >= A.frame_bytes for before, after in pairwise(spans))
+
+
+def test_a_place_says_where_it_is() -> None:
+    tier = tier_of(A)
+    for place in tier.reserve(A, 4):
+        assert place_of(extent_of(place), slot_of(place)) == place and 0 <= slot_of(place) < 4
+        assert tier.class_of(extent_of(place)) == A
+
+
+def test_the_budget_is_the_budget() -> None:
+    tier = tier_of(A, A, B, B)
+    assert not tier.has_room()
+    with pytest.raises(TierFull):
+        tier.new_extent()
+
+
+def test_a_retired_extent_gives_its_bytes_back() -> None:
+    tier = tier_of(A, A, budget=2)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    places = stored(tier, A, 5)
+    with pytest.raises(AssertionError):
+        tier.retire(extent_of(places[0]))
+    tier.delete(places[:4])
+    tier.retire(extent_of(places[0]))
+    assert tier.usage().taken_bytes == 64 * KIB and tier.usage().capacity == 4
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 1
+    assert state(tier, places[4]) is FrameState.RESIDENT
+    tier.check()
+    tier.delete(places[4:])
+    tier.retire(extent_of(places[4]))
+    assert tier.usage().taken_bytes == 0 and tier.free_slots(A) == 0
+    tier.check()
+
+
+def test_numbers_of_extents_are_not_used_again() -> None:
+    tier = tier_of(A)
+    (place,) = tier.reserve(A, 1)
+    tier.abort([place])
+    tier.retire(extent_of(place))
+    tier.adopt(tier.new_extent(), A)
+    (new,) = tier.reserve(A, 1)
+    assert extent_of(new) != extent_of(place)
+    with pytest.raises(BlockMissing):
+        tier.span_at(place)
+
+
+# Readers that are late, frames that are bad ---------------------------------------------------------------------------
+
+
+def test_a_retained_slot_is_not_used_again_before_it_is_let_go() -> None:
+    tier = tier_of(A, budget=1)
+    places = stored(tier, A, 4)
+    view = tier.span_at(places[0]).view
+    tier.retain(places[:1])
+    assert tier.reserve(A, 4) == [] and tier.usage().zombie == 1
+    assert bytes(view[:4]) == b"\x01" * 4
+    with pytest.raises(BlockMissing):
+        tier.read(places[0])
+    tier.let_go(places)  # the others were not evicted: nothing happens to them
+    assert [state(tier, place) for place in places] == [FrameState.FREE] + 3 * [FrameState.RESIDENT]
+    assert tier.reserve(A, 4) == places[:1]
+    tier.check()
+
+
+def test_letting_go_of_what_is_gone_is_nothing() -> None:
+    tier = tier_of(A)
+    places = stored(tier, A, 1)
+    tier.delete(places)
+    tier.retire(extent_of(places[0]))
+    tier.let_go(places)
+    tier.check()
+
+
+def test_a_condemned_slot_is_never_used_again() -> None:
+    tier = tier_of(A, budget=1)
+    places = stored(tier, A, 4)
+    tier.condemn(places[:2])
+    tier.delete(places[2:])
+    assert tier.usage().quarantined == 2 and set(tier.reserve(A, 4)) == set(places[2:])
+    with pytest.raises(BlockMissing):
+        tier.read(places[0])
+    for wrong in (tier.delete, tier.abort, tier.retain, tier.condemn):
+        with pytest.raises(AssertionError):
+            wrong(places[:1])
+    tier.check()
+
+
+def test_condemned_slots_count_towards_an_extent_to_give_back() -> None:
+    tier = tier_of(A, budget=1)
+    places = stored(tier, A, 4)
+    assert list(tier.reclaimable_classes()) == []
+    tier.condemn(places[:3])
+    tier.delete(places[3:])
+    assert list(tier.reclaimable_classes()) == [A]
+    tier.retire(extent_of(places[0]))
+    assert tier.usage().quarantined == 0 and tier.usage().taken_bytes == 0
+    tier.check()
+
+
+# Emptying an extent ---------------------------------------------------------------------------------------------------
+
+
+def test_while_an_extent_is_emptied_nothing_new_goes_in() -> None:
+    tier = tier_of(A, A, budget=2)
+    places = stored(tier, A, 2)
+    number = extent_of(places[0])
+    targets = tier.start_vacating(number, 2)
+    assert len(targets) == 2 and number not in {extent_of(target) for target in targets}
+    assert tier.free_slots(A) == 2 and number not in {extent.number for extent in tier.extents_of(A)}
+    assert number in {extent.number for extent in tier.all_extents(A)}
+    tier.delete(places[:1])
+    assert len(tier.reserve(A, 8)) == 2, "only those of the other extent"
+    tier.check()
+    tier.commit(targets, [HEADER] * 2)
+    tier.delete(places[1:])
+    tier.retire(number)
+    assert tier.usage().taken_bytes == 64 * KIB
+    tier.check()
+
+
+def test_an_extent_that_could_not_be_emptied_is_used_again() -> None:
+    tier = tier_of(A, A, budget=2)
+    places = stored(tier, A, 3)
+    number = extent_of(places[0])
+    targets = tier.start_vacating(number, 3)
+    tier.delete(places[:1])
+    tier.abort(targets)
+    tier.stop_vacating(number)
+    assert tier.free_slots(A) == 6 and len(tier.reserve(A, 8)) == 6
+    tier.check()
+
+
+def test_emptying_without_room_changes_nothing() -> None:
+    tier = tier_of(A, A, budget=2)
+    places = stored(tier, A, 7)
+    before = tier.usage()
+    with pytest.raises(TierFull):
+        tier.start_vacating(extent_of(places[0]), 4)
+    assert tier.usage() == before and tier.free_slots(A) == 1
+    tier.check()
+
+
+# Closing --------------------------------------------------------------------------------------------------------------
+
+
+def test_closing_gives_all_memory_back_and_leaves_readers_their_bytes() -> None:
+    descriptors = set(os.listdir("/proc/self/fd"))
+    tier = tier_of(A, B)
+    (place,) = stored(tier, A, 1)
+    span = tier.read(place)
+    tier.close()
+    assert tier.usage().taken_bytes == 0 and tier.usage().capacity == 0
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert bytes(span.view[:3]) == b"\x01" * 3
+    for ask in (tier.read, tier.span_at, tier.reserved_span):
+        with pytest.raises(BlockMissing):
+            ask(place)
+    assert tier.reserve(A, 1) == [] and tier.free_slots(A) == 0
+    with pytest.raises(TierUnavailable):
+        tier.new_extent()
+    tier.close()
+
+
+def test_memory_that_comes_after_closing_goes_back() -> None:
+    tier = tier_of()
+    descriptors = set(os.listdir("/proc/self/fd"))
+    memory = tier.new_extent()
+    tier.close()
+    tier.adopt(memory, A)
+    assert tier.usage().taken_bytes == 0 and tier.free_slots(A) == 0
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+# All of it ------------------------------------------------------------------------------------------------------------
+
+ACTIONS = "grow reserve commit abort delete retain let_go condemn vacate settle retire".split()
+
+
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from([A, B]), st.integers(0, 10**6)), max_size=60))
+@settings(max_examples=60)
+def test_the_counts_hold_in_any_history(steps: list[tuple[str, SlotClass, int]]) -> None:
+    tier = tier_of(budget=5)
+    by_state: dict[FrameState, set[int]] = {one: set() for one in FrameState}
+    emptied: dict[int, list[int]] = {}
+
+    def pick(one: FrameState, choice: int) -> list[int]:
+        places = sorted(by_state[one])
+        return places[choice % len(places) :][:2] if places else []
+
+    def change(places: list[int], before: FrameState, after: FrameState) -> None:
+        by_state[before] -= set(places)
+        by_state[after] |= set(places)
+
+    for action, slots, choice in steps:
+        if action == "grow" and tier.has_room():
+            tier.adopt(tier.new_extent(), slots)
+        elif action == "reserve":
+            change(tier.reserve(slots, choice % 4), FrameState.FREE, FrameState.RESERVED)
+        elif action in ("commit", "abort"):
+            targets = {target for places in emptied.values() for target in places}
+            places = [place for place in pick(FrameState.RESERVED, choice) if place not in targets]
+            if action == "commit":
+                tier.commit(places, [HEADER] * len(places))
+            else:
+                tier.abort(places)
+            change(places, FrameState.RESERVED, FrameState.RESIDENT if action == "commit" else FrameState.FREE)
+        elif action in ("delete", "retain", "condemn"):
+            places = pick(FrameState.RESIDENT, choice)
+            getattr(tier, action)(places)
+            after = {"delete": FrameState.FREE, "retain": FrameState.ZOMBIE, "condemn": FrameState.QUARANTINED}[action]
+            change(places, FrameState.RESIDENT, after)
+        elif action == "let_go":
+            places = pick(FrameState.ZOMBIE, choice)
+            tier.let_go(places)
+            change(places, FrameState.ZOMBIE, FrameState.FREE)
+        elif action == "vacate":
+            extents = list(tier.extents_of(slots))
+            if not extents:
+                continue
+            extent = extents[choice % len(extents)]
+            try:
+                targets_of_one = tier.start_vacating(extent.number, extent.slots.live)
+            except TierFull:
+                continue
+            emptied[extent.number] = targets_of_one
+            change(targets_of_one, FrameState.FREE, FrameState.RESERVED)
+        elif action == "settle" and emptied:
+            number = sorted(emptied)[choice % len(emptied)]
+            targets_of_one = emptied.pop(number)
+            tier.abort(targets_of_one)
+            change(targets_of_one, FrameState.RESERVED, FrameState.FREE)
+            tier.stop_vacating(number)
+        elif action == "retire":
+            dead = [
+                extent.number
+                for extent in tier.extents_of(slots)
+                if extent.slots.counts[FrameState.FREE] + extent.slots.counts[FrameState.QUARANTINED]
+                == 64 * KIB // slots.frame_bytes
+            ]
+            for number in dead[:1]:
+                by_state[FrameState.QUARANTINED] -= {
+                    p for p in by_state[FrameState.QUARANTINED] if extent_of(p) == number
+                }
+                tier.retire(number)
+        tier.check()
+        usage = tier.usage()
+        assert usage.used == len(by_state[FrameState.RESIDENT])
+        assert usage.reserved == len(by_state[FrameState.RESERVED])
+        assert usage.zombie == len(by_state[FrameState.ZOMBIE])
+        assert usage.quarantined == len(by_state[FrameState.QUARANTINED])
+    tier.close()
+
+
+def test_copying_a_frame() -> None:
+    tier = tier_of(A)
+    source, target = (tier.reserved_span(place) for place in tier.reserve(A, 2))
+    source.view[:] = random.Random(1).randbytes(len(source.view))
+    copy_frame(source, target)
+    assert bytes(target.view) == bytes(source.view)
+    short = ctypes.create_string_buffer(8)
+    with pytest.raises(AssertionError):
+        copy_frame(source, FrameSpan(ctypes.addressof(short), memoryview(short)))

@@ -1,0 +1,249 @@
+"""Extents: sealed, touched, private, out of core files; never more than the budget; nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import re
+import resource
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tiering.errors import TierFull, TierUnavailable
+from tiering.extents import Extent, ExtentPool
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@contextlib.contextmanager
+def extent_of(size_bytes: int) -> Iterator[Extent]:
+    extent = Extent(size_bytes)
+    try:
+        yield extent
+    finally:
+        extent.close()
+
+
+def mapping_of(address: int) -> dict[str, str]:
+    """What the kernel says of the mapping that starts at an address."""
+    facts: dict[str, str] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        header = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+\s*(.*)", line)
+        if header:
+            if facts:
+                break
+            if int(header[1], 16) == address:
+                facts = {"bytes": str(int(header[2], 16) - address), "access": header[3], "name": header[4]}
+        elif facts:
+            name, _, value = line.partition(":")
+            facts[name] = value.strip()
+    assert facts, "there is no mapping at that address"
+    return facts
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+# One extent -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_can_be_neither_shrunk_nor_grown_nor_unsealed() -> None:
+    with extent_of(64 * KIB) as extent:
+        for size in (0, 64 * KIB - 1, 64 * KIB + 1, 128 * KIB):
+            with pytest.raises(PermissionError):
+                os.ftruncate(extent.descriptor, size)
+        with pytest.raises(PermissionError):
+            os.pwrite(extent.descriptor, b"x", 64 * KIB)
+        seals = fcntl.fcntl(extent.descriptor, fcntl.F_GET_SEALS)
+        assert seals == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(extent.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        assert os.fstat(extent.descriptor).st_size == 64 * KIB
+
+
+def test_whoever_is_given_the_descriptor_can_not_reopen_it_for_writing() -> None:
+    with extent_of(64 * KIB) as extent:
+        assert stat.S_IMODE(os.fstat(extent.descriptor).st_mode) == 0o400
+        if os.geteuid() != 0:  # root may open anything
+            with pytest.raises(PermissionError):
+                os.open(f"/proc/self/fd/{extent.descriptor}", os.O_RDWR)
+
+
+def test_a_child_does_not_inherit_it() -> None:
+    with extent_of(64 * KIB) as extent:
+        assert not os.get_inheritable(extent.descriptor)
+
+
+def test_every_page_was_touched_and_none_goes_into_a_core_file() -> None:
+    size = 4 * MIB
+    with extent_of(size) as extent:
+        mapping = mapping_of(extent.address)
+        assert mapping["bytes"] == str(size)
+        assert mapping["Rss"] == f"{size // KIB} kB", "untouched pages would cost the first copy ten times its time"
+        assert "dd" in mapping["VmFlags"].split(), "KV is prompt text to whoever can invert it"
+        assert mapping["access"] == "rw-s"
+
+
+def test_it_is_zeros_and_shared_with_whoever_maps_it() -> None:
+    with extent_of(128 * KIB) as extent:
+        assert bytes(extent.view) == bytes(128 * KIB)
+        reader = mmap.mmap(extent.descriptor, 128 * KIB, prot=mmap.PROT_READ)
+        extent.view[70_000:70_005] = b"bytes"
+        assert reader[70_000:70_005] == b"bytes"
+        reader.close()
+
+
+def test_frames_are_views_at_their_addresses() -> None:
+    with extent_of(64 * KIB) as extent:
+        span = extent.frame(3, 12 * KIB)
+        assert span.address == extent.address + 36 * KIB and len(span.view) == 12 * KIB
+        ctypes.memset(span.address, 7, len(span.view))
+        assert bytes(extent.view) == bytes(36 * KIB) + b"\x07" * (12 * KIB) + bytes(16 * KIB)
+
+
+def test_it_has_no_name_in_any_file_system() -> None:
+    shared = Path("/dev/shm")
+    before = set(os.listdir(shared)) if shared.is_dir() else set()
+    with extent_of(64 * KIB) as extent:
+        link = os.readlink(f"/proc/self/fd/{extent.descriptor}")
+        assert link.startswith("/memfd:") and link.endswith("(deleted)")
+        assert os.fstat(extent.descriptor).st_nlink == 0
+        assert mapping_of(extent.address)["name"].startswith("/memfd:")
+        named = set(os.listdir(shared)) - before if shared.is_dir() else set()
+        assert not [name for name in named if "kv" in name]
+
+
+def test_closing_gives_the_descriptor_back_and_leaves_readers_alone() -> None:
+    before = descriptors()
+    extent = Extent(64 * KIB)
+    span = extent.frame(0, 64 * KIB)
+    span.view[:5] = b"bytes"
+    extent.close()
+    extent.close()
+    assert descriptors() == before and extent.descriptor == -1
+    del extent
+    assert bytes(span.view[:5]) == b"bytes", "the mapping lives as long as a view of it"
+    address = span.address
+    del span
+    with pytest.raises(AssertionError):
+        mapping_of(address)
+
+
+def test_the_interpreter_runs_on_while_pages_are_touched() -> None:
+    """256 MiB take tens of milliseconds to touch; a thread that wants to run every half of one must get to do so."""
+
+    def ticks_during_prefault() -> int:
+        ticks, stop = 0, threading.Event()
+
+        def tick() -> None:
+            nonlocal ticks
+            while not stop.is_set():
+                ticks += 1
+                time.sleep(0.0005)
+
+        ticker = threading.Thread(target=tick)
+        ticker.start()
+        while not ticks:
+            time.sleep(0.0005)
+        before = ticks
+        with extent_of(256 * MIB):
+            counted = ticks - before
+        stop.set()
+        ticker.join()
+        return counted
+
+    # With the interpreter locked there is one chance to run in each of the four steps.
+    assert any(ticks_during_prefault() > 12 for _ in range(3))
+
+
+# The pool -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_hands_out_its_budget_and_no_more() -> None:
+    pool = ExtentPool(3 * 64 * KIB + 4096, 64 * KIB)
+    extents = []
+    while pool.has_room():
+        extents.append(pool.create())
+        assert pool.taken_bytes == len(extents) * 64 * KIB
+    assert len(extents) == 3
+    with pytest.raises(TierFull, match=str(3 * 64 * KIB + 4096)):
+        pool.create()
+    pool.destroy(extents.pop())
+    assert pool.has_room() and pool.taken_bytes == 2 * 64 * KIB
+    extents.append(pool.create())
+    for extent in extents:
+        pool.destroy(extent)
+    assert pool.taken_bytes == 0
+
+
+def test_many_threads_never_exceed_the_budget() -> None:
+    limit, rounds = 4, 40
+    pool = ExtentPool(limit * 64 * KIB, 64 * KIB)
+    before = descriptors()
+    lock = threading.Lock()
+    live, most, made, refused = 0, 0, 0, 0
+
+    def work() -> None:
+        nonlocal live, most, made, refused
+        for _ in range(rounds):
+            try:
+                extent = pool.create()
+            except TierFull:
+                with lock:
+                    refused += 1
+                continue
+            with lock:
+                live, made = live + 1, made + 1
+                most = max(most, live)
+            assert pool.taken_bytes <= limit * 64 * KIB
+            time.sleep(0.0002)
+            with lock:
+                live -= 1
+            pool.destroy(extent)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most <= limit and made + refused == 8 * rounds and made > limit
+    assert pool.taken_bytes == 0 and descriptors() == before
+
+
+def test_a_closed_pool_makes_nothing() -> None:
+    pool = ExtentPool(MIB, 64 * KIB)
+    extent = pool.create()
+    pool.close()
+    with pytest.raises(TierUnavailable, match="closed"):
+        pool.create()
+    pool.destroy(extent)
+    assert pool.taken_bytes == 0
+
+
+def test_a_kernel_that_has_no_memory_leaves_no_trace() -> None:
+    pool = ExtentPool(4 * MIB, MIB)
+    before = descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, hard))
+    try:
+        with pytest.raises(TierUnavailable, match="no shared memory: File too large"):
+            pool.create()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert pool.taken_bytes == 0 and descriptors() == before
+    pool.destroy(pool.create())
+
+
+@pytest.mark.parametrize(("budget", "extent"), [(4 * KIB, 8 * KIB), (MIB, 5000), (MIB, 0)])
+def test_a_pool_is_checked_when_it_is_made(budget: int, extent: int) -> None:
+    with pytest.raises(AssertionError):
+        ExtentPool(budget, extent)

@@ -1,0 +1,383 @@
+"""The table of frame states, the slots of an extent, and the decisions on what makes room."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiering.dram import DramTier
+from tiering.extents import ExtentPool
+from tiering.policies.lru import LeafFirstLru
+from tiering.residency import (
+    TRANSITIONS,
+    Evict,
+    FrameEvent,
+    FrameState,
+    Grow,
+    IllegalTransition,
+    Residency,
+    SlotTable,
+    Vacate,
+)
+from tiering.tier import NO_PLACE, SlotClass, extent_of, place_of, slot_of
+from workbench import KIB, slot_class
+
+A, B = slot_class(owner=b"a"), slot_class(owner=b"b")
+SLOTS = 4  # of either class, in an extent of 64 KiB
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def slot_in(state: FrameState) -> SlotTable:
+    """A table whose slot 0 was led to a state by legal events."""
+    paths: dict[FrameState, list[FrameEvent]] = {
+        FrameState.FREE: [],
+        FrameState.RESERVED: [FrameEvent.RESERVE],
+        FrameState.RESIDENT: [FrameEvent.RESERVE, FrameEvent.COMMIT],
+        FrameState.DELETING: [FrameEvent.RESERVE, FrameEvent.COMMIT, FrameEvent.EVICT],
+        FrameState.QUARANTINED: [FrameEvent.RESERVE, FrameEvent.COMMIT, FrameEvent.CONDEMN],
+        FrameState.ZOMBIE: [FrameEvent.RESERVE, FrameEvent.COMMIT, FrameEvent.RETAIN],
+    }
+    table = SlotTable(1)
+    for event in paths[state]:
+        if event is FrameEvent.RESERVE:
+            assert table.reserve() == 0
+        else:
+            table.apply(0, event)
+    assert table.states[0] == state
+    return table
+
+
+@pytest.mark.parametrize(("state", "event"), itertools.product(FrameState, FrameEvent))
+def test_the_table_is_total(state: FrameState, event: FrameEvent) -> None:
+    table = slot_in(state)
+    if (state, event) in TRANSITIONS and event is not FrameEvent.RESERVE:
+        table.apply(0, event)
+        assert table.states[0] == TRANSITIONS[state, event]
+    elif (state, event) not in TRANSITIONS:
+        with pytest.raises(IllegalTransition, match=f"{state.name} does not allow {event.name}"):
+            table.apply(0, event)
+        assert table.states[0] == state, "a refused event changes nothing"
+    table.check()
+
+
+def test_the_life_of_a_frame_is_as_drawn() -> None:
+    drawn = """
+        FREE RESERVE RESERVED        RESERVED COMMIT RESIDENT     RESERVED ABORT FREE
+        RESIDENT EVICT DELETING      DELETING DELETED FREE        RESIDENT RETAIN ZOMBIE
+        ZOMBIE LET_GO FREE           RESIDENT CONDEMN QUARANTINED
+    """.split()
+    triples = zip(drawn[::3], drawn[1::3], drawn[2::3], strict=True)
+    assert {(FrameState[a], FrameEvent[b]): FrameState[c] for a, b, c in triples} == TRANSITIONS
+
+
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.sampled_from(FrameEvent), st.integers(0, 5), st.integers(0, 99)), max_size=80),
+)
+@settings(max_examples=150)
+def test_slots_against_a_list_of_states(capacity: int, steps: list[tuple[FrameEvent, int, int]]) -> None:
+    table = SlotTable(capacity)
+    states = [FrameState.FREE] * capacity
+    owners = [-1] * capacity
+    for event, slot, row in steps:
+        slot %= capacity
+        if event is FrameEvent.RESERVE:
+            if FrameState.FREE not in states:
+                continue
+            slot = table.reserve()
+            assert states[slot] is FrameState.FREE
+            table.owners[slot] = owners[slot] = row
+            states[slot] = FrameState.RESERVED
+        elif (states[slot], event) in TRANSITIONS:
+            table.apply(slot, event)
+            states[slot] = TRANSITIONS[states[slot], event]
+            if states[slot] is FrameState.FREE:
+                owners[slot] = -1
+        else:
+            with pytest.raises(IllegalTransition):
+                table.apply(slot, event)
+        table.check()
+        assert list(table.states) == states and list(table.owners) == owners
+        assert table.free == states.count(FrameState.FREE) and table.live == states.count(FrameState.RESIDENT)
+
+
+def test_a_table_notices_when_it_does_not_add_up() -> None:
+    table = SlotTable(3)
+    table.check()
+    table.states[1] = FrameState.RESIDENT
+    with pytest.raises(AssertionError):
+        table.check()
+
+
+# Rows: places, pins, late readers -------------------------------------------------------------------------------------
+
+
+def rows_of(count: int, parts: int = 1) -> Residency:
+    residency = Residency(LeafFirstLru())
+    residency.add_parts(parts)
+    for row in range(count):
+        residency.reserved(row, [place_of(part, row) for part in range(parts)])
+    return residency
+
+
+def test_a_row_knows_its_places_until_it_is_forgotten() -> None:
+    residency = rows_of(3, parts=2)
+    residency.part_sealed(1, 0, b"d" * 16)
+    residency.published(1, 77)
+    assert residency.places_of([0, 1], 1) == [place_of(1, 0), place_of(1, 1)]
+    assert residency.header_digest(1, 0) == b"d" * 16 and residency.generation(1) == 77
+    residency.moved(1, 1, place_of(9, 9))
+    assert residency.forget(1) == [place_of(0, 1), place_of(9, 9)]
+    assert residency.place(1, 0) == residency.place(1, 1) == NO_PLACE
+    assert residency.generation(1) == 0 and residency.forget(1) == []
+    residency.reserved(1, [place_of(2, 0), place_of(2, 1)])
+
+
+def test_parts_that_come_later_find_the_rows_that_are_there() -> None:
+    residency = rows_of(2)
+    residency.add_parts(3)
+    residency.add_parts(2)
+    residency.reserved(5, [1, 2, 3])
+    assert [residency.place(5, part) for part in range(3)] == [1, 2, 3]
+    assert residency.place(0, 2) == NO_PLACE and residency.forget(0) == [place_of(0, 0)]
+
+
+def test_pins_count_who_was_first_and_who_was_last() -> None:
+    residency = rows_of(5)
+    assert residency.pin([0, 1, 2]) == 3
+    assert residency.pin([1, 2, 3]) == 1
+    assert [residency.pins(row) for row in range(5)] == [1, 2, 2, 1, 0]
+    assert residency.unpin([0, 1]) == 1
+    assert residency.unpin([1, 2, 3]) == 2
+    assert residency.pin([]) == residency.unpin([]) == 0
+    residency.check({2: 1, 4: 0})
+    for wrong in ({}, {2: 2}, {2: 1, 0: 1}):
+        with pytest.raises(AssertionError):
+            residency.check(wrong)
+    with pytest.raises(AssertionError, match="more often than pinned"):
+        residency.unpin([0])
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 12))
+@settings(max_examples=80)
+def test_what_is_affordable_counts_new_pins_only(pinned: list[bool], budget: int) -> None:
+    residency = rows_of(len(pinned))
+    residency.pin([row for row, is_pinned in enumerate(pinned) if is_pinned])
+    want = max(count for count in range(len(pinned) + 1) if pinned[:count].count(False) <= budget)
+    assert residency.affordable(range(len(pinned)), budget) == want
+
+
+def test_a_slot_is_held_until_its_last_late_reader_is_done() -> None:
+    residency = rows_of(2)
+    one, two = place_of(3, 0), place_of(4, 0)
+    residency.hold([one, two])
+    residency.hold([one])
+    assert residency.is_held(one) and residency.is_any_held(3) and residency.is_any_held(4)
+    assert residency.let_go([one, two]) == [two]
+    assert residency.is_held(one) and not residency.is_any_held(4)
+    assert residency.let_go([one]) == [one] and not residency.is_held(one)
+
+
+def test_the_worst_is_the_oldest_leaf_that_nobody_pins() -> None:
+    residency = rows_of(3)
+    assert residency.worst() is None
+    for row in range(3):
+        residency.policy.inserted(row, 0, 0, 0.0)
+    assert residency.worst() == Evict(0)
+    residency.pin([0, 1])
+    assert residency.worst() == Evict(2)
+    residency.pin([2])
+    assert residency.worst() is None
+    residency.unpin([1])
+    assert residency.worst() == Evict(1)
+
+
+# What makes room ------------------------------------------------------------------------------------------------------
+
+
+class Setup:
+    """A small tier whose frames stand for blocks: row numbers in the order in which they came."""
+
+    def __init__(self, extents: int) -> None:
+        self.tier = DramTier(ExtentPool(extents * 64 * KIB, 64 * KIB))
+        self.residency = Residency(LeafFirstLru())
+        self.residency.add_parts(1)
+        self.rows = 0
+
+    def grow(self, slots: SlotClass) -> int:
+        """One more extent; returns its number."""
+        self.tier.adopt(self.tier.new_extent(), slots)
+        return max(extent.number for extent in self.tier.extents_of(slots))
+
+    def fill(self, slots: SlotClass, count: int) -> list[int]:
+        """That many blocks; returns their rows."""
+        rows = []
+        for place in self.tier.reserve(slots, count):
+            self.tier.own(place, self.rows)
+            self.tier.commit([place], [bytes(4096)])
+            self.residency.reserved(self.rows, [place])
+            self.residency.policy.inserted(self.rows, 0, 0, 0.0)
+            rows.append(self.rows)
+            self.rows += 1
+        assert len(rows) == count
+        return rows
+
+    def evict(self, rows: list[int]) -> None:
+        for row in rows:
+            self.residency.policy.removed(row)
+            self.tier.delete(self.residency.forget(row))
+
+    def room(self, *wanted: SlotClass) -> Grow | Evict | Vacate | None:
+        move = self.residency.room(wanted, self.tier)
+        self.tier.check()
+        return move
+
+
+def test_first_it_grows_into_the_budget() -> None:
+    setup = Setup(extents=2)
+    assert setup.room(A) == Grow(A)
+    setup.grow(A)
+    setup.fill(A, SLOTS)
+    assert setup.room(A) == Grow(A)
+    assert setup.room(A, B) == Grow(A) and setup.room(B, A) == Grow(B)
+
+
+def test_it_grows_what_is_short() -> None:
+    setup = Setup(extents=2)
+    setup.grow(A)
+    assert setup.room(A, B) == Grow(B)
+
+
+def test_it_is_asked_only_when_something_is_short() -> None:
+    setup = Setup(extents=2)
+    setup.grow(A)
+    with pytest.raises(AssertionError, match="short"):
+        setup.room(A)
+
+
+def test_without_budget_it_evicts_the_oldest() -> None:
+    setup = Setup(extents=1)
+    setup.grow(A)
+    rows = setup.fill(A, SLOTS)
+    assert setup.room(A) == Evict(rows[0])
+    setup.residency.policy.touched([rows[0]])
+    setup.residency.pin([rows[1]])
+    assert setup.room(A) == Evict(rows[2])
+
+
+def test_when_all_is_pinned_there_is_nothing_to_do() -> None:
+    setup = Setup(extents=1)
+    setup.grow(A)
+    setup.residency.pin(setup.fill(A, SLOTS))
+    assert setup.room(A) is None and setup.room(B) is None
+
+
+def test_an_empty_extent_of_another_class_is_given_back() -> None:
+    setup = Setup(extents=2)
+    setup.grow(A)
+    full = setup.fill(A, SLOTS)
+    empty = setup.grow(A)
+    assert setup.room(B) == Vacate(empty, ())
+    setup.evict(full)
+    assert isinstance(setup.room(B), Vacate)
+
+
+def test_a_cold_extent_is_emptied_into_the_free_slots_of_its_class() -> None:
+    setup = Setup(extents=2)
+    setup.grow(A)
+    rows = setup.fill(A, SLOTS)
+    second = setup.grow(A)
+    rows += setup.fill(A, SLOTS)
+    setup.evict(rows[:3])  # free: 3 in the first extent
+    assert setup.room(B) == Evict(rows[3]), "4 live frames do not fit into 3 free slots"
+    setup.evict(rows[7:])  # and 1 in the second, where 3 live ones fit into the 3 free slots of the first
+    assert setup.room(B) == Vacate(extent_of(setup.residency.place(rows[3], 0)), (rows[3],)), "the cheaper one"
+    setup.residency.pin([rows[3]])
+    assert setup.room(B) == Vacate(second, tuple(rows[4:7]))
+
+
+def test_the_class_that_is_short_is_not_robbed() -> None:
+    setup = Setup(extents=2)
+    setup.grow(A)
+    setup.grow(B)
+    setup.fill(A, SLOTS)
+    rows = setup.fill(B, SLOTS)
+    setup.evict(rows)
+    assert isinstance(setup.room(A), Vacate), "B has an empty extent"
+    setup.fill(B, SLOTS)
+    assert setup.room(A) == Evict(0)
+
+
+@pytest.mark.parametrize("use", ["pinned", "reserved", "held", "zombie", "being emptied"])
+def test_an_extent_in_use_is_left_alone(use: str) -> None:
+    setup = Setup(extents=2)
+    first = setup.grow(A)
+    rows = setup.fill(A, 1)
+    setup.grow(B)
+    setup.residency.pin(setup.fill(B, SLOTS))
+    other = setup.fill(A, 1)
+    assert slot_of(setup.residency.place(rows[0], 0)) != slot_of(setup.residency.place(other[0], 0))
+    setup.evict(other)
+    place = setup.residency.place(rows[0], 0)
+    if use == "pinned":
+        setup.residency.pin(rows)
+    elif use == "reserved":
+        setup.evict(rows)
+        setup.tier.reserve(A, 1)
+    elif use == "held":
+        setup.residency.hold([place])
+    elif use == "zombie":
+        setup.residency.policy.removed(rows[0])
+        setup.tier.retain(setup.residency.forget(rows[0]))
+    else:
+        setup.evict(rows)
+        setup.tier.start_vacating(first, 0)
+    move = setup.room(B)
+    assert move == (Evict(rows[0]) if use == "held" else None)
+
+
+def test_a_condemned_slot_does_not_keep_its_extent() -> None:
+    """Quarantine costs memory only until the extent is wanted by somebody else."""
+    setup = Setup(extents=2)
+    bad = setup.grow(A)
+    rows = setup.fill(A, SLOTS)
+    setup.residency.policy.removed(rows[0])
+    setup.tier.condemn(setup.residency.forget(rows[0]))
+    setup.grow(A)
+    assert setup.room(B) == Vacate(bad + 1, ()), "the empty one is the cheapest"
+    setup.fill(A, 1)
+    assert setup.room(B) == Vacate(bad, tuple(rows[1:])), "three live frames fit into three free slots"
+
+
+def test_following_its_advice_memory_wanders_to_where_it_is_used() -> None:
+    setup = Setup(extents=3)
+    for _ in range(3):
+        setup.grow(A)
+        setup.fill(A, SLOTS)
+    steps = 0
+    while not setup.tier.free_slots(B):
+        steps += 1
+        assert steps < 30
+        move = setup.room(B)
+        if isinstance(move, Evict):
+            setup.evict([move.row])
+        elif isinstance(move, Vacate):
+            targets = setup.tier.start_vacating(move.extent, len(move.rows))
+            for row, target in zip(move.rows, targets, strict=True):
+                source = setup.residency.place(row, 0)
+                setup.tier.commit([target], [bytes(4096)])
+                setup.tier.own(target, row)
+                setup.residency.moved(row, 0, target)
+                setup.tier.delete([source])
+            setup.tier.retire(move.extent)
+        else:
+            assert move == Grow(B)
+            setup.grow(B)
+        setup.tier.check()
+    assert setup.tier.usage().used == 2 * SLOTS, "one extent's worth of the oldest blocks went"
+    assert [row for row in range(setup.rows) if setup.residency.place(row, 0) != NO_PLACE] == list(range(4, 12))

@@ -1,0 +1,166 @@
+"""Small parts that many tests build on: a clock that stands still, layouts, pages and stores that fit in a hand.
+
+Nothing here stands in for code of the house: stores are made by the real composition root, clocks obey its contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvstore.codec import codec_named
+from kvstore.config import DramConfig, Limits
+from kvstore.handle import NamespaceHandle
+from kvstore.identity import KeyRing, Namespace, TenantKeys
+from kvstore.layout import Layout
+from kvstore.node import TenantDoor, build_store
+from kvstore.pages import Pages
+from kvstore.store import Store
+from tiering.frame import FrameHeader, open_header
+from tiering.tier import SlotClass
+
+SECRET = bytes(range(32))
+OTHER_SECRET = bytes(range(32, 64))
+MODEL = "3f5e1c0d9a"
+KIB = 1024
+
+
+@dataclass
+class FakeClock:
+    """`Clock`: time goes on when it is told to."""
+
+    monotonic: float = 1000.0
+    wall: float = 1_700_000_000.0
+
+    def monotonic_seconds(self) -> float:
+        return self.monotonic
+
+    def wall_seconds(self) -> float:
+        return self.wall
+
+    def advance(self, seconds: float) -> None:
+        self.monotonic += seconds
+        self.wall += seconds
+
+
+def small_layout(**options: Any) -> Layout:
+    """Two layers, two heads: 8 KiB of payload per block of 64 tokens, in one frame of 12 KiB."""
+    shape: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "bfloat16"}
+    return Layout.gqa(**{**shape, **options})
+
+
+def blank_planes(layout: Layout, pages: int, page_tokens: int) -> dict[int, list[torch.Tensor]]:
+    """Zeroed planes of that many pages for every layer, in the store's own order of dimensions."""
+    return {
+        layer: [
+            torch.zeros(pages, page_tokens, group.kv_heads, width, dtype=getattr(torch, group.dtype))
+            for width in group.plane_widths
+        ]
+        for group in layout.groups
+        for layer in group.layers
+    }
+
+
+def random_planes(layout: Layout, pages: int, page_tokens: int, seed: int = 0) -> dict[int, list[torch.Tensor]]:
+    """The same with random bits, NaNs and infinities among them."""
+    generator = torch.Generator().manual_seed(seed)
+    planes = blank_planes(layout, pages, page_tokens)
+    for tensors in planes.values():
+        for tensor in tensors:
+            bits = tensor.view(torch.uint8)
+            bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8, generator=generator))
+    return planes
+
+
+def random_pages(layout: Layout, blocks: int, page_tokens: int = 64, seed: int = 0) -> Pages:
+    """Pages full of random bits for that many blocks."""
+    count = blocks * layout.block_tokens // page_tokens
+    return Pages(random_planes(layout, count, page_tokens, seed), range(count), page_tokens)
+
+
+def blank_pages(layout: Layout, blocks: int, page_tokens: int = 64) -> Pages:
+    """Pages of zeros for that many blocks."""
+    count = blocks * layout.block_tokens // page_tokens
+    return Pages(blank_planes(layout, count, page_tokens), range(count), page_tokens)
+
+
+def prompt_values(pages: Pages, layer: int, plane: int, first: int, stop: int) -> torch.Tensor:
+    """The bits of tokens first .. stop of what pages cover: [tokens, bytes]."""
+    chosen = pages.planes[layer][plane][torch.tensor(list(pages.table))]
+    return chosen.flatten(0, 1).contiguous().view(torch.uint8).flatten(1)[first:stop]
+
+
+def same_tokens(mine: Pages, theirs: Pages, tokens: Iterable[int], offset: int = 0) -> bool:
+    """Whether token t of `theirs` has the same bits as token t - offset of `mine`, for all of `tokens`."""
+    span = list(tokens)
+    if not span:
+        return True
+    first, stop = span[0], span[-1] + 1
+    return all(
+        torch.equal(
+            prompt_values(mine, layer, plane, first - offset, stop - offset),
+            prompt_values(theirs, layer, plane, first, stop),
+        )
+        for layer, planes in mine.planes.items()
+        for plane in range(len(planes))
+    )
+
+
+@dataclass
+class Bench:
+    """A store on a still clock, with its tenants' keys at hand."""
+
+    store: Store
+    clock: FakeClock
+    ring: KeyRing
+    keys: TenantKeys = field(default_factory=lambda: TenantKeys.derive(SECRET))
+
+    def door(self, keys: TenantKeys | None = None) -> TenantDoor:
+        """The store as a tenant sees it."""
+        keys = keys or self.keys
+        self.ring.add(keys)
+        return TenantDoor(self.store, keys)
+
+    def namespace(
+        self, layout: Layout | None = None, *, model: str = MODEL, keys: TenantKeys | None = None
+    ) -> NamespaceHandle:
+        """A namespace with the raw codec."""
+        namespace = Namespace(model, layout or small_layout(), "raw")
+        return NamespaceHandle(self.door(keys), namespace, codec_named("raw"))
+
+    def header_of(self, place: int) -> FrameHeader:
+        """The verified header of a frame."""
+        return open_header(bytes(self.store.span(place).view[:4096]), self.ring)
+
+
+def bench(*, dram: int = 1 << 20, extent: int = 64 * KIB, limits: Limits | None = None) -> Bench:
+    """A store of its own: by default sixteen extents of 64 KiB, which hold five frames of the small layout each."""
+    clock, ring = FakeClock(), KeyRing()
+    return Bench(build_store(DramConfig(dram, extent), limits or Limits(), ring, clock), clock, ring)
+
+
+def one_line(error: BaseException, *fragments: str) -> bool:
+    """Whether a message is one line, and names each of the fragments."""
+    message = str(error)
+    assert message and "\n" not in message, message
+    missing = [fragment for fragment in fragments if fragment not in message]
+    assert not missing, f"{message!r} does not say {missing}"
+    return True
+
+
+def slot_class(part: int = 0, *, owner: bytes = b"a", frame_bytes: int = 16 * KIB) -> SlotClass:
+    """A slot class; by default four of its frames fit an extent of 64 KiB."""
+    return SlotClass(owner * 16, owner * 32, part, frame_bytes)
+
+
+def ids(tokens: int, start: int = 0) -> list[int]:
+    """A prompt."""
+    return list(range(start, start + tokens))
+
+
+def tokens_of(origins: Sequence[tuple[Any, int]]) -> dict[str, int]:
+    """(origin, tokens) pairs as a table of text to tokens."""
+    return {str(origin): tokens for origin, tokens in origins}
