@@ -114,11 +114,13 @@ def demo(
     A small transformer with random weights answers them on this machine, in about a minute. You see how many tokens
     were found and why the others were not, how much sooner the first token came, and that all answers are the same.
     """
+    from kvstore.demo.options import Options
+
+    options = Options(dram, data, requests, tokens, threads, seed)
     with _progress() as show:
         show("loading torch and transformers")
-        from kvstore.demo.run import Options, run
+        from kvstore.demo.run import run
 
-        options = Options(dram, data, requests, tokens, threads, seed)
         result = run(options, show)
     _print(result, as_json)
     for failure in result.failures:
@@ -141,7 +143,7 @@ def bench_tiers(as_json: Json = False) -> int:
 def bench_lookup(as_json: Json = False) -> int:
     """How long it takes to find the longest stored prefix of a prompt."""
     with _progress() as show:
-        show("loading numpy")
+        show("loading torch")
         from kvstore.bench import lookup
 
         result = lookup.run(progress=show)

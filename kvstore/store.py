@@ -102,6 +102,8 @@ class Store:
             self._check_open()
             while self._jobs:
                 self._moves_done.wait()
+            self._check_open()  # it may have been closed while this waited
+            self._run_out()
             for record in list(self._leases.lapse_all(number)):
                 self._lapse(record)
             for reservation in self._reservations.values():
@@ -197,6 +199,8 @@ class Store:
         short = self._find_slots(record)
         if short is not None:
             stopped_at, reason = short
+        elif stopped_at is None:
+            stopped_at, reason = self._tail_evicted(record, keys)
         if not record.filled:
             self.abort(record.number)
             return ReserveReply(0, present, stopped_at=stopped_at, reason=reason)
@@ -457,24 +461,29 @@ class Store:
 
     def _find_slots(self, record: ReservationRecord) -> tuple[int, MissReason] | None:
         """Slots for every row, or for as many as can be; where it stopped, and why."""
+        scarce = refused = False  # the machine had no memory for another extent: now, and at any time
         for _ in range(self._limits.room_steps):
             with self._lock:
-                step = MissReason.DISABLED if record.cancelled or self._closed else self._take_slots(record)
+                step = MissReason.DISABLED if record.cancelled or self._closed else self._take_slots(record, scarce)
                 if step is None:
                     return None
                 if isinstance(step, MissReason):
                     return self._shorten(record, step)
             if isinstance(step, _Job):
                 self._vacate(step)
+                scarce = False
             elif not self._grow(step):
-                with self._lock:
-                    return self._shorten(record, MissReason.TIER_DOWN)
+                if refused:  # not even for one that was given back
+                    with self._lock:
+                        return self._shorten(record, MissReason.TIER_DOWN)
+                scarce = refused = True
         with self._lock:
             return self._shorten(record, MissReason.DEADLINE)
 
-    def _take_slots(self, record: ReservationRecord) -> SlotClass | _Job | MissReason | None:
+    def _take_slots(self, record: ReservationRecord, scarce: bool) -> SlotClass | _Job | MissReason | None:
         """Slots for the next rows; what has to be done outside the lock before there are more, or None when done."""
         blocks = self._blocks
+        make_room = blocks.residency.room_within if scarce else blocks.residency.room
         classes = blocks.spaces[record.namespace].classes
         while record.filled < len(record.rows):
             if all(blocks.dram.free_slots(slot_class) for slot_class in classes):
@@ -482,7 +491,7 @@ class Store:
                     column.append(place)
                 record.filled += 1
                 continue
-            move = blocks.residency.room(classes, blocks.dram)
+            move = make_room(classes, blocks.dram)
             if isinstance(move, Evict):
                 blocks.evict(move.row)
             elif isinstance(move, Grow):
@@ -490,8 +499,18 @@ class Store:
             elif isinstance(move, Vacate):
                 return self._start_vacating(move)
             else:
-                return MissReason.PINNED_FULL
+                return MissReason.TIER_DOWN if scarce else MissReason.PINNED_FULL
         return None
+
+    def _tail_evicted(
+        self, record: ReservationRecord, keys: Sequence[bytes]
+    ) -> tuple[int, MissReason] | tuple[None, None]:
+        """Blocks behind the last one to fill were there already, and may have had to make room for it."""
+        with self._lock:
+            for position in range(record.indexes[-1] + 1, len(keys)):
+                if self._blocks.index.find(record.namespace, keys[position]) == NO_ROW:
+                    return position, MissReason.EVICTED
+        return None, None
 
     def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:
         """Give up the rows that got no slots."""

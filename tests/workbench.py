@@ -5,7 +5,7 @@ Nothing here stands in for code of the house: stores are made by the real compos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,8 +159,3 @@ def slot_class(part: int = 0, *, owner: bytes = b"a", frame_bytes: int = 16 * KI
 def ids(tokens: int, start: int = 0) -> list[int]:
     """A prompt."""
     return list(range(start, start + tokens))
-
-
-def tokens_of(origins: Sequence[tuple[Any, int]]) -> dict[str, int]:
-    """(origin, tokens) pairs as a table of text to tokens."""
-    return {str(origin): tokens for origin, tokens in origins}

@@ -72,8 +72,8 @@ class IllegalTransition(AssertionError):
 class SlotTable:
     """The states of the equal slots of one extent or slab, with a count per state and a stack of free slots.
 
-    `owners[slot]` is the row of the whole block whose frame stands there. A committed frame whose block is not complete,
-    or was given up while its producer still writes, has none.
+    `owners[slot]` is the row of the whole block whose frame stands there. A committed frame whose block is not
+    complete, or was given up while its producer still writes, has none.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -303,12 +303,11 @@ class Residency:
         """
         short = [slot_class for slot_class in wanted if not tier.free_slots(slot_class)]
         assert short, "room is asked for only when it is short"
-        if tier.has_room():
-            return Grow(short[0])
-        vacate = self._vacate(wanted, tier)
-        if vacate is not None:
-            return vacate
-        return self.worst()
+        return Grow(short[0]) if tier.has_room() else self.room_within(wanted, tier)
+
+    def room_within(self, wanted: Sequence[SlotClass], tier: TierFacts) -> Move | None:
+        """The same without growing: the machine may have less memory than the budget allows."""
+        return self._vacate(wanted, tier) or self.worst()
 
     def worst(self) -> Evict | None:
         """The worst leaf that nobody pins."""

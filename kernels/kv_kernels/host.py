@@ -1,9 +1,9 @@
 """Copies between pages in host memory and a payload, at memcpy speed (floor 0).
 
 Pages come as [pages, page_tokens, heads, width] with any strides, the payload is [layer][plane][head, token, width] in
-C order. Where a page's planes lie in memory in the payload's own order, a layer slice is one copy of a few long runs;
-anything else is copied page by page along its strides. Either way numpy does it, without the interpreter lock. Digests
-are taken layer by layer, while a layer's bytes are in the cache.
+C order. Where pages lie in memory in the payload's own order, a layer slice is one copy of a few long runs; anything
+else is copied page by page along its strides. Either way numpy does it, by an assignment (half the price of calling
+`copyto`), without the interpreter lock. Digests are taken layer by layer, while a layer's bytes are in the cache.
 
 Must never touch a page that the table does not name for the block, nor hand out bytes whose digest it did not compare.
 """
@@ -20,11 +20,17 @@ import numpy as np
 Digest = Callable[..., bytes]
 Array = np.ndarray[Any, Any]
 
-_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_UNSIGNED: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 _BYTE = _UNSIGNED[1]
-_LARGEST_GAP_BYTES = 64 << 10
-"""Planes with a larger gap between them are copied one by one. Numpy looks at the ends of a copy only: if a payload lay
-in the gap, it would take the two for overlapping and go through a temporary."""
+
+_FIRST_ADDRESS = 4096
+_MEMORY = memoryview((ctypes.c_char * ((1 << 47) - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS))
+"""This process's address space as one buffer: the cheapest way to make an array over memory that others own."""
 
 
 class Span(Protocol):
@@ -36,24 +42,15 @@ class Span(Protocol):
         ...
 
 
-class Runs(NamedTuple):
-    """Planes of one layer that lie in memory as the payload does: a page of `pages` [pages, runs, length], in bytes, is
-    payload[start:stop] as [runs, length]."""
+class Column(NamedTuple):
+    """One plane of every layer, where a page lies in memory as the payload does: bytes start .. stop of a layer slice.
 
-    pages: Array
+    layers: of each layer its pages as [pages, bytes].
+    """
+
+    layers: list[Array]
     start: int
     stop: int
-    shape: tuple[int, int]
-
-
-class Form(NamedTuple):
-    """All that decides how a plane is copied, its address aside. stride: bytes from page to page. length: bytes of a
-    block in the payload. is_run: whether a page holds a block, in the payload's order."""
-
-    pages: int
-    stride: int
-    length: int
-    is_run: bool
 
 
 class RawCopy:
@@ -62,83 +59,74 @@ class RawCopy:
     def __init__(
         self, planes: Sequence[Sequence[Any]], table: Sequence[int], page_tokens: int, block_tokens: int
     ) -> None:
-        """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width]; table: physical pages."""
+        """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width]; table: physical pages.
+
+        Layers differ in their strides and in the number of their pages only.
+        """
         self._planes = [list(layer) for layer in planes]
         self._table = table
         self._page_tokens = page_tokens
         self._block_tokens = block_tokens
-        self._writable = all(_is_writable(plane) for layer in self._planes for plane in layer)
-        self._slices: list[tuple[int, int]] = []  # where each layer slice lies in the payload
-        self._runs: list[list[Runs]] = []  # of each layer, if every plane of every layer is a run
-        self._only_runs = True
-        known: Any = None
-        form = Form(0, 0, 0, False)
-        start = 0
-        for layer in self._planes:
-            forms = []
-            for plane in layer:
-                if (described := _describe(plane)) != known:  # nearly always the same as the plane before
-                    known, form = described, _form(plane, block_tokens)
-                forms.append(form)
-            self._only_runs = self._only_runs and all([form.is_run for form in forms])
-            if self._only_runs:
-                self._runs.append(_runs(layer, forms, start))
-            stop = start + sum([form.length for form in forms])
-            self._slices.append((start, stop))
-            start = stop
+        lengths = [_bytes_of_block(plane, block_tokens) for plane in self._planes[0]]
+        self._slice_bytes = sum(lengths)
+        self._columns = _columns(self._planes, lengths, block_tokens)
 
     @cached_property
     def _arrays(self) -> list[list[Array]]:
-        """Of each layer the planes as [pages, head, token, width] in numbers, for what is not a run."""
+        """Of each layer the planes as [pages, head, token, width] in numbers, for what is not a column."""
         return [[_as_unsigned(plane).transpose(0, 2, 1, 3) for plane in layer] for layer in self._planes]
 
     @cached_property
+    def _writable(self) -> bool:
+        return all([_is_writable(plane) for layer in self._planes for plane in layer])
+
+    @cached_property
     def _scratch(self) -> Array:
-        """Room for the longest layer slice."""
-        return np.empty(max([stop - start for start, stop in self._slices], default=0), dtype=_BYTE)
+        """Room for a layer slice."""
+        return np.empty(self._slice_bytes, dtype=_BYTE)
 
     def encode(self, token: int, into: Span, digest: Digest) -> list[bytes]:
         """Copy the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
-        view = into.view
-        target = np.frombuffer(view, _BYTE)
         pages = self._pages(token)
         page = pages[0]
+        slices = self._slices(into)
+        columns = [(layers, slices[:, start:stop]) for layers, start, stop in self._columns]
         digests = []
-        for layer, (start, stop) in enumerate(self._slices):
-            if self._only_runs:
-                for source, run_start, run_stop, shape in self._runs[layer]:
-                    np.copyto(target[run_start:run_stop].reshape(shape), source[page])
-            else:
-                self._gather(layer, pages, target[start:stop])
-            digests.append(digest(view[start:stop]))
+        for layer, slice_bytes in enumerate(slices):
+            for sources, targets in columns:
+                targets[layer] = sources[layer][page]
+            if not columns:
+                self._gather(layer, pages, slice_bytes)
+            digests.append(digest(slice_bytes))
         return digests
 
     def decode(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
         """Copy a payload into the block at `token`, without its first `skip` tokens; False if any digest differs."""
         if not self._writable:
             raise ValueError("pages that are read-only cannot be loaded into")
-        source = np.frombuffer(payload.view, _BYTE)
         pages = self._pages(token, skip)
-        if skip or not self._only_runs:
-            return self._decode_through_scratch(source, pages, skip, expected, digest)
         page = pages[0]
-        for runs, want in zip(self._runs, expected, strict=True):
-            copies: list[Array] = []
-            for target, start, stop, shape in runs:
-                copy = target[page]
-                np.copyto(copy, source[start:stop].reshape(shape))
-                copies.extend(copy)
+        slices = self._slices(payload)
+        if skip or not self._columns:
+            return self._decode_through_scratch(slices, pages, skip, expected, digest)
+        columns = [(layers, slices[:, start:stop]) for layers, start, stop in self._columns]
+        for layer, want in enumerate(expected):
+            copies = []
+            for targets, sources in columns:
+                pages_of_layer = targets[layer]
+                pages_of_layer[page] = sources[layer]
+                copies.append(pages_of_layer[page])
             if digest(*copies) != want:
                 return False
         return True
 
     def _decode_through_scratch(
-        self, source: Array, pages: Sequence[int], skip: int, expected: Sequence[bytes], digest: Digest
+        self, slices: Array, pages: Sequence[int], skip: int, expected: Sequence[bytes], digest: Digest
     ) -> bool:
         """Verify a private copy of each layer slice first, then scatter that copy: pages only ever see good bytes."""
-        for layer, ((start, stop), want) in enumerate(zip(self._slices, expected, strict=True)):
-            private = self._scratch[: stop - start]
-            np.copyto(private, source[start:stop])
+        private = self._scratch
+        for layer, want in enumerate(expected):
+            private[:] = slices[layer]
             if digest(private) != want:
                 return False
             self._scatter(layer, pages, skip, private)
@@ -148,24 +136,28 @@ class RawCopy:
         for plane, block in self._blocks(layer, slice_bytes):
             position = 0
             for page in pages:
-                np.copyto(block[:, position : position + self._page_tokens], plane[page])
+                block[:, position : position + self._page_tokens] = plane[page]
                 position += self._page_tokens
 
     def _scatter(self, layer: int, pages: Sequence[int], skip: int, slice_bytes: Array) -> None:
         for plane, block in self._blocks(layer, slice_bytes):
             position = skip
             for page in pages:
-                np.copyto(plane[page], block[:, position : position + self._page_tokens])
+                plane[page] = block[:, position : position + self._page_tokens]
                 position += self._page_tokens
 
     def _blocks(self, layer: int, slice_bytes: Array) -> Iterator[tuple[Array, Array]]:
-        """Each plane of a layer, with its part of a layer slice as [head, token, width]."""
+        """Each plane of a layer, with its bytes of a layer slice as [head, token, width]."""
         start = 0
         for plane in self._arrays[layer]:
             _, heads, _, width = plane.shape
             stop = start + heads * self._block_tokens * width * plane.itemsize
             yield plane, slice_bytes[start:stop].view(plane.dtype).reshape(heads, self._block_tokens, width)
             start = stop
+
+    def _slices(self, payload: Span) -> Array:
+        """A payload as [layers, bytes of a slice]."""
+        return np.frombuffer(payload.view, _BYTE).reshape(len(self._planes), self._slice_bytes)
 
     def _pages(self, token: int, skip: int = 0) -> Sequence[int]:
         """Physical pages of the block at `token`, from its `skip`-th token on."""
@@ -190,60 +182,62 @@ def is_same_width_numpy(tensor: Any, element_bytes: int) -> bool:
     return isinstance(tensor, np.ndarray) and tensor.dtype == _UNSIGNED.get(element_bytes)
 
 
-def _describe(tensor: Any) -> tuple[Any, ...]:
-    if isinstance(tensor, np.ndarray):
-        return tensor.shape, tensor.strides, tensor.dtype
-    return tensor.shape, tensor.stride(), tensor.dtype
+def _columns(planes: Sequence[Sequence[Any]], lengths: Sequence[int], block_tokens: int) -> list[Column]:
+    """All planes as columns, or none where pages lie in any other order than the payload. lengths: bytes of a block."""
+    known: Any = None
+    stride = pages = 0
+    runs: list[tuple[int, int, int]] = []  # of each plane: address, bytes from page to page, pages
+    for layer in planes:
+        for plane in layer:
+            if isinstance(plane, np.ndarray):
+                form, address = (plane.shape, plane.strides, plane.dtype), plane.ctypes.data
+            else:
+                form, address = (plane.shape, plane.stride(), plane.dtype), plane.data_ptr()
+            if form != known:  # it is nearly always as the plane before
+                if not _lies_as_payload(plane, block_tokens):
+                    return []
+                known, pages, stride = form, len(plane), _strides(plane)[0]
+            runs.append((address, stride, pages))
+    columns = [runs[index :: len(lengths)] for index in range(len(lengths))]
+    if len(columns) == 2 and all([key[0] + lengths[0] == value[0] for key, value in zip(*columns, strict=True)]):
+        columns, lengths = columns[:1], [sum(lengths)]  # K and V side by side in every page
+    made = []
+    start = 0
+    for column, length in zip(columns, lengths, strict=True):
+        layers: list[Array] = [
+            np.ndarray((pages, length), _BYTE, _MEMORY, address - _FIRST_ADDRESS, (stride, 1))
+            for address, stride, pages in column
+        ]
+        made.append(Column(layers, start, start + length))
+        start += length
+    return made
 
 
-def _form(tensor: Any, block_tokens: int) -> Form:
+def _lies_as_payload(tensor: Any, block_tokens: int) -> bool:
+    """Whether a page [page_tokens, heads, width] is a block, and in memory [head, token, width] in C order."""
     pages, tokens, heads, width = tensor.shape
-    if isinstance(tensor, np.ndarray):
-        item, strides = tensor.itemsize, tensor.strides
-    else:
-        item = tensor.element_size()
-        strides = tuple([stride * item for stride in tensor.stride()])
-    is_run = (
+    _, of_token, of_head, of_number = _strides(tensor)
+    item = tensor.dtype.itemsize
+    return bool(
         pages > 0
         and tokens == block_tokens
-        and (strides[3] == item or width == 1)
-        and (strides[1] == width * item or tokens == 1)
-        and (strides[2] == tokens * width * item or heads == 1)
+        and (of_number == item or width == 1)
+        and (of_token == width * item or tokens == 1)
+        and (of_head == tokens * width * item or heads == 1)
     )
-    return Form(pages, strides[0], heads * block_tokens * width * item, is_run)
 
 
-def _runs(layer: Sequence[Any], forms: Sequence[Form], start: int) -> list[Runs]:
-    """A layer whose planes are all runs, as few arrays as possible: two planes are nearly always one."""
-    addresses = [_address(plane) for plane in layer]
-    if len(layer) == 2 and forms[0] == forms[1]:
-        reach = abs(forms[0].stride) * forms[0].pages
-        if abs(addresses[1] - addresses[0]) <= reach + _LARGEST_GAP_BYTES:
-            return [_run_array(addresses, forms[0], start)]
-    runs = []
-    for address, form in zip(addresses, forms, strict=True):
-        runs.append(_run_array([address], form, start))
-        start += form.length
-    return runs
+def _strides(tensor: Any) -> tuple[int, ...]:
+    """In bytes."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.strides
+    return tuple([stride * tensor.dtype.itemsize for stride in tensor.stride()])
 
 
-def _run_array(addresses: Sequence[int], form: Form, start: int) -> Runs:
-    """Planes of one form, with equal distances between them, as one array over their memory."""
-    pages, stride, length, _ = form
-    step = addresses[-1] - addresses[0]
-    lowest = min(addresses) + min(0, stride * (pages - 1))
-    highest = max(addresses) + max(0, stride * (pages - 1)) + length
-    memory = (ctypes.c_char * (highest - lowest)).from_address(lowest)
-    runs = len(addresses)
-    stop = start + runs * length
-    if step == length:  # K and V side by side in a page: one run
-        runs, length = 1, runs * length
-    array = np.ndarray((pages, runs, length), _BYTE, memoryview(memory), addresses[0] - lowest, (stride, step, 1))
-    return Runs(array, start, stop, (runs, length))
-
-
-def _address(tensor: Any) -> int:
-    return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
+def _bytes_of_block(tensor: Any, block_tokens: int) -> int:
+    """Of one plane, in the payload."""
+    _, _, heads, width = tensor.shape
+    return int(heads * block_tokens * width * tensor.dtype.itemsize)
 
 
 def _is_writable(tensor: Any) -> bool:

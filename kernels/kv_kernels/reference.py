@@ -45,7 +45,7 @@ class RawCopy:
         self, planes: Sequence[Sequence[Any]], table: Sequence[int], page_tokens: int, block_tokens: int
     ) -> None:
         """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width]; table: physical pages."""
-        self._planes = planes
+        self._planes = [[_as_integers(plane) for plane in layer] for layer in planes]
         self._table = table
         self._page_tokens = page_tokens
         self._block_tokens = block_tokens
@@ -83,6 +83,11 @@ class RawCopy:
                 block = block.view(plane.shape[2], self._block_tokens, plane.shape[3])
                 scatter(block[:, skip:], plane, pages)
         return True
+
+
+def _as_integers(plane: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same width: every device can index those, which is not so of float8."""
+    return plane.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plane.element_size()])
 
 
 def _bytes(block: torch.Tensor) -> torch.Tensor:

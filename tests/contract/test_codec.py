@@ -142,7 +142,10 @@ class CodecContract:
             "int64 array": np.array([1, 0]),
             "tensor": torch.tensor([1, 0], dtype=torch.int32),
         }[kind]
-        planes = self.values(layout, 2, 64, 5)
+        planes = {
+            layer: [plane.transpose(1, 2).contiguous().transpose(1, 2) for plane in tensors]  # as long runs
+            for layer, tensors in self.values(layout, 2, 64, 5).items()
+        }
         spans = [room_for(codec, layout.parts[0]) for _ in range(2)]
         for span, pages in zip(spans, (Pages(planes, table, 64), Pages(planes, [1, 0], 64)), strict=True):
             codec.bind(pages, layout, layout.parts[0]).encode(64, span, digest)

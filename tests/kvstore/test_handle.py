@@ -379,6 +379,28 @@ def test_a_full_store_evicts_the_oldest_for_a_new_prompt() -> None:
     a.store.check()
 
 
+def test_a_prompt_that_was_leased_goes_after_one_that_was_not(a: Bench) -> None:
+    ns = a.namespace()
+    put(ns, 128)
+    put(ns, 128, start=5000)
+    ns.match(ids(128, 5000))  # pins nothing and changes nothing
+    ns.lease(ns.match(ids(128))).release()
+    a.store.evict(2)
+    assert ns.match(ids(128)).blocks == 2 and ns.match(ids(128, 5000)).blocks == 0
+
+
+def test_a_prompt_that_grew_was_used_from_its_beginning_on(a: Bench) -> None:
+    ns = a.namespace()
+    put(ns, 128)
+    put(ns, 64, start=5000)
+    with ns.lease(ns.match(ids(64, 5000))):
+        assert put(ns, 192)[1].stored == 1
+        assert a.store.evict(1) == 1  # the end of the longer one: the other is pinned
+    a.store.evict(1)
+    assert ns.match(ids(128)).blocks == 2 and ns.match(ids(64, 5000)).blocks == 0
+    a.store.check()
+
+
 def test_a_put_larger_than_the_store_keeps_its_beginning() -> None:
     a = bench()
     ns = a.namespace()

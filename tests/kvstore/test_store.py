@@ -351,6 +351,23 @@ def test_a_machine_without_memory_stores_what_fits() -> None:
     a.store.check()
 
 
+def test_a_machine_without_memory_still_makes_room_by_evicting() -> None:
+    """Nothing is refused for space while something evictable is there, whoever's it is."""
+    a = Watched(extents=8)
+    ns, other = a.namespace(), a.namespace(model="other")
+    put(ns, PER_EXTENT)
+    put(other, 2 * PER_EXTENT)
+    a.pool.is_empty = True
+    assert put(ns, 3, 40_000)[1].stored == 3
+    assert ns.match(ids(192)).blocks == 2, "the oldest went, from their end"
+    third = a.namespace(model="third")
+    assert put(third, 1)[1].reason is MissReason.TIER_DOWN, "an extent was given back, but the machine kept it"
+    assert a.store.usage().dram.taken_bytes == 2 * 64 * KIB, "no more of them go than the one"
+    a.pool.is_empty = False
+    assert put(third, 1)[1].stored == 1
+    a.store.check()
+
+
 def test_memory_that_comes_after_closing_goes_back() -> None:
     a = Watched()
     ns = a.namespace()

@@ -1,0 +1,338 @@
+"""The engine-neutral half of an adapter: one request's way through the store (floor 3).
+
+An engine's adapter knows tensors, streams and schedulers; this file knows the store's verbs, the grid, and how every
+prompt token is accounted for. It is the edge at which any fault of the store becomes a miss: nothing here raises
+because of the store, and after one fault a request goes on without it. Must never import an engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Protocol
+
+from kvstore.errors import StoreClosed
+from kvstore.handle import Lease, NamespaceHandle
+from kvstore.identity import ExtraKey
+from kvstore.layout import Layout
+from kvstore.miss import Account, HitTier, MissReason
+from kvstore.pages import Pages
+
+
+class OpenStore(Protocol):
+    """What an adapter needs of a store: a namespace. `kvstore.open` returns one."""
+
+    def namespace(
+        self,
+        *,
+        model: str,
+        layout: Layout,
+        codec: str = "raw",
+        weights_epoch: int = 0,
+        config: Mapping[str, str] | None = None,
+    ) -> NamespaceHandle:
+        """The namespace of these weights, this layout and this codec."""
+        ...
+
+
+class EngineAdapter(Protocol):
+    """What an engine asks during one request, in this order. No call raises because of the store.
+
+    1. `matched_tokens` before the request is scheduled; what it promises is pinned until `load` or `release`.
+    2. `load` once the engine has memory for it.
+    3. `save` whenever more of the prompt is computed.
+    4. `finished` at the end, or `release` alone when the request is given up.
+    """
+
+    def matched_tokens(self, token_ids: Sequence[int]) -> int:
+        """How many of the prompt's leading tokens `load` will bring; always fewer than the prompt has."""
+        ...
+
+    def load(self, pages: Pages) -> int:
+        """Bring the matched tokens into pages; returns how many are valid there, which may be fewer."""
+        ...
+
+    def save(self, token_ids: Sequence[int], pages: Pages) -> None:
+        """Offer the full blocks of a prefix; pages hold the KV of all of `token_ids`, from the first one on."""
+        ...
+
+    def finished(self, token_ids: Sequence[int], pages: Pages) -> None:
+        """The last `save`, with the tokens that were generated, and the end of the request."""
+        ...
+
+    def release(self) -> None:
+        """Let go of whatever is pinned. Safe to call again."""
+        ...
+
+
+class BlockPool(Protocol):
+    """Decoded blocks of one namespace in the engine's own memory, looked at before the store. Keys are prefix keys."""
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, are here."""
+        ...
+
+    def load(self, keys: Sequence[bytes], pages: Pages) -> None:
+        """Copy these blocks, all of which are here, into pages that begin with the first of them."""
+        ...
+
+    def save(self, keys: Sequence[bytes], pages: Pages) -> None:
+        """Keep what fits of these blocks, whose KV is in pages that begin with the first of them."""
+        ...
+
+
+@dataclass
+class Report:
+    """What one request got from the store, and how long it took. Times in milliseconds, counts as named.
+
+    account: every prompt token, by tier or by miss reason; asked == prompt_tokens. chunk_tokens: the prefill grid.
+    detail: why the match ended, where there is more to say than a reason. lookup_ms: match and lease. restored_ms:
+    copying and verifying blocks. save_ms: all saving, most of it behind the first token. saved_blocks: newly stored.
+    put_reasons: saves that stored less than was offered, by reason. faults: errors of the store, with the last one's
+    text. ttft_ms: from the call to this request's first token. itl_ms: every gap between two of its tokens.
+    """
+
+    prompt_tokens: int
+    chunk_tokens: int
+    account: Account = field(default_factory=lambda: Account(()))
+    detail: str = ""
+    lookup_ms: float = 0.0
+    restored_ms: float = 0.0
+    save_ms: float = 0.0
+    saved_blocks: int = 0
+    put_reasons: dict[MissReason, int] = field(default_factory=dict)
+    faults: int = 0
+    fault: str = ""
+    new_tokens: int = 0
+    ttft_ms: float = 0.0
+    itl_ms: list[float] = field(default_factory=list)
+
+    @property
+    def restored_tokens(self) -> int:
+        """Prompt tokens whose KV was not computed."""
+        return self.account.hit_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens whose KV was computed."""
+        return self.prompt_tokens - self.account.hit_tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second after the first one; 0 where there is only one."""
+        elapsed = sum(self.itl_ms)
+        return 1e3 * len(self.itl_ms) / elapsed if elapsed else 0.0
+
+    def itl_percentile(self, percent: float) -> float:
+        """Inter-token latency in milliseconds at a percentile (nearest rank); 0 where there is only one token."""
+        if not self.itl_ms:
+            return 0.0
+        return sorted(self.itl_ms)[max(0, ceil(len(self.itl_ms) * percent / 100) - 1)]
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "chunk_tokens": self.chunk_tokens,
+            **self.account.to_dict(),
+            "detail": self.detail,
+            "ttft_ms": self.ttft_ms,
+            "itl_ms_p50": self.itl_percentile(50),
+            "itl_ms_p99": self.itl_percentile(99),
+            "tokens_per_second": self.tokens_per_second,
+            "lookup_ms": self.lookup_ms,
+            "restored_ms": self.restored_ms,
+            "save_ms": self.save_ms,
+            "saved_blocks": self.saved_blocks,
+            "put_reasons": {str(reason): count for reason, count in self.put_reasons.items()},
+            "faults": self.faults,
+            "fault": self.fault,
+        }
+
+
+class StoreRequest:
+    """`EngineAdapter` for one request on a namespace. Without one, or with a closed store, every token is `disabled`.
+
+    report: is filled in; its chunk_tokens is the grid, to which a match is cut. An engine whose results do not depend
+    on how prefill is cut passes its block size. pool: asked before the store. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        namespace: NamespaceHandle | None,
+        report: Report,
+        *,
+        pool: BlockPool | None = None,
+        deadline_ms: float = 50,
+        extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.report = report
+        self._namespace = namespace
+        self._pool = pool
+        self._deadline_ms = deadline_ms
+        self._extra_keys = extra_keys
+        self._clock = clock
+        self._lease: Lease | None = None
+        self._keys: list[bytes] = []
+        self._pooled_tokens = 0
+
+    def matched_tokens(self, token_ids: Sequence[int]) -> int:
+        """Match; take from the pool what it has; lease the rest, as far as the grid can use it."""
+        report, asked = self.report, len(token_ids)
+        report.account = Account.of([(MissReason.DISABLED, asked)])
+        if self._namespace is None:
+            return 0
+        start = self._clock()
+        try:
+            report.account = self._look_up(self._namespace, token_ids)
+        except Exception as error:
+            report.account = Account.of([(self._fail(error), asked)])
+        report.lookup_ms += 1e3 * (self._clock() - start)
+        return report.account.hit_tokens
+
+    def load(self, pages: Pages) -> int:
+        """Copy and verify, then release the lease. Pages may cover less than was matched."""
+        report = self.report
+        if self._namespace is None or not report.account.hit_tokens:
+            return 0
+        start = self._clock()
+        try:
+            report.account = self._bring(self._namespace, pages)
+        except Exception as error:
+            report.account = report.account.cut(0, self._fail(error))
+        report.restored_ms += 1e3 * (self._clock() - start)
+        return report.account.hit_tokens
+
+    def save(self, token_ids: Sequence[int], pages: Pages) -> None:
+        """Put. The whole prefix is offered each time, not only what is new: what is there is skipped without a copy,
+        and what was evicted or refused a moment ago gets another chance."""
+        if self._namespace is None:
+            return
+        report, start = self.report, self._clock()
+        try:
+            result = self._namespace.put(token_ids, pages, extra_keys=self._extra_keys)
+            report.saved_blocks += result.stored
+            if result.reason is not None:
+                self._count(result.reason)
+            if self._pool is not None:
+                self._pool.save(self._namespace.match(token_ids, self._extra_keys).keys, pages)
+        except Exception as error:
+            self._count(self._fail(error))
+        report.save_ms += 1e3 * (self._clock() - start)
+
+    def finished(self, token_ids: Sequence[int], pages: Pages) -> None:
+        """Save what is left, and let go."""
+        self.save(token_ids, pages)
+        self.release()
+
+    def release(self) -> None:
+        """Unpin."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            try:
+                lease.release()
+            except Exception as error:
+                self._fail(error)
+
+    # Inside --------------------------------------------------------------------------------------------------------
+
+    def _look_up(self, namespace: NamespaceHandle, token_ids: Sequence[int]) -> Account:
+        match = namespace.match(token_ids, self._extra_keys)
+        self.report.detail = match.detail
+        if match.reason is MissReason.DISABLED:
+            self._namespace = None
+            return Account.of([(MissReason.DISABLED, len(token_ids))])
+        self._keys = match.keys
+        found = self._pool.leading(match.keys) * namespace.block_tokens if self._pool is not None else 0
+        account = _with_pool(match.account, found)
+        usable = cut_to_grid(account, self.report.chunk_tokens).hit_tokens
+        self._pooled_tokens = min(found, usable)
+        if usable > self._pooled_tokens:
+            self._lease = namespace.lease(match, first_token=self._pooled_tokens, deadline_ms=self._deadline_ms)
+            account = _with_pool(self._lease.account, found)
+        account = cut_to_grid(account, self.report.chunk_tokens)
+        self._pooled_tokens = min(found, account.hit_tokens)
+        if account.hit_tokens <= self._pooled_tokens:
+            self.release()
+        return account
+
+    def _bring(self, namespace: NamespaceHandle, pages: Pages) -> Account:
+        block, pooled, account = namespace.block_tokens, self._pooled_tokens, self.report.account
+        valid = pooled
+        if pooled and self._pool is not None:
+            self._pool.load(self._keys[: pooled // block], pages)
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            with lease:
+                rest = Pages(pages.planes, pages.table[pooled // pages.page_tokens :], pages.page_tokens)
+                loaded = namespace.get(lease, into=rest, first_token=pooled)
+            valid = max(pooled, loaded.tokens)
+            account = account.cut(valid, loaded.reason or MissReason.GRID)
+            if self._pool is not None:
+                self._pool.save(self._keys[: valid // block], pages)
+        return cut_to_grid(account, self.report.chunk_tokens)
+
+    def _fail(self, error: Exception) -> MissReason:
+        """The store failed: it is not asked again in this request. Returns the reason for what is a miss by that."""
+        self._namespace = None
+        self.release()
+        if isinstance(error, StoreClosed):
+            return MissReason.DISABLED
+        self.report.faults += 1
+        self.report.fault = f"{type(error).__name__}: {error}"
+        return MissReason.UNREACHABLE
+
+    def _count(self, reason: MissReason) -> None:
+        self.report.put_reasons[reason] = self.report.put_reasons.get(reason, 0) + 1
+
+
+# The grid ---------------------------------------------------------------------------------------------------------
+#
+#   positions   0         k         2k        3k     n        k = chunk_tokens, n = the prompt's tokens
+#   cold        |--chunk--|--chunk--|--chunk--|-tail-|
+#   found       |===========================|                 blocks that the store holds
+#   warm        |======= restored ==|--chunk--|-tail-|        the same chunks with the same shapes, so the same bits
+#                                   '-- grid -'
+
+
+def reusable_tokens(found: int, asked: int, chunk_tokens: int) -> int:
+    """How much of a found prefix can be used: whole grid cells, and at least one token is left to compute."""
+    return min(found, asked - 1) // chunk_tokens * chunk_tokens
+
+
+def cut_to_grid(account: Account, chunk_tokens: int) -> Account:
+    """Turn hits that cannot be used into misses: the prompt's last token into `last_token`, the others into `grid`.
+
+    >>> from kvstore.miss import HitTier
+    >>> cut_to_grid(Account.of([(HitTier.DRAM, 512)]), 256).to_dict()["misses"]
+    {'grid': 255, 'last_token': 1}
+    """
+    reusable = reusable_tokens(account.hit_tokens, account.asked, chunk_tokens)
+    return account.cut(account.asked - 1, MissReason.LAST_TOKEN).cut(reusable, MissReason.GRID)
+
+
+def grid_chunks(start: int, stop: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
+    """Cut positions start .. stop at every absolute multiple of `chunk_tokens`.
+
+    >>> list(grid_chunks(256, 700, 256))
+    [(256, 512), (512, 700)]
+    """
+    while start < stop:
+        end = min((start // chunk_tokens + 1) * chunk_tokens, stop)
+        yield start, end
+        start = end
+
+
+def _with_pool(account: Account, pooled_tokens: int) -> Account:
+    """An account of the store, with the first tokens found in the pool instead."""
+    parts: list[tuple[HitTier | MissReason, int]] = [(HitTier.HBM, pooled_tokens)]
+    left = pooled_tokens
+    for segment in account.segments:
+        covered = min(left, segment.tokens)
+        parts.append((segment.origin, segment.tokens - covered))
+        left -= covered
+    return Account.of(parts)

@@ -1,0 +1,195 @@
+"""How the benches measure: interleaved, against a limit that is taken in the same run (floor 4).
+
+A shared machine drifts by a third within seconds, so a time alone says nothing. Every contender therefore runs between
+two runs of the limit, again and again in short turns, and its ratio is the median over turns of what it reached against
+the mean of its two neighbours. Times are wall times; nothing here prints.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter, thread_time
+from typing import NamedTuple, TypeVar
+
+
+class Cost(NamedTuple):
+    """What a piece of work cost, in seconds: on the wall, and of processors' time over all threads."""
+
+    wall: float
+    cpu: float
+
+
+Turn = Callable[[], Cost]
+"""Does one turn of work and returns what a piece of it cost."""
+
+Progress = Callable[[str], None] | None
+"""Where a bench says what it is doing, one line at a time."""
+
+WARM_UP_LAPS = 2
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """A contender beside its limit, over all laps: the median cost of each, and the median of their quotients.
+
+    ratio: wall time of the limit / wall time of the contender, so 1 is as fast as the limit; low and high are the
+    quartiles of these quotients: how far the machine wandered. cpu_ratio: the same of processor time, which neighbours
+    on a shared machine disturb least.
+    """
+
+    seconds: float
+    limit_seconds: float
+    ratio: float
+    low: float
+    high: float
+    cpu_ratio: float
+
+    @staticmethod
+    def of(costs: Sequence[Cost], limits: Sequence[tuple[Cost, Cost]]) -> Against:
+        """costs: of the contender, lap by lap. limits: what the limit cost right before and right after."""
+        ratios = [
+            (before.wall + after.wall) / 2 / cost.wall for cost, (before, after) in zip(costs, limits, strict=True)
+        ]
+        cpu_ratios = [
+            (before.cpu + after.cpu) / 2 / cost.cpu for cost, (before, after) in zip(costs, limits, strict=True)
+        ]
+        return Against(
+            median(cost.wall for cost in costs),
+            median(after.wall for _, after in limits),
+            median(ratios),
+            quantile(ratios, 0.25),
+            quantile(ratios, 0.75),
+            median(cpu_ratios),
+        )
+
+
+def against(limit: Turn, contenders: Mapping[Name, Turn], laps: int) -> dict[Name, Against]:
+    """Limit, contender, limit, contender, ...: `laps` times through all of them, after some laps that do not count."""
+    costs: dict[Name, list[Cost]] = {name: [] for name in contenders}
+    limits: dict[Name, list[tuple[Cost, Cost]]] = {name: [] for name in contenders}
+    with quiet_collector():
+        for lap in range(-WARM_UP_LAPS, laps):
+            before = limit()
+            for name, turn in contenders.items():
+                cost, after = turn(), limit()
+                if lap >= 0:
+                    costs[name].append(cost)
+                    limits[name].append((before, after))
+                before = after
+    return {name: Against.of(costs[name], limits[name]) for name in contenders}
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which about `share` of them lie."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@contextmanager
+def quiet_collector() -> Iterator[None]:
+    """No garbage collection inside, as `timeit` has it; one before."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Together:
+    """Runs one piece of work per thread at the same moment, on threads that are kept. Close it, or use it as a context.
+
+    The caller's thread takes the first piece.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._start = threading.Barrier(threads)
+        self._end = threading.Barrier(threads)
+        self._work: Sequence[Callable[[], None] | None] = [None] * threads
+        self._spans: list[tuple[float, float]] = [(0.0, 0.0)] * threads
+        self._cpu = [0.0] * threads
+        self._failed: list[BaseException] = []
+        self._threads = [
+            threading.Thread(target=self._serve, args=(number,), name=f"bench-{number}", daemon=True)
+            for number in range(1, threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, work: Sequence[Callable[[], None]]) -> Cost:
+        """What a piece of the work cost; wall time is from the first start to the last end."""
+        self._work = work
+        self._take(0)
+        if self._failed:
+            raise self._failed.pop()
+        wall = max(end for _, end in self._spans) - min(start for start, _ in self._spans)
+        return Cost(wall / len(work), sum(self._cpu) / len(work))
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._work = [None] * (len(self._threads) + 1)
+        self._start.wait()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, number: int) -> None:
+        while self._take(number):
+            pass
+
+    def _take(self, number: int) -> bool:
+        self._start.wait()
+        work = self._work[number]
+        if work is None:
+            return False
+        cpu, start = thread_time(), perf_counter()
+        try:
+            work()
+        except BaseException as error:
+            self._failed.append(error)
+        self._spans[number] = (start, perf_counter())
+        self._cpu[number] = thread_time() - cpu
+        self._end.wait()
+        return True
+
+
+def machine() -> dict[str, object]:
+    """What the numbers were taken on: the processor, the cores that this process may use, and memory in bytes."""
+    return {
+        "processor": _field("/proc/cpuinfo", "model name") or "unknown",
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": int((_field("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) * 1024,
+    }
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping, as the kernel estimates it."""
+    return int((_field("/proc/meminfo", "MemAvailable") or "0 kB").split()[0]) * 1024
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _field(path: str, name: str) -> str | None:
+    try:
+        with open(path) as file:
+            for line in file:
+                key, _, value = line.partition(":")
+                if key.strip() == name:
+                    return value.strip()
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,50 @@
+"""What can be set for the demo (floor 4). Checked before torch is loaded, so that a slip is answered at once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from kvstore.config import parse_size
+from kvstore.errors import BadInput
+
+REQUESTS = 20
+MAX_ANSWER_TOKENS = 128
+MAX_SEED = 2**63 - 1
+_PROCESSOR_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class Options:
+    """dram: the store's budget. data: its directory, a temporary one if None. requests: how many of the twenty, from
+    the first one on. threads: that torch computes with, as many as there are cores if None. seed: of the weights."""
+
+    dram: str = "512MiB"
+    data: str | None = None
+    requests: int = REQUESTS
+    answer_tokens: int = 32
+    threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        parse_size(self.dram, "dram")
+        if not 1 <= self.requests <= REQUESTS:
+            raise BadInput(f"requests={self.requests}; give 1 to {REQUESTS}")
+        if not 1 <= self.answer_tokens <= MAX_ANSWER_TOKENS:
+            raise BadInput(f"tokens={self.answer_tokens}; give an answer length from 1 to {MAX_ANSWER_TOKENS}")
+        if self.threads is not None and not 1 <= self.threads <= usable_cores():
+            raise BadInput(f"threads={self.threads}; give 1 to {usable_cores()}, the cores that may be used here")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise BadInput(f"seed={self.seed}; give a number from 0 to {MAX_SEED}")
+
+
+def usable_cores() -> int:
+    """Cores that this process may use. Torch counts those of the machine, whatever its control group allows."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = _PROCESSOR_QUOTA.read_text().split()
+        return min(cores, max(1, ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return cores

@@ -1,0 +1,143 @@
+"""One pass over the demo's requests, and what came of it (floor 4).
+
+A pass is the same requests in the same order on one `PrefixCache`. Every request's account is checked here: what was
+found in tiers and what was missed for reasons add up to the tokens of its prompt, or the demo stops.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TypeVar
+
+from engine_adapter.adapter import Report
+from engine_adapter.hf_cache import PrefixCache
+from kvstore.demo.questions import Request, prompt_of
+from kvstore.miss import HitTier, MissReason
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how many steps of it are done, and of how many."""
+
+Origin = TypeVar("Origin", HitTier, MissReason)
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Prompts, answers and reports of a pass, by the number of the request."""
+
+    name: str
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    reports: list[Report]
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`: sums in tokens, times in milliseconds."""
+        gaps = self._gaps()
+        return {
+            "prompt_tokens": sum(len(prompt) for prompt in self.prompts),
+            "hits": self.hits(),
+            "misses": self.misses(),
+            "ttft_ms": self.ttft_ms(),
+            "itl_ms": self.itl_ms(),
+            "tokens_per_second": 1e3 * len(gaps) / sum(gaps) if gaps else 0.0,
+            "saved_blocks": self.saved_blocks,
+            "faults": sum(report.faults for report in self.reports),
+        }
+
+    def ttft_ms(self) -> dict[str, float]:
+        """Time to the first token in milliseconds, at the percentiles p50 and p99."""
+        times = [report.ttft_ms for report in self.reports]
+        return {"p50": percentile(times, 50), "p99": percentile(times, 99)}
+
+    def itl_ms(self) -> dict[str, float]:
+        """Time between two tokens of an answer in milliseconds, at the percentiles p50 and p99."""
+        gaps = self._gaps()
+        return {"p50": percentile(gaps, 50), "p99": percentile(gaps, 99)}
+
+    @property
+    def saved_blocks(self) -> int:
+        """Blocks that this pass has stored."""
+        return sum(report.saved_blocks for report in self.reports)
+
+    def hits(self) -> dict[str, int]:
+        """Prompt tokens found, by tier."""
+        return _sums(report.account.hits for report in self.reports)
+
+    def misses(self) -> dict[str, int]:
+        """Prompt tokens that were computed, by reason."""
+        return _sums(report.account.misses for report in self.reports)
+
+    def _gaps(self) -> list[float]:
+        return [gap for report in self.reports for gap in report.itl_ms]
+
+
+def run_first_pass(
+    name: str, cache: PrefixCache, requests: Sequence[Request], answer_tokens: int, progress: Progress
+) -> PassResult:
+    """Answer all requests. The answers given here become part of the chat's later prompts."""
+    prompts: list[list[int]] = []
+    answers: list[list[int]] = []
+    reports: list[Report] = []
+    for number in range(len(requests)):
+        progress(name, number, len(requests))
+        prompts.append(prompt_of(number, requests, prompts, answers))
+        _answer(cache, prompts[-1], answer_tokens, answers, reports)
+    progress(name, len(requests), len(requests))
+    return PassResult(name, prompts, answers, reports)
+
+
+def run_pass(
+    name: str, cache: PrefixCache, prompts: list[list[int]], answer_tokens: int, progress: Progress
+) -> PassResult:
+    """Answer the same prompts once more."""
+    answers: list[list[int]] = []
+    reports: list[Report] = []
+    for number, prompt in enumerate(prompts):
+        progress(name, number, len(prompts))
+        _answer(cache, prompt, answer_tokens, answers, reports)
+    progress(name, len(prompts), len(prompts))
+    return PassResult(name, prompts, answers, reports)
+
+
+def restored_answer_tokens(requests: Sequence[Request], result: PassResult, block_tokens: int) -> int:
+    """Tokens of earlier answers in a chat's prompts that came from the store, although decoding had made them.
+
+    Decoding fills blocks one token at a time. The KV of an answer's last token is never computed there, so the blocks
+    that decoding completed end before it.
+    """
+    restored = 0
+    for number, report in enumerate(result.reports):
+        earlier = requests[number].follows
+        while earlier is not None:
+            start = len(result.prompts[earlier])
+            decoded = start + len(result.answers[earlier]) - 1
+            whole = decoded - decoded % block_tokens
+            restored += max(0, min(whole, report.account.hit_tokens) - start)
+            earlier = requests[earlier].follows
+    return restored
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest rank: of twenty values the 99th percentile is the largest. 0 where there are none."""
+    ranked = sorted(values)
+    return ranked[max(0, ceil(len(ranked) * percent / 100) - 1)] if ranked else 0.0
+
+
+def _answer(
+    cache: PrefixCache, prompt: list[int], answer_tokens: int, answers: list[list[int]], reports: list[Report]
+) -> None:
+    generation = cache.generate(prompt, max_new_tokens=answer_tokens)
+    account = generation.report.account
+    assert account.hit_tokens + sum(account.misses.values()) == account.asked == len(prompt), "a token is unexplained"
+    answers.append(generation.token_ids)
+    reports.append(generation.report)
+
+
+def _sums(counts: Iterable[Mapping[Origin, int]]) -> dict[str, int]:
+    sums: Counter[str] = Counter()
+    for count in counts:
+        for origin, tokens in count.items():
+            sums[str(origin)] += tokens
+    return dict(sums)

@@ -1,0 +1,163 @@
+"""What the demo has found out, as one object and as people read it (floor 4)."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from rich.table import Table
+from rich.text import Text
+
+import kvstore
+from kvstore.config import format_size
+from kvstore.demo.compare import ColdAgainstGenerate
+from kvstore.demo.passes import PassResult, restored_answer_tokens
+from kvstore.demo.questions import Kind, Request
+from kvstore.miss import HitTier, MissReason
+
+SHOWN_ANSWER_BYTES = 12
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """passes: cold, fill, warm. stored_bytes: payload of the blocks that the store holds in the end. reversed_asked,
+    reversed_changed: answers from reversed payloads, and how many of them came out different, as all must. seconds: of
+    the whole demo."""
+
+    requests: list[Request]
+    passes: list[PassResult]
+    against_generate: ColdAgainstGenerate
+    model: dict[str, object]
+    seed: int
+    threads: int
+    answer_tokens: int
+    block_tokens: int
+    stored_blocks: int
+    stored_bytes: int
+    reversed_asked: int
+    reversed_changed: int
+    seconds: float
+
+    @property
+    def differing(self) -> list[int]:
+        """Numbers of the requests whose answer is not the same in all passes."""
+        answers = zip(*(result.answers for result in self.passes), strict=True)
+        return [number for number, given in enumerate(answers) if any(answer != given[0] for answer in given)]
+
+    @property
+    def identical(self) -> int:
+        """Requests whose answer is the same in all passes."""
+        return len(self.requests) - len(self.differing)
+
+    @property
+    def failures(self) -> list[str]:
+        """What must not be, one line each; empty when all is well."""
+        found = []
+        if self.differing:
+            numbers = ", ".join(str(number + 1) for number in self.differing)
+            found.append(f"{len(self.differing)} of {len(self.requests)} answers differ between passes: {numbers}")
+        if self.reversed_changed < self.reversed_asked:
+            found.append(
+                f"reversed blocks changed {self.reversed_changed} of {self.reversed_asked} answers, so the others were "
+                "not made from what is stored"
+            )
+        return found
+
+    def ttft_ratio(self, percent: str) -> float:
+        """How many times sooner the first token came warm than cold, at "p50" or "p99"."""
+        cold, warm = self.passes[0].ttft_ms(), self.passes[-1].ttft_ms()
+        return cold[percent] / warm[percent]
+
+    def to_dict(self) -> dict[str, object]:
+        """One object for `--json`: tokens, bytes, milliseconds, and ratios that are better when they are larger, but
+        for cold_vs_generate, which is cold's time in units of plain `generate`'s."""
+        return {
+            "versions": {
+                "kvstore": kvstore.__version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+            "model": self.model,
+            "seed": self.seed,
+            "threads": self.threads,
+            "requests": len(self.requests),
+            "requests_by_kind": {str(kind): self._count(kind) for kind in Kind},
+            "answer_tokens": self.answer_tokens,
+            "chunk_tokens": self.passes[0].reports[0].chunk_tokens,
+            "block_tokens": self.block_tokens,
+            "passes": {result.name: result.to_dict() for result in self.passes},
+            "ttft_ratio": self.ttft_ratio("p50"),
+            "ttft_ratio_p99": self.ttft_ratio("p99"),
+            "cold_vs_generate": self.against_generate.ratio,
+            "cold_vs_generate_pairs": self.against_generate.to_dict(),
+            "stored": {"blocks": self.stored_blocks, "bytes": self.stored_bytes},
+            "restored_answer_tokens": self._restored_answers(),
+            "identical": self.identical,
+            "reversed": {"asked": self.reversed_asked, "changed": self.reversed_changed},
+            "failures": self.failures,
+            "seconds": self.seconds,
+        }
+
+    def render(self, console: Any) -> None:
+        """A table, and what it says in words."""
+        console.print(self._table())
+        for line in self._lines():
+            console.print(Text(line), soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(title=f"{len(self.requests)} requests, three times", title_justify="left")
+        table.add_column("")
+        for result in self.passes:
+            table.add_column(result.name, justify="right")
+        hits = [result.hits() for result in self.passes]
+        misses = [result.misses() for result in self.passes]
+        _row(table, "prompt tokens", [sum(map(len, result.prompts)) for result in self.passes])
+        for tier in _seen(HitTier, hits):
+            _row(table, f"  reused from {tier}", [found.get(tier, 0) for found in hits])
+        for reason in _seen(MissReason, misses):
+            _row(table, f"  missed: {reason}", [missed.get(reason, 0) for missed in misses])
+        _row(table, "blocks stored", [result.saved_blocks for result in self.passes])
+        table.add_section()
+        for percent in ("p50", "p99"):
+            _row(table, f"first token, {percent}, ms", [result.ttft_ms()[percent] for result in self.passes])
+        for percent in ("p50", "p99"):
+            _row(table, f"each next token, {percent}, ms", [result.itl_ms()[percent] for result in self.passes])
+        return table
+
+    def _lines(self) -> list[str]:
+        count, against = len(self.requests), self.against_generate
+        sample = bytes(self.passes[0].answers[0][:SHOWN_ANSWER_BYTES])
+        return [
+            "cold: the store is closed. fill: it is empty at first. warm: it holds all prompts.",
+            f"Warm, the first token comes {self.ttft_ratio('p50'):.1f} times sooner than cold (p50; "
+            f"{self.ttft_ratio('p99'):.1f} times at p99).",
+            f"Identical answers in all passes: {self.identical} of {count}.",
+            f"Stored: {self.stored_blocks:,} blocks of {self.block_tokens} tokens, {format_size(self.stored_bytes)}.",
+            f"Reused in the chat: {self._restored_answers()['warm']} tokens of its own earlier answers.",
+            f"Cold takes {against.ratio:.2f} times as long as plain transformers generate ({against.cold_ms:.0f} ms "
+            f"and {against.generate_ms:.0f} ms, {against.pairs} pairs).",
+            f"From reversed blocks, {self.reversed_changed} of {self.reversed_asked} answers change: the stored bytes "
+            "are what answers are made from.",
+            f"The model's weights are random, so its answers mean nothing; the first one begins {sample!r}.",
+        ]
+
+    def _restored_answers(self) -> dict[str, int]:
+        return {result.name: restored_answer_tokens(self.requests, result, self.block_tokens) for result in self.passes}
+
+    def _count(self, kind: Kind) -> int:
+        return sum(request.kind is kind for request in self.requests)
+
+
+def _seen(names: Iterable[str], counts: Sequence[dict[str, int]]) -> list[str]:
+    """Those of the names that were counted, in the order in which they are declared."""
+    return [str(name) for name in names if any(name in count for count in counts)]
+
+
+def _row(table: Table, name: str, values: Sequence[float]) -> None:
+    cells = [f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" if value else "" for value in values]
+    table.add_row(name, *cells)

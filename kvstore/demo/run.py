@@ -1,0 +1,105 @@
+"""The demo from start to end: three passes over the same requests, and two comparisons (floor 4).
+
+    cold   the same code with a store that was closed: every token is computed
+    fill   the store is empty at first; requests already find what earlier ones have left
+    warm   the same requests once more, with everything stored
+
+Nothing here prints; what was found out is a `DemoResult`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+import kvstore
+from engine_adapter.hf_cache import PrefixCache
+from kvstore.demo.compare import answers_from_reversed, cold_against_generate
+from kvstore.demo.model import build_model, describe_model
+from kvstore.demo.options import MAX_ANSWER_TOKENS, Options, usable_cores
+from kvstore.demo.passes import Progress, run_first_pass, run_pass
+from kvstore.demo.questions import MAX_PROMPT_TOKENS, Request, twenty_requests
+from kvstore.demo.result import DemoResult
+
+COMPARED_PROMPTS = 5
+REVERSED_PROMPTS = 2
+
+
+def run(
+    options: Options | None = None,
+    progress: Progress | None = None,
+    requests: Sequence[Request] | None = None,
+    model: torch.nn.Module | None = None,
+) -> DemoResult:
+    """Run all of it. requests, model: others than the demo's own. Raises `StoreError` where the store cannot open."""
+    options, progress = options or Options(), progress or _silent
+    if requests is None:
+        requests = twenty_requests(options.answer_tokens)
+    asked = list(requests[: options.requests])
+    tokens, start = options.answer_tokens, time.perf_counter()
+    with ExitStack() as stack:
+        threads = stack.enter_context(_torch_threads(options.threads or min(usable_cores(), torch.get_num_threads())))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-")))
+        directory = options.data if options.data is not None else str(scratch / "store")
+        store = stack.enter_context(kvstore.open(f"embedded:{directory}", dram=options.dram))
+        progress("making a model", 0, 1)
+        if model is None:
+            model = build_model(options.seed, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS)
+        cold_cache = _closed_cache(model, scratch / "closed")
+        warm_cache = PrefixCache(model, store)
+        cold_cache.generate(list(asked[0].text), max_new_tokens=2)  # code and memory are used for the first time
+        progress("making a model", 1, 1)
+
+        cold = run_first_pass("cold", cold_cache, asked, tokens, progress)
+        fill = run_pass("fill", warm_cache, cold.prompts, tokens, progress)
+        warm = run_pass("warm", warm_cache, cold.prompts, tokens, progress)
+        stored_blocks = store.usage().blocks
+
+        by_length = sorted(range(len(asked)), key=lambda number: len(cold.prompts[number]), reverse=True)
+        compared = [cold.prompts[number] for number in by_length[:COMPARED_PROMPTS]]
+        against_generate = cold_against_generate(model, cold_cache, compared, progress)
+        doubted = by_length[:REVERSED_PROMPTS]
+        answers = answers_from_reversed(
+            model, [cold.prompts[number] for number in doubted], tokens, scratch / "reversed", progress
+        )
+        changed = [answer != cold.answers[number] for number, answer in zip(doubted, answers, strict=True)]
+    return DemoResult(
+        requests=asked,
+        passes=[cold, fill, warm],
+        against_generate=against_generate,
+        model=describe_model(model),
+        seed=options.seed,
+        threads=threads,
+        answer_tokens=tokens,
+        block_tokens=warm_cache.layout.block_tokens,
+        stored_blocks=stored_blocks,
+        stored_bytes=stored_blocks * warm_cache.layout.raw_bytes,
+        reversed_asked=len(changed),
+        reversed_changed=sum(changed),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _closed_cache(model: torch.nn.Module, directory: Path) -> PrefixCache:
+    """On a store that is closed before the first request: the same code runs, and every look-up is `disabled`."""
+    with kvstore.open(f"embedded:{directory}", dram="64MiB") as store:
+        return PrefixCache(model, store)
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def _silent(doing: str, done: int, steps: int) -> None:
+    pass

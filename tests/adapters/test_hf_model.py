@@ -1,0 +1,81 @@
+"""Fingerprints and layouts of real transformers models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine_adapter.hf_model import HASH_WHOLE_BYTES, _pieces, fingerprint, layout_of, namespace_config
+
+transformers = pytest.importorskip("transformers")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def model_of(seed: int = 0, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, **changes})).eval()
+
+
+def test_equal_weights_have_one_fingerprint() -> None:
+    model = model_of()
+    named = model_of(_name_or_path="/somewhere/else", use_cache=False, eos_token_id=5)
+    assert fingerprint(model) == fingerprint(named) == fingerprint(model_of())
+    assert len(fingerprint(model)) == 64
+
+
+def test_whatever_changes_kv_changes_the_fingerprint() -> None:
+    prints = [
+        fingerprint(model)
+        for model in (
+            model_of(),
+            model_of(seed=1),
+            model_of().to(torch.bfloat16),
+            model_of(rms_norm_eps=1e-5),
+            model_of(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+            model_of(hidden_act="gelu"),
+        )
+    ]
+    assert len(set(prints)) == len(prints)
+    model = model_of()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[3, 5] += 1e-6
+    assert fingerprint(model) not in prints
+
+
+def test_of_a_large_tensor_samples_are_taken() -> None:
+    tensor = torch.zeros(3 << 20, dtype=torch.float32)
+    assert sum(piece.numel() for piece in _pieces(tensor, whole=True)) == 12 << 20 < HASH_WHOLE_BYTES
+    (samples,) = _pieces(tensor, whole=False)
+    assert samples.numel() == 16 * (16 << 10)
+    for position in (0, -1):
+        changed = tensor.clone()
+        changed[position] = 1
+        (piece,) = _pieces(changed, whole=False)
+        assert not torch.equal(piece, samples), "the first and the last bytes are among the samples"
+    assert [piece.numel() for piece in _pieces(torch.tensor(3.0), whole=False)] == [4]
+
+
+def test_layouts() -> None:
+    layout = layout_of(model_of())
+    (group,) = layout.groups
+    assert (group.layers, group.kv_heads, group.plane_widths, group.dtype) == ((0, 1), 2, (8, 8), "float32")
+    assert layout.block_tokens == 64
+    wide = layout_of(model_of(head_dim=24).to(torch.bfloat16), block_tokens=128)
+    assert wide.groups[0].plane_widths == (24, 24) and wide.groups[0].dtype == "bfloat16"
+    assert wide.block_tokens == 128
+
+
+def test_the_namespace_names_what_a_person_would_look_for() -> None:
+    config = namespace_config(model_of())
+    assert config["dtype"] == "float32" and config["device"] == "cpu" and config["attention"] == "sdpa"
+    assert '"rope_theta"' in config["rope"] and config["model_type"] == "llama"

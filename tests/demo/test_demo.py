@@ -1,0 +1,160 @@
+"""The demo on short pages and a smaller model: what it asks, what it counts, and that it can fail. Nothing is timed."""
+
+import dataclasses
+import io
+import itertools
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from kvstore.demo.model import build_model
+from kvstore.demo.options import MAX_ANSWER_TOKENS, Options
+from kvstore.demo.passes import percentile
+from kvstore.demo.questions import (
+    CHAT_PAGE,
+    MAX_PROMPT_TOKENS,
+    QUESTIONS_ON_PAGES,
+    SYSTEM_PROMPT,
+    Kind,
+    cut_to_lines,
+    prompt_of,
+    read_page,
+    twenty_requests,
+)
+from kvstore.demo.result import DemoResult
+from kvstore.demo.run import run
+from kvstore.errors import BadInput
+
+ANSWER_TOKENS = 6
+REQUESTS = 7  # up to the chat's second turn
+POSITIONS = 2048
+
+
+@pytest.fixture(scope="module")
+def result() -> DemoResult:
+    return run_short(Options(dram="64MiB", requests=REQUESTS, answer_tokens=ANSWER_TOKENS, threads=1))
+
+
+def run_short(options: Options) -> DemoResult:
+    requests = twenty_requests(options.answer_tokens, page_bytes=600)
+    return run(options, requests=requests, model=build_model(options.seed, POSITIONS, layers=1))
+
+
+# What is asked --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer_tokens", [1, 32, MAX_ANSWER_TOKENS])
+def test_twenty_requests_fit_the_model_and_share_their_beginnings(answer_tokens: int) -> None:
+    requests = twenty_requests(answer_tokens)
+    assert len(requests) == 20
+    assert {kind: sum(request.kind is kind for request in requests) for kind in Kind} == {
+        Kind.SYSTEM_PROMPT: 2,
+        Kind.PAGE: 12,
+        Kind.CHAT: 6,
+    }
+    prompts: list[list[int]] = []
+    answers: list[list[int]] = []
+    for number in range(len(requests)):
+        prompts.append(prompt_of(number, requests, prompts, answers))
+        answers.append([number] * answer_tokens)
+        assert len(prompts[-1]) <= MAX_PROMPT_TOKENS
+        assert bytes(prompts[-1]).startswith(SYSTEM_PROMPT.encode())
+    chat = [number for number, request in enumerate(requests) if request.kind is Kind.CHAT]
+    for earlier, later in itertools.pairwise(chat):
+        before = prompts[earlier] + answers[earlier]
+        assert prompts[later][: len(before)] == before
+    assert len({bytes(prompt) for prompt in prompts}) == 20
+
+
+def test_most_prompts_are_long() -> None:
+    lengths = sorted(len(request.text) for request in twenty_requests(32) if request.kind is Kind.PAGE)
+    assert lengths[0] > 3000
+
+
+@pytest.mark.parametrize("name", [*QUESTIONS_ON_PAGES, CHAT_PAGE])
+def test_pages_are_whole_texts(name: str) -> None:
+    page = read_page(name)
+    assert page.startswith("# ") and page.endswith("\n") and 3000 <= len(page.encode()) <= 6000
+
+
+def test_pages_are_cut_between_lines() -> None:
+    assert cut_to_lines("one\ntwo\n", 100) == "one\ntwo\n"
+    assert cut_to_lines("one\ntwo\n", 7) == "one\n"
+    assert cut_to_lines("one\ntwo\n", 2) == ""
+
+
+# What comes of it -----------------------------------------------------------------------------------------------
+
+
+def test_all_answers_are_identical_and_reversed_blocks_change_them(result: DemoResult) -> None:
+    assert result.identical == REQUESTS and result.failures == []
+    assert result.reversed_changed == result.reversed_asked == 2
+    assert all(len(answer) == ANSWER_TOKENS for one in result.passes for answer in one.answers)
+
+
+def test_every_token_is_explained_in_every_pass(result: DemoResult) -> None:
+    for one in result.passes:
+        asked = sum(len(prompt) for prompt in one.prompts)
+        assert sum(one.hits().values()) + sum(one.misses().values()) == asked
+        assert sum(report.faults for report in one.reports) == 0
+    cold, fill, warm = result.passes
+    assert cold.hits() == {} and set(cold.misses()) == {"disabled"}
+    assert 0 < fill.hits()["dram"] < warm.hits()["dram"]
+    assert "absent" in fill.misses() and "diverged" in fill.misses()
+    assert set(warm.misses()) <= {"grid", "partial_block", "last_token"}
+    assert cold.saved_blocks == warm.saved_blocks == 0 and fill.saved_blocks == result.stored_blocks > 0
+
+
+def test_json_and_table_say_the_same(result: DemoResult) -> None:
+    found = json.loads(json.dumps(result.to_dict()))
+    assert found["requests"] == found["identical"] == REQUESTS
+    assert found["stored"] == {"blocks": result.stored_blocks, "bytes": result.stored_bytes}
+    assert found["stored"]["bytes"] == result.stored_blocks * 64 * 2 * 2 * 64 * 4  # tokens, planes, heads, width, bytes
+    shown = io.StringIO()
+    result.render(Console(file=shown, width=100))
+    for text in ("reused from dram", "missed: partial_block", f"{found['passes']['warm']['hits']['dram']:,}"):
+        assert text in shown.getvalue()
+    assert f"Identical answers in all passes: {REQUESTS} of {REQUESTS}" in shown.getvalue()
+
+
+def test_failures_are_found(result: DemoResult) -> None:
+    cold, fill, warm = result.passes
+    wrong = dataclasses.replace(warm, answers=[*warm.answers[:-1], [*warm.answers[-1][:-1], -1]])
+    failed = dataclasses.replace(result, passes=[cold, fill, wrong], reversed_changed=1)
+    assert failed.differing == [REQUESTS - 1] and failed.identical == REQUESTS - 1
+    assert len(failed.failures) == 2
+
+
+def test_a_store_that_is_too_small_evicts_and_stays_right() -> None:
+    small = run_short(Options(dram="3MiB", requests=REQUESTS, answer_tokens=2, threads=1, seed=7))
+    assert small.identical == REQUESTS and small.failures == []
+    assert small.passes[-1].misses()["evicted"] > 0
+
+
+# Details --------------------------------------------------------------------------------------------------------
+
+
+def test_percentiles_are_nearest_ranks() -> None:
+    assert [percentile(range(1, 21), percent) for percent in (0, 50, 95, 99, 100)] == [1, 10, 19, 20, 20]
+    assert percentile([], 50) == 0
+
+
+def test_the_model_depends_on_its_seed_alone() -> None:
+    first, again, other = (build_model(seed, 64, layers=1).state_dict() for seed in (1, 1, 2))
+    name = "model.embed_tokens.weight"
+    assert first[name].equal(again[name]) and not first[name].equal(other[name])
+
+
+@pytest.mark.parametrize(
+    "given", [{"answer_tokens": 0}, {"answer_tokens": 129}, {"seed": -1}, {"threads": 0}, {"requests": 21}]
+)
+def test_options_say_what_is_allowed(given: dict[str, int]) -> None:
+    (name, value) = next(iter(given.items()))
+    with pytest.raises(BadInput, match=f"{name.removeprefix('answer_')}={value}; give "):
+        Options(**given)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""Which way a codec's bytes take, and pages that are not in host memory. The rest is in contract/test_codec.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kv_kernels import host
+from kvstore.codec import CODECS, codec_named
+from kvstore.errors import BadInput
+from kvstore.identity import token_bytes
+from kvstore.layout import Layout
+from kvstore.pages import Pages
+from workbench import bench, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def on_gpu(pages: Pages) -> Pages:
+    return Pages(
+        {layer: [plane.cuda() for plane in planes] for layer, planes in pages.planes.items()},
+        pages.table,
+        pages.page_tokens,
+    )
+
+
+def on_host(pages: Pages) -> Pages:
+    return Pages(
+        {layer: [plane.cpu() for plane in planes] for layer, planes in pages.planes.items()},
+        pages.table,
+        pages.page_tokens,
+    )
+
+
+def test_codecs_have_the_names_they_are_found_by() -> None:
+    assert set(CODECS) == {"raw"}
+    for name in CODECS:
+        assert codec_named(name).name == name
+    with pytest.raises(BadInput) as caught:
+        codec_named("zip")
+    assert one_line(caught.value, "'zip'", "allowed: raw")
+
+
+def test_pages_in_host_memory_take_the_fast_way() -> None:
+    layout = small_layout()
+    torch_pages = random_pages(layout, 1)
+    numpy_pages = Pages(
+        {layer: [plane.view(torch.uint16).numpy() for plane in planes] for layer, planes in torch_pages.planes.items()},
+        [0],
+        64,
+    )
+    for pages in (torch_pages, numpy_pages):
+        assert isinstance(codec_named("raw").bind(pages, layout, layout.parts[0]), host.RawCopy)
+
+
+def test_a_prompt_may_be_stored_from_numpy_and_loaded_into_torch() -> None:
+    a = bench()
+    ns = a.namespace()
+    source = random_pages(ns.layout, 2)
+    bits = {layer: [plane.view(torch.uint16).numpy() for plane in planes] for layer, planes in source.planes.items()}
+    assert ns.put(ids(128), Pages(bits, np.array([0, 1], dtype=np.int32), 64)).stored == 2
+    into = blank_pages(ns.layout, 2)
+    with ns.lease(ns.match(np.arange(128))) as lease:
+        assert ns.get(lease, into).tokens == 128
+    assert same_tokens(into, source, range(128))
+
+
+@no_gpu
+@pytest.mark.parametrize("page_tokens", [16, 64])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        small_layout(),
+        small_layout(kv_heads=4, head_shards=2, layer_shards=2),
+        Layout.mla(layers=2, latent_dim=24, rope_dim=8, dtype="bfloat16"),
+        small_layout(dtype="float8_e4m3fn"),
+    ],
+    ids=["one part", "by head and layer", "latent", "float8"],
+)
+def test_pages_on_a_gpu_hold_the_same_bits(layout: Layout, page_tokens: int) -> None:
+    a = bench()
+    ns = a.namespace(layout)
+    source = random_pages(layout, 3, page_tokens)
+    assert ns.put(ids(192), on_gpu(source)).stored == 3
+    from_host, on_device = blank_pages(layout, 3, page_tokens), on_gpu(blank_pages(layout, 3, page_tokens))
+    with ns.lease(ns.match(ids(192))) as lease:
+        assert ns.get(lease, from_host).tokens == ns.get(lease, on_device).tokens == 192
+        tail = on_gpu(blank_pages(layout, 3, page_tokens))
+        assert ns.get(lease, Pages(tail.planes, list(tail.table)[:-1], page_tokens), page_tokens).tokens == 192
+    assert same_tokens(from_host, source, range(192)) and same_tokens(on_host(on_device), source, range(192))
+    assert same_tokens(on_host(tail), source, range(page_tokens, 192), offset=page_tokens)
+    a.store.check()
+
+
+@no_gpu
+def test_pages_partly_on_a_gpu() -> None:
+    """The planes of one layer may lie on different devices; addresses of one must not be used on another."""
+    a = bench()
+    ns = a.namespace()
+    source = random_pages(ns.layout, 2)
+    mixed = Pages({layer: [planes[0], planes[1].cuda()] for layer, planes in source.planes.items()}, [0, 1], 64)
+    assert ns.put(ids(128), mixed).stored == 2
+    into = blank_pages(ns.layout, 2)
+    with ns.lease(ns.match(ids(128))) as lease:
+        assert ns.get(lease, into).tokens == 128
+    assert same_tokens(into, source, range(128))
+
+
+@no_gpu
+def test_token_ids_on_a_gpu_are_one_clear_line() -> None:
+    with pytest.raises(BadInput) as caught:
+        token_bytes(torch.tensor([1, 2], device="cuda"))
+    assert one_line(caught.value, "Tensor", "host memory")

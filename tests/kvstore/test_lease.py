@@ -1,0 +1,63 @@
+"""The table of leases: the order in which they run out, and what is left of one that did."""
+
+from __future__ import annotations
+
+from kvstore.lease import LeaseTable, ReservationRecord
+
+
+def table() -> LeaseTable:
+    return LeaseTable(lease_seconds=10)
+
+
+def test_a_lease_lasts_as_long_as_all_do() -> None:
+    leases = table()
+    first = leases.add(0, 0, [1, 2], ([7, 8],), now=100.0)
+    second = leases.add(1, 3, [5], ([9],), now=104.0)
+    assert first != second and len(leases) == 2
+    assert list(leases.run_out(109.9)) == []
+    (record,) = leases.run_out(110.0)
+    assert (record.number, record.rows, record.places, record.first_block) == (first, [1, 2], ([7, 8],), 0)
+    assert leases.get(first) is None and leases.get(second) is not None
+    assert [record.number for record in leases.run_out(1000.0)] == [second]
+    assert list(leases.live()) == []
+
+
+def test_one_that_ran_out_is_kept_until_it_is_taken() -> None:
+    leases = table()
+    number = leases.add(0, 0, [1], ([7],), now=0.0)
+    (record,) = leases.run_out(10.0)
+    assert len(leases) == 1, "it still keeps its slots from reuse"
+    assert leases.take(number) is record and leases.take(number) is None and len(leases) == 0
+
+
+def test_a_live_one_is_taken_once() -> None:
+    leases = table()
+    number = leases.add(0, 0, [1], ([7],), now=0.0)
+    record = leases.take(number)
+    assert record is not None and record.held is None
+    assert leases.take(number) is None and leases.take(99) is None
+    assert list(leases.run_out(1000.0)) == []
+
+
+def test_all_leases_of_a_namespace_end_at_once() -> None:
+    leases = table()
+    numbers = [leases.add(namespace, 0, [row], ([row],), now=0.0) for row, namespace in enumerate([0, 1, 0])]
+    assert [record.number for record in leases.lapse_all(0)] == [numbers[0], numbers[2]]
+    assert [record.number for record in leases.live()] == [numbers[1]]
+    assert list(leases.lapse_all(0)) == []
+
+
+def test_numbers_are_never_used_again() -> None:
+    leases = table()
+    seen = set()
+    for _ in range(5):
+        number = leases.add(0, 0, [1], ([7],), now=0.0)
+        leases.take(number)
+        seen.add(number)
+    assert len(seen) == 5 and 0 not in seen, "0 is no lease"
+
+
+def test_a_reservation_counts_each_part_by_itself() -> None:
+    record = ReservationRecord(1, 0, 3, 0, 0)
+    record.places[1].append(5)
+    assert record.done == [0, 0, 0] and record.places == [[], [5], []]

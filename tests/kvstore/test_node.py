@@ -1,0 +1,388 @@
+"""Opening a store: its directory, its keys, and one clear line for everything that cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.config import memory_limit
+from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed, StoreError
+from kvstore.identity import TenantKeys
+from kvstore.layout import Layout
+from kvstore.miss import MissReason
+from kvstore.node import EmbeddedStore, KeyFile, SystemClock
+from tiering.files import read_text_files
+from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def opened(directory: Path, **options: Any) -> EmbeddedStore:
+    return kvstore.open(f"embedded:{directory}", **{"dram": "1MiB", **options})
+
+
+def keys_in(store: EmbeddedStore, **options: Any) -> list[bytes]:
+    """The names of two blocks, as this store's tenant gives them."""
+    return store.namespace(model=MODEL, layout=small_layout(), **options).match(ids(128)).keys
+
+
+def run(program: str, *arguments: object) -> str:
+    """What a new process prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# Opening --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_is_opened_used_and_closed(tmp_path: Path) -> None:
+    with opened(tmp_path / "deep" / "kv") as store:
+        ns = store.namespace(model=MODEL, layout=small_layout(), config={"rope": "10000"})
+        pages, into = random_pages(ns.layout, 2), blank_pages(ns.layout, 2)
+        assert ns.put(ids(130), pages).stored == 2
+        with ns.lease(ns.match(ids(130))) as lease:
+            assert ns.get(lease, into).tokens == 128
+        assert same_tokens(into, pages, range(128))
+        store.check()
+        usage = store.usage()
+        assert (usage.blocks, usage.leases, usage.dram.used, usage.dram.budget_bytes) == (2, 0, 2, 1 << 20)
+        assert store.evict(1) == 1 and store.drop(ns) == 1 and store.usage().blocks == 0
+        assert not store.closed and store.tenant == "default"
+    assert store.closed
+    store.close()
+    assert ns.match(ids(130)).reason is MissReason.DISABLED
+    with pytest.raises(StoreClosed):
+        store.namespace(model=MODEL, layout=small_layout())
+
+
+def test_only_keys_and_lock_are_on_disk(tmp_path: Path) -> None:
+    with opened(tmp_path / "kv") as store:
+        ns = store.namespace(model=MODEL, layout=small_layout())
+        ns.put(ids(64), random_pages(ns.layout, 1))
+        assert sorted(os.listdir(tmp_path / "kv")) == ["keys", "lock"]
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+    assert {stat.S_IMODE((tmp_path / "kv" / name).stat().st_mode) for name in ("keys", "lock")} == {0o600}
+
+
+def test_a_closed_store_leaves_no_descriptor(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    before = set(os.listdir("/proc/self/fd"))
+    with opened(tmp_path) as store:
+        ns = store.namespace(model=MODEL, layout=small_layout())
+        ns.put(ids(640), random_pages(ns.layout, 10))
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_importing_and_opening_start_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with opened(tmp_path):
+        assert threading.active_count() == before
+
+
+def test_the_clock_of_the_machine() -> None:
+    clock = SystemClock()
+    first, then = clock.monotonic_seconds(), clock.monotonic_seconds()
+    assert then >= first and clock.wall_seconds() > 1_700_000_000
+
+
+# What cannot be -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url", ["", "kv", "./kv", "embedded:", "unix:/run/kv.sock", "http://host", "EMBEDDED:kv", ":kv", Path("kv"), None]
+)
+def test_an_address_that_is_not_one(url: Any) -> None:
+    with pytest.raises(BadInput) as caught:
+        kvstore.open(url)
+    assert one_line(caught.value, repr(url), "embedded:DIRECTORY", "e.g. embedded:./kv")
+
+
+@pytest.mark.parametrize(
+    ("options", "fragments"),
+    [
+        ({"dram": "lots"}, ("dram='lots'", "e.g. dram=2GiB")),
+        ({"dram": "1KiB"}, ("dram=1KiB", "at least 1.0 MiB")),
+        ({"dram": "900TiB"}, ("dram=900TiB", "cgroup", "give less")),
+        ({"dram": None}, ("dram=None", "e.g. dram=2GiB")),
+        ({"extent": "1KiB"}, ("extent=1KiB", "64.0 KiB and 1.0 MiB")),
+        ({"nvme": "20GiB"}, ("nvme=20GiB", "no NVMe tier yet", "leave nvme= out")),
+        ({"tenant": ""}, ("tenant=''", "1 to 64 printable")),
+        ({"tenant": "a\nb"}, ("tenant='a\\nb'", "printable")),
+        ({"tenant": "x" * 65}, ("1 to 64",)),
+    ],
+)
+def test_bad_options_are_one_clear_line_and_leave_the_directory_free(
+    tmp_path: Path, options: dict[str, Any], fragments: tuple[str, ...]
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        opened(tmp_path, **options)
+    assert one_line(caught.value, *fragments)
+    opened(tmp_path).close()
+
+
+def test_what_the_machine_has_is_the_limit(tmp_path: Path) -> None:
+    memory = memory_limit(read_text_files(["/proc/meminfo"]))
+    with pytest.raises(BadInput, match="cgroup"):
+        opened(tmp_path, dram=memory + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "fragments"),
+    [
+        ({"codec": "zip"}, BadInput, ("codec 'zip'", "allowed: raw")),
+        ({"model": "/models/llama"}, BadInput, ("'/models/llama'", "commit id")),
+        ({"model": ""}, BadInput, ("model=''", "commit id")),
+        ({"weights_epoch": -1}, BadInput, ("weights_epoch=-1",)),
+        ({"config": {"rope": 10000}}, BadInput, ("'rope'=10000", "text")),
+        ({"config": {1: "x"}}, BadInput, ("1='x'", "text")),
+        ({"layout": small_layout(head_dim=512)}, BadInput, ("extent has 65536", "smaller blocks or layer_shards")),
+    ],
+)
+def test_bad_namespaces_are_one_clear_line(
+    tmp_path: Path, options: dict[str, Any], error: type[StoreError], fragments: tuple[str, ...]
+) -> None:
+    with opened(tmp_path) as store:
+        with pytest.raises(error) as caught:
+            store.namespace(**{"model": MODEL, "layout": small_layout(), **options})
+        assert one_line(caught.value, *fragments)
+        store.namespace(model=MODEL, layout=small_layout())
+
+
+def test_a_block_that_does_not_fit_the_page(tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as caught:
+        Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=64, page_tokens=48)
+    assert one_line(caught.value, "block_tokens=64", "48 tokens", "multiple of 192", "use 192")
+    with opened(tmp_path) as store:
+        ns = store.namespace(model=MODEL, layout=small_layout())
+        with pytest.raises(BadInput) as caught:
+            ns.put(ids(192), random_pages(small_layout(page_tokens=48), 1, 48))
+        assert one_line(caught.value, "48 tokens", "block of 64", "multiple of the page")
+
+
+# The directory --------------------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, kvstore
+store = kvstore.open("embedded:" + sys.argv[1], dram="1MiB")
+print("open", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_directory_that_another_process_uses(tmp_path: Path) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout is not None and other.stdout.readline() == "open\n"
+    before = (tmp_path / "keys").read_bytes()
+    with pytest.raises(DirectoryInUse) as caught:
+        opened(tmp_path)
+    assert one_line(caught.value, str(tmp_path), f"process {other.pid}", "another directory")
+    assert (tmp_path / "keys").read_bytes() == before
+    other.kill()
+    other.communicate(timeout=30)
+    opened(tmp_path).close()
+
+
+def test_a_directory_that_this_process_uses(tmp_path: Path) -> None:
+    with opened(tmp_path), pytest.raises(DirectoryInUse) as caught:
+        opened(tmp_path)
+    assert one_line(caught.value, f"process {os.getpid()}", "close that store")
+    opened(tmp_path).close()
+
+
+@pytest.mark.parametrize("below", ["file", "file/kv"])
+def test_a_directory_that_cannot_be_made(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(BadInput) as caught:
+        opened(tmp_path / below)
+    assert one_line(caught.value, str(tmp_path / below), "cannot be used", "another one")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(BadInput) as caught:
+        opened(tmp_path)
+    assert one_line(caught.value, str(tmp_path), "Is a directory")
+
+
+# The keys -------------------------------------------------------------------------------------------------------------
+
+OPEN_AND_MATCH = """
+import sys, kvstore
+with kvstore.open("embedded:" + sys.argv[1], dram="1MiB") as store:
+    layout = kvstore.Layout.gqa(layers=2, kv_heads=2, head_dim=8, dtype="bfloat16")
+    match = store.namespace(model=sys.argv[2], layout=layout).match(list(range(128)))
+    print(*[key.hex() for key in match.keys])
+"""
+
+
+def test_the_same_prompt_has_the_same_names_in_a_new_process(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        mine = keys_in(store)
+    assert run(OPEN_AND_MATCH, tmp_path, MODEL).split() == [key.hex() for key in mine]
+    assert run(OPEN_AND_MATCH, tmp_path / "other", MODEL).split() != [key.hex() for key in mine]
+
+
+def test_every_tenant_and_every_directory_has_keys_of_its_own(tmp_path: Path) -> None:
+    with opened(tmp_path / "one") as one, opened(tmp_path / "two") as two:
+        names = [
+            *keys_in(one),
+            *keys_in(one.for_tenant("another")),
+            *keys_in(two),
+            *keys_in(two.for_tenant("another")),
+        ]
+        assert len(set(names)) == 8
+        assert keys_in(one.for_tenant("default")) == keys_in(one)
+        assert one.for_tenant("another").tenant == "another"
+
+
+def test_tenants_keep_their_keys(tmp_path: Path) -> None:
+    with opened(tmp_path, tenant="first") as store:
+        first, second = keys_in(store), keys_in(store.for_tenant("second"))
+    with opened(tmp_path, tenant="second") as store:
+        assert keys_in(store) == second and keys_in(store.for_tenant("first")) == first
+
+
+def test_tenants_share_memory_and_nothing_else(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        ns = store.namespace(model=MODEL, layout=small_layout())
+        ns.put(ids(128), random_pages(ns.layout, 2))
+        other = store.for_tenant("other")
+        theirs = other.namespace(model=MODEL, layout=small_layout())
+        assert theirs.match(ids(128)).reason is MissReason.ABSENT
+        assert theirs.put(ids(128), random_pages(ns.layout, 2, seed=1)).stored == 2
+        assert other.usage().blocks == store.usage().blocks == 4
+        store.check()
+
+
+def test_a_tenant_that_is_asked_for_by_many_threads_gets_one_secret(tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path / "keys")
+    barrier = threading.Barrier(8)
+    found: list[TenantKeys] = []
+
+    def ask(number: int) -> None:
+        barrier.wait()
+        found.append(keys.tenant("shared"))
+        keys.tenant(f"own-{number}")
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len({one.identity for one in found}) == 1
+    again = KeyFile(tmp_path / "keys")
+    assert again.tenant("shared") == found[0]
+    assert len(json.loads((tmp_path / "keys").read_text())["tenants"]) == 9
+
+
+def test_what_the_key_file_holds(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        contents = json.loads((tmp_path / "keys").read_text())
+    secret = contents["tenants"]["default"]["secret"]
+    assert contents == {"version": 1, "tenants": {"default": {"secret": secret, "epoch": 1}}}
+    assert KeyFile(tmp_path / "keys").tenant("default") == TenantKeys.derive(bytes.fromhex(secret), 1)
+
+
+GOOD = {"version": 1, "tenants": {"default": {"secret": "ab" * 32, "epoch": 1}}}
+
+
+def changed(**change: Any) -> str:
+    return json.dumps({**GOOD, "tenants": {"default": {**GOOD["tenants"]["default"], **change}}})  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("contents", "fragments"),
+    [
+        ("", ("damaged", "backup")),
+        ("{", ("damaged", "backup")),
+        ("\x00\xff", ("damaged",)),
+        ("[]", ("damaged",)),
+        ("null", ("damaged",)),
+        ("{}", ("damaged",)),
+        ('{"version": 1}', ("damaged",)),
+        ('{"version": 1, "tenants": []}', ("damaged",)),
+        ('{"version": 1, "tenants": {"default": "secret"}}', ("damaged",)),
+        (changed(secret="ab" * 31), ("damaged",)),
+        (changed(secret="xy" * 32), ("damaged",)),
+        (changed(secret=None), ("damaged",)),
+        (changed(epoch="second"), ("damaged",)),
+        (changed(epoch=0), ("damaged",)),
+        (changed(epoch=1 << 32), ("damaged",)),
+        (json.dumps(GOOD)[:-10], ("damaged",)),
+        (json.dumps({**GOOD, "version": 2}), ("version 2", "knows version 1")),
+        ('{"version": 3, "keys": "in another form"}', ("version 3", "knows version 1")),
+        ('{"version": "1", "tenants": {}}', ("version '1'", "knows version 1")),
+    ],
+)
+def test_a_key_file_that_cannot_be_used_is_told_and_not_touched(
+    tmp_path: Path, contents: str, fragments: tuple[str, ...]
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(contents, encoding="latin-1")
+    path.chmod(0o600)
+    before = path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino
+    with pytest.raises(KeysUnusable) as caught:
+        opened(tmp_path)
+    assert one_line(caught.value, str(path), *fragments)
+    assert "ab" * 8 not in str(caught.value), "no secret in a message"
+    assert (path.read_bytes(), path.stat().st_mtime_ns, path.stat().st_ino) == before
+    assert sorted(os.listdir(tmp_path)) == ["keys", "lock"]
+    path.unlink()
+    opened(tmp_path).close()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o660])
+def test_a_key_file_that_others_can_read(tmp_path: Path, mode: int) -> None:
+    with opened(tmp_path) as store:
+        mine = keys_in(store)
+    path = tmp_path / "keys"
+    before = path.read_bytes()
+    path.chmod(mode)
+    with pytest.raises(KeysUnusable) as caught:
+        opened(tmp_path)
+    assert one_line(caught.value, str(path), f"{mode:04o}", f"chmod 600 {path}")
+    assert path.read_bytes() == before and stat.S_IMODE(path.stat().st_mode) == mode
+    path.chmod(0o600)
+    with opened(tmp_path) as store:
+        assert keys_in(store) == mine
+
+
+def test_a_key_file_that_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir(mode=0o700)
+    with pytest.raises(KeysUnusable) as caught:
+        opened(tmp_path)
+    assert one_line(caught.value, str(tmp_path / "keys"), "Is a directory")
+
+
+def test_no_more_tenants_than_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    tenants = {f"tenant-{number}": {"secret": f"{number:064x}", "epoch": 1} for number in range(1024)}
+    path.write_text(json.dumps({"version": 1, "tenants": tenants}))
+    path.chmod(0o600)
+    with pytest.raises(BadInput) as caught:
+        opened(tmp_path)
+    assert one_line(caught.value, "1024 tenants", "limit")
+    opened(tmp_path, tenant="tenant-7").close()

@@ -1,0 +1,513 @@
+"""The store against a dict: any sequence of verbs, and every byte, every count and every reason is accounted for.
+
+The store may forget; it may never return other bytes than were last stored under that name, claim more than was put,
+give a reason that cannot be true, or lose what a live lease pins. Memory is a mebibyte in extents of 64 KiB, so that
+namespaces take it from each other all the time; what is put into `mover` happens in the middle of such a move.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from kvstore.codec import codec_named
+from kvstore.config import Limits
+from kvstore.handle import Lease, Match
+from kvstore.miss import MissReason
+from model.store_model import (
+    BLOCK_TOKENS,
+    LATENT,
+    SHARDED,
+    STYLES,
+    WHOLE,
+    Chain,
+    Owned,
+    Prompt,
+    open_store,
+    temporary_directory,
+)
+from tiering.errors import BlockMissing
+from tiering.frame import HEADER_BYTES
+from tiering.tier import FrameSpan
+
+LEASE_SECONDS = 60.0
+SPACES = (
+    ("default", "a", WHOLE),
+    ("default", "b", WHOLE),
+    ("default", "sharded", SHARDED),
+    ("default", "latent", LATENT),
+    ("other", "a", WHOLE),
+    ("other", "sharded", SHARDED),
+)
+Name = tuple[str, Chain]
+
+prompts = st.builds(
+    Prompt,
+    st.lists(st.sampled_from([0, 0, 1]), min_size=1, max_size=5).map(tuple),
+    st.sampled_from([0, 1, 63]),
+    st.sampled_from([(), (), (), ("adapter",)]),
+)
+spaces = st.integers(0, len(SPACES) - 1)
+pagings = st.fixed_dictionaries(
+    {
+        "page_tokens": st.sampled_from([16, 32, 64, 64]),
+        "style": st.sampled_from(STYLES),
+        "library": st.sampled_from(["numpy", "torch"]),
+        "seed": st.integers(0, 1000),
+    }
+)
+which = st.integers(0, 1 << 16)
+ACTS = ("lease", "get", "corrupt", "release", "put", "evict", "tick", "commit", "abort")
+
+
+@dataclass
+class HeldLease:
+    """A lease that was not released, and what it must deliver for as long as it is not."""
+
+    space: Owned
+    prompt: Prompt
+    lease: Lease
+    versions: list[int]
+    expires_at: float
+    lapsed: bool = False
+
+
+@dataclass
+class OpenReservation:
+    """A put under way, part by part."""
+
+    space: Owned
+    prompt: Prompt
+    number: int
+    blocks: list[int]
+    places: tuple[list[int], ...]
+    version: int
+    done: list[int]
+    published: int = 0
+    cancelled: bool = False
+
+
+@dataclass
+class Known:
+    """The dict. version: of every block that ever was readable. flips: bits that differ, by place and generation."""
+
+    version: dict[Name, int] = field(default_factory=dict)
+    flips: dict[tuple[int, int], set[tuple[int, int]]] = field(default_factory=dict)
+    damaged: set[Name] = field(default_factory=set)
+
+    def publish(self, name: Name, version: int) -> None:
+        self.version[name] = version
+        self.damaged.discard(name)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """See the top of the file."""
+
+    def __init__(self, totals: Counter[str]) -> None:
+        super().__init__()
+        self.totals = totals
+        self.directory = temporary_directory()
+        self.opened = open_store(self.directory.name, limits=Limits(lease_seconds=LEASE_SECONDS, pinned_fraction=0.6))
+        self.core = self.opened.core
+        self.spaces = [self.opened.namespace(model, layout, tenant) for tenant, model, layout in SPACES]
+        self.known = Known()
+        self.leases: list[HeldLease] = []
+        self.reservations: list[OpenReservation] = []
+        self.versions = 0
+        self.interrupted = False
+        self.opening: list[set[Name]] = []  # blocks for which slots are being found, further up the stack
+
+    # The verbs --------------------------------------------------------------------------------------------------------
+
+    @rule(space=spaces, prompt=prompts, paging=pagings, skip=st.sampled_from([0, 0, 0, 1, 5]))
+    def put(self, space: int, prompt: Prompt, paging: dict[str, Any], skip: int) -> None:
+        owned, blocks = self.spaces[space], len(prompt.letters)
+        before = self._look(owned, prompt)
+        first_token = min(skip * paging["page_tokens"], blocks * BLOCK_TOKENS)
+        self.versions += 1
+        version = self.versions
+        self.interrupted = False
+        self.opening.append(_names(owned, prompt))
+        result = owned.put(prompt, version, first_token=first_token, **paging)
+        self.opening.pop()
+        reply = owned.door.last
+        assert reply is not None and result.stored == len(reply.blocks)
+        for block in reply.blocks:
+            self.known.publish((owned.name, prompt.chain(block)), version)
+        assert result.present == before.blocks and result.present + result.stored <= blocks
+        assert (result.stopped_at is None) == (result.reason is None)
+        if result.stopped_at is None:
+            assert before.blocks >= min(-(-first_token // BLOCK_TOKENS), blocks)
+        elif result.reason is MissReason.IN_FLIGHT:
+            assert (owned.name, prompt.chain(result.stopped_at)) in self._perhaps_pending()
+        elif before.blocks < -(-first_token // BLOCK_TOKENS):
+            assert result.reason is before.reason and result.stopped_at == before.blocks
+        else:
+            assert result.reason is MissReason.PINNED_FULL
+        after = self._look(owned, prompt)
+        if not self.interrupted:
+            assert after.blocks == (blocks if result.stopped_at is None else result.stopped_at)
+
+    @rule(space=spaces, prompts=st.integers(1, 12), depth=st.integers(1, 3))
+    def flood(self, space: int, prompts: int, depth: int) -> None:
+        """Other people's prompts, one after the other: memory wanders to this namespace."""
+        for first in range(100, 100 + prompts):
+            paging = {"page_tokens": 64, "style": "heads", "library": "numpy", "seed": 0}
+            self.put(space, Prompt((first, *range(depth - 1))), paging, 0)
+
+    @rule(space=spaces, prompt=prompts)
+    def match(self, space: int, prompt: Prompt) -> None:
+        self._look(self.spaces[space], prompt)
+
+    @rule(space=spaces, prompt=prompts, skip=st.sampled_from([0, 0, 0, 70, 128, 1000]))
+    def lease(self, space: int, prompt: Prompt, skip: int) -> None:
+        owned = self.spaces[space]
+        match = self._look(owned, prompt)
+        lease = owned.handle.lease(match, first_token=skip)
+        assert lease.blocks <= match.blocks and lease.account.asked == prompt.tokens
+        assert lease.account.hit_tokens == lease.tokens == lease.blocks * BLOCK_TOKENS
+        if lease.blocks < match.blocks:
+            assert lease.reason is MissReason.PINNED_FULL and MissReason.PINNED_FULL in lease.account.misses
+        versions = [self.known.version[owned.name, prompt.chain(block)] for block in range(lease.blocks)]
+        if lease.reply.lease:
+            expires_at = self.opened.clock.monotonic + LEASE_SECONDS
+            self.leases.append(HeldLease(owned, prompt, lease, versions, expires_at))
+        else:
+            assert lease.blocks <= lease.first_token // BLOCK_TOKENS
+
+    @rule(space=spaces, prompt=prompts, paging=pagings, skip=st.sampled_from([0, 0, 0, 70, 128]))
+    def put_and_lease(self, space: int, prompt: Prompt, paging: dict[str, Any], skip: int) -> None:
+        self.put(space, prompt, paging, 0)
+        self.lease(space, prompt, skip)
+
+    @precondition(lambda self: self.leases)
+    @rule(held=which, paging=pagings, skip=st.integers(0, 6), short=st.sampled_from([0, 0, 0, 1, 3]))
+    def get(self, held: int, paging: dict[str, Any], skip: int, short: int) -> None:
+        record = self.leases[held % len(self.leases)]
+        owned, prompt, lease = record.space, record.prompt, record.lease
+        first_token = min(lease.first_token + skip * paging["page_tokens"], lease.tokens)
+        covered = max(0, lease.tokens - first_token + (1 - short) * paging["page_tokens"])
+        pages = owned.pages(covered, **paging)
+        start, stop = first_token // BLOCK_TOKENS, min(lease.blocks, (first_token + pages.pages.tokens) // BLOCK_TOKENS)
+        bad = next((block for block in range(start, stop) if self._is_damaged(lease, block)), None)
+        before = pages.snapshot()
+        loaded = owned.handle.get(lease, pages.pages, first_token)
+        good = range(start, stop if bad is None else bad)
+        kv = {block * BLOCK_TOKENS - first_token: owned.kv(prompt, block, record.versions[block]) for block in good}
+        ignore = None if bad is None else max(0, bad * BLOCK_TOKENS - first_token)
+        pages.expect(before, kv, ignore_from=ignore)
+        assert loaded.account.asked == prompt.tokens
+        if bad is None:
+            assert loaded.reason is None and loaded.account == lease.account
+            assert loaded.tokens == (stop * BLOCK_TOKENS if stop > start else min(lease.tokens, first_token))
+            return
+        assert loaded.reason is MissReason.CORRUPT and loaded.tokens == bad * BLOCK_TOKENS
+        assert loaded.account.hit_tokens == loaded.tokens
+        name = (owned.name, prompt.chain(bad))
+        if not record.lapsed and self.known.version[name] == record.versions[bad]:
+            after = self._look(owned, prompt)
+            assert after.blocks <= bad and (after.blocks < bad or after.reason is MissReason.CORRUPT)
+
+    @precondition(lambda self: self.leases)
+    @rule(held=which, forget=st.booleans())
+    def release(self, held: int, forget: bool) -> None:
+        record = self.leases.pop(held % len(self.leases))
+        if forget:
+            del record  # without a word: its finalizer gives it back
+            self.core.evict(0)
+        else:
+            record.space.handle.release(record.lease)
+            assert record.lease.released
+
+    # A put in pieces --------------------------------------------------------------------------------------------------
+
+    @rule(space=spaces, prompt=prompts)
+    def reserve(self, space: int, prompt: Prompt) -> None:
+        owned = self.spaces[space]
+        match = self._look(owned, prompt)
+        self.interrupted = False
+        self.opening.append(_names(owned, prompt))
+        reply = owned.door.reserve(owned.handle.number, match.keys, 0, 0, None)
+        self.opening.pop()
+        assert reply.present == match.blocks
+        if reply.reason is MissReason.IN_FLIGHT:
+            assert (owned.name, prompt.chain(reply.stopped_at or 0)) in self._perhaps_pending()
+        elif reply.stopped_at is not None:
+            assert reply.reason is MissReason.PINNED_FULL
+            if reply.reservation and not self.interrupted:
+                assert self.core.evict(1) == 0, "refused for space while something could be evicted"
+        if reply.reservation:
+            assert reply.blocks and all(len(places) == len(reply.blocks) for places in reply.places)
+            self.versions += 1
+            done = [0] * len(owned.layout.parts)
+            self.reservations.append(
+                OpenReservation(owned, prompt, reply.reservation, reply.blocks, reply.places, self.versions, done)
+            )
+
+    @precondition(lambda self: self.reservations)
+    @rule(chosen=which, part=which, count=st.integers(1, 5), paging=pagings)
+    def commit(self, chosen: int, part: int, count: int, paging: dict[str, Any]) -> None:
+        open_ = self.reservations[chosen % len(self.reservations)]
+        owned = open_.space
+        index = part % len(open_.done)
+        pages = owned.pages(len(open_.prompt.letters) * BLOCK_TOKENS, **paging)
+        coder = codec_named("raw").bind(pages.pages, owned.layout, owned.layout.parts[index])
+        digests = []
+        for position in range(open_.done[index], min(open_.done[index] + count, len(open_.blocks))):
+            block = open_.blocks[position]
+            pages.write(block * BLOCK_TOKENS, owned.kv(open_.prompt, block, open_.version))
+            span = owned.door.span(open_.places[index][position])
+            size = owned.layout.parts[index].raw_bytes
+            payload = FrameSpan(span.address + HEADER_BYTES, span.view[HEADER_BYTES : HEADER_BYTES + size])
+            digests.append(coder.encode(block * BLOCK_TOKENS, payload, owned.handle._digest))
+        visible = owned.door.commit(open_.number, index, digests)
+        if open_.cancelled:
+            assert visible == 0
+            return
+        open_.done[index] += len(digests)
+        assert visible == min(open_.done)
+        for position in range(open_.published, visible):
+            self.known.publish((owned.name, open_.prompt.chain(open_.blocks[position])), open_.version)
+        open_.published = visible
+        if visible == len(open_.blocks):
+            self.reservations.remove(open_)
+        self._look(owned, open_.prompt)
+
+    @precondition(lambda self: self.reservations)
+    @rule(chosen=which)
+    def abort(self, chosen: int) -> None:
+        open_ = self.reservations.pop(chosen % len(self.reservations))
+        open_.space.door.abort(open_.number)
+        open_.space.door.abort(open_.number)
+        assert open_.space.door.commit(open_.number, 0, []) == 0
+        self._look(open_.space, open_.prompt)
+
+    # What else happens ------------------------------------------------------------------------------------------------
+
+    @rule(blocks=st.sampled_from([1, 3, 50]))
+    def evict(self, blocks: int) -> None:
+        before = self.core.usage().blocks
+        assert before - blocks <= self.core.usage().blocks - self.core.evict(blocks) <= before
+
+    @rule(space=spaces)
+    def drop(self, space: int) -> None:
+        owned = self.spaces[space]
+        before = self.core.usage().blocks
+        assert before - self.opened.store.drop(owned.handle) == self.core.usage().blocks
+        for record in self.leases:
+            record.lapsed = record.lapsed or record.space is owned
+        for open_ in self.reservations:
+            open_.cancelled = open_.cancelled or open_.space is owned
+        self.known.damaged = {name for name in self.known.damaged if name[0] != owned.name}
+        for name in list(self.known.version):
+            if name[0] == owned.name:
+                extra, letters = name[1]
+                assert self._look(owned, Prompt(letters, 0, extra)).blocks == 0
+
+    @rule(seconds=st.sampled_from([1, 20, 61]))
+    def tick(self, seconds: int) -> None:
+        self.opened.clock.advance(seconds)
+        self.core.evict(0)
+        for record in self.leases:
+            record.lapsed = record.lapsed or record.expires_at <= self.opened.clock.monotonic
+
+    @precondition(lambda self: self.leases)
+    @rule(held=which, block=which, part=which, at=st.integers(0, 1 << 20), bit=st.integers(0, 7), header=st.booleans())
+    def corrupt(self, held: int, block: int, part: int, at: int, bit: int, header: bool) -> None:
+        record = self.leases[held % len(self.leases)]
+        reply, owned = record.lease.reply, record.space
+        if not len(reply.generations) - 1 >= 0:
+            return
+        position = block % len(reply.generations)
+        index = part % len(reply.places)
+        place = reply.places[index][position]
+        try:
+            view = owned.door.span(place).view
+        except BlockMissing:
+            assert self._is_damaged(record.lease, reply.first_block + position)
+            return
+        byte = at % HEADER_BYTES if header else HEADER_BYTES + at % owned.layout.parts[index].raw_bytes
+        view[byte] ^= 1 << bit
+        self.known.flips.setdefault((place, reply.generations[position]), set()).symmetric_difference_update(
+            {(byte, bit)}
+        )
+        name = (owned.name, record.prompt.chain(reply.first_block + position))
+        if self.known.version[name] == record.versions[reply.first_block + position]:
+            self.known.damaged.add(name)
+
+    @precondition(lambda self: self.leases)
+    @rule(held=which, block=which, at=st.integers(0, 1 << 20), bit=st.integers(0, 7), paging=pagings)
+    def corrupt_and_get(self, held: int, block: int, at: int, bit: int, paging: dict[str, Any]) -> None:
+        self.corrupt(held, block, at, at, bit, bit < 4)
+        self.get(held, paging, 0, 0)
+
+    @rule(
+        acts=st.lists(st.sampled_from(ACTS), min_size=1, max_size=4),
+        late=st.booleans(),
+        space=spaces,
+        prompt=prompts,
+        paging=pagings,
+        number=which,
+    )
+    def interrupt_next_move(
+        self, acts: list[str], late: bool, space: int, prompt: Prompt, paging: dict[str, Any], number: int
+    ) -> None:
+        """The next time an extent is emptied, these things happen before or after its copies, outside the lock."""
+
+        def happen() -> None:
+            for act in acts:
+                self.totals[f"{act} during a move"] += 1
+                self._act(act, space, prompt, paging, number)
+                self.core.check()
+            self.interrupted = True
+
+        (self.opened.mover.after if late else self.opened.mover.before).append(happen)
+
+    def _act(self, act: str, space: int, prompt: Prompt, paging: dict[str, Any], number: int) -> None:
+        if act == "put":
+            self.put(space, prompt, paging, 0)
+        elif act == "lease":
+            self.lease(space, prompt, 0)
+        elif act == "evict":
+            self.evict(1 + number % 5)
+        elif act == "tick":
+            self.tick(61)
+        elif act in ("get", "corrupt", "release") and self.leases:
+            if act == "get":
+                self.get(-1, paging, 0, 0)
+            elif act == "corrupt":
+                self.corrupt(-1, number, number, number, 0, number % 2 == 0)
+            else:
+                self.release(-1, False)
+        elif act in ("commit", "abort") and self.reservations:
+            if act == "commit":
+                self.commit(number, number, 2, paging)
+            else:
+                self.abort(number)
+
+    # What must always hold --------------------------------------------------------------------------------------------
+
+    @invariant()
+    def everything_checks(self) -> None:
+        self.core.check()
+        usage = self.core.usage()
+        assert usage.leases == len(self.leases)
+        assert usage.reservations == len(self.reservations)
+        assert 0 <= usage.pinned_bytes <= usage.dram.budget_bytes
+        assert usage.dram.taken_bytes <= usage.dram.budget_bytes
+
+    def teardown(self) -> None:
+        """With all leases released and all reservations ended, everything can be evicted and nothing is left over."""
+        try:
+            while self.leases:
+                self.release(-1, False)
+            while self.reservations:
+                self.abort(-1)
+            self.core.evict(1 << 30)
+            self.core.check()
+            usage = self.core.usage()
+            left = usage.dram
+            assert (usage.blocks, usage.pinned_bytes, left.used, left.reserved, left.zombie) == (0, 0, 0, 0, 0)
+            self.totals.update(usage.counters)
+        finally:
+            self.opened.close()
+            self.directory.cleanup()
+
+    def _pending(self) -> set[Name]:
+        """Blocks that are being stored at this moment."""
+        return {
+            (open_.space.name, open_.prompt.chain(block))
+            for open_ in self.reservations
+            if not open_.cancelled
+            for block in open_.blocks[open_.published :]
+        }
+
+    def _perhaps_pending(self) -> set[Name]:
+        """With the blocks of a put that this one interrupts."""
+        return self._pending().union(*self.opening)
+
+    def _is_damaged(self, lease: Lease, block: int) -> bool:
+        position = block - lease.reply.first_block
+        generation = lease.reply.generations[position]
+        return any(self.known.flips.get((places[position], generation)) for places in lease.reply.places)
+
+    def _look(self, owned: Owned, prompt: Prompt) -> Match:
+        """A match, with everything it says compared to what is known."""
+        match = owned.match(prompt)
+        names = [(owned.name, prompt.chain(block)) for block in range(len(prompt.letters))]
+        assert all(name in self.known.version for name in names[: match.blocks]), "claims what was never put"
+        assert match.blocks >= self._pinned_blocks(owned, prompt), "lost what a live lease pins"
+        if match.reason is not None:
+            self._explain(owned, prompt, match, names[match.blocks])
+        return match
+
+    def _pinned_blocks(self, owned: Owned, prompt: Prompt) -> int:
+        """The prefix that live leases keep readable, up to the first frame that was damaged."""
+        longest = 0
+        for record in self.leases:
+            if record.lapsed or record.space is not owned or record.prompt.extra != prompt.extra:
+                continue
+            blocks = 0
+            for mine, theirs in zip(prompt.letters, record.prompt.letters[: record.lease.blocks], strict=False):
+                if mine != theirs or (owned.name, prompt.chain(blocks)) in self.known.damaged:
+                    break
+                blocks += 1
+            longest = max(longest, blocks)
+        return longest
+
+    def _explain(self, owned: Owned, prompt: Prompt, match: Match, name: Name) -> None:
+        """The reason given for the first block that is not readable can be true."""
+        reason, pending = match.reason, name in self._pending()
+        was_stored = name in self.known.version
+        others = [other for other in self.spaces if other is not owned and other.tenant == owned.tenant]
+        if pending and name not in self.known.damaged:
+            assert reason is MissReason.IN_FLIGHT
+        if reason is MissReason.IN_FLIGHT:
+            assert name in self._perhaps_pending()
+        elif reason is MissReason.CORRUPT:
+            assert name in self.known.damaged
+        elif reason is MissReason.EVICTED:
+            assert was_stored and not pending
+        elif reason is MissReason.OTHER_NAMESPACE:
+            assert not was_stored and match.detail
+            assert any((other.name, name[1]) in self.known.version for other in others)
+        else:
+            assert reason in (MissReason.ABSENT, MissReason.DIVERGED) and not was_stored and not pending
+            siblings = {
+                known for known in (*self.known.version, *self._perhaps_pending()) if _parent(known) == _parent(name)
+            }
+            assert reason is MissReason.ABSENT or (match.blocks and siblings)
+            for other in others:
+                assert other.match(prompt).blocks <= match.blocks, "another namespace has it"
+
+
+def _names(owned: Owned, prompt: Prompt) -> set[Name]:
+    return {(owned.name, prompt.chain(block)) for block in range(len(prompt.letters))}
+
+
+def _parent(name: Name) -> tuple[str, Any]:
+    space, (extra, letters) = name
+    return space, (extra, letters[:-1])
+
+
+def test_the_store_against_a_dict() -> None:
+    totals: Counter[str] = Counter()
+    run_state_machine_as_test(
+        lambda: StoreMachine(totals),
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=60,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(dict(totals))
+    for count in ("stored_blocks", "evicted_blocks", "moved_frames", "reclaimed_extents", "lapsed_leases"):
+        assert totals[count], f"no {count} in the whole run: the machine does not exercise it"
+    assert totals["quarantined_blocks"]

@@ -1,0 +1,186 @@
+"""The command line as scripts see it: exit status, standard output, and one line on standard error."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kvstore
+
+pytest.importorskip("typer")
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_SECONDS = 200
+
+
+def environment() -> dict[str, str]:
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+    return settings | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "COLUMNS": "100"}
+
+
+def run_cli(*arguments: str, before: str = "", **settings: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own; `before` is Python that runs there first."""
+    program = f"import sys\n{before}\nfrom kvstore.cli import main\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment() | settings,
+        timeout=LIMIT_SECONDS,
+    )
+
+
+def error_line(result: subprocess.CompletedProcess[str], status: int = 2) -> str:
+    """The one line on standard error, after checking that there is nothing else."""
+    assert result.returncode == status, result.stderr
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("kvstore: ") and "Traceback" not in line
+    return line
+
+
+# Without torch --------------------------------------------------------------------------------------------------
+
+
+def test_version() -> None:
+    result = run_cli("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"kvstore {kvstore.__version__}\n", "")
+    result = run_cli("--version", "--json")
+    assert (result.returncode, json.loads(result.stdout)) == (0, {"version": kvstore.__version__})
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("demo", "--help"), ("bench", "--help")])
+def test_help_needs_no_torch(arguments: tuple[str, ...]) -> None:
+    result = run_cli(*arguments, before="sys.modules['torch'] = sys.modules['transformers'] = None")
+    assert result.returncode == 0 and result.stderr == ""
+    assert "Usage: kvstore" in result.stdout
+
+
+def test_help_names_the_commands_that_exist() -> None:
+    shown = run_cli("--help").stdout
+    assert "demo" in shown and "bench" in shown
+    shown = run_cli("bench", "--help").stdout
+    assert "tiers" in shown and "lookup" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("demo", "--no-such-option"), "--no-such-option"),
+        (("nonsense",), "nonsense"),
+        (("bench", "nonsense"), "nonsense"),
+        (("bench",), "kvstore bench --help"),
+        (("demo", "--tokens", "many"), "--tokens"),
+        (("--json", "demo"), "behind the command"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: tuple[str, ...], hint: str) -> None:
+    assert hint in error_line(run_cli(*arguments))
+
+
+@pytest.mark.parametrize(("module", "extra"), [("typer", "server"), ("torch", "hf"), ("transformers", "hf")])
+def test_a_missing_package_names_its_extra(module: str, extra: str) -> None:
+    line = error_line(run_cli("demo", before=f"sys.modules[{module!r}] = None"))
+    assert module in line and f"pip install 'prefix-kvstore[{extra}]'" in line
+
+
+def test_a_bug_is_one_line_unless_a_traceback_is_asked_for() -> None:
+    broken = "import kvstore.cli; kvstore.cli.json = None"
+    assert "internal error: AttributeError" in error_line(run_cli("--version", "--json", before=broken), status=1)
+    shown = run_cli("--version", "--json", before=broken, KVSTORE_TRACEBACK="1")
+    assert shown.returncode == 1 and "Traceback" in shown.stderr
+
+
+# The demo -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def needs_engine() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hints"),
+    [
+        (("--dram", "12parsecs"), ("12parsecs", "GiB")),
+        (("--tokens", "0"), ("tokens=0", "1 to")),
+        (("--requests", "21"), ("requests=21", "1 to 20")),
+        (("--threads", "0"), ("threads=0", "1 to")),
+        (("--seed", "-1"), ("seed=-1", "0 to")),
+    ],
+)
+def test_unusable_values_are_one_line_and_need_no_torch(arguments: tuple[str, ...], hints: tuple[str, ...]) -> None:
+    line = error_line(run_cli("demo", "--json", *arguments, before="sys.modules['torch'] = None"))
+    assert all(hint in line for hint in hints), line
+
+
+def test_the_environment_sets_what_no_option_does() -> None:
+    assert "12parsecs" in error_line(run_cli("demo", KVSTORE_DRAM="12parsecs"))
+
+
+@pytest.mark.usefixtures("needs_engine")
+def test_more_memory_than_there_is() -> None:
+    line = error_line(run_cli("demo", "--dram", "900TiB"))
+    assert "900TiB" in line and "cgroup" in line and "give less" in line
+
+
+@pytest.mark.usefixtures("needs_engine")
+def test_a_directory_in_use_names_its_holder(tmp_path: Path) -> None:
+    with kvstore.open(f"embedded:{tmp_path}", dram="16MiB"):
+        line = error_line(run_cli("demo", "--data", str(tmp_path)))
+    assert str(tmp_path) in line and str(os.getpid()) in line
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_engine")
+def test_demo_as_one_json_object(tmp_path: Path) -> None:
+    result = run_cli("demo", "--json", "--requests", "2", "--tokens", "3", "--data", str(tmp_path / "kv"))
+    assert (result.returncode, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert found["requests"] == found["identical"] == 2
+    assert found["reversed"]["changed"] == found["reversed"]["asked"] == 2
+    assert set(found["passes"]) == {"cold", "fill", "warm"}
+    for counts in found["passes"].values():
+        assert sum(counts["hits"].values()) + sum(counts["misses"].values()) == counts["prompt_tokens"]
+        assert {"p50", "p99"} == set(counts["ttft_ms"]) == set(counts["itl_ms"])
+    assert found["passes"]["warm"]["hits"]["dram"] > 0
+    assert {"model", "ttft_ratio", "cold_vs_generate", "stored", "chunk_tokens", "versions"} <= set(found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_engine")
+def test_differing_answers_end_with_status_1() -> None:
+    reverse = (
+        "import kvstore.codec\nfrom kvstore.demo.compare import ReversedCodec\n"
+        "kvstore.codec.CODECS['raw'] = ReversedCodec"
+    )
+    result = run_cli("demo", "--json", "--requests", "1", "--tokens", "3", before=reverse)
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["identical"] == 0
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("kvstore: 1 of 1 answers differ")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_engine")
+def test_an_interrupt_ends_quietly_with_status_130(tmp_path: Path) -> None:
+    directory = tmp_path / "kv"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvstore.cli", "demo", "--data", str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not (directory / "keys").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
+    assert (process.returncode, stdout, stderr.strip()) == (130, "", "")
