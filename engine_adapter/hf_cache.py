@@ -81,7 +81,7 @@ class PrefixCache:
     one forward pass per token; rows begin at index 0 and write at their own positions, and where their lengths differ a
     mask hides what lies behind them.
 
-    Not thread-safe; nobody else may use the model during a call.
+    Not thread-safe; nobody else may use the model during a call. Weights that change in place need a new PrefixCache.
     """
 
     def __init__(

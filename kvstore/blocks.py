@@ -259,4 +259,5 @@ class Blocks:
             self.residency.policy.became_leaf(parent)
 
     def _is_listed(self, row: int) -> bool:
-        return self.index.state(row) in (RowState.VISIBLE, RowState.HOLLOW)
+        state = self.index.state(row)
+        return state is RowState.VISIBLE or state is RowState.HOLLOW

@@ -1,4 +1,4 @@
-"""The command line: `kvstore demo`, `kvstore bench tiers`, `kvstore bench lookup` (floor 4).
+"""The command line: `kvstore demo`, `kvstore bench tiers`, `kvstore bench lookup` and `all` (floor 4).
 
 Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was
 given, what is allowed and how to mend it. Long work shows its progress on a terminal and nowhere else.
@@ -40,7 +40,7 @@ except ModuleNotFoundError as absent:
     raise SystemExit(2) from None
 
 OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-PLAIN_WIDTH = 100
+PLAIN_WIDTH = 120
 _TRACEBACK = "KVSTORE_TRACEBACK"
 # Typer brings a copy of click of its own, or uses the installed one, by version: this is either's usage error.
 _UsageError: Any = typer.BadParameter.__base__
@@ -148,6 +148,22 @@ def bench_lookup(as_json: Json = False) -> int:
 
         result = lookup.run(progress=show)
     return _print(result, as_json)
+
+
+@bench.command("all")
+def bench_all(as_json: Json = False) -> int:
+    """Every bench, one after the other."""
+    with _progress() as show:
+        show("loading torch")
+        from kvstore.bench import lookup, tiers
+
+        results: list[Result] = [tiers.run(progress=show), lookup.run(progress=show)]
+    if as_json:
+        print(json.dumps({"bench": "all", "results": [result.to_dict() for result in results]}))
+        return OK
+    for result in results:
+        _print(result, as_json)
+    return OK
 
 
 def main() -> None:

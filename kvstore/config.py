@@ -36,6 +36,8 @@ DEFAULT_EXTENT_BYTES = 64 << 20
 MAX_EXTENT_BYTES = 1 << 30
 EXTENTS_PER_BUDGET = 16
 """A small budget is cut into about this many extents, so that several namespaces can share it."""
+MOST_EXTENTS = 512
+"""A large budget is cut into no more than this many while extents can still grow: each holds a descriptor."""
 
 
 def parse_size(given: str | int, name: str) -> int:
@@ -108,6 +110,8 @@ class DramConfig:
         if extent is None:
             share = max(MIN_EXTENT_BYTES, budget // EXTENTS_PER_BUDGET)
             size = min(DEFAULT_EXTENT_BYTES, 1 << share.bit_length() - 1)
+            while budget // size > MOST_EXTENTS and size < MAX_EXTENT_BYTES:
+                size *= 2
         else:
             size = parse_size(extent, "extent")
             if not MIN_EXTENT_BYTES <= size <= min(MAX_EXTENT_BYTES, budget) or size % _PAGE_BYTES:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from kvstore.door import Door, Grant, LeaseReply, MatchReply
+from kvstore.door import Door, Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.miss import Account, HitTier, MissReason
@@ -26,6 +26,8 @@ from tiering.tier import FrameSpan
 
 DURABILITIES = ("volatile", "disk")
 MAX_PRIORITY = 100
+PUT_WINDOW_BLOCKS = 64
+"""A long put is stored in pieces of this many blocks: others see the first ones early, and wait little for the lock."""
 
 
 @dataclass(frozen=True)
@@ -229,33 +231,41 @@ class NamespaceHandle:
                 f"pages cover the prompt up to token {first_token + pages.tokens}, its full blocks go up to "
                 f"{len(keys) * self.block_tokens}; give more pages or fewer token ids"
             )
-        reply = self._door.reserve(self.number, keys, min(first_block, offered), priority, ttl)
-        if not reply.reservation:
-            return PutResult(reply.present, 0, reply.stopped_at, reply.reason)
-        try:
-            stored = self._fill(reply.reservation, reply.blocks, reply.places, pages, first_token)
-        except StoreClosed:
-            stored = 0
-        finally:
-            self._door.abort(reply.reservation)
-        if stored < len(reply.blocks):
-            return PutResult(reply.present, stored, reply.blocks[stored], MissReason.DISABLED)
-        return PutResult(reply.present, stored, reply.stopped_at, reply.reason)
+        found = self._door.match(self.number, keys)
+        if found.blocks == len(keys):
+            return PutResult(len(keys), 0, None, None)
+        # Unusable pages must show before anything is evicted for them.
+        coders = [self._codec.bind(pages, self.layout, part) for part in self.layout.parts]
+        present, stop = found.blocks, found.blocks
+        stored: set[int] = set()
+        while stop < len(keys):
+            stop = min(stop + PUT_WINDOW_BLOCKS, len(keys))
+            reply = self._door.reserve(self.number, keys[:stop], min(first_block, stop), priority, ttl)
+            present = min(present, reply.present)
+            filled = self._fill(reply, coders, first_token) if reply.reservation else 0
+            stored.update(reply.blocks[:filled])
+            if filled < len(reply.blocks):
+                return PutResult(present, len(stored), reply.blocks[filled], MissReason.DISABLED)
+            if reply.reason is not None:
+                return PutResult(present, len(stored), reply.stopped_at, reply.reason)
+        return PutResult(present, len(stored), None, None)
 
     # Inside --------------------------------------------------------------------------------------------------------
 
-    def _fill(
-        self, reservation: int, blocks: list[int], places: tuple[list[int], ...], pages: Pages, first_token: int
-    ) -> int:
+    def _fill(self, reply: ReserveReply, coders: Sequence[Coder], first_token: int) -> int:
         """Encode blocks straight into their slots, then commit each part; returns the blocks that are visible."""
         visible = 0
-        for part, size in zip(self.layout.parts, self._grant.payload_bytes, strict=True):
-            coder = self._codec.bind(pages, self.layout, part)
-            digests = []
-            for block, place in zip(blocks, places[part.index], strict=True):
-                span = _payload(self._door.span(place), size)
-                digests.append(coder.encode(block * self.block_tokens - first_token, span, self._digest))
-            visible = self._door.commit(reservation, part.index, digests)
+        try:
+            for part, coder in enumerate(coders):
+                digests = []
+                for block, place in zip(reply.blocks, reply.places[part], strict=True):
+                    span = _payload(self._door.span(place), self._grant.payload_bytes[part])
+                    digests.append(coder.encode(block * self.block_tokens - first_token, span, self._digest))
+                visible = self._door.commit(reply.reservation, part, digests)
+        except StoreClosed:
+            return 0
+        finally:
+            self._door.abort(reply.reservation)
         return visible
 
     def _load(self, lease: Lease, block: int, part: int, coder: Coder, first_token: int) -> MissReason | None:

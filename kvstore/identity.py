@@ -29,6 +29,7 @@ SECRET_BYTES = 32
 MAX_EXTRA_KEY_BYTES = 4096
 MAX_EXTRA_KEYS = 1024
 _TOKEN_BYTES = 4
+_TOKEN = np.dtype("<u4")
 _CHAIN_PERSON = b"kv-prefix-key-v1"
 
 
@@ -143,6 +144,8 @@ def token_bytes(token_ids: Any) -> bytes:
             raise BadInput(
                 "token ids must be integers from 0 to 4294967295, in one flat list; this list holds something else"
             ) from None
+    if isinstance(token_ids, np.ndarray) and token_ids.ndim == 1 and token_ids.dtype == _TOKEN:
+        return token_ids.tobytes()  # as it should be given: nothing to convert, nothing to check
     try:
         values = np.asarray(token_ids)
     except (TypeError, ValueError, RuntimeError):

@@ -355,7 +355,7 @@ class Store:
     # Inside: leases ------------------------------------------------------------------------------------------------
 
     def _affordable(self, number: int, wanted: Sequence[int]) -> int:
-        budget = int(self._limits.pinned_fraction * self._blocks.dram.usage().budget_bytes) - self._pinned_bytes
+        budget = int(self._limits.pinned_fraction * self._blocks.dram.budget_bytes) - self._pinned_bytes
         if len(self._leases) >= self._limits.leases:
             return 0
         if not wanted:
@@ -382,8 +382,8 @@ class Store:
             first_block,
             len(chain),
             places,
-            tuple([residency.header_digest(row, part) for row in rows] for part in parts),
-            [residency.generation(row) for row in rows],
+            tuple(residency.header_digests_of(rows, part) for part in parts),
+            residency.generations_of(rows),
             _dram(len(chain)),
             reason,
             detail,
@@ -486,7 +486,7 @@ class Store:
         make_room = blocks.residency.room_within if scarce else blocks.residency.room
         classes = blocks.spaces[record.namespace].classes
         while record.filled < len(record.rows):
-            if all(blocks.dram.free_slots(slot_class) for slot_class in classes):
+            if all([blocks.dram.free_slots(slot_class) for slot_class in classes]):
                 for column, place in zip(record.places, blocks.place(record.rows[record.filled]), strict=True):
                     column.append(place)
                 record.filled += 1

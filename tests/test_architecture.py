@@ -228,7 +228,10 @@ KEPT: tuple[tuple[str, str], ...] = (
     # Arrows that point down or stay level.
     ("tiering/dram.py", "from tiering.frame import Frame\nfrom . import errors\nfrom .tier import Tier"),
     ("kvstore/store.py", "import tiering.dram\nimport kv_kernels\nfrom kvstore import lease\nfrom .miss import Miss"),
-    ("engine_adapter/hf_layers.py", "import kvstore\nimport tiering.hbm\nimport kv_kernels\nimport torch, transformers"),
+    (
+        "engine_adapter/hf_layers.py",
+        "import kvstore\nimport tiering.hbm\nimport kv_kernels\nimport torch, transformers",
+    ),
     ("engine_adapter/vllm_connector.py", "from vllm.v1 import core\nfrom engine_adapter.adapter import EngineAdapter"),
     ("engine_adapter/vllm_tier.py", "import vllm"),
     ("engine_adapter/sglang_storage.py", "import sglang"),

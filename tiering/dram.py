@@ -22,9 +22,11 @@ from tiering.tier import SLOT_BITS, FrameSpan, SlotClass, Usage, extent_of, plac
 class DramExtent:
     """One extent in use: its memory, its class, and the states of its slots."""
 
-    def __init__(self, number: int, slot_class: SlotClass, memory: Extent) -> None:
+    def __init__(self, number: int, slot_class: SlotClass, owner: _Class, memory: Extent) -> None:
         self.number = number
         self.slot_class = slot_class
+        self.owner = owner
+        self.frame_bytes = slot_class.frame_bytes
         self.memory = memory
         self.slots = SlotTable(memory.size_bytes // slot_class.frame_bytes)
         self.closing = False
@@ -57,6 +59,11 @@ class DramTier:
         """Bytes of every extent."""
         return self._pool.extent_bytes
 
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of all extents that may be."""
+        return self._pool.budget_bytes
+
     # The contract --------------------------------------------------------------------------------------------------
 
     def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
@@ -65,19 +72,20 @@ class DramTier:
         places: list[int] = []
         while owner is not None and owner.with_free and len(places) < count:
             extent = next(iter(owner.with_free.values()))
-            take = min(count - len(places), extent.slots.free)
-            places.extend(place_of(extent.number, extent.slots.reserve()) for _ in range(take))
+            slots = extent.slots
+            take = min(count - len(places), slots.free)
+            places += [place_of(extent.number, slots.reserve()) for _ in range(take)]
             owner.free -= take
-            if not extent.slots.free:
+            if not slots.free:
                 del owner.with_free[extent.number]
         return places
 
     def commit(self, places: Sequence[int], headers: Sequence[bytes]) -> None:
         """Write the headers and make the frames readable."""
         for place, header in zip(places, headers, strict=True):
-            extent = self._extents[extent_of(place)]
-            extent.slots.apply(slot_of(place), FrameEvent.COMMIT)  # first: it refuses a place that is not reserved
-            start = slot_of(place) * extent.slot_class.frame_bytes
+            extent, slot = self._extents[extent_of(place)], slot_of(place)
+            extent.slots.apply(slot, FrameEvent.COMMIT)  # first: it refuses a place that is not reserved
+            start = slot * extent.frame_bytes
             extent.memory.view[start : start + HEADER_BYTES] = header
 
     def abort(self, places: Sequence[int]) -> None:
@@ -160,10 +168,10 @@ class DramTier:
             return
         number = self._next_number
         self._next_number += 1
-        extent = DramExtent(number, slot_class, memory)
+        owner = self._classes.setdefault(slot_class, _Class())
+        extent = DramExtent(number, slot_class, owner, memory)
         assert 0 < extent.slots.capacity < 1 << SLOT_BITS
         self._extents[number] = extent
-        owner = self._classes.setdefault(slot_class, _Class())
         owner.extents[number] = extent
         owner.with_free[number] = extent
         owner.free += extent.slots.free
@@ -256,7 +264,7 @@ class DramTier:
         Raises `BlockMissing` where the extent was given back: under a lease, only a condemned frame can lose its.
         """
         extent = self._extent(place)
-        return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
+        return extent.memory.frame(slot_of(place), extent.frame_bytes)
 
     def check(self) -> None:
         """Invariant 1, in every extent and in sum; the classes' counts are their extents' counts."""
@@ -283,13 +291,12 @@ class DramTier:
 
     def _step(self, place: int, event: FrameEvent) -> None:
         extent = self._extents[extent_of(place)]
-        extent.slots.apply(slot_of(place), event)
-        owner = self._classes[extent.slot_class]
-        if extent.slots.states[slot_of(place)] == FrameState.FREE and not extent.closing:
-            owner.free += 1
-            owner.with_free[extent.number] = extent
+        state = extent.slots.apply(slot_of(place), event)
+        if state == FrameState.FREE and not extent.closing:
+            extent.owner.free += 1
+            extent.owner.with_free[extent.number] = extent
         elif event is FrameEvent.CONDEMN:
-            owner.quarantined += 1
+            extent.owner.quarantined += 1
 
 
 def copy_frame(source: FrameSpan, target: FrameSpan) -> None:

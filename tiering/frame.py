@@ -36,6 +36,7 @@ TENANT_BYTES = 16
 NAMESPACE_BYTES = 32
 KEY_ID_BYTES = 8
 DIGEST_BYTES = 16
+_DIGEST_FORMAT = f"{DIGEST_BYTES}s"
 MAC_BYTES = 32
 MAGIC = b"KVFRAME\x00"
 VERSION = 1
@@ -199,9 +200,7 @@ def names_block(raw: bytes, stamp: bytes, prefix_key: bytes) -> bool:
 
 def split_digests(raw: bytes, slices: int) -> tuple[bytes, ...]:
     """The layer slices' digests of a header."""
-    return tuple(
-        raw[at : at + DIGEST_BYTES] for at in range(_FIXED_BYTES, _FIXED_BYTES + DIGEST_BYTES * slices, DIGEST_BYTES)
-    )
+    return struct.unpack_from(_DIGEST_FORMAT * slices, raw, _FIXED_BYTES)
 
 
 def verify_payload(header: FrameHeader, payload: memoryview) -> None:

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-import numpy as np
-
 from tiering.policies.policy import EvictionPolicy
 from tiering.tier import NO_PLACE, SlotClass, extent_of
 
@@ -100,8 +98,8 @@ class SlotTable:
         self.apply(slot, FrameEvent.RESERVE)
         return slot
 
-    def apply(self, slot: int, event: FrameEvent) -> None:
-        """One step of the table."""
+    def apply(self, slot: int, event: FrameEvent) -> FrameState:
+        """One step of the table; returns the state that the slot is in now."""
         before = self.states[slot]
         after = _NEXT[before][event]
         if after is None:
@@ -112,6 +110,7 @@ class SlotTable:
         if after == FrameState.FREE:
             self._free.append(slot)
             self.owners[slot] = -1
+        return after
 
     def check(self) -> None:
         """Invariant 1: the counts are the states' counts and add up to the capacity."""
@@ -177,7 +176,8 @@ class TierFacts(Protocol):
 class Residency:
     """Places, generations and pins of every block, by row; and the choice of victims.
 
-    Columns grow with the highest row and are never shrunk: a row is one number in the index above, reused there.
+    Columns grow with the highest row and are never shrunk: a row is one number in the index above, reused there. Rows
+    are walked in plain loops: after a load has swept the caches, numpy's machinery alone takes longer than a lease.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -227,18 +227,24 @@ class Residency:
 
     def pin(self, rows: Sequence[int]) -> int:
         """Forbid eviction of distinct blocks, once more each; returns how many were not pinned before."""
-        pins = np.frombuffer(self._pins, dtype=np.int32)
-        chosen = np.asarray(rows, dtype=np.int64)
-        pins[chosen] += 1
-        return int(np.count_nonzero(pins[chosen] == 1))
+        pins, fresh = self._pins, 0
+        for row in rows:
+            count = pins[row]
+            pins[row] = count + 1
+            if not count:
+                fresh += 1
+        return fresh
 
     def unpin(self, rows: Sequence[int]) -> int:
         """The mirror of `pin`; returns how many are not pinned any more."""
-        pins = np.frombuffer(self._pins, dtype=np.int32)
-        chosen = np.asarray(rows, dtype=np.int64)
-        assert chosen.size == 0 or pins[chosen].min() > 0, "unpinned more often than pinned"
-        pins[chosen] -= 1
-        return int(np.count_nonzero(pins[chosen] == 0))
+        pins, freed = self._pins, 0
+        for row in rows:
+            count = pins[row] - 1
+            assert count >= 0, "unpinned more often than pinned"
+            pins[row] = count
+            if not count:
+                freed += 1
+        return freed
 
     def hold(self, places: Iterable[int]) -> None:
         """A lease ran out, but its reader may still be copying: these slots are not reused before `let_go`."""
@@ -263,9 +269,13 @@ class Residency:
 
     def affordable(self, rows: Sequence[int], new_pins: int) -> int:
         """How many of these blocks, from the first on, can be pinned with at most `new_pins` that nobody pins yet."""
-        pins = np.frombuffer(self._pins, dtype=np.int32)
-        fresh = np.cumsum(pins[np.asarray(rows, dtype=np.int64)] == 0)
-        return int(np.searchsorted(fresh, new_pins, side="right"))
+        pins = self._pins
+        for count, row in enumerate(rows):
+            if not pins[row]:
+                if not new_pins:
+                    return count
+                new_pins -= 1
+        return len(rows)
 
     def place(self, row: int, part: int) -> int:
         """Where a part's frame stands, or `NO_PLACE`."""
@@ -291,6 +301,16 @@ class Residency:
     def header_digest(self, row: int, part: int) -> bytes:
         """xxh3_128 of the part's 4 KiB header as it was written."""
         return bytes(self._header_digests[part][16 * row : 16 * row + 16])
+
+    def header_digests_of(self, rows: Sequence[int], part: int) -> list[bytes]:
+        """One part's header digests of several blocks."""
+        column = self._header_digests[part]
+        return [bytes(column[16 * row : 16 * row + 16]) for row in rows]
+
+    def generations_of(self, rows: Sequence[int]) -> list[int]:
+        """The generations of several blocks."""
+        column = self._generations
+        return [column[row] for row in rows]
 
     # What to do ----------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,10 @@ _FIRST_ADDRESS = 4096
 _MEMORY = memoryview((ctypes.c_char * ((1 << 47) - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS))
 """This process's address space as one buffer: the cheapest way to make an array over memory that others own."""
 
+_LARGEST_GAP_BYTES = 64 << 10
+"""Planes with a larger gap between them are copied one by one. Numpy compares the ends of what it copies: if a payload
+lay in the gap, it would take the two for overlapping and go through a temporary."""
+
 
 class Span(Protocol):
     """A payload in this process's memory."""
@@ -42,15 +46,13 @@ class Span(Protocol):
         ...
 
 
-class Column(NamedTuple):
-    """One plane of every layer, where a page lies in memory as the payload does: bytes start .. stop of a layer slice.
+class Run(NamedTuple):
+    """A plane whose pages lie in memory as the payload does: page p is the `length` bytes at address + p * stride."""
 
-    layers: of each layer its pages as [pages, bytes].
-    """
-
-    layers: list[Array]
-    start: int
-    stop: int
+    address: int
+    stride: int
+    pages: int
+    length: int
 
 
 class RawCopy:
@@ -69,7 +71,19 @@ class RawCopy:
         self._block_tokens = block_tokens
         lengths = [_bytes_of_block(plane, block_tokens) for plane in self._planes[0]]
         self._slice_bytes = sum(lengths)
-        self._columns = _columns(self._planes, lengths, block_tokens)
+        # Of each layer the planes, where they are runs of equal length; else nothing.
+        self._runs = _runs(self._planes, lengths[0], block_tokens) if len(set(lengths)) == 1 else []
+        self._shape = (len(planes), len(lengths), lengths[0]) if self._runs else (len(planes), self._slice_bytes)
+
+    @cached_property
+    def _sources(self) -> list[list[Array]]:
+        """Of each layer its runs in as few arrays [pages, planes, length] as can be: a page is then one copy."""
+        return [_over(runs) for runs in self._runs]
+
+    @cached_property
+    def _targets(self) -> list[list[Array]]:
+        """Of each layer its runs as arrays [pages, length]: a run's copy is then at hand, to be checked."""
+        return [[_array(run, (run.pages, run.length), (run.stride, 1)) for run in runs] for runs in self._runs]
 
     @cached_property
     def _arrays(self) -> list[list[Array]]:
@@ -89,15 +103,20 @@ class RawCopy:
         """Copy the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
         pages = self._pages(token)
         page = pages[0]
-        slices = self._slices(into)
-        columns = [(layers, slices[:, start:stop]) for layers, start, stop in self._columns]
+        slices = np.frombuffer(into.view, _BYTE).reshape(self._shape)
         digests = []
-        for layer, slice_bytes in enumerate(slices):
-            for sources, targets in columns:
-                targets[layer] = sources[layer][page]
-            if not columns:
-                self._gather(layer, pages, slice_bytes)
-            digests.append(digest(slice_bytes))
+        if not self._runs:
+            for layer, target in enumerate(slices):
+                self._gather(layer, pages, target)
+                digests.append(digest(target))
+            return digests
+        for arrays, target in zip(self._sources, slices, strict=True):
+            if len(arrays) == 1:
+                target[...] = arrays[0][page]
+            else:
+                for plane, array in enumerate(arrays):
+                    target[plane] = array[page]
+            digests.append(digest(target))
         return digests
 
     def decode(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
@@ -106,16 +125,17 @@ class RawCopy:
             raise ValueError("pages that are read-only cannot be loaded into")
         pages = self._pages(token, skip)
         page = pages[0]
-        slices = self._slices(payload)
-        if skip or not self._columns:
+        slices = np.frombuffer(payload.view, _BYTE).reshape(self._shape)
+        if skip or not self._runs:
             return self._decode_through_scratch(slices, pages, skip, expected, digest)
-        columns = [(layers, slices[:, start:stop]) for layers, start, stop in self._columns]
-        for layer, want in enumerate(expected):
+        rows = slices.reshape(-1, slices.shape[-1])
+        row = 0
+        for arrays, want in zip(self._targets, expected, strict=True):
             copies = []
-            for targets, sources in columns:
-                pages_of_layer = targets[layer]
-                pages_of_layer[page] = sources[layer]
-                copies.append(pages_of_layer[page])
+            for array in arrays:
+                array[page] = rows[row]
+                copies.append(array[page])
+                row += 1
             if digest(*copies) != want:
                 return False
         return True
@@ -125,8 +145,8 @@ class RawCopy:
     ) -> bool:
         """Verify a private copy of each layer slice first, then scatter that copy: pages only ever see good bytes."""
         private = self._scratch
-        for layer, want in enumerate(expected):
-            private[:] = slices[layer]
+        for layer, (source, want) in enumerate(zip(slices, expected, strict=True)):
+            private[:] = source.reshape(-1)
             if digest(private) != want:
                 return False
             self._scatter(layer, pages, skip, private)
@@ -155,10 +175,6 @@ class RawCopy:
             yield plane, slice_bytes[start:stop].view(plane.dtype).reshape(heads, self._block_tokens, width)
             start = stop
 
-    def _slices(self, payload: Span) -> Array:
-        """A payload as [layers, bytes of a slice]."""
-        return np.frombuffer(payload.view, _BYTE).reshape(len(self._planes), self._slice_bytes)
-
     def _pages(self, token: int, skip: int = 0) -> Sequence[int]:
         """Physical pages of the block at `token`, from its `skip`-th token on."""
         first, rest = divmod(token + skip, self._page_tokens)
@@ -182,12 +198,13 @@ def is_same_width_numpy(tensor: Any, element_bytes: int) -> bool:
     return isinstance(tensor, np.ndarray) and tensor.dtype == _UNSIGNED.get(element_bytes)
 
 
-def _columns(planes: Sequence[Sequence[Any]], lengths: Sequence[int], block_tokens: int) -> list[Column]:
-    """All planes as columns, or none where pages lie in any other order than the payload. lengths: bytes of a block."""
+def _runs(planes: Sequence[Sequence[Any]], length: int, block_tokens: int) -> list[list[Run]]:
+    """Of each layer the planes as runs; nothing where the pages of any lie in another order than the payload."""
     known: Any = None
     stride = pages = 0
-    runs: list[tuple[int, int, int]] = []  # of each plane: address, bytes from page to page, pages
+    layers = []
     for layer in planes:
+        runs = []
         for plane in layer:
             if isinstance(plane, np.ndarray):
                 form, address = (plane.shape, plane.strides, plane.dtype), plane.ctypes.data
@@ -197,20 +214,22 @@ def _columns(planes: Sequence[Sequence[Any]], lengths: Sequence[int], block_toke
                 if not _lies_as_payload(plane, block_tokens):
                     return []
                 known, pages, stride = form, len(plane), _strides(plane)[0]
-            runs.append((address, stride, pages))
-    columns = [runs[index :: len(lengths)] for index in range(len(lengths))]
-    if len(columns) == 2 and all([key[0] + lengths[0] == value[0] for key, value in zip(*columns, strict=True)]):
-        columns, lengths = columns[:1], [sum(lengths)]  # K and V side by side in every page
-    made = []
-    start = 0
-    for column, length in zip(columns, lengths, strict=True):
-        layers: list[Array] = [
-            np.ndarray((pages, length), _BYTE, _MEMORY, address - _FIRST_ADDRESS, (stride, 1))
-            for address, stride, pages in column
-        ]
-        made.append(Column(layers, start, start + length))
-        start += length
-    return made
+            runs.append(Run(address, stride, pages, length))
+        layers.append(runs)
+    return layers
+
+
+def _over(runs: Sequence[Run]) -> list[Array]:
+    """Two like runs with next to nothing between them as one array [pages, 2, length], others as [pages, 1, length]."""
+    first, last = runs[0], runs[-1]
+    step = last.address - first.address
+    if len(runs) == 2 and first[1:] == last[1:] and abs(step) <= abs(first.stride) * first.pages + _LARGEST_GAP_BYTES:
+        return [_array(first, (first.pages, 2, first.length), (first.stride, step, 1))]
+    return [_array(run, (run.pages, 1, run.length), (run.stride, run.length, 1)) for run in runs]
+
+
+def _array(run: Run, shape: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    return np.ndarray(shape, _BYTE, _MEMORY, run.address - _FIRST_ADDRESS, strides)
 
 
 def _lies_as_payload(tensor: Any, block_tokens: int) -> bool:

@@ -66,8 +66,8 @@ class Options:
 class Row:
     """One path at one frame size: decimal GB/s of payload, and one thread's memcpy of the same run beside it.
 
-    ratio: of the two, the median over laps; ratio_low and ratio_high are its quartiles. cpu_ratio: the same of processor
-    time over all threads. target: the ratio to reach.
+    ratio: of the two, the median over laps; ratio_low and ratio_high are its quartiles. cpu_ratio: the same of
+    processor time over all threads. target: the ratio to reach.
     """
 
     path: str

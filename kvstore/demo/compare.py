@@ -18,13 +18,15 @@ import torch
 
 from engine_adapter.hf_cache import PrefixCache
 from kvstore.codec import RawCodec
-from kvstore.demo.passes import Progress
+from kvstore.demo.passes import PassResult, Progress
 from kvstore.layout import Layout, Part
 from kvstore.node import open_embedded
 from kvstore.pages import Coder, Digest, Pages
 from tiering.tier import FrameSpan
 
 REVERSED_DRAM = "128MiB"
+MAX_PAIRS = 8
+SHORTEST_PAIRED_PROMPT = 2048
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,51 @@ class ColdAgainstGenerate:
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
         return asdict(self)
+
+
+class PlainGenerate:
+    """Asks plain transformers for the first token of the longer prompts, right beside the cold pass's own request.
+
+    A shared machine drifts, so each pair gives one quotient and the median of those is the result. Which of the two
+    comes first alternates.
+    """
+
+    def __init__(self, model: torch.nn.Module, shortest_prompt: int = SHORTEST_PAIRED_PROMPT) -> None:
+        self._model: Any = model
+        self._shortest_prompt = shortest_prompt
+        self._seen: dict[int, tuple[float, int]] = {}
+
+    def warm_up(self, prompt: list[int]) -> None:
+        """Use code and memory for the first time."""
+        self._timed(prompt)
+
+    def goes_first(self, number: int) -> bool:
+        """Whether this request's pair begins with plain `generate`."""
+        return number % 2 == 1
+
+    def first_token(self, number: int, prompt: list[int]) -> None:
+        """Take the time, if the prompt is long enough and there are not pairs enough."""
+        if len(prompt) >= self._shortest_prompt and len(self._seen) < MAX_PAIRS:
+            self._seen[number] = self._timed(prompt)
+
+    def against(self, cold: PassResult) -> ColdAgainstGenerate | None:
+        """What the pairs say; None where no prompt was long enough."""
+        if not self._seen:
+            return None
+        cold_ms = [cold.reports[number].ttft_ms for number in self._seen]
+        generate_ms = [milliseconds for milliseconds, _ in self._seen.values()]
+        same = [cold.answers[number][0] == token for number, (_, token) in self._seen.items()]
+        ratio = median(ours / plain for ours, plain in zip(cold_ms, generate_ms, strict=True))
+        return ColdAgainstGenerate(median(cold_ms), median(generate_ms), ratio, len(same), sum(same))
+
+    def _timed(self, prompt: list[int]) -> tuple[float, int]:
+        """Milliseconds and the token, asked for as a user of transformers would."""
+        tokens = torch.tensor([prompt])
+        mask = torch.ones_like(tokens)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            output = self._model.generate(tokens, attention_mask=mask, max_new_tokens=1, do_sample=False)
+        return 1e3 * (time.perf_counter() - start), int(output[0, -1])
 
 
 class ReversedCodec(RawCodec):
@@ -70,30 +117,6 @@ class _ReversedCoder:
         return digests
 
 
-def cold_against_generate(
-    model: torch.nn.Module, cold: PrefixCache, prompts: Sequence[list[int]], progress: Progress
-) -> ColdAgainstGenerate:
-    """Both ways to the first token of each prompt, in pairs; which of the two begins alternates.
-
-    A shared machine drifts, so each pair gives one quotient and the median of those is the result.
-    """
-    cold_ms, generate_ms, same = [], [], 0
-    for number, prompt in enumerate(prompts):
-        progress("comparing with plain generate", number, len(prompts))
-        if number % 2:
-            plain, plain_token = _plain_first_token(model, prompt)
-            ours, our_token = _cold_first_token(cold, prompt)
-        else:
-            ours, our_token = _cold_first_token(cold, prompt)
-            plain, plain_token = _plain_first_token(model, prompt)
-        cold_ms.append(ours)
-        generate_ms.append(plain)
-        same += our_token == plain_token
-    progress("comparing with plain generate", len(prompts), len(prompts))
-    ratio = median(ours / plain for ours, plain in zip(cold_ms, generate_ms, strict=True))
-    return ColdAgainstGenerate(median(cold_ms), median(generate_ms), ratio, len(prompts), same)
-
-
 def answers_from_reversed(
     model: torch.nn.Module, prompts: Sequence[list[int]], answer_tokens: int, directory: Path, progress: Progress
 ) -> list[list[int]]:
@@ -109,18 +132,3 @@ def answers_from_reversed(
             answers.append(generation.token_ids)
     progress("answering from reversed blocks", len(prompts), len(prompts))
     return answers
-
-
-def _cold_first_token(cold: PrefixCache, prompt: list[int]) -> tuple[float, int]:
-    generation = cold.generate(prompt, max_new_tokens=1)
-    return generation.report.ttft_ms, generation.token_ids[0]
-
-
-def _plain_first_token(model: torch.nn.Module, prompt: list[int]) -> tuple[float, int]:
-    """As a user of transformers would ask for it."""
-    plain: Any = model
-    tokens = torch.tensor([prompt])
-    start = time.perf_counter()
-    with torch.inference_mode():
-        output = plain.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=1, do_sample=False)
-    return 1e3 * (time.perf_counter() - start), int(output[0, -1])

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from engine_adapter.adapter import Report
 from engine_adapter.hf_cache import PrefixCache
@@ -21,6 +21,18 @@ Progress = Callable[[str, int, int], None]
 """Told what is being done, how many steps of it are done, and of how many."""
 
 Origin = TypeVar("Origin", HitTier, MissReason)
+
+
+class Beside(Protocol):
+    """Something that is to be timed on the same prompts at the same time."""
+
+    def goes_first(self, number: int) -> bool:
+        """Whether it comes before the request of that number, or after it."""
+        ...
+
+    def first_token(self, number: int, prompt: list[int]) -> None:
+        """Take the time."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +86,7 @@ class PassResult:
 
 
 def run_first_pass(
-    name: str, cache: PrefixCache, requests: Sequence[Request], answer_tokens: int, progress: Progress
+    name: str, cache: PrefixCache, requests: Sequence[Request], answer_tokens: int, beside: Beside, progress: Progress
 ) -> PassResult:
     """Answer all requests. The answers given here become part of the chat's later prompts."""
     prompts: list[list[int]] = []
@@ -83,7 +95,11 @@ def run_first_pass(
     for number in range(len(requests)):
         progress(name, number, len(requests))
         prompts.append(prompt_of(number, requests, prompts, answers))
+        if beside.goes_first(number):
+            beside.first_token(number, prompts[-1])
         _answer(cache, prompts[-1], answer_tokens, answers, reports)
+        if not beside.goes_first(number):
+            beside.first_token(number, prompts[-1])
     progress(name, len(requests), len(requests))
     return PassResult(name, prompts, answers, reports)
 

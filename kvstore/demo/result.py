@@ -30,7 +30,7 @@ class DemoResult:
 
     requests: list[Request]
     passes: list[PassResult]
-    against_generate: ColdAgainstGenerate
+    against_generate: ColdAgainstGenerate | None
     model: dict[str, object]
     seed: int
     threads: int
@@ -75,6 +75,7 @@ class DemoResult:
     def to_dict(self) -> dict[str, object]:
         """One object for `--json`: tokens, bytes, milliseconds, and ratios that are better when they are larger, but
         for cold_vs_generate, which is cold's time in units of plain `generate`'s."""
+        against = self.against_generate
         return {
             "versions": {
                 "kvstore": kvstore.__version__,
@@ -93,8 +94,8 @@ class DemoResult:
             "passes": {result.name: result.to_dict() for result in self.passes},
             "ttft_ratio": self.ttft_ratio("p50"),
             "ttft_ratio_p99": self.ttft_ratio("p99"),
-            "cold_vs_generate": self.against_generate.ratio,
-            "cold_vs_generate_pairs": self.against_generate.to_dict(),
+            "cold_vs_generate": against.ratio if against else None,
+            "cold_vs_generate_pairs": against.to_dict() if against else None,
             "stored": {"blocks": self.stored_blocks, "bytes": self.stored_bytes},
             "restored_answer_tokens": self._restored_answers(),
             "identical": self.identical,
@@ -130,21 +131,27 @@ class DemoResult:
         return table
 
     def _lines(self) -> list[str]:
-        count, against = len(self.requests), self.against_generate
         sample = bytes(self.passes[0].answers[0][:SHOWN_ANSWER_BYTES])
-        return [
+        lines = [
             "cold: the store is closed. fill: it is empty at first. warm: it holds all prompts.",
             f"Warm, the first token comes {self.ttft_ratio('p50'):.1f} times sooner than cold (p50; "
             f"{self.ttft_ratio('p99'):.1f} times at p99).",
-            f"Identical answers in all passes: {self.identical} of {count}.",
+            f"Identical answers in all passes: {self.identical} of {len(self.requests)}.",
             f"Stored: {self.stored_blocks:,} blocks of {self.block_tokens} tokens, {format_size(self.stored_bytes)}.",
             f"Reused in the chat: {self._restored_answers()['warm']} tokens of its own earlier answers.",
-            f"Cold takes {against.ratio:.2f} times as long as plain transformers generate ({against.cold_ms:.0f} ms "
-            f"and {against.generate_ms:.0f} ms, {against.pairs} pairs).",
-            f"From reversed blocks, {self.reversed_changed} of {self.reversed_asked} answers change: the stored bytes "
-            "are what answers are made from.",
+        ]
+        against = self.against_generate
+        if against is not None:
+            lines.append(
+                f"Cold takes {against.ratio:.2f} times as long as plain transformers generate, to the first token "
+                f"({against.cold_ms:.0f} ms and {against.generate_ms:.0f} ms; median of {against.pairs} pairs)."
+            )
+        lines += [
+            f"From blocks whose bytes were reversed, {self.reversed_changed} of {self.reversed_asked} answers change "
+            "(all must: answers are made from what is stored).",
             f"The model's weights are random, so its answers mean nothing; the first one begins {sample!r}.",
         ]
+        return lines
 
     def _restored_answers(self) -> dict[str, int]:
         return {result.name: restored_answer_tokens(self.requests, result, self.block_tokens) for result in self.passes}

@@ -19,14 +19,13 @@ import torch
 
 import kvstore
 from engine_adapter.hf_cache import PrefixCache
-from kvstore.demo.compare import answers_from_reversed, cold_against_generate
+from kvstore.demo.compare import PlainGenerate, answers_from_reversed
 from kvstore.demo.model import build_model, describe_model
 from kvstore.demo.options import MAX_ANSWER_TOKENS, Options, usable_cores
 from kvstore.demo.passes import Progress, run_first_pass, run_pass
 from kvstore.demo.questions import MAX_PROMPT_TOKENS, Request, twenty_requests
 from kvstore.demo.result import DemoResult
 
-COMPARED_PROMPTS = 5
 REVERSED_PROMPTS = 2
 
 
@@ -52,17 +51,17 @@ def run(
             model = build_model(options.seed, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS)
         cold_cache = _closed_cache(model, scratch / "closed")
         warm_cache = PrefixCache(model, store)
+        plain = PlainGenerate(model)
+        plain.warm_up(list(asked[0].text))
         cold_cache.generate(list(asked[0].text), max_new_tokens=2)  # code and memory are used for the first time
         progress("making a model", 1, 1)
 
-        cold = run_first_pass("cold", cold_cache, asked, tokens, progress)
+        cold = run_first_pass("cold", cold_cache, asked, tokens, plain, progress)
         fill = run_pass("fill", warm_cache, cold.prompts, tokens, progress)
         warm = run_pass("warm", warm_cache, cold.prompts, tokens, progress)
         stored_blocks = store.usage().blocks
 
         by_length = sorted(range(len(asked)), key=lambda number: len(cold.prompts[number]), reverse=True)
-        compared = [cold.prompts[number] for number in by_length[:COMPARED_PROMPTS]]
-        against_generate = cold_against_generate(model, cold_cache, compared, progress)
         doubted = by_length[:REVERSED_PROMPTS]
         answers = answers_from_reversed(
             model, [cold.prompts[number] for number in doubted], tokens, scratch / "reversed", progress
@@ -71,7 +70,7 @@ def run(
     return DemoResult(
         requests=asked,
         passes=[cold, fill, warm],
-        against_generate=against_generate,
+        against_generate=plain.against(cold),
         model=describe_model(model),
         seed=options.seed,
         threads=threads,

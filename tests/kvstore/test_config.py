@@ -99,7 +99,9 @@ def test_what_is_printed_can_be_written(size_bytes: int) -> None:
         ("16MiB", None, DramConfig(16 * MIB, MIB)),
         ("20MiB", None, DramConfig(20 * MIB, MIB)),
         ("1GiB", None, DramConfig(GIB, 64 * MIB)),
-        ("64GiB", None, DramConfig(64 * GIB, 64 * MIB)),
+        ("32GiB", None, DramConfig(32 * GIB, 64 * MIB)),
+        ("64GiB", None, DramConfig(64 * GIB, 128 * MIB)),  # each extent holds a descriptor: few large ones
+        ("1TiB", None, DramConfig(1024 * GIB, GIB)),
         ("1MiB", "64KiB", DramConfig(MIB, 64 << 10)),
         ("1MiB", "1MiB", DramConfig(MIB, MIB)),
         ("4GiB", "1GiB", DramConfig(4 * GIB, GIB)),

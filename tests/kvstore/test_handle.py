@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from kvstore import HitTier, Limits, MissReason
 from kvstore.codec import codec_named
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
-from kvstore.handle import NamespaceHandle, PutResult
+from kvstore.handle import PUT_WINDOW_BLOCKS, NamespaceHandle, PutResult
 from kvstore.identity import ExtraKey, TenantKeys
 from kvstore.layout import Layout
 from kvstore.pages import Pages
@@ -376,6 +377,43 @@ def test_a_full_store_evicts_the_oldest_for_a_new_prompt() -> None:
     assert ns.match(ids(640)).account.misses == {MissReason.EVICTED: 640}
     assert ns.match(ids(640, 10_000)).blocks == 10
     assert a.store.usage().counters["evicted_blocks"] == 10
+    a.store.check()
+
+
+def test_a_put_that_cannot_be_done_evicts_nothing() -> None:
+    a = bench()
+    ns = a.namespace()
+    for turn in range(8):
+        put(ns, 10 * 64, start=turn * 10_000, seed=turn)
+    with pytest.raises(LayoutMismatch):
+        ns.put(ids(640, 90_000), random_pages(small_layout(kv_heads=1), 10))
+    assert "evicted_blocks" not in a.store.usage().counters
+    assert ns.match(ids(640)).blocks == 10
+
+
+def test_a_long_put_is_stored_in_pieces_that_others_see_early() -> None:
+    """The store may be asked between any two pieces; what is visible then is what the pieces before have stored."""
+    blocks = 2 * PUT_WINDOW_BLOCKS + 3
+    a = bench(dram=16 << 20, extent=1 << 20)
+    ns = a.namespace()
+    seen = []
+    door = a.door()
+    commit = door.commit
+
+    def watched(reservation: int, part: int, digests: Sequence[Sequence[bytes]]) -> int:
+        visible = commit(reservation, part, digests)
+        seen.append(a.store.usage().blocks)
+        return visible
+
+    door.commit = watched
+    watched_ns = NamespaceHandle(door, ns.namespace, codec_named("raw"))
+    pages = random_pages(ns.layout, blocks)
+    assert watched_ns.put(ids(blocks * 64), pages) == PutResult(0, blocks, None, None)
+    assert seen == [PUT_WINDOW_BLOCKS, 2 * PUT_WINDOW_BLOCKS, blocks]
+    found = blank_pages(ns.layout, blocks)
+    with ns.lease(ns.match(ids(blocks * 64))) as lease:
+        assert ns.get(lease, found).tokens == blocks * 64
+    assert same_tokens(found, pages, range(blocks * 64))
     a.store.check()
 
 

@@ -205,44 +205,53 @@ def _hand_over(view: Array, group: KvGroup, library: str) -> Any:
 # A store that a test can move the time of, and act in the middle of ---------------------------------------------------
 
 
+Interruption = Callable[[Sequence[Copy]], object]
+
+
 @dataclass
 class InterruptibleMover:
     """The real mover; what is in `before` and `after` is called once, around the next copies, outside the lock."""
 
     mover: Mover
-    before: list[Callable[[], None]] = field(default_factory=list)
-    after: list[Callable[[], None]] = field(default_factory=list)
+    before: list[Interruption] = field(default_factory=list)
+    after: list[Interruption] = field(default_factory=list)
     runs: int = 0
 
     def run(self, copies: Sequence[Copy]) -> list[MoveDone]:
         """Copy and verify."""
         self.runs += 1
-        _call(self.before)
+        _call(self.before, copies)
         done = self.mover.run(copies)
-        _call(self.after)
+        _call(self.after, copies)
         return done
 
 
-def _call(actions: list[Callable[[], None]]) -> None:
-    pending = actions[:]
-    actions.clear()
-    for action in pending:
-        action()
+def _call(interruptions: list[Interruption], copies: Sequence[Copy]) -> None:
+    pending = interruptions[:]
+    interruptions.clear()
+    for interruption in pending:
+        interruption(copies)
 
 
 class WatchedDoor(TenantDoor):
-    """A tenant's door that remembers its last reservation: which blocks a put was given slots for."""
+    """A tenant's door that remembers which blocks puts were given slots for."""
 
     def __init__(self, store: Store, keys: Any) -> None:
         super().__init__(store, keys)
-        self.last: ReserveReply | None = None
+        self.reserved: list[int] = []
         self._reserve = self.reserve
         self.reserve = self._watch  # type: ignore[method-assign]
 
     def _watch(self, *arguments: Any) -> ReserveReply:
-        self.last = None
-        self.last = self._reserve(*arguments)
-        return self.last
+        reply = self._reserve(*arguments)
+        self.reserved.extend(reply.blocks)
+        return reply
+
+    def take_reserved(self, since: int) -> list[int]:
+        """The blocks reserved since there were so many; forgotten here."""
+        taken = self.reserved[since:]
+        del self.reserved[since:]
+        return taken
 
 
 @dataclass
@@ -255,7 +264,7 @@ class OpenStore:
     ring: KeyRing
     clock: FakeClock
     mover: InterruptibleMover
-    dram: DramTier
+    blocks: Blocks
 
     def namespace(self, model: str, layout: Layout, tenant: str = "default", **fields: Any) -> Owned:
         """A namespace of a tenant, with its name among all that the test uses."""
@@ -337,7 +346,7 @@ def open_store(
     mover = InterruptibleMover(Mover(tier, ring))
     core = Store(blocks, mover, clock, limits)  # type: ignore[arg-type]
     store = EmbeddedStore(core, ring, keys, lock, codec_named)
-    return OpenStore(store, core, keys, ring, clock, mover, tier)
+    return OpenStore(store, core, keys, ring, clock, mover, blocks)
 
 
 def temporary_directory() -> tempfile.TemporaryDirectory[str]:

@@ -13,11 +13,12 @@ import pytest
 
 from kvstore.codec import codec_named
 from kvstore.config import Limits
+from kvstore.door import ReserveReply
 from kvstore.errors import StoreClosed
 from kvstore.miss import MissReason
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, OpenStore, Owned, Prompt, open_store
 from tiering.frame import HEADER_BYTES
-from tiering.tier import FrameSpan, extent_of
+from tiering.tier import FrameSpan
 
 KIB = 1024
 PER_EXTENT = 3
@@ -67,7 +68,7 @@ def flip(space: Owned, prompt: Prompt, block: int, at: int, part: int = 0) -> No
         space.frames(lease, block)[part].view[at] ^= 1
 
 
-def fill_part(space: Owned, prompt: Prompt, reply: object, part: int) -> list[list[bytes]]:
+def fill_part(space: Owned, prompt: Prompt, reply: ReserveReply, part: int) -> list[list[bytes]]:
     """What a producer does before it commits a part."""
     pages = space.pages(len(prompt.letters) * BLOCK_TOKENS)
     for block in range(len(prompt.letters)):
@@ -147,7 +148,7 @@ def test_a_reader_that_comes_during_a_move_keeps_its_frame(opened: OpenStore, la
     kept = with_holes(opened, space)
     leases = []
 
-    def meanwhile() -> None:
+    def meanwhile(_: object) -> None:
         leases.append(space.handle.lease(space.match(kept[0])))
         opened.core.check()
 
@@ -202,7 +203,7 @@ def test_a_reader_of_a_damaged_frame_that_is_being_moved_finds_out(opened: OpenS
     kept = with_holes(opened, space)
     flip(space, kept[0], 0, HEADER_BYTES + 7)
 
-    def meanwhile() -> None:
+    def meanwhile(_: object) -> None:
         assert space.holds(kept[0]) == 0
         opened.core.check()
 
@@ -226,52 +227,66 @@ def test_a_namespace_whose_extents_are_all_condemned_gets_new_ones(opened: OpenS
 # Frames of blocks that are not whole ----------------------------------------------------------------------------------
 
 
-def half_stored(opened: OpenStore) -> tuple[Owned, object]:
-    """The first part of a block is committed, the other three are not; every extent of that part has room."""
+UNDER_WAY = Prompt((7,))
+
+
+def half_stored(opened: OpenStore) -> tuple[Owned, ReserveReply]:
+    """The first of four parts of a block is committed."""
     sharded = opened.namespace("b", SHARDED)
-    prompt = Prompt((7,))
-    reply = sharded.door.reserve(sharded.handle.number, sharded.match(prompt).keys, 0, 0, None)
-    assert sharded.door.commit(reply.reservation, 0, fill_part(sharded, prompt, reply, 0)) == 0
+    reply = sharded.door.reserve(sharded.handle.number, sharded.match(UNDER_WAY).keys, 0, 0, None)
+    assert sharded.door.commit(reply.reservation, 0, fill_part(sharded, UNDER_WAY, reply, 0)) == 0
     return sharded, reply
 
 
+def thin_out(opened: OpenStore, sharded: Owned) -> list[Prompt]:
+    """Fill up the extents of the block under way, and further ones with two blocks; then only those two stay.
+
+    The extent with one frame, which is nobody's yet, is now the one with the least to move.
+    """
+    prompts = [single(letter) for letter in range(100, 109)]
+    assert [sharded.put(prompt).stored for prompt in prompts] == [1] * 9
+    touch(sharded, prompts[7:])
+    assert opened.core.evict(7) == 7
+    assert opened.core.usage().dram.taken_bytes == 8 * 64 * KIB
+    return prompts[7:]
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Iterator[OpenStore]:
+    opened = open_store(tmp_path, dram=8 * 64 * KIB)
+    yield opened
+    opened.core.check()
+    opened.close()
+
+
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_part_of_a_block_under_way_is_left_where_it_is(tmp_path: Path, damaged: bool) -> None:
-    opened = open_store(tmp_path, dram=5 * 64 * KIB)
-    sharded, reply = half_stored(opened)
+def test_a_part_of_a_block_under_way_is_left_where_it_is(wide: OpenStore, damaged: bool) -> None:
+    sharded, reply = half_stored(wide)
     if damaged:
         sharded.door.span(reply.places[0][0]).view[HEADER_BYTES] ^= 1
-    other = opened.namespace("a", WHOLE)
-    for letter in range(2 * PER_EXTENT):
-        other.put(single(letter))
-    opened.core.check()
+    kept = thin_out(wide, sharded)
+    assert wide.namespace("a", WHOLE).put(single(0)).stored == 1
+    wide.core.check()
+    assert wide.core.usage().counters["moved_frames"] == 2 and "quarantined_blocks" not in wide.core.usage().counters
     for part in (1, 2, 3):
-        visible = sharded.door.commit(reply.reservation, part, fill_part(sharded, Prompt((7,)), reply, part))
+        visible = sharded.door.commit(reply.reservation, part, fill_part(sharded, UNDER_WAY, reply, part))
     assert visible == 1
-    assert sharded.holds(Prompt((7,))) == (0 if damaged else 1)
-    opened.core.check()
-    opened.close()
+    assert sharded.holds(UNDER_WAY) == (0 if damaged else 1)
+    assert [sharded.holds(prompt) for prompt in kept] == [1, 1]
 
 
-def test_a_frame_that_was_orphaned_is_nobodys(tmp_path: Path) -> None:
+def test_a_frame_that_was_orphaned_is_nobodys(wide: OpenStore) -> None:
     """Its namespace was dropped while it was being stored; its row belongs to another block by now."""
-    opened = open_store(tmp_path, dram=5 * 64 * KIB)
-    sharded, reply = half_stored(opened)
-    opened.store.drop(sharded.handle)
-    other = opened.namespace("a", WHOLE)
-    for letter in range(2 * PER_EXTENT):
-        other.put(single(letter))
-        opened.core.check()
-    sharded.put(Prompt((8,)))
-    for letter in range(2 * PER_EXTENT, 3 * PER_EXTENT):
-        other.put(single(letter))
-    with other.handle.lease(other.match(single(3 * PER_EXTENT - 1))) as lease:
-        assert extent_of(lease.reply.places[0][0]) != extent_of(reply.places[0][0])
-    assert other.holds(single(3 * PER_EXTENT - 1)) == 1
+    sharded, reply = half_stored(wide)
+    wide.store.drop(sharded.handle)
+    kept = thin_out(wide, sharded)
+    assert wide.namespace("a", WHOLE).put(single(0)).stored == 1
+    wide.core.check()
+    assert wide.core.usage().counters["moved_frames"] == 2
+    assert [sharded.holds(prompt) for prompt in kept] == [1, 1]
     sharded.door.abort(reply.reservation)
-    opened.core.check()
-    assert opened.core.usage().dram.reserved == 0
-    opened.close()
+    assert wide.core.usage().dram.reserved == 0
+    assert [sharded.holds(prompt) for prompt in kept] == [1, 1]
 
 
 # What a put says ------------------------------------------------------------------------------------------------------
@@ -304,7 +319,7 @@ def test_a_store_that_closes_under_a_drop(opened: OpenStore) -> None:
 
     dropper = threading.Thread(target=drop)
 
-    def meanwhile() -> None:
+    def meanwhile(_: object) -> None:
         dropper.start()
         dropper.join(0.2)
         opened.core.close()

@@ -8,6 +8,7 @@ namespaces take it from each other all the time; what is put into `mover` happen
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +34,11 @@ from model.store_model import (
 )
 from tiering.errors import BlockMissing
 from tiering.frame import HEADER_BYTES
+from tiering.mover import Copy
 from tiering.tier import FrameSpan
 
 LEASE_SECONDS = 60.0
+PINNED_FRACTION = 0.3
 SPACES = (
     ("default", "a", WHOLE),
     ("default", "b", WHOLE),
@@ -52,7 +55,10 @@ prompts = st.builds(
     st.sampled_from([0, 1, 63]),
     st.sampled_from([(), (), (), ("adapter",)]),
 )
+# A space and a prompt, or one of those that something was done with lately.
 spaces = st.integers(0, len(SPACES) - 1)
+aims = st.one_of(st.tuples(spaces, prompts), st.integers(0, 3), st.integers(0, 9))
+Aim = tuple[int, Prompt] | int
 pagings = st.fixed_dictionaries(
     {
         "page_tokens": st.sampled_from([16, 32, 64, 64]),
@@ -62,6 +68,7 @@ pagings = st.fixed_dictionaries(
     }
 )
 which = st.integers(0, 1 << 16)
+PLOTS = (["lease", "tick"], ["lease", "tick", "evict"], ["lease", "corrupt", "get"], ["lease", "release"])
 ACTS = ("lease", "get", "corrupt", "release", "put", "evict", "tick", "commit", "abort")
 
 
@@ -100,6 +107,8 @@ class Known:
     flips: dict[tuple[int, int], set[tuple[int, int]]] = field(default_factory=dict)
     damaged: set[Name] = field(default_factory=set)
 
+    keys: dict[bytes, tuple[int, Prompt]] = field(default_factory=dict)
+
     def publish(self, name: Name, version: int) -> None:
         self.version[name] = version
         self.damaged.discard(name)
@@ -112,7 +121,9 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.totals = totals
         self.directory = temporary_directory()
-        self.opened = open_store(self.directory.name, limits=Limits(lease_seconds=LEASE_SECONDS, pinned_fraction=0.6))
+        self.opened = open_store(
+            self.directory.name, limits=Limits(lease_seconds=LEASE_SECONDS, pinned_fraction=PINNED_FRACTION)
+        )
         self.core = self.opened.core
         self.spaces = [self.opened.namespace(model, layout, tenant) for tenant, model, layout in SPACES]
         self.known = Known()
@@ -121,23 +132,26 @@ class StoreMachine(RuleBasedStateMachine):
         self.versions = 0
         self.interrupted = False
         self.opening: list[set[Name]] = []  # blocks for which slots are being found, further up the stack
+        self.recent: list[tuple[int, Prompt]] = []
 
     # The verbs --------------------------------------------------------------------------------------------------------
 
-    @rule(space=spaces, prompt=prompts, paging=pagings, skip=st.sampled_from([0, 0, 0, 1, 5]))
-    def put(self, space: int, prompt: Prompt, paging: dict[str, Any], skip: int) -> None:
-        owned, blocks = self.spaces[space], len(prompt.letters)
+    @rule(aim=aims, paging=pagings, skip=st.sampled_from([0, 0, 0, 1, 5]))
+    def put(self, aim: Aim, paging: dict[str, Any], skip: int) -> None:
+        owned, prompt = self._at(aim)
+        blocks = len(prompt.letters)
         before = self._look(owned, prompt)
         first_token = min(skip * paging["page_tokens"], blocks * BLOCK_TOKENS)
         self.versions += 1
         version = self.versions
         self.interrupted = False
         self.opening.append(_names(owned, prompt))
+        since = len(owned.door.reserved)
         result = owned.put(prompt, version, first_token=first_token, **paging)
         self.opening.pop()
-        reply = owned.door.last
-        assert reply is not None and result.stored == len(reply.blocks)
-        for block in reply.blocks:
+        stored = owned.door.take_reserved(since)
+        assert result.stored == len(stored)
+        for block in stored:
             self.known.publish((owned.name, prompt.chain(block)), version)
         assert result.present == before.blocks and result.present + result.stored <= blocks
         assert (result.stopped_at is None) == (result.reason is None)
@@ -158,17 +172,19 @@ class StoreMachine(RuleBasedStateMachine):
         """Other people's prompts, one after the other: memory wanders to this namespace."""
         for first in range(100, 100 + prompts):
             paging = {"page_tokens": 64, "style": "heads", "library": "numpy", "seed": 0}
-            self.put(space, Prompt((first, *range(depth - 1))), paging, 0)
+            self.put((space, Prompt((first, *range(depth - 1)))), paging, 0)
 
-    @rule(space=spaces, prompt=prompts)
-    def match(self, space: int, prompt: Prompt) -> None:
-        self._look(self.spaces[space], prompt)
+    @rule(aim=aims)
+    def match(self, aim: Aim) -> None:
+        self._look(*self._at(aim))
 
-    @rule(space=spaces, prompt=prompts, skip=st.sampled_from([0, 0, 0, 70, 128, 1000]))
-    def lease(self, space: int, prompt: Prompt, skip: int) -> None:
-        owned = self.spaces[space]
+    @rule(aim=aims, skip=st.sampled_from([0, 0, 0, 70, 128, 1000]))
+    def lease(self, aim: Aim, skip: int) -> None:
+        owned, prompt = self._at(aim)
         match = self._look(owned, prompt)
+        pinned = self.core.usage().pinned_bytes
         lease = owned.handle.lease(match, first_token=skip)
+        assert self.core.usage().pinned_bytes <= max(pinned, PINNED_FRACTION * self.core.usage().dram.budget_bytes)
         assert lease.blocks <= match.blocks and lease.account.asked == prompt.tokens
         assert lease.account.hit_tokens == lease.tokens == lease.blocks * BLOCK_TOKENS
         if lease.blocks < match.blocks:
@@ -182,8 +198,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(space=spaces, prompt=prompts, paging=pagings, skip=st.sampled_from([0, 0, 0, 70, 128]))
     def put_and_lease(self, space: int, prompt: Prompt, paging: dict[str, Any], skip: int) -> None:
-        self.put(space, prompt, paging, 0)
-        self.lease(space, prompt, skip)
+        self.put((space, prompt), paging, 0)
+        self.lease((space, prompt), skip)
 
     @precondition(lambda self: self.leases)
     @rule(held=which, paging=pagings, skip=st.integers(0, 6), short=st.sampled_from([0, 0, 0, 1, 3]))
@@ -226,14 +242,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     # A put in pieces --------------------------------------------------------------------------------------------------
 
-    @rule(space=spaces, prompt=prompts)
-    def reserve(self, space: int, prompt: Prompt) -> None:
-        owned = self.spaces[space]
+    @rule(aim=aims)
+    def reserve(self, aim: Aim) -> None:
+        owned, prompt = self._at(aim)
         match = self._look(owned, prompt)
         self.interrupted = False
         self.opening.append(_names(owned, prompt))
+        since = len(owned.door.reserved)
         reply = owned.door.reserve(owned.handle.number, match.keys, 0, 0, None)
         self.opening.pop()
+        assert owned.door.take_reserved(since) == reply.blocks
         assert reply.present == match.blocks
         if reply.reason is MissReason.IN_FLIGHT:
             assert (owned.name, prompt.chain(reply.stopped_at or 0)) in self._perhaps_pending()
@@ -340,39 +358,70 @@ class StoreMachine(RuleBasedStateMachine):
         if self.known.version[name] == record.versions[reply.first_block + position]:
             self.known.damaged.add(name)
 
+    # Short stories, for what single steps seldom come to ---------------------------------------------------------
+
     @precondition(lambda self: self.leases)
-    @rule(held=which, block=which, at=st.integers(0, 1 << 20), bit=st.integers(0, 7), paging=pagings)
-    def corrupt_and_get(self, held: int, block: int, at: int, bit: int, paging: dict[str, Any]) -> None:
+    @rule(held=which, block=which, at=st.integers(0, 1 << 20), bit=st.integers(0, 7), paging=pagings, heal=which)
+    def damage_is_read(self, held: int, block: int, at: int, bit: int, paging: dict[str, Any], heal: int) -> None:
+        """And stored again, at once or while somebody else is at it."""
+        record = self.leases[held % len(self.leases)]
+        aim = self.spaces.index(record.space), record.prompt
         self.corrupt(held, block, at, at, bit, bit < 4)
         self.get(held, paging, 0, 0)
+        if heal % 3:
+            self.reserve(aim)
+        if heal % 2:
+            self.put(aim, paging, 0)
+
+    @precondition(lambda self: self.leases)
+    @rule(held=which, block=which, at=st.integers(0, 1 << 20), bit=st.integers(0, 7), space=spaces)
+    def damage_is_moved(self, held: int, block: int, at: int, bit: int, space: int) -> None:
+        """Nobody holds it any more, and others need the memory."""
+        self.corrupt(held, block, at, at, bit, bit < 4)
+        self.release(held, False)
+        self.flood(space, 8, 2)
+
+    @precondition(lambda self: self.leases)
+    @rule(held=which, space=spaces, paging=pagings)
+    def a_reader_is_late(self, held: int, space: int, paging: dict[str, Any]) -> None:
+        """Its time is over and its blocks are gone, but it has not said that it is done."""
+        self.tick(61)
+        self.evict(50)
+        self.flood(self.spaces.index(self.leases[held % len(self.leases)].space), 6, 1)
+        if self.leases:  # unless one that interrupted a move let go of it
+            self.get(held, paging, 0, 0)
 
     @rule(
-        acts=st.lists(st.sampled_from(ACTS), min_size=1, max_size=4),
+        acts=st.one_of(st.lists(st.sampled_from(ACTS), min_size=1, max_size=4), st.sampled_from(PLOTS)),
         late=st.booleans(),
-        space=spaces,
-        prompt=prompts,
+        aim=aims,
         paging=pagings,
         number=which,
     )
-    def interrupt_next_move(
-        self, acts: list[str], late: bool, space: int, prompt: Prompt, paging: dict[str, Any], number: int
-    ) -> None:
+    def interrupt_next_move(self, acts: list[str], late: bool, aim: Aim, paging: dict[str, Any], number: int) -> None:
         """The next time an extent is emptied, these things happen before or after its copies, outside the lock."""
 
-        def happen() -> None:
+        def happen(copies: Sequence[Copy]) -> None:
+            chosen = self._moving(copies, number) or aim
             for act in acts:
                 self.totals[f"{act} during a move"] += 1
-                self._act(act, space, prompt, paging, number)
+                self._act(act, chosen, paging, number)
                 self.core.check()
             self.interrupted = True
 
         (self.opened.mover.after if late else self.opened.mover.before).append(happen)
 
-    def _act(self, act: str, space: int, prompt: Prompt, paging: dict[str, Any], number: int) -> None:
+    def _moving(self, copies: Sequence[Copy], number: int) -> tuple[int, Prompt] | None:
+        """Every other time one of the blocks whose frames are on their way."""
+        if not copies or number % 2:
+            return None
+        return self.known.keys.get(self.opened.blocks.index.key(copies[number // 2 % len(copies)].row))
+
+    def _act(self, act: str, aim: Aim, paging: dict[str, Any], number: int) -> None:
         if act == "put":
-            self.put(space, prompt, paging, 0)
+            self.put(aim, paging, 0)
         elif act == "lease":
-            self.lease(space, prompt, 0)
+            self.lease(aim, 0)
         elif act == "evict":
             self.evict(1 + number % 5)
         elif act == "tick":
@@ -418,6 +467,21 @@ class StoreMachine(RuleBasedStateMachine):
             self.opened.close()
             self.directory.cleanup()
 
+    def _at(self, aim: Aim) -> tuple[Owned, Prompt]:
+        """A number counts back from what was used last."""
+        if isinstance(aim, int):
+            aim = self.recent[-1 - aim % len(self.recent)] if self.recent else (0, Prompt((0,)))
+        space, prompt = aim
+        return self.spaces[space], prompt
+
+    def _remember(self, owned: Owned, prompt: Prompt, keys: list[bytes]) -> None:
+        space = self.spaces.index(owned)
+        if (space, prompt) in self.recent:
+            self.recent.remove((space, prompt))
+        self.recent = [*self.recent[-9:], (space, prompt)]
+        for block, key in enumerate(keys):
+            self.known.keys[key] = (space, Prompt(prompt.letters[: block + 1], 0, prompt.extra))
+
     def _pending(self) -> set[Name]:
         """Blocks that are being stored at this moment."""
         return {
@@ -439,6 +503,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _look(self, owned: Owned, prompt: Prompt) -> Match:
         """A match, with everything it says compared to what is known."""
         match = owned.match(prompt)
+        self._remember(owned, prompt, match.keys)
         names = [(owned.name, prompt.chain(block)) for block in range(len(prompt.letters))]
         assert all(name in self.known.version for name in names[: match.blocks]), "claims what was never put"
         assert match.blocks >= self._pinned_blocks(owned, prompt), "lost what a live lease pins"
