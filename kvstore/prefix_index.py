@@ -13,6 +13,7 @@ The index says what is there. Bytes, places, pins and recency are the business o
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
@@ -61,7 +62,7 @@ class PrefixIndex:
         self._priorities = array("b")
         self._free_rows = array("i")
         self._next_row = 0
-        self._forgotten: dict[bytes, None] = {}
+        self._forgotten: OrderedDict[bytes, None] = OrderedDict()  # a dict would walk over what went from its front
         self._forgotten_limit = forgotten_limit
 
     def add_namespace(self, tenant: bytes) -> int:
@@ -177,11 +178,12 @@ class PrefixIndex:
     def publish(self, row: int) -> None:
         """A pending or refilled row becomes visible. Its parent is visible already, unless that is hollow."""
         assert self._states[row] in (RowState.PENDING, RowState.HOLLOW)
-        names, key = self._names[self._owners[row]], self.key(row)
+        namespace, key = self._owners[row], self.key(row)
+        names = self._names[namespace]
         del names.hidden[key]
         names.visible[key] = row
         self._states[row] = RowState.VISIBLE
-        self._forgotten.pop(self._remembered(self._owners[row], key), None)
+        self._forgotten.pop(self._remembered(namespace, key), None)
 
     def hollow(self, row: int) -> None:
         """A visible row lost its frames to a failed check; its children keep their place."""
@@ -205,7 +207,7 @@ class PrefixIndex:
         if remember:
             self._forgotten[self._remembered(namespace, key)] = None
             if len(self._forgotten) > self._forgotten_limit:
-                del self._forgotten[next(iter(self._forgotten))]
+                self._forgotten.popitem(last=False)
         return parent
 
     def check(self) -> None:

@@ -219,8 +219,9 @@ class Residency:
         """The block has no frames any more; returns the places that it had, in the order of its parts."""
         places = []
         for column in self._places:
-            if column[row] != NO_PLACE:
-                places.append(column[row])
+            place = column[row]
+            if place != NO_PLACE:
+                places.append(place)
                 column[row] = NO_PLACE
         self._generations[row] = 0
         return places

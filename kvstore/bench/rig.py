@@ -28,6 +28,8 @@ from tiering.extents import Extent
 from tiering.frame import DIGEST_BYTES, frame_bytes
 
 EXTENT_BYTES = 64 << 20
+PROMPTS = 4
+"""A working set is this many prompts: by the time that one comes round again, the others have swept the caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +58,6 @@ class Shape:
         return self.layout.raw_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """working_set: blocks of each store, of the pages, and of each of the limit's buffers. turn: blocks of a prompt."""
-
-    working_set: int
-    turn: int
-
-    @property
-    def prompts(self) -> int:
-        """Prompts that fill the working set."""
-        return self.working_set // self.turn
-
-
 class PagePool:
     """An engine's pages for a whole working set, handed out prompt by prompt, round and round. Thread-safe.
 
@@ -76,40 +65,41 @@ class PagePool:
     pages of that many tokens, [token, head, dim], as engines often keep them: a block is gathered out of rows.
     """
 
-    def __init__(self, shape: Shape, sizes: Sizes, page_tokens: int) -> None:
+    def __init__(self, shape: Shape, blocks: int, page_tokens: int) -> None:
+        """blocks: of a prompt."""
         self.page_tokens = page_tokens or shape.block_tokens
-        self._pages_of_turn = sizes.turn * shape.block_tokens // self.page_tokens
-        self._turns = sizes.prompts
+        self._pages_of_prompt = blocks * shape.block_tokens // self.page_tokens
         self._next = count()
-        pages = self._pages_of_turn * self._turns
+        pages = self._pages_of_prompt * PROMPTS
         self.planes = {layer: [_plane(shape, pages, page_tokens) for _ in range(2)] for layer in range(shape.layers)}
 
     def take(self) -> Pages:
         """The pages of the next prompt."""
-        first = next(self._next) % self._turns * self._pages_of_turn
-        return Pages(self.planes, range(first, first + self._pages_of_turn), self.page_tokens)
+        first = next(self._next) % PROMPTS * self._pages_of_prompt
+        return Pages(self.planes, range(first, first + self._pages_of_prompt), self.page_tokens)
 
 
 class Side:
     """A store filled to its last slot, and a handle for each thread, with digests or without."""
 
-    def __init__(self, shape: Shape, sizes: Sizes, pool: PagePool, threads: int, digest: Digest) -> None:
+    def __init__(self, shape: Shape, blocks: int, pool: PagePool, threads: int, digest: Digest) -> None:
+        """blocks: of a prompt."""
         keys = TenantKeys.derive(secrets.token_bytes(32))
         size = frame_bytes(shape.payload_bytes)
         extent = size * max(1, EXTENT_BYTES // size)
-        extents = -(-sizes.working_set * size // extent)
+        extents = -(-PROMPTS * blocks * size // extent)
         self.store = build_store(DramConfig(extents * extent, extent), Limits(), KeyRing([keys]))
         namespace = Namespace("0" * 40, shape.layout, RawCodec.name)
         self._handles = [
             NamespaceHandle(TenantDoor(self.store, keys), namespace, RawCodec(), digest) for _ in range(threads)
         ]
         self._pool = pool
-        self._prompt_tokens = sizes.turn * shape.block_tokens
+        self._prompt_tokens = blocks * shape.block_tokens
         self._numbers = count()
         self._rounds = count()
         while not self.store.usage().counters.get("evicted_blocks"):
             self.put(0)
-        self._stored = [self._prompt(next(self._numbers)) for _ in range(sizes.prompts - 1)]
+        self._stored = [self._prompt(next(self._numbers)) for _ in range(PROMPTS)]
         for prompt in self._stored:
             self._handles[0].put(prompt, pool.take())
 
@@ -143,10 +133,11 @@ class Side:
 class Memcpy:
     """The limit: `memmove` of whole payloads between an extent of shared memory and private memory, one thread."""
 
-    def __init__(self, shape: Shape, sizes: Sizes) -> None:
+    def __init__(self, shape: Shape, blocks: int) -> None:
+        """blocks: of a prompt."""
         self._payload = shape.payload_bytes
-        self._turn_bytes = sizes.turn * self._payload
-        self._bytes = self._turn_bytes * sizes.prompts
+        self._turn_bytes = blocks * self._payload
+        self._bytes = PROMPTS * self._turn_bytes
         self._extent = Extent(self._bytes)
         self._private = torch.ones(self._bytes, dtype=torch.uint8)
         self._next = count()

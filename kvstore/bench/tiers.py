@@ -11,7 +11,7 @@ a full store, so every block stored evicts one: the steady state of a cache.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.bench.measure import Against, Progress, Together, against, available_bytes, machine
-from kvstore.bench.rig import Memcpy, PagePool, Shape, Side, Sizes, no_digest, turn_of
+from kvstore.bench.rig import PROMPTS, Memcpy, PagePool, Shape, Side, no_digest, turn_of
 from kvstore.config import format_size
 from kvstore.errors import BadInput
 from tiering.frame import digest
 
 HEAD_MAJOR = "[head, token, dim]"
 TOKEN_MAJOR = "[token, head, dim]"
+BUFFERS = 5
+"""Two stores, the pages, and the limit's source and target: a working set each."""
+
 TARGETED_BYTES = 2 << 20
 """The targets hold for payloads from this size on."""
 
@@ -50,15 +53,14 @@ WITHOUT = (
 class Options:
     """shapes: the frames to measure. page_tokens: of the token-major pages; the head-major ones hold a whole block.
 
-    working_set_bytes: of each of two stores, of the pages and of each of the limit's two buffers, so that five times
-    this much memory is taken. turn_bytes: what one thread moves at a time, one prompt. laps: turns of each contender.
+    working_set_bytes: of each of two stores, of the pages and of each of the limit's two buffers; less where five times
+    as much is not to be had. A quarter of it is one prompt, which a thread moves in one turn. laps: turns of each.
     """
 
     shapes: tuple[Shape, ...] = (Shape(8, 64), Shape(32, 64), Shape(32, 256))
     page_tokens: int = 16
-    working_set_bytes: int = 512 << 20
-    turn_bytes: int = 64 << 20
-    laps: int = 40
+    working_set_bytes: int = 1 << 30
+    laps: int = 20
     threads: tuple[int, ...] = (1, 2)
 
 
@@ -135,32 +137,33 @@ class TiersResult:
 
 
 def run(options: Options | None = None, progress: Progress = None) -> TiersResult:
-    """Measure every shape in both orders of pages. Raises `BadInput` where the working set does not fit memory."""
+    """Measure every shape in both orders of pages. Raises `BadInput` where there is too little memory to measure in."""
     options = options or Options()
-    needed = 5 * options.working_set_bytes
-    if needed > available_bytes():
+    smallest = BUFFERS * PROMPTS * max(shape.payload_bytes for shape in options.shapes)
+    spare = available_bytes() // 2
+    if spare < smallest:
         raise BadInput(
-            f"this bench needs {format_size(needed)} of memory and {format_size(available_bytes())} are available; "
-            "free some, or give a smaller working_set_bytes"
+            f"this bench needs {format_size(smallest)} of memory and may take {format_size(spare)}, half of what is "
+            "available; free some, or measure smaller frames"
         )
+    options = replace(options, working_set_bytes=min(options.working_set_bytes, spare // BUFFERS))
     result = TiersResult(options)
     for shape in options.shapes:
-        turn = max(1, options.turn_bytes // shape.payload_bytes)
-        sizes = Sizes(max(2, options.working_set_bytes // (turn * shape.payload_bytes)) * turn, turn)
+        blocks = max(1, options.working_set_bytes // (PROMPTS * shape.payload_bytes))
         for order, page_tokens in ((HEAD_MAJOR, 0), (TOKEN_MAJOR, options.page_tokens)):
             say = partial(_say, progress, f"{format_size(shape.payload_bytes)} frames, pages {order}")
-            result.rows.extend(_measure(shape, sizes, order, page_tokens, options, say))
+            result.rows.extend(_measure(shape, blocks, order, page_tokens, options, say))
     return result
 
 
 def _measure(
-    shape: Shape, sizes: Sizes, order: str, page_tokens: int, options: Options, say: Callable[[str], None]
+    shape: Shape, blocks: int, order: str, page_tokens: int, options: Options, say: Callable[[str], None]
 ) -> list[Row]:
     say("filling memory")
-    pool = PagePool(shape, sizes, page_tokens)
+    pool = PagePool(shape, blocks, page_tokens)
     threads = max(options.threads)
-    sides = {checked: Side(shape, sizes, pool, threads, taken) for checked, taken in DIGESTS.items()}
-    limit = Memcpy(shape, sizes)
+    sides = {checked: Side(shape, blocks, pool, threads, taken) for checked, taken in DIGESTS.items()}
+    limit = Memcpy(shape, blocks)
     rows = []
     try:
         for path in ("get", "put"):
@@ -169,7 +172,7 @@ def _measure(
                 with Together(1) as alone, Together(threads) as team:
                     contenders = {side: turn_of(team, getattr(sides[side], path), threads) for side in sides}
                     found = against(turn_of(alone, getattr(limit, path), 1), contenders, options.laps)
-                turn_bytes = sizes.turn * shape.payload_bytes
+                turn_bytes = blocks * shape.payload_bytes
                 rows += [_row(path, shape, order, side, threads, turn_bytes, found[side]) for side in sides]
         for side in sides.values():
             side.check()

@@ -161,6 +161,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert (owned.name, prompt.chain(result.stopped_at)) in self._perhaps_pending()
         elif before.blocks < -(-first_token // BLOCK_TOKENS):
             assert result.reason is before.reason and result.stopped_at == before.blocks
+        elif result.reason is MissReason.EVICTED:
+            assert stored and result.stopped_at > max(stored), "the end of the chain made room for its beginning"
         else:
             assert result.reason is MissReason.PINNED_FULL
         after = self._look(owned, prompt)
@@ -255,6 +257,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert reply.present == match.blocks
         if reply.reason is MissReason.IN_FLIGHT:
             assert (owned.name, prompt.chain(reply.stopped_at or 0)) in self._perhaps_pending()
+        elif reply.reason is MissReason.EVICTED:
+            assert reply.stopped_at is not None and reply.stopped_at > reply.blocks[-1]
         elif reply.stopped_at is not None:
             assert reply.reason is MissReason.PINNED_FULL
             if reply.reservation and not self.interrupted:
