@@ -261,8 +261,11 @@ class StoreRequest:
         return account
 
     def _bring(self, namespace: NamespaceHandle, pages: Pages) -> Account:
-        block, pooled, account = namespace.block_tokens, self._pooled_tokens, self.report.account
-        valid = pooled
+        block, account = namespace.block_tokens, self.report.account
+        valid = pooled = min(self._pooled_tokens, pages.tokens // block * block)
+        if pooled < self._pooled_tokens:
+            account = account.cut(pooled, MissReason.GRID)
+            self.release()
         if pooled and self._pool is not None:
             self._pool.load(self._keys[: pooled // block], pages)
         lease, self._lease = self._lease, None

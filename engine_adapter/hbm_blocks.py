@@ -66,8 +66,13 @@ class HbmBlocks:
             self._touch(keys[:start])
             for key, row in zip(window, rows, strict=True):
                 memory = self._pool.put(key)
-                if memory is not None:
+                if memory is None:
+                    continue
+                try:
                     memory.copy_(row)
+                except BaseException:  # half a block must not be found
+                    self._pool.discard(key)
+                    raise
         self._touch(keys[:count])
 
     def usage(self) -> HbmUsage:

@@ -31,7 +31,7 @@ from engine_adapter.sampling import Sampling, choose
 from kvstore.config import parse_size
 from kvstore.errors import BadInput, LayoutMismatch, StoreClosed
 from kvstore.handle import NamespaceHandle
-from kvstore.identity import ExtraKey, Namespace, token_bytes
+from kvstore.identity import ExtraKey, Namespace, as_extra_keys, token_bytes
 
 CHUNK_TOKENS_CPU = 256
 """Measured: prefill in chunks of 256 takes no longer than in one piece, and a larger grid loses more to cutting."""
@@ -187,6 +187,7 @@ class PrefixCache:
         if stop_tokens is None:
             stop_tokens = _stop_tokens(self.model)
         rows = []
+        extra_keys = as_extra_keys(extra_keys)
         for number, prompt in enumerate(prompts):
             tokens = self._checked_prompt(prompt, max_new_tokens)
             report = Report(len(tokens), self.chunk_tokens)

@@ -12,8 +12,6 @@ Importing this module needs neither torch nor a GPU; opening a store in this pro
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvstore.config import Limits
 from kvstore.errors import (
     BadInput,
@@ -23,12 +21,11 @@ from kvstore.errors import (
     LeaseExpired,
     StoreClosed,
     StoreError,
-    Unauthorized,
 )
 from kvstore.identity import ExtraKey
 from kvstore.layout import KvGroup, Layout
 from kvstore.miss import Account, HitTier, MissReason
-from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.node import DEFAULT_TENANT, EmbeddedStore, open_embedded
 from kvstore.pages import Pages
 
 __version__ = "0.1.0"
@@ -49,16 +46,24 @@ __all__ = [
     "Pages",
     "StoreClosed",
     "StoreError",
-    "Unauthorized",
     "open",
 ]
 
 
-def open(url: str, **options: Any) -> EmbeddedStore:
+def open(
+    url: str,
+    *,
+    dram: str | int = "1GiB",
+    nvme: str | int | None = None,
+    extent: str | int | None = None,
+    tenant: str = DEFAULT_TENANT,
+    limits: Limits | None = None,
+) -> EmbeddedStore:
     """Open a store.
 
-    url: "embedded:DIRECTORY" for a store in this process; its keys are kept in DIRECTORY/keys. options: dram (size,
-    e.g. "2GiB"), extent (size of the pieces that memory is shared out in), tenant (whose blocks these are), limits.
+    url: "embedded:DIRECTORY" for a store in this process; its keys are kept in DIRECTORY/keys. dram: the memory budget,
+    as a size ("2GiB"). nvme: refused until that tier exists. extent: size of the pieces that memory is shared out in,
+    chosen from the budget if not given. tenant: whose blocks these are. limits: the store's named upper bounds.
     Raises `BadInput`, `DirectoryInUse` or `KeysUnusable`, each with one line that says what to do.
     """
     scheme, _, rest = str(url).partition(":")
@@ -66,4 +71,4 @@ def open(url: str, **options: Any) -> EmbeddedStore:
         raise BadInput(f"{url!r} is not a store's address; allowed: embedded:DIRECTORY, e.g. embedded:./kv")
     from kvstore.codec import codec_named  # imports torch, which is none of a client's business
 
-    return open_embedded(rest, codecs=codec_named, **options)
+    return open_embedded(rest, codecs=codec_named, dram=dram, nvme=nvme, extent=extent, tenant=tenant, limits=limits)

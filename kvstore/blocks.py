@@ -35,6 +35,10 @@ class Space:
         return sum(slot_class.frame_bytes for slot_class in self.classes)
 
 
+Unsealed = tuple[int, bytes, int, int, Sequence[bytes]]
+"""Row, key of the parent, blocks before it, generation, and the digests of its layer slices."""
+
+
 class Blocks:
     """What exists and where it is. Callers hold the store's lock."""
 
@@ -96,21 +100,17 @@ class Blocks:
         self._next_generation += 1
         return self._next_generation - 1
 
-    def seal(
-        self,
-        row: int,
-        part: int,
-        parent_key: bytes,
-        index: int,
-        generation: int,
-        digests: Sequence[bytes],
-    ) -> None:
-        """3. The payload of a part is in its slot: write its header in front of it."""
-        sealer = self.spaces[self.index.namespace_of(row)].sealers[part]
-        priority, expires_at = self.index.retention(row)
-        header = sealer.seal(self.index.key(row), parent_key, index, generation, digests, priority, expires_at)
-        self.dram.commit([self.residency.place(row, part)], [header])
-        self.residency.part_sealed(row, part, digest(header))
+    def seal(self, number: int, part: int, unsealed: Sequence[Unsealed]) -> None:
+        """3. The payloads of a part are in their slots: write the headers in front of them."""
+        index, residency = self.index, self.residency
+        sealer = self.spaces[number].sealers[part]
+        places, headers = [], []
+        for row, parent_key, depth, generation, digests in unsealed:
+            header = sealer.seal(index.key(row), parent_key, depth, generation, digests, *index.retention(row))
+            residency.part_sealed(row, part, digest(header))
+            places.append(residency.place(row, part))
+            headers.append(header)
+        self.dram.commit(places, headers)
 
     def publish(self, row: int, generation: int) -> None:
         """4. All parts are sealed and the parent is visible: from now on the block can be found."""

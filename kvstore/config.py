@@ -1,7 +1,7 @@
 """Configuration: frozen dataclasses, checked when they are built (floor 2).
 
 Sizes are given as people write them ("2GiB", "512MB", a number of bytes) and kept as bytes. What the machine allows is
-read once, from the cgroup and the kernel, through `machine_memory_bytes`.
+read once, when a store is opened, and judged by `memory_limit`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _UNITS = {
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 _PAGE_BYTES = 4096
 
+MAX_NAMESPACES = 1 << 15
 MIN_DRAM_BYTES = 1 << 20
 MIN_EXTENT_BYTES = 64 << 10
 DEFAULT_EXTENT_BYTES = 64 << 20
@@ -85,6 +86,13 @@ class Limits:
     def __post_init__(self) -> None:
         if not self.lease_seconds > 0:
             raise BadInput(f"lease_seconds={self.lease_seconds}; give more than 0")
+        if min(self.leases, self.namespaces, self.room_steps) < 1 or self.forgotten < 0:
+            raise BadInput(
+                f"leases={self.leases}, namespaces={self.namespaces}, room_steps={self.room_steps} and "
+                f"forgotten={self.forgotten}: give 1 or more of the first three, 0 or more of the last"
+            )
+        if self.namespaces > MAX_NAMESPACES:
+            raise BadInput(f"namespaces={self.namespaces}; give at most {MAX_NAMESPACES}")
         if not 0 < self.pinned_fraction <= 1:
             raise BadInput(f"pinned_fraction={self.pinned_fraction}; give a number above 0, at most 1")
 

@@ -29,11 +29,7 @@ class KeysUnusable(StoreError):
 
 
 class LeaseExpired(StoreError):
-    """The lease was released, or ran out, before its blocks were read."""
-
-
-class Unauthorized(StoreError):
-    """The credential does not allow what was asked."""
+    """The lease was released before its blocks were read. (One that ran out can still be read from.)"""
 
 
 class StoreClosed(StoreError):

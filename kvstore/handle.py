@@ -134,6 +134,11 @@ class NamespaceHandle:
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
 
     @property
+    def door(self) -> Door:
+        """The store behind this handle, as its tenant sees it."""
+        return self._door
+
+    @property
     def number(self) -> int:
         """The namespace's number in its store."""
         return self._grant.number
@@ -169,13 +174,13 @@ class NamespaceHandle:
             raise BadInput(f"deadline_ms={deadline_ms}; give 0 or more")
         first_block = min(first_token // self.block_tokens, match.blocks)
         reply = self._door.lease(self.number, match.keys[: match.blocks], first_block, deadline_ms)
-        if reply.blocks == match.blocks:
-            account = match.account
-        else:
-            account = match.account.cut(
-                reply.blocks * self.block_tokens, reply.reason or match.reason or MissReason.EVICTED
-            )
-        return Lease(self._door, reply, match.keys, account, self.block_tokens)
+        parts: list[tuple[HitTier | MissReason, int]] = [
+            (tier, blocks * self.block_tokens) for tier, blocks in reply.tiers
+        ]
+        lost = (match.blocks - reply.blocks) * self.block_tokens
+        parts.append((reply.reason or MissReason.EVICTED, lost))
+        parts += [(part.origin, part.tokens) for part in match.account.segments if isinstance(part.origin, MissReason)]
+        return Lease(self._door, reply, match.keys, Account.of(parts), self.block_tokens)
 
     def get(self, lease: Lease, into: Pages, first_token: int = 0) -> Loaded:
         """Copy leased blocks into pages, decode them and verify the copy.
@@ -191,6 +196,8 @@ class NamespaceHandle:
                 f"first_token={first_token} must be a multiple of the page ({into.page_tokens} tokens) and not before "
                 f"the lease's first token {lease.first_token}"
             )
+        if len(set(into.table)) != len(into.table):
+            raise LayoutMismatch("the page table names a page twice; a page can hold one piece of a prompt only")
         coders = [self._codec.bind(into, self.layout, part) for part in self.layout.parts]
         start = first_token // self.block_tokens
         stop = min(lease.blocks, (first_token + into.tokens) // self.block_tokens)
@@ -220,7 +227,7 @@ class NamespaceHandle:
         """Store the full blocks of a prompt; those that are there already are skipped.
 
         pages: cover the prompt's tokens from `first_token` on, which is a page boundary; blocks before them must be
-        stored already. ttl (seconds) and priority (-100 .. 100) are kept with the block for retention.
+        stored already. ttl (seconds) and priority (-100 .. 100) are kept with the block; nothing acts on them yet.
         """
         self._check_put(pages, first_token, durability, ttl, priority)
         keys = self._hasher.keys(token_bytes(token_ids), as_extra_keys(extra_keys))

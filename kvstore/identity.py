@@ -172,6 +172,11 @@ def as_extra_keys(extra_keys: Sequence[ExtraKey | bytes | str]) -> tuple[ExtraKe
     keys = []
     for given in extra_keys:
         key = given if isinstance(given, ExtraKey) else ExtraKey(_extra_value(given))
+        if not isinstance(key.value, bytes) or not isinstance(key.first_token, int):
+            raise BadInput(
+                f"ExtraKey of {type(key.value).__name__} at {type(key.first_token).__name__}; give bytes and a token's "
+                "position"
+            )
         if key.first_token < 0 or len(key.value) > MAX_EXTRA_KEY_BYTES:
             raise BadInput(
                 f"an extra key of {len(key.value)} bytes at token {key.first_token}; allowed: at most "
@@ -199,6 +204,11 @@ class Namespace:
     config: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not isinstance(self.weights_epoch, int):
+            raise BadInput(
+                f"model of {type(self.model).__name__}, weights_epoch of {type(self.weights_epoch).__name__}; give "
+                "text and a whole number"
+            )
         if not self.model or len(self.model) > 256 or self.model.startswith(("/", "./", "../", "~")):
             raise BadInput(
                 f"model={self.model!r} is not a fingerprint of weights; give a commit id or a content digest "

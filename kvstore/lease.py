@@ -29,7 +29,7 @@ class LeaseRecord:
 
 @dataclass(slots=True)
 class ReservationRecord:
-    """rows, keys, parents, indexes: the blocks to fill, in chain order. Of each part: done, the committed blocks, and
+    """rows, parents, indexes: the blocks to fill, in chain order. Of each part: done, the committed blocks, and
     places, the slots.
 
     refills: hollow rows among them, pinned for as long as the reservation lives. orphans: places of a reservation
@@ -42,7 +42,6 @@ class ReservationRecord:
     priority: int
     expires_at: int
     rows: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
     indexes: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
@@ -76,8 +75,8 @@ class LeaseTable:
         return number
 
     def get(self, number: int) -> LeaseRecord | None:
-        """A lease that still pins."""
-        return self._live.get(number)
+        """A lease, live or run out."""
+        return self._live.get(number) or self._lapsed.get(number)
 
     def take(self, number: int) -> LeaseRecord | None:
         """Remove a lease, live or run out; the record tells which by `held`."""

@@ -48,7 +48,9 @@ class MissReason(StrEnum):
     CHEAPER_TO_COMPUTE = "cheaper_to_compute"  # loading would take longer than computing
     AUDIT = "audit"  # computed on purpose, to compare with what is stored
     UNSUPPORTED = "unsupported"  # the engine or the model cannot take it
-    DISABLED = "disabled"  # the caller asked for no lookup, or the store is closed
+    DISABLED = (
+        "disabled"  # nothing was asked of the store: it is closed, or not used, or the namespace was just dropped
+    )
 
 
 # What a tier reports about a block, as a reason for its tokens. Total: a test walks over every member of `Finding`.

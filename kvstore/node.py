@@ -6,9 +6,11 @@ The one place where clock, randomness, memory and disk enter. Nothing here is a 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -64,6 +66,10 @@ class TenantDoor:
         self.abort = store.abort
         self.span = store.span
 
+    def leads_to(self, store: Store, keys: TenantKeys) -> bool:
+        """Whether this is that tenant's door to that store."""
+        return self._store is store and self._keys.tenant == keys.tenant
+
     def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
         """Make a namespace known to this tenant."""
         return self._store.open_namespace(self._keys, namespace, payload_bytes)
@@ -103,16 +109,22 @@ class EmbeddedStore:
             if not isinstance(name, str) or not isinstance(value, str):
                 raise BadInput(f"config {name!r}={value!r}: names and values must be text")
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
+        return NamespaceHandle(self._door(), namespace, chosen)
+
+    def _door(self) -> TenantDoor:
         keys = self._keys.tenant(self.tenant)
         self._ring.add(keys)
-        return NamespaceHandle(TenantDoor(self._store, keys), namespace, chosen)
+        return TenantDoor(self._store, keys)
 
     def for_tenant(self, tenant: str) -> EmbeddedStore:
         """The same store as another tenant, which shares memory with this one and nothing else."""
         return EmbeddedStore(self._store, self._ring, self._keys, self._lock, self._codecs, tenant)
 
     def drop(self, namespace: NamespaceHandle) -> int:
-        """Evict a namespace from every tier; returns how many blocks it had."""
+        """Evict a namespace of this store and tenant from every tier; returns how many blocks it had."""
+        door = namespace.door
+        if not isinstance(door, TenantDoor) or not door.leads_to(self._store, self._keys.tenant(self.tenant)):
+            raise BadInput("that namespace was opened in another store or by another tenant; drop it there")
         return self._store.drop(namespace.number)
 
     def evict(self, blocks: int) -> int:
@@ -185,7 +197,7 @@ class KeyFile:
             return self._tenants.get(name) or self._new_tenant(name)
 
     def _new_tenant(self, name: str) -> TenantKeys:
-        if not name or len(name) > 64 or not name.isprintable():
+        if not isinstance(name, str) or not name or len(name) > 64 or not name.isprintable():
             raise BadInput(f"tenant={name!r}; give 1 to 64 printable characters")
         if len(self._tenants) >= MAX_TENANTS:
             raise BadInput(f"{len(self._tenants)} tenants have keys, which is the limit")
@@ -232,7 +244,21 @@ def open_embedded(
     except BaseException:
         lock.release()
         raise
+    _disown_in_children(store, lock)
     return EmbeddedStore(store, ring, keys, lock, codecs, tenant)
+
+
+def _disown_in_children(store: Store, lock: DirectoryLock) -> None:
+    """A forked child shares the memory but not the tables: in it the store is closed, before anything else runs."""
+    reference = weakref.ref(store)
+
+    def disown() -> None:
+        inherited = reference()
+        if inherited is not None:
+            inherited.disown()
+            lock.forget()
+
+    os.register_at_fork(after_in_child=disown)
 
 
 def build_store(dram_config: DramConfig, limits: Limits, ring: KeyRing, clock: Clock | None = None) -> Store:

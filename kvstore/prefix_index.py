@@ -178,7 +178,7 @@ class PrefixIndex:
     def publish(self, row: int) -> None:
         """A pending or refilled row becomes visible. Its parent is visible already, unless that is hollow."""
         assert self._states[row] in (RowState.PENDING, RowState.HOLLOW)
-        namespace, key = self._owners[row], self.key(row)
+        namespace, key = self._owners[row], self._keys[row]
         names = self._names[namespace]
         del names.hidden[key]
         names.visible[key] = row
@@ -196,7 +196,7 @@ class PrefixIndex:
     def remove(self, row: int, *, remember: bool = False) -> int:
         """Take a childless row out; returns its parent. `remember`: it was evicted, so that a miss can say so."""
         assert self._children[row] == 0, "a block goes before its parent"
-        namespace, key, parent = self._owners[row], self.key(row), self._parents[row]
+        namespace, key, parent = self._owners[row], self._keys[row], self._parents[row]
         names = self._names[namespace]
         del (names.visible if self._states[row] == RowState.VISIBLE else names.hidden)[key]
         self._states[row] = RowState.FREE

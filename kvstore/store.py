@@ -196,7 +196,11 @@ class Store:
             if not record.rows:
                 return ReserveReply(0, present, stopped_at=stopped_at, reason=reason)
             self._reservations[record.number] = record
-        short = self._find_slots(record)
+        try:
+            short = self._find_slots(record)
+        except BaseException:  # interrupted: nobody will ever know this reservation's number
+            self.abort(record.number)
+            raise
         if short is not None:
             stopped_at, reason = short
         elif stopped_at is None:
@@ -216,17 +220,11 @@ class Store:
                 return 0
             start = record.done[part]
             assert start + len(digests) <= record.filled, "committed more blocks than were reserved"
-            for position, slices in enumerate(digests, start):
-                row = record.rows[position]
-                self._blocks.seal(
-                    row,
-                    part,
-                    record.parents[position],
-                    record.indexes[position],
-                    record.generations[position],
-                    slices,
-                )
-            record.done[part] = start + len(digests)
+            stop = start + len(digests)
+            columns = (record.rows, record.parents, record.indexes, record.generations)
+            unsealed = zip(*(column[start:stop] for column in columns), digests, strict=True)
+            self._blocks.seal(record.namespace, part, list(unsealed))
+            record.done[part] = stop
             self._publish(record, min(record.done))
             return record.published
 
@@ -256,7 +254,9 @@ class Store:
     # Operations ----------------------------------------------------------------------------------------------------
 
     def evict(self, blocks: int) -> int:
-        """Evict up to that many of the worst leaves; returns how many went."""
+        """Evict up to that many of the worst leaves; returns how many went. Raises `BadInput`."""
+        if blocks < 0:
+            raise BadInput(f"blocks={blocks}; give 0 or more")
         with self._lock:
             self._check_open()
             self._run_out()
@@ -272,7 +272,7 @@ class Store:
         with self._lock:
             return StoreUsage(
                 dram=self._blocks.dram.usage(),
-                blocks=self._blocks.index.visible_blocks(),
+                blocks=0 if self._closed else self._blocks.index.visible_blocks(),
                 leases=len(self._leases),
                 reservations=len(self._reservations),
                 pinned_bytes=self._pinned_bytes,
@@ -291,9 +291,17 @@ class Store:
         """Whether it was closed."""
         return self._closed
 
+    def disown(self) -> None:
+        """In a forked child: the memory is the parent's, so here the store is closed. Whoever held the lock is gone."""
+        self._closed = True
+        self._lock = threading.Lock()
+        self._moves_done = threading.Condition(self._lock)
+
     def check(self) -> None:
         """Verify every invariant; for tests, and safe at any time."""
         with self._lock:
+            if self._closed:
+                return
             pins: Counter[int] = Counter()
             for record in self._leases.live():
                 pins.update(record.rows)
@@ -331,7 +339,8 @@ class Store:
     def _check_fits(self, namespace: Namespace, payload_bytes: Sequence[int]) -> None:
         if len(self._blocks.spaces) >= self._limits.namespaces:
             raise BadInput(
-                f"{len(self._blocks.spaces)} namespaces are open, which is the limit; drop one that is not used"
+                f"{len(self._blocks.spaces)} namespaces were opened, which is the limit until the store is opened "
+                "again; use fewer, or give a higher limits.namespaces"
             )
         extent = self._blocks.dram.extent_bytes
         for part, payload in zip(namespace.layout.parts, payload_bytes, strict=True):
@@ -451,7 +460,6 @@ class Store:
                 else:
                     record.refills.add(row)
                 record.rows.append(row)
-                record.keys.append(key)
                 record.parents.append(parent_key)
                 record.indexes.append(position)
                 record.generations.append(blocks.next_generation())
@@ -461,7 +469,7 @@ class Store:
 
     def _find_slots(self, record: ReservationRecord) -> tuple[int, MissReason] | None:
         """Slots for every row, or for as many as can be; where it stopped, and why."""
-        scarce = refused = False  # the machine had no memory for another extent: now, and at any time
+        scarce = refused = False  # the machine had no memory for another extent: now, and the last time it was asked
         for _ in range(self._limits.room_steps):
             with self._lock:
                 step = MissReason.DISABLED if record.cancelled or self._closed else self._take_slots(record, scarce)
@@ -472,7 +480,9 @@ class Store:
             if isinstance(step, _Job):
                 self._vacate(step)
                 scarce = False
-            elif not self._grow(step):
+            elif self._grow(step):
+                refused = False
+            else:
                 if refused:  # not even for one that was given back
                     with self._lock:
                         return self._shorten(record, MissReason.TIER_DOWN)
@@ -545,7 +555,7 @@ class Store:
                 self._unpin(record.namespace, [row])
             else:
                 self._blocks.give_up(row)
-        for column in (record.rows, record.keys, record.parents, record.indexes, record.generations):
+        for column in (record.rows, record.parents, record.indexes, record.generations):
             del column[start:]
         record.filled = min(record.filled, start)
 
@@ -588,18 +598,24 @@ class Store:
 
     def _vacate(self, job: _Job) -> None:
         """Copy outside the lock, then switch the places over, unless a reader or a failed check was faster."""
-        results = self._mover.run(job.copies)
-        with self._lock:
-            del self._jobs[job.extent]
-            emptied = not self._closed
-            for done in results:
-                emptied = self._settle(done) and emptied
-            if emptied:
-                self._blocks.dram.retire(job.extent)
-                self._blocks.counters["reclaimed_extents"] += 1
-            elif not self._closed:
-                self._blocks.dram.stop_vacating(job.extent)
-            self._moves_done.notify_all()
+        results = [MoveDone(copy, Outcome.GONE) for copy in job.copies]  # if the mover is interrupted
+        try:
+            results = self._mover.run(job.copies)
+        finally:
+            with self._lock:
+                self._end_job(job, results)
+
+    def _end_job(self, job: _Job, results: Sequence[MoveDone]) -> None:
+        del self._jobs[job.extent]
+        emptied = not self._closed
+        for done in results:
+            emptied = self._settle(done) and emptied
+        if emptied:
+            self._blocks.dram.retire(job.extent)
+            self._blocks.counters["reclaimed_extents"] += 1
+        elif not self._closed:
+            self._blocks.dram.stop_vacating(job.extent)
+        self._moves_done.notify_all()
 
     def _settle(self, done: MoveDone) -> bool:
         """Take over one finished copy; whether its source is free now."""

@@ -103,7 +103,7 @@ class DramTier:
     def delete(self, places: Sequence[int]) -> None:
         """Free committed frames at once: nothing here outlives the process."""
         for place in places:
-            self._step(place, FrameEvent.EVICT)
+            self._extents[extent_of(place)].slots.apply(slot_of(place), FrameEvent.EVICT)
             self._step(place, FrameEvent.DELETED)
 
     def usage(self) -> Usage:

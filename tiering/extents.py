@@ -47,7 +47,7 @@ class Extent:
             self.address, self.view = _mapped(self.descriptor, size_bytes)
             _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)  # KV is prompt text to whoever can invert it
             self._prefault()
-        except OSError:
+        except BaseException:
             self.close()
             raise
 
@@ -102,12 +102,17 @@ class ExtentPool:
             if not self.has_room():
                 raise TierFull(f"all {self.budget_bytes} bytes of the DRAM budget are taken")
             self._taken_bytes += self.extent_bytes
+        made = False
         try:
-            return Extent(self.extent_bytes)
+            extent = Extent(self.extent_bytes)
+            made = True
+            return extent
         except OSError as error:
-            with self._lock:
-                self._taken_bytes -= self.extent_bytes
             raise TierUnavailable(f"no shared memory: {error.strerror}") from error
+        finally:
+            if not made:
+                with self._lock:
+                    self._taken_bytes -= self.extent_bytes
 
     def destroy(self, extent: Extent) -> None:
         """Take an extent back; its bytes are free for another."""

@@ -28,6 +28,12 @@ class DirectoryLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{self._owner}\n".encode(), 0)
 
+    def forget(self) -> None:
+        """In a forked child: the lock is the parent's alone, and must not outlive it here."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
     def release(self) -> None:
         """Let others in. Safe to call twice."""
         if self._descriptor >= 0:

@@ -29,7 +29,7 @@ _UNSIGNED: dict[int, np.dtype[Any]] = {
 _BYTE = _UNSIGNED[1]
 
 _FIRST_ADDRESS = 4096
-_MEMORY = memoryview((ctypes.c_char * ((1 << 47) - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS))
+_MEMORY = memoryview((ctypes.c_char * ((1 << 57) - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS))
 """This process's address space as one buffer: the cheapest way to make an array over memory that others own."""
 
 _LARGEST_GAP_BYTES = 64 << 10

@@ -1,30 +1,32 @@
-"""`kvstore bench lookup`: matching a long prompt, and what a block costs in the index (floor 4).
+"""`kvstore bench lookup`: the price of a match, and of a block in the tables, in bytes and for the collector (floor 4).
 
-The tables are the product's own: prefix index, residency and policy, filled with rows as a store would fill them, and
-matched through its handle, door and lock. Frames are left out: two million of them would be terabytes, and a match
-looks at none. The limit is the prompt's hash chain alone, taken in the same run: whoever names blocks by what they hold
-has to compute it. Prompts rotate, so that most rows and keys of a large index are not in the processor's caches.
+Two stores are filled with chains of blocks, a small one and a large one: rows in the index, in the residency table and
+in the policy's list, as puts make them, but without payloads, of which the large one would need terabytes. A match is
+the user's own call, for a prompt given as an array, and all of the prompt is stored. Its limit is the chain of hashes
+over the same bytes by itself, taken right before and right after.
 
-Pauses are those of full garbage collections of what the store holds: everything that the process had before, which is
-torch and its like, is frozen for that time and measured by itself.
+A prompt that is asked for again and again finds its part of the index in the caches; so prompts also take turns.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from statistics import median
-from time import perf_counter
+import os
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from kvstore.bench.measure import Progress, available_bytes, machine, quantile, quiet_collector, resident_bytes
+from kvstore.bench.measure import Against, Cost, Progress, against, machine, resident_bytes
 from kvstore.blocks import Blocks
-from kvstore.codec import codec_named
-from kvstore.config import Limits, format_size
+from kvstore.codec import RawCodec
+from kvstore.config import Limits
 from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import KeyRing, Namespace, PrefixHasher, TenantKeys, token_bytes
@@ -36,72 +38,112 @@ from tiering.dram import DramTier
 from tiering.extents import ExtentPool
 from tiering.mover import Mover
 from tiering.policies.lru import LeafFirstLru
-from tiering.residency import Residency
+from tiering.residency import Residency, SlotTable
 
-Tokens = np.ndarray[Any, np.dtype[np.uint32]]
+MATCH_TARGET = 2.2
+"""A match takes at most this many times the chain of hashes."""
+GROWTH_TARGET = 1.7
+"""A match in the large index takes at most this many times a match in the small one."""
+BYTES_TARGET = 300
+"""A block takes at most this many bytes in all tables together."""
+PAUSE_TARGET_MS = 50.0
+"""No garbage collection stops the process for longer."""
 
-BLOCK_TOKENS = 64
-EXPECTED_BYTES_PER_BLOCK = 400
-"""For the check that memory will do; what a block really takes is measured."""
-
-MATCH_LIMIT_RATIO = 0.6 / 0.27
-BYTES_LIMIT = 300.0
-GROWTH_LIMIT = 1.7
-PAUSE_LIMIT_MS = 50.0
+_TOGETHER = 64  # prompts that are being stored at the same time, so that their blocks come mixed
+_STEP_BLOCKS = 8  # how many blocks one of them adds at a time
+_SLOTS_OF_EXTENT = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """prompt_tokens: of every prompt. sizes: blocks in the index. probes: different prompts that are matched in turn,
-    rounds: how often each. collections: full garbage collections with the largest index loaded."""
+    """prompt_tokens, block_tokens: of every prompt. small_blocks, large_blocks: in the two indexes, whole prompts.
+
+    laps: how often each match is measured.
+    """
 
     prompt_tokens: int = 32768
-    sizes: tuple[int, ...] = (10_000, 2_000_000)
-    probes: int = 64
-    rounds: int = 5
-    collections: int = 5
-    seed: int = 1
+    block_tokens: int = 64
+    small_blocks: int = 10_000
+    large_blocks: int = 2_000_000
+    laps: int = 200
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prompt_tokens // self.block_tokens <= self.small_blocks <= self.large_blocks:
+            raise BadInput(
+                f"prompts of {self.prompt_tokens} tokens in indexes of {self.small_blocks} and {self.large_blocks} "
+                "blocks: give prompts of at least one block, indexes of at least one prompt, the larger one last"
+            )
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One index size. Times in milliseconds, p50 and p99 over all matches; chain_ms: the hash chain alone, beside them.
+class MatchRow:
+    """A match of one prompt, asked again and again, or of many in turn: median milliseconds beside the bare chain's.
 
-    ratio: match / chain, medians of the same run. bytes_per_block: growth of this process's resident memory.
+    times_chain: the median over laps of their quotient, and its quartiles.
     """
 
     blocks: int
+    prompts: str
     match_ms: float
-    match_ms_p99: float
     chain_ms: float
-    ratio: float
-    bytes_per_block: float
+    times_chain: float
+    times_chain_low: float
+    times_chain_high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of the large index's tables per block, counted object by object, and as the process grew.
+
+    keys: prefix keys and row numbers, as objects. names: the dictionaries. index, residency, policy, slots: columns.
+    """
+
+    keys: float
+    names: float
+    index: float
+    residency: float
+    policy: float
+    slots: float
+    process: float
+
+    @property
+    def counted(self) -> float:
+        """All tables together."""
+        return self.keys + self.names + self.index + self.residency + self.policy + self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """The longest full garbage collection, in milliseconds.
+
+    program_ms: of everything that this program has imported, torch above all, before any block is there. tables_ms: of
+    everything that came with the blocks: the rest is frozen meanwhile, as engines do it after they have started.
+    longest_insert_ms: the slowest single block while filling; then a dictionary of all blocks had to grow.
+    """
+
+    program_ms: float
+    tables_ms: float
+    longest_insert_ms: float
 
 
 @dataclass(frozen=True)
 class LookupResult:
-    """All sizes, the longest pause of a full garbage collection over the tables, and the targets. others_pause_ms: of
-    one over everything else in this process."""
+    """Everything that was measured, and under which conditions."""
 
     options: Options
-    rows: list[Row] = field(default_factory=list)
-    pause_ms: float = 0.0
-    others_pause_ms: float = 0.0
+    matches: list[MatchRow]
+    growth: float
+    footprint: Footprint
+    pauses: Pauses
 
-    @property
-    def growth(self) -> float:
-        """Match in the largest index / match in the smallest."""
-        return self.rows[-1].match_ms / self.rows[0].match_ms
-
-    @property
-    def targets(self) -> dict[str, tuple[float, float]]:
-        """What is to be reached, by name: (value, upper limit). Only a large index tells the bytes of a block."""
-        return {
-            "match / hash chain": (self.rows[0].ratio, MATCH_LIMIT_RATIO),
-            "match, largest / smallest index": (self.growth, GROWTH_LIMIT),
-            "bytes per block, largest index": (self.rows[-1].bytes_per_block, BYTES_LIMIT),
-            "longest collection, ms": (self.pause_ms, PAUSE_LIMIT_MS),
-        }
+    def targets(self) -> list[tuple[str, float, float]]:
+        """(what, measured, at most)."""
+        return [
+            ("match / chain, worst row", max(row.times_chain for row in self.matches), MATCH_TARGET),
+            ("match, large / small index", self.growth, GROWTH_TARGET),
+            ("bytes per block", max(self.footprint.counted, self.footprint.process), BYTES_TARGET),
+            ("garbage collection, ms", self.pauses.tables_ms, PAUSE_TARGET_MS),
+        ]
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -109,146 +151,240 @@ class LookupResult:
             "bench": "lookup",
             "machine": machine(),
             "options": asdict(self.options),
-            "rows": [asdict(row) for row in self.rows],
+            "matches": [asdict(row) for row in self.matches],
             "growth": self.growth,
-            "collection_pause_ms": self.pause_ms,
-            "collection_pause_ms_of_everything_else": self.others_pause_ms,
-            "targets": {
-                name: {"value": value, "limit": limit, "met": value <= limit}
-                for name, (value, limit) in self.targets.items()
-            },
+            "bytes_per_block": {**asdict(self.footprint), "counted": self.footprint.counted},
+            "pauses": asdict(self.pauses),
+            "targets": [
+                {"what": what, "measured": measured, "at_most": most, "met": measured <= most}
+                for what, measured, most in self.targets()
+            ],
         }
 
     def render(self, console: Any) -> None:
-        """A table of sizes and a table of targets."""
-        table = Table("blocks", "match p50", "match p99", "hash chain p50", "ratio", "bytes per block")
-        for row in self.rows:
+        """Three small tables."""
+        table = Table("blocks", "prompts", "match p50", "chain p50", "match / chain", "quartiles")
+        for row in self.matches:
             table.add_row(
                 f"{row.blocks:,}",
+                row.prompts,
                 f"{row.match_ms:.3f} ms",
-                f"{row.match_ms_p99:.3f} ms",
                 f"{row.chain_ms:.3f} ms",
-                f"{row.ratio:.2f}",
-                f"{row.bytes_per_block:.0f}",
+                f"{row.times_chain:.2f}",
+                f"{row.times_chain_low:.2f} .. {row.times_chain_high:.2f}",
             )
+        console.print(f"match of {self.options.prompt_tokens:,} tokens, all stored", table, sep="\n")
+        names = [name for name in asdict(self.footprint) if name != "process"]
+        table = Table(*names, "together", "by the process")
+        sizes = [getattr(self.footprint, name) for name in names]
+        table.add_row(*(f"{size:.1f}" for size in (*sizes, self.footprint.counted, self.footprint.process)))
+        console.print("bytes per block", table, sep="\n")
+        table = Table("target", "measured", "at most", "")
+        for what, measured, most in self.targets():
+            table.add_row(what, f"{measured:.2f}", f"{most:g}", "met" if measured <= most else "missed")
         console.print(table)
-        goals = Table("target", "value", "at most", "")
-        for name, (value, limit) in self.targets.items():
-            goals.add_row(name, f"{value:.2f}", f"{limit:.2f}", "met" if value <= limit else "missed")
-        console.print(goals)
         console.print(
-            f"prompts of {self.options.prompt_tokens} tokens as arrays, {self.options.probes} in rotation; a full "
-            f"collection of all tables took at most {self.pause_ms:.1f} ms, one of everything else in this process "
-            f"(torch and its like) {self.others_pause_ms:.1f} ms"
+            f"garbage collection: of the blocks alone; of this program without any blocks {self.pauses.program_ms:.1f} "
+            f"ms. The slowest insertion of a block took {self.pauses.longest_insert_ms:.1f} ms: a dictionary grew."
         )
 
 
 def run(options: Options | None = None, progress: Progress = None) -> LookupResult:
-    """Fill an index of each size, then match in all of them in turn. Raises `BadInput` where memory will not do."""
+    """Fill both indexes, then match in both, turn by turn."""
     options = options or Options()
-    needed = sum(options.sizes) * EXPECTED_BYTES_PER_BLOCK
-    if needed > available_bytes():
-        raise BadInput(
-            f"this bench needs about {format_size(needed)} of memory and {format_size(available_bytes())} are "
-            "available; free some, or give smaller sizes"
-        )
-    others_pause_ms = _longest_pause_ms(options.collections)
+    say = progress or _say_nothing
+    program_ms = longest_collection_ms()
     gc.freeze()
     try:
-        loaded = [_Loaded(options, blocks, progress) for blocks in sorted(options.sizes)]
-        pause_ms = _longest_pause_ms(options.collections)
+        small = _Filled(options, options.small_blocks, say)
+        before = resident_bytes()
+        large = _Filled(options, options.large_blocks, say)
+        gc.collect()
+        grown = resident_bytes() - before
+        tables_ms = longest_collection_ms()
     finally:
         gc.unfreeze()
-    if progress is not None:
-        progress("matching")
-    with quiet_collector():
-        for _ in range(options.rounds):
-            for probe in range(options.probes):
-                for index in loaded:
-                    index.probe(probe)
-    return LookupResult(options, [index.row() for index in loaded], pause_ms, others_pause_ms)
+    say(f"matching, {options.laps} laps")
+    limit = _Chain(options)
+    contenders = {
+        (filled.blocks, prompts): filled.match(rotating=rotating)
+        for filled in (small, large)
+        for prompts, rotating in (("the same", False), ("in turn", True))
+    }
+    measured = against(limit.turn, contenders, options.laps)
+    rows = [_row(blocks, prompts, found) for (blocks, prompts), found in measured.items()]
+    return LookupResult(
+        options,
+        rows,
+        measured[large.blocks, "in turn"].seconds / measured[small.blocks, "in turn"].seconds,
+        large.footprint(grown),
+        Pauses(program_ms, tables_ms, large.longest_insert * 1e3),
+    )
 
 
-class _Loaded:
-    """A store whose tables hold so many blocks, all of them chains of one prompt's length, and prompts to match."""
+def longest_collection_ms(times: int = 3) -> float:
+    """The longest of some full garbage collections of this process, as the collector itself tells."""
+    pauses: list[float] = []
+    started = [0.0]
 
-    def __init__(self, options: Options, blocks: int, progress: Progress) -> None:
-        self._options = options
-        self._chain_blocks = options.prompt_tokens // BLOCK_TOKENS
-        self._chains = max(1, blocks // self._chain_blocks)
-        self.blocks = self._chains * self._chain_blocks
-        keys = TenantKeys.derive(bytes(range(32)))
-        self._hasher = PrefixHasher(keys.identity, BLOCK_TOKENS)
-        self._index, self._residency = PrefixIndex(), Residency(LeafFirstLru())
+    def note(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            started[0] = perf_counter()
+        else:
+            pauses.append(perf_counter() - started[0])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        for _ in range(times):
+            gc.collect()
+    finally:
+        gc.callbacks.remove(note)
+    return max(pauses) * 1e3
+
+
+class _Prompts:
+    """Prompt number n: 0, 1, 2, ... but for the first token, which is n and so in every key of its chain."""
+
+    def __init__(self, options: Options) -> None:
+        self._tokens = np.arange(options.prompt_tokens, dtype=np.uint32)
+
+    def __getitem__(self, number: int) -> np.ndarray[Any, Any]:
+        tokens = self._tokens.copy()
+        tokens[0] = number
+        return tokens
+
+
+class _Filled:
+    """A store whose tables hold that many blocks of whole prompts, and a handle on it."""
+
+    def __init__(self, options: Options, blocks: int, say: Callable[[str], None]) -> None:
+        self.blocks = blocks
+        self.longest_insert = 0.0
+        self._prompts = _Prompts(options)
+        self._chain_blocks = options.prompt_tokens // options.block_tokens
+        self._chains = blocks // self._chain_blocks
+        keys = TenantKeys.derive(os.urandom(32))
         ring = KeyRing([keys])
         dram = DramTier(ExtentPool(1 << 20, 1 << 16))
+        self._index, self._policy = PrefixIndex(), LeafFirstLru()
+        self._residency = Residency(self._policy)
         store = Store(Blocks(self._index, self._residency, dram, ring), Mover(dram, ring), SystemClock(), Limits())
-        layout = Layout.gqa(layers=1, kv_heads=1, head_dim=16, dtype="float16", block_tokens=BLOCK_TOKENS)
-        self._handle = NamespaceHandle(TenantDoor(store, keys), Namespace("bench", layout, "raw"), codec_named("raw"))
-        gc.collect()
-        before = resident_bytes()
-        for chain in range(self._chains):
-            if progress is not None and chain % 64 == 0:
-                progress(f"index of {self.blocks:,} blocks: {chain * self._chain_blocks:,}")
-            self._add(self._hasher.keys(token_bytes(self._prompt(chain))))
-        gc.collect()
-        self.bytes_per_block = (resident_bytes() - before) / self.blocks
-        generator = np.random.default_rng(options.seed)
-        chosen = generator.choice(self._chains, size=options.probes, replace=self._chains < options.probes)
-        self._probes: Sequence[Tokens] = [self._prompt(int(chain)) for chain in chosen]
-        self._match_seconds: list[float] = []
-        self._chain_seconds: list[float] = []
+        layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=options.block_tokens)
+        self.handle = NamespaceHandle(TenantDoor(store, keys), Namespace("0" * 40, layout, "raw"), RawCodec())
+        self._hasher = PrefixHasher(keys.identity, options.block_tokens)
+        for rows in self._fill():
+            say(f"filling an index of {blocks:,} blocks: {rows:,}")
+        tables = -(-blocks // _SLOTS_OF_EXTENT)
+        self._slots = [SlotTable(_SLOTS_OF_EXTENT) for _ in range(tables)]
 
-    def probe(self, number: int) -> None:
-        """Match one prompt, and hash its chain alone."""
-        prompt = self._probes[number]
-        start = perf_counter()
-        match = self._handle.match(prompt)
-        middle = perf_counter()
-        self._hasher.keys(token_bytes(prompt))
-        end = perf_counter()
-        assert match.tokens == match.account.hit_tokens == self._options.prompt_tokens, "the prompt is stored whole"
-        self._match_seconds.append(middle - start)
-        self._chain_seconds.append(end - middle)
+    def match(self, *, rotating: bool) -> Callable[[], Cost]:
+        """A turn: the match of a whole prompt."""
+        order = np.random.default_rng(7).permutation(self._chains).tolist() if rotating else [0]
+        turn = iter(range(sys.maxsize))
 
-    def row(self) -> Row:
-        """What was measured."""
-        match_seconds, chain_seconds = median(self._match_seconds), median(self._chain_seconds)
-        return Row(
-            self.blocks,
-            1e3 * match_seconds,
-            1e3 * quantile(self._match_seconds, 0.99),
-            1e3 * chain_seconds,
-            match_seconds / chain_seconds,
-            self.bytes_per_block,
+        def one() -> Cost:
+            prompt = self._prompts[order[next(turn) % len(order)]]
+            cpu, start = thread_time(), perf_counter()
+            found = self.handle.match(prompt)
+            cost = Cost(perf_counter() - start, thread_time() - cpu)
+            assert found.blocks == self._chain_blocks and found.reason is None, found
+            return cost
+
+        return one
+
+    def footprint(self, grown_bytes: int) -> Footprint:
+        """grown_bytes: what the process took while this was filled."""
+        names = [table for names in self._index._names for table in (names.visible, names.hidden)]
+        key, row = next(reversed(names[0].items()))
+        sizes = (
+            _allocated(sys.getsizeof(key)) + _allocated(sys.getsizeof(row)),
+            sum(map(sys.getsizeof, names)) / self.blocks,
+            _column_bytes(self._index) / self.blocks,
+            _column_bytes(self._residency) / self.blocks,
+            _column_bytes(self._policy) / self.blocks,
+            sum(map(_column_bytes, self._slots)) / self.blocks,
         )
+        return Footprint(*sizes, grown_bytes / self.blocks)
 
-    def _prompt(self, chain: int) -> Tokens:
-        generator = np.random.default_rng((self._options.seed, chain))
-        return generator.integers(0, 128_000, self._options.prompt_tokens, dtype=np.uint32)
+    def _fill(self) -> Iterator[int]:
+        """As puts would: some prompts at a time, a few blocks of each in turn. Yields the rows so far."""
+        rows = 0
+        for first in range(0, self._chains, _TOGETHER):
+            chains = [
+                self._hasher.keys(token_bytes(self._prompts[number]))
+                for number in range(first, min(first + _TOGETHER, self._chains))
+            ]
+            parents = [NO_ROW] * len(chains)
+            for start in range(0, self._chain_blocks, _STEP_BLOCKS):
+                for number, chain in enumerate(chains):
+                    parents[number] = self._extend(parents[number], chain[start : start + _STEP_BLOCKS])
+            rows += len(chains) * self._chain_blocks
+            yield rows
 
-    def _add(self, keys: Sequence[bytes]) -> None:
-        """One chain into all tables, as a put leaves it."""
-        index, policy, parent = self._index, self._residency.policy, NO_ROW
-        rows = []
+    def _extend(self, parent: int, keys: list[bytes]) -> int:
+        """Blocks behind `parent`, as `Blocks` has them when they are stored; returns the last one."""
+        index, residency, policy = self._index, self._residency, self._policy
         for key in keys:
-            row = index.insert(self._handle.number, key, parent)
-            self._residency.grow_to(row)
+            start = perf_counter()
+            row = index.insert(0, key, parent)
+            residency.grow_to(row)
             index.publish(row)
-            self._residency.published(row, row + 1)
+            residency.published(row, row + 1)
             policy.inserted(row, index.depth(row), 0, 0.0)
             if parent != NO_ROW:
                 policy.became_inner(parent)
-            rows.append(row)
             parent = row
-        policy.touched(rows[::-1])
+            self.longest_insert = max(self.longest_insert, perf_counter() - start)
+        return parent
 
 
-def _longest_pause_ms(collections: int) -> float:
-    """The longest of so many full garbage collections."""
-    pauses = []
-    for _ in range(collections):
-        start = perf_counter()
-        gc.collect()
-        pauses.append(1e3 * (perf_counter() - start))
-    return max(pauses)
+class _Chain:
+    """The limit: one keyed BLAKE2b-256 per block over the one before and the block's tokens, and nothing else."""
+
+    def __init__(self, options: Options) -> None:
+        self._raw = token_bytes(_Prompts(options)[0])
+        self._step = options.block_tokens * 4
+        self._base = blake2b(digest_size=32, key=bytes(32), person=b"kv-bench")
+
+    def turn(self) -> Cost:
+        """The keys of one prompt."""
+        raw, step, base = self._raw, self._step, self._base
+        cpu, start = thread_time(), perf_counter()
+        parent = bytes(32)
+        for at in range(0, len(raw) - step + 1, step):
+            state = base.copy()
+            state.update(parent + raw[at : at + step])
+            parent = state.digest()
+        return Cost(perf_counter() - start, thread_time() - cpu)
+
+
+def _row(blocks: int, prompts: str, found: Against) -> MatchRow:
+    return MatchRow(
+        blocks,
+        prompts,
+        found.seconds * 1e3,
+        found.limit_seconds * 1e3,
+        1 / found.ratio,
+        1 / found.high,
+        1 / found.low,
+    )
+
+
+def _column_bytes(table: object) -> int:
+    """Bytes of the columns of a table: arrays by row, whatever their kind."""
+    total = 0
+    for value in vars(table).values():
+        for column in value if isinstance(value, list) else [value]:
+            if isinstance(column, array | bytearray | np.ndarray):
+                total += sys.getsizeof(column)
+    return total
+
+
+def _allocated(size_bytes: int) -> int:
+    """What the allocator takes for a small object: a multiple of 16 bytes."""
+    return -(-size_bytes // 16) * 16
+
+
+def _say_nothing(_: str) -> None:
+    pass

@@ -60,7 +60,7 @@ class Options:
     shapes: tuple[Shape, ...] = (Shape(8, 64), Shape(32, 64), Shape(32, 256))
     page_tokens: int = 16
     working_set_bytes: int = 1 << 30
-    laps: int = 20
+    laps: int = 16
     threads: tuple[int, ...] = (1, 2)
 
 
@@ -68,6 +68,7 @@ class Options:
 class Row:
     """One path at one frame size: decimal GB/s of payload, and one thread's memcpy of the same run beside it.
 
+    path: get, put, or memcpy itself on several threads, in the direction of the rows above it.
     ratio: of the two, the median over laps; ratio_low and ratio_high are its quartiles. cpu_ratio: the same of
     processor time over all threads. target: the ratio to reach.
     """
@@ -169,11 +170,14 @@ def _measure(
         for path in ("get", "put"):
             for threads in options.threads:
                 say(f"{path}, threads: {threads}")
+                moved = getattr(limit, path)
                 with Together(1) as alone, Together(threads) as team:
-                    contenders = {side: turn_of(team, getattr(sides[side], path), threads) for side in sides}
-                    found = against(turn_of(alone, getattr(limit, path), 1), contenders, options.laps)
-                turn_bytes = blocks * shape.payload_bytes
-                rows += [_row(path, shape, order, side, threads, turn_bytes, found[side]) for side in sides]
+                    turns = {(path, side): turn_of(team, getattr(sides[side], path), threads) for side in sides}
+                    if threads > 1:  # what the memory has to give to that many threads
+                        turns["memcpy", False] = turn_of(team, moved, threads)
+                    measured = against(turn_of(alone, moved, 1), turns, options.laps)
+                for (what, verified), found in measured.items():
+                    rows.append(_row(what, shape, order, verified, threads, blocks, found))
         for side in sides.values():
             side.check()
     finally:
@@ -183,8 +187,9 @@ def _measure(
     return rows
 
 
-def _row(path: str, shape: Shape, order: str, verified: bool, threads: int, turn_bytes: int, found: Against) -> Row:
+def _row(path: str, shape: Shape, order: str, verified: bool, threads: int, blocks: int, found: Against) -> Row:
     targeted = order == HEAD_MAJOR and shape.payload_bytes >= TARGETED_BYTES
+    turn_bytes = blocks * shape.payload_bytes
     return Row(
         path,
         shape.payload_bytes,

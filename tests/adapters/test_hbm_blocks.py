@@ -58,3 +58,26 @@ def test_a_pool_that_is_too_small_for_one_block_holds_nothing() -> None:
     pool = pool_of(0)
     pool.save(KEYS[:3], Pages(random_planes(small_layout(), 3, 64), range(3), 64))
     assert pool.leading(KEYS) == 0
+
+
+def test_a_block_whose_filling_failed_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real memory, a real copy: only the moment at which it fails is chosen."""
+    pool = pool_of(4)
+    pages = Pages(random_planes(small_layout(), 4, 64), range(4), 64)
+    copies = []
+    copy_of = torch.Tensor.copy_
+
+    def failing(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        copies.append(source)
+        if len(copies) == 3:
+            raise KeyboardInterrupt
+        return copy_of(target, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", failing)
+    with pytest.raises(KeyboardInterrupt):
+        pool.save(KEYS[:4], pages)
+    monkeypatch.undo()
+    assert pool.leading(KEYS) == 2
+    target = Pages(blank_planes(small_layout(), 2, 64), range(2), 64)
+    pool.load(KEYS[:2], target)
+    assert same_tokens(pages, target, range(128))

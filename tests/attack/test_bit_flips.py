@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstore.config import Limits
@@ -298,3 +299,28 @@ def test_a_frame_that_stands_where_it_does_not_belong(
         assert space.handle.get(lease, into.pages, BLOCK_TOKENS).reason is None
         into.expect(before, {0: space.kv(A, 1, 2)})
     assert opened.core.usage().counters["quarantined_blocks"] == 1
+
+
+def crossed(lease: Lease, keys: Sequence[bytes], parts: Sequence[int]) -> Lease:
+    """A lease as a door would grant it that mixed something up: its frames and their digests belong together."""
+    reply = msgspec.structs.replace(
+        lease.reply,
+        lease=0,
+        places=tuple(lease.reply.places[part] for part in parts),
+        header_digests=tuple(lease.reply.header_digests[part] for part in parts),
+    )
+    return Lease(lease._door, reply, list(keys), lease.account, BLOCK_TOKENS)
+
+
+def test_a_lease_on_the_frames_of_another_block(opened: OpenStore) -> None:
+    space = two_chains(opened)
+    into = space.pages(2 * BLOCK_TOKENS)
+    with space.handle.lease(space.match(B)) as lease:
+        straight = crossed(lease, lease.keys, range(4))
+        assert space.handle.get(straight, into.pages).tokens == 2 * BLOCK_TOKENS
+        before = into.snapshot()
+        for wrong in (crossed(lease, space.match(A).keys, range(4)), crossed(lease, lease.keys, (0, 2, 1, 3))):
+            loaded = space.handle.get(wrong, into.pages)
+            assert loaded.tokens == 0 and loaded.reason is MissReason.CORRUPT
+        into.expect(before, {})
+    assert space.holds(B) == 2, "its frames are as good as they were"

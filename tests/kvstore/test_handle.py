@@ -580,6 +580,37 @@ def test_a_lease_that_ran_out_pins_nothing_but_reads_what_it_promised() -> None:
     a.store.check()
 
 
+def test_damage_that_a_late_reader_finds_is_condemned_too() -> None:
+    a = bench(limits=Limits(lease_seconds=30))
+    ns = a.namespace()
+    put(ns, 128)
+    lease = ns.lease(ns.match(ids(128)))
+    a.store.span(lease.reply.places[0][1]).view[HEADER_BYTES + 5] ^= 1
+    a.clock.advance(31)
+    assert a.store.evict(0) == 0
+    assert ns.get(lease, blank_pages(ns.layout, 2)).reason is MissReason.CORRUPT
+    assert a.store.usage().counters["quarantined_blocks"] == 1
+    assert ns.match(ids(128)).blocks == 1
+    a.store.check()
+    lease.release()
+    a.store.check()
+
+
+def test_a_page_holds_one_piece_of_a_prompt(a: Bench) -> None:
+    ns = a.namespace()
+    put(ns, 128)
+    blank = blank_pages(ns.layout, 2)
+    with ns.lease(ns.match(ids(128))) as lease, pytest.raises(LayoutMismatch) as caught:
+        ns.get(lease, Pages(blank.planes, [1, 1], 64))
+    assert one_line(caught.value, "names a page twice")
+
+
+def test_a_negative_number_of_blocks_is_not_evicted(a: Bench) -> None:
+    with pytest.raises(BadInput) as caught:
+        a.store.evict(-5)
+    assert one_line(caught.value, "blocks=-5", "0 or more")
+
+
 # Tenants and namespaces -----------------------------------------------------------------------------------------------
 
 
@@ -790,4 +821,4 @@ def test_namespaces_are_bounded_in_number() -> None:
         a.namespace(model=model)
     with pytest.raises(BadInput) as caught:
         a.namespace(model="three")
-    assert one_line(caught.value, "2 namespaces are open", "limit")
+    assert one_line(caught.value, "2 namespaces were opened", "limit")

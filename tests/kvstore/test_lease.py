@@ -17,7 +17,8 @@ def test_a_lease_lasts_as_long_as_all_do() -> None:
     assert list(leases.run_out(109.9)) == []
     (record,) = leases.run_out(110.0)
     assert (record.number, record.rows, record.places, record.first_block) == (first, [1, 2], ([7, 8],), 0)
-    assert leases.get(first) is None and leases.get(second) is not None
+    assert leases.get(first) is record and leases.get(second) is not None
+    assert [other.number for other in leases.live()] == [second]
     assert [record.number for record in leases.run_out(1000.0)] == [second]
     assert list(leases.live()) == []
 

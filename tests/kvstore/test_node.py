@@ -386,3 +386,50 @@ def test_no_more_tenants_than_the_limit(tmp_path: Path) -> None:
         opened(tmp_path)
     assert one_line(caught.value, "1024 tenants", "limit")
     opened(tmp_path, tenant="tenant-7").close()
+
+
+FORKED = """
+import os, sys, numpy as np, kvstore
+layout = kvstore.Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float32")
+store = kvstore.open("embedded:" + sys.argv[1], dram="4MiB")
+ns = store.namespace(model="abc", layout=layout)
+pages = kvstore.Pages({0: [np.ones((2, 64, 1, 8), np.float32)] * 2}, range(2), 64)
+assert ns.put(list(range(128)), pages).stored == 2
+child = os.fork()
+if child == 0:
+    found = ns.match(list(range(128)))
+    stored = ns.put(list(range(1000, 1128)), pages)
+    good = found.reason is kvstore.MissReason.DISABLED and stored.stored == 0 and store.closed
+    store.close()
+    os._exit(0 if good else 1)
+assert os.waitpid(child, 0)[1] == 0, "the child used the store"
+assert ns.match(list(range(128))).blocks == 2 and not store.closed
+store.check()
+if os.fork() == 0:
+    import time
+    time.sleep(5)
+    os._exit(0)
+os._exit(0)  # the parent goes without closing; its child must not keep the directory locked
+"""
+
+
+def test_a_forked_child_finds_the_store_closed_and_holds_no_lock(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    kvstore.open(f"embedded:{tmp_path}", dram="1MiB").close()
+
+
+def test_a_namespace_is_dropped_where_it_was_opened(tmp_path: Path) -> None:
+    with (
+        kvstore.open(f"embedded:{tmp_path / 'a'}", dram="1MiB") as one,
+        kvstore.open(f"embedded:{tmp_path / 'b'}", dram="1MiB") as two,
+    ):
+        mine = one.namespace(model=MODEL, layout=small_layout())
+        theirs = two.namespace(model=MODEL, layout=small_layout())
+        assert mine.put(ids(128), random_pages(mine.layout, 2)).stored == 2
+        for stranger in (two, one.for_tenant("somebody else")):
+            with pytest.raises(BadInput) as caught:
+                stranger.drop(mine)
+            assert one_line(caught.value, "another store or by another tenant")
+        assert mine.match(ids(128)).blocks == 2
+        assert one.drop(mine) == 2 and two.drop(theirs) == 0

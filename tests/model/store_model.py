@@ -26,7 +26,7 @@ from kvstore.codec import codec_named
 from kvstore.config import DramConfig, Limits
 from kvstore.door import ReserveReply
 from kvstore.handle import NamespaceHandle
-from kvstore.identity import KeyRing, Namespace
+from kvstore.identity import KeyRing, Namespace, TenantKeys
 from kvstore.layout import KvGroup, Layout
 from kvstore.node import EmbeddedStore, KeyFile, TenantDoor
 from kvstore.pages import Pages
@@ -234,24 +234,31 @@ def _call(interruptions: list[Interruption], copies: Sequence[Copy]) -> None:
 
 
 class WatchedDoor(TenantDoor):
-    """A tenant's door that remembers which blocks puts were given slots for."""
+    """A tenant's door that says at once which block a put has made readable.
 
-    def __init__(self, store: Store, keys: Any) -> None:
+    on_stored: who is told, the innermost put last; one put may run in the middle of another.
+    """
+
+    def __init__(self, store: Store, keys: TenantKeys) -> None:
         super().__init__(store, keys)
-        self.reserved: list[int] = []
-        self._reserve = self.reserve
-        self.reserve = self._watch  # type: ignore[method-assign]
+        self.on_stored: list[Callable[[int], None]] = []
+        self._fillings: dict[int, tuple[list[int], Callable[[int], None]]] = {}
+        self._reserve, self.reserve = self.reserve, self._watch_reserve  # type: ignore[method-assign]
+        self._commit, self.commit = self.commit, self._watch_commit  # type: ignore[method-assign]
 
-    def _watch(self, *arguments: Any) -> ReserveReply:
+    def _watch_reserve(self, *arguments: Any) -> ReserveReply:
         reply = self._reserve(*arguments)
-        self.reserved.extend(reply.blocks)
+        if reply.reservation and self.on_stored:
+            self._fillings[reply.reservation] = (list(reply.blocks), self.on_stored[-1])
         return reply
 
-    def take_reserved(self, since: int) -> list[int]:
-        """The blocks reserved since there were so many; forgotten here."""
-        taken = self.reserved[since:]
-        del self.reserved[since:]
-        return taken
+    def _watch_commit(self, reservation: int, *arguments: Any) -> int:
+        visible = self._commit(reservation, *arguments)
+        if visible and reservation in self._fillings:
+            blocks, tell = self._fillings.pop(reservation)
+            for block in blocks[:visible]:  # all of them: a handle commits each part as a whole
+                tell(block)
+        return visible
 
 
 @dataclass

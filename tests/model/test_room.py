@@ -305,6 +305,40 @@ def test_a_put_does_not_call_held_what_it_evicted_itself(opened: OpenStore) -> N
     assert result.stopped_at == match.blocks == 11 and result.reason is match.reason is MissReason.EVICTED
 
 
+def test_a_chain_that_does_not_fit_keeps_its_beginning(opened: OpenStore) -> None:
+    """However many pieces it is stored in, and whatever was there before."""
+    space, other = opened.namespace("a", LATENT), opened.namespace("b", WHOLE)
+    fill(other)
+    slots = 4 * 8
+    chain = Prompt(tuple(range(200)))
+    result = space.put(chain)
+    assert (result.present, result.stored, result.stopped_at) == (0, slots, slots)
+    assert result.reason is MissReason.PINNED_FULL and space.holds(chain) == slots
+    again = space.put(chain, version=1)
+    assert (again.present, again.stored, again.stopped_at) == (slots, 0, slots)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_put_that_is_interrupted_leaves_nothing_behind(opened: OpenStore, late: bool) -> None:
+    """By the user's own hand, for one: no pending blocks, no pins, and nobody waits for its move for ever."""
+    space, other = opened.namespace("a", WHOLE), opened.namespace("b", WHOLE)
+    kept = with_holes(opened, space)
+
+    def meanwhile(_: object) -> None:
+        raise KeyboardInterrupt
+
+    (opened.mover.after if late else opened.mover.before).append(meanwhile)
+    with pytest.raises(KeyboardInterrupt):
+        other.put(Prompt((0, 1)))
+    opened.core.check()
+    usage = opened.core.usage()
+    assert (usage.reservations, usage.pinned_bytes, usage.dram.reserved) == (0, 0, 0)
+    assert other.match(single(0)).reason is MissReason.ABSENT
+    assert other.put(single(0)).stored == 1
+    assert [space.holds(prompt) for prompt in kept] == [1] * len(kept)
+    assert opened.store.drop(space.handle) == len(kept)
+
+
 def test_a_store_that_closes_under_a_drop(opened: OpenStore) -> None:
     """The drop waits for a move; when that is over there is nothing left to drop."""
     space, other = opened.namespace("a", WHOLE), opened.namespace("b", WHOLE)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import handle
 from kvstore.config import Limits
 from kvstore.errors import StoreClosed
 from kvstore.handle import Lease
@@ -24,7 +25,7 @@ from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, OpenStore, O
 from tiering.errors import BlockMissing
 
 THREADS = 4
-OPERATIONS = 1200
+OPERATIONS = 1500
 SEEDS = (1, 2)
 HANGS_AFTER_SECONDS = 60
 PROMPTS = [Prompt((first, *rest)) for first in range(12) for rest in ((), (0,), (0, 1), (2, 1, 0))]
@@ -35,6 +36,11 @@ def opened(tmp_path: Path) -> Iterator[OpenStore]:
     opened = open_store(tmp_path, limits=Limits(lease_seconds=5, pinned_fraction=0.5))
     yield opened
     opened.close()
+
+
+@pytest.fixture(autouse=True)
+def puts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handle, "PUT_WINDOW_BLOCKS", 2)
 
 
 @pytest.fixture(autouse=True)
