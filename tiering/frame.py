@@ -213,12 +213,12 @@ def verify_payload(header: FrameHeader, payload: memoryview) -> None:
             raise BlockCorrupt(f"payload digest of layer slice {index} differs")
 
 
-def digest(*buffers: Any) -> bytes:
+def digest(buffer: Any, *more: Any) -> bytes:
     """xxh3_128 of one or several buffers taken as one. A checksum, never an identity."""
-    if len(buffers) == 1:
-        return xxh3_128_digest(buffers[0])
-    state = xxh3_128(*buffers[:1])  # keeps the interpreter lock, which for a run of KV is cheaper than handing it over
-    for buffer in buffers[1:]:
+    if not more:
+        return xxh3_128_digest(buffer)
+    state = xxh3_128(buffer)  # keeps the interpreter lock, which for a run of KV is cheaper than handing it over
+    for buffer in more:
         state.update(buffer)
     return state.digest()
 

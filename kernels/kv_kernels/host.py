@@ -77,17 +77,17 @@ class RawCopy:
 
     @cached_property
     def _sources(self) -> list[list[Array]]:
-        """Of each layer its runs in as few arrays [pages, planes, length] as can be: a page is then one copy."""
+        """Of each layer its runs in as few arrays [pages, planes, length] as can be: a layer of a page is one copy."""
         return [_over(runs) for runs in self._runs]
 
     @cached_property
     def _targets(self) -> list[list[Array]]:
-        """Of each layer its runs as arrays [pages, length]: a run's copy is then at hand, to be checked."""
+        """Of each layer its runs as arrays [pages, length]: each run of a page is at hand to be checked."""
         return [[_array(run, (run.pages, run.length), (run.stride, 1)) for run in runs] for runs in self._runs]
 
     @cached_property
     def _arrays(self) -> list[list[Array]]:
-        """Of each layer the planes as [pages, head, token, width] in numbers, for what is not a column."""
+        """Of each layer the planes as [pages, head, token, width] in numbers, for what is not a run."""
         return [[_as_unsigned(plane).transpose(0, 2, 1, 3) for plane in layer] for layer in self._planes]
 
     @cached_property

@@ -47,6 +47,11 @@ FAMILIES = {
 }
 
 
+def cache_of(model: Any, store: Any = None, **options: Any) -> PrefixCache:
+    """A cache on a grid of 256 tokens, whatever the default is: the figures below are counted on it."""
+    return PrefixCache(model, store, **{"chunk_tokens": 256, **options})
+
+
 def model_of(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     config_name, model_name = FAMILIES[family]
     torch.manual_seed(seed)
@@ -99,7 +104,7 @@ def reasons(account: Any) -> dict[str, int]:
 @pytest.mark.parametrize("tokens", [1, 63, 256, 257, 700])
 def test_cold_answers_are_those_of_plain_generate(family: str, tokens: int) -> None:
     model = model_of(family)
-    answer = PrefixCache(model).generate(prompt_of(tokens), max_new_tokens=16)
+    answer = cache_of(model).generate(prompt_of(tokens), max_new_tokens=16)
     assert answer.token_ids == plain(model, prompt_of(tokens), 16)
     assert len(set(answer.token_ids)) > 4, "these weights repeat themselves: nothing would be noticed"
     assert reasons(answer.report.account) == {"disabled": tokens}
@@ -110,7 +115,7 @@ def test_cold_answers_are_those_of_plain_generate(family: str, tokens: int) -> N
 @pytest.mark.parametrize("kept", list(Kept))
 def test_warm_answers_are_the_cold_ones(family: str, dtype: torch.dtype, kept: Kept, store: EmbeddedStore) -> None:
     model = model_of(family, dtype)
-    cold, warm = PrefixCache(model), PrefixCache(model, store, kept=kept)
+    cold, warm = cache_of(model), cache_of(model, store, kept=kept)
     for tokens in (257, 512, 700):
         prompt = prompt_of(tokens)
         expected = cold.generate(prompt, max_new_tokens=12).token_ids
@@ -126,7 +131,7 @@ def test_warm_answers_are_the_cold_ones(family: str, dtype: torch.dtype, kept: K
 
 def test_restored_kv_is_what_cold_prefill_computes_bit_for_bit(llama: Any, store: EmbeddedStore) -> None:
     prompt = prompt_of(700)
-    warm = PrefixCache(llama, store)
+    warm = cache_of(llama, store)
     first = warm.generate(prompt, max_new_tokens=1).report
     assert first.saved_blocks == 10
     buffers = warm._free.take(1, 701)
@@ -158,7 +163,7 @@ def test_restored_kv_is_what_cold_prefill_computes_bit_for_bit(llama: Any, store
 def test_every_token_is_accounted_for(
     llama: Any, store: EmbeddedStore, tokens: int, first: dict[str, int], second: dict[str, int]
 ) -> None:
-    cache = PrefixCache(llama, store, chunk_tokens=128)
+    cache = cache_of(llama, store, chunk_tokens=128)
     for expected in (first, second):
         report = cache.generate(prompt_of(tokens), max_new_tokens=1).report
         assert reasons(report.account) == expected
@@ -168,7 +173,7 @@ def test_every_token_is_accounted_for(
 
 def test_another_prompt_with_the_same_beginning(llama: Any, store: EmbeddedStore) -> None:
     shared = prompt_of(300)
-    cache, cold = PrefixCache(llama, store), PrefixCache(llama)
+    cache, cold = cache_of(llama, store), cache_of(llama)
     cache.generate(shared + prompt_of(200, seed=1), max_new_tokens=4)
     prompt = shared + prompt_of(200, seed=2)
     answer = cache.generate(prompt, max_new_tokens=8)
@@ -178,10 +183,10 @@ def test_another_prompt_with_the_same_beginning(llama: Any, store: EmbeddedStore
 
 def test_a_closed_store_is_cold(llama: Any, tmp_path: Path) -> None:
     store = kvstore.open(f"embedded:{tmp_path}", dram="16MiB")
-    cache = PrefixCache(llama, store)
+    cache = cache_of(llama, store)
     expected = cache.generate(prompt_of(300), max_new_tokens=4).token_ids
     store.close()
-    for closed in (cache, PrefixCache(llama, store)):
+    for closed in (cache, cache_of(llama, store)):
         answer = closed.generate(prompt_of(300), max_new_tokens=4)
         assert answer.token_ids == expected
         assert reasons(answer.report.account) == {"disabled": 300}
@@ -190,7 +195,7 @@ def test_a_closed_store_is_cold(llama: Any, tmp_path: Path) -> None:
 
 def test_a_model_with_its_own_attention_is_served_with_it(store: EmbeddedStore) -> None:
     model = model_of(attn_implementation="eager")
-    cache = PrefixCache(model, store)
+    cache = cache_of(model, store)
     prompts = [prompt_of(300), prompt_of(90), prompt_of(600)]
     first, second = (cache.generate_batch(prompts, max_new_tokens=8) for _ in range(2))
     assert [answer.token_ids for answer in first] == [plain(model, prompt, 8) for prompt in prompts]
@@ -202,7 +207,7 @@ def test_the_model_is_left_as_it_was(llama: Any) -> None:
     before = llama.config._attn_implementation
     prompt = prompt_of(300)
     expected = plain(llama, prompt, 4)
-    PrefixCache(llama).generate(prompt, max_new_tokens=4)
+    cache_of(llama).generate(prompt, max_new_tokens=4)
     assert llama.config._attn_implementation == before == "sdpa"
     assert plain(llama, prompt, 4) == expected
 
@@ -211,7 +216,7 @@ def test_the_model_is_left_as_it_was(llama: Any) -> None:
 
 
 def test_the_next_turn_reuses_the_answer(llama: Any, store: EmbeddedStore) -> None:
-    cold, warm = PrefixCache(llama, chunk_tokens=64), PrefixCache(llama, store, chunk_tokens=64)
+    cold, warm = cache_of(llama, chunk_tokens=64), cache_of(llama, store, chunk_tokens=64)
     prompt = prompt_of(100)
     answer = warm.generate(prompt, max_new_tokens=130)
     assert answer.report.saved_blocks == 229 // 64, "the last token was never computed"
@@ -222,7 +227,7 @@ def test_the_next_turn_reuses_the_answer(llama: Any, store: EmbeddedStore) -> No
 
 
 def test_whole_chunks_only(llama: Any, store: EmbeddedStore) -> None:
-    cache = PrefixCache(llama, store, chunk_tokens=128, kept=Kept.WHOLE_CHUNKS)
+    cache = cache_of(llama, store, chunk_tokens=128, kept=Kept.WHOLE_CHUNKS)
     prompt = prompt_of(350)
     answer = cache.generate(prompt, max_new_tokens=130)
     assert answer.report.saved_blocks == 4
@@ -234,7 +239,7 @@ def test_whole_chunks_only(llama: Any, store: EmbeddedStore) -> None:
 
 
 def test_a_ragged_batch(llama: Any, store: EmbeddedStore) -> None:
-    cold, warm = PrefixCache(llama), PrefixCache(llama, store)
+    cold, warm = cache_of(llama), cache_of(llama, store)
     prompts = [prompt_of(300), prompt_of(70), prompt_of(600)]
     prompts[2][:256] = prompts[0][:256]
     expected = [cold.generate(prompt, max_new_tokens=20).token_ids for prompt in prompts]
@@ -248,7 +253,7 @@ def test_a_ragged_batch(llama: Any, store: EmbeddedStore) -> None:
 
 def test_a_batch_of_equal_lengths(llama: Any, store: EmbeddedStore) -> None:
     prompts = [prompt_of(270, seed) for seed in range(3)]
-    warm = PrefixCache(llama, store)
+    warm = cache_of(llama, store)
     expected = [plain(llama, prompt, 12) for prompt in prompts]
     for _ in range(2):
         assert [answer.token_ids for answer in warm.generate_batch(prompts, max_new_tokens=12)] == expected
@@ -256,7 +261,7 @@ def test_a_batch_of_equal_lengths(llama: Any, store: EmbeddedStore) -> None:
 
 @pytest.mark.parametrize("lengths", [(300, 70), (300, 300)])
 def test_what_an_earlier_request_left_in_the_buffers_does_no_harm(llama: Any, lengths: tuple[int, int]) -> None:
-    cache = PrefixCache(llama)
+    cache = cache_of(llama)
     prompts = [prompt_of(tokens, seed) for seed, tokens in enumerate(lengths)]
     expected = [answer.token_ids for answer in cache.generate_batch(prompts, max_new_tokens=12)]
     buffers = cache._free.take(2, 312)
@@ -268,7 +273,7 @@ def test_what_an_earlier_request_left_in_the_buffers_does_no_harm(llama: Any, le
 
 
 def test_tokens_arrive_in_order(llama: Any) -> None:
-    cache = PrefixCache(llama)
+    cache = cache_of(llama)
     prompts = [prompt_of(30), prompt_of(90)]
     heard: list[Token] = []
     answers = cache.generate_batch(prompts, max_new_tokens=6, on_token=heard.append)
@@ -282,7 +287,7 @@ def test_tokens_arrive_in_order(llama: Any) -> None:
 
 
 def test_a_stream_that_is_left_keeps_what_was_computed(llama: Any, store: EmbeddedStore) -> None:
-    cache = PrefixCache(llama, store, chunk_tokens=64)
+    cache = cache_of(llama, store, chunk_tokens=64)
     prompt = prompt_of(120)
     stream = cache.stream([prompt], max_new_tokens=500)
     answer = [next(stream).token_id for _ in range(20)]
@@ -295,7 +300,7 @@ def test_a_stream_that_is_left_keeps_what_was_computed(llama: Any, store: Embedd
 
 
 def test_a_stop_token_ends_a_row_and_not_the_others(llama: Any) -> None:
-    cache = PrefixCache(llama)
+    cache = cache_of(llama)
     prompts = [prompt_of(40), prompt_of(50)]
     full = cache.generate_batch(prompts, max_new_tokens=12)
     stop = full[0].token_ids[3]
@@ -308,7 +313,7 @@ def test_a_stop_token_ends_a_row_and_not_the_others(llama: Any) -> None:
 def test_sampling_is_repeatable_cold_and_warm(llama: Any, store: EmbeddedStore) -> None:
     prompts = [prompt_of(300), prompt_of(290)]
     answers = []
-    for cache in (PrefixCache(llama), warm := PrefixCache(llama, store), warm):
+    for cache in (cache_of(llama), warm := cache_of(llama, store), warm):
         sampling = Sampling(temperature=1.5, top_p=0.9, generator=torch.Generator().manual_seed(5))
         answers.append([a.token_ids for a in cache.generate_batch(prompts, max_new_tokens=12, sampling=sampling)])
     assert answers[0] == answers[1] == answers[2]
@@ -323,9 +328,9 @@ def test_the_pool_is_asked_before_the_store(
     llama: Any, store: EmbeddedStore, hbm: str | int, tiers: dict[str, int]
 ) -> None:
     prompt = prompt_of(700)
-    cache = PrefixCache(llama, store, hbm=hbm)
+    cache = cache_of(llama, store, hbm=hbm)
     assert cache.layout.raw_bytes == 49152
-    expected = [PrefixCache(llama).generate(prompt, max_new_tokens=8).token_ids] * 3
+    expected = [cache_of(llama).generate(prompt, max_new_tokens=8).token_ids] * 3
     answers = [cache.generate(prompt, max_new_tokens=8) for _ in range(3)]
     assert [answer.token_ids for answer in answers] == expected
     for answer in answers[1:]:
@@ -334,7 +339,7 @@ def test_the_pool_is_asked_before_the_store(
 
 def test_the_pool_keeps_what_the_store_lost(llama: Any, store: EmbeddedStore) -> None:
     prompt = prompt_of(700)
-    cache = PrefixCache(llama, store, hbm="16MiB")
+    cache = cache_of(llama, store, hbm="16MiB")
     expected = cache.generate(prompt, max_new_tokens=4).token_ids
     assert cache.namespace is not None
     store.drop(cache.namespace)
@@ -350,10 +355,10 @@ def test_the_pool_keeps_what_the_store_lost(llama: Any, store: EmbeddedStore) ->
 def test_altered_blocks_change_the_answer(llama: Any, store: EmbeddedStore) -> None:
     """The negative control: if this passes with the cold answer, restored KV is not what attention reads."""
     prompt = prompt_of(520)
-    cache = PrefixCache(llama, store)
-    expected = PrefixCache(llama).generate(prompt, max_new_tokens=8).token_ids
+    cache = cache_of(llama, store)
+    expected = cache_of(llama).generate(prompt, max_new_tokens=8).token_ids
     assert cache.namespace is not None
-    donor = PrefixCache(llama)
+    donor = cache_of(llama)
     donor.generate(prompt, max_new_tokens=1)
     pages = donor._free.take(1, 521).pages(0, 512)
     reversed_pages = Pages(
@@ -368,7 +373,7 @@ def test_altered_blocks_change_the_answer(llama: Any, store: EmbeddedStore) -> N
 @pytest.mark.parametrize(("block", "restored"), [(0, 0), (3, 0), (5, 256)])
 def test_a_corrupt_block_is_computed_again(llama: Any, block: int, restored: int) -> None:
     parts = bench(dram=16 << 20, extent=1 << 20)
-    cache = PrefixCache(llama, namespace=_namespace(llama, parts.door()))
+    cache = cache_of(llama, namespace=_namespace(llama, parts.door()))
     prompt = prompt_of(700)
     expected = cache.generate(prompt, max_new_tokens=8).token_ids
     assert cache.namespace is not None
@@ -408,10 +413,10 @@ class DyingDoor(TenantDoor):
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_store_that_dies_at_any_moment_costs_no_answer(llama: Any, is_warm: bool) -> None:
     prompt = prompt_of(330)
-    expected = PrefixCache(llama).generate(prompt, max_new_tokens=3).token_ids
+    expected = cache_of(llama).generate(prompt, max_new_tokens=3).token_ids
     for calls in range(0, 60):
         door = DyingDoor(bench(dram=16 << 20, extent=1 << 20).door())
-        cache = PrefixCache(llama, namespace=_namespace(llama, door, chunk="128"), chunk_tokens=128)
+        cache = cache_of(llama, namespace=_namespace(llama, door, chunk="128"), chunk_tokens=128)
         if is_warm:
             cache.generate(prompt, max_new_tokens=3)
         door.calls_left = calls
@@ -426,19 +431,19 @@ def test_a_store_that_dies_at_any_moment_costs_no_answer(llama: Any, is_warm: bo
 
 def test_a_store_that_closes_under_way(llama: Any, tmp_path: Path) -> None:
     store = kvstore.open(f"embedded:{tmp_path}", dram="16MiB")
-    cache = PrefixCache(llama, store)
+    cache = cache_of(llama, store)
     prompt = prompt_of(700)
     answer = cache.generate(prompt, max_new_tokens=4, on_token=lambda token: store.close())
-    assert answer.token_ids == PrefixCache(llama).generate(prompt, max_new_tokens=4).token_ids
+    assert answer.token_ids == cache_of(llama).generate(prompt, max_new_tokens=4).token_ids
     assert answer.report.saved_blocks == 8
     assert answer.report.put_reasons == {MissReason.DISABLED: 1}
 
 
 def test_a_store_without_room_counts_what_it_refused(llama: Any, tmp_path: Path) -> None:
     with kvstore.open(f"embedded:{tmp_path}", dram="1MiB", extent="256KiB") as store:
-        cache = PrefixCache(llama, store, chunk_tokens=128)
+        cache = cache_of(llama, store, chunk_tokens=128)
         prompt = prompt_of(1900)
-        expected = PrefixCache(llama, chunk_tokens=128).generate(prompt, max_new_tokens=4).token_ids
+        expected = cache_of(llama, chunk_tokens=128).generate(prompt, max_new_tokens=4).token_ids
         for _ in range(2):
             answer = cache.generate(prompt, max_new_tokens=4)
             assert answer.token_ids == expected
@@ -487,28 +492,28 @@ REFUSED = {
 def test_a_model_it_cannot_serve_is_refused_with_one_line(kind: str) -> None:
     model = REFUSED[kind]()
     with pytest.raises(BadInput) as caught:
-        PrefixCache(model)
+        cache_of(model)
     assert model.config.model_type in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_models_that_are_not_ready_are_refused() -> None:
     with pytest.raises(BadInput, match=r"model\.eval\(\)"):
-        PrefixCache(model_of().train())
+        cache_of(model_of().train())
     quantized = model_of()
     quantized.generation_config.cache_implementation = "quantized"
     with pytest.raises(BadInput, match="quantized cache"):
-        PrefixCache(quantized)
+        cache_of(quantized)
     with torch.device("meta"):
         config = transformers.LlamaConfig(**SHAPE)
         empty = transformers.LlamaForCausalLM(config).eval()
     with pytest.raises(BadInput, match="meta"):
-        PrefixCache(empty)
+        cache_of(empty)
 
 
 def test_a_namespace_of_another_model_is_refused_by_the_field_that_differs(llama: Any, store: EmbeddedStore) -> None:
-    mine = PrefixCache(llama, store).namespace
+    mine = cache_of(llama, store).namespace
     assert mine is not None
-    assert PrefixCache(llama, namespace=mine).namespace is mine
+    assert cache_of(llama, namespace=mine).namespace is mine
     others = {
         "model is": model_of(seed=1),
         "layout.groups": model_of(num_key_value_heads=4),
@@ -516,15 +521,15 @@ def test_a_namespace_of_another_model_is_refused_by_the_field_that_differs(llama
     }
     for field, other in others.items():
         with pytest.raises(LayoutMismatch, match=field) as caught:
-            PrefixCache(other, namespace=mine)
+            cache_of(other, namespace=mine)
         assert "\n" not in str(caught.value)
     with pytest.raises(LayoutMismatch, match="prefill_chunk_tokens"):
-        PrefixCache(llama, namespace=mine, chunk_tokens=512)
+        cache_of(llama, namespace=mine, chunk_tokens=512)
 
 
 def test_another_grid_is_another_namespace(llama: Any, store: EmbeddedStore) -> None:
-    PrefixCache(llama, store, chunk_tokens=128).generate(prompt_of(300), max_new_tokens=1)
-    report = PrefixCache(llama, store, chunk_tokens=64).generate(prompt_of(300), max_new_tokens=1).report
+    cache_of(llama, store, chunk_tokens=128).generate(prompt_of(300), max_new_tokens=1)
+    report = cache_of(llama, store, chunk_tokens=64).generate(prompt_of(300), max_new_tokens=1).report
     assert reasons(report.account) == {"other_namespace": 256, "partial_block": 44}
     assert "prefill_chunk_tokens is 64 here and 128 there" in report.detail
 
@@ -539,9 +544,9 @@ def test_bad_input_gets_one_line(llama: Any, store: EmbeddedStore) -> None:
         ({"block_tokens": 65}, "block_tokens=65"),
     ):
         with pytest.raises(BadInput, match=said) as caught:
-            PrefixCache(llama, store, **options)
+            cache_of(llama, store, **options)
         assert "\n" not in str(caught.value)
-    cache = PrefixCache(llama)
+    cache = cache_of(llama)
     for prompt, new_tokens, said in (
         ([], 1, "empty"),
         ([VOCABULARY], 1, "0 to 511"),
@@ -556,7 +561,7 @@ def test_bad_input_gets_one_line(llama: Any, store: EmbeddedStore) -> None:
 
 
 def test_prompts_in_any_form_are_the_same_prompt(llama: Any, store: EmbeddedStore) -> None:
-    cache = PrefixCache(llama, store)
+    cache = cache_of(llama, store)
     prompt = prompt_of(300)
     expected = cache.generate(prompt, max_new_tokens=4).token_ids
     for form in (torch.tensor(prompt), torch.tensor(prompt, dtype=torch.int32).numpy(), tuple(prompt)):

@@ -99,7 +99,7 @@ def attack(opened: OpenStore, space: Owned, flips: Sequence[Flip], when: str) ->
         assert opened.core.usage().counters["quarantined_blocks"] == condemned
         found = space.match(CHAIN)
         assert found.blocks == 0 and found.reason is MissReason.CORRUPT
-        opened.store.drop(space.handle)
+        opened.drop(space)
 
 
 @pytest.mark.parametrize("when", WHEN)
@@ -232,14 +232,14 @@ def another_store(opened: OpenStore, space: Owned) -> bytes:
 def an_older_generation(opened: OpenStore, space: Owned) -> bytes:
     """The same block as it was before it was evicted, other KV and all, under the same keys."""
     old = bytes_of(space, A, 1, part=2)
-    opened.store.drop(space.handle)
+    opened.drop(space)
     assert space.put(A, version=1).stored == 3
     return old
 
 
 def an_older_generation_of_the_same_bytes(opened: OpenStore, space: Owned) -> bytes:
     old = bytes_of(space, A, 1, part=2)
-    opened.store.drop(space.handle)
+    opened.drop(space)
     assert space.put(A).stored == 3
     return old
 

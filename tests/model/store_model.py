@@ -281,6 +281,10 @@ class OpenStore:
         handle = NamespaceHandle(door, Namespace(model, layout, "raw", **fields), codec_named("raw"))
         return Owned(f"{tenant}/{model}/{fields}", tenant, layout, handle, door)
 
+    def drop(self, space: Owned) -> int:
+        """Forget a namespace, as the tenant that it belongs to."""
+        return self.store.for_tenant(space.tenant).drop(space.handle)
+
     def close(self) -> None:
         """Give everything back."""
         self.store.close()

@@ -188,7 +188,7 @@ def test_a_move_does_not_carry_an_older_frame_of_the_same_block(opened: OpenStor
     space.put(single(1))
     with space.handle.lease(space.match(single(1))) as lease:
         old = bytes(space.frames(lease, 0)[0].view)
-    opened.store.drop(space.handle)
+    opened.drop(space)
     kept = with_holes(opened, space)
     assert kept[0] == single(1)
     with space.handle.lease(space.match(kept[0])) as lease:
@@ -278,7 +278,7 @@ def test_a_part_of_a_block_under_way_is_left_where_it_is(wide: OpenStore, damage
 def test_a_frame_that_was_orphaned_is_nobodys(wide: OpenStore) -> None:
     """Its namespace was dropped while it was being stored; its row belongs to another block by now."""
     sharded, reply = half_stored(wide)
-    wide.store.drop(sharded.handle)
+    wide.drop(sharded)
     kept = thin_out(wide, sharded)
     assert wide.namespace("a", WHOLE).put(single(0)).stored == 1
     wide.core.check()
@@ -336,7 +336,7 @@ def test_a_put_that_is_interrupted_leaves_nothing_behind(opened: OpenStore, late
     assert other.match(single(0)).reason is MissReason.ABSENT
     assert other.put(single(0)).stored == 1
     assert [space.holds(prompt) for prompt in kept] == [1] * len(kept)
-    assert opened.store.drop(space.handle) == len(kept)
+    assert opened.drop(space) == len(kept)
 
 
 def test_a_store_that_closes_under_a_drop(opened: OpenStore) -> None:
@@ -347,7 +347,7 @@ def test_a_store_that_closes_under_a_drop(opened: OpenStore) -> None:
 
     def drop() -> None:
         try:
-            opened.store.drop(space.handle)
+            opened.drop(space)
         except BaseException as error:
             raised.append(error)
 

@@ -328,7 +328,7 @@ class StoreMachine(RuleBasedStateMachine):
     def drop(self, space: int) -> None:
         owned = self.spaces[space]
         before = self.core.usage().blocks
-        assert before - self.opened.store.drop(owned.handle) == self.core.usage().blocks
+        assert before - self.opened.drop(owned) == self.core.usage().blocks
         for record in self.leases:
             record.lapsed = record.lapsed or record.space is owned
         for open_ in self.reservations:

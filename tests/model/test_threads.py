@@ -27,7 +27,7 @@ from tiering.errors import BlockMissing
 THREADS = 4
 OPERATIONS = 1500
 SEEDS = (1, 2)
-HANGS_AFTER_SECONDS = 60
+HANGS_AFTER_SECONDS = 180
 PROMPTS = [Prompt((first, *rest)) for first in range(12) for rest in ((), (0,), (0, 1), (2, 1, 0))]
 
 
@@ -111,7 +111,7 @@ class Worker:
         self.opened.clock.advance(0.5)
 
     def drop(self, space: Owned, prompt: Prompt) -> None:
-        self.counts["dropped blocks"] += self.opened.store.drop(space.handle)
+        self.counts["dropped blocks"] += self.opened.drop(space)
         self.opened.core.check()
 
     def load(self, space: Owned, prompt: Prompt, lease: Lease) -> None:
@@ -183,7 +183,7 @@ def test_threads_at_random(opened: OpenStore, seed: int, damage: bool) -> None:
     assert counts["tokens"] and usage.counters["evicted_blocks"] and usage.counters["reclaimed_extents"]
     assert bool(counts["corrupt"]) == damage
     for space in spaces:
-        opened.store.drop(space.handle)
+        opened.drop(space)
     assert opened.core.usage().dram.capacity == 0, "with all namespaces dropped all memory is given back"
 
 
@@ -206,7 +206,7 @@ def test_a_store_that_closes_under_everybody(opened: OpenStore, seed: int) -> No
             try:
                 opened.core.evict(1)
                 if own.random() < 0.05:
-                    opened.store.drop(space.handle)
+                    opened.drop(space)
             except StoreClosed:
                 assert opened.core.closed
 
