@@ -22,6 +22,7 @@ from kvstore.bench.measure import Against, Progress, Together, against, availabl
 from kvstore.bench.rig import PROMPTS, Memcpy, PagePool, Shape, Side, no_digest, turn_of
 from kvstore.config import format_size
 from kvstore.errors import BadInput
+from kvstore.pages import Digest
 from tiering.frame import digest
 
 HEAD_MAJOR = "[head, token, dim]"
@@ -42,7 +43,7 @@ TARGETS: dict[tuple[str, bool, int], float] = {
 }
 """(path, with verification, threads): share of one thread's memcpy, for pages in the payload's own order."""
 
-DIGESTS = {True: digest, False: no_digest}
+DIGESTS: dict[bool, Digest] = {True: digest, False: no_digest}
 WITHOUT = (
     "without verification: put takes no xxh3_128 digests of the payload's layer slices and get compares none. The rest "
     "stays: prompts are hashed, put seals each header with its MAC, get compares each header's digest and its name."
