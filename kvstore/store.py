@@ -123,9 +123,9 @@ class Store:
         with self._lock:
             if self._closed:
                 return MatchReply(0, reason=MissReason.DISABLED, detail="the store is closed")
-            rows = self._blocks.index.match(number, keys)
-            reason, detail = self._why(number, keys, rows)
-            return MatchReply(len(rows), _dram(len(rows)), reason, detail)
+            blocks = self._blocks.index.matched(number, keys)
+            reason, detail = self._why(number, keys, blocks)
+            return MatchReply(blocks, _dram(blocks), reason, detail)
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix. What lies in DRAM needs no promotion, so the deadline has nothing to cut."""
@@ -134,7 +134,7 @@ class Store:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
             self._run_out()
             rows = self._blocks.index.match(number, keys)
-            reason, detail = self._why(number, keys, rows)
+            reason, detail = self._why(number, keys, len(rows))
             wanted = rows[first_block:]
             affordable = self._affordable(number, wanted)
             if affordable < len(wanted):
@@ -185,7 +185,7 @@ class Store:
             if present == len(keys):
                 return ReserveReply(0, present)
             if present < first_block:
-                reason, _ = self._why(number, keys, rows)
+                reason, _ = self._why(number, keys, len(rows))
                 return ReserveReply(0, present, stopped_at=present, reason=reason)
             expires_at = int(self._clock.wall_seconds() + ttl_seconds) if ttl_seconds is not None else 0
             record = ReservationRecord(
@@ -315,12 +315,13 @@ class Store:
 
     # Inside: looking up --------------------------------------------------------------------------------------------
 
-    def _why(self, number: int, keys: Sequence[bytes], rows: Sequence[int]) -> tuple[MissReason | None, str]:
-        """Why the chain is not readable after `rows`; the first missing block speaks for all behind it."""
-        if len(rows) == len(keys):
+    def _why(self, number: int, keys: Sequence[bytes], blocks: int) -> tuple[MissReason | None, str]:
+        """Why the chain is not readable after so many blocks; the first missing one speaks for all behind it."""
+        if blocks == len(keys):
             return None, ""
-        key = keys[len(rows)]
-        finding = self._blocks.index.why_not(number, key, rows[-1] if rows else NO_ROW)
+        key = keys[blocks]
+        parent = self._blocks.index.find(number, keys[blocks - 1]) if blocks else NO_ROW
+        finding = self._blocks.index.why_not(number, key, parent)
         reason = MissReason.DIVERGED if finding is None else REASON_OF_FINDING[finding]
         if reason in (MissReason.DIVERGED, MissReason.ABSENT):
             other = self._blocks.index.elsewhere(number, key)

@@ -150,7 +150,7 @@ def compare(index: PrefixIndex, model: Model) -> None:
             chain = model.chain(space, key)
             assert [index.key(one) for one in index.chain(row)] == chain[::-1]
             rows = index.match(space, chain)
-            assert len(rows) == model.matched(space, chain)
+            assert len(rows) == index.matched(space, chain) == model.matched(space, chain)
             assert [index.key(one) for one in rows] == chain[: len(rows)]
         for number in range(12):
             key = key_of(number)
@@ -184,6 +184,7 @@ def test_a_match_ends_at_the_first_block_that_is_not_readable() -> None:
     assert index.match(0, []) == [] and index.match(0, [key_of(9), *keys]) == []
     index.hollow(rows[2])
     assert index.match(0, keys) == rows[:2], "also where blocks behind it are readable"
+    assert index.matched(0, keys) == 2 and index.matched(0, []) == 0
     index.publish(rows[2])
     assert index.match(0, keys) == rows
 
