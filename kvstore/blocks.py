@@ -87,49 +87,67 @@ class Blocks:
             self.residency.policy.became_inner(parent)
         return row
 
-    def place(self, row: int) -> list[int]:
-        """2. One slot per part; there must be a free one in every class."""
-        classes = self.spaces[self.index.namespace_of(row)].classes
-        places = [place for slot_class in classes for place in self.dram.reserve(slot_class, 1)]
-        assert len(places) == len(classes), "asked for slots that are not there"
-        self.residency.reserved(row, places)
-        return places
+    def place(self, number: int, rows: Sequence[int]) -> list[list[int]]:
+        """2. One slot per part and block, by part; every class must have as many free ones."""
+        columns = []
+        for part, slot_class in enumerate(self.spaces[number].classes):
+            places = self.dram.reserve(slot_class, len(rows))
+            assert len(places) == len(rows), "asked for slots that are not there"
+            self.residency.reserved(rows, part, places)
+            columns.append(places)
+        return columns
 
-    def next_generation(self) -> int:
-        """A number that no other block of this store had or will have."""
-        self._next_generation += 1
-        return self._next_generation - 1
+    def next_generations(self, count: int) -> range:
+        """Numbers that no other block of this store had or will have."""
+        self._next_generation += count
+        return range(self._next_generation - count, self._next_generation)
 
     def seal(self, number: int, part: int, unsealed: Sequence[Unsealed]) -> None:
         """3. The payloads of a part are in their slots: write the headers in front of them."""
         index, residency = self.index, self.residency
         sealer = self.spaces[number].sealers[part]
-        places, headers = [], []
+        rows, headers = [], []
         for row, parent_key, depth, generation, digests in unsealed:
             header = sealer.seal(index.key(row), parent_key, depth, generation, digests, *index.retention(row))
             residency.part_sealed(row, part, digest(header))
-            places.append(residency.place(row, part))
+            rows.append(row)
             headers.append(header)
-        self.dram.commit(places, headers)
+        self.dram.commit(residency.places_of(rows, part), headers)
 
-    def publish(self, row: int, generation: int) -> None:
-        """4. All parts are sealed and the parent is visible: from now on the block can be found."""
-        refilled = self.index.state(row) == RowState.HOLLOW
-        self.index.publish(row)
-        self.residency.published(row, generation)
-        for part in range(len(self.spaces[self.index.namespace_of(row)].classes)):
-            self.dram.own(self.residency.place(row, part), row)
-        if not refilled:
-            self.residency.policy.inserted(row, self.index.depth(row), 0, 0.0)
-            if self.index.children(row):
-                self.residency.policy.became_inner(row)
+    def publish(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
+        """4. All parts are sealed and the parents are visible: from now on the blocks can be found."""
+        index, residency = self.index, self.residency
+        policy = residency.policy
+        for row, generation in zip(rows, generations, strict=True):
+            is_new = index.publish(row)
+            residency.published(row, generation)
+            if is_new:
+                policy.inserted(row, index.depth(row), 0, 0.0)
+                if index.children(row):
+                    policy.became_inner(row)
+        for part in range(len(self.spaces[number].classes)):
+            self.dram.own(residency.places_of(rows, part), rows)
 
-    def evict(self, row: int) -> None:
-        """5. Give up a leaf that nobody pins: the row, and its frames if it has any."""
-        assert self.residency.pins(row) == 0, "a pinned block is not evicted"
-        self._free(self.residency.forget(row))
-        self._remove(row, remember=True)
-        self.counters["evicted_blocks"] += 1
+    def evict_worst(self, blocks: int, number: int | None = None) -> int:
+        """5. Give up the worst leaves that nobody pins, up to that many: rows and frames; returns how many went.
+
+        number: for the sake of a namespace that is short of slots. A worse leaf of another one may be a step towards an
+        extent, so the caller has to look again after it.
+        """
+        gone = 0
+        places: list[int] = []
+        for row in self.residency.worst() if blocks > 0 else ():
+            helps = number is None or self.index.namespace_of(row) == number
+            if gone and not helps:
+                break
+            places += self.residency.forget(row)
+            self._remove(row, remember=True)
+            gone += 1
+            if gone == blocks or not helps:
+                break
+        self._free(places)
+        self.counters["evicted_blocks"] += gone
+        return gone
 
     def give_up(self, row: int) -> None:
         """A block that was never published ends here; its children were given up before."""
@@ -175,7 +193,7 @@ class Blocks:
         if digest(raw) != self.residency.header_digest(row, part):
             return False
         self.dram.commit([target], [raw])
-        self.dram.own(target, row)
+        self.dram.own([target], [row])
         self.residency.moved(row, part, target)
         self.dram.delete([source])
         return True
@@ -243,21 +261,24 @@ class Blocks:
 
     def _free(self, places: Sequence[int]) -> None:
         """Free slots in whatever state they are; a late reader's are kept from reuse."""
+        dram, residency = self.dram, self.residency
+        written = []
         for place in places:
-            if self.dram.is_reserved(place):
-                self.dram.abort([place])
-            elif self.residency.is_held(place):
-                self.dram.retain([place])
+            if dram.is_reserved(place):
+                dram.abort([place])
+            elif residency.is_held(place):
+                dram.retain([place])
             else:
-                self.dram.delete([place])
+                written.append(place)
+        dram.delete(written)
 
     def _remove(self, row: int, *, remember: bool) -> None:
+        policy, index = self.residency.policy, self.index
         if self._is_listed(row):
-            self.residency.policy.removed(row)
-        parent = self.index.remove(row, remember=remember)
-        if parent != NO_ROW and not self.index.children(parent) and self._is_listed(parent):
-            self.residency.policy.became_leaf(parent)
+            policy.removed(row)
+        parent = index.remove(row, remember=remember)
+        if parent != NO_ROW and not index.children(parent) and self._is_listed(parent):
+            policy.became_leaf(parent)
 
     def _is_listed(self, row: int) -> bool:
-        state = self.index.state(row)
-        return state is RowState.VISIBLE or state is RowState.HOLLOW
+        return self.index.is_stored(row)

@@ -26,8 +26,13 @@ from tiering.tier import FrameSpan
 
 DURABILITIES = ("volatile", "disk")
 MAX_PRIORITY = 100
-PUT_WINDOW_BLOCKS = 64
-"""A long put is stored in pieces of this many blocks: others see the first ones early, and wait little for the lock."""
+WINDOW_BLOCKS = 64
+"""Long prompts go in pieces of this many blocks. Others see the first blocks of a put early, and wait little for the
+lock. Of a piece, what is small is done for all blocks, then the copies: after a copy of megabytes nothing of the
+interpreter's is left in a cache."""
+
+_Opened = list[tuple[FrameSpan, tuple[bytes, ...]]]
+"""Of a block, each part's payload and the digests of its layer slices."""
 
 
 @dataclass(frozen=True)
@@ -201,12 +206,11 @@ class NamespaceHandle:
         coders = [self._codec.bind(into, self.layout, part) for part in self.layout.parts]
         start = first_token // self.block_tokens
         stop = min(lease.blocks, (first_token + into.tokens) // self.block_tokens)
-        for block in range(start, stop):
-            for part, coder in enumerate(coders):
-                reason = self._load(lease, block, part, coder, first_token)
-                if reason is not None:
-                    tokens = block * self.block_tokens
-                    return Loaded(tokens, lease.account.cut(tokens, reason), reason)
+        for first in range(start, stop, WINDOW_BLOCKS):
+            reason, block = self._load(lease, range(first, min(first + WINDOW_BLOCKS, stop)), coders, first_token)
+            if reason is not None:
+                tokens = block * self.block_tokens
+                return Loaded(tokens, lease.account.cut(tokens, reason), reason)
         tokens = max(stop, start) * self.block_tokens if stop > start else min(lease.tokens, first_token)
         return Loaded(tokens, lease.account, None)
 
@@ -246,7 +250,7 @@ class NamespaceHandle:
         present, stop = found.blocks, found.blocks
         stored: set[int] = set()
         while stop < len(keys):
-            stop = min(stop + PUT_WINDOW_BLOCKS, len(keys))
+            stop = min(stop + WINDOW_BLOCKS, len(keys))
             reply = self._door.reserve(self.number, keys[:stop], min(first_block, stop), priority, ttl)
             present = min(present, reply.present)
             filled = self._fill(reply, coders, first_token) if reply.reservation else 0
@@ -264,10 +268,10 @@ class NamespaceHandle:
         visible = 0
         try:
             for part, coder in enumerate(coders):
-                digests = []
-                for block, place in zip(reply.blocks, reply.places[part], strict=True):
-                    span = _payload(self._door.span(place), self._grant.payload_bytes[part])
-                    digests.append(coder.encode(block * self.block_tokens - first_token, span, self._digest))
+                size = self._grant.payload_bytes[part]
+                spans = [_payload(self._door.span(place), size) for place in reply.places[part]]
+                tokens = [block * self.block_tokens - first_token for block in reply.blocks]
+                digests = [coder.encode(token, span, self._digest) for token, span in zip(tokens, spans, strict=True)]
                 visible = self._door.commit(reply.reservation, part, digests)
         except StoreClosed:
             return 0
@@ -275,32 +279,45 @@ class NamespaceHandle:
             self._door.abort(reply.reservation)
         return visible
 
-    def _load(self, lease: Lease, block: int, part: int, coder: Coder, first_token: int) -> MissReason | None:
-        """One frame into the pages; None when it is there and was verified, else why it is a miss."""
-        try:
-            span = self._door.span(lease.reply.places[part][block - lease.reply.first_block])
-            if self._decode(span, lease, block, part, coder, first_token):
-                return None
-        except StoreClosed:
-            return MissReason.DISABLED
-        except BlockMissing:  # condemned meanwhile, and its extent given back
-            return MissReason.CORRUPT
-        self._door.report(lease.reply.lease, block, part)
-        return MissReason.CORRUPT
+    def _load(
+        self, lease: Lease, blocks: range, coders: Sequence[Coder], first_token: int
+    ) -> tuple[MissReason | None, int]:
+        """Blocks into the pages; where it ended, and why if that is before the last one's end."""
+        opened, reason = self._open(lease, blocks)
+        for block, parts in zip(blocks, opened, strict=False):
+            token = block * self.block_tokens - first_token
+            for part, (payload, expected) in enumerate(parts):
+                if not coders[part].decode(payload, token, max(0, -token), expected, self._digest):
+                    self._door.report(lease.reply.lease, block, part)
+                    return MissReason.CORRUPT, block
+        return reason, blocks.start + len(opened)
 
-    def _decode(self, span: FrameSpan, lease: Lease, block: int, part: int, coder: Coder, first_token: int) -> bool:
-        """The header against the lease's digest and the block's name, then the copy against the header."""
-        reply = lease.reply
-        position = block - reply.first_block
-        raw = bytes(span.view[:HEADER_BYTES])
-        if digest(raw) != reply.header_digests[part][position]:
-            return False
-        if not names_block(raw, self._grant.stamps[part], lease.keys[block]):
-            return False
-        expected = split_digests(raw, len(self.layout.parts[part].layers))
-        token = block * self.block_tokens - first_token
-        payload = _payload(span, self._grant.payload_bytes[part])
-        return coder.decode(payload, token, max(0, -token), expected, self._digest)
+    def _open(self, lease: Lease, blocks: range) -> tuple[list[_Opened], MissReason | None]:
+        """Check the blocks' headers, up to the first that is not right; and why it is not.
+
+        A header is checked in a private copy, against the lease's digest of it and the block's name.
+        """
+        reply, grant, door = lease.reply, self._grant, self._door
+        slices = [len(part.layers) for part in self.layout.parts]
+        opened: list[_Opened] = []
+        try:
+            for block in blocks:
+                at = block - reply.first_block
+                parts: _Opened = []
+                for part, size in enumerate(grant.payload_bytes):
+                    span = door.span(reply.places[part][at])
+                    raw = bytes(span.view[:HEADER_BYTES])
+                    right = digest(raw) == reply.header_digests[part][at]
+                    if not right or not names_block(raw, grant.stamps[part], lease.keys[block]):
+                        door.report(reply.lease, block, part)
+                        return opened, MissReason.CORRUPT
+                    parts.append((_payload(span, size), split_digests(raw, slices[part])))
+                opened.append(parts)
+        except StoreClosed:
+            return opened, MissReason.DISABLED
+        except BlockMissing:  # condemned meanwhile, and its extent given back
+            return opened, MissReason.CORRUPT
+        return opened, None
 
     def _account(self, asked: int, full_blocks: int, reply: MatchReply) -> Account:
         parts: list[tuple[HitTier | MissReason, int]] = [

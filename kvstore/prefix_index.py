@@ -34,6 +34,7 @@ class RowState(IntEnum):
 
 
 _STATES = tuple(RowState)  # by number: calling an enum costs five times as much
+_PENDING, _VISIBLE, _HOLLOW = int(RowState.PENDING), int(RowState.VISIBLE), int(RowState.HOLLOW)  # so does comparing
 
 
 class _Names:
@@ -119,6 +120,10 @@ class PrefixIndex:
         """What the row is."""
         return _STATES[self._states[row]]
 
+    def is_stored(self, row: int) -> bool:
+        """Whether the row is visible or hollow: one that was published."""
+        return self._states[row] >= _VISIBLE
+
     def key(self, row: int) -> bytes:
         """The row's prefix key."""
         key: bytes = self._keys[row]
@@ -175,7 +180,7 @@ class PrefixIndex:
         self._children[row] = 0
         self._depths[row] = self._depths[parent] + 1 if parent != NO_ROW else 0
         self._owners[row] = namespace
-        self._states[row] = RowState.PENDING
+        self._states[row] = _PENDING
         self._priorities[row] = priority
         self._expires[row] = expires_at
         names.hidden[key] = row
@@ -183,15 +188,17 @@ class PrefixIndex:
             self._children[parent] += 1
         return row
 
-    def publish(self, row: int) -> None:
-        """A pending or refilled row becomes visible. Its parent is visible already, unless that is hollow."""
-        assert self._states[row] in (RowState.PENDING, RowState.HOLLOW)
+    def publish(self, row: int) -> bool:
+        """A pending or refilled row becomes visible; whether it was pending. Its parent is visible, or hollow."""
+        before = self._states[row]
+        assert before in (_PENDING, _HOLLOW)
         namespace, key = self._owners[row], self._keys[row]
         names = self._names[namespace]
         del names.hidden[key]
         names.visible[key] = row
-        self._states[row] = RowState.VISIBLE
+        self._states[row] = _VISIBLE
         self._forgotten.pop(self._remembered(namespace, key), None)
+        return before == _PENDING
 
     def hollow(self, row: int) -> None:
         """A visible row lost its frames to a failed check; its children keep their place."""
@@ -206,8 +213,8 @@ class PrefixIndex:
         assert self._children[row] == 0, "a block goes before its parent"
         namespace, key, parent = self._owners[row], self._keys[row], self._parents[row]
         names = self._names[namespace]
-        del (names.visible if self._states[row] == RowState.VISIBLE else names.hidden)[key]
-        self._states[row] = RowState.FREE
+        del (names.visible if self._states[row] == _VISIBLE else names.hidden)[key]
+        self._states[row] = 0
         self._keys[row] = None
         self._free_rows.append(row)
         if parent != NO_ROW:

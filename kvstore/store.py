@@ -245,11 +245,12 @@ class Store:
     def span(self, place: int) -> FrameSpan:
         """The bytes at a reserved or leased place. Raises `StoreClosed`; `BlockMissing` where its extent is gone."""
         try:
-            self._check_open()
-            return self._blocks.dram.span_at(place)
+            if not self._closed:
+                return self._blocks.dram.span_at(place)
         except BlockMissing:
-            self._check_open()  # closed between the two lines above
-            raise
+            if not self._closed:  # closed between the two lines above
+                raise
+        raise StoreClosed("the store is closed")
 
     # Operations ----------------------------------------------------------------------------------------------------
 
@@ -260,12 +261,7 @@ class Store:
         with self._lock:
             self._check_open()
             self._run_out()
-            for done in range(blocks):
-                move = self._blocks.residency.worst()
-                if move is None:
-                    return done
-                self._blocks.evict(move.row)
-            return blocks
+            return self._blocks.evict_worst(blocks)
 
     def usage(self) -> StoreUsage:
         """Counts and bytes now."""
@@ -463,8 +459,8 @@ class Store:
                 record.rows.append(row)
                 record.parents.append(parent_key)
                 record.indexes.append(position)
-                record.generations.append(blocks.next_generation())
             parent, parent_key = row, key
+        record.generations.extend(blocks.next_generations(len(record.rows)))
         self._pin(record.namespace, sorted(record.refills))
         return stopped
 
@@ -497,14 +493,17 @@ class Store:
         make_room = blocks.residency.room_within if scarce else blocks.residency.room
         classes = blocks.spaces[record.namespace].classes
         while record.filled < len(record.rows):
-            if all([blocks.dram.free_slots(slot_class) for slot_class in classes]):
-                for column, place in zip(record.places, blocks.place(record.rows[record.filled]), strict=True):
-                    column.append(place)
-                record.filled += 1
+            missing = record.rows[record.filled :]
+            free = min([blocks.dram.free_slots(slot_class) for slot_class in classes])
+            if free:
+                taken = missing[:free]
+                for column, places in zip(record.places, blocks.place(record.namespace, taken), strict=True):
+                    column += places
+                record.filled += len(taken)
                 continue
             move = make_room(classes, blocks.dram)
             if isinstance(move, Evict):
-                blocks.evict(move.row)
+                blocks.evict_worst(len(missing), record.namespace)
             elif isinstance(move, Grow):
                 return move.slot_class
             elif isinstance(move, Vacate):
@@ -534,12 +533,12 @@ class Store:
     def _publish(self, record: ReservationRecord, complete: int) -> None:
         blocks = self._blocks
         start = record.published
-        for position in range(start, complete):
-            row = record.rows[position]
-            blocks.publish(row, record.generations[position])
-            if row in record.refills:
-                record.refills.discard(row)
-                self._unpin(record.namespace, [row])
+        rows = record.rows[start:complete]
+        blocks.publish(record.namespace, rows, record.generations[start:complete])
+        if record.refills:
+            refilled = record.refills.intersection(rows)
+            record.refills -= refilled
+            self._unpin(record.namespace, sorted(refilled))
         record.published = complete
         if complete > start:
             blocks.residency.policy.touched(blocks.index.chain(record.rows[complete - 1]))

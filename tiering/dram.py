@@ -18,6 +18,8 @@ from tiering.frame import HEADER_BYTES
 from tiering.residency import FrameEvent, FrameState, SlotTable
 from tiering.tier import SLOT_BITS, FrameSpan, SlotClass, Usage, extent_of, place_of, slot_of
 
+_RESERVED = int(FrameState.RESERVED)
+
 
 class DramExtent:
     """One extent in use: its memory, its class, and the states of its slots."""
@@ -74,7 +76,7 @@ class DramTier:
             extent = next(iter(owner.with_free.values()))
             slots = extent.slots
             take = min(count - len(places), slots.free)
-            places += [place_of(extent.number, slots.reserve()) for _ in range(take)]
+            places += [place_of(extent.number, slot) for slot in slots.reserve(take)]
             owner.free -= take
             if not slots.free:
                 del owner.with_free[extent.number]
@@ -82,16 +84,16 @@ class DramTier:
 
     def commit(self, places: Sequence[int], headers: Sequence[bytes]) -> None:
         """Write the headers and make the frames readable."""
+        extents = self._extents
         for place, header in zip(places, headers, strict=True):
-            extent, slot = self._extents[extent_of(place)], slot_of(place)
+            extent, slot = extents[extent_of(place)], slot_of(place)
             extent.slots.apply(slot, FrameEvent.COMMIT)  # first: it refuses a place that is not reserved
             start = slot * extent.frame_bytes
             extent.memory.view[start : start + HEADER_BYTES] = header
 
     def abort(self, places: Sequence[int]) -> None:
         """Give reserved places back."""
-        for place in places:
-            self._step(place, FrameEvent.ABORT)
+        self._step(places, FrameEvent.ABORT)
 
     def read(self, place: int) -> FrameSpan:
         """The bytes of a committed frame."""
@@ -102,9 +104,7 @@ class DramTier:
 
     def delete(self, places: Sequence[int]) -> None:
         """Free committed frames at once: nothing here outlives the process."""
-        for place in places:
-            self._extents[extent_of(place)].slots.apply(slot_of(place), FrameEvent.EVICT)
-            self._step(place, FrameEvent.DELETED)
+        self._step(places, FrameEvent.EVICT, FrameEvent.DELETED)
 
     def usage(self) -> Usage:
         """Slots by state over all extents, and bytes."""
@@ -130,20 +130,20 @@ class DramTier:
 
     def retain(self, places: Sequence[int]) -> None:
         """Evicted, but a reader may still have them mapped: not reused until `let_go`."""
-        for place in places:
-            self._step(place, FrameEvent.RETAIN)
+        self._step(places, FrameEvent.RETAIN)
 
     def let_go(self, places: Sequence[int]) -> None:
         """The last late reader is done; a place that was not evicted meanwhile is left as it is."""
         for place in places:
             extent = self._extents.get(extent_of(place))
             if extent is not None and extent.slots.states[slot_of(place)] == FrameState.ZOMBIE:
-                self._step(place, FrameEvent.LET_GO)
+                self._step([place], FrameEvent.LET_GO)
 
     def condemn(self, places: Sequence[int]) -> None:
         """A check failed: the slots are not used again before their extent is given back."""
+        self._step(places, FrameEvent.CONDEMN)
         for place in places:
-            self._step(place, FrameEvent.CONDEMN)
+            self._extents[extent_of(place)].owner.quarantined += 1
 
     def reserved_span(self, place: int) -> FrameSpan:
         """The bytes of a reserved frame, for its producer to fill. Raises `BlockMissing` once the tier is closed."""
@@ -151,9 +151,11 @@ class DramTier:
         assert extent.slots.states[slot_of(place)] == FrameState.RESERVED
         return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
 
-    def own(self, place: int, row: int) -> None:
-        """Note which block's frame stands at a place."""
-        self._extents[extent_of(place)].slots.owners[slot_of(place)] = row
+    def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
+        """Note which block's frame stands at each place."""
+        extents = self._extents
+        for place, row in zip(places, rows, strict=True):
+            extents[extent_of(place)].slots.owners[slot_of(place)] = row
 
     # Extents -------------------------------------------------------------------------------------------------------
 
@@ -256,15 +258,18 @@ class DramTier:
 
     def is_reserved(self, place: int) -> bool:
         """Whether a producer still owns the place."""
-        return self._extents[extent_of(place)].slots.states[slot_of(place)] == FrameState.RESERVED
+        return self._extents[extent_of(place)].slots.states[slot_of(place)] == _RESERVED
 
     def span_at(self, place: int) -> FrameSpan:
         """The bytes at a place whatever its state: for readers that hold a lease, and for producers.
 
         Raises `BlockMissing` where the extent was given back: under a lease, only a condemned frame can lose its.
         """
-        extent = self._extent(place)
-        return extent.memory.frame(slot_of(place), extent.frame_bytes)
+        extent = self._extents.get(place >> SLOT_BITS)  # spelled out: every block of every get comes through here
+        slot = place & (1 << SLOT_BITS) - 1
+        if extent is None or slot >= extent.slots.capacity:
+            raise BlockMissing("no frame at that place")
+        return extent.memory.frame(slot, extent.frame_bytes)
 
     def check(self) -> None:
         """Invariant 1, in every extent and in sum; the classes' counts are their extents' counts."""
@@ -289,14 +294,18 @@ class DramTier:
             raise BlockMissing("no frame at that place")
         return extent
 
-    def _step(self, place: int, event: FrameEvent) -> None:
-        extent = self._extents[extent_of(place)]
-        state = extent.slots.apply(slot_of(place), event)
-        if state == FrameState.FREE and not extent.closing:
-            extent.owner.free += 1
-            extent.owner.with_free[extent.number] = extent
-        elif event is FrameEvent.CONDEMN:
-            extent.owner.quarantined += 1
+    def _step(self, places: Iterable[int], *events: FrameEvent) -> None:
+        """One or more steps in the life of each frame."""
+        extents = self._extents
+        for place in places:
+            extent = extents[extent_of(place)]
+            slot = slot_of(place)
+            for event in events:
+                state = extent.slots.apply(slot, event)
+            if not state and not extent.closing:  # it is free
+                owner = extent.owner
+                owner.free += 1
+                owner.with_free[extent.number] = extent
 
 
 def copy_frame(source: FrameSpan, target: FrameSpan) -> None:

@@ -15,7 +15,7 @@ Anything that is not in the table is a bug and raises.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -60,7 +60,11 @@ TRANSITIONS: dict[tuple[FrameState, FrameEvent], FrameState] = {
 }
 
 
-_NEXT = [[TRANSITIONS.get((state, event)) for event in FrameEvent] for state in FrameState]  # the same, by number
+# The same by number, first the event and then the state: plain integers cost a third of what enum members do.
+_NEXT = [
+    [None if after is None else int(after) for after in (TRANSITIONS.get((state, event)) for state in FrameState)]
+    for event in FrameEvent
+]
 
 
 class IllegalTransition(AssertionError):
@@ -92,22 +96,24 @@ class SlotTable:
         """Slots that hold a readable frame."""
         return self.counts[FrameState.RESIDENT]
 
-    def reserve(self) -> int:
-        """A free slot, now RESERVED."""
-        slot = self._free.pop()
-        self.apply(slot, FrameEvent.RESERVE)
-        return slot
+    def reserve(self, count: int) -> list[int]:
+        """That many free slots, now RESERVED; there must be as many."""
+        free = self._free
+        slots = [free.pop() for _ in range(count)]
+        for slot in slots:
+            self.apply(slot, FrameEvent.RESERVE)
+        return slots
 
-    def apply(self, slot: int, event: FrameEvent) -> FrameState:
-        """One step of the table; returns the state that the slot is in now."""
+    def apply(self, slot: int, event: FrameEvent) -> int:
+        """One step of the table; returns the `FrameState` that the slot is in now, as a plain number."""
         before = self.states[slot]
-        after = _NEXT[before][event]
+        after = _NEXT[event][before]
         if after is None:
-            raise IllegalTransition(f"{FrameState(before).name} does not allow {event.name}")
+            raise IllegalTransition(f"{FrameState(before).name} does not allow {FrameEvent(event).name}")
         self.states[slot] = after
         self.counts[before] -= 1
         self.counts[after] += 1
-        if after == FrameState.FREE:
+        if not after:
             self._free.append(slot)
             self.owners[slot] = -1
         return after
@@ -129,7 +135,7 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Give up a block: all its frames."""
+    """Give up blocks, all their frames: this one first, the worst of all."""
 
     row: int
 
@@ -196,12 +202,13 @@ class Residency:
 
     # What happened -------------------------------------------------------------------------------------------------
 
-    def reserved(self, row: int, places: Sequence[int]) -> None:
-        """Slots were found for a block that is being stored."""
-        self.grow_to(row)
-        for part, place in enumerate(places):
-            assert self._places[part][row] == NO_PLACE
-            self._places[part][row] = place
+    def reserved(self, rows: Sequence[int], part: int, places: Sequence[int]) -> None:
+        """Slots were found for a part of blocks that are being stored."""
+        self.grow_to(max(rows))
+        column = self._places[part]
+        for row, place in zip(rows, places, strict=True):
+            assert column[row] == NO_PLACE
+            column[row] = place
 
     def part_sealed(self, row: int, part: int, header_digest: bytes) -> None:
         """A part's header was written; its digest travels with every lease."""
@@ -246,6 +253,11 @@ class Residency:
             if not count:
                 freed += 1
         return freed
+
+    @property
+    def holds(self) -> bool:
+        """Whether any place is held."""
+        return bool(self._held)
 
     def hold(self, places: Iterable[int]) -> None:
         """A lease ran out, but its reader may still be copying: these slots are not reused before `let_go`."""
@@ -328,15 +340,16 @@ class Residency:
 
     def room_within(self, wanted: Sequence[SlotClass], tier: TierFacts) -> Move | None:
         """The same without growing: the machine may have less memory than the budget allows."""
-        return self._vacate(wanted, tier) or self.worst()
+        move = self._vacate(wanted, tier)
+        if move is not None:
+            return move
+        row = next(self.worst(), None)
+        return Evict(row) if row is not None else None
 
-    def worst(self) -> Evict | None:
-        """The worst leaf that nobody pins."""
+    def worst(self) -> Iterator[int]:
+        """Leaves that nobody pins, worst first. Each one may be evicted before the next is asked for."""
         pins = self._pins
-        for row in self.policy.victims():
-            if not pins[row]:
-                return Evict(row)
-        return None
+        return (row for row in self.policy.victims() if not pins[row])
 
     def check(self, pins: dict[int, int]) -> None:
         """Invariant 2: pins are the sum of live leases, given as row -> count."""

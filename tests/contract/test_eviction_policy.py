@@ -40,11 +40,11 @@ class Forest:
         elif action == "touch":
             self._touch(rows[choice % len(rows)])
         elif action == "worst":
-            self._remove(next(iter(self.policy.victims())))
+            self.remove(next(iter(self.policy.victims())))
         else:
             leaf = leaves[choice % len(leaves)]
             parent = self.parents[leaf]
-            self._remove(leaf)
+            self.remove(leaf)
             if action == "refill":
                 self._insert(parent)
 
@@ -78,7 +78,7 @@ class Forest:
             self.order.remove(one)
             self.order.append(one)
 
-    def _remove(self, row: int) -> None:
+    def remove(self, row: int) -> None:
         self.policy.removed(row)
         parent = self.parents.pop(row)
         self.order.remove(row)
@@ -121,6 +121,22 @@ class EvictionPolicyContract:
         for _ in range(len(forest.parents)):
             forest.step("worst", 0)
         assert not forest.parents and list(forest.policy.victims()) == []
+
+    @given(steps=STEPS, spare=st.sets(st.integers(0, 30)))
+    @settings(max_examples=80)
+    def test_what_is_proposed_may_go_during_the_walk(self, steps: list[tuple[str, int]], spare: set[int]) -> None:
+        """As an eviction of many blocks does it: all but a few, which somebody pins."""
+        forest = Forest(self.make())
+        for action, choice in steps:
+            forest.step(action, choice)
+        leaves, seen = forest.leaves(), set[int]()
+        for row in forest.policy.victims():
+            assert row in forest.leaves() and row not in seen
+            seen.add(row)
+            if row not in spare:
+                forest.remove(row)
+        assert set(forest.policy.victims()) == forest.leaves()
+        assert seen >= leaves, "the walk came to an end too early"
 
     def test_an_empty_policy_has_no_victims(self) -> None:
         assert list(self.make().victims()) == []

@@ -10,6 +10,7 @@ import ctypes
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,6 +43,8 @@ class Shape:
     order: tuple[int, ...]  # dimensions from the outermost in memory to the innermost
     gap: int  # unused numbers behind each row of the innermost dimension
     fused: bool  # K and V in one buffer, page by page
+    together: bool = False  # all layers in one buffer
+    copy_bytes: int = 1  # up to where layers are copied together
 
     @property
     def block_tokens(self) -> int:
@@ -58,7 +61,7 @@ RUNS = (PAGE, HEAD, TOKEN, WIDTH)
 
 shapes = st.builds(
     Shape,
-    layers=st.integers(1, 3),
+    layers=st.integers(1, 4),
     planes=st.integers(1, 2),
     pages=st.integers(1, 6),
     page_tokens=st.sampled_from([1, 2, 3, 5, 8, 16]),
@@ -69,11 +72,13 @@ shapes = st.builds(
     order=st.sampled_from([RUNS, RUNS, RUNS, *permutations(range(4))]),
     gap=st.sampled_from([0, 0, 1, 5]),
     fused=st.booleans(),
+    together=st.booleans(),
+    copy_bytes=st.sampled_from([1, 300, 1 << 19]),
 )
 
 
 class Memory:
-    """One buffer per layer, and the planes that are views of it."""
+    """The bytes of each layer, in buffers of their own or in one, and the planes that are views of them."""
 
     def __init__(self, shape: Shape, seed: int | None) -> None:
         self.shape = shape
@@ -84,15 +89,17 @@ class Memory:
         lying[-1] += shape.gap
         dtype = getattr(torch, shape.dtype)
         generator = torch.Generator().manual_seed(seed or 0)
-        for _ in range(shape.layers):
-            # Fused: [page, plane, ...]. Apart: [plane, ...].
-            fused = shape.fused and shape.order[0] == PAGE
-            full = [lying[0], shape.planes, *lying[1:]] if fused else [shape.planes, *lying]
-            bytes_needed = int(np.prod(full)) * dtype.itemsize
+        # Fused: [page, plane, ...]. Apart: [plane, ...].
+        fused = shape.fused and shape.order[0] == PAGE
+        full = [lying[0], shape.planes, *lying[1:]] if fused else [shape.planes, *lying]
+        bytes_needed = int(np.prod(full)) * dtype.itemsize
+        whole = torch.empty(shape.layers, bytes_needed, dtype=torch.uint8)
+        for layer in range(shape.layers):
+            buffer = whole[layer] if shape.together else torch.empty(bytes_needed, dtype=torch.uint8)
             if seed is None:
-                buffer = torch.full((bytes_needed,), PATTERN, dtype=torch.uint8)
+                buffer.fill_(PATTERN)
             else:
-                buffer = torch.randint(0, 256, (bytes_needed,), dtype=torch.uint8, generator=generator)
+                buffer.random_(0, 256, generator=generator)
             numbers = buffer.view(dtype).view(full)
             self.buffers.append(buffer)
             planes = []
@@ -163,10 +170,11 @@ def table_for(data: st.DataObject, shape: Shape, blocks: int, *, distinct: bool)
 def sides(memory: Memory, table: list[int]) -> list[Any]:
     """A coder of the host over torch planes, and one over numpy planes."""
     shape = memory.shape
-    return [
-        host.RawCopy(memory.planes, table, shape.page_tokens, shape.block_tokens),
-        host.RawCopy(memory.as_numpy(), table, shape.page_tokens, shape.block_tokens),
-    ]
+    with mock.patch.object(host, "_COPY_BYTES", shape.copy_bytes):
+        return [
+            host.RawCopy(memory.planes, table, shape.page_tokens, shape.block_tokens),
+            host.RawCopy(memory.as_numpy(), table, shape.page_tokens, shape.block_tokens),
+        ]
 
 
 def plain(memory: Memory, table: list[int]) -> reference.RawCopy:
@@ -308,6 +316,35 @@ def test_one_plane_as_runs_beside_one_with_strides() -> None:
     assert host.RawCopy(copies, [1], 16, 16).decode(got.span, 0, 0, digests, digest)
     assert all(torch.equal(copy[1], plane[1]) for copy, plane in zip(copies[0], planes[0], strict=True))
     assert all(not copy[0].any() for copy in copies[0])
+
+
+@pytest.mark.parametrize("copy_bytes", [1, 1 << 19])
+def test_a_payload_between_the_layers_of_its_pages(copy_bytes: int) -> None:
+    """Numpy takes what lies between two runs for overlapping with them; nothing may come of that but time."""
+    plane_bytes, layers = 3 * 2 * 16 * 8 * 2, 4
+    payload_bytes = layers * 2 * 16 * 8 * 2
+    buffer = np.random.default_rng(5).integers(0, 256, layers * plane_bytes + payload_bytes, dtype=np.uint8)
+    memory = buffer.copy()
+    starts = [layer * plane_bytes + (payload_bytes if layer >= 2 else 0) for layer in range(layers)]
+    span = FrameSpan(
+        memory.ctypes.data + 2 * plane_bytes, memoryview(memory)[2 * plane_bytes : 2 * plane_bytes + payload_bytes]
+    )
+    planes = []
+    for start in starts:
+        pages = memory[start : start + plane_bytes].view(np.uint16).reshape(3, 2, 16, 8)
+        planes.append([pages.transpose(0, 2, 1, 3)])
+    with mock.patch.object(host, "_COPY_BYTES", copy_bytes):
+        coder = host.RawCopy(planes, [1], 16, 16)
+    digests = coder.encode(0, span, digest)
+    page = plane_bytes // 3
+    want = b"".join(bytes(buffer[start + page : start + 2 * page]) for start in starts)
+    assert bytes(span.view) == want
+    for start in starts:
+        memory[start : start + plane_bytes] = PATTERN
+    assert coder.decode(span, 0, 0, digests, digest) and bytes(span.view) == want
+    for layer, start in enumerate(starts):
+        assert bytes(memory[start + page : start + 2 * page]) == want[layer * page : (layer + 1) * page]
+        assert set(memory[start : start + page]) | set(memory[start + 2 * page : start + plane_bytes]) == {PATTERN}
 
 
 def test_pages_that_run_backwards_in_memory() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvstore import HitTier, Limits, MissReason
 from kvstore.codec import codec_named
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
-from kvstore.handle import PUT_WINDOW_BLOCKS, NamespaceHandle, PutResult
+from kvstore.handle import WINDOW_BLOCKS, NamespaceHandle, PutResult
 from kvstore.identity import ExtraKey, TenantKeys
 from kvstore.layout import Layout
 from kvstore.pages import Pages
@@ -393,7 +393,7 @@ def test_a_put_that_cannot_be_done_evicts_nothing() -> None:
 
 def test_a_long_put_is_stored_in_pieces_that_others_see_early() -> None:
     """The store may be asked between any two pieces; what is visible then is what the pieces before have stored."""
-    blocks = 2 * PUT_WINDOW_BLOCKS + 3
+    blocks = 2 * WINDOW_BLOCKS + 3
     a = bench(dram=16 << 20, extent=1 << 20)
     ns = a.namespace()
     seen = []
@@ -409,7 +409,7 @@ def test_a_long_put_is_stored_in_pieces_that_others_see_early() -> None:
     watched_ns = NamespaceHandle(door, ns.namespace, codec_named("raw"))
     pages = random_pages(ns.layout, blocks)
     assert watched_ns.put(ids(blocks * 64), pages) == PutResult(0, blocks, None, None)
-    assert seen == [PUT_WINDOW_BLOCKS, 2 * PUT_WINDOW_BLOCKS, blocks]
+    assert seen == [WINDOW_BLOCKS, 2 * WINDOW_BLOCKS, blocks]
     found = blank_pages(ns.layout, blocks)
     with ns.lease(ns.match(ids(blocks * 64))) as lease:
         assert ns.get(lease, found).tokens == blocks * 64

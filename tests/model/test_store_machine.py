@@ -573,7 +573,7 @@ def _parent(name: Name) -> tuple[str, Any]:
 
 
 def test_the_store_against_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle, "PUT_WINDOW_BLOCKS", 3)  # so that a put of five blocks is one in pieces
+    monkeypatch.setattr(handle, "WINDOW_BLOCKS", 3)  # so that a put of five blocks is one in pieces
     totals: Counter[str] = Counter()
     run_state_machine_as_test(
         lambda: StoreMachine(totals),

@@ -40,7 +40,7 @@ def opened(tmp_path: Path) -> Iterator[OpenStore]:
 
 @pytest.fixture(autouse=True)
 def puts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle, "PUT_WINDOW_BLOCKS", 2)
+    monkeypatch.setattr(handle, "WINDOW_BLOCKS", 2)
 
 
 @pytest.fixture(autouse=True)

@@ -45,7 +45,7 @@ def slot_in(state: FrameState) -> SlotTable:
     table = SlotTable(1)
     for event in paths[state]:
         if event is FrameEvent.RESERVE:
-            assert table.reserve() == 0
+            assert table.reserve(1) == [0]
         else:
             table.apply(0, event)
     assert table.states[0] == state
@@ -89,7 +89,7 @@ def test_slots_against_a_list_of_states(capacity: int, steps: list[tuple[FrameEv
         if event is FrameEvent.RESERVE:
             if FrameState.FREE not in states:
                 continue
-            slot = table.reserve()
+            (slot,) = table.reserve(1)
             assert states[slot] is FrameState.FREE
             table.owners[slot] = owners[slot] = row
             states[slot] = FrameState.RESERVED
@@ -117,11 +117,17 @@ def test_a_table_notices_when_it_does_not_add_up() -> None:
 # Rows: places, pins, late readers -------------------------------------------------------------------------------------
 
 
+def reserve(residency: Residency, row: int, places: list[int]) -> None:
+    """Slots for all parts of a block."""
+    for part, place in enumerate(places):
+        residency.reserved([row], part, [place])
+
+
 def rows_of(count: int, parts: int = 1) -> Residency:
     residency = Residency(LeafFirstLru())
     residency.add_parts(parts)
     for row in range(count):
-        residency.reserved(row, [place_of(part, row) for part in range(parts)])
+        reserve(residency, row, [place_of(part, row) for part in range(parts)])
     return residency
 
 
@@ -135,14 +141,14 @@ def test_a_row_knows_its_places_until_it_is_forgotten() -> None:
     assert residency.forget(1) == [place_of(0, 1), place_of(9, 9)]
     assert residency.place(1, 0) == residency.place(1, 1) == NO_PLACE
     assert residency.generation(1) == 0 and residency.forget(1) == []
-    residency.reserved(1, [place_of(2, 0), place_of(2, 1)])
+    reserve(residency, 1, [place_of(2, 0), place_of(2, 1)])
 
 
 def test_parts_that_come_later_find_the_rows_that_are_there() -> None:
     residency = rows_of(2)
     residency.add_parts(3)
     residency.add_parts(2)
-    residency.reserved(5, [1, 2, 3])
+    reserve(residency, 5, [1, 2, 3])
     assert [residency.place(5, part) for part in range(3)] == [1, 2, 3]
     assert residency.place(0, 2) == NO_PLACE and residency.forget(0) == [place_of(0, 0)]
 
@@ -185,16 +191,16 @@ def test_a_slot_is_held_until_its_last_late_reader_is_done() -> None:
 
 def test_the_worst_is_the_oldest_leaf_that_nobody_pins() -> None:
     residency = rows_of(3)
-    assert residency.worst() is None
+    assert list(residency.worst()) == []
     for row in range(3):
         residency.policy.inserted(row, 0, 0, 0.0)
-    assert residency.worst() == Evict(0)
+    assert list(residency.worst()) == [0, 1, 2]
     residency.pin([0, 1])
-    assert residency.worst() == Evict(2)
+    assert list(residency.worst()) == [2]
     residency.pin([2])
-    assert residency.worst() is None
+    assert list(residency.worst()) == []
     residency.unpin([1])
-    assert residency.worst() == Evict(1)
+    assert list(residency.worst()) == [1]
 
 
 # What makes room ------------------------------------------------------------------------------------------------------
@@ -218,9 +224,9 @@ class Setup:
         """That many blocks; returns their rows."""
         rows = []
         for place in self.tier.reserve(slots, count):
-            self.tier.own(place, self.rows)
+            self.tier.own([place], [self.rows])
             self.tier.commit([place], [bytes(4096)])
-            self.residency.reserved(self.rows, [place])
+            self.residency.reserved([self.rows], 0, [place])
             self.residency.policy.inserted(self.rows, 0, 0, 0.0)
             rows.append(self.rows)
             self.rows += 1
@@ -371,7 +377,7 @@ def test_following_its_advice_memory_wanders_to_where_it_is_used() -> None:
             for row, target in zip(move.rows, targets, strict=True):
                 source = setup.residency.place(row, 0)
                 setup.tier.commit([target], [bytes(4096)])
-                setup.tier.own(target, row)
+                setup.tier.own([target], [row])
                 setup.residency.moved(row, 0, target)
                 setup.tier.delete([source])
             setup.tier.retire(move.extent)

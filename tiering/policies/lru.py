@@ -33,7 +33,9 @@ class LeafFirstLru:
             self._is_leaf.extend(bytes(more))
         assert self._newer[node] == _UNLISTED, "a row is inserted once"
         self._is_leaf[node] = 1
-        self._link(node)
+        newest = self._older[_END]
+        self._newer[newest], self._older[node] = node, newest
+        self._newer[node], self._older[_END] = _END, node
 
     def touched(self, rows: Sequence[int]) -> None:
         """To the recent end, one after the other."""
@@ -68,14 +70,11 @@ class LeafFirstLru:
 
     def victims(self) -> Iterator[int]:
         """From the old end to the recent end, leaves only."""
-        newer, is_leaf = self._newer, self._is_leaf
+        newer, older, is_leaf = self._newer, self._older, self._is_leaf
         node = newer[_END]
         while node != _END:
             if is_leaf[node]:
+                before = older[node]
                 yield node - 1
+                node = node if newer[node] != _UNLISTED else before
             node = newer[node]
-
-    def _link(self, node: int) -> None:
-        newest = self._older[_END]
-        self._newer[newest], self._older[node] = node, newest
-        self._newer[node], self._older[_END] = _END, node

@@ -34,5 +34,9 @@ class EvictionPolicy(Protocol):
         ...
 
     def victims(self) -> Iterator[int]:
-        """Leaves, worst first. The caller skips what is pinned, and asks again after any change."""
+        """Leaves, worst first. The caller skips what is pinned.
+
+        The leaf that was proposed last may be removed, and its parent become a leaf, before the next one is asked for;
+        after any other change the caller starts again.
+        """
         ...
