@@ -297,21 +297,25 @@ class NamespaceHandle:
 
         A header is checked in a private copy, against the lease's digest of it and the block's name.
         """
-        reply, grant, door = lease.reply, self._grant, self._door
-        slices = [len(part.layers) for part in self.layout.parts]
+        reply, span_of, keys = lease.reply, self._door.span, lease.keys
+        columns = [
+            (part, self._grant.payload_bytes[part], len(it.layers), self._grant.stamps[part])
+            for part, it in enumerate(self.layout.parts)
+        ]
+        places, digests = reply.places, reply.header_digests
         opened: list[_Opened] = []
         try:
             for block in blocks:
                 at = block - reply.first_block
                 parts: _Opened = []
-                for part, size in enumerate(grant.payload_bytes):
-                    span = door.span(reply.places[part][at])
-                    raw = bytes(span.view[:HEADER_BYTES])
-                    right = digest(raw) == reply.header_digests[part][at]
-                    if not right or not names_block(raw, grant.stamps[part], lease.keys[block]):
-                        door.report(reply.lease, block, part)
+                for part, size, slices, stamp in columns:
+                    address, view = span_of(places[part][at])
+                    raw = bytes(view[:HEADER_BYTES])
+                    if digest(raw) != digests[part][at] or not names_block(raw, stamp, keys[block]):
+                        self._door.report(reply.lease, block, part)
                         return opened, MissReason.CORRUPT
-                    parts.append((_payload(span, size), split_digests(raw, slices[part])))
+                    payload = FrameSpan(address + HEADER_BYTES, view[HEADER_BYTES : HEADER_BYTES + size])
+                    parts.append((payload, split_digests(raw, slices)))
                 opened.append(parts)
         except StoreClosed:
             return opened, MissReason.DISABLED
