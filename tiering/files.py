@@ -1,7 +1,7 @@
-"""The one door to the disk (floor 1): a store's directory, its lock and its key file.
+"""The one door to the disk (floor 1): a store's directory, its lock, its key file, and its slabs.
 
-Small files are written whole or not at all (new file, sync, rename, sync of the directory). Nothing here deletes a
-user's data.
+Small files are written whole or not at all (new file, sync, rename, sync of the directory). Slabs are behind the
+contract `Files`, so that the tier above can run on a disk that loses power on purpose.
 """
 
 from __future__ import annotations
@@ -11,6 +11,44 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
+
+
+class Files(Protocol):
+    """A folder of slabs: files of a fixed size that are read and written in whole pages of 4 KiB.
+
+    Calls on different pages may run at the same time. Whatever goes wrong raises `OSError`; less than was asked for is
+    an error too. What was written is durable when a later `sync` of the same file has returned; before that a crash may
+    keep any part of it, down to single sectors, in any order. A file that is being removed must not be used any more.
+    """
+
+    def sizes(self) -> dict[str, int]:
+        """Every slab's name and bytes."""
+        ...
+
+    def create(self, name: str, size_bytes: int) -> None:
+        """A new slab of zeros, its space allocated and its name durable."""
+        ...
+
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` from the slab."""
+        ...
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        """Write all of `data`."""
+        ...
+
+    def sync(self, name: str) -> None:
+        """Make what was written durable."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Give a slab's space back, durably."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
 
 
 class DirectoryLock:
