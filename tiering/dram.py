@@ -15,33 +15,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from tiering.errors import BlockMissing, TierFull
 from tiering.extents import Extent, ExtentPool
 from tiering.frame import HEADER_BYTES
-from tiering.residency import FrameEvent, FrameState, SlotTable
-from tiering.tier import SLOT_BITS, FrameSpan, SlotClass, Usage, extent_of, place_of, slot_of
+from tiering.residency import FrameEvent, FrameState
+from tiering.slots import Piece, SlotLedger
+from tiering.tier import SLOT_BITS, FrameSpan, SlotClass, Usage, extent_of, slot_of
 
-_RESERVED = int(FrameState.RESERVED)
+_RESERVED, _RESIDENT, _ZOMBIE = int(FrameState.RESERVED), int(FrameState.RESIDENT), int(FrameState.ZOMBIE)
 
 
-class DramExtent:
-    """One extent in use: its memory, its class, and the states of its slots."""
+class DramExtent(Piece):
+    """One extent in use, and its memory."""
 
-    def __init__(self, number: int, slot_class: SlotClass, owner: _Class, memory: Extent) -> None:
-        self.number = number
-        self.slot_class = slot_class
-        self.owner = owner
-        self.frame_bytes = slot_class.frame_bytes
+    def __init__(self, number: int, slot_class: SlotClass, memory: Extent) -> None:
+        super().__init__(number, slot_class, memory.size_bytes // slot_class.frame_bytes)
         self.memory = memory
-        self.slots = SlotTable(memory.size_bytes // slot_class.frame_bytes)
-        self.closing = False
-
-
-class _Class:
-    """The extents of one slot class, and which of them have free slots."""
-
-    def __init__(self) -> None:
-        self.extents: dict[int, DramExtent] = {}
-        self.with_free: dict[int, DramExtent] = {}
-        self.free = 0
-        self.quarantined = 0
 
 
 class DramTier:
@@ -51,8 +37,8 @@ class DramTier:
 
     def __init__(self, pool: ExtentPool) -> None:
         self._pool = pool
-        self._extents: dict[int, DramExtent] = {}
-        self._classes: dict[SlotClass, _Class] = {}
+        self._ledger: SlotLedger[DramExtent] = SlotLedger()
+        self._extents = self._ledger.pieces
         self._next_number = 0
         self._closed = False
 
@@ -70,17 +56,7 @@ class DramTier:
 
     def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
         """Up to `count` places in extents of that class that have free slots."""
-        owner = self._classes.get(slot_class)
-        places: list[int] = []
-        while owner is not None and owner.with_free and len(places) < count:
-            extent = next(iter(owner.with_free.values()))
-            slots = extent.slots
-            take = min(count - len(places), slots.free)
-            places += [place_of(extent.number, slot) for slot in slots.reserve(take)]
-            owner.free -= take
-            if not slots.free:
-                del owner.with_free[extent.number]
-        return places
+        return self._ledger.reserve(slot_class, count)
 
     def commit(self, places: Sequence[int], headers: Sequence[bytes]) -> None:
         """Write the headers and make the frames readable."""
@@ -93,7 +69,7 @@ class DramTier:
 
     def abort(self, places: Sequence[int]) -> None:
         """Give reserved places back."""
-        self._step(places, FrameEvent.ABORT)
+        self._ledger.step(places, FrameEvent.ABORT)
 
     def read(self, place: int) -> FrameSpan:
         """The bytes of a committed frame."""
@@ -104,16 +80,11 @@ class DramTier:
 
     def delete(self, places: Sequence[int]) -> None:
         """Free committed frames at once: nothing here outlives the process."""
-        self._step(places, FrameEvent.EVICT, FrameEvent.DELETED)
+        self._ledger.step(places, FrameEvent.EVICT, FrameEvent.DELETED)
 
     def usage(self) -> Usage:
         """Slots by state over all extents, and bytes."""
-        sums = [0] * len(FrameState)
-        capacity = 0
-        for extent in self._extents.values():
-            capacity += extent.slots.capacity
-            for state, count in enumerate(extent.slots.counts):
-                sums[state] += count
+        sums = self._ledger.sums()
         return Usage(
             free=sums[FrameState.FREE],
             reserved=sums[FrameState.RESERVED],
@@ -121,7 +92,7 @@ class DramTier:
             deleting=sums[FrameState.DELETING],
             quarantined=sums[FrameState.QUARANTINED],
             zombie=sums[FrameState.ZOMBIE],
-            capacity=capacity,
+            capacity=sum(sums),
             taken_bytes=self._pool.taken_bytes,
             budget_bytes=self._pool.budget_bytes,
         )
@@ -130,20 +101,17 @@ class DramTier:
 
     def retain(self, places: Sequence[int]) -> None:
         """Evicted, but a reader may still have them mapped: not reused until `let_go`."""
-        self._step(places, FrameEvent.RETAIN)
+        self._ledger.step(places, FrameEvent.RETAIN)
 
     def let_go(self, places: Sequence[int]) -> None:
         """The last late reader is done; a place that was not evicted meanwhile is left as it is."""
         for place in places:
-            extent = self._extents.get(extent_of(place))
-            if extent is not None and extent.slots.states[slot_of(place)] == FrameState.ZOMBIE:
-                self._step([place], FrameEvent.LET_GO)
+            if self._ledger.state(place) == _ZOMBIE:
+                self._ledger.step([place], FrameEvent.LET_GO)
 
     def condemn(self, places: Sequence[int]) -> None:
         """A check failed: the slots are not used again before their extent is given back."""
-        self._step(places, FrameEvent.CONDEMN)
-        for place in places:
-            self._extents[extent_of(place)].owner.quarantined += 1
+        self._ledger.step(places, FrameEvent.CONDEMN)
 
     def reserved_span(self, place: int) -> FrameSpan:
         """The bytes of a reserved frame, for its producer to fill. Raises `BlockMissing` once the tier is closed."""
@@ -153,9 +121,7 @@ class DramTier:
 
     def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
         """Note which block's frame stands at each place."""
-        extents = self._extents
-        for place, row in zip(places, rows, strict=True):
-            extents[extent_of(place)].slots.owners[slot_of(place)] = row
+        self._ledger.own(places, rows)
 
     # Extents -------------------------------------------------------------------------------------------------------
 
@@ -168,24 +134,14 @@ class DramTier:
         if self._closed:
             self._pool.destroy(memory)
             return
-        number = self._next_number
+        self._ledger.add(DramExtent(self._next_number, slot_class, memory))
         self._next_number += 1
-        owner = self._classes.setdefault(slot_class, _Class())
-        extent = DramExtent(number, slot_class, owner, memory)
-        assert 0 < extent.slots.capacity < 1 << SLOT_BITS
-        self._extents[number] = extent
-        owner.extents[number] = extent
-        owner.with_free[number] = extent
-        owner.free += extent.slots.free
 
     def start_vacating(self, number: int, count: int) -> list[int]:
         """Take an extent's free slots out of use and reserve `count` places elsewhere in its class."""
-        extent = self._extents[number]
-        owner = self._classes[extent.slot_class]
-        extent.closing = True
-        if owner.with_free.pop(number, None) is not None:
-            owner.free -= extent.slots.free
-        places = self.reserve(extent.slot_class, count)
+        slot_class = self.class_of(number)
+        self._ledger.start_closing(number)
+        places = self.reserve(slot_class, count)
         if len(places) < count:
             self.abort(places)
             self.stop_vacating(number)
@@ -194,43 +150,25 @@ class DramTier:
 
     def stop_vacating(self, number: int) -> None:
         """Back into use, after a reader was faster."""
-        extent = self._extents[number]
-        owner = self._classes[extent.slot_class]
-        extent.closing = False
-        if extent.slots.free:
-            owner.with_free[number] = extent
-            owner.free += extent.slots.free
+        self._ledger.stop_closing(number)
 
     def retire(self, number: int) -> None:
         """Give back an extent that holds nothing readable; its memory goes with the last mapping."""
-        extent = self._extents[number]
-        counts = extent.slots.counts
-        assert counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == extent.slots.capacity
-        del self._extents[number]
-        owner = self._classes[extent.slot_class]
-        del owner.extents[number]
-        if owner.with_free.pop(number, None) is not None:
-            owner.free -= extent.slots.free
-        owner.quarantined -= counts[FrameState.QUARANTINED]
-        if not owner.extents:
-            del self._classes[extent.slot_class]
-        self._pool.destroy(extent.memory)
+        self._pool.destroy(self._ledger.remove(number).memory)
 
     def close(self) -> None:
         """Give all memory back; readers that still map an extent keep it until they let go."""
         for extent in self._extents.values():
             self._pool.destroy(extent.memory)
         self._closed = True
-        self._extents.clear()
-        self._classes.clear()
+        self._ledger.clear()
         self._pool.close()
 
     # Facts for decisions -------------------------------------------------------------------------------------------
 
     def free_slots(self, slot_class: SlotClass) -> int:
         """Free slots of a class, extents that are being emptied left out."""
-        owner = self._classes.get(slot_class)
-        return owner.free if owner is not None else 0
+        return self._ledger.free_slots(slot_class)
 
     def has_room(self) -> bool:
         """Whether the budget allows another extent."""
@@ -238,19 +176,15 @@ class DramTier:
 
     def reclaimable_classes(self) -> Iterator[SlotClass]:
         """Classes that could do with one extent less."""
-        for slot_class, owner in self._classes.items():
-            if owner.free + owner.quarantined >= self.extent_bytes // slot_class.frame_bytes:
-                yield slot_class
+        return self._ledger.reclaimable_classes(self.extent_bytes)
 
     def extents_of(self, slot_class: SlotClass) -> Iterable[DramExtent]:
         """The extents of a class that are not being emptied already."""
-        owner = self._classes.get(slot_class)
-        return [] if owner is None else [extent for extent in owner.extents.values() if not extent.closing]
+        return self._ledger.open_pieces(slot_class)
 
     def all_extents(self, slot_class: SlotClass) -> Iterable[DramExtent]:
         """Every extent of a class."""
-        owner = self._classes.get(slot_class)
-        return [] if owner is None else list(owner.extents.values())
+        return self._ledger.all_pieces(slot_class)
 
     def class_of(self, extent: int) -> SlotClass:
         """The class of an extent."""
@@ -258,7 +192,7 @@ class DramTier:
 
     def is_reserved(self, place: int) -> bool:
         """Whether a producer still owns the place."""
-        return self._extents[extent_of(place)].slots.states[slot_of(place)] == _RESERVED
+        return self._ledger.state(place) == _RESERVED
 
     def span_at(self, place: int) -> FrameSpan:
         """The bytes at a place whatever its state: for readers that hold a lease, and for producers.
@@ -273,15 +207,7 @@ class DramTier:
 
     def check(self) -> None:
         """Invariant 1, in every extent and in sum; the classes' counts are their extents' counts."""
-        for extent in self._extents.values():
-            extent.slots.check()
-        for owner in self._classes.values():
-            open_extents = [extent for extent in owner.extents.values() if not extent.closing]
-            assert owner.free == sum(extent.slots.free for extent in open_extents)
-            assert set(owner.with_free) == {extent.number for extent in open_extents if extent.slots.free}
-            assert owner.quarantined == sum(
-                extent.slots.counts[FrameState.QUARANTINED] for extent in owner.extents.values()
-            )
+        self._ledger.check()
         usage = self.usage()
         parts = (usage.free, usage.reserved, usage.used, usage.deleting, usage.quarantined, usage.zombie)
         assert sum(parts) == usage.capacity and min(parts) >= 0
@@ -293,19 +219,6 @@ class DramTier:
         if extent is None or slot_of(place) >= extent.slots.capacity:
             raise BlockMissing("no frame at that place")
         return extent
-
-    def _step(self, places: Iterable[int], *events: FrameEvent) -> None:
-        """One or more steps in the life of each frame."""
-        extents = self._extents
-        for place in places:
-            extent = extents[extent_of(place)]
-            slot = slot_of(place)
-            for event in events:
-                state = extent.slots.apply(slot, event)
-            if not state and not extent.closing:  # it is free
-                owner = extent.owner
-                owner.free += 1
-                owner.with_free[extent.number] = extent
 
 
 def copy_frame(source: FrameSpan, target: FrameSpan) -> None:

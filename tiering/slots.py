@@ -1,0 +1,184 @@
+"""The slots of a tier: pieces of one slot class each, cut into equal slots, and who has free ones (floor 1).
+
+A piece is an extent of memory or a slab on disk. This file keeps numbers only: states, counts and owners. It never
+touches a byte of a frame, decides nothing, and takes no lock: who calls serialises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, TypeVar
+
+from tiering.residency import FrameEvent, FrameState, SlotTable
+from tiering.tier import SLOT_BITS, SlotClass, extent_of, place_of, slot_of
+
+
+class Piece:
+    """An extent or a slab. `closing`: it is being emptied, so its free slots are out of use."""
+
+    def __init__(self, number: int, slot_class: SlotClass, capacity: int) -> None:
+        assert 0 < capacity < 1 << SLOT_BITS
+        self.number = number
+        self.slot_class = slot_class
+        self.frame_bytes = slot_class.frame_bytes
+        self.slots = SlotTable(capacity)
+        self.closing = False
+
+
+P = TypeVar("P", bound=Piece)
+
+
+class _Class(Generic[P]):
+    """The pieces of one slot class, and which of them have free slots."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, P] = {}
+        self.with_free: dict[int, P] = {}
+        self.free = 0
+        self.quarantined = 0
+
+
+class SlotLedger(Generic[P]):
+    """All pieces of a tier. A place names a piece in its upper bits and a slot in its lower ones."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, P] = {}
+        self._classes: dict[SlotClass, _Class[P]] = {}
+        self._class_of: dict[int, _Class[P]] = {}  # by piece: hashing a slot class costs more than a step
+
+    # Pieces --------------------------------------------------------------------------------------------------------
+
+    def add(self, piece: P) -> None:
+        """A new piece, its slots in whatever states they are."""
+        owner = self._classes.setdefault(piece.slot_class, _Class())
+        self.pieces[piece.number] = piece
+        self._class_of[piece.number] = owner
+        owner.pieces[piece.number] = piece
+        owner.quarantined += piece.slots.counts[FrameState.QUARANTINED]
+        self._use(piece)
+
+    def remove(self, number: int) -> P:
+        """Take a piece out that holds nothing readable; returns it."""
+        piece = self.pieces[number]
+        counts = piece.slots.counts
+        assert counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == piece.slots.capacity
+        del self.pieces[number]
+        owner = self._class_of.pop(number)
+        del owner.pieces[number]
+        if owner.with_free.pop(number, None) is not None:
+            owner.free -= piece.slots.free
+        owner.quarantined -= counts[FrameState.QUARANTINED]
+        if not owner.pieces:
+            del self._classes[piece.slot_class]
+        return piece
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.pieces.clear()
+        self._classes.clear()
+        self._class_of.clear()
+
+    def start_closing(self, number: int) -> None:
+        """Take a piece's free slots out of use."""
+        piece = self.pieces[number]
+        owner = self._class_of[piece.number]
+        piece.closing = True
+        if owner.with_free.pop(number, None) is not None:
+            owner.free -= piece.slots.free
+
+    def stop_closing(self, number: int) -> None:
+        """Back into use."""
+        piece = self.pieces[number]
+        piece.closing = False
+        self._use(piece)
+
+    # Slots ---------------------------------------------------------------------------------------------------------
+
+    def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
+        """Up to `count` places in pieces of that class that have free slots, now RESERVED."""
+        owner = self._classes.get(slot_class)
+        places: list[int] = []
+        while owner is not None and owner.with_free and len(places) < count:
+            piece = next(iter(owner.with_free.values()))
+            take = min(count - len(places), piece.slots.free)
+            places += [place_of(piece.number, slot) for slot in piece.slots.reserve(take)]
+            owner.free -= take
+            if not piece.slots.free:
+                del owner.with_free[piece.number]
+        return places
+
+    def step(self, places: Iterable[int], *events: FrameEvent) -> None:
+        """One or more steps in the life of each frame. Raises `IllegalTransition`."""
+        pieces = self.pieces
+        for place in places:
+            piece = pieces[extent_of(place)]
+            slot = slot_of(place)
+            for event in events:
+                state = piece.slots.apply(slot, event)
+            if state == FrameState.QUARANTINED:
+                self._class_of[piece.number].quarantined += 1
+            elif not state and not piece.closing:  # it is free
+                owner = self._class_of[piece.number]
+                owner.free += 1
+                owner.with_free[piece.number] = piece
+
+    def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
+        """Note which block's frame stands at each place."""
+        pieces = self.pieces
+        for place, row in zip(places, rows, strict=True):
+            pieces[extent_of(place)].slots.owners[slot_of(place)] = row
+
+    def state(self, place: int) -> int | None:
+        """The `FrameState` of a slot as a number; None where there is no such slot."""
+        piece = self.pieces.get(extent_of(place))
+        if piece is None or slot_of(place) >= piece.slots.capacity:
+            return None
+        return piece.slots.states[slot_of(place)]
+
+    # Facts for decisions -------------------------------------------------------------------------------------------
+
+    def free_slots(self, slot_class: SlotClass) -> int:
+        """Free slots of a class, pieces that are being emptied left out."""
+        owner = self._classes.get(slot_class)
+        return owner.free if owner is not None else 0
+
+    def reclaimable_classes(self, piece_bytes: int) -> Iterator[SlotClass]:
+        """Classes that could do with one piece of that size less."""
+        for slot_class, owner in self._classes.items():
+            if owner.free + owner.quarantined >= piece_bytes // slot_class.frame_bytes:
+                yield slot_class
+
+    def open_pieces(self, slot_class: SlotClass) -> list[P]:
+        """The pieces of a class that are not being emptied already."""
+        return [piece for piece in self.all_pieces(slot_class) if not piece.closing]
+
+    def all_pieces(self, slot_class: SlotClass) -> Sequence[P]:
+        """Every piece of a class."""
+        owner = self._classes.get(slot_class)
+        return [] if owner is None else list(owner.pieces.values())
+
+    def sums(self) -> list[int]:
+        """Slots by state, over all pieces."""
+        sums = [0] * len(FrameState)
+        for piece in self.pieces.values():
+            for state, count in enumerate(piece.slots.counts):
+                sums[state] += count
+        return sums
+
+    def check(self) -> None:
+        """Invariant 1 in every piece; the classes' counts are their pieces' counts."""
+        for piece in self.pieces.values():
+            piece.slots.check()
+        for owner in self._classes.values():
+            open_pieces = [piece for piece in owner.pieces.values() if not piece.closing]
+            assert owner.free == sum(piece.slots.free for piece in open_pieces)
+            assert set(owner.with_free) == {piece.number for piece in open_pieces if piece.slots.free}
+            quarantined = sum(piece.slots.counts[FrameState.QUARANTINED] for piece in owner.pieces.values())
+            assert owner.quarantined == quarantined
+        assert sum(len(owner.pieces) for owner in self._classes.values()) == len(self.pieces)
+
+    def _use(self, piece: P) -> None:
+        if piece.slots.free:
+            owner = self._class_of[piece.number]
+            owner.with_free[piece.number] = piece
+            owner.free += piece.slots.free
