@@ -1,17 +1,33 @@
-"""The disk: one process per directory, secrets for their owner's eyes, files that are whole or not there."""
+"""The disk: one process per directory, secrets for their owner's eyes, files that are whole or not there.
+
+What slabs share with every other implementation of `Files` is in contract/test_files.py; here is what they do on a
+real disk: direct I/O and its refusal, full disks, transfers that stop half-way, descriptors.
+"""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tiering.files import DirectoryLock, make_directory, read_secret_file, read_text_files, write_secret_file
+from tiering.files import (
+    DirectFiles,
+    DirectoryLock,
+    make_directory,
+    read_secret_file,
+    read_text_files,
+    write_secret_file,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -240,3 +256,401 @@ def test_facts_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "fact").write_text("7\n")
     found = read_text_files([str(tmp_path / "fact"), str(tmp_path / "missing"), str(tmp_path)])
     assert found == {str(tmp_path / "fact"): "7\n"}
+
+
+# Slabs ----------------------------------------------------------------------------------------------------------------
+
+PAGE = 4096
+DATA = b"".join(bytes([number]) * PAGE for number in range(1, 9))
+
+
+def aligned(contents: bytes) -> memoryview:
+    memory = mmap.mmap(-1, len(contents))
+    memory[:] = contents
+    return memoryview(memory)
+
+
+def contents(files: DirectFiles, name: str, length: int = len(DATA)) -> bytes:
+    into = aligned(bytes(length))
+    files.read(name, 0, into)
+    return bytes(into)
+
+
+def descriptors(directory: Path) -> int:
+    """How many descriptors of this process are of files in the directory."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:  # the one that the listing itself used
+            continue
+    return sum(link.startswith(f"{directory}/") for link in links)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[DirectFiles]:
+    files = DirectFiles(tmp_path / "slabs")
+    yield files
+    files.close()
+
+
+@pytest.fixture
+def direct_folder(folder: DirectFiles, tmp_path: Path) -> DirectFiles:
+    if not folder.direct:
+        pytest.skip(f"{tmp_path} is on a file system without direct I/O")
+    return folder
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a file system that lives in memory, for as long as the test runs."""
+    places: list[Path] = []
+
+    def mount(kind: str, options: str = "rw") -> Path:
+        place = tmp_path / kind
+        place.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", kind, "-o", options, kind, str(place)], capture_output=True, text=True, timeout=30
+        )
+        if done.returncode:
+            pytest.skip(f"{kind} cannot be mounted here: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", str(place)], check=True, timeout=30)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, call: str, nth: int, number: int) -> None:
+    """From now on the nth call of this function of `os` in the disk's file fails; the others are real."""
+    really, calls = getattr(os, call), [0]
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == nth:
+            raise OSError(number, os.strerror(number))
+        return really(*arguments, **named)
+
+    monkeypatch.setattr(f"tiering.files.os.{call}", failing)
+
+
+def test_slabs_are_for_their_owner_and_outlive_the_process(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        files = DirectFiles(tmp_path / "deep" / "slabs")
+        files.create("a.slab", len(DATA))
+    finally:
+        os.umask(before)
+    files.write("a.slab", 0, aligned(DATA))
+    files.close()
+    assert stat.S_IMODE((tmp_path / "deep" / "slabs").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "deep" / "slabs" / "a.slab").stat().st_mode) == 0o600
+    again = DirectFiles(tmp_path / "deep" / "slabs")
+    assert again.sizes() == {"a.slab": len(DATA)} and contents(again, "a.slab") == DATA
+    again.close()
+
+
+def test_the_space_of_a_slab_is_allocated(folder: DirectFiles, tmp_path: Path) -> None:
+    folder.create("a.slab", 64 * PAGE)
+    assert (tmp_path / "slabs" / "a.slab").stat().st_blocks * 512 >= 64 * PAGE
+
+
+def test_what_is_no_slab_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "data.mdb").write_text("kept")
+    (tmp_path / "lock").write_text("kept" * PAGE)
+    (tmp_path / "folder.slab").mkdir()
+    (tmp_path / "link.slab").symlink_to(tmp_path / "lock")
+    (tmp_path / "folder.slab.new").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    files = DirectFiles(tmp_path)
+    assert files.sizes() == {}
+    for name in ("folder.slab", "link.slab"):
+        with pytest.raises(OSError):
+            files.read(name, 0, aligned(bytes(PAGE)))
+        with pytest.raises(FileExistsError):
+            files.create(name, PAGE)
+    files.close()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "lock").read_text() == "kept" * PAGE
+    assert (tmp_path / "index" / "data.mdb").read_text() == "kept"
+
+
+def test_a_draft_of_a_crash_is_no_slab_and_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "a.slab.new").write_bytes(bytes(3 * PAGE))
+    (tmp_path / "direct-io.probe").write_bytes(b"x")
+    files = DirectFiles(tmp_path)
+    assert os.listdir(tmp_path) == []
+    files.create("a.slab", PAGE)
+    assert files.sizes() == {"a.slab": PAGE}
+    files.close()
+
+
+def test_a_file_in_the_way_of_the_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "slabs").write_text("kept")
+    with pytest.raises(OSError):
+        DirectFiles(tmp_path / "slabs")
+
+
+@pytest.mark.parametrize(
+    ("call", "nth"), [("open", 1), ("posix_fallocate", 1), ("fsync", 1), ("rename", 1), ("open", 2), ("fsync", 2)]
+)
+def test_a_create_that_fails_leaves_nothing(
+    call: str, nth: int, folder: DirectFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(monkeypatch, call, nth, errno.EIO)
+    with pytest.raises(OSError) as caught:
+        folder.create("a.slab", len(DATA))
+    assert caught.value.errno == errno.EIO
+    assert os.listdir(tmp_path / "slabs") == [] and folder.sizes() == {} and descriptors(tmp_path) == 0
+    folder.create("a.slab", len(DATA))
+    assert contents(folder, "a.slab") == bytes(len(DATA))
+
+
+def test_a_slab_for_which_there_is_no_space(mounted: Callable[..., Path]) -> None:
+    place = mounted("tmpfs", "size=1m")
+    files = DirectFiles(place)
+    with pytest.raises(OSError) as caught:
+        files.create("large.slab", 2 << 20)
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(place) == [] and files.sizes() == {}
+    files.create("small.slab", 1 << 19)
+    files.write("small.slab", 0, aligned(DATA))
+    files.sync("small.slab")
+    files.remove("small.slab")
+    files.create("whole.slab", 1 << 20)
+    files.close()
+
+
+def test_a_full_disk_is_opened_and_its_slabs_are_used(mounted: Callable[..., Path]) -> None:
+    place = mounted("tmpfs", "size=1m")
+    files = DirectFiles(place)
+    files.create("a.slab", 1 << 20)
+    direct = files.direct
+    files.close()
+    files = DirectFiles(place)
+    assert files.direct == direct and os.listdir(place) == ["a.slab"]
+    files.write("a.slab", 0, aligned(DATA))
+    assert contents(files, "a.slab") == DATA
+    files.close()
+
+
+# Direct I/O -----------------------------------------------------------------------------------------------------------
+
+
+def test_direct_io_is_used_where_it_can_be(direct_folder: DirectFiles, tmp_path: Path) -> None:
+    assert os.listdir(tmp_path / "slabs") == [], "the probe is gone"
+    direct_folder.create("a.slab", len(DATA))
+    direct_folder.write("a.slab", 0, aligned(DATA))
+    (flags,) = [
+        int(line.split()[1], 8)
+        for number in os.listdir("/proc/self/fd")
+        if os.path.realpath(f"/proc/self/fd/{number}") == str(tmp_path / "slabs" / "a.slab")
+        for line in Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()
+        if line.startswith("flags:")
+    ]
+    assert flags & os.O_DIRECT and flags & os.O_CLOEXEC
+
+
+def test_a_file_system_that_refuses_direct_io(mounted: Callable[..., Path]) -> None:
+    place = mounted("ramfs")
+    files = DirectFiles(place)
+    assert not files.direct and os.listdir(place) == []
+    files.create("a.slab", len(DATA))
+    files.write("a.slab", PAGE, memoryview(DATA)[: 2 * PAGE])
+    files.sync("a.slab")
+    assert contents(files, "a.slab") == bytes(PAGE) + DATA[: 2 * PAGE] + bytes(5 * PAGE)
+    files.close()
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev", "preadv"])
+def test_a_refusal_may_come_late(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(monkeypatch, call, 1, errno.EINVAL)
+    files = DirectFiles(tmp_path)
+    monkeypatch.undo()
+    assert not files.direct and os.listdir(tmp_path) == [] and descriptors(tmp_path) == 0
+    files.close()
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev", "preadv"])
+def test_a_broken_disk_is_no_refusal(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(monkeypatch, call, 1, errno.EIO)
+    with pytest.raises(OSError):
+        DirectFiles(tmp_path)
+    assert os.listdir(tmp_path) == [] and descriptors(tmp_path) == 0
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8, 512, PAGE - 1])
+def test_memory_that_begins_at_no_page(shift: int, direct_folder: DirectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    unaligned: list[int] = []
+    for call in ("preadv", "pwritev"):
+        really = getattr(os, call)
+
+        def watch(descriptor: int, buffers: list[memoryview], offset: int, really: Callable[..., int] = really) -> int:
+            address = np.frombuffer(buffers[0], np.uint8).ctypes.data
+            unaligned.extend([address] if address % PAGE else [])
+            return really(descriptor, buffers, offset)
+
+        monkeypatch.setattr(f"tiering.files.os.{call}", watch)
+    direct_folder.create("a.slab", len(DATA))
+    direct_folder.write("a.slab", 0, aligned(bytes(shift) + DATA)[shift:])
+    memory = aligned(b"x" * (shift + len(DATA) + 1))
+    direct_folder.read("a.slab", 0, memory[shift:-1])
+    assert bytes(memory) == b"x" * shift + DATA + b"x", "not a byte beside it is touched"
+    header = DATA[:PAGE]
+    direct_folder.write("a.slab", PAGE, memoryview(header))
+    assert contents(direct_folder, "a.slab") == header * 2 + DATA[2 * PAGE :]
+    assert unaligned == []
+
+
+def test_after_a_sync_a_buffered_slab_leaves_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(monkeypatch, "open", 1, errno.EINVAL)
+    files = DirectFiles(tmp_path)
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr("tiering.files.os.posix_fadvise", lambda _, *arguments: asked.append(arguments))
+    files.create("a.slab", len(DATA))
+    files.write("a.slab", 0, aligned(DATA))
+    assert asked == []
+    files.sync("a.slab")
+    assert asked == [(0, 0, os.POSIX_FADV_DONTNEED)] and contents(files, "a.slab") == DATA
+    files.close()
+
+
+# Transfers that stop --------------------------------------------------------------------------------------------------
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch, call: str, limit: Callable[[int], int]) -> list[int]:
+    """Let a call move no more than `limit` of the bytes that it was asked for. Returns the offsets it is called at."""
+    really, offsets = getattr(os, call), []
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        moved = limit(len(buffers[0]))
+        whole_pages = -(-moved // PAGE) * PAGE  # the call itself may be a direct one
+        return min(moved, really(descriptor, [buffers[0][:whole_pages]], offset)) if moved else 0
+
+    monkeypatch.setattr(f"tiering.files.os.{call}", short)
+    return offsets
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("pages", [1, 3, 7])
+def test_a_short_transfer_goes_on_where_it_stopped(
+    call: str, pages: int, folder: DirectFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.create("a.slab", len(DATA))
+    offsets = shorten(monkeypatch, call, lambda asked: min(asked, pages * PAGE))
+    folder.write("a.slab", 0, aligned(DATA))
+    assert contents(folder, "a.slab") == DATA
+    assert offsets == list(range(0, len(DATA), pages * PAGE))
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_direct_transfer_that_stops_inside_a_page_repeats_the_page(
+    call: str, direct_folder: DirectFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct_folder.create("a.slab", len(DATA))
+    offsets = shorten(monkeypatch, call, lambda asked: min(asked, 2 * PAGE + 512))
+    direct_folder.write("a.slab", 0, aligned(DATA))
+    assert contents(direct_folder, "a.slab") == DATA
+    assert offsets == list(range(0, len(DATA), 2 * PAGE))
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_buffered_transfer_may_stop_anywhere(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(monkeypatch, "open", 1, errno.EINVAL)
+    files = DirectFiles(tmp_path)
+    files.create("a.slab", len(DATA))
+    offsets = shorten(monkeypatch, call, lambda asked: min(asked, 10_001))
+    files.write("a.slab", 0, memoryview(DATA))
+    assert contents(files, "a.slab") == DATA
+    assert offsets == list(range(0, len(DATA), 10_001))
+    files.close()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.parametrize("before_bytes", [0, PAGE])
+def test_a_transfer_that_moves_nothing_is_an_error(
+    call: str, before_bytes: int, folder: DirectFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.create("a.slab", len(DATA))
+    offsets = shorten(monkeypatch, call, lambda asked: before_bytes if asked == len(DATA) else 0)
+    with pytest.raises(OSError) as caught:
+        folder.write("a.slab", 0, aligned(DATA))
+        contents(folder, "a.slab")
+    assert caught.value.errno == errno.EIO and len(offsets) == (2 if before_bytes else 1)
+
+
+@pytest.mark.parametrize("left", [0, PAGE, PAGE + 100])
+def test_a_slab_that_was_cut_short_is_not_read_past_its_end(left: int, folder: DirectFiles, tmp_path: Path) -> None:
+    folder.create("a.slab", len(DATA))
+    folder.write("a.slab", 0, aligned(DATA))
+    os.truncate(tmp_path / "slabs" / "a.slab", left)
+    with pytest.raises(OSError) as caught:
+        contents(folder, "a.slab")
+    assert caught.value.errno == errno.EIO
+    folder.close()
+    again = DirectFiles(tmp_path / "slabs")
+    assert again.sizes() == {"a.slab": left}
+    with pytest.raises(OSError):
+        again.write("a.slab", PAGE, aligned(DATA[:PAGE]))
+    again.close()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev", "fdatasync", "unlink"])
+def test_what_the_disk_says_is_raised(call: str, folder: DirectFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.create("a.slab", len(DATA))
+    fail(monkeypatch, call, 1, errno.EIO)
+    with pytest.raises(OSError) as caught:
+        folder.write("a.slab", 0, aligned(DATA))
+        folder.sync("a.slab")
+        contents(folder, "a.slab")
+        folder.remove("a.slab")
+    assert caught.value.errno == errno.EIO
+    folder.write("a.slab", 0, aligned(DATA))
+    assert contents(folder, "a.slab") == DATA, "the slab can be used again"
+
+
+# Descriptors ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slab_has_one_descriptor_until_it_is_let_go(folder: DirectFiles, tmp_path: Path) -> None:
+    names = [f"{number}.slab" for number in range(5)]
+    for name in names:
+        folder.create(name, PAGE)
+    threads = [threading.Thread(target=contents, args=(folder, name, PAGE)) for name in names * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert descriptors(tmp_path) == 5
+    folder.remove(names[0])
+    assert descriptors(tmp_path) == 4 and not (tmp_path / "slabs" / names[0]).exists()
+    folder.close()
+    folder.close()
+    assert descriptors(tmp_path) == 0
+
+
+def test_close_does_not_take_a_descriptor_from_a_call_that_uses_it(
+    folder: DirectFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.create("a.slab", len(DATA))
+    folder.write("a.slab", 0, aligned(DATA))
+    begun, closed, really = threading.Event(), threading.Event(), os.preadv
+
+    def slow(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        begun.set()
+        assert closed.wait(30)
+        return really(descriptor, buffers, offset)
+
+    monkeypatch.setattr("tiering.files.os.preadv", slow)
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.append(contents(folder, "a.slab")))
+    reader.start()
+    assert begun.wait(30)
+    folder.close()
+    assert descriptors(tmp_path) == 1
+    closed.set()
+    reader.join()
+    assert found == [DATA] and descriptors(tmp_path) == 0

@@ -1,0 +1,284 @@
+"""What every `Files` keeps: slabs of a fixed size that give back what was written, whole or with an `OSError`.
+
+An implementation is a subclass of `FilesContract` that makes a new, empty folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulation.disk import SimulatedFiles
+from tiering.files import DirectFiles, Files
+
+PAGE = 4096
+PAGES = 8
+A, B = "a.slab", "b.slab"
+
+
+def aligned(contents: bytes) -> memoryview:
+    """The contents in memory that begins at a page, as a tier's frames do."""
+    memory = mmap.mmap(-1, len(contents))
+    memory[:] = contents
+    return memoryview(memory)
+
+
+def page(number: int, pages: int = 1) -> bytes:
+    return bytes([number]) * (pages * PAGE)
+
+
+def contents(files: Files, name: str, offset: int = 0, length: int = PAGES * PAGE) -> bytes:
+    into = aligned(b"\x55" * length)
+    files.read(name, offset, into)
+    return bytes(into)
+
+
+class FilesContract:
+    """What a folder of slabs must do; `make` gives a new one without any."""
+
+    def make(self) -> Any:
+        raise NotImplementedError
+
+    def with_slab(self) -> Any:
+        files = self.make()
+        files.create(A, PAGES * PAGE)
+        return files
+
+    def test_a_new_slab_is_zeros(self) -> None:
+        assert contents(self.with_slab(), A) == bytes(PAGES * PAGE)
+
+    def test_slabs_have_names_and_sizes(self) -> None:
+        files = self.make()
+        assert files.sizes() == {}
+        files.create(A, PAGE)
+        files.create(B, 3 * PAGE)
+        assert files.sizes() == {A: PAGE, B: 3 * PAGE}
+
+    def test_slabs_do_not_share_bytes(self) -> None:
+        files = self.with_slab()
+        files.create(B, PAGES * PAGE)
+        files.write(A, 0, aligned(page(1, PAGES)))
+        assert contents(files, B) == bytes(PAGES * PAGE)
+
+    @given(
+        writes=st.lists(st.tuples(st.integers(0, PAGES - 1), st.integers(1, PAGES), st.integers(0, 255)), max_size=12),
+        look=st.tuples(st.integers(0, PAGES - 1), st.integers(1, PAGES)),
+    )
+    @settings(max_examples=25)
+    def test_what_was_written_is_read(self, writes: list[tuple[int, int, int]], look: tuple[int, int]) -> None:
+        files, expected = self.with_slab(), bytearray(PAGES * PAGE)
+        for number, (first, count, seed) in enumerate(writes):
+            data = random.Random(seed).randbytes(min(count, PAGES - first) * PAGE)
+            # Every other one from memory that begins at no page.
+            files.write(A, first * PAGE, memoryview(b"x" + data)[1:] if number % 2 else aligned(data))
+            expected[first * PAGE : first * PAGE + len(data)] = data
+            if number % 3 == 0:
+                files.sync(A)
+        assert contents(files, A) == expected
+        first, count = look
+        start, end = first * PAGE, min(first + count, PAGES) * PAGE
+        assert contents(files, A, start, end - start) == expected[start:end]
+        files.close()
+
+    def test_no_bytes_are_no_work(self) -> None:
+        files = self.with_slab()
+        files.write(A, 0, memoryview(b""))
+        files.read(A, 0, memoryview(bytearray()))
+        files.read(A, PAGES * PAGE, memoryview(bytearray()))
+        assert contents(files, A) == bytes(PAGES * PAGE)
+
+    def test_memory_may_have_items_of_any_width(self) -> None:
+        files = self.with_slab()
+        files.write(A, PAGE, aligned(page(7, 2)).cast("I"))
+        into = aligned(page(0, 2))
+        files.read(A, PAGE, into.cast("d"))
+        assert into == page(7, 2)
+
+    def test_a_name_is_made_once(self) -> None:
+        files = self.with_slab()
+        files.write(A, 0, aligned(page(1)))
+        with pytest.raises(FileExistsError):
+            files.create(A, PAGE)
+        assert files.sizes() == {A: PAGES * PAGE}
+        assert contents(files, A, 0, PAGE) == page(1), "the old one is as it was"
+
+    def test_many_threads_make_a_name_once(self) -> None:
+        files = self.make()
+        outcomes: list[str] = []
+
+        def create() -> None:
+            try:
+                files.create(A, PAGE)
+                outcomes.append("made")
+            except FileExistsError:
+                outcomes.append("exists")
+
+        run([create] * 4)
+        assert sorted(outcomes) == ["exists"] * 3 + ["made"]
+        assert files.sizes() == {A: PAGE}
+
+    def test_a_removed_slab_is_gone(self) -> None:
+        files = self.with_slab()
+        files.write(A, 0, aligned(page(1)))
+        files.remove(A)
+        assert files.sizes() == {}
+        uses: list[Any] = [
+            lambda: files.read(A, 0, aligned(page(0))),
+            lambda: files.write(A, 0, aligned(page(0))),
+            lambda: files.sync(A),
+            lambda: files.remove(A),
+        ]
+        for use in uses:
+            with pytest.raises(FileNotFoundError):
+                use()
+        files.create(A, 2 * PAGE)
+        assert contents(files, A, 0, 2 * PAGE) == bytes(2 * PAGE), "a name that comes back has nothing of its past"
+
+    @pytest.mark.parametrize(("first", "count"), [(PAGES, 1), (PAGES - 1, 2), (0, PAGES + 1), (1 << 30, 1)])
+    def test_nothing_is_read_or_written_past_the_end(self, first: int, count: int) -> None:
+        files = self.with_slab()
+        with pytest.raises(OSError):
+            files.read(A, first * PAGE, aligned(page(1, count)))
+        with pytest.raises(OSError):
+            files.write(A, first * PAGE, aligned(page(1, count)))
+        assert files.sizes() == {A: PAGES * PAGE} and contents(files, A) == bytes(PAGES * PAGE)
+
+    def test_only_whole_pages(self) -> None:
+        files = self.with_slab()
+        for offset, length in ((1, PAGE), (512, PAGE), (0, PAGE - 1), (0, 512), (-PAGE, PAGE)):
+            with pytest.raises(AssertionError):
+                files.read(A, offset, memoryview(bytearray(length)))
+            with pytest.raises(AssertionError):
+                files.write(A, offset, memoryview(bytes(length)))
+        for size_bytes in (0, 1, PAGE + 512, -PAGE):
+            with pytest.raises(AssertionError):
+                files.create(B, size_bytes)
+
+    @pytest.mark.parametrize("name", ["slab", "a.slab.new", "../a.slab", "folder/a.slab", "/a.slab", ""])
+    def test_only_names_of_slabs(self, name: str) -> None:
+        files = self.make()
+        uses: list[Any] = [
+            lambda: files.create(name, PAGE),
+            lambda: files.read(name, 0, aligned(page(0))),
+            lambda: files.write(name, 0, aligned(page(0))),
+            lambda: files.sync(name),
+            lambda: files.remove(name),
+        ]
+        for use in uses:
+            with pytest.raises(AssertionError):
+                use()
+
+    def test_threads_read_and_write_pages_of_their_own(self) -> None:
+        files = self.with_slab()
+        torn: list[str] = []
+
+        def work(number: int) -> None:
+            for round_number in range(1, 13):
+                expected = page(16 * number + round_number % 16, 2)
+                files.write(A, 2 * number * PAGE, aligned(expected))
+                if round_number % 4 == 0:
+                    files.sync(A)
+                if contents(files, A, 2 * number * PAGE, 2 * PAGE) != expected:
+                    torn.append(f"thread {number}, round {round_number}")
+
+        run([lambda number=number: work(number) for number in range(4)])
+        assert torn == []
+        assert contents(files, A) == b"".join(page(16 * number + 12, 2) for number in range(4))
+
+    def test_after_close_there_is_nothing_to_use(self) -> None:
+        files = self.with_slab()
+        files.write(A, 0, aligned(page(1)))
+        files.close()
+        files.close()
+        uses: list[Any] = [
+            lambda: files.sizes(),
+            lambda: files.create(B, PAGE),
+            lambda: files.read(A, 0, aligned(page(0))),
+            lambda: files.write(A, 0, aligned(page(0))),
+            lambda: files.sync(A),
+            lambda: files.remove(A),
+        ]
+        for use in uses:
+            with pytest.raises(OSError) as caught:
+                use()
+            assert caught.value.errno == errno.EBADF
+
+
+def run(works: list[Any]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class TestSimulatedFiles(FilesContract):
+    def make(self) -> SimulatedFiles:
+        return SimulatedFiles()
+
+
+class OnDisk(FilesContract):
+    """Folders that are removed when a test is over, with whatever it left open."""
+
+    parent: str | None = None
+
+    def setup_method(self) -> None:
+        self._root = Path(tempfile.mkdtemp(prefix="slabs-", dir=self.parent))
+        self._made: list[DirectFiles] = []
+
+    def teardown_method(self) -> None:
+        for files in self._made:
+            files.close()
+        shutil.rmtree(self._root)
+
+    def make(self) -> DirectFiles:
+        files = DirectFiles(self._root / str(len(self._made)))
+        self._made.append(files)
+        return files
+
+
+class TestDirectFiles(OnDisk):
+    def make(self) -> DirectFiles:
+        files = super().make()
+        if not files.direct:
+            pytest.skip(f"{self._root} is on a file system without direct I/O")
+        return files
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no /dev/shm")
+class TestBufferedFiles(OnDisk):
+    """In memory, and refused direct I/O, which newer kernels grant there too."""
+
+    parent = "/dev/shm"
+
+    def setup_method(self) -> None:
+        super().setup_method()
+        really_open = os.open
+
+        def refuse(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+            return really_open(path, flags, *arguments, **named)
+
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr("tiering.files.os.open", refuse)
+
+    def teardown_method(self) -> None:
+        self._patch.undo()
+        super().teardown_method()
+
+    def make(self) -> DirectFiles:
+        files = super().make()
+        assert not files.direct
+        return files
