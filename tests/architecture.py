@@ -98,6 +98,7 @@ EXEMPTIONS = (
     Exemption(
         "tiering/files.py", frozenset({DISK, MEMORY}), "the one door to the disk, with the buffers of direct I/O"
     ),
+    Exemption("tiering/lmdb_index.py", frozenset({DISK}), "LMDB opens its file by itself; here it is checked before"),
     Exemption("tiering/extents.py", frozenset({MEMORY}), "the one maker of shared memory: memfd, size, map, advice"),
 )
 

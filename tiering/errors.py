@@ -21,3 +21,7 @@ class BlockMissing(TierError):
 
 class BlockCorrupt(TierError):
     """A frame failed a check: its bytes are not what was committed. The message names the check, never the bytes."""
+
+
+class IndexDoubtful(TierError):
+    """The index of durable frames cannot be trusted; it is built again from the frames' headers."""

@@ -15,18 +15,30 @@ Change = tuple[bytes, bytes | None]
 
 
 class FrameIndex(Protocol):
-    """A sorted map on disk. Calls are serialised by the caller; `get` and `iterate` see what was applied."""
+    """A sorted map on disk: keys of 1 to 511 bytes, values of at most 4080. `get` and `iterate` see what was applied.
+
+    The caller serialises calls and the steps of iterations, which may come from different threads. Any of them may
+    raise `TierUnavailable` (closed, no permission, no space) or `IndexDoubtful`: the index is damaged, and is to be
+    closed, thrown away, and built again.
+    """
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Values, None where there is none."""
+        """Values in the order of the keys, None where there is none."""
         ...
 
     def apply(self, changes: Sequence[Change]) -> None:
-        """All of these or none, in this order. Durable after the next `sync`, lost or kept whole before it."""
+        """All of these or none; of two changes of one key the later one counts.
+
+        Durable after the next `sync`. Before it a crash keeps the batch whole or loses it, and whoever loses a batch
+        loses all later ones. Raises `TierFull` if the map cannot become larger; nothing is applied then.
+        """
         ...
 
     def iterate(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Pairs whose key starts with `prefix`, in the order of their keys, as of the first step."""
+        """Pairs whose key starts with `prefix`, in the order of their keys, as of the first step.
+
+        While an iteration is neither finished nor dropped, space that is freed meanwhile may not be reused.
+        """
         ...
 
     def sync(self) -> None:
@@ -34,5 +46,5 @@ class FrameIndex(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file; that makes nothing durable. Later calls raise `TierUnavailable`. Safe to call twice."""
         ...

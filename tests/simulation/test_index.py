@@ -1,0 +1,171 @@
+"""The simulated index loses what it may lose and nothing else: whole batches, from the end, never what was synced."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+from simulation.index import SimulatedIndex
+from simulation.power import Power, PowerLoss
+from tiering.errors import TierUnavailable
+
+KEY = b"number of batches"
+SEEDS = range(60)
+
+
+def batches(index: SimulatedIndex) -> int:
+    """How many batches of `write` are there; each of them must be whole, and none may follow a lost one."""
+    (last,) = index.get([KEY])
+    count = int(last) if last else 0
+    expected = [(b"%04d%c" % (number, half), b"") for number in range(1, count + 1) for half in b"ab"]
+    assert list(index.iterate(b"0")) == expected
+    return count
+
+
+def write(index: SimulatedIndex, number: int) -> None:
+    index.apply([(b"%04da" % number, b""), (b"%04db" % number, b""), (KEY, b"%d" % number)])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_crash_keeps_what_was_synced_and_first_ones_of_the_rest(seed: int) -> None:
+    chance = random.Random(seed)
+    index = SimulatedIndex()
+    synced = written = 0
+    for number in range(1, 20):
+        write(index, number)
+        written = number
+        if chance.random() < 0.2:
+            index.sync()
+            synced = number
+    assert batches(index) == written and index.unsynced == written - synced
+    index.crash(chance)
+    assert synced <= batches(index) <= written
+    assert index.unsynced == 0, "what survived one crash survives the next"
+
+
+def test_a_crash_may_keep_any_number_of_batches() -> None:
+    kept = set()
+    for seed in SEEDS:
+        index = SimulatedIndex()
+        for number in range(1, 4):
+            write(index, number)
+        index.crash(random.Random(seed))
+        kept.add(batches(index))
+    assert kept == {0, 1, 2, 3}
+
+
+def test_a_batch_that_is_cut_off_is_kept_or_lost() -> None:
+    kept = set()
+    for seed in SEEDS:
+        power = Power(last=3)
+        index = SimulatedIndex(power)
+        write(index, 1)
+        index.sync()
+        with pytest.raises(PowerLoss):
+            write(index, 2)
+        power.back()
+        index.crash(random.Random(seed))
+        kept.add(batches(index))
+    assert kept == {1, 2}
+
+
+def test_when_the_machine_is_off_nothing_has_an_effect() -> None:
+    for seed in SEEDS:
+        power = Power(last=2)
+        index = SimulatedIndex(power)
+        write(index, 1)
+        with pytest.raises(PowerLoss):
+            write(index, 2)
+        for _ in range(2):
+            with pytest.raises(PowerLoss):
+                index.apply([(b"too late", b"")])
+        power.back()
+        index.crash(random.Random(seed))
+        assert index.get([b"too late"]) == [None] and batches(index) <= 2
+
+
+def test_a_sync_that_is_cut_off_promises_nothing() -> None:
+    kept = set()
+    for seed in SEEDS:
+        power = Power(last=2)
+        index = SimulatedIndex(power)
+        write(index, 1)
+        with pytest.raises(PowerLoss):
+            index.sync()
+        power.back()
+        index.crash(random.Random(seed))
+        kept.add(batches(index))
+    assert kept == {0, 1}
+
+
+def test_only_effects_take_a_step() -> None:
+    power = Power()
+    index = SimulatedIndex(power)
+    write(index, 1)
+    index.get([KEY])
+    list(index.iterate(b""))
+    index.apply([])
+    assert power.steps == 1
+    index.sync()
+    assert power.steps == 2
+
+
+def test_a_planned_fault_comes_once_and_has_no_effect() -> None:
+    index = SimulatedIndex()
+    write(index, 1)
+    index.fail("apply", 2, TierUnavailable("no space left for it"))
+    index.fail("sync", 1, OSError("planned"))
+    write(index, 2)
+    with pytest.raises(TierUnavailable):
+        write(index, 3)
+    with pytest.raises(OSError):
+        index.sync()
+    assert batches(index) == 2 and index.unsynced == 2
+    write(index, 3)
+    index.sync()
+    index.fail("get", 1, OSError("planned"))
+    index.fail("iterate", 1, OSError("planned"))
+    with pytest.raises(OSError):
+        index.get([KEY])
+    with pytest.raises(OSError):
+        next(index.iterate(b""))
+    assert batches(index) == 3
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    index = SimulatedIndex()
+    write(index, 1)
+    index.sync()
+    write(index, 2)
+    twins = [index.copy() for _ in SEEDS]
+    for seed, twin in zip(SEEDS, twins, strict=True):
+        twin.crash(random.Random(seed))
+    assert {batches(twin) for twin in twins} == {1, 2}
+    write(twins[0], 3)
+    assert batches(index) == 2 and index.unsynced == 1
+
+
+def test_a_close_makes_nothing_durable() -> None:
+    index = SimulatedIndex()
+    write(index, 1)
+    index.close()
+    index.reopen()
+    assert batches(index) == 1 and index.unsynced == 1
+
+
+def test_threads_may_share_it() -> None:
+    index = SimulatedIndex()
+
+    def work(name: int) -> None:
+        for number in range(200):
+            index.apply([(b"%d-%d" % (name, number), b"v")])
+            index.get([b"0-0"])
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(list(index.iterate(b""))) == index.unsynced == 800

@@ -1,0 +1,542 @@
+"""The real LMDB file: kills, damage, a full disk. Run as a program, this file is the process that dies of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tiering import lmdb_index
+from tiering.errors import IndexDoubtful, TierError, TierFull, TierUnavailable
+from tiering.frame_index import Change
+from tiering.lmdb_index import LmdbIndex, discard, open_index
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MAP_BYTES = 1 << 20
+PAGE_BYTES = 4096
+META_BYTES = 152
+FREE_PAGES, PAIRS = 40, 88  # where a meta page has its two trees
+
+SEEDS = range(200)
+KILLS = 10
+
+LAST = b"last"
+KEYS_OF_A_BATCH = 5
+BATCHES_KEPT = 40
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory if there is one, for what would otherwise wait for the disk thousands of times."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="kvstore-index-", dir=shared if shared.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+# --- opening and closing ---------------------------------------------------------------------------------------------
+
+
+def test_what_was_closed_is_opened(tmp_path: Path) -> None:
+    directory = tmp_path / "index"
+    index = open_index(directory, MAP_BYTES, clean=False)
+    assert index.last_transaction() == 0
+    for number in range(1, 6):
+        index.apply([(b"%d" % number, b"v" * number)])
+        assert index.last_transaction() == number
+    index.sync()
+    index.close()
+    for clean in (True, False):
+        index = open_index(directory, MAP_BYTES, clean=clean)
+        assert list(index.iterate(b"")) == [(b"%d" % number, b"v" * number) for number in range(1, 6)]
+        assert index.last_transaction() == 5
+        index.close()
+
+
+def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        open_index(tmp_path / "index", MAP_BYTES, clean=False).close()
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "index").stat().st_mode) == 0o700
+    files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "index").iterdir()}
+    assert files == {"data.mdb": 0o600, "lock.mdb": 0o600}
+
+
+def test_a_new_index_that_nothing_was_applied_to_is_opened(tmp_path: Path) -> None:
+    for clean in (False, True, False):
+        index = open_index(tmp_path, MAP_BYTES, clean=clean)
+        assert list(index.iterate(b"")) == []
+        index.close()
+
+
+def test_a_file_that_ends_early_after_a_batch_is_made_longer(memory: Path) -> None:
+    # A batch that takes pages from the end and gives them back leaves an intact file shorter than its meta page says.
+    for seed in range(8):
+        chance = random.Random(seed)
+        directory = memory / str(seed)
+        index = open_index(directory, MAP_BYTES, clean=False)
+        for _ in range(8):
+            changes = random_changes(chance, chance.choice([1, 60, 300]))
+            index.apply(changes + [(key, None) for key, _ in changes if chance.random() < 0.9])
+            copy = shutil.copytree(directory, memory / "copy")
+            open_index(copy, MAP_BYTES, clean=True).close()
+            shutil.rmtree(copy)
+        index.close()
+        open_index(directory, MAP_BYTES, clean=False).close()
+
+
+def test_discard_removes_two_files_and_nothing_else(tmp_path: Path) -> None:
+    directory = tmp_path / "index"
+    discard(directory)
+    index = open_index(directory, MAP_BYTES, clean=False)
+    index.apply([(b"a", b"1")])
+    index.close()
+    (directory / "other").write_bytes(b"kept")
+    discard(directory)
+    discard(directory)
+    assert [path.name for path in directory.iterdir()] == ["other"]
+    index = open_index(directory, MAP_BYTES, clean=False)
+    assert list(index.iterate(b"")) == []
+    index.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_is_no_file_is_not_opened(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.mdb"
+    make: dict[str, Callable[[], None]] = {
+        "link": lambda: path.symlink_to(tmp_path / "elsewhere"),
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+    }
+    make[kind]()
+    with pytest.raises(IndexDoubtful):
+        open_index(tmp_path, MAP_BYTES, clean=True)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_that_is_open_here_is_not_called_damaged(tmp_path: Path) -> None:
+    index = open_index(tmp_path, MAP_BYTES, clean=False)
+    with pytest.raises(TierUnavailable, match="already open"):
+        open_index(tmp_path, MAP_BYTES, clean=True)
+    index.close()
+
+
+def test_a_folder_that_is_not_there_is_not_called_damaged(tmp_path: Path) -> None:
+    with pytest.raises(TierUnavailable, match="No such file"):
+        open_index(tmp_path / "missing" / "index", MAP_BYTES, clean=False)
+
+
+@pytest.mark.parametrize("lock", [b"", b"x", b"\xff" * 4096, b"\xff" * 100_000])
+def test_a_damaged_lock_file_does_not_matter(lock: bytes, tmp_path: Path) -> None:
+    index = open_index(tmp_path, MAP_BYTES, clean=False)
+    index.apply([(b"a", b"1")])
+    index.close()
+    (tmp_path / "lock.mdb").write_bytes(lock)
+    index = open_index(tmp_path, MAP_BYTES, clean=False)
+    index.apply([(b"b", b"2")])
+    assert [key for key, _ in index.iterate(b"")] == [b"a", b"b"]
+    index.close()
+
+
+# --- room ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_map_grows(tmp_path: Path) -> None:
+    index = open_index(tmp_path, 64 << 10, clean=False)
+    pairs = [(b"%06d" % number, b"v" * 100) for number in range(20_000)]
+    index.apply(pairs)
+    index.apply([(key, None) for key, _ in pairs[::2]])
+    assert list(index.iterate(b"")) == pairs[1::2]
+    index.close()
+    index = open_index(tmp_path, 64 << 10, clean=False)
+    index.apply(pairs)
+    assert list(index.iterate(b"")) == pairs
+    index.close()
+
+
+def test_a_map_that_may_not_grow_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_index, "LARGEST_MAP_BYTES", 256 << 10)
+    index = open_index(tmp_path, 64 << 10, clean=False)
+    few = [(b"%06d" % number, b"v" * 100) for number in range(500)]
+    index.apply(few)
+    with pytest.raises(TierFull):
+        index.apply([(b"x%06d" % number, b"v" * 100) for number in range(5000)])
+    assert list(index.iterate(b"")) == few
+    index.apply([(key, None) for key, _ in few[1:]])
+    assert list(index.iterate(b"")) == few[:1]
+    index.close()
+
+
+def test_too_many_iterations_are_refused(tmp_path: Path) -> None:
+    index = open_index(tmp_path, MAP_BYTES, clean=False)
+    index.apply([(b"a", b"1"), (b"b", b"2")])
+    walks = [index.iterate(b"") for _ in range(lmdb_index.MOST_OPEN_ITERATIONS)]
+    assert {next(walk) for walk in walks} == {(b"a", b"1")}
+    more = [index.iterate(b"") for _ in range(4)]
+    with pytest.raises(TierUnavailable):
+        for walk in more:
+            next(walk)
+    del walks, more, walk
+    assert index.get([b"b"]) == [b"2"] and len(list(index.iterate(b""))) == 2
+    index.close()
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=2m none "$0" && exec "$@"', str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    assert run_program("fill", str(tmp_path), before=mount) == "TierUnavailable: no space"
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_without_permission_there_is_one_clear_error(mode: int, tmp_path: Path) -> None:
+    directory = tmp_path / "index"
+    open_index(directory, MAP_BYTES, clean=False).close()
+    for path in directory.iterdir():
+        path.chmod(mode if os.geteuid() == 0 else mode & 0o444)
+    for folder in (directory, tmp_path):
+        folder.chmod(0o555)
+    said = run_program("trespass", str(directory))
+    for folder in (tmp_path, directory):
+        folder.chmod(0o700)
+    assert said == "TierUnavailable: cannot open the index in index: Permission denied"
+
+
+# --- kills -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_synced_outlives_a_kill(tmp_path: Path) -> None:
+    chance = random.Random(20)
+    directory = tmp_path / "index"
+    for _ in range(KILLS):
+        program = start_program("write", str(directory))
+        assert program.stdout is not None
+        promised = 0
+        for _ in range(chance.randrange(1, 12)):
+            promised = int(program.stdout.readline())
+        time.sleep(chance.random() * 0.01)
+        program.kill()
+        rest = program.stdout.read().split()
+        assert program.wait() == -9
+        # A number that was cut in the middle promises nothing.
+        promised = max([promised, *map(int, rest[:-1])])
+        index = open_index(directory, MAP_BYTES, clean=False)
+        last = last_batch(index)
+        assert last >= promised
+        assert dict(index.iterate(b"k")) == pairs_after(last)
+        index.close()
+    print(f"{KILLS} kills, {last} batches")
+
+
+def write_until_killed(directory: Path) -> None:
+    index = open_index(directory, MAP_BYTES, clean=False)
+    number = last_batch(index)
+    while True:
+        number += 1
+        index.apply(batch(number))
+        if number % 3:
+            index.sync()
+            print(number, flush=True)
+
+
+def last_batch(index: LmdbIndex) -> int:
+    (last,) = index.get([LAST])
+    return int(last) if last else 0
+
+
+def batch(number: int) -> list[Change]:
+    added: list[Change] = [(key, b"%d" % number) for key in keys_of(number)]
+    return [*added, *((key, None) for key in keys_of(number - BATCHES_KEPT)), (LAST, b"%d" % number)]
+
+
+def keys_of(number: int) -> list[bytes]:
+    return [b"k%08d-%d" % (number, part) for part in range(KEYS_OF_A_BATCH)] if number > 0 else []
+
+
+def pairs_after(last: int) -> dict[bytes, bytes]:
+    numbers = range(max(1, last - BATCHES_KEPT + 1), last + 1)
+    return {key: b"%d" % number for number in numbers for key in keys_of(number)}
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A closed index: a branch page and its leaves, values with pages of their own, and free pages."""
+    directory = tmp_path_factory.mktemp("sound")
+    chance = random.Random(7)
+    index = open_index(directory, MAP_BYTES, clean=False)
+    for _ in range(10):
+        index.apply(random_changes(chance, 400))
+    index.apply([(b"big%d" % number, chance.randbytes(3000)) for number in range(10)])
+    index.sync()
+    index.close()
+    yield directory
+
+
+def random_changes(chance: random.Random, count: int) -> list[Change]:
+    return [
+        (
+            b"%04d" % chance.randrange(1500) * 6,
+            chance.randbytes(chance.randrange(300)) if chance.random() < 0.7 else None,
+        )
+        for _ in range(count)
+    ]
+
+
+def test_no_truncated_file_is_mapped(sound: Path, tmp_path: Path) -> None:
+    whole = (sound / "data.mdb").read_bytes()
+    chance = random.Random(1)
+    sizes = [*range(0, len(whole), PAGE_BYTES), *(chance.randrange(len(whole)) for _ in range(200)), len(whole) - 1]
+    for size in sizes:
+        (tmp_path / "data.mdb").write_bytes(whole[:size])
+        # Without the probe: a truncated file that got past would end this process.
+        with pytest.raises(IndexDoubtful):
+            open_index(tmp_path, MAP_BYTES, clean=True)
+    (tmp_path / "data.mdb").write_bytes(whole)
+    open_index(tmp_path, MAP_BYTES, clean=True).close()
+
+
+@pytest.mark.parametrize("page", [0, 1])
+@pytest.mark.parametrize("fill", [b"\x00", b"\xff"])
+def test_no_file_without_its_meta_pages_is_mapped(page: int, fill: bytes, sound: Path, tmp_path: Path) -> None:
+    whole = bytearray((sound / "data.mdb").read_bytes())
+    whole[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = fill * PAGE_BYTES
+    (tmp_path / "data.mdb").write_bytes(whole)
+    with pytest.raises(IndexDoubtful, match="meta page"):
+        open_index(tmp_path, MAP_BYTES, clean=True)
+
+
+def test_damage_is_found_or_harmless(sound: Path, memory: Path) -> None:
+    """Whatever gets past checks and probe is read and written to the end without a crash; values may be wrong."""
+    found = json.loads(run_program("damage", str(sound), str(memory), str(len(SEEDS))))
+    died = found.pop("died")
+    print(f"{len(SEEDS)} damaged files, seeds {SEEDS}: {found}")
+    assert died == [], "seeds of files that got past the probe and ended the process that read them"
+    assert sum(found.values()) == len(SEEDS)
+    assert all(any(kind.endswith(end) for kind in found) for end in ("checks", "probe", "same", "wrong"))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_a_kill_the_probe_stands_before_the_map(seed: int, sound: Path, tmp_path: Path) -> None:
+    whole = bytearray((sound / "data.mdb").read_bytes())
+    chance = random.Random(1000 + seed)
+    # Both meta pages and the size are as they were: only who walks the tree finds that its root is another page.
+    page = root_of(bytes(whole))
+    other = chance.choice([number for number in range(2, len(whole) // PAGE_BYTES) if number != page])
+    whole[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = whole[other * PAGE_BYTES : (other + 1) * PAGE_BYTES]
+    (tmp_path / "data.mdb").write_bytes(whole)
+    with pytest.raises(IndexDoubtful, match="the probe found"):
+        open_index(tmp_path, MAP_BYTES, clean=False)
+
+
+def test_a_page_is_not_both_in_use_and_free(sound: Path, tmp_path: Path) -> None:
+    whole = bytearray((sound / "data.mdb").read_bytes())
+    # The first node of the tree of free pages: header 8, key 8 (a transaction), how many pages, the pages. No reader
+    # looks there; a writer would take the root of the pairs for a page to write to.
+    page = root_of(bytes(whole), tree=FREE_PAGES) * PAGE_BYTES
+    node = page + int.from_bytes(whole[page + 16 : page + 18], sys.byteorder)
+    assert int.from_bytes(whole[node + 16 : node + 24], sys.byteorder) in range(1, 500)
+    whole[node + 24 : node + 32] = root_of(bytes(whole)).to_bytes(8, sys.byteorder)
+    (tmp_path / "data.mdb").write_bytes(whole)
+    with pytest.raises(IndexDoubtful, match="the probe found"):
+        open_index(tmp_path, MAP_BYTES, clean=False)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import os; os.kill(os.getpid(), 7)", "ended by signal 7"),
+        ("import os; os.kill(os.getpid(), 40)", "ended by signal 40"),
+        ("import time; time.sleep(60)", "longer than 0 s"),
+        ("import sys; sys.exit(1)", "status 1"),
+    ],
+)
+def test_a_probe_that_does_not_come_back_well_is_a_doubt(
+    program: str, message: str, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb_index, "_PROBE_PROGRAM", program)
+    if "sleep" in program:
+        monkeypatch.setattr(lmdb_index, "PROBE_SECONDS", 0.1)
+    with pytest.raises(IndexDoubtful, match=message):
+        open_index(sound, MAP_BYTES, clean=False)
+
+
+def test_the_probe_is_light() -> None:
+    program = "import sys; from tiering.lmdb_index import probe; print(sorted({'torch', 'numpy'} & sys.modules.keys()))"
+    assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).strip() == "[]"
+
+
+def root_of(whole: bytes, tree: int = PAIRS) -> int:
+    """The root of a tree in the newer meta page."""
+    metas = [whole[page : page + META_BYTES] for page in (0, PAGE_BYTES)]
+    newest = max(metas, key=lambda meta: int.from_bytes(meta[144:152], sys.byteorder))
+    return int.from_bytes(newest[tree + 40 : tree + 48], sys.byteorder)
+
+
+def damage(whole: bytearray, chance: random.Random) -> str:
+    """Damage a file in one of the ways in which files are damaged, and say which."""
+    pages = len(whole) // PAGE_BYTES
+    page = chance.randrange(pages) * PAGE_BYTES
+    kind = chance.choice(
+        ["flip", "flip", "flip", "flip of a header", "flip of a meta page", "range", "zeros", "misdirected"]
+    )
+    if kind == "flip":
+        flip(whole, chance.randrange(8 * len(whole)))
+    elif kind == "flip of a header":
+        # Headers of pages and the tables behind them are a small part of the file and its most dangerous one.
+        flip(whole, 8 * page + chance.randrange(8 * 64))
+    elif kind == "flip of a meta page":
+        flip(whole, 8 * PAGE_BYTES * chance.randrange(2) + chance.randrange(8 * META_BYTES))
+    elif kind == "range":
+        start, length = chance.randrange(len(whole)), chance.choice([1, 16, 512, 4096, 20_000])
+        whole[start : start + length] = chance.randbytes(len(whole[start : start + length]))
+    elif kind == "zeros":
+        whole[page : page + PAGE_BYTES] = bytes(PAGE_BYTES)
+    else:
+        other = chance.randrange(pages) * PAGE_BYTES
+        whole[page : page + PAGE_BYTES] = whole[other : other + PAGE_BYTES]
+    return kind
+
+
+def flip(whole: bytearray, bit: int) -> None:
+    whole[bit // 8] ^= 1 << bit % 8
+
+
+def try_damaged_files(sound: Path, scratch: Path, count: int) -> None:
+    """Each file in a process of its own, forked from this small one; counts what came of them."""
+    whole = (sound / "data.mdb").read_bytes()
+    index = open_index(sound, MAP_BYTES, clean=True)
+    expected = dict(index.iterate(b""))
+    index.close()
+    outcomes: Counter[str] = Counter()
+    died = []
+    for seed in range(count):
+        chance = random.Random(seed)
+        damaged = bytearray(whole)
+        kind = damage(damaged, chance)
+        (scratch / "data.mdb").write_bytes(damaged)
+        status = in_a_fork(lambda: lmdb_index._check_file(scratch / "data.mdb") is None)
+        if status == DOUBTFUL:
+            outcomes[f"{kind}: checks"] += 1
+            continue
+        assert status == 0, f"seed {seed}: the checks ended with {status}"
+        if in_a_fork(lambda: lmdb_index.probe(str(scratch))):
+            outcomes[f"{kind}: probe"] += 1
+            continue
+        status = in_a_fork(lambda chance=chance: use(scratch, expected, chance))
+        if status < 0 or status not in USES:
+            died.append(seed)
+        else:
+            outcomes[f"{kind}: {USES[status]}"] += 1
+        discard(scratch)
+    print(json.dumps({**outcomes, "died": died}))
+
+
+DOUBTFUL = 10
+USES = {0: "same", 1: "wrong", DOUBTFUL: "doubtful later"}
+
+
+def use(directory: Path, expected: dict[bytes, bytes], chance: random.Random) -> bool:
+    """Read and write everything; whether anything read was wrong."""
+    index = open_index(directory, MAP_BYTES, clean=True)
+    wrong = dict(index.iterate(b"")) != expected
+    wrong |= dict(zip(expected, index.get(list(expected)), strict=True)) != expected
+    wrong |= index.get([key + b"x" for key in expected]) != [None] * len(expected)
+    for prefix in (b"0", b"11", b"big", b"\xff"):
+        wrong |= dict(index.iterate(prefix)) != {k: v for k, v in expected.items() if k.startswith(prefix)}
+    for _ in range(5):
+        index.apply(random_changes(chance, 300))
+    index.apply([(key, None) for key in expected])
+    index.apply([(b"%06d" % number, b"v" * 200) for number in range(2000)])
+    index.sync()
+    wrong |= len(list(index.iterate(b"00"))) < 2000
+    index.close()
+    return wrong
+
+
+def in_a_fork(act: Callable[[], object]) -> int:
+    """How a process that does this ends: 0, 1 if the result is true, `DOUBTFUL`, or minus a signal."""
+    child = os.fork()
+    if not child:
+        status = 99
+        try:
+            status = int(bool(act()))
+        except IndexDoubtful:
+            status = DOUBTFUL
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else 98
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def fill_the_disk(directory: Path) -> None:
+    index = open_index(directory / "index", MAP_BYTES, clean=False)
+    written: dict[bytes, bytes] = {}
+    error: TierError | None = None
+    for number in range(100):
+        changes = [(b"%02d-%04d" % (number, part), b"v" * 100) for part in range(1000)]
+        try:
+            index.apply(changes)
+        except TierError as caught:
+            error = caught
+            break
+        written.update(changes)
+    assert error is not None and len(written) >= 1000
+    assert dict(index.iterate(b"")) == written, "the batch that did not fit left nothing"
+    index.close()
+    index = open_index(directory / "index", MAP_BYTES, clean=False)
+    assert dict(index.iterate(b"")) == written
+    index.close()
+    print(type(error).__name__ + (": no space" if "no space left" in str(error) else f": {error}"))
+
+
+def open_without_permission(directory: Path) -> None:
+    os.chdir(directory.parent)
+    if os.geteuid() == 0:
+        os.seteuid(65534)  # root may do anything
+    try:
+        open_index(Path(directory.name), MAP_BYTES, clean=True)
+    except TierError as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+def start_program(*arguments: str, before: list[str] | None = None) -> subprocess.Popen[str]:
+    command = [*(before or []), sys.executable, __file__, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def run_program(*arguments: str, before: list[str] | None = None) -> str:
+    program = start_program(*arguments, before=before)
+    said, _ = program.communicate()
+    assert program.returncode == 0, f"{arguments[0]} ended with {program.returncode}"
+    return said.strip()
+
+
+if __name__ == "__main__":
+    act, folder, *rest = sys.argv[1:]
+    if act == "write":
+        write_until_killed(Path(folder))
+    elif act == "damage":
+        try_damaged_files(Path(folder), Path(rest[0]), int(rest[1]))
+    elif act == "fill":
+        fill_the_disk(Path(folder))
+    elif act == "trespass":
+        open_without_permission(Path(folder))
