@@ -251,7 +251,7 @@ class Blocks:
         extent = next(extent for extent in self.dram.all_extents(slot_class) if extent.number == extent_of(place))
         assert extent.slots.states[slot_of(place)] == FrameState.RESIDENT
         assert extent.slots.owners[slot_of(place)] == row
-        raw = bytes(self.dram.read(place).view[:HEADER_BYTES])
+        raw = bytes(self.dram.committed_span(place).view[:HEADER_BYTES])
         if digest(raw) != self.residency.header_digest(row, part):
             return  # damaged since: a reader will find out, which is another test's business
         header = open_header(raw, self._keys)

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tiering.errors import BlockMissing, TierFull
 from tiering.extents import Extent, ExtentPool
-from tiering.frame import HEADER_BYTES
 from tiering.residency import FrameEvent, FrameState
 from tiering.slots import Piece, SlotLedger
 from tiering.tier import SLOT_BITS, FrameSpan, SlotClass, Usage, extent_of, slot_of
@@ -58,25 +57,22 @@ class DramTier:
         """Up to `count` places in extents of that class that have free slots."""
         return self._ledger.reserve(slot_class, count)
 
-    def commit(self, places: Sequence[int], headers: Sequence[bytes]) -> None:
-        """Write the headers and make the frames readable."""
+    def commit(self, places: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+        """Write what is not there yet, as a rule the headers, and make the frames readable."""
         extents = self._extents
-        for place, header in zip(places, headers, strict=True):
+        for place, frame in zip(places, frames, strict=True):
             extent, slot = extents[extent_of(place)], slot_of(place)
             extent.slots.apply(slot, FrameEvent.COMMIT)  # first: it refuses a place that is not reserved
             start = slot * extent.frame_bytes
-            extent.memory.view[start : start + HEADER_BYTES] = header
+            extent.memory.view[start : start + len(frame)] = frame
 
     def abort(self, places: Sequence[int]) -> None:
         """Give reserved places back."""
         self._ledger.step(places, FrameEvent.ABORT)
 
-    def read(self, place: int) -> FrameSpan:
-        """The bytes of a committed frame."""
-        extent = self._extent(place)
-        if extent.slots.states[slot_of(place)] != FrameState.RESIDENT:
-            raise BlockMissing("no readable frame at that place")
-        return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
+    def read(self, place: int, into: memoryview) -> None:
+        """Copy a committed frame."""
+        into[:] = self.committed_span(place).view
 
     def delete(self, places: Sequence[int]) -> None:
         """Free committed frames at once: nothing here outlives the process."""
@@ -112,6 +108,13 @@ class DramTier:
     def condemn(self, places: Sequence[int]) -> None:
         """A check failed: the slots are not used again before their extent is given back."""
         self._ledger.step(places, FrameEvent.CONDEMN)
+
+    def committed_span(self, place: int) -> FrameSpan:
+        """The bytes of a committed frame where they stand. Raises `BlockMissing`."""
+        extent = self._extent(place)
+        if extent.slots.states[slot_of(place)] != FrameState.RESIDENT:
+            raise BlockMissing("no readable frame at that place")
+        return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
 
     def reserved_span(self, place: int) -> FrameSpan:
         """The bytes of a reserved frame, for its producer to fill. Raises `BlockMissing` once the tier is closed."""

@@ -53,7 +53,7 @@ class Mover:
 
     def _copy(self, copy: Copy) -> Outcome:
         try:
-            source = self._dram.read(copy.source)
+            source = self._dram.committed_span(copy.source)
             target = self._dram.reserved_span(copy.target)
             copy_frame(source, target)
             header = open_header(bytes(target.view[:HEADER_BYTES]), self._keys)

@@ -118,6 +118,13 @@ class SlotTable:
             self.owners[slot] = -1
         return after
 
+    def load(self, states: bytes) -> None:
+        """States as they were found; the table must be new."""
+        assert len(states) == self.capacity == self.counts[FrameState.FREE]
+        self.states[:] = states
+        self.counts = [states.count(state) for state in FrameState]
+        self._free = array("i", [slot for slot in range(self.capacity - 1, -1, -1) if not states[slot]])
+
     def check(self) -> None:
         """Invariant 1: the counts are the states' counts and add up to the capacity."""
         for state in FrameState:

@@ -68,16 +68,20 @@ class Tier(Protocol):
         """Places for up to `count` frames; fewer, or none, where the tier has no free slot of that class."""
         ...
 
-    def commit(self, places: Sequence[int], headers: Sequence[bytes]) -> None:
-        """Write each frame's 4 KiB header in front of its payload, which is already there, and make it readable."""
+    def commit(self, places: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+        """Store frames and make them readable.
+
+        A frame is given from its start on, as far as it does not stand at its place yet: whole, or its header alone
+        where a tier in memory let the payload be written there.
+        """
         ...
 
     def abort(self, places: Sequence[int]) -> None:
         """Give reserved places back; what was written there is never read."""
         ...
 
-    def read(self, place: int) -> FrameSpan:
-        """The bytes at a place, for the caller to check. Raises `BlockMissing` for a place that holds no frame."""
+    def read(self, place: int, into: memoryview) -> None:
+        """Copy a whole frame, for the caller to check. Raises `BlockMissing` for a place that holds none."""
         ...
 
     def delete(self, places: Sequence[int]) -> None:

@@ -120,7 +120,7 @@ def test_a_retained_slot_is_not_used_again_before_it_is_let_go() -> None:
     assert tier.reserve(A, 4) == [] and tier.usage().zombie == 1
     assert bytes(view[:4]) == b"\x01" * 4
     with pytest.raises(BlockMissing):
-        tier.read(places[0])
+        tier.committed_span(places[0])
     tier.let_go(places)  # the others were not evicted: nothing happens to them
     assert [state(tier, place) for place in places] == [FrameState.FREE] + 3 * [FrameState.RESIDENT]
     assert tier.reserve(A, 4) == places[:1]
@@ -143,7 +143,7 @@ def test_a_condemned_slot_is_never_used_again() -> None:
     tier.delete(places[2:])
     assert tier.usage().quarantined == 2 and set(tier.reserve(A, 4)) == set(places[2:])
     with pytest.raises(BlockMissing):
-        tier.read(places[0])
+        tier.committed_span(places[0])
     for wrong in (tier.delete, tier.abort, tier.retain, tier.condemn):
         with pytest.raises(AssertionError):
             wrong(places[:1])
@@ -212,12 +212,12 @@ def test_closing_gives_all_memory_back_and_leaves_readers_their_bytes() -> None:
     descriptors = set(os.listdir("/proc/self/fd"))
     tier = tier_of(A, B)
     (place,) = stored(tier, A, 1)
-    span = tier.read(place)
+    span = tier.committed_span(place)
     tier.close()
     assert tier.usage().taken_bytes == 0 and tier.usage().capacity == 0
     assert set(os.listdir("/proc/self/fd")) == descriptors
     assert bytes(span.view[:3]) == b"\x01" * 3
-    for ask in (tier.read, tier.span_at, tier.reserved_span):
+    for ask in (tier.committed_span, tier.span_at, tier.reserved_span):
         with pytest.raises(BlockMissing):
             ask(place)
     assert tier.reserve(A, 1) == [] and tier.free_slots(A) == 0

@@ -61,7 +61,7 @@ def test_a_frame_arrives_bit_for_bit(tier: DramTier) -> None:
     copies = [Copy(row, stored(tier), target) for row, target in enumerate(tier.reserve(SLOTS, 3))]
     assert Mover(tier, Keys()).run(copies) == [MoveDone(copy, Outcome.MOVED) for copy in copies]
     for copy in copies:
-        assert bytes(tier.reserved_span(copy.target).view) == bytes(tier.read(copy.source).view)
+        assert bytes(tier.reserved_span(copy.target).view) == bytes(tier.committed_span(copy.source).view)
 
 
 def test_a_move_changes_no_table(tier: DramTier) -> None:

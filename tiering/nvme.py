@@ -1,0 +1,723 @@
+"""The NVMe tier: frames in slabs, durable, behind an index that can always be built again (floor 1).
+
+A frame becomes durable in this order, and many do so together, for one sync of each kind:
+
+    1  its place is put in doubt in the index      (after a crash from here on, the place is voided at the next start)
+    2  the frame is written, header and payload in one piece
+    3  slabs are synced
+    4  one index batch: the record names the frame, the doubt goes; the index is synced          > acknowledged
+    -  evicted: one index batch: the record forgets it, the place is in doubt; the index is synced
+    5  the header is overwritten with zeros; slabs are synced with the next batch
+    6  one index batch: the doubt goes                                                            > the slot is free
+
+So a header that could be taken for a frame stands only where a record or a doubt says so, and an index that is built
+again from headers brings nothing back that was given up. Whatever a read returns is for the caller to verify.
+
+Thread-safe. The lock guards books only; disk calls run outside of it, and batches one after the other, each led by one
+of the threads that wait for it. Must never overwrite a slab whose header it cannot confirm.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierFull, TierUnavailable
+from tiering.files import Files
+from tiering.frame import HEADER_BYTES, FrameHeader, MacKeys, Stamp, open_header, parse_header
+from tiering.frame_index import Change, FrameIndex
+from tiering.residency import FrameEvent, FrameState
+from tiering.slab import (
+    BAD,
+    DOUBTS,
+    EMPTY,
+    ENTRY,
+    META,
+    PAGE_BYTES,
+    SLOTS_PER_RECORD,
+    STAMP_PAGES,
+    STAMP_SLAB,
+    Entries,
+    KeyAbsent,
+    SlabHeader,
+    StoreStamp,
+    doubt_key,
+    entry_of,
+    latest_stamp,
+    open_meta,
+    open_record,
+    pack_meta,
+    pack_record,
+    read_slab_header,
+    record_key,
+    split_doubt_key,
+    split_entries,
+    split_record_key,
+)
+from tiering.slots import Piece, SlotLedger
+from tiering.tier import SlotClass, Usage, extent_of, place_of, slot_of
+
+_ZERO_PAGE = memoryview(bytes(PAGE_BYTES))
+_RESERVED, _RESIDENT = int(FrameState.RESERVED), int(FrameState.RESIDENT)
+_STATE_OF_ENTRY = bytes([FrameState.FREE, FrameState.RESIDENT, FrameState.QUARANTINED])
+_STATE_AT = int(ENTRY.fields["state"][1])  # type: ignore[index]
+SCAN_BYTES = 1 << 20
+HEADERS_PER_STEP = 1024
+"""A rebuild reports its progress, and writes what it found, after this many slots."""
+
+
+class IndexMaker(Protocol):
+    """Opens the index that belongs to a directory, or begins a new one."""
+
+    def open(self, *, clean: bool) -> FrameIndex:
+        """The index as it was left; `clean`: by its owner, in order. Raises `IndexDoubtful`."""
+        ...
+
+    def discard(self) -> None:
+        """Remove it, so that the next `open` begins an empty one."""
+        ...
+
+
+class NvmeSlab(Piece):
+    """A slab in use."""
+
+    def __init__(self, header: SlabHeader, mac_key: bytes) -> None:
+        super().__init__(header.number, header.slot_class, header.slots)
+        self.header = header
+        self.mac_key = mac_key
+        self.name = slab_name(header.number)
+
+
+class Found(NamedTuple):
+    """Frames of one slab that were there at the start: places and entries, in the same order."""
+
+    header: SlabHeader
+    places: list[int]
+    entries: Entries
+
+
+class LeftAlone(NamedTuple):
+    """A slab that cannot be used, and why; its bytes are kept and count against the budget."""
+
+    name: str
+    size_bytes: int
+    reason: str
+
+
+@dataclass(slots=True)
+class _Request:
+    """What a thread wants from the next batch. edits: place -> an entry, or the state that its entry gets.
+
+    doubts: places to put in doubt. committed: places whose frames were written. changes: anything else in the index.
+    """
+
+    doubts: Sequence[int] = ()
+    edits: dict[int, bytes | int] = field(default_factory=dict)
+    committed: Sequence[int] = ()
+    changes: Sequence[Change] = ()
+    done: bool = False
+    fault: Exception | None = None
+
+
+class NvmeTier:
+    """`Tier` over slabs. Also `TierFacts` for the decisions above."""
+
+    name = "nvme"
+
+    def __init__(
+        self,
+        files: Files,
+        maker: IndexMaker,
+        keys: MacKeys,
+        budget_bytes: int,
+        slab_bytes: int,
+        new_uid: Callable[[], bytes],
+    ) -> None:
+        """Reads the stamp, the slab headers and opens the index; frames come in with `load`. Raises `OtherFormat`."""
+        self.slab_bytes = slab_bytes
+        self.budget_bytes = budget_bytes
+        self.left_alone: list[LeftAlone] = []
+        self.rebuilds = False  # the index was not to be trusted: `load` reads every header
+        self._rebuilding = False  # and until it has, the index does not say who it is: the next start would begin again
+        self._files = files
+        self._maker = maker
+        self._keys = keys
+        self._new_uid = new_uid
+        self._lock = threading.Lock()
+        self._turn = threading.Condition(self._lock)
+        self._index_lock = threading.Lock()  # one call to the index at a time
+        self._ledger: SlotLedger[NvmeSlab] = SlotLedger()
+        self._taken_bytes = 0
+        self._leading = False
+        self._waiting: list[_Request] = []
+        self._edits: dict[int, bytes | int] = {}  # evicted and condemned frames, for the next batch
+        self._doubted: set[int] = set()  # places that the index holds in doubt
+        self._given_back: set[int] = set()  # aborted, but in doubt
+        self._to_void: list[int] = []
+        self._voided: list[int] = []  # their headers are zeros, but not durably yet
+        self._broken: Exception | None = None  # a batch may be half done in the index: nothing is written any more
+        self._closed = False
+        self._to_load: list[NvmeSlab] = []
+        self._next_number = 1 + max([0, *map(slab_number, files.sizes())])
+        last = self._read_stamp()
+        self._changes = 0
+        self._index_uid = b""
+        self._index = self._open_index(last)
+        self._open_slabs()
+        self._stamp = self._begin_session(last)
+
+    @property
+    def session(self) -> int:
+        """How many times this directory was opened; durable, so numbers made from it are never used twice."""
+        return self._stamp.session
+
+    # The contract --------------------------------------------------------------------------------------------------
+
+    def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
+        """Up to `count` places in slabs of that class that have free slots."""
+        with self._lock:
+            return self._ledger.reserve(slot_class, count)
+
+    def commit(self, places: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+        """Write whole frames; when this returns they are durable and readable.
+
+        Raises `TierUnavailable`: none of them is, and the places are to be aborted.
+        """
+        edits: dict[int, bytes | int] = {}
+        for place, frame in zip(places, frames, strict=True):
+            edits[place] = _entry(parse_header(bytes(frame[:HEADER_BYTES])))
+        with self._lock:
+            for place, frame in zip(places, frames, strict=True):
+                assert self._ledger.state(place) == _RESERVED and place not in self._given_back
+                assert len(frame) == self._slab(place).frame_bytes
+        self._settle(_Request(doubts=places))
+        try:
+            for place, frame in zip(places, frames, strict=True):
+                slab = self._slab(place)
+                self._files.write(slab.name, slab.header.offset(slot_of(place)), memoryview(frame))
+        except OSError as error:
+            raise TierUnavailable(f"a slab cannot be written: {error.strerror}") from error
+        self._settle(_Request(edits=edits, committed=places))
+
+    def abort(self, places: Sequence[int]) -> None:
+        """Give reserved places back: at once, or, where something may have been written, once that is void."""
+        with self._lock:
+            for place in places:
+                if place in self._doubted:
+                    assert self._ledger.state(place) == _RESERVED and place not in self._given_back
+                    self._given_back.add(place)
+                    self._to_void.append(place)
+                else:
+                    self._ledger.step([place], FrameEvent.ABORT)
+
+    def read(self, place: int, into: memoryview) -> None:
+        """Copy a committed frame. Raises `BlockMissing`, and `TierUnavailable` where the disk does not give it."""
+        with self._lock:
+            if self._ledger.state(place) != _RESIDENT:
+                raise BlockMissing("no readable frame at that place")
+            slab = self._slab(place)
+        try:
+            self._files.read(slab.name, slab.header.offset(slot_of(place)), into)
+        except OSError as error:
+            raise TierUnavailable(f"a slab cannot be read: {error.strerror}") from error
+
+    def delete(self, places: Sequence[int]) -> None:
+        """Evict committed frames. Their slots are free some batches later: `settle` does not wait for company."""
+        with self._lock:
+            self._ledger.step(places, FrameEvent.EVICT)
+            for place in places:
+                self._edits[place] = EMPTY
+
+    def usage(self) -> Usage:
+        """Slots by state over all slabs, and bytes."""
+        with self._lock:
+            sums = self._ledger.sums()
+            return Usage(
+                free=sums[FrameState.FREE],
+                reserved=sums[FrameState.RESERVED],
+                used=sums[FrameState.RESIDENT],
+                deleting=sums[FrameState.DELETING],
+                quarantined=sums[FrameState.QUARANTINED],
+                zombie=sums[FrameState.ZOMBIE],
+                capacity=sum(sums),
+                taken_bytes=self._taken_bytes,
+                budget_bytes=self.budget_bytes,
+            )
+
+    # Beyond the contract -------------------------------------------------------------------------------------------
+
+    def condemn(self, places: Sequence[int]) -> None:
+        """A check failed: the slots are not used again before their slab is given back, also after a restart."""
+        with self._lock:
+            self._ledger.step(places, FrameEvent.CONDEMN)
+            for place in places:
+                self._edits[place] = BAD
+
+    def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
+        """Note which block's frame stands at each place."""
+        with self._lock:
+            self._ledger.own(places, rows)
+
+    def settle(self) -> None:
+        """Do what evictions left to be done, until every slot given up is free. Raises `TierUnavailable`."""
+        while self._is_unsettled():
+            self._settle(_Request())
+
+    def close(self) -> None:
+        """Finish what was begun and say so in the stamp; where that fails, the next start finds out what is true."""
+        with self._lock:
+            if self._closed:
+                return
+        try:
+            self.settle()
+            self._write_stamp(clean=not self._to_load)
+        except (TierUnavailable, OSError):
+            pass  # the stamp says that this session has not ended
+        with self._lock:
+            self._closed = True
+        self._index.close()
+        self._files.close()
+
+    # Slabs ---------------------------------------------------------------------------------------------------------
+
+    def new_slab(self, stamp: Stamp, mac_key: bytes, about: bytes) -> None:
+        """One more slab for a slot class. Slow. Raises `TierFull` at the budget, `TierUnavailable` on a faulty disk."""
+        slot_class = SlotClass(stamp.tenant, stamp.namespace, stamp.part, stamp.frame_bytes)
+        slots = (self.slab_bytes - 2 * PAGE_BYTES) // stamp.frame_bytes
+        assert slots > 0, "a slab holds at least one frame"
+        with self._lock:
+            number = self._next_number
+            header = SlabHeader(number, slot_class, slots, stamp.key_id, stamp.epoch, self._new_uid(), about)
+            if self._taken_bytes + header.size_bytes > self.budget_bytes:
+                raise TierFull(f"all {self.budget_bytes} bytes of the NVMe budget are taken")
+            self._next_number += 1
+            self._taken_bytes += header.size_bytes
+        slab = NvmeSlab(header, mac_key)
+        try:
+            self._files.create(slab.name, header.size_bytes)
+            page = memoryview(header.pack(mac_key))
+            for offset in (0, header.size_bytes - PAGE_BYTES):
+                self._files.write(slab.name, offset, page)
+            self._files.sync(slab.name)
+        except OSError as error:
+            with self._lock:
+                self._taken_bytes -= header.size_bytes
+            raise TierUnavailable(f"no new slab: {error.strerror}") from error
+        with self._lock:
+            self._ledger.add(slab)
+
+    def retire(self, number: int) -> None:
+        """Give back a slab that holds nothing readable. Raises `TierUnavailable`."""
+        self.settle()
+        with self._lock:
+            slab = self._ledger.remove(number)
+        records = range(-(-slab.slots.capacity // SLOTS_PER_RECORD))
+        self._settle(_Request(changes=[(record_key(number, record), None) for record in records]))
+        try:
+            self._files.remove(slab.name)
+        except OSError as error:
+            raise TierUnavailable(f"a slab cannot be given back: {error.strerror}") from error
+        with self._lock:
+            self._taken_bytes -= slab.header.size_bytes
+
+    # Facts for decisions -------------------------------------------------------------------------------------------
+
+    def free_slots(self, slot_class: SlotClass) -> int:
+        """Free slots of a class."""
+        return self._ledger.free_slots(slot_class)
+
+    def has_room(self) -> bool:
+        """Whether the budget allows another slab."""
+        return self._taken_bytes + self.slab_bytes <= self.budget_bytes
+
+    def check(self) -> None:
+        """Invariant 1; every place in doubt is reserved, deleting, or about to be void."""
+        with self._lock:
+            self._ledger.check()
+            for place in self._doubted:
+                assert self._ledger.state(place) in (FrameState.RESERVED, FrameState.DELETING), place
+
+    # Loading -------------------------------------------------------------------------------------------------------
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Found]:
+        """Take in, slab by slab, what is there. progress: slots done, slots in all. Raises `TierUnavailable`.
+
+        A slab can be used from the moment that it was handed out; what is not loaded yet is neither read nor written.
+        After a rebuild a block may be there twice, with two generations: the lower one was given up.
+        """
+        total = sum(slab.slots.capacity for slab in self._to_load)
+        done = 0
+        doubts = self._read_doubts()
+        while self._to_load:
+            slab = self._to_load[0]
+            try:
+                entries = self._scan(slab, progress, done, total) if self.rebuilds else self._records(slab)
+            except (OSError, IndexDoubtful) as error:
+                raise TierUnavailable(f"{slab.name} cannot be loaded: {error}") from error
+            yield self._take_in(slab, entries, doubts)
+            self._to_load.pop(0)
+            done += slab.slots.capacity
+            if progress is not None:
+                progress(done, total)
+        if self._rebuilding:
+            self._rebuilding = False
+            self._settle(_Request())
+
+    def _take_in(self, slab: NvmeSlab, entries: Entries, doubts: set[int]) -> Found:
+        states = bytearray(entries["state"].tobytes().translate(_STATE_OF_ENTRY.ljust(256, b"\x00")))
+        mine = [place for place in doubts if extent_of(place) == slab.number and slot_of(place) < slab.slots.capacity]
+        for place in mine:
+            if states[slot_of(place)] == FrameState.FREE:
+                states[slot_of(place)] = FrameState.RESERVED
+        slab.slots.load(bytes(states))
+        with self._lock:
+            self._ledger.add(slab)
+            for place in mine:
+                if states[slot_of(place)] == FrameState.RESERVED:
+                    self._doubted.add(place)
+                    self._given_back.add(place)
+                    self._to_void.append(place)
+        held = [slot for slot, state in enumerate(states) if state == _RESIDENT]
+        return Found(slab.header, [place_of(slab.number, slot) for slot in held], entries[held])
+
+    def _records(self, slab: NvmeSlab) -> Entries:
+        """What the index says of a slab; runs of slots whose record is not right are read from their headers."""
+        whole = bytearray(slab.slots.capacity * ENTRY.itemsize)
+        with self._index_lock:
+            pairs = list(self._index.iterate(record_key(slab.number, 0)[:5]))
+        for key, value in pairs:
+            _, record = split_record_key(key)
+            first = record * SLOTS_PER_RECORD
+            if first >= slab.slots.capacity:
+                continue
+            try:
+                entries = open_record(slab.header, record, value, slab.mac_key)
+            except BlockCorrupt:
+                last = min(first + SLOTS_PER_RECORD, slab.slots.capacity)
+                entries = self._headers(slab, range(first, last)).tobytes()
+            room = len(whole) - first * ENTRY.itemsize
+            whole[first * ENTRY.itemsize : first * ENTRY.itemsize + min(len(entries), room)] = entries[:room]
+        return split_entries(bytes(whole))
+
+    def _scan(self, slab: NvmeSlab, progress: Callable[[int, int], None] | None, done: int, total: int) -> Entries:
+        """Every header of a slab; what they say is written to the new index."""
+        found = []
+        for first in range(0, slab.slots.capacity, HEADERS_PER_STEP):
+            last = min(first + HEADERS_PER_STEP, slab.slots.capacity)
+            found.append(self._headers(slab, range(first, last)).tobytes())
+            if progress is not None:
+                progress(done + first, total)
+        entries = split_entries(b"".join(found))
+        with self._index_lock:
+            self._write_records(slab, entries)  # durable with the batch that ends the rebuild
+        return entries
+
+    def _headers(self, slab: NvmeSlab, slots: range) -> Entries:
+        """What the headers of these slots say; a header that is not right in every respect is no frame."""
+        page = memoryview(bytearray(HEADER_BYTES))
+        entries = []
+        for slot in slots:
+            self._files.read(slab.name, slab.header.offset(slot), page)
+            entries.append(self._entry_at(slab, bytes(page)))
+        return split_entries(b"".join(entries))
+
+    def _entry_at(self, slab: NvmeSlab, raw: bytes) -> bytes:
+        try:
+            header = open_header(raw, self._keys)
+        except BlockCorrupt:
+            return bytes(ENTRY.itemsize)
+        stamp = header.stamp
+        if SlotClass(stamp.tenant, stamp.namespace, stamp.part, stamp.frame_bytes) != slab.slot_class:
+            return bytes(ENTRY.itemsize)
+        return _entry(header)
+
+    def _write_records(self, slab: NvmeSlab, entries: Entries) -> None:
+        whole = entries.tobytes()
+        size = SLOTS_PER_RECORD * ENTRY.itemsize
+        changes: list[Change] = []
+        for record in range(-(-slab.slots.capacity // SLOTS_PER_RECORD)):
+            piece = whole[record * size : (record + 1) * size].ljust(size, b"\x00")
+            if piece.strip(b"\x00"):
+                key = record_key(slab.number, record)
+                changes.append((key, pack_record(slab.header, record, piece, slab.mac_key)))
+        self._apply(changes)
+
+    def _read_doubts(self) -> set[int]:
+        doubts = set()
+        with self._index_lock:
+            keys = [key for key, _ in self._index.iterate(DOUBTS)]
+        for key in keys:
+            try:
+                doubts.add(split_doubt_key(key))
+            except BlockCorrupt:
+                continue
+        return doubts
+
+    # Opening -------------------------------------------------------------------------------------------------------
+
+    def _read_stamp(self) -> StoreStamp | None:
+        """The newest whole stamp; a directory without slabs gets its first one with the session."""
+        name = slab_name(STAMP_SLAB)
+        if name not in self._files.sizes():
+            return None
+        pages = []
+        for page in range(STAMP_PAGES):
+            buffer = bytearray(PAGE_BYTES)
+            self._files.read(name, page * PAGE_BYTES, memoryview(buffer))
+            pages.append(bytes(buffer))
+        return latest_stamp(pages)
+
+    def _open_index(self, stamp: StoreStamp | None) -> FrameIndex:
+        """The index that belongs to these slabs, or a new one that `load` fills from their headers."""
+        if stamp is not None:
+            try:
+                index = self._maker.open(clean=stamp.clean)
+                meta = open_meta(index.get([META])[0])
+                if meta is not None and meta[0] == stamp.index_uid:
+                    self._index_uid, self._changes = meta
+                    if self._changes == stamp.changes or (self._changes > stamp.changes and not stamp.clean):
+                        return index
+                index.close()
+            except IndexDoubtful:
+                pass
+        self.rebuilds = self._rebuilding = self._next_number > 1
+        self._maker.discard()
+        self._index_uid, self._changes = self._new_uid(), 0
+        return self._maker.open(clean=True)
+
+    def _open_slabs(self) -> None:
+        for name, size in sorted(self._files.sizes().items()):
+            number = slab_number(name)
+            if number == STAMP_SLAB:
+                continue
+            try:
+                if self._is_unfinished(name, size):
+                    self._files.remove(name)
+                    continue
+                header = self._slab_header(name, size)
+            except (BlockCorrupt, OSError) as error:
+                self.left_alone.append(LeftAlone(name, size, str(error)))
+                self._taken_bytes += size
+                continue
+            self._taken_bytes += size
+            key = self._keys.mac_key(header.slot_class.tenant, header.key_id, header.epoch)
+            assert key is not None
+            self._to_load.append(NvmeSlab(header, key))
+
+    def _is_unfinished(self, name: str, size: int) -> bool:
+        """Whether making a slab was cut short: it has no header, and never had a frame."""
+        try:
+            self._slab_header(name, size)
+            return False
+        except KeyAbsent:
+            return False
+        except BlockCorrupt:
+            pass
+        buffer = memoryview(bytearray(SCAN_BYTES))
+        for offset in range(PAGE_BYTES, size - PAGE_BYTES, SCAN_BYTES):
+            piece = buffer[: min(SCAN_BYTES, size - PAGE_BYTES - offset)]
+            self._files.read(name, offset, piece)
+            if bytes(piece).strip(b"\x00"):
+                return False
+        return True
+
+    def _slab_header(self, name: str, size: int) -> SlabHeader:
+        """From the first page, or else from the last one, which says the same."""
+        fault = BlockCorrupt("too short for a slab")
+        for offset in (0, size - PAGE_BYTES) if size >= 2 * PAGE_BYTES else ():
+            page = bytearray(PAGE_BYTES)
+            self._files.read(name, offset, memoryview(page))
+            try:
+                header = read_slab_header(bytes(page), self._keys)
+            except KeyAbsent:
+                raise
+            except BlockCorrupt as error:
+                fault = error
+                continue
+            if header.number == slab_number(name) and header.size_bytes == size:
+                return header
+            fault = BlockCorrupt("the header of another slab")
+        raise fault
+
+    def _begin_session(self, last: StoreStamp | None) -> StoreStamp:
+        name = slab_name(STAMP_SLAB)
+        if name not in self._files.sizes():
+            self._files.create(name, STAMP_PAGES * PAGE_BYTES)
+        if last is None:  # so that the first of a directory whose stamps are gone is the newest there
+            last = StoreStamp(0, 0, self._index_uid, 0, clean=False)
+        stamp = last.next(index_uid=self._index_uid, changes=self._changes, clean=False, session=last.session + 1)
+        self._put_stamp(stamp)
+        if not self._changes and not self._rebuilding:  # a new index: from now on it says who it is
+            self._apply([])
+            self._index.sync()
+        return stamp
+
+    def _put_stamp(self, stamp: StoreStamp) -> None:
+        name = slab_name(STAMP_SLAB)
+        self._files.write(name, stamp.page * PAGE_BYTES, memoryview(stamp.pack()))
+        self._files.sync(name)
+
+    # Batches -------------------------------------------------------------------------------------------------------
+
+    def _is_unsettled(self) -> bool:
+        with self._lock:
+            return bool(self._edits or self._to_void or self._voided)
+
+    def _settle(self, request: _Request) -> None:
+        """Take part in the next batch, as its leader if nobody else leads. Raises `TierUnavailable`."""
+        with self._lock:
+            self._waiting.append(request)
+            while self._leading and not request.done:
+                self._turn.wait()
+            if not request.done:
+                self._leading = True
+        while not request.done:
+            with self._lock:
+                batch, self._waiting = self._waiting, []
+            fault: Exception | None = TierUnavailable("the batch was interrupted")
+            try:
+                self._run(batch)
+                fault = None
+            except (OSError, IndexDoubtful, TierUnavailable) as error:
+                fault = error
+            finally:
+                with self._lock:
+                    for one in batch:
+                        one.done, one.fault = True, fault
+                    self._leading = False
+                    self._turn.notify_all()
+        if request.fault is not None:
+            raise TierUnavailable(f"the NVMe tier cannot make anything durable: {request.fault}") from request.fault
+
+    def _run(self, batch: Sequence[_Request]) -> None:
+        """One sync of the slabs, one index batch, one sync of the index; then the headers of what was given up."""
+        with self._lock:
+            if self._broken is not None:
+                raise TierUnavailable(str(self._broken))
+            given_up, self._edits = self._edits, {}
+            voided, self._voided = self._voided, []
+            doubts = [place for request in batch for place in request.doubts]
+        edits = dict(given_up)
+        committed = [place for request in batch for place in request.committed]
+        for request in batch:
+            edits.update(request.edits)
+        forgotten = [place for place, edit in given_up.items() if edit == EMPTY]
+        try:
+            for name in sorted({self._slab(place).name for place in (*committed, *voided)}):
+                self._files.sync(name)
+            changes = [change for request in batch for change in request.changes]
+            with self._index_lock:
+                changes += self._edited(edits)
+            changes += [(doubt_key(place), b"") for place in (*doubts, *forgotten)]
+            changes += [(doubt_key(place), None) for place in (*committed, *voided)]
+        except BaseException:
+            with self._lock:  # a sync that failed may have lost what it covered: the zeros are written again
+                self._to_void += voided
+                self._edits = {**given_up, **self._edits}
+            raise
+        try:
+            with self._index_lock:
+                self._apply(changes)
+                self._index.sync()
+        except BaseException as error:
+            with self._lock:  # whether the batch is in the index is not known: only the next start can tell
+                self._broken = TierUnavailable(f"the index could not be written ({error})")
+            raise
+        with self._lock:
+            self._doubted.update(doubts, forgotten)
+            self._doubted.difference_update(committed, voided)
+            self._ledger.step(committed, FrameEvent.COMMIT)
+            for place in voided:
+                was_read = self._ledger.state(place) == FrameState.DELETING
+                self._ledger.step([place], FrameEvent.DELETED if was_read else FrameEvent.ABORT)
+            self._given_back.difference_update(voided)
+            to_void, self._to_void = [*self._to_void, *forgotten], []
+        self._void(to_void)
+
+    def _void(self, places: list[int]) -> None:
+        for position, place in enumerate(places):
+            slab = self._slab(place)
+            try:
+                self._files.write(slab.name, slab.header.offset(slot_of(place)), _ZERO_PAGE)
+            except OSError:
+                with self._lock:
+                    self._to_void += places[position:]
+                raise
+            with self._lock:
+                self._voided.append(place)
+
+    def _edited(self, edits: dict[int, bytes | int]) -> list[Change]:
+        """The records that hold these places, changed."""
+        runs: dict[tuple[int, int], list[int]] = {}
+        for place in edits:
+            runs.setdefault((extent_of(place), slot_of(place) // SLOTS_PER_RECORD), []).append(place)
+        values = self._index.get([record_key(*run) for run in runs])
+        changes: list[Change] = []
+        for (number, record), value in zip(runs, values, strict=True):
+            slab = self._ledger.pieces[number]
+            entries = bytearray(self._entries(slab, record, value))
+            for place in runs[number, record]:
+                at = slot_of(place) % SLOTS_PER_RECORD * ENTRY.itemsize
+                edit = edits[place]
+                if isinstance(edit, bytes):
+                    entries[at : at + ENTRY.itemsize] = edit
+                elif edit == EMPTY:
+                    entries[at : at + ENTRY.itemsize] = bytes(ENTRY.itemsize)
+                else:
+                    entries[at + _STATE_AT] = edit
+            key = record_key(number, record)
+            empty = not entries.strip(b"\x00")
+            changes.append((key, None if empty else pack_record(slab.header, record, bytes(entries), slab.mac_key)))
+        return changes
+
+    def _entries(self, slab: NvmeSlab, record: int, value: bytes | None) -> bytes:
+        """What a record holds now; where it is damaged, what the headers say."""
+        if value is None:
+            return bytes(SLOTS_PER_RECORD * ENTRY.itemsize)
+        try:
+            return open_record(slab.header, record, value, slab.mac_key)
+        except BlockCorrupt:
+            first = record * SLOTS_PER_RECORD
+            slots = range(first, min(first + SLOTS_PER_RECORD, slab.slots.capacity))
+            entries: bytes = self._headers(slab, slots).tobytes()
+            return entries.ljust(SLOTS_PER_RECORD * ENTRY.itemsize, b"\x00")
+
+    def _apply(self, changes: list[Change]) -> None:
+        if not self._rebuilding:
+            self._changes += 1
+            changes = [*changes, (META, pack_meta(self._index_uid, self._changes))]
+        if changes:
+            self._index.apply(changes)
+
+    def _write_stamp(self, *, clean: bool) -> None:
+        self._stamp = self._stamp.next(index_uid=self._index_uid, changes=self._changes, clean=clean)
+        self._put_stamp(self._stamp)
+
+    def _slab(self, place: int) -> NvmeSlab:
+        return self._ledger.pieces[extent_of(place)]
+
+
+def slab_name(number: int) -> str:
+    """The file of a slab."""
+    return f"{number:08x}.slab"
+
+
+def slab_number(name: str) -> int:
+    """The slab of a file; a name that is none of ours stands for a slab that cannot be."""
+    try:
+        return int(name.removesuffix(".slab"), 16)
+    except ValueError:
+        return -1
+
+
+def _entry(header: FrameHeader) -> bytes:
+    return entry_of(
+        header.prefix_key,
+        header.parent,
+        header.block_index,
+        header.generation,
+        header.priority,
+        header.expires_at,
+    )
