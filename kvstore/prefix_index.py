@@ -16,12 +16,16 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import compress, repeat
+from typing import Any
 
 import numpy as np
 
 from tiering.tier import Finding
 
 NO_ROW = -1
+
+Column = np.ndarray[Any, Any]
 
 
 class RowState(IntEnum):
@@ -225,6 +229,72 @@ class PrefixIndex:
                 self._forgotten.popitem(last=False)
         return parent
 
+    # Many at once, after a restart ---------------------------------------------------------------------------------
+
+    def load(
+        self, namespace: int, keys: Sequence[bytes], depths: Column, priorities: Column, expires_at: Column
+    ) -> list[int]:
+        """Visible rows for blocks that were found on disk, their parents not known yet; `NO_ROW` for a known key.
+
+        A match finds them at once, which is right: it comes to a block by way of its parents only. `link` has to follow
+        before any of these rows is removed.
+        """
+        names = self._names[namespace]
+        fresh = [key not in names.visible and key not in names.hidden for key in keys]
+        if not all(fresh):
+            chosen = np.flatnonzero(fresh)
+            rows = self.load(
+                namespace, list(compress(keys, fresh)), depths[chosen], priorities[chosen], expires_at[chosen]
+            )
+            given = iter(rows)
+            return [next(given) if is_fresh else NO_ROW for is_fresh in fresh]
+        count, first = len(keys), self._next_row
+        assert len(set(keys)) == count, "a key is loaded once"
+        self._grow(first + count)
+        self._next_row += count
+        stop = first + count
+        self._keys[first:stop] = keys
+        for column, values in (
+            (self._parents, NO_ROW),
+            (self._children, 0),
+            (self._depths, depths),
+            (self._owners, namespace),
+            (self._expires, expires_at),
+            (self._priorities, priorities),
+        ):
+            np.frombuffer(column, column.typecode)[first:stop] = values
+        self._states[first:stop] = bytes([_VISIBLE]) * count
+        rows = list(range(first, stop))
+        names.visible.update(zip(keys, rows, strict=True))
+        return rows
+
+    def link(self, namespace: int, rows: Sequence[int], parents: Sequence[bytes], root: bytes) -> list[int]:
+        """Give loaded rows their parents; returns those that have none: their chain is broken, nothing leads to them.
+
+        A parent may be in any state. Rows below a broken one are returned too.
+        """
+        names = self._names[namespace]
+        found = np.fromiter(map(names.visible.get, parents, repeat(NO_ROW)), np.int64, len(rows))
+        for at in np.flatnonzero(found == NO_ROW).tolist():
+            found[at] = names.hidden.get(parents[at], NO_ROW)
+        at_root = np.fromiter((parent == root for parent in parents), bool, len(rows))
+        mine = np.asarray(rows, np.int64)
+        depths = np.frombuffer(self._depths, self._depths.typecode)
+        right = np.where(at_root, depths[mine] == 0, (found != NO_ROW) & (depths[found] + 1 == depths[mine]))
+        found[at_root | ~right] = NO_ROW
+        np.frombuffer(self._parents, self._parents.typecode)[mine] = found
+        children = np.frombuffer(self._children, self._children.typecode)
+        np.add.at(children, found[found != NO_ROW], 1)
+        # What hangs below a broken row hangs in the air too: level by level, the shallow ones first.
+        broken = np.zeros(self._next_row + 1, bool)  # the last one stands for `NO_ROW`
+        broken[mine] = ~right
+        if not right.all():
+            for depth in np.unique(depths[mine]).tolist():
+                level = mine[depths[mine] == depth]
+                broken[level] |= broken[np.frombuffer(self._parents, self._parents.typecode)[level]]
+        lost: list[int] = mine[broken[mine]].tolist()
+        return lost
+
     def check(self) -> None:
         """The columns, the dictionaries and the chains agree."""
         children = [0] * self._next_row
@@ -258,14 +328,17 @@ class PrefixIndex:
         if self._free_rows:
             return self._free_rows.pop()
         row = self._next_row
+        self._grow(row + 1)
         self._next_row += 1
-        if row == len(self._states):
-            more = max(1024, row >> 3)
-            self._keys = np.concatenate([self._keys, np.empty(more, dtype=object)])
-            for column in (self._parents, self._children, self._depths):
-                column.frombytes(bytes(4 * more))
-            self._owners.frombytes(bytes(2 * more))
-            self._expires.frombytes(bytes(8 * more))
-            self._priorities.frombytes(bytes(more))
-            self._states.extend(bytes(more))
         return row
+
+    def _grow(self, rows: int) -> None:
+        """Have columns for that many rows."""
+        missing = rows - len(self._states)
+        if missing <= 0:
+            return
+        more = max(missing, 1024, len(self._states) >> 3)
+        self._keys = np.concatenate([self._keys, np.empty(more, dtype=object)])
+        for column in (self._parents, self._children, self._depths, self._owners, self._expires, self._priorities):
+            column.frombytes(bytes(column.itemsize * more))
+        self._states.extend(bytes(more))

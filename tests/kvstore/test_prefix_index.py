@@ -6,6 +6,8 @@ import gc
 import tracemalloc
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -295,3 +297,78 @@ def test_rows_are_used_again() -> None:
             index.remove(row)
     assert highest < 10
     index.check()
+
+
+# Many at once ---------------------------------------------------------------------------------------------------------
+
+ROOT = b"R" * 32
+
+
+def column(values: list[int]) -> Any:
+    return np.array(values, np.int64)
+
+
+@given(
+    parents=st.lists(st.integers(-1, 30), max_size=31),
+    missing=st.sets(st.integers(0, 30), max_size=3),
+    known=st.sets(st.integers(0, 30), max_size=5),
+    order=st.randoms(use_true_random=False),
+    cut=st.integers(1, 8),
+)
+@settings(max_examples=150)
+def test_loading_in_any_order_gives_the_chains_that_were_stored(
+    parents: list[int], missing: set[int], known: set[int], order: Random, cut: int
+) -> None:
+    """Blocks in a forest, some of them lost and some stored again before they were loaded."""
+    forest = {block: min(parent, block - 1) for block, parent in enumerate(parents)}  # -1: a first block
+    keys = {block: b"%032d" % block for block in forest}
+    depths: dict[int, int] = {}
+    for block, parent in forest.items():
+        depths[block] = depths[parent] + 1 if parent >= 0 else 0
+    index = PrefixIndex()
+    namespace = index.add_namespace(b"t")
+    again = {block for block in known & forest.keys() if not missing & set(_up(forest, block))}
+    stored = {one for block in again for one in _up(forest, block)}
+    for block in sorted(stored):
+        parent = index.find(namespace, keys[forest[block]]) if forest[block] >= 0 else NO_ROW
+        index.publish(index.insert(namespace, keys[block], parent))
+    found = [block for block in forest if block not in missing]
+    order.shuffle(found)
+    rows: dict[int, int] = {}
+    for at in range(0, len(found), cut):
+        batch = found[at : at + cut]
+        zeros = column([0] * len(batch))
+        given_rows = index.load(
+            namespace, [keys[block] for block in batch], column([depths[block] for block in batch]), zeros, zeros
+        )
+        rows.update(zip(batch, given_rows, strict=True))
+    assert {block for block, row in rows.items() if row == NO_ROW} == stored & set(found)
+    loaded = [block for block in found if rows[block] != NO_ROW]
+    parent_keys = [keys[forest[block]] if forest[block] >= 0 else ROOT for block in loaded]
+    lost = index.link(namespace, [rows[block] for block in loaded], parent_keys, ROOT)
+    unreachable = {block for block in loaded if missing & set(_up(forest, block))}
+    assert set(lost) == {rows[block] for block in unreachable}
+    for row in sorted(lost, key=index.depth, reverse=True):
+        index.remove(row)
+    index.check()
+    for block in forest:
+        chain = [keys[one] for one in reversed(_up(forest, block))]
+        want = next((at for at, one in enumerate(reversed(_up(forest, block))) if one in missing - stored), len(chain))
+        assert index.matched(namespace, chain) == want
+
+
+def test_a_loaded_block_at_the_wrong_depth_is_not_believed() -> None:
+    index = PrefixIndex()
+    namespace = index.add_namespace(b"t")
+    zeros = column([0, 0])
+    rows = index.load(namespace, [b"a" * 32, b"b" * 32], column([0, 2]), zeros, zeros)
+    assert index.link(namespace, rows, [ROOT, b"a" * 32], ROOT) == rows[1:]
+
+
+def _up(forest: dict[int, int], block: int) -> list[int]:
+    """A block and its ancestors."""
+    chain = []
+    while block >= 0:
+        chain.append(block)
+        block = forest[block]
+    return chain
