@@ -83,8 +83,8 @@ class Blocks:
         """1. A pending row: the block is being stored, its parent cannot go any more."""
         row = self.index.insert(number, key, parent, priority, expires_at)
         self.residency.grow_to(row)
-        if parent != NO_ROW and self.index.children(parent) == 1 and self._is_listed(parent):
-            self.residency.policy.became_inner(parent)
+        if parent != NO_ROW:
+            self.residency.child_came(parent)
         return row
 
     def place(self, number: int, rows: Sequence[int]) -> list[list[int]]:
@@ -117,14 +117,11 @@ class Blocks:
     def publish(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
         """4. All parts are sealed and the parents are visible: from now on the blocks can be found."""
         index, residency = self.index, self.residency
-        policy = residency.policy
         for row, generation in zip(rows, generations, strict=True):
             is_new = index.publish(row)
             residency.published(row, generation)
             if is_new:
-                policy.inserted(row, index.depth(row), 0, 0.0)
-                if index.children(row):
-                    policy.became_inner(row)
+                residency.listed(row, index.depth(row))
         for part in range(len(self.spaces[number].classes)):
             self.dram.own(residency.places_of(rows, part), rows)
 
@@ -170,7 +167,7 @@ class Blocks:
 
     def drop(self, row: int) -> None:
         """A readable or hollow leaf goes because its namespace does. Pins were lifted before."""
-        assert self.residency.pins(row) == 0
+        assert self.residency.pins.counts[row] == 0
         self._free(self.residency.forget(row))
         self._remove(row, remember=True)
 
@@ -229,21 +226,19 @@ class Blocks:
         """Every invariant over the four tables; `pins`: row -> how many leases, reservations and moves pin it."""
         self.index.check()
         self.dram.check()
-        self.residency.check(dict(pins))
-        listed = []
+        self.residency.check()
+        self.residency.pins.check(dict(pins))
         for space in self.spaces:
             for row in self.index.rows(space.number):
                 state = self.index.state(row)
-                if state != RowState.PENDING:
-                    listed.append(row)
+                assert self.residency.is_listed(row) == (state != RowState.PENDING)
+                assert self.residency.children(row) == self.index.children(row)
                 if state != RowState.VISIBLE:
                     continue
                 parent = self.index.parent(row)
                 parent_key = self.index.key(parent) if parent != NO_ROW else None
                 for part, slot_class in enumerate(space.classes):
                     self._check_frame(row, part, slot_class, parent_key)
-        leaves = {row for row in listed if not self.index.children(row)}
-        assert set(self.residency.policy.victims()) == leaves, "the policy proposes exactly the leaves"
 
     def _check_frame(self, row: int, part: int, slot_class: SlotClass, parent_key: bytes | None) -> None:
         """Invariants 3 and 6: the place is readable, it is this block's, and its header names it."""
@@ -273,12 +268,7 @@ class Blocks:
         dram.delete(written)
 
     def _remove(self, row: int, *, remember: bool) -> None:
-        policy, index = self.residency.policy, self.index
-        if self._is_listed(row):
-            policy.removed(row)
-        parent = index.remove(row, remember=remember)
-        if parent != NO_ROW and not index.children(parent) and self._is_listed(parent):
-            policy.became_leaf(parent)
-
-    def _is_listed(self, row: int) -> bool:
-        return self.index.is_stored(row)
+        self.residency.unlisted(row)
+        parent = self.index.remove(row, remember=remember)
+        if parent != NO_ROW:
+            self.residency.child_went(parent)

@@ -30,7 +30,7 @@ from tiering.extents import ExtentPool
 from tiering.files import DirectoryLock, make_directory, read_secret_file, read_text_files, write_secret_file
 from tiering.mover import Mover
 from tiering.policies.lru import LeafFirstLru
-from tiering.residency import Residency
+from tiering.residency import Pins, Residency
 
 DEFAULT_TENANT = "default"
 KEY_FILE_VERSION = 1
@@ -264,5 +264,5 @@ def _disown_in_children(store: Store, lock: DirectoryLock) -> None:
 def build_store(dram_config: DramConfig, limits: Limits, ring: KeyRing, clock: Clock | None = None) -> Store:
     """Put the parts together: memory, tier, policy, tables, mover."""
     dram = DramTier(ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes))
-    blocks = Blocks(PrefixIndex(limits.forgotten), Residency(LeafFirstLru()), dram, ring)
+    blocks = Blocks(PrefixIndex(limits.forgotten), Residency(LeafFirstLru(), Pins()), dram, ring)
     return Store(blocks, Mover(dram, ring), clock or SystemClock(), limits)

@@ -124,10 +124,6 @@ class PrefixIndex:
         """What the row is."""
         return _STATES[self._states[row]]
 
-    def is_stored(self, row: int) -> bool:
-        """Whether the row is visible or hollow: one that was published."""
-        return self._states[row] >= _VISIBLE
-
     def key(self, row: int) -> bytes:
         """The row's prefix key."""
         key: bytes = self._keys[row]

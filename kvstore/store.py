@@ -366,7 +366,7 @@ class Store:
             return 0
         if not wanted:
             return 0
-        return self._blocks.residency.affordable(wanted, max(0, budget) // self._blocks.spaces[number].block_bytes)
+        return self._blocks.residency.pins.affordable(wanted, max(0, budget) // self._blocks.spaces[number].block_bytes)
 
     def _grant(
         self,
@@ -406,10 +406,10 @@ class Store:
 
     def _pin(self, number: int, rows: Sequence[int]) -> None:
         """Pin distinct blocks of a namespace; a lease, a refill and a move count alike, for a block may have all."""
-        self._pinned_bytes += self._blocks.residency.pin(rows) * self._blocks.spaces[number].block_bytes
+        self._pinned_bytes += self._blocks.residency.pins.pin(rows) * self._blocks.spaces[number].block_bytes
 
     def _unpin(self, number: int, rows: Sequence[int]) -> None:
-        self._pinned_bytes -= self._blocks.residency.unpin(rows) * self._blocks.spaces[number].block_bytes
+        self._pinned_bytes -= self._blocks.residency.pins.unpin(rows) * self._blocks.spaces[number].block_bytes
 
     def _lapse(self, record: LeaseRecord) -> None:
         """The time of a lease is over: it pins nothing, but its places are kept from reuse until it is released."""
@@ -625,7 +625,7 @@ class Store:
         self._unpin(blocks.index.namespace_of(copy.row), [copy.row])
         part = blocks.dram.class_of(extent_of(copy.source)).part
         here = residency.place(copy.row, part) == copy.source
-        in_use = residency.pins(copy.row) or residency.is_held(copy.source)
+        in_use = residency.pins.counts[copy.row] or residency.is_held(copy.source)
         if done.outcome is not Outcome.GONE and here and not in_use:
             if done.outcome is Outcome.MOVED and blocks.relocate(copy.row, part, copy.target):
                 blocks.counters["moved_frames"] += 1

@@ -29,7 +29,7 @@ from tiering.errors import IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.frame_index import Change
 
 LARGEST_MAP_BYTES = 64 << 30
-"""A map is doubled when it is full, up to here: some 300 million frames."""
+"""A map is doubled when it is full, up to here."""
 
 LARGEST_KEY_BYTES, LARGEST_VALUE_BYTES = 511, 4080
 """LMDB's own limit, and what fits one page of its own: a value of several pages that later shrinks keeps them all, and
@@ -51,7 +51,7 @@ DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
 #  40  tree of free pages: page size 4 | flags 2 | depth 2 | branch, leaf, overflow pages, entries, root: 8 each
 #  88  tree of pairs:      pad 4       | flags 2 | depth 2 | the same
 # 136  last page 8 | transaction 8
-_META = struct.Struct("=QHHHH IIQQ IHHQQQQQ IHHQQQQQ QQ".replace(" ", ""))
+_META = struct.Struct("=QHHHH IIQQ IHHQQQQQ IHHQQQQQ QQ")
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META_PAGES = 2
 _META_FLAG, _INTEGER_KEYS = 0x08, 0x08
@@ -181,7 +181,7 @@ class LmdbIndex:
             raise _typed(error, self.directory, "sync") from error
 
     def last_transaction(self) -> int:
-        """How many batches were ever applied; 0 says that the index is new, and knows nothing of older slabs."""
+        """Rises with every batch that changes anything; 0 says that the index is new, and knows of no older slabs."""
         return int(self._open_environment().info()["last_txnid"])
 
     def close(self) -> None:

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierFull, TierUnavailable
+from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.files import Files
 from tiering.frame import HEADER_BYTES, FrameHeader, MacKeys, Stamp, open_header, parse_header
 from tiering.frame_index import Change, FrameIndex
@@ -164,6 +164,9 @@ class NvmeTier:
         last = self._read_stamp()
         self._changes = 0
         self._index_uid = b""
+        if last is not None and last.clean:
+            # A file that rotted since may end this process when it is mapped; the next start has to be careful then.
+            self._put_stamp(replace(last, sequence=last.sequence + 1, clean=False))
         self._index = self._open_index(last)
         self._open_slabs()
         self._stamp = self._begin_session(last)
@@ -472,6 +475,7 @@ class NvmeTier:
     def _open_index(self, stamp: StoreStamp | None) -> FrameIndex:
         """The index that belongs to these slabs, or a new one that `load` fills from their headers."""
         if stamp is not None:
+            index = None
             try:
                 index = self._maker.open(clean=stamp.clean)
                 meta = open_meta(index.get([META])[0])
@@ -479,9 +483,10 @@ class NvmeTier:
                     self._index_uid, self._changes = meta
                     if self._changes == stamp.changes or (self._changes > stamp.changes and not stamp.clean):
                         return index
-                index.close()
             except IndexDoubtful:
                 pass
+            if index is not None:
+                index.close()
         self.rebuilds = self._rebuilding = self._next_number > 1
         self._maker.discard()
         self._index_uid, self._changes = self._new_uid(), 0
@@ -547,6 +552,8 @@ class NvmeTier:
             self._files.create(name, STAMP_PAGES * PAGE_BYTES)
         if last is None:  # so that the first of a directory whose stamps are gone is the newest there
             last = StoreStamp(0, 0, self._index_uid, 0, clean=False)
+        elif last.clean:
+            last = replace(last, sequence=last.sequence + 1)
         stamp = last.next(index_uid=self._index_uid, changes=self._changes, clean=False, session=last.session + 1)
         self._put_stamp(stamp)
         if not self._changes and not self._rebuilding:  # a new index: from now on it says who it is
@@ -580,7 +587,7 @@ class NvmeTier:
             try:
                 self._run(batch)
                 fault = None
-            except (OSError, IndexDoubtful, TierUnavailable) as error:
+            except (OSError, TierError) as error:
                 fault = error
             finally:
                 with self._lock:

@@ -186,16 +186,69 @@ class TierFacts(Protocol):
         ...
 
 
-class Residency:
-    """Places, generations and pins of every block, by row; and the choice of victims.
+class Pins:
+    """How many leases, reservations and moves forbid the eviction of each block, from any tier."""
 
-    Columns grow with the highest row and are never shrunk: a row is one number in the index above, reused there. Rows
-    are walked in plain loops: after a load has swept the caches, numpy's machinery alone takes longer than a lease.
+    def __init__(self) -> None:
+        self.counts = array("i")
+
+    def pin(self, rows: Sequence[int]) -> int:
+        """Forbid eviction of distinct blocks, once more each; returns how many were not pinned before."""
+        counts, fresh = self.counts, 0
+        for row in rows:
+            count = counts[row]
+            counts[row] = count + 1
+            if not count:
+                fresh += 1
+        return fresh
+
+    def unpin(self, rows: Sequence[int]) -> int:
+        """The mirror of `pin`; returns how many are not pinned any more."""
+        counts, freed = self.counts, 0
+        for row in rows:
+            count = counts[row] - 1
+            assert count >= 0, "unpinned more often than pinned"
+            counts[row] = count
+            if not count:
+                freed += 1
+        return freed
+
+    def affordable(self, rows: Sequence[int], new_pins: int) -> int:
+        """How many of these blocks, from the first on, can be pinned with at most `new_pins` that nobody pins yet."""
+        counts = self.counts
+        for count, row in enumerate(rows):
+            if not counts[row]:
+                if not new_pins:
+                    return count
+                new_pins -= 1
+        return len(rows)
+
+    def grow_to(self, row: int) -> None:
+        """Have a count for this row."""
+        missing = row + 1 - len(self.counts)
+        if missing > 0:
+            more = max(missing, 1024, len(self.counts) >> 3)
+            self.counts.extend(array("i", bytes(4 * more)))
+
+    def check(self, pins: dict[int, int]) -> None:
+        """Invariant 2: pins are the sum of what pins, given as row -> count."""
+        actual = {row: count for row, count in enumerate(self.counts) if count}
+        assert actual == {row: count for row, count in pins.items() if count}, (actual, pins)
+
+
+class Residency:
+    """Places and generations of every block in one tier, by row; and the choice of victims.
+
+    A block is *listed* when the policy knows it: once it is readable here, until it is gone. Columns grow with the
+    highest row and are never shrunk: a row is one number in the index above, reused there. Rows are walked in plain
+    loops: after a load has swept the caches, numpy's machinery alone takes longer than a lease.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, pins: Pins) -> None:
         self.policy = policy
-        self._pins = array("i")
+        self.pins = pins
+        self._listed = bytearray()
+        self._children = array("i")  # that have a place here, or are about to
         self._generations = array("q")
         self._places: list[array[int]] = []  # one column per part
         self._header_digests: list[bytearray] = []  # 16 bytes per row and part
@@ -204,10 +257,36 @@ class Residency:
     def add_parts(self, parts: int) -> None:
         """Make room for blocks of that many parts."""
         while len(self._places) < parts:
-            self._places.append(array("q", [NO_PLACE]) * len(self._pins))
-            self._header_digests.append(bytearray(16 * len(self._pins)))
+            self._places.append(array("q", [NO_PLACE]) * len(self._listed))
+            self._header_digests.append(bytearray(16 * len(self._listed)))
 
     # What happened -------------------------------------------------------------------------------------------------
+
+    def child_came(self, parent: int) -> None:
+        """A block below `parent` is about to get a place here: the parent cannot go before it."""
+        self._children[parent] += 1
+        if self._children[parent] == 1 and self._listed[parent]:
+            self.policy.became_inner(parent)
+
+    def child_went(self, parent: int) -> None:
+        """The mirror of `child_came`."""
+        self._children[parent] -= 1
+        assert self._children[parent] >= 0
+        if not self._children[parent] and self._listed[parent]:
+            self.policy.became_leaf(parent)
+
+    def listed(self, row: int, depth: int) -> None:
+        """The block is readable here: the policy knows it from now on. depth: blocks before it."""
+        self._listed[row] = 1
+        self.policy.inserted(row, depth, 0, 0.0)
+        if self._children[row]:
+            self.policy.became_inner(row)
+
+    def unlisted(self, row: int) -> None:
+        """The block is not here any more, if it was."""
+        if self._listed[row]:
+            self._listed[row] = 0
+            self.policy.removed(row)
 
     def reserved(self, rows: Sequence[int], part: int, places: Sequence[int]) -> None:
         """Slots were found for a part of blocks that are being stored."""
@@ -240,27 +319,6 @@ class Residency:
         self._generations[row] = 0
         return places
 
-    def pin(self, rows: Sequence[int]) -> int:
-        """Forbid eviction of distinct blocks, once more each; returns how many were not pinned before."""
-        pins, fresh = self._pins, 0
-        for row in rows:
-            count = pins[row]
-            pins[row] = count + 1
-            if not count:
-                fresh += 1
-        return fresh
-
-    def unpin(self, rows: Sequence[int]) -> int:
-        """The mirror of `pin`; returns how many are not pinned any more."""
-        pins, freed = self._pins, 0
-        for row in rows:
-            count = pins[row] - 1
-            assert count >= 0, "unpinned more often than pinned"
-            pins[row] = count
-            if not count:
-                freed += 1
-        return freed
-
     @property
     def holds(self) -> bool:
         """Whether any place is held."""
@@ -283,19 +341,13 @@ class Residency:
 
     # What is known -------------------------------------------------------------------------------------------------
 
-    def pins(self, row: int) -> int:
-        """How many pins forbid the block's eviction."""
-        return self._pins[row]
+    def is_listed(self, row: int) -> bool:
+        """Whether the policy knows the block."""
+        return bool(self._listed[row])
 
-    def affordable(self, rows: Sequence[int], new_pins: int) -> int:
-        """How many of these blocks, from the first on, can be pinned with at most `new_pins` that nobody pins yet."""
-        pins = self._pins
-        for count, row in enumerate(rows):
-            if not pins[row]:
-                if not new_pins:
-                    return count
-                new_pins -= 1
-        return len(rows)
+    def children(self, row: int) -> int:
+        """Blocks below it that have a place here, or are about to."""
+        return self._children[row]
 
     def place(self, row: int, part: int) -> int:
         """Where a part's frame stands, or `NO_PLACE`."""
@@ -355,13 +407,13 @@ class Residency:
 
     def worst(self) -> Iterator[int]:
         """Leaves that nobody pins, worst first. Each one may be evicted before the next is asked for."""
-        pins = self._pins
+        pins = self.pins.counts
         return (row for row in self.policy.victims() if not pins[row])
 
-    def check(self, pins: dict[int, int]) -> None:
-        """Invariant 2: pins are the sum of live leases, given as row -> count."""
-        actual = {row: count for row, count in enumerate(self._pins) if count}
-        assert actual == {row: count for row, count in pins.items() if count}, (actual, pins)
+    def check(self) -> None:
+        """The policy proposes exactly the leaves of what is listed."""
+        leaves = {row for row, is_listed in enumerate(self._listed) if is_listed and not self._children[row]}
+        assert set(self.policy.victims()) == leaves, "the policy proposes exactly the leaves"
 
     def _vacate(self, wanted: Sequence[SlotClass], tier: TierFacts) -> Vacate | None:
         """The extent with the fewest live frames that fit elsewhere in its class, and that nobody is using.
@@ -392,15 +444,17 @@ class Residency:
         if slots.live > spare_in_class - slots.free:
             return False
         owners = [slots.owners[slot] for slot, state in enumerate(slots.states) if state == FrameState.RESIDENT]
-        return not any(row < 0 or self._pins[row] for row in owners) and not self.is_any_held(extent.number)
+        return not any(row < 0 or self.pins.counts[row] for row in owners) and not self.is_any_held(extent.number)
 
     def grow_to(self, row: int) -> None:
         """Have columns for this row."""
-        missing = row + 1 - len(self._pins)
+        self.pins.grow_to(row)
+        missing = row + 1 - len(self._listed)
         if missing <= 0:
             return
-        more = max(missing, 1024, len(self._pins) >> 3)
-        self._pins.extend(array("i", bytes(4 * more)))
+        more = max(missing, 1024, len(self._listed) >> 3)
+        self._listed.extend(bytes(more))
+        self._children.extend(array("i", bytes(4 * more)))
         self._generations.extend(array("q", bytes(8 * more)))
         for column in self._places:
             column.extend(array("q", [NO_PLACE]) * more)

@@ -38,7 +38,7 @@ from tiering.dram import DramTier
 from tiering.extents import ExtentPool
 from tiering.mover import Mover
 from tiering.policies.lru import LeafFirstLru
-from tiering.residency import Residency, SlotTable
+from tiering.residency import Pins, Residency, SlotTable
 
 MATCH_TARGET = 2.2
 """A match takes at most this many times the chain of hashes."""
@@ -268,7 +268,7 @@ class _Filled:
         ring = KeyRing([keys])
         dram = DramTier(ExtentPool(1 << 20, 1 << 16))
         self._index, self._policy = PrefixIndex(), LeafFirstLru()
-        self._residency = Residency(self._policy)
+        self._residency = Residency(self._policy, Pins())
         store = Store(Blocks(self._index, self._residency, dram, ring), Mover(dram, ring), SystemClock(), Limits())
         layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=options.block_tokens)
         self.handle = NamespaceHandle(TenantDoor(store, keys), Namespace("0" * 40, layout, "raw"), RawCodec())
@@ -301,7 +301,7 @@ class _Filled:
             _allocated(sys.getsizeof(key)) + _allocated(sys.getsizeof(row)),
             sum(map(sys.getsizeof, names)) / self.blocks,
             _column_bytes(self._index) / self.blocks,
-            _column_bytes(self._residency) / self.blocks,
+            (_column_bytes(self._residency) + _column_bytes(self._residency.pins)) / self.blocks,
             _column_bytes(self._policy) / self.blocks,
             sum(map(_column_bytes, self._slots)) / self.blocks,
         )
@@ -324,16 +324,16 @@ class _Filled:
 
     def _extend(self, parent: int, keys: list[bytes]) -> int:
         """Blocks behind `parent`, as `Blocks` has them when they are stored; returns the last one."""
-        index, residency, policy = self._index, self._residency, self._policy
+        index, residency = self._index, self._residency
         for key in keys:
             start = perf_counter()
             row = index.insert(0, key, parent)
             residency.grow_to(row)
             index.publish(row)
             residency.published(row, row + 1)
-            policy.inserted(row, index.depth(row), 0, 0.0)
+            residency.listed(row, index.depth(row))
             if parent != NO_ROW:
-                policy.became_inner(parent)
+                residency.child_came(parent)
             parent = row
             self.longest_insert = max(self.longest_insert, perf_counter() - start)
         return parent

@@ -21,7 +21,7 @@ from tiering.extents import Extent, ExtentPool
 from tiering.frame import HEADER_BYTES, digest
 from tiering.mover import Copy, MoveDone, Mover
 from tiering.policies.lru import LeafFirstLru
-from tiering.residency import Residency
+from tiering.residency import Pins, Residency
 from workbench import KIB, Bench, FakeClock, bench, blank_pages, ids, random_pages, same_tokens, small_layout
 
 FRAME = 12 * KIB
@@ -67,7 +67,7 @@ class Watched(Bench):
         self.pool = ScarcePool(extents * 64 * KIB)
         dram = DramTier(self.pool)
         self.mover = WatchedMover(dram, ring)
-        blocks = Blocks(PrefixIndex(100), Residency(LeafFirstLru()), dram, ring)
+        blocks = Blocks(PrefixIndex(100), Residency(LeafFirstLru(), Pins()), dram, ring)
         super().__init__(Store(blocks, self.mover, clock, limits or Limits(pinned_fraction=1.0)), clock, ring)
 
 

@@ -37,7 +37,7 @@ from tiering.extents import ExtentPool
 from tiering.files import DirectoryLock
 from tiering.mover import Copy, MoveDone, Mover
 from tiering.policies.lru import LeafFirstLru
-from tiering.residency import Residency
+from tiering.residency import Pins, Residency
 from tiering.tier import FrameSpan
 from workbench import FakeClock
 
@@ -353,7 +353,7 @@ def open_store(
     config = DramConfig(dram, extent)
     tier = DramTier(ExtentPool(config.budget_bytes, config.extent_bytes))
     limits = limits or Limits()
-    blocks = Blocks(PrefixIndex(limits.forgotten), Residency(LeafFirstLru()), tier, ring)
+    blocks = Blocks(PrefixIndex(limits.forgotten), Residency(LeafFirstLru(), Pins()), tier, ring)
     mover = InterruptibleMover(Mover(tier, ring))
     core = Store(blocks, mover, clock, limits)  # type: ignore[arg-type]
     store = EmbeddedStore(core, ring, keys, lock, codec_named)

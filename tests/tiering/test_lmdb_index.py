@@ -320,6 +320,44 @@ def test_no_file_without_its_meta_pages_is_mapped(page: int, fill: bytes, sound:
         open_index(tmp_path, MAP_BYTES, clean=True)
 
 
+@pytest.mark.parametrize(
+    ("offset", "size_bytes", "value", "message"),
+    [
+        (0, 8, 7, "header of another page"),
+        (10, 2, 0x02, "header of another page"),
+        (16, 4, 0xBEEFC0DF, "magic or version"),
+        (20, 4, 3, "magic or version"),
+        (40, 4, 4095, "page size"),
+        (40, 4, 8192, "meta page 1"),
+        (136, 8, 1 << 40, "shorter"),
+        (136, 8, 0, "shorter"),
+        (144, 8, 1 << 20, "transactions in a row"),
+        *((tree + 4, 2, 0x04, "root of the tree") for tree in (FREE_PAGES, PAIRS)),
+        *((tree + 6, 2, depth, "root of the tree") for tree in (FREE_PAGES, PAIRS) for depth in (0, 33)),
+        *((tree + 16, 8, pages, "root of the tree") for tree in (FREE_PAGES, PAIRS) for pages in (0, 1 << 40)),
+        *((tree + 32, 8, entries, "root of the tree") for tree in (FREE_PAGES, PAIRS) for entries in (0, 1 << 40)),
+        *(
+            (tree + 40, 8, root, "root of the tree")
+            for tree in (FREE_PAGES, PAIRS)
+            for root in (0, 1, 1 << 40, (1 << 64) - 1)
+        ),
+    ],
+)
+def test_an_impossible_meta_page_is_not_mapped(
+    offset: int, size_bytes: int, value: int, message: str, sound: Path, tmp_path: Path
+) -> None:
+    # Page 0 becomes the newer one, as it is after an even number of batches.
+    index = open_index(shutil.copytree(sound, tmp_path / "even"), MAP_BYTES, clean=True)
+    index.apply([(b"one more", b"")])
+    assert index.last_transaction() % 2 == 0
+    index.close()
+    whole = bytearray((tmp_path / "even" / "data.mdb").read_bytes())
+    whole[offset : offset + size_bytes] = value.to_bytes(size_bytes, sys.byteorder)
+    (tmp_path / "data.mdb").write_bytes(whole)
+    with pytest.raises(IndexDoubtful, match=message):
+        open_index(tmp_path, MAP_BYTES, clean=True)
+
+
 def test_damage_is_found_or_harmless(sound: Path, memory: Path) -> None:
     """Whatever gets past checks and probe is read and written to the end without a crash; values may be wrong."""
     found = json.loads(run_program("damage", str(sound), str(memory), str(len(SEEDS))))

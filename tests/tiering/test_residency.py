@@ -18,6 +18,7 @@ from tiering.residency import (
     FrameState,
     Grow,
     IllegalTransition,
+    Pins,
     Residency,
     SlotTable,
     Vacate,
@@ -124,7 +125,7 @@ def reserve(residency: Residency, row: int, places: list[int]) -> None:
 
 
 def rows_of(count: int, parts: int = 1) -> Residency:
-    residency = Residency(LeafFirstLru())
+    residency = Residency(LeafFirstLru(), Pins())
     residency.add_parts(parts)
     for row in range(count):
         reserve(residency, row, [place_of(part, row) for part in range(parts)])
@@ -155,27 +156,27 @@ def test_parts_that_come_later_find_the_rows_that_are_there() -> None:
 
 def test_pins_count_who_was_first_and_who_was_last() -> None:
     residency = rows_of(5)
-    assert residency.pin([0, 1, 2]) == 3
-    assert residency.pin([1, 2, 3]) == 1
-    assert [residency.pins(row) for row in range(5)] == [1, 2, 2, 1, 0]
-    assert residency.unpin([0, 1]) == 1
-    assert residency.unpin([1, 2, 3]) == 2
-    assert residency.pin([]) == residency.unpin([]) == 0
-    residency.check({2: 1, 4: 0})
+    assert residency.pins.pin([0, 1, 2]) == 3
+    assert residency.pins.pin([1, 2, 3]) == 1
+    assert [residency.pins.counts[row] for row in range(5)] == [1, 2, 2, 1, 0]
+    assert residency.pins.unpin([0, 1]) == 1
+    assert residency.pins.unpin([1, 2, 3]) == 2
+    assert residency.pins.pin([]) == residency.pins.unpin([]) == 0
+    residency.pins.check({2: 1, 4: 0})
     for wrong in ({}, {2: 2}, {2: 1, 0: 1}):
         with pytest.raises(AssertionError):
-            residency.check(wrong)
+            residency.pins.check(wrong)
     with pytest.raises(AssertionError, match="more often than pinned"):
-        residency.unpin([0])
+        residency.pins.unpin([0])
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 12))
 @settings(max_examples=80)
 def test_what_is_affordable_counts_new_pins_only(pinned: list[bool], budget: int) -> None:
     residency = rows_of(len(pinned))
-    residency.pin([row for row, is_pinned in enumerate(pinned) if is_pinned])
+    residency.pins.pin([row for row, is_pinned in enumerate(pinned) if is_pinned])
     want = max(count for count in range(len(pinned) + 1) if pinned[:count].count(False) <= budget)
-    assert residency.affordable(range(len(pinned)), budget) == want
+    assert residency.pins.affordable(range(len(pinned)), budget) == want
 
 
 def test_a_slot_is_held_until_its_last_late_reader_is_done() -> None:
@@ -193,13 +194,13 @@ def test_the_worst_is_the_oldest_leaf_that_nobody_pins() -> None:
     residency = rows_of(3)
     assert list(residency.worst()) == []
     for row in range(3):
-        residency.policy.inserted(row, 0, 0, 0.0)
+        residency.listed(row, 0)
     assert list(residency.worst()) == [0, 1, 2]
-    residency.pin([0, 1])
+    residency.pins.pin([0, 1])
     assert list(residency.worst()) == [2]
-    residency.pin([2])
+    residency.pins.pin([2])
     assert list(residency.worst()) == []
-    residency.unpin([1])
+    residency.pins.unpin([1])
     assert list(residency.worst()) == [1]
 
 
@@ -211,7 +212,7 @@ class Setup:
 
     def __init__(self, extents: int) -> None:
         self.tier = DramTier(ExtentPool(extents * 64 * KIB, 64 * KIB))
-        self.residency = Residency(LeafFirstLru())
+        self.residency = Residency(LeafFirstLru(), Pins())
         self.residency.add_parts(1)
         self.rows = 0
 
@@ -227,7 +228,7 @@ class Setup:
             self.tier.own([place], [self.rows])
             self.tier.commit([place], [bytes(4096)])
             self.residency.reserved([self.rows], 0, [place])
-            self.residency.policy.inserted(self.rows, 0, 0, 0.0)
+            self.residency.listed(self.rows, 0)
             rows.append(self.rows)
             self.rows += 1
         assert len(rows) == count
@@ -235,7 +236,7 @@ class Setup:
 
     def evict(self, rows: list[int]) -> None:
         for row in rows:
-            self.residency.policy.removed(row)
+            self.residency.unlisted(row)
             self.tier.delete(self.residency.forget(row))
 
     def room(self, *wanted: SlotClass) -> Grow | Evict | Vacate | None:
@@ -272,14 +273,14 @@ def test_without_budget_it_evicts_the_oldest() -> None:
     rows = setup.fill(A, SLOTS)
     assert setup.room(A) == Evict(rows[0])
     setup.residency.policy.touched([rows[0]])
-    setup.residency.pin([rows[1]])
+    setup.residency.pins.pin([rows[1]])
     assert setup.room(A) == Evict(rows[2])
 
 
 def test_when_all_is_pinned_there_is_nothing_to_do() -> None:
     setup = Setup(extents=1)
     setup.grow(A)
-    setup.residency.pin(setup.fill(A, SLOTS))
+    setup.residency.pins.pin(setup.fill(A, SLOTS))
     assert setup.room(A) is None and setup.room(B) is None
 
 
@@ -303,7 +304,7 @@ def test_a_cold_extent_is_emptied_into_the_free_slots_of_its_class() -> None:
     assert setup.room(B) == Evict(rows[3]), "4 live frames do not fit into 3 free slots"
     setup.evict(rows[7:])  # and 1 in the second, where 3 live ones fit into the 3 free slots of the first
     assert setup.room(B) == Vacate(extent_of(setup.residency.place(rows[3], 0)), (rows[3],)), "the cheaper one"
-    setup.residency.pin([rows[3]])
+    setup.residency.pins.pin([rows[3]])
     assert setup.room(B) == Vacate(second, tuple(rows[4:7]))
 
 
@@ -325,20 +326,20 @@ def test_an_extent_in_use_is_left_alone(use: str) -> None:
     first = setup.grow(A)
     rows = setup.fill(A, 1)
     setup.grow(B)
-    setup.residency.pin(setup.fill(B, SLOTS))
+    setup.residency.pins.pin(setup.fill(B, SLOTS))
     other = setup.fill(A, 1)
     assert slot_of(setup.residency.place(rows[0], 0)) != slot_of(setup.residency.place(other[0], 0))
     setup.evict(other)
     place = setup.residency.place(rows[0], 0)
     if use == "pinned":
-        setup.residency.pin(rows)
+        setup.residency.pins.pin(rows)
     elif use == "reserved":
         setup.evict(rows)
         setup.tier.reserve(A, 1)
     elif use == "held":
         setup.residency.hold([place])
     elif use == "zombie":
-        setup.residency.policy.removed(rows[0])
+        setup.residency.unlisted(rows[0])
         setup.tier.retain(setup.residency.forget(rows[0]))
     else:
         setup.evict(rows)
@@ -352,7 +353,7 @@ def test_a_condemned_slot_does_not_keep_its_extent() -> None:
     setup = Setup(extents=2)
     bad = setup.grow(A)
     rows = setup.fill(A, SLOTS)
-    setup.residency.policy.removed(rows[0])
+    setup.residency.unlisted(rows[0])
     setup.tier.condemn(setup.residency.forget(rows[0]))
     setup.grow(A)
     assert setup.room(B) == Vacate(bad + 1, ()), "the empty one is the cheapest"
@@ -387,3 +388,36 @@ def test_following_its_advice_memory_wanders_to_where_it_is_used() -> None:
         setup.tier.check()
     assert setup.tier.usage().used == 2 * SLOTS, "one extent's worth of the oldest blocks went"
     assert [row for row in range(setup.rows) if setup.residency.place(row, 0) != NO_PLACE] == list(range(4, 12))
+
+
+# Who is listed --------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["come", "list", "unlist", "go"]), st.integers(0, 9)), max_size=60),
+    st.lists(st.integers(-1, 8), min_size=10, max_size=10),
+)
+@settings(max_examples=100)
+def test_the_policy_knows_the_leaves_of_what_is_listed(steps: list[tuple[str, int]], parents: list[int]) -> None:
+    """Blocks come to a tier and go in any order, their parents there or not: a tier need not hold whole chains."""
+    residency = rows_of(10)
+    here: dict[int, bool] = {}  # rows with a place, or about to have one -> listed
+    for action, row in steps:
+        parent = min(parents[row], row - 1)
+        if action == "come" and row not in here:
+            here[row] = False
+            if parent >= 0:
+                residency.child_came(parent)
+        elif action == "list" and here.get(row) is False:
+            here[row] = True
+            residency.listed(row, 0)
+        elif action == "unlist" and row in here:
+            here[row] = False
+            residency.unlisted(row)
+        elif action == "go" and here.get(row) is False:
+            del here[row]
+            if parent >= 0:
+                residency.child_went(parent)
+        inner = {min(parents[one], one - 1) for one in here}
+        assert set(residency.policy.victims()) == {one for one, listed in here.items() if listed and one not in inner}
+        residency.check()
