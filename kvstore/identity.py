@@ -11,6 +11,7 @@ KV to be interchangeable. xxHash has no place here: it is a checksum. Token ids 
 from __future__ import annotations
 
 import json
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import BadInput
-from kvstore.layout import Layout
+from kvstore.layout import Attention, KvGroup, Layout
 from tiering.frame import KEY_BYTES, KEY_ID_BYTES, NAMESPACE_BYTES, TENANT_BYTES
 
 CHAIN_VERSION = 1
@@ -238,6 +239,34 @@ class Namespace:
             for text in (name.encode(), value.encode()):
                 state.update(len(text).to_bytes(4, "little") + text)
         return state.digest()
+
+    def pack(self) -> bytes:
+        """As bytes that `unpack` reads: what a disk keeps beside blocks, so that a new process can name them."""
+        layout = self.layout
+        groups = [
+            [group.name, group.layers, group.kv_heads, group.plane_widths, group.dtype, group.attention]
+            for group in layout.groups
+        ]
+        cut = [layout.block_tokens, layout.head_shards, layout.layer_shards, layout.packing]
+        fields = [NAMESPACE_VERSION, self.model, self.weights_epoch, self.codec, dict(self.config), groups, cut]
+        return zlib.compress(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+    @staticmethod
+    def unpack(packed: bytes) -> Namespace:
+        """The mirror of `pack`. Raises `ValueError` for anything else; whoever calls compares the digest."""
+        try:
+            version, model, epoch, codec, config, groups, cut = json.loads(zlib.decompress(packed))
+            if version != NAMESPACE_VERSION:
+                raise ValueError(f"a namespace of version {version}")
+            block_tokens, head_shards, layer_shards, packing = cut
+            kinds = tuple(
+                KvGroup(name, tuple(layers), heads, tuple(widths), dtype, Attention(attention))
+                for name, layers, heads, widths, dtype, attention in groups
+            )
+            layout = Layout(kinds, block_tokens, 1, head_shards, layer_shards, packing)
+            return Namespace(model, layout, codec, epoch, config)
+        except (zlib.error, TypeError, BadInput) as error:
+            raise ValueError(f"not a packed namespace ({error})") from None
 
     def difference(self, other: Namespace) -> str:
         """The first field that differs, with both values; empty where none does."""

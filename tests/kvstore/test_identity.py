@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -424,3 +426,31 @@ GOLDEN: dict[str, tuple[Callable[[], bytes], str]] = {
 def test_identity_is_what_it_always_was(name: str) -> None:
     compute, want = GOLDEN[name]
     assert compute().hex() == want
+
+
+# On disk --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.one_of(namespaces, st.sampled_from([PLAIN, *OTHERS.values()])))
+@settings(max_examples=100)
+def test_a_packed_namespace_is_the_same_one(namespace: Namespace) -> None:
+    again = Namespace.unpack(namespace.pack())
+    assert again.digest() == namespace.digest() and again.fields() == namespace.fields()
+    assert again.layout.raw_bytes == namespace.layout.raw_bytes
+
+
+def test_a_large_model_packs_into_a_page() -> None:
+    layout = small_layout(layers=126, kv_heads=8, head_dim=128, head_shards=8, layer_shards=4)
+    assert len(Namespace(MODEL, layout, "int8-kc64", 3, {"rope": "10000"}).pack()) < 1024
+
+
+@given(st.binary(max_size=40), st.integers(0, 10_000))
+@settings(max_examples=100)
+def test_what_is_not_a_packed_namespace_is_refused(other: bytes, bit: int) -> None:
+    damaged = bytearray(PLAIN.pack())
+    damaged[bit // 8 % len(damaged)] ^= 1 << bit % 8
+    for raw in (other, PLAIN.pack()[:-1], zlib.compress(b"[1]"), zlib.compress(b"{}")):
+        with pytest.raises(ValueError):
+            Namespace.unpack(raw)
+    with contextlib.suppress(ValueError):  # the last bits of a compressed stream may be unused
+        assert Namespace.unpack(bytes(damaged)).digest() == PLAIN.digest()
