@@ -55,6 +55,7 @@ def open(
     *,
     dram: str | int = "1GiB",
     nvme: str | int | None = None,
+    slab: str | int | None = None,
     extent: str | int | None = None,
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
@@ -62,13 +63,31 @@ def open(
     """Open a store.
 
     url: "embedded:DIRECTORY" for a store in this process; its keys are kept in DIRECTORY/keys. dram: the memory budget,
-    as a size ("2GiB"). nvme: refused until that tier exists. extent: size of the pieces that memory is shared out in,
-    chosen from the budget if not given. tenant: whose blocks these are. limits: the store's named upper bounds.
-    Raises `BadInput`, `DirectoryInUse` or `KeysUnusable`, each with one line that says what to do.
+    as a size ("2GiB"). nvme: the budget on disk, in DIRECTORY/nvme; without it blocks live in memory only. slab,
+    extent: size of the pieces that disk and memory are shared out in, chosen from the budgets if not given. tenant:
+    whose blocks these are. limits: the store's named upper bounds. Raises `BadInput`, `DirectoryInUse` or
+    `KeysUnusable`, each with one line that says what to do.
     """
     scheme, _, rest = str(url).partition(":")
     if scheme != "embedded" or not rest:
         raise BadInput(f"{url!r} is not a store's address; allowed: embedded:DIRECTORY, e.g. embedded:./kv")
     from kvstore.codec import codec_named  # imports torch, which is none of a client's business
 
-    return open_embedded(rest, codecs=codec_named, dram=dram, nvme=nvme, extent=extent, tenant=tenant, limits=limits)
+    indexes = None
+    if nvme is not None:
+        try:
+            from tiering.lmdb_index import LmdbMaker  # so that lmdb is needed only where there is a disk
+        except ImportError:
+            raise BadInput("nvme= needs the package lmdb; install prefix-kvstore[server]") from None
+        indexes = LmdbMaker
+    return open_embedded(
+        rest,
+        codecs=codec_named,
+        dram=dram,
+        nvme=nvme,
+        slab=slab,
+        extent=extent,
+        tenant=tenant,
+        limits=limits,
+        indexes=indexes,
+    )

@@ -1,13 +1,16 @@
-"""Blocks: the index, the residency table, the policy and the DRAM slots, kept in step (floor 2).
+"""Blocks: the index, the residency tables, the policies and the slots of both tiers, kept in step (floor 2).
 
-Every change to a block's life goes through one of these methods, so that the four tables can never disagree. No lock,
-no clock and no leases here: `store` has those. `check()` verifies all of it.
+Every change to a block's life goes through one of these methods, so that the tables can never disagree. No lock, no
+clock and no leases here: `store` has those. `check()` verifies all of it.
+
+A block is readable (a visible row) as long as DRAM or NVMe has all its frames. It is listed in the policy of each tier
+that has it. A row that was quarantined is listed in DRAM's, without frames, until it is filled again or goes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvstore.identity import Namespace, TenantKeys
@@ -15,6 +18,7 @@ from kvstore.prefix_index import NO_ROW, PrefixIndex, RowState
 from tiering.dram import DramTier
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
+from tiering.nvme import NvmeTier
 from tiering.residency import FrameState, Residency
 from tiering.tier import NO_PLACE, SlotClass, extent_of, slot_of
 
@@ -35,6 +39,14 @@ class Space:
         return sum(slot_class.frame_bytes for slot_class in self.classes)
 
 
+@dataclass(frozen=True)
+class Lower:
+    """The tier below DRAM, and which blocks are there."""
+
+    tier: NvmeTier
+    residency: Residency
+
+
 Unsealed = tuple[int, bytes, int, int, Sequence[bytes]]
 """Row, key of the parent, blocks before it, generation, and the digests of its layer slices."""
 
@@ -42,14 +54,24 @@ Unsealed = tuple[int, bytes, int, int, Sequence[bytes]]
 class Blocks:
     """What exists and where it is. Callers hold the store's lock."""
 
-    def __init__(self, index: PrefixIndex, residency: Residency, dram: DramTier, keys: MacKeys) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        residency: Residency,
+        dram: DramTier,
+        keys: MacKeys,
+        lower: Lower | None = None,
+        first_generation: int = 1,
+    ) -> None:
+        """first_generation: above every one that a frame on disk may have."""
         self.index = index
         self.residency = residency
         self.dram = dram
+        self.lower = lower
         self.spaces: list[Space] = []
         self.counters: Counter[str] = Counter()
         self._keys = keys
-        self._next_generation = 1
+        self._next_generation = first_generation
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Space:
         """Make a namespace of a tenant known."""
@@ -75,6 +97,8 @@ class Blocks:
         assert space.number == len(self.spaces)
         self.spaces.append(space)
         self.residency.add_parts(len(classes))
+        if self.lower is not None:
+            self.lower.residency.add_parts(len(classes))
         return space
 
     # A block's life ------------------------------------------------------------------------------------------------
@@ -82,7 +106,7 @@ class Blocks:
     def begin(self, number: int, key: bytes, parent: int, priority: int, expires_at: int) -> int:
         """1. A pending row: the block is being stored, its parent cannot go any more."""
         row = self.index.insert(number, key, parent, priority, expires_at)
-        self.residency.grow_to(row)
+        self.grow_to(row)
         if parent != NO_ROW:
             self.residency.child_came(parent)
         return row
@@ -126,24 +150,34 @@ class Blocks:
             self.dram.own(residency.places_of(rows, part), rows)
 
     def evict_worst(self, blocks: int, number: int | None = None) -> int:
-        """5. Give up the worst leaves that nobody pins, up to that many: rows and frames; returns how many went.
+        """5. Take the worst leaves that nobody pins out of DRAM, up to that many; returns how many went.
+
+        Those that NVMe has stay readable; the others are given up, rows and frames.
 
         number: for the sake of a namespace that is short of slots. A worse leaf of another one may be a step towards an
         extent, so the caller has to look again after it.
         """
         gone = 0
         places: list[int] = []
+        evicted = 0
         for row in self.residency.worst() if blocks > 0 else ():
             helps = number is None or self.index.namespace_of(row) == number
             if gone and not helps:
                 break
+            stays = self.is_below(row)
+            if not stays and self.index.children(row):
+                continue  # quarantined, and the way to blocks that NVMe alone has
             places += self.residency.forget(row)
-            self._remove(row, remember=True)
+            if stays:
+                self._leave(row)
+            else:
+                self._remove(row, remember=True)
+                evicted += 1
             gone += 1
             if gone == blocks or not helps:
                 break
         self._free(places)
-        self.counters["evicted_blocks"] += gone
+        self.counters["evicted_blocks"] += evicted
         return gone
 
     def give_up(self, row: int) -> None:
@@ -169,7 +203,12 @@ class Blocks:
         """A readable or hollow leaf goes because its namespace does. Pins were lifted before."""
         assert self.residency.pins.counts[row] == 0
         self._free(self.residency.forget(row))
-        self._remove(row, remember=True)
+        if self.is_below(row):
+            self._leave_below(row)
+        if self.residency.is_listed(row):
+            self._remove(row, remember=True)
+        else:
+            self.index.remove(row, remember=True)
 
     def quarantine(self, row: int) -> None:
         """A check failed. The frames are never used again; the row stays, hollow, so that its children keep theirs.
@@ -177,7 +216,10 @@ class Blocks:
         All parts go: a block without one of them is not readable, and somebody may be reading the others right now.
         """
         self.dram.condemn(self.residency.forget(row))
-        self.index.hollow(row)
+        if self.is_below(row):  # the frames there are others
+            self._leave(row)
+        else:
+            self.index.hollow(row)
         self.counters["quarantined_blocks"] += 1
 
     def relocate(self, row: int, part: int, target: int) -> bool:
@@ -213,6 +255,129 @@ class Blocks:
             and digest(raw) == self.residency.header_digest(row, part)
         )
 
+    # Down and up ---------------------------------------------------------------------------------------------------
+
+    def is_below(self, row: int) -> bool:
+        """Whether NVMe has the block."""
+        return self.lower is not None and self.lower.residency.is_listed(row)
+
+    def is_above(self, row: int) -> bool:
+        """Whether DRAM has the block of a visible row."""
+        return self.residency.is_listed(row)
+
+    def make_place_below(self, number: int, rows: Sequence[int]) -> list[list[int]]:
+        """Slots on NVMe for blocks that are about to be written there, by part; every class must have as many."""
+        assert self.lower is not None
+        residency = self.lower.residency
+        columns = []
+        for part, slot_class in enumerate(self.spaces[number].classes):
+            places = self.lower.tier.reserve(slot_class, len(rows))
+            assert len(places) == len(rows), "asked for slots that are not there"
+            residency.reserved(rows, part, places)
+            columns.append(places)
+        for row in rows:
+            self._came_below(row)
+        return columns
+
+    def demoted(self, number: int, rows: Sequence[int]) -> None:
+        """The frames are durable: the blocks are readable from NVMe too."""
+        assert self.lower is not None
+        residency = self.lower.residency
+        for row in rows:
+            residency.published(row, self.residency.generation(row))
+            residency.listed(row, self.index.depth(row))
+        for part in range(len(self.spaces[number].classes)):
+            self.lower.tier.own(residency.places_of(rows, part), rows)
+        self.counters["demoted_blocks"] += len(rows)
+
+    def not_demoted(self, rows: Sequence[int]) -> None:
+        """They could not be written: their places go back."""
+        assert self.lower is not None
+        for row in rows:
+            self.lower.tier.abort(self.lower.residency.forget(row))
+            self._went_below(row)
+
+    def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
+        """Slots in DRAM for blocks that are about to be read into them, by part."""
+        for row in rows:
+            parent = self.index.parent(row)
+            if parent != NO_ROW:
+                self.residency.child_came(parent)
+        return self.place(number, rows)
+
+    def promoted(self, row: int, header_digests: Sequence[bytes]) -> None:
+        """Whole frames stand in the slots, read and verified: the block is readable from DRAM again."""
+        assert self.lower is not None
+        residency = self.residency
+        for part, header_digest in enumerate(header_digests):
+            place = residency.place(row, part)
+            residency.part_sealed(row, part, header_digest)
+            self.dram.commit([place], [b""])
+            self.dram.own([place], [row])
+        residency.published(row, self.lower.residency.generation(row))
+        residency.listed(row, self.index.depth(row))
+        self.counters["promoted_blocks"] += 1
+
+    def not_promoted(self, row: int) -> None:
+        """It could not be read: its slots in DRAM go back."""
+        self.dram.abort(self.residency.forget(row))
+        parent = self.index.parent(row)
+        if parent != NO_ROW:
+            self.residency.child_went(parent)
+
+    def evict_below(self, blocks: int, number: int) -> int:
+        """Give up the worst leaves on NVMe, up to that many; returns how many went. As `evict_worst`."""
+        assert self.lower is not None
+        gone = 0
+        for row in self.lower.residency.worst() if blocks > 0 else ():
+            helps = self.index.namespace_of(row) == number
+            if gone and not helps:
+                break
+            stays = self.is_above(row)
+            if not stays and self.index.children(row):
+                continue
+            self._leave_below(row)
+            if not stays:
+                self.index.remove(row, remember=True)
+                self.counters["evicted_blocks"] += 1
+            gone += 1
+            if gone == blocks or not helps:
+                break
+        return gone
+
+    def quarantine_below(self, row: int) -> None:
+        """A check of what was read from NVMe failed. Without a copy in DRAM the row stays, hollow."""
+        assert self.lower is not None
+        lower = self.lower.residency
+        self.lower.tier.condemn(lower.forget(row))
+        lower.unlisted(row)
+        self._went_below(row)
+        if not self.is_above(row):
+            self.index.hollow(row)
+            parent = self.index.parent(row)
+            if parent != NO_ROW:
+                self.residency.child_came(parent)
+            self.residency.listed(row, self.index.depth(row))
+        self.counters["quarantined_blocks"] += 1
+
+    def _came_below(self, row: int) -> None:
+        assert self.lower is not None
+        parent = self.index.parent(row)
+        if parent != NO_ROW:
+            self.lower.residency.child_came(parent)
+
+    def _went_below(self, row: int) -> None:
+        assert self.lower is not None
+        parent = self.index.parent(row)
+        if parent != NO_ROW:
+            self.lower.residency.child_went(parent)
+
+    def _leave_below(self, row: int) -> None:
+        assert self.lower is not None
+        self.lower.tier.delete(self.lower.residency.forget(row))
+        self.lower.residency.unlisted(row)
+        self._went_below(row)
+
     def retire_empty(self, number: int) -> None:
         """Give back the extents of a namespace that hold nothing any more."""
         for slot_class in self.spaces[number].classes:
@@ -222,23 +387,36 @@ class Blocks:
                     if not self.residency.is_any_held(extent.number):
                         self.dram.retire(extent.number)
 
-    def check(self, pins: Mapping[int, int]) -> None:
-        """Every invariant over the four tables; `pins`: row -> how many leases, reservations and moves pin it."""
+    def check(self, pins: Mapping[int, int], sinking: Collection[int] = ()) -> None:
+        """Every invariant over the tables; `pins`: row -> how many leases, reservations and moves pin it.
+
+        sinking: rows that are being written to NVMe.
+        """
+        if self.lower is not None:
+            self._check_below(sinking)
         self.index.check()
         self.dram.check()
         self.residency.check()
         self.residency.pins.check(dict(pins))
+        children: Counter[int] = Counter()
         for space in self.spaces:
             for row in self.index.rows(space.number):
                 state = self.index.state(row)
-                assert self.residency.is_listed(row) == (state != RowState.PENDING)
-                assert self.residency.children(row) == self.index.children(row)
-                if state != RowState.VISIBLE:
+                above, below = self.residency.is_listed(row), self.is_below(row)
+                assert not (state == RowState.PENDING and (above or below)) and (state != RowState.HOLLOW or above)
+                assert state != RowState.VISIBLE or above or below, "a visible row is somewhere"
+                if state == RowState.PENDING or above or self.residency.place(row, 0) != NO_PLACE:
+                    parent = self.index.parent(row)
+                    children[parent] += 1
+                if state != RowState.VISIBLE or not above:
                     continue
                 parent = self.index.parent(row)
                 parent_key = self.index.key(parent) if parent != NO_ROW else None
                 for part, slot_class in enumerate(space.classes):
                     self._check_frame(row, part, slot_class, parent_key)
+        for space in self.spaces:
+            for row in self.index.rows(space.number):
+                assert self.residency.children(row) == children[row]
 
     def _check_frame(self, row: int, part: int, slot_class: SlotClass, parent_key: bytes | None) -> None:
         """Invariants 3 and 6: the place is readable, it is this block's, and its header names it."""
@@ -267,8 +445,37 @@ class Blocks:
                 written.append(place)
         dram.delete(written)
 
+    def _check_below(self, sinking: Collection[int]) -> None:
+        assert self.lower is not None
+        self.lower.tier.check()
+        self.lower.residency.check()
+        children: Counter[int] = Counter()
+        rows = [row for space in self.spaces for row in self.index.rows(space.number)]
+        for row in rows:
+            below = self.lower.residency.is_listed(row)
+            assert not below or self.index.state(row) == RowState.VISIBLE
+            placed = self.lower.residency.place(row, 0) != NO_PLACE
+            assert placed >= below and placed <= (below or row in sinking)
+            if placed:
+                children[self.index.parent(row)] += 1
+        for row in rows:
+            assert self.lower.residency.children(row) == children[row]
+
+    def _leave(self, row: int) -> None:
+        """The block goes from DRAM and stays on NVMe."""
+        self.residency.unlisted(row)
+        parent = self.index.parent(row)
+        if parent != NO_ROW:
+            self.residency.child_went(parent)
+
     def _remove(self, row: int, *, remember: bool) -> None:
         self.residency.unlisted(row)
         parent = self.index.remove(row, remember=remember)
         if parent != NO_ROW:
             self.residency.child_went(parent)
+
+    def grow_to(self, row: int) -> None:
+        """Have columns for this row."""
+        self.residency.grow_to(row)
+        if self.lower is not None:
+            self.lower.residency.grow_to(row)

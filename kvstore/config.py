@@ -37,6 +37,10 @@ DEFAULT_EXTENT_BYTES = 64 << 20
 MAX_EXTENT_BYTES = 1 << 30
 EXTENTS_PER_BUDGET = 16
 """A small budget is cut into about this many extents, so that several namespaces can share it."""
+MIN_NVME_BYTES = 1 << 20
+MIN_SLAB_BYTES = 64 << 10
+MAX_SLAB_BYTES = 1 << 30
+SLABS_PER_BUDGET = 16
 MOST_EXTENTS = 512
 """A large budget is cut into no more than this many while extents can still grow: each holds a descriptor."""
 
@@ -73,7 +77,7 @@ class Limits:
 
     lease_seconds: how long a lease pins. pinned_fraction: of the DRAM budget, what may be pinned at once. room_steps:
     evictions, new extents and moves one put may cause before it takes what it has. forgotten: evicted keys that are
-    remembered so that a miss can be called evicted.
+    remembered so that a miss can be called evicted. close_seconds: how long closing writes down what DRAM alone holds.
     """
 
     lease_seconds: float = 60.0
@@ -82,6 +86,7 @@ class Limits:
     namespaces: int = 1024
     room_steps: int = 1 << 20
     forgotten: int = 65536
+    close_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         if not self.lease_seconds > 0:
@@ -128,6 +133,37 @@ class DramConfig:
                     f"{format_size(MIN_EXTENT_BYTES)} and {format_size(min(MAX_EXTENT_BYTES, budget))}"
                 )
         return DramConfig(budget // _PAGE_BYTES * _PAGE_BYTES, size)
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeConfig:
+    """The NVMe tier's budget and the size of its slabs, both in bytes, both whole pages."""
+
+    budget_bytes: int
+    slab_bytes: int
+
+    @staticmethod
+    def of(nvme: str | int, slab: str | int | None, available_bytes: int) -> NvmeConfig:
+        """From what the user wrote; `available_bytes`: free on the disk, and what this tier has taken of it already."""
+        budget = parse_size(nvme, "nvme")
+        if budget < MIN_NVME_BYTES:
+            raise BadInput(f"nvme={nvme} is too small; give at least {format_size(MIN_NVME_BYTES)}")
+        if budget > available_bytes:
+            raise BadInput(
+                f"nvme={nvme} is more than the {format_size(available_bytes)} that the disk has for it; give less, or "
+                "free some"
+            )
+        if slab is None:
+            share = max(MIN_SLAB_BYTES, budget // SLABS_PER_BUDGET)
+            size = min(MAX_SLAB_BYTES, 1 << share.bit_length() - 1)
+        else:
+            size = parse_size(slab, "slab")
+            if not MIN_SLAB_BYTES <= size <= budget or size % _PAGE_BYTES:
+                raise BadInput(
+                    f"slab={slab} is not possible: give a multiple of 4 KiB between {format_size(MIN_SLAB_BYTES)} and "
+                    f"{format_size(budget)}"
+                )
+        return NvmeConfig(budget // _PAGE_BYTES * _PAGE_BYTES, size)
 
 
 def memory_limit_files(cgroups: str) -> list[str]:

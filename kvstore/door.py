@@ -17,12 +17,16 @@ from tiering.tier import FrameSpan
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """A namespace as opened: its number in this store, the tenant's identity key, and the packed stamp of each part."""
+    """A namespace as opened: its number in this store, the tenant's identity key, and the packed stamp of each part.
+
+    durable: whether there is a disk to keep blocks on.
+    """
 
     number: int
     identity_key: bytes
     stamps: tuple[bytes, ...]
     payload_bytes: tuple[int, ...]
+    durable: bool = False
 
     def __repr__(self) -> str:
         return f"Grant(number={self.number})"  # the key must not reach a log
@@ -106,6 +110,10 @@ class Door(Protocol):
 
     def commit(self, reservation: int, part: int, digests: Sequence[Sequence[bytes]]) -> int:
         """Digests of every layer slice of the next reserved blocks, in their order; returns the blocks now visible."""
+        ...
+
+    def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
+        """Wait until blocks are durable: how many are, from the first on, after at most that long, and why not all."""
         ...
 
     def abort(self, reservation: int) -> None:

@@ -26,6 +26,8 @@ from tiering.tier import FrameSpan
 
 DURABILITIES = ("volatile", "disk")
 MAX_PRIORITY = 100
+DURABLE_SECONDS = 30.0
+"""How long a put waits for the disk before it says that it was too slow."""
 WINDOW_BLOCKS = 64
 """Long prompts go in pieces of this many blocks. Others see the first blocks of a put early, and wait little for the
 lock. Of a piece, what is small is done for all blocks, then the copies: after a copy of megabytes nothing of the
@@ -231,7 +233,9 @@ class NamespaceHandle:
         """Store the full blocks of a prompt; those that are there already are skipped.
 
         pages: cover the prompt's tokens from `first_token` on, which is a page boundary; blocks before them must be
-        stored already. ttl (seconds) and priority (-100 .. 100) are kept with the block; nothing acts on them yet.
+        stored already. durability: with "disk" this returns when the whole chain is on NVMe, or says which block is
+        not and why; "volatile" does not wait for the disk. ttl (seconds) and priority (-100 .. 100) are kept with the
+        block; nothing acts on them yet.
         """
         self._check_put(pages, first_token, durability, ttl, priority)
         keys = self._hasher.keys(token_bytes(token_ids), as_extra_keys(extra_keys))
@@ -244,7 +248,7 @@ class NamespaceHandle:
             )
         found = self._door.match(self.number, keys)
         if found.blocks == len(keys):
-            return PutResult(len(keys), 0, None, None)
+            return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability)
         # Unusable pages must show before anything is evicted for them.
         coders = [self._codec.bind(pages, self.layout, part) for part in self.layout.parts]
         present, stop = found.blocks, found.blocks
@@ -259,9 +263,18 @@ class NamespaceHandle:
                 return PutResult(present, len(stored), reply.blocks[filled], MissReason.DISABLED)
             if reply.reason is not None:
                 return PutResult(present, len(stored), reply.stopped_at, reply.reason)
-        return PutResult(present, len(stored), None, None)
+        return self._made_durable(PutResult(present, len(stored), None, None), keys, durability)
 
     # Inside --------------------------------------------------------------------------------------------------------
+
+    def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str) -> PutResult:
+        """All blocks are held; with `disk` that counts only once the whole chain is on disk."""
+        if durability != "disk":
+            return result
+        done, reason = self._door.persist(self.number, keys, DURABLE_SECONDS)
+        if reason is None:
+            return result
+        return PutResult(result.present, result.stored, done, reason)
 
     def _fill(self, reply: ReserveReply, coders: Sequence[Coder], first_token: int) -> int:
         """Encode blocks straight into their slots, then commit each part; returns the blocks that are visible."""
@@ -337,8 +350,8 @@ class NamespaceHandle:
     def _check_put(self, pages: Pages, first_token: int, durability: str, ttl: float | None, priority: int) -> None:
         if durability not in DURABILITIES:
             raise BadInput(f"durability={durability!r}; allowed: {', '.join(DURABILITIES)}")
-        if durability == "disk":
-            raise BadInput("durability='disk' needs an NVMe tier, which this store does not have; use 'volatile'")
+        if durability == "disk" and not self._grant.durable:
+            raise BadInput("durability='disk' needs an NVMe tier, which this store does not have; open it with nvme=")
         if first_token < 0 or first_token % pages.page_tokens:
             raise BadInput(f"first_token={first_token} is not a page boundary; give a multiple of {pages.page_tokens}")
         if ttl is not None and not 0 < ttl < 1 << 40:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from kvstore.blocks import Blocks
-from kvstore.config import DramConfig, Limits, memory_limit, memory_limit_files
+from kvstore.blocks import Blocks, Lower
+from kvstore.config import DramConfig, Limits, NvmeConfig, memory_limit, memory_limit_files
 from kvstore.door import Grant
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.handle import NamespaceHandle
@@ -26,16 +26,31 @@ from kvstore.pages import Codec
 from kvstore.prefix_index import PrefixIndex
 from kvstore.store import Clock, Store, StoreUsage
 from tiering.dram import DramTier
+from tiering.errors import TierError
 from tiering.extents import ExtentPool
-from tiering.files import DirectoryLock, make_directory, read_secret_file, read_text_files, write_secret_file
+from tiering.files import (
+    DirectFiles,
+    DirectoryLock,
+    disk_room,
+    make_directory,
+    read_secret_file,
+    read_text_files,
+    write_secret_file,
+)
+from tiering.move_queue import MoveQueue, QueueLimits
 from tiering.mover import Mover
+from tiering.nvme import IndexMaker, NvmeTier
 from tiering.policies.lru import LeafFirstLru
 from tiering.residency import Pins, Residency
+from tiering.slab import UID_BYTES, OtherFormat
 
 DEFAULT_TENANT = "default"
 KEY_FILE_VERSION = 1
 MAX_EPOCH = (1 << 32) - 1
 MAX_TENANTS = 1024
+MOVE_THREADS = 4
+SESSION_BITS = 40
+"""A session's blocks are numbered from its own number on: no number is used again after a restart."""
 
 
 class SystemClock:
@@ -63,6 +78,7 @@ class TenantDoor:
         self.report = store.report
         self.reserve = store.reserve
         self.commit = store.commit
+        self.persist = store.persist
         self.abort = store.abort
         self.span = store.span
 
@@ -131,6 +147,10 @@ class EmbeddedStore:
         """Evict that many of the worst blocks; returns how many could go."""
         return self._store.evict(blocks)
 
+    def warmed(self, timeout_seconds: float) -> bool:
+        """Wait until what was on disk can be found; whether it can after at most that long."""
+        return self._store.warmed(timeout_seconds)
+
     def usage(self) -> StoreUsage:
         """What the store holds now."""
         return self._store.usage()
@@ -191,6 +211,11 @@ class KeyFile:
         if version != KEY_FILE_VERSION:
             raise KeysUnusable(f"{path} has version {version!r}; this program knows version {KEY_FILE_VERSION}")
 
+    def tenants(self) -> list[TenantKeys]:
+        """Every tenant's keys."""
+        with self._lock:
+            return list(self._tenants.values())
+
     def tenant(self, name: str) -> TenantKeys:
         """A tenant's keys; a new tenant gets a new secret, which is on disk before it is used. Thread-safe."""
         with self._lock:
@@ -215,14 +240,17 @@ def open_embedded(
     codecs: Callable[[str], Codec],
     dram: str | int = "1GiB",
     nvme: str | int | None = None,
+    slab: str | int | None = None,
     extent: str | int | None = None,
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
+    indexes: Callable[[Path], IndexMaker] | None = None,
 ) -> EmbeddedStore:
     """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
-    `KeysUnusable`, each with one line that says what to do."""
-    if nvme is not None:
-        raise BadInput(f"nvme={nvme}: this version has no NVMe tier yet; leave nvme= out, blocks live in DRAM only")
+    `KeysUnusable`, each with one line that says what to do.
+
+    indexes: makes the index of an NVMe tier; needed with `nvme` only.
+    """
     cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
     dram_config = DramConfig.of(dram, extent, memory_limit(read_text_files(memory_limit_files(cgroups))))
     limits = limits or Limits()
@@ -240,12 +268,45 @@ def open_embedded(
         keys = KeyFile(path / "keys")
         ring = KeyRing()
         ring.add(keys.tenant(tenant))
-        store = build_store(dram_config, limits, ring)
+        known = keys.tenants()
+        for one in known:
+            ring.add(one)
+        tier = None
+        if nvme is not None:
+            assert indexes is not None
+            tier = _open_nvme(path / "nvme", nvme, slab, indexes, ring)
+        store = build_store(dram_config, limits, ring, tier=tier)
+        store.start_loading({one.tenant: one for one in known})
     except BaseException:
         lock.release()
         raise
     _disown_in_children(store, lock)
     return EmbeddedStore(store, ring, keys, lock, codecs, tenant)
+
+
+def _open_nvme(
+    directory: Path, nvme: str | int, slab: str | int | None, indexes: Callable[[Path], IndexMaker], ring: KeyRing
+) -> NvmeTier:
+    """The tier on disk, its frames not loaded yet."""
+    try:
+        make_directory(directory)
+        config = NvmeConfig.of(nvme, slab, disk_room(directory))
+        return NvmeTier(
+            DirectFiles(directory),
+            indexes(directory / "index"),
+            ring,
+            config.budget_bytes,
+            config.slab_bytes,
+            lambda: secrets.token_bytes(UID_BYTES),
+        )
+    except OtherFormat as error:
+        raise BadInput(
+            f"{directory} was written in {error}; use the version that wrote it, or another directory"
+        ) from None
+    except (OSError, TierError) as error:
+        raise BadInput(
+            f"{directory} cannot be used for nvme=: {error}; free or repair it, or leave nvme= out"
+        ) from None
 
 
 def _disown_in_children(store: Store, lock: DirectoryLock) -> None:
@@ -261,8 +322,19 @@ def _disown_in_children(store: Store, lock: DirectoryLock) -> None:
     os.register_at_fork(after_in_child=disown)
 
 
-def build_store(dram_config: DramConfig, limits: Limits, ring: KeyRing, clock: Clock | None = None) -> Store:
-    """Put the parts together: memory, tier, policy, tables, mover."""
+def build_store(
+    dram_config: DramConfig,
+    limits: Limits,
+    ring: KeyRing,
+    clock: Clock | None = None,
+    tier: NvmeTier | None = None,
+) -> Store:
+    """Put the parts together: memory, tiers, policies, tables, movers."""
+    clock = clock or SystemClock()
     dram = DramTier(ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes))
-    blocks = Blocks(PrefixIndex(limits.forgotten), Residency(LeafFirstLru(), Pins()), dram, ring)
-    return Store(blocks, Mover(dram, ring), clock or SystemClock(), limits)
+    pins = Pins()
+    lower = Lower(tier, Residency(LeafFirstLru(), pins)) if tier is not None else None
+    first_generation = (tier.session << SESSION_BITS) + 1 if tier is not None else 1
+    blocks = Blocks(PrefixIndex(limits.forgotten), Residency(LeafFirstLru(), pins), dram, ring, lower, first_generation)
+    queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS) if tier is not None else None
+    return Store(blocks, Mover(dram, ring), clock, limits, queue)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 from kvstore.blocks import Blocks, Space
@@ -20,13 +21,18 @@ from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, StoreClosed
 from kvstore.identity import Namespace, TenantKeys, root_key
 from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
+from kvstore.levels import Levels, Lift
 from kvstore.miss import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import MAX_SLICES, frame_bytes
+from tiering.move_queue import MoveQueue
 from tiering.mover import Copy, MoveDone, Mover, Outcome
 from tiering.residency import Evict, Grow, Vacate
 from tiering.tier import FrameSpan, SlotClass, Usage, extent_of
+
+DROP_LOOKS_SECONDS = 0.1
+"""How often a drop looks again whether moves of its namespace are over."""
 
 
 class Clock(Protocol):
@@ -43,9 +49,13 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """What a store holds: DRAM slots and bytes, readable blocks, live leases, and event counts since the start."""
+    """What a store holds: slots and bytes of each tier, readable blocks, live leases, and event counts since the start.
+
+    nvme: None without such a tier.
+    """
 
     dram: Usage
+    nvme: Usage | None
     blocks: int
     leases: int
     reservations: int
@@ -64,7 +74,10 @@ class _Job:
 class Store:
     """All tenants' blocks of one process. Thread-safe."""
 
-    def __init__(self, blocks: Blocks, mover: Mover, clock: Clock, limits: Limits) -> None:
+    def __init__(
+        self, blocks: Blocks, mover: Mover, clock: Clock, limits: Limits, queue: MoveQueue | None = None
+    ) -> None:
+        """queue: for moves between DRAM and the tier below, where there is one."""
         self._blocks = blocks
         self._mover = mover
         self._clock = clock
@@ -77,6 +90,22 @@ class Store:
         self._next_reservation = 1
         self._pinned_bytes = 0
         self._abandoned: deque[int] = deque()
+        self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
+        self._levels: Levels | None = None
+        if blocks.lower is not None:
+            assert queue is not None
+            self._levels = Levels(
+                blocks,
+                blocks.lower,
+                queue,
+                mover.keys,
+                clock,
+                limits,
+                self._lock,
+                self._pin,
+                self._unpin,
+                self._find_slots,
+            )
         self._closed = False
 
     # Namespaces ----------------------------------------------------------------------------------------------------
@@ -94,14 +123,15 @@ class Store:
                 keys.identity,
                 tuple(sealer.stamp.pack() for sealer in space.sealers),
                 tuple(sealer.stamp.payload_bytes for sealer in space.sealers),
+                durable=self._levels is not None,
             )
 
     def drop(self, number: int) -> int:
         """Forget every block of a namespace; returns how many were readable. Readers finish what they hold."""
         with self._lock:
             self._check_open()
-            while self._jobs:
-                self._moves_done.wait()
+            while self._jobs or self._is_moving(number):
+                self._moves_done.wait(DROP_LOOKS_SECONDS)
             self._check_open()  # it may have been closed while this waited
             self._run_out()
             for record in list(self._leases.lapse_all(number)):
@@ -123,12 +153,17 @@ class Store:
         with self._lock:
             if self._closed:
                 return MatchReply(0, reason=MissReason.DISABLED, detail="the store is closed")
-            blocks = self._blocks.index.matched(number, keys)
+            if self._levels is None:
+                blocks = self._blocks.index.matched(number, keys)
+                tiers = _dram(blocks)
+            else:
+                rows = self._blocks.index.match(number, keys)
+                blocks, tiers = len(rows), self._tiers(rows)
             reason, detail = self._why(number, keys, blocks)
-            return MatchReply(blocks, _dram(blocks), reason, detail)
+            return MatchReply(blocks, tiers, reason, detail)
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
-        """Pin the longest readable prefix. What lies in DRAM needs no promotion, so the deadline has nothing to cut."""
+        """Pin the longest readable prefix, brought up to DRAM as far as that can be done before the deadline."""
         with self._lock:
             if self._closed:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
@@ -142,8 +177,28 @@ class Store:
                 wanted = wanted[:affordable]
             if not wanted:  # nothing to pin: what lies before `first_block` is the caller's already
                 blocks = min(first_block, len(rows))
-                return LeaseReply(0, first_block, blocks, tiers=_dram(blocks), reason=reason, detail=detail)
-            return self._grant(number, first_block, rows[: first_block + len(wanted)], wanted, reason, detail)
+                return LeaseReply(
+                    0, first_block, blocks, tiers=self._tiers(rows[:blocks]), reason=reason, detail=detail
+                )
+            chain = rows[: first_block + len(wanted)]
+            tiers = self._tiers(chain)  # where they were found: a block that has to be brought up is a hit of its tier
+            self._pin(number, wanted)
+            missing = [row for row in wanted if not self._blocks.is_above(row)]
+            if not missing:
+                return self._grant(number, first_block, chain, wanted, tiers, reason, detail)
+            waiting = (number, wanted)
+            self._lifting.append(waiting)
+        assert self._levels is not None
+        try:
+            late = self._levels.bring_up(number, missing, self._clock.monotonic_seconds() + deadline_ms / 1000)
+        except BaseException:  # interrupted: nobody waits for these any more
+            with self._lock:
+                self._end_lifting(waiting)
+                self._unpin(number, wanted)
+            raise
+        with self._lock:
+            self._end_lifting(waiting)
+            return self._grant_what_is_up(number, first_block, chain, wanted, tiers, reason, detail, late)
 
     def release(self, lease: int) -> None:
         """Unpin; a lease that ran out lets go of the slots that were kept for it."""
@@ -202,7 +257,7 @@ class Store:
             self.abort(record.number)
             raise
         if short is not None:
-            stopped_at, reason = short
+            stopped_at, reason = self._shorten(record, short)
         elif stopped_at is None:
             stopped_at, reason = self._tail_evicted(record, keys)
         if not record.filled:
@@ -226,7 +281,24 @@ class Store:
             self._blocks.seal(record.namespace, part, list(unsealed))
             record.done[part] = stop
             self._publish(record, min(record.done))
-            return record.published
+            published = record.published
+        if self._levels is not None:
+            self._levels.relieve()
+        return published
+
+    def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
+        """How many of these blocks, from the first on, are durable after at most that long, and why not all are."""
+        with self._lock:
+            if self._closed:
+                return 0, MissReason.DISABLED
+            rows = self._blocks.index.match(number, keys)
+        if self._levels is None:
+            return 0, MissReason.UNSUPPORTED
+        done, reason = self._levels.persist(number, rows, seconds)
+        if reason is None and done < len(keys):
+            with self._lock:
+                reason, _ = self._why(number, keys, done)
+        return done, reason
 
     def abort(self, reservation: int) -> None:
         """End a reservation; blocks that are not visible by now are given up."""
@@ -252,6 +324,17 @@ class Store:
                 raise
         raise StoreClosed("the store is closed")
 
+    # A lower tier -------------------------------------------------------------------------------------------------
+
+    def start_loading(self, tenants: Mapping[bytes, TenantKeys]) -> None:
+        """Take in what is on disk, in a thread of its own; until it is done, a miss may be called warming."""
+        if self._levels is not None:
+            self._levels.start_loading(tenants)
+
+    def warmed(self, timeout_seconds: float) -> bool:
+        """Whether what was on disk can be found after at most that long."""
+        return self._levels is None or self._levels.wait_for_load(timeout_seconds)
+
     # Operations ----------------------------------------------------------------------------------------------------
 
     def evict(self, blocks: int) -> int:
@@ -268,6 +351,7 @@ class Store:
         with self._lock:
             return StoreUsage(
                 dram=self._blocks.dram.usage(),
+                nvme=self._blocks.lower.tier.usage() if self._blocks.lower is not None else None,
                 blocks=0 if self._closed else self._blocks.index.visible_blocks(),
                 leases=len(self._leases),
                 reservations=len(self._reservations),
@@ -276,11 +360,17 @@ class Store:
             )
 
     def close(self) -> None:
-        """Let nothing in any more and give the memory back; readers keep what they still map."""
+        """Write down what DRAM alone holds, as far as there is time; then let nothing in any more and give the memory
+        back. Readers keep what they still map."""
+        if self._levels is not None and not self._closed:
+            self._levels.close(self._limits.close_seconds)
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._blocks.dram.close()
+            if self._closed:
+                return
+            self._closed = True
+            self._blocks.dram.close()
+        if self._blocks.lower is not None:
+            self._blocks.lower.tier.close()
 
     @property
     def closed(self) -> bool:
@@ -305,9 +395,15 @@ class Store:
                 pins.update(reservation.refills)
             for job in self._jobs.values():
                 pins.update({copy.row for copy in job.copies})
+            for _, rows in self._lifting:
+                pins.update(rows)
+            rising = self._levels.rising if self._levels is not None else set()
+            sinking = self._levels.sinking if self._levels is not None else set()
+            pins.update(rising)
+            pins.update(sinking)
             namespaces = map(self._blocks.index.namespace_of, pins)
             assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number in namespaces)
-            self._blocks.check(pins)
+            self._blocks.check(pins, sinking)
 
     # Inside: looking up --------------------------------------------------------------------------------------------
 
@@ -320,6 +416,8 @@ class Store:
         finding = self._blocks.index.why_not(number, key, parent)
         reason = MissReason.DIVERGED if finding is None else REASON_OF_FINDING[finding]
         if reason in (MissReason.DIVERGED, MissReason.ABSENT):
+            if self._levels is not None and self._levels.warming:
+                return MissReason.WARMING, "what is on disk is still being taken in"
             other = self._blocks.index.elsewhere(number, key)
             if other >= 0:
                 spaces = self._blocks.spaces
@@ -374,13 +472,14 @@ class Store:
         first_block: int,
         chain: list[int],
         rows: list[int],
+        tiers: tuple[tuple[HitTier, int], ...],
         reason: MissReason | None,
         detail: str,
     ) -> LeaseReply:
+        """Blocks that are pinned already, and in DRAM."""
         blocks, residency = self._blocks, self._blocks.residency
         parts = range(len(blocks.spaces[number].classes))
-        self._pin(number, rows)
-        residency.policy.touched(chain[::-1])
+        self._touch(chain[::-1])
         places = tuple(residency.places_of(rows, part) for part in parts)
         lease = self._leases.add(number, first_block, rows, places, self._clock.monotonic_seconds())
         return LeaseReply(
@@ -390,10 +489,64 @@ class Store:
             places,
             tuple(residency.header_digests_of(rows, part) for part in parts),
             residency.generations_of(rows),
-            _dram(len(chain)),
+            tiers,
             reason,
             detail,
         )
+
+    def _grant_what_is_up(
+        self,
+        number: int,
+        first_block: int,
+        chain: list[int],
+        rows: list[int],
+        tiers: tuple[tuple[HitTier, int], ...],
+        reason: MissReason | None,
+        detail: str,
+        late: MissReason | None,
+    ) -> LeaseReply:
+        """The part of the pinned blocks that is in DRAM by now."""
+        if self._closed:
+            return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
+        index, blocks = self._blocks.index, self._blocks
+        ready = 0
+        while ready < len(rows) and index.state(rows[ready]) is RowState.VISIBLE and blocks.is_above(rows[ready]):
+            ready += 1
+        self._unpin(number, rows[ready:])
+        if ready < len(rows):
+            reason, detail = late or MissReason.CORRUPT, "not all blocks could be brought up to DRAM in time"
+            chain = chain[: first_block + ready]
+            tiers = _cut(tiers, len(chain))
+        if not ready:
+            return LeaseReply(0, first_block, len(chain), tiers=tiers, reason=reason, detail=detail)
+        return self._grant(number, first_block, chain, rows[:ready], tiers, reason, detail)
+
+    def _tiers(self, rows: Sequence[int]) -> tuple[tuple[HitTier, int], ...]:
+        """Runs of the tiers that these readable blocks are in."""
+        if self._levels is None:
+            return _dram(len(rows))
+        is_above = self._blocks.is_above
+        runs = groupby(HitTier.DRAM if is_above(row) else HitTier.NVME for row in rows)
+        return tuple((tier, len(list(run))) for tier, run in runs)
+
+    def _touch(self, chain: Sequence[int]) -> None:
+        """A chain was used, the deepest block first."""
+        blocks = self._blocks
+        if blocks.lower is None:
+            blocks.residency.policy.touched(chain)
+            return
+        blocks.residency.policy.touched([row for row in chain if blocks.residency.is_listed(row)])
+        lower = blocks.lower.residency
+        lower.policy.touched([row for row in chain if lower.is_listed(row)])
+
+    def _is_moving(self, number: int) -> bool:
+        if any(waiting == number for waiting, _ in self._lifting):
+            return True
+        return self._levels is not None and self._levels.is_moving(number)
+
+    def _end_lifting(self, waiting: tuple[int, list[int]]) -> None:
+        self._lifting = [one for one in self._lifting if one is not waiting]
+        self._moves_done.notify_all()
 
     def _release(self, lease: int) -> None:
         record = self._leases.take(lease)
@@ -464,8 +617,8 @@ class Store:
         self._pin(record.namespace, sorted(record.refills))
         return stopped
 
-    def _find_slots(self, record: ReservationRecord) -> tuple[int, MissReason] | None:
-        """Slots for every row, or for as many as can be; where it stopped, and why."""
+    def _find_slots(self, record: ReservationRecord | Lift) -> MissReason | None:
+        """Slots for every row, or for as many as can be; why it stopped before the last one."""
         scarce = refused = False  # the machine had no memory for another extent: now, and the last time it was asked
         for _ in range(self._limits.room_steps):
             with self._lock:
@@ -473,7 +626,7 @@ class Store:
                 if step is None:
                     return None
                 if isinstance(step, MissReason):
-                    return self._shorten(record, step)
+                    return step
             if isinstance(step, _Job):
                 self._vacate(step)
                 scarce = False
@@ -481,23 +634,22 @@ class Store:
                 refused = False
             else:
                 if refused:  # not even for one that was given back
-                    with self._lock:
-                        return self._shorten(record, MissReason.TIER_DOWN)
+                    return MissReason.TIER_DOWN
                 scarce = refused = True
-        with self._lock:
-            return self._shorten(record, MissReason.DEADLINE)
+        return MissReason.DEADLINE
 
-    def _take_slots(self, record: ReservationRecord, scarce: bool) -> SlotClass | _Job | MissReason | None:
+    def _take_slots(self, record: ReservationRecord | Lift, scarce: bool) -> SlotClass | _Job | MissReason | None:
         """Slots for the next rows; what has to be done outside the lock before there are more, or None when done."""
         blocks = self._blocks
         make_room = blocks.residency.room_within if scarce else blocks.residency.room
+        take_places = blocks.make_place_above if isinstance(record, Lift) else blocks.place
         classes = blocks.spaces[record.namespace].classes
         while record.filled < len(record.rows):
             missing = record.rows[record.filled :]
             free = min([blocks.dram.free_slots(slot_class) for slot_class in classes])
             if free:
                 taken = missing[:free]
-                for column, places in zip(record.places, blocks.place(record.namespace, taken), strict=True):
+                for column, places in zip(record.places, take_places(record.namespace, taken), strict=True):
                     column += places
                 record.filled += len(taken)
                 continue
@@ -524,11 +676,12 @@ class Store:
 
     def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:
         """Give up the rows that got no slots."""
-        if record.cancelled:
-            return record.indexes[record.filled], MissReason.DISABLED
-        stopped_at = record.indexes[record.filled]
-        self._give_up(record, record.filled)
-        return stopped_at, reason
+        with self._lock:
+            stopped_at = record.indexes[record.filled]
+            if record.cancelled:
+                return stopped_at, MissReason.DISABLED
+            self._give_up(record, record.filled)
+            return stopped_at, reason
 
     def _publish(self, record: ReservationRecord, complete: int) -> None:
         blocks = self._blocks
@@ -541,7 +694,9 @@ class Store:
             self._unpin(record.namespace, sorted(refilled))
         record.published = complete
         if complete > start:
-            blocks.residency.policy.touched(blocks.index.chain(record.rows[complete - 1]))
+            self._touch(blocks.index.chain(record.rows[complete - 1]))
+            if self._levels is not None:
+                self._levels.stored(rows)
             blocks.counters["stored_blocks"] += complete - start
         if complete == len(record.rows):
             del self._reservations[record.number]
@@ -638,6 +793,16 @@ class Store:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosed("the store is closed")
+
+
+def _cut(tiers: tuple[tuple[HitTier, int], ...], blocks: int) -> tuple[tuple[HitTier, int], ...]:
+    """The runs of the first blocks."""
+    runs = []
+    for tier, count in tiers:
+        if blocks > 0:
+            runs.append((tier, min(count, blocks)))
+        blocks -= count
+    return tuple(runs)
 
 
 def _dram(blocks: int) -> tuple[tuple[HitTier, int], ...]:

@@ -271,6 +271,13 @@ class DirectoryLock:
             self._descriptor = -1
 
 
+def disk_room(directory: Path) -> int:
+    """Bytes that a new file in this directory could have, its slabs' own bytes counted as free."""
+    facts = os.statvfs(directory)
+    taken = sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory) if entry.name.endswith(_SLAB_SUFFIX))
+    return facts.f_bavail * facts.f_frsize + taken
+
+
 def make_directory(directory: Path) -> None:
     """Create a directory (and its parents) that only its owner can read; one that exists is left as it is."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

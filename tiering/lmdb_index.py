@@ -110,6 +110,22 @@ def discard(directory: Path) -> None:
         raise TierUnavailable(f"cannot remove the index in {directory}: {error.strerror}") from error
 
 
+class LmdbMaker:
+    """Opens the index of a directory: `tiering.nvme.IndexMaker`."""
+
+    def __init__(self, directory: Path, map_bytes: int = 64 << 20) -> None:
+        self._directory = directory
+        self._map_bytes = map_bytes
+
+    def open(self, *, clean: bool) -> LmdbIndex:
+        """As `open_index`."""
+        return open_index(self._directory, self._map_bytes, clean=clean)
+
+    def discard(self) -> None:
+        """As `discard`."""
+        discard(self._directory)
+
+
 class LmdbIndex:
     """A `FrameIndex` in one LMDB file; `open_index` makes it. Of no use in a forked child.
 

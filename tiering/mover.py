@@ -45,7 +45,7 @@ class Mover:
 
     def __init__(self, dram: DramTier, keys: MacKeys) -> None:
         self._dram = dram
-        self._keys = keys
+        self.keys = keys
 
     def run(self, copies: Sequence[Copy]) -> list[MoveDone]:
         """Copy and verify each frame where it arrived. Bytes that fail a check are never reported as moved."""
@@ -56,7 +56,7 @@ class Mover:
             source = self._dram.committed_span(copy.source)
             target = self._dram.reserved_span(copy.target)
             copy_frame(source, target)
-            header = open_header(bytes(target.view[:HEADER_BYTES]), self._keys)
+            header = open_header(bytes(target.view[:HEADER_BYTES]), self.keys)
             verify_payload(header, target.view[HEADER_BYTES:])
         except BlockMissing:
             return Outcome.GONE

@@ -39,6 +39,7 @@ from tiering.slab import (
     SLOTS_PER_RECORD,
     STAMP_PAGES,
     STAMP_SLAB,
+    UNREAD,
     Entries,
     KeyAbsent,
     SlabHeader,
@@ -55,6 +56,7 @@ from tiering.slab import (
     split_doubt_key,
     split_entries,
     split_record_key,
+    unread_key,
 )
 from tiering.slots import Piece, SlotLedger
 from tiering.tier import SlotClass, Usage, extent_of, place_of, slot_of
@@ -64,6 +66,7 @@ _RESERVED, _RESIDENT = int(FrameState.RESERVED), int(FrameState.RESIDENT)
 _STATE_OF_ENTRY = bytes([FrameState.FREE, FrameState.RESIDENT, FrameState.QUARANTINED])
 _STATE_AT = int(ENTRY.fields["state"][1])  # type: ignore[index]
 SCAN_BYTES = 1 << 20
+MAX_NUMBER = (1 << 32) - 1
 HEADERS_PER_STEP = 1024
 """A rebuild reports its progress, and writes what it found, after this many slots."""
 
@@ -110,12 +113,14 @@ class LeftAlone(NamedTuple):
 class _Request:
     """What a thread wants from the next batch. edits: place -> an entry, or the state that its entry gets.
 
-    doubts: places to put in doubt. committed: places whose frames were written. changes: anything else in the index.
+    doubts: places to put in doubt. committed: places whose frames were written, `failed_syncs` syncs having failed
+    before. changes: anything else in the index.
     """
 
     doubts: Sequence[int] = ()
     edits: dict[int, bytes | int] = field(default_factory=dict)
     committed: Sequence[int] = ()
+    failed_syncs: int = 0
     changes: Sequence[Change] = ()
     done: bool = False
     fault: Exception | None = None
@@ -135,7 +140,10 @@ class NvmeTier:
         slab_bytes: int,
         new_uid: Callable[[], bytes],
     ) -> None:
-        """Reads the stamp, the slab headers and opens the index; frames come in with `load`. Raises `OtherFormat`."""
+        """Reads the stamp, the slab headers and opens the index; frames come in with `load`.
+
+        Raises `OtherFormat`, and `TierUnavailable` where the disk does not let it.
+        """
         self.slab_bytes = slab_bytes
         self.budget_bytes = budget_bytes
         self.left_alone: list[LeftAlone] = []
@@ -157,19 +165,27 @@ class NvmeTier:
         self._given_back: set[int] = set()  # aborted, but in doubt
         self._to_void: list[int] = []
         self._voided: list[int] = []  # their headers are zeros, but not durably yet
+        self._failed_syncs = 0
         self._broken: Exception | None = None  # a batch may be half done in the index: nothing is written any more
         self._closed = False
         self._to_load: list[NvmeSlab] = []
-        self._next_number = 1 + max([0, *map(slab_number, files.sizes())])
-        last = self._read_stamp()
         self._changes = 0
         self._index_uid = b""
-        if last is not None and last.clean:
-            # A file that rotted since may end this process when it is mapped; the next start has to be careful then.
-            self._put_stamp(replace(last, sequence=last.sequence + 1, clean=False))
-        self._index = self._open_index(last)
-        self._open_slabs()
-        self._stamp = self._begin_session(last)
+        try:
+            self._next_number = 1 + max([0, *map(slab_number, files.sizes())])
+            last = self._read_stamp()
+            if last is not None and last.clean:
+                # A file that rotted since may end this process when it is mapped; the next start has to be careful.
+                self._put_stamp(replace(last, sequence=last.sequence + 1, clean=False))
+            self._index = self._open_index(last)
+            try:
+                self._open_slabs()
+                self._stamp = self._begin_session(last)
+            except BaseException:
+                self._index.close()
+                raise
+        except (OSError, IndexDoubtful) as error:
+            raise TierUnavailable(f"the directory cannot be opened: {error}") from error
 
     @property
     def session(self) -> int:
@@ -196,13 +212,14 @@ class NvmeTier:
                 assert self._ledger.state(place) == _RESERVED and place not in self._given_back
                 assert len(frame) == self._slab(place).frame_bytes
         self._settle(_Request(doubts=places))
+        failed_syncs = self._failed_syncs
         try:
             for place, frame in zip(places, frames, strict=True):
                 slab = self._slab(place)
                 self._files.write(slab.name, slab.header.offset(slot_of(place)), memoryview(frame))
         except OSError as error:
             raise TierUnavailable(f"a slab cannot be written: {error.strerror}") from error
-        self._settle(_Request(edits=edits, committed=places))
+        self._settle(_Request(edits=edits, committed=places, failed_syncs=failed_syncs))
 
     def abort(self, places: Sequence[int]) -> None:
         """Give reserved places back: at once, or, where something may have been written, once that is void."""
@@ -293,20 +310,29 @@ class NvmeTier:
         with self._lock:
             number = self._next_number
             header = SlabHeader(number, slot_class, slots, stamp.key_id, stamp.epoch, self._new_uid(), about)
+            if number > MAX_NUMBER:
+                raise TierFull("there is no number left for another slab")
             if self._taken_bytes + header.size_bytes > self.budget_bytes:
                 raise TierFull(f"all {self.budget_bytes} bytes of the NVMe budget are taken")
             self._next_number += 1
             self._taken_bytes += header.size_bytes
         slab = NvmeSlab(header, mac_key)
+        is_there = False
         try:
             self._files.create(slab.name, header.size_bytes)
+            is_there = True
             page = memoryview(header.pack(mac_key))
             for offset in (0, header.size_bytes - PAGE_BYTES):
                 self._files.write(slab.name, offset, page)
             self._files.sync(slab.name)
         except OSError as error:
-            with self._lock:
-                self._taken_bytes -= header.size_bytes
+            try:
+                if is_there:
+                    self._files.remove(slab.name)
+                with self._lock:
+                    self._taken_bytes -= header.size_bytes
+            except OSError:
+                pass  # its bytes stay taken
             raise TierUnavailable(f"no new slab: {error.strerror}") from error
         with self._lock:
             self._ledger.add(slab)
@@ -331,6 +357,15 @@ class NvmeTier:
         """Free slots of a class."""
         return self._ledger.free_slots(slot_class)
 
+    def empty_slabs(self) -> list[int]:
+        """Slabs that hold nothing and are waited for by nothing."""
+        with self._lock:
+            return [
+                number
+                for number, slab in self._ledger.pieces.items()
+                if slab.slots.free + slab.slots.counts[FrameState.QUARANTINED] == slab.slots.capacity
+            ]
+
     def has_room(self) -> bool:
         """Whether the budget allows another slab."""
         return self._taken_bytes + self.slab_bytes <= self.budget_bytes
@@ -352,12 +387,16 @@ class NvmeTier:
         """
         total = sum(slab.slots.capacity for slab in self._to_load)
         done = 0
-        doubts = self._read_doubts()
+        try:
+            doubts, unread = self._read_doubts(), self._read_unread()
+        except IndexDoubtful as error:
+            raise TierUnavailable(f"the index cannot be loaded: {error}") from error
         while self._to_load:
             slab = self._to_load[0]
+            is_unread = self.rebuilds or slab.number in unread
             try:
-                entries = self._scan(slab, progress, done, total) if self.rebuilds else self._records(slab)
-            except (OSError, IndexDoubtful) as error:
+                entries = self._scan(slab, progress, done, total) if is_unread else self._records(slab)
+            except (OSError, TierError) as error:
                 raise TierUnavailable(f"{slab.name} cannot be loaded: {error}") from error
             yield self._take_in(slab, entries, doubts)
             self._to_load.pop(0)
@@ -366,6 +405,14 @@ class NvmeTier:
                 progress(done, total)
         if self._rebuilding:
             self._rebuilding = False
+            # Nothing is known of the slabs that could not be read: they may be readable another day.
+            numbers = [slab_number(one.name) for one in self.left_alone]
+            try:
+                self._settle(_Request(changes=[(unread_key(number), b"") for number in numbers if number > 0]))
+            except TierUnavailable:
+                self._rebuilding = True
+                raise
+        elif unread:
             self._settle(_Request())
 
     def _take_in(self, slab: NvmeSlab, entries: Entries, doubts: set[int]) -> Found:
@@ -391,7 +438,10 @@ class NvmeTier:
         with self._index_lock:
             pairs = list(self._index.iterate(record_key(slab.number, 0)[:5]))
         for key, value in pairs:
-            _, record = split_record_key(key)
+            try:
+                _, record = split_record_key(key)
+            except BlockCorrupt:
+                continue
             first = record * SLOTS_PER_RECORD
             if first >= slab.slots.capacity:
                 continue
@@ -439,7 +489,7 @@ class NvmeTier:
     def _write_records(self, slab: NvmeSlab, entries: Entries) -> None:
         whole = entries.tobytes()
         size = SLOTS_PER_RECORD * ENTRY.itemsize
-        changes: list[Change] = []
+        changes: list[Change] = [(unread_key(slab.number), None)]
         for record in range(-(-slab.slots.capacity // SLOTS_PER_RECORD)):
             piece = whole[record * size : (record + 1) * size].ljust(size, b"\x00")
             if piece.strip(b"\x00"):
@@ -458,6 +508,13 @@ class NvmeTier:
                 continue
         return doubts
 
+    def _read_unread(self) -> set[int]:
+        """Slabs that were left alone when the index was built: their headers are read now."""
+        slabs = {slab.number for slab in self._to_load}
+        with self._index_lock:
+            keys = {key for key, _ in self._index.iterate(UNREAD)}
+        return {number for number in slabs if unread_key(number) in keys}
+
     # Opening -------------------------------------------------------------------------------------------------------
 
     def _read_stamp(self) -> StoreStamp | None:
@@ -470,7 +527,10 @@ class NvmeTier:
             buffer = bytearray(PAGE_BYTES)
             self._files.read(name, page * PAGE_BYTES, memoryview(buffer))
             pages.append(bytes(buffer))
-        return latest_stamp(pages)
+        last = latest_stamp(pages)
+        if last is not None and latest_stamp(pages, besides=last) is None:
+            last = replace(last, session=last.session + 1)  # the page that is not whole may have been a later session's
+        return last
 
     def _open_index(self, stamp: StoreStamp | None) -> FrameIndex:
         """The index that belongs to these slabs, or a new one that `load` fills from their headers."""
@@ -498,6 +558,8 @@ class NvmeTier:
             if number == STAMP_SLAB:
                 continue
             try:
+                if number < 0:
+                    raise BlockCorrupt("not the name of a slab")
                 if self._is_unfinished(name, size):
                     self._files.remove(name)
                     continue
@@ -520,6 +582,8 @@ class NvmeTier:
             return False
         except BlockCorrupt:
             pass
+        if size < 2 * PAGE_BYTES or size % PAGE_BYTES:
+            return False  # slabs are made in full size
         buffer = memoryview(bytearray(SCAN_BYTES))
         for offset in range(PAGE_BYTES, size - PAGE_BYTES, SCAN_BYTES):
             piece = buffer[: min(SCAN_BYTES, size - PAGE_BYTES - offset)]
@@ -530,21 +594,23 @@ class NvmeTier:
 
     def _slab_header(self, name: str, size: int) -> SlabHeader:
         """From the first page, or else from the last one, which says the same."""
-        fault = BlockCorrupt("too short for a slab")
-        for offset in (0, size - PAGE_BYTES) if size >= 2 * PAGE_BYTES else ():
+        fault: Exception = BlockCorrupt("not the size of a slab")
+        doubt: Exception | None = None
+        for offset in (0, size - PAGE_BYTES) if size >= 2 * PAGE_BYTES and size % PAGE_BYTES == 0 else ():
             page = bytearray(PAGE_BYTES)
-            self._files.read(name, offset, memoryview(page))
             try:
+                self._files.read(name, offset, memoryview(page))
                 header = read_slab_header(bytes(page), self._keys)
-            except KeyAbsent:
-                raise
+            except (KeyAbsent, OSError) as error:  # in a damaged page any key may be named
+                doubt = error
+                continue
             except BlockCorrupt as error:
                 fault = error
                 continue
             if header.number == slab_number(name) and header.size_bytes == size:
                 return header
             fault = BlockCorrupt("the header of another slab")
-        raise fault
+        raise doubt or fault
 
     def _begin_session(self, last: StoreStamp | None) -> StoreStamp:
         name = slab_name(STAMP_SLAB)
@@ -570,7 +636,7 @@ class NvmeTier:
 
     def _is_unsettled(self) -> bool:
         with self._lock:
-            return bool(self._edits or self._to_void or self._voided)
+            return bool(self._broken or self._edits or self._to_void or self._voided)
 
     def _settle(self, request: _Request) -> None:
         """Take part in the next batch, as its leader if nobody else leads. Raises `TierUnavailable`."""
@@ -592,7 +658,7 @@ class NvmeTier:
             finally:
                 with self._lock:
                     for one in batch:
-                        one.done, one.fault = True, fault
+                        one.done, one.fault = True, fault or one.fault
                     self._leading = False
                     self._turn.notify_all()
         if request.fault is not None:
@@ -603,6 +669,11 @@ class NvmeTier:
         with self._lock:
             if self._broken is not None:
                 raise TierUnavailable(str(self._broken))
+            for request in batch:
+                if request.committed and request.failed_syncs != self._failed_syncs:
+                    # The kernel reports a failed write-back once: the next sync does not cover what was lost then.
+                    request.fault = TierUnavailable("a sync failed after these frames were written")
+            batch = [request for request in batch if request.fault is None]
             given_up, self._edits = self._edits, {}
             voided, self._voided = self._voided, []
             doubts = [place for request in batch for place in request.doubts]
@@ -621,6 +692,7 @@ class NvmeTier:
             changes += [(doubt_key(place), None) for place in (*committed, *voided)]
         except BaseException:
             with self._lock:  # a sync that failed may have lost what it covered: the zeros are written again
+                self._failed_syncs += 1
                 self._to_void += voided
                 self._edits = {**given_up, **self._edits}
             raise
@@ -641,7 +713,12 @@ class NvmeTier:
                 self._ledger.step([place], FrameEvent.DELETED if was_read else FrameEvent.ABORT)
             self._given_back.difference_update(voided)
             to_void, self._to_void = [*self._to_void, *forgotten], []
-        self._void(to_void)
+        try:
+            self._void(to_void)
+        except OSError as error:
+            for request in batch:  # the batch is durable: only who waits for the zeros is told
+                if not (request.doubts or request.committed or request.changes):
+                    request.fault = error
 
     def _void(self, places: list[int]) -> None:
         for position, place in enumerate(places):
@@ -680,7 +757,7 @@ class NvmeTier:
         return changes
 
     def _entries(self, slab: NvmeSlab, record: int, value: bytes | None) -> bytes:
-        """What a record holds now; where it is damaged, what the headers say."""
+        """What a record holds now; where it is damaged, what the headers of readable frames say."""
         if value is None:
             return bytes(SLOTS_PER_RECORD * ENTRY.itemsize)
         try:
@@ -688,8 +765,14 @@ class NvmeTier:
         except BlockCorrupt:
             first = record * SLOTS_PER_RECORD
             slots = range(first, min(first + SLOTS_PER_RECORD, slab.slots.capacity))
-            entries: bytes = self._headers(slab, slots).tobytes()
-            return entries.ljust(SLOTS_PER_RECORD * ENTRY.itemsize, b"\x00")
+            entries = bytearray(self._headers(slab, slots).tobytes().ljust(SLOTS_PER_RECORD * ENTRY.itemsize, b"\x00"))
+            for at, slot in enumerate(slots):
+                state = slab.slots.states[slot]
+                if state == FrameState.QUARANTINED:
+                    entries[at * ENTRY.itemsize + _STATE_AT] = BAD
+                elif state != _RESIDENT:  # a frame that is being written, or whose zeros are not written yet
+                    entries[at * ENTRY.itemsize : (at + 1) * ENTRY.itemsize] = bytes(ENTRY.itemsize)
+            return bytes(entries)
 
     def _apply(self, changes: list[Change]) -> None:
         if not self._rebuilding:
@@ -714,9 +797,10 @@ def slab_name(number: int) -> str:
 def slab_number(name: str) -> int:
     """The slab of a file; a name that is none of ours stands for a slab that cannot be."""
     try:
-        return int(name.removesuffix(".slab"), 16)
+        number = int(name.removesuffix(".slab"), 16)
     except ValueError:
         return -1
+    return number if 0 <= number <= MAX_NUMBER and slab_name(number) == name else -1
 
 
 def _entry(header: FrameHeader) -> bytes:

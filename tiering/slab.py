@@ -127,7 +127,8 @@ EMPTY, HELD, BAD = 0, 1, 2
 
 _RECORD_KEY = struct.Struct(">cII")
 _DOUBT_KEY = struct.Struct(">cQ")
-RECORDS, DOUBTS, META = b"r", b"d", b"m"
+_UNREAD_KEY = struct.Struct(">cI")
+RECORDS, DOUBTS, UNREAD, META = b"r", b"d", b"u", b"m"
 _ENTRIES_BYTES = SLOTS_PER_RECORD * ENTRY.itemsize
 
 Entries = np.ndarray[Any, Any]
@@ -166,6 +167,11 @@ def split_doubt_key(key: bytes) -> int:
         raise BlockCorrupt("doubt key of another length")
     place: int = _DOUBT_KEY.unpack(key)[1]
     return place
+
+
+def unread_key(slab: int) -> bytes:
+    """The index key under which a slab stands whose headers could not be read when the index was built."""
+    return _UNREAD_KEY.pack(UNREAD, slab)
 
 
 def pack_record(header: SlabHeader, record: int, entries: bytes, mac_key: bytes) -> bytes:
@@ -241,17 +247,22 @@ class StoreStamp:
         return (used + digest(used)).ljust(PAGE_BYTES, b"\x00")
 
 
-def latest_stamp(pages: Sequence[bytes]) -> StoreStamp | None:
-    """The newest stamp that is whole; None where there is none. Raises `OtherFormat` with the version found."""
+def latest_stamp(pages: Sequence[bytes], besides: StoreStamp | None = None) -> StoreStamp | None:
+    """The newest stamp that is whole and on its page; None where there is none. Raises `OtherFormat`.
+
+    besides: a stamp that does not count.
+    """
     stamps = []
-    for page in pages:
+    for number, page in enumerate(pages):
         magic, version, sequence, session, changes, clean, uid = _STAMP.unpack_from(page)
         used = page[: _STAMP.size]
         if magic != _STAMP_MAGIC or digest(used) != page[_STAMP.size : _STAMP.size + 16]:
             continue
         if version != FORMAT_VERSION:
             raise OtherFormat(f"format {version}; this program knows format {FORMAT_VERSION}")
-        stamps.append(StoreStamp(sequence, session, uid, changes, bool(clean)))
+        stamp = StoreStamp(sequence, session, uid, changes, bool(clean))
+        if stamp != besides and stamp.page == number and page == stamp.pack():
+            stamps.append(stamp)
     return max(stamps, key=lambda stamp: stamp.sequence, default=None)
 
 

@@ -703,7 +703,7 @@ def test_a_store_that_closes_under_a_put_is_a_put_of_nothing(a: Bench) -> None:
     ("options", "fragments"),
     [
         ({"durability": "forever"}, ("'forever'", "volatile, disk")),
-        ({"durability": "disk"}, ("NVMe", "volatile")),
+        ({"durability": "disk"}, ("NVMe", "nvme=")),
         ({"first_token": -64}, ("first_token=-64", "multiple of 64")),
         ({"first_token": 63}, ("first_token=63", "multiple of 64")),
         ({"ttl": 0}, ("ttl=0", "seconds above 0")),

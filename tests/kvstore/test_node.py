@@ -121,7 +121,6 @@ def test_an_address_that_is_not_one(url: Any) -> None:
         ({"dram": "900TiB"}, ("dram=900TiB", "cgroup", "give less")),
         ({"dram": None}, ("dram=None", "e.g. dram=2GiB")),
         ({"extent": "1KiB"}, ("extent=1KiB", "64.0 KiB and 1.0 MiB")),
-        ({"nvme": "20GiB"}, ("nvme=20GiB", "no NVMe tier yet", "leave nvme= out")),
         ({"tenant": ""}, ("tenant=''", "1 to 64 printable")),
         ({"tenant": "a\nb"}, ("tenant='a\\nb'", "printable")),
         ({"tenant": "x" * 65}, ("1 to 64",)),

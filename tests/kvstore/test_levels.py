@@ -1,0 +1,205 @@
+"""DRAM above NVMe on a real disk: what goes down comes up again, bit for bit, also in another process's place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from kvstore.config import Limits
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import HitTier, MissReason
+from kvstore.node import EmbeddedStore
+from kvstore.pages import Pages
+from tiering.errors import TierUnavailable
+from tiering.residency import FrameState
+from tiering.tier import extent_of, slot_of
+from workbench import MODEL, blank_planes, ids, random_pages, small_layout
+
+BLOCKS = 20
+PROMPTS = 12
+LONG_MS = 20_000
+
+
+def opened(path: Path, **options: Any) -> EmbeddedStore:
+    """1 MiB of DRAM is room for 80 blocks of one part, 4 prompts."""
+    store = kvstore.open(f"embedded:{path}", **{"dram": "1MiB", "nvme": "64MiB", **options})
+    assert store.warmed(20)
+    return store
+
+
+def namespace(store: EmbeddedStore, **layout: Any) -> NamespaceHandle:
+    return store.namespace(model=MODEL, layout=small_layout(**layout))
+
+
+def prompt(number: int, blocks: int = BLOCKS) -> list[int]:
+    return ids(64 * blocks, 10_000 * number)
+
+
+def pages(number: int, handle: NamespaceHandle, blocks: int = BLOCKS) -> Pages:
+    return random_pages(handle.layout, blocks, 64, number)
+
+
+def read(handle: NamespaceHandle, number: int, deadline_ms: float = LONG_MS) -> tuple[int, Any]:
+    """How many blocks were delivered, each compared bit for bit; and the lease."""
+    into = Pages(blank_planes(handle.layout, BLOCKS, 64), range(BLOCKS), 64)
+    with handle.lease(handle.match(prompt(number)), deadline_ms=deadline_ms) as lease:
+        loaded = handle.get(lease, into)
+    want = pages(number, handle)
+    blocks = loaded.tokens // 64
+    for layer, planes in into.planes.items():
+        for got, expected in zip(planes, want.planes[layer], strict=True):
+            assert torch.equal(got[:blocks].view(torch.uint8), expected[:blocks].view(torch.uint8))
+    assert loaded.account.asked == lease.account.asked == 64 * BLOCKS
+    return blocks, lease
+
+
+def put(handle: NamespaceHandle, number: int, **options: Any) -> Any:
+    return handle.put(prompt(number), pages(number, handle), **options)
+
+
+@pytest.mark.parametrize("layout", [{}, {"layer_shards": 2}])
+def test_more_than_dram_holds_is_all_there_and_still_there_after_a_restart(tmp_path: Path, layout: Any) -> None:
+    with opened(tmp_path) as store:
+        handle = namespace(store, **layout)
+        for number in range(PROMPTS):
+            result = put(handle, number, durability="disk")
+            assert result.reason is None and result.stored == BLOCKS
+        for number in range(PROMPTS):
+            assert read(handle, number)[0] == BLOCKS
+            store.check()
+        assert store.usage().counters["promoted_blocks"] > 0
+        assert not store.usage().counters.get("evicted_blocks"), "nothing was lost, only moved"
+    with opened(tmp_path) as store:
+        handle = namespace(store, **layout)
+        for number in range(PROMPTS):
+            match = handle.match(prompt(number))
+            assert match.tiers == ((HitTier.NVME, BLOCKS),)
+            blocks, lease = read(handle, number)
+            assert blocks == BLOCKS and lease.account.hits == {HitTier.NVME: 64 * BLOCKS}
+            assert handle.match(prompt(number)).tiers == ((HitTier.DRAM, BLOCKS),)
+            store.check()
+
+
+def test_closing_writes_down_what_dram_alone_holds(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        handle = namespace(store)
+        put(handle, 0)
+        assert handle.match(prompt(0)).tiers == ((HitTier.DRAM, BLOCKS),)
+    with opened(tmp_path) as store:
+        assert read(namespace(store), 0)[0] == BLOCKS
+
+
+def test_a_longer_prompt_goes_on_where_the_disk_ends(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        handle = namespace(store)
+        handle.put(prompt(0, 8), pages(0, handle, 8), durability="disk")
+    with opened(tmp_path) as store:
+        handle = namespace(store)
+        result = put(handle, 0, durability="disk")
+        assert (result.present, result.stored, result.reason) == (8, BLOCKS - 8, None)
+        tiers = handle.match(prompt(0)).tiers
+        assert tiers == ((HitTier.NVME, 8), (HitTier.DRAM, BLOCKS - 8))
+        store.check()
+
+
+def test_tenants_do_not_see_each_other_on_disk(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(namespace(store), 0)
+        other = namespace(store.for_tenant("other"))
+        other.put(prompt(1), pages(1, other))
+    with opened(tmp_path) as store:
+        mine, other = namespace(store), namespace(store.for_tenant("other"))
+        assert read(mine, 0)[0] == BLOCKS and mine.match(prompt(1)).reason is MissReason.ABSENT
+        assert read(other, 1)[0] == BLOCKS and other.match(prompt(0)).reason is MissReason.ABSENT
+
+
+def test_a_namespace_that_is_dropped_stays_away(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        handle = namespace(store)
+        put(handle, 0, durability="disk")
+        assert store.drop(handle) == BLOCKS
+        assert handle.match(prompt(0)).blocks == 0
+        store.check()
+    with opened(tmp_path) as store:
+        assert namespace(store).match(prompt(0)).reason is MissReason.ABSENT
+
+
+def test_a_frame_that_rotted_is_a_miss_and_its_slot_is_not_used_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(namespace(store), 0, durability="disk")
+    with opened(tmp_path) as store:
+        handle = namespace(store)
+        blocks = store._store._blocks
+        assert blocks.lower is not None
+        row = blocks.index.match(handle.number, handle.match(prompt(0)).keys)[5]
+        place = blocks.lower.residency.place(row, 0)
+        slab = blocks.lower.tier._ledger.pieces[extent_of(place)]
+        with (tmp_path / "nvme" / slab.name).open("r+b") as file:
+            file.seek(slab.header.offset(slot_of(place)) + 5000)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+        delivered, lease = read(handle, 0)
+        assert delivered == 5 and lease.reason is MissReason.CORRUPT
+        assert slab.slots.states[slot_of(place)] == FrameState.QUARANTINED
+        assert handle.match(prompt(0)).reason is MissReason.CORRUPT
+        store.check()
+        assert put(handle, 0, durability="disk").stored == 1, "a put heals the chain"
+        assert read(handle, 0)[0] == BLOCKS
+        store.check()
+
+
+def test_a_full_disk_evicts_its_oldest_chains(tmp_path: Path) -> None:
+    with opened(tmp_path, nvme="2MiB", slab="512KiB") as store:
+        handle = namespace(store)
+        for number in range(PROMPTS):
+            result = put(handle, number, durability="disk")
+            assert result.reason is None, result
+            store.check()
+        usage = store.usage()
+        assert usage.nvme is not None and usage.nvme.taken_bytes <= 2 << 20
+        assert read(handle, PROMPTS - 1)[0] == BLOCKS
+        assert handle.match(prompt(0)).reason is MissReason.EVICTED
+
+
+def test_a_disk_that_does_not_answer_is_a_miss_at_the_deadline(tmp_path: Path, monkeypatch: Any) -> None:
+    with opened(tmp_path) as store:
+        for number in range(2):
+            put(namespace(store), number, durability="disk")
+    with opened(tmp_path) as store:
+        handle = namespace(store)
+        lower = store._store._blocks.lower
+        assert lower is not None
+        with monkeypatch.context() as patch:
+
+            def refuse(*_: Any) -> None:
+                raise TierUnavailable("the disk is gone")
+
+            patch.setattr(lower.tier, "read", refuse)
+            delivered, lease = read(handle, 0, deadline_ms=2000)
+            assert delivered == 0 and lease.reason is MissReason.TIER_DOWN
+            store.check()
+        store._store._levels._queue._breakers.clear()  # type: ignore[union-attr]
+        assert read(handle, 1)[0] == BLOCKS
+    with opened(tmp_path) as store:
+        handle = namespace(store)
+        delivered, lease = read(handle, 0, deadline_ms=0)
+        assert delivered == 0 and lease.reason is MissReason.DEADLINE
+        store.check()
+
+
+def test_what_it_says_of_bad_options(tmp_path: Path) -> None:
+    for options, words in (
+        ({"nvme": "1KiB"}, "too small"),
+        ({"nvme": "9000TiB"}, "more than"),
+        ({"nvme": "64MiB", "slab": "1GiB"}, "slab=1GiB"),
+        ({"nvme": "much"}, "nvme='much'"),
+    ):
+        with pytest.raises(kvstore.BadInput, match=words):
+            kvstore.open(f"embedded:{tmp_path}", dram="1MiB", **options)
+    with opened(tmp_path, limits=Limits(lease_seconds=5)) as store:
+        assert store.usage().blocks == 0

@@ -1,0 +1,798 @@
+"""The move queue: order, joined moves, deadlines, cancelling, bounds, retries, breakers and bugs, in real threads.
+
+Moves stand still at gates that the tests open, so that nothing here depends on how fast anything is. Whatever a move
+or a callback raises ends up among the queue's bugs, which the fixture looks at: an assertion in a thread counts.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import random
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
+from tiering.move_queue import BUGS_KEPT, MOST_PASSES, BreakerState, Move, MoveQueue, Priority, QueueLimits
+from tiering.tier import Finding
+from workbench import FakeClock, one_line
+
+DISK, FAR = "disk", "far"
+HANGS_AFTER_SECONDS = 5.0
+SEEDS = (1, 2, 3)
+
+
+class Queues:
+    """Queues of one test on one clock."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.made: list[MoveQueue] = []
+        self.gates: list[Gate] = []
+        self.bugs_expected = False
+
+    def new(self, threads: int = 1, **limits: Any) -> MoveQueue:
+        self.made.append(MoveQueue(self.clock, QueueLimits(**limits), threads))
+        return self.made[-1]
+
+    def gate(self, error: Exception | None = None) -> Gate:
+        self.gates.append(Gate(error))
+        return self.gates[-1]
+
+    def busy(self, queue: MoveQueue, tier: str = "gate") -> Gate:
+        """A gate that one worker stands at."""
+        gate = self.gate()
+        queue.submit(object(), tier, Priority.WAITING, gate)
+        assert gate.begun.wait(HANGS_AFTER_SECONDS)
+        return gate
+
+
+class Gate:
+    """Work that waits until it is let through, and then returns or raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.begun, self.opened, self.error, self.runs = threading.Event(), threading.Event(), error, 0
+
+    def __call__(self) -> None:
+        self.runs += 1
+        self.begun.set()
+        assert self.opened.wait(HANGS_AFTER_SECONDS)
+        if self.error is not None:
+            raise self.error
+
+
+class Work:
+    """Work that raises what it was given, attempt by attempt, and then returns."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.runs = list(errors), 0
+
+    def __call__(self) -> None:
+        self.runs += 1
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@pytest.fixture(autouse=True)
+def a_hang_ends_the_run() -> Iterator[None]:
+    """A lock that is never let go cannot be waited for with a bound: show where everybody stands, and stop."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def queues() -> Iterator[Queues]:
+    queues = Queues()
+    yield queues
+    for gate in queues.gates:
+        gate.opened.set()
+    for queue in queues.made:
+        assert queue.close(HANGS_AFTER_SECONDS)
+        assert queues.bugs_expected or queue.bugs() == []
+
+
+def finished(*moves: Move) -> list[Finding | None]:
+    """What came of moves that have to end."""
+    for move in moves:
+        assert move.wait(HANGS_AFTER_SECONDS) and move.done
+    return [move.finding for move in moves]
+
+
+def down() -> TierUnavailable:
+    return TierUnavailable("the disk is gone")
+
+
+def break_tier(queue: MoveQueue, tier: str = DISK) -> None:
+    """Faults until the breaker is open."""
+    for attempt in range(100):
+        if queue.breaker_state(tier) is not BreakerState.CLOSED:
+            return
+        finished(queue.submit(("fault", attempt), tier, Priority.WAITING, Work(down(), down(), down())))
+    raise AssertionError("the breaker did not open")
+
+
+# Order ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_higher_priority_runs_first_and_the_earlier_of_equals(queues: Queues) -> None:
+    queue, order, chance = queues.new(), list[tuple[int, int]](), random.Random(5)
+    gate = queues.busy(queue)
+    wanted = [(priority, number) for priority in Priority for number in range(4)]
+    numbers, moves = Counter[int](), []
+    for priority in chance.sample([priority for priority, _ in wanted], len(wanted)):
+        label = (priority, numbers[priority])
+        numbers[priority] += 1
+        moves.append(queue.submit(label, DISK, priority, partial(order.append, label)))
+    assert queue.depths() == dict.fromkeys(Priority, 4)
+    assert not any(move.done for move in moves)
+    gate.opened.set()
+    assert finished(*moves) == [None] * len(moves)
+    assert order == wanted
+    assert queue.depths() == dict.fromkeys(Priority, 0)
+
+
+def test_no_priority_starves(queues: Queues) -> None:
+    """Each of four priorities below a steady load of the highest gets its turn, and no more than that."""
+    queue, order = queues.new(), list[Priority]()
+    gate = queues.busy(queue)
+    moves = [
+        queue.submit((priority, number), DISK, priority, partial(order.append, priority))
+        for priority in Priority
+        for number in range(3 * MOST_PASSES if priority is Priority.WAITING else 2)
+    ]
+    gate.opened.set()
+    finished(*moves)
+    lower = list(Priority)[1:]
+    assert order[:MOST_PASSES] == [Priority.WAITING] * MOST_PASSES
+    assert order[MOST_PASSES : MOST_PASSES + len(lower)] == lower
+    for priority in Priority:
+        places = [index for index, each in enumerate(order) if each is priority]
+        assert places[1] <= 2 * (MOST_PASSES + len(lower))
+    assert order[MOST_PASSES + len(lower)] is Priority.WAITING
+
+
+def test_moves_run_side_by_side(queues: Queues) -> None:
+    queue, barrier = queues.new(threads=3), threading.Barrier(3)
+
+    def meet() -> None:
+        barrier.wait(HANGS_AFTER_SECONDS)
+
+    moves = [queue.submit(number, DISK, Priority.SAVE, meet) for number in range(3)]
+    assert finished(*moves) == [None] * 3
+
+
+# Joining --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_move_of_the_same_key_is_joined_and_moves_up(queues: Queues) -> None:
+    queue, order = queues.new(), list[str]()
+    gate, unused = queues.busy(queue), Work()
+    first = queue.submit("x", DISK, Priority.SCRUB, partial(order.append, "x"))
+    other = queue.submit("y", DISK, Priority.SAVE, partial(order.append, "y"))
+    early = queue.submit("z", DISK, Priority.WAITING, partial(order.append, "z"))
+    second = queue.submit("x", DISK, Priority.WAITING, unused)
+    third = queue.submit("x", DISK, Priority.DEMOTION, unused)
+    assert queue.depths() == {**dict.fromkeys(Priority, 0), Priority.WAITING: 2, Priority.SAVE: 1}
+    gate.opened.set()
+    assert finished(first, second, third, other, early) == [None] * 5
+    assert order == ["z", "x", "y"] and unused.runs == 0
+
+
+def test_a_move_stays_where_it_is_if_the_higher_priority_is_full(queues: Queues) -> None:
+    queue = queues.new(waiting_moves=2)
+    gate = queues.busy(queue)
+    moves = [queue.submit(number, DISK, Priority.WAITING, Work()) for number in range(2)]
+    moves += [queue.submit("x", DISK, priority, Work()) for priority in (Priority.SAVE, Priority.WAITING)]
+    assert queue.depths()[Priority.WAITING] == 2 and queue.depths()[Priority.SAVE] == 1
+    gate.opened.set()
+    assert finished(*moves) == [None] * 4
+
+
+def test_a_running_move_is_joined_and_a_finished_one_is_not(queues: Queues) -> None:
+    queue, gate, unused, again = queues.new(threads=2), queues.gate(BlockMissing("evicted")), Work(), Work()
+    first = queue.submit("x", DISK, Priority.SAVE, gate)
+    assert gate.begun.wait(HANGS_AFTER_SECONDS)
+    second = queue.submit("x", DISK, Priority.WAITING, unused, deadline=queues.clock.monotonic - 1)
+    assert queue.depths() == dict.fromkeys(Priority, 0)
+    assert not second.wait(0.001) and second.finding is None and not second.done
+    gate.opened.set()
+    assert finished(first, second) == [Finding.EVICTED] * 2
+    assert finished(queue.submit("x", DISK, Priority.SAVE, again)) == [None]
+    assert (gate.runs, unused.runs, again.runs) == (1, 0, 1)
+
+
+# Deadlines ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_move_whose_deadline_passed_is_not_begun(queues: Queues) -> None:
+    queue, now = queues.new(), queues.clock.monotonic
+    gate, works = queues.busy(queue), [Work() for _ in range(6)]
+    late = queue.submit("late", DISK, Priority.SAVE, works[0], deadline=now + 1)
+    just = queue.submit("just", DISK, Priority.SAVE, works[1], deadline=now + 2)
+    never = queue.submit("never", DISK, Priority.SAVE, works[2])
+    later = [queue.submit("later", DISK, Priority.SAVE, works[3], deadline=now + seconds) for seconds in (1, 3, 1)]
+    given_up = [queue.submit("up", DISK, Priority.SAVE, works[4], deadline=deadline) for deadline in (now + 1, None)]
+    kept = [queue.submit("kept", DISK, Priority.SAVE, works[5], deadline=deadline) for deadline in (None, now + 1)]
+    queues.clock.advance(2)
+    gate.opened.set()
+    assert finished(late, just, never) == [Finding.TIMED_OUT, None, None]
+    assert finished(*later, *given_up, *kept) == [None] * 7
+    assert [work.runs for work in works] == [0, 1, 1, 1, 1, 1]
+
+
+def test_a_fault_is_not_tried_again_after_the_deadline(queues: Queues) -> None:
+    queue, runs = queues.new(attempts=5), list[int]()
+
+    def slow() -> None:
+        runs.append(1)
+        queues.clock.advance(1.5)
+        raise down()
+
+    deadline = queues.clock.monotonic + 2
+    assert finished(queue.submit("x", DISK, Priority.WAITING, slow, deadline=deadline)) == [Finding.DOWN]
+    assert len(runs) == 2
+
+
+# Cancelling -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_only_holder_ends_a_move_that_has_not_begun(queues: Queues) -> None:
+    queue = queues.new(waiting_moves=1)
+    gate, work, again, heard = queues.busy(queue), Work(), Work(), list[Move]()
+    move = queue.submit("x", DISK, Priority.WAITING, work)
+    move.then(heard.append)
+    assert move.cancel() and move.done and move.finding is Finding.TIMED_OUT and heard == [move]
+    assert not move.cancel()
+    assert queue.depths() == dict.fromkeys(Priority, 0)
+    after = queue.submit("x", DISK, Priority.WAITING, again)
+    gate.opened.set()
+    assert finished(after) == [None] and (work.runs, again.runs) == (0, 1) and heard == [move]
+
+
+def test_one_of_two_holders_only_leaves(queues: Queues) -> None:
+    queue = queues.new()
+    gate, work, heard = queues.busy(queue), Work(), list[Move]()
+    first, second = (queue.submit("x", DISK, Priority.SAVE, work) for _ in range(2))
+    first.then(heard.append)
+    assert not first.cancel() and not first.cancel(), "the same holder does not leave twice"
+    assert not first.done and not second.done
+    third = queue.submit("x", DISK, Priority.SAVE, work)
+    assert not second.cancel()
+    gate.opened.set()
+    assert finished(first, second, third) == [None] * 3 and work.runs == 1
+    assert queue.close(HANGS_AFTER_SECONDS) and heard == [first]
+
+
+def test_the_last_holder_ends_it_for_all(queues: Queues) -> None:
+    queue = queues.new()
+    queues.busy(queue)
+    moves = [queue.submit("x", DISK, Priority.SAVE, Work()) for _ in range(3)]
+    assert [move.cancel() for move in moves] == [False, False, True]
+    assert finished(*moves) == [Finding.TIMED_OUT] * 3
+
+
+def test_a_move_that_began_is_not_cancelled(queues: Queues) -> None:
+    queue, gate = queues.new(), queues.gate()
+    move = queue.submit("x", DISK, Priority.SAVE, gate)
+    assert gate.begun.wait(HANGS_AFTER_SECONDS)
+    assert not move.cancel() and not move.done
+    gate.opened.set()
+    assert finished(move) == [None] and not move.cancel()
+
+
+# Bounds ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_answers_at_once(queues: Queues) -> None:
+    queue = queues.new(waiting_moves=3)
+    gate, refused_work = queues.busy(queue), Work()
+    taken = [queue.submit(number, DISK, Priority.PREFETCH, Work()) for number in range(3)]
+    refused = queue.submit("x", DISK, Priority.PREFETCH, refused_work)
+    assert refused.done and refused.finding is Finding.PINNED_FULL and not refused.cancel()
+    joined = queue.submit(2, DISK, Priority.PREFETCH, Work())
+    taken.append(queue.submit("x", DISK, Priority.SAVE, Work()))
+    assert not joined.done and queue.depths()[Priority.PREFETCH] == 3
+    gate.opened.set()
+    assert finished(*taken, joined) == [None] * 5 and refused_work.runs == 0
+    assert finished(queue.submit("y", DISK, Priority.PREFETCH, Work())) == [None]
+
+
+@pytest.mark.parametrize(
+    "limits", [{"waiting_moves": 0}, {"attempts": 0}, {"breaker_faults": 0}, {"breaker_seconds": -1.0}]
+)
+def test_limits_are_checked(limits: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as caught:
+        QueueLimits(**limits)
+    assert one_line(caught.value, *(f"{name}={value}" for name, value in limits.items()))
+    with pytest.raises(ValueError):
+        MoveQueue(FakeClock(), QueueLimits(), threads=0)
+
+
+# What a move says -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "finding"),
+    [
+        (BlockMissing("gone"), Finding.EVICTED),
+        (BlockCorrupt("digest"), Finding.CORRUPT),
+        (TierFull("full"), Finding.PINNED_FULL),
+    ],
+)
+def test_an_answer_is_final_and_no_fault(queues: Queues, error: TierError, finding: Finding) -> None:
+    queue = queues.new(breaker_faults=2, attempts=3)
+    for _ in range(4):
+        work = Work(error)
+        assert finished(queue.submit("x", DISK, Priority.SAVE, work)) == [finding]
+        assert work.runs == 1
+    assert queue.breaker_state(DISK) is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("error", [down(), IndexDoubtful("torn"), TierError("what else")])
+def test_a_fault_is_tried_again_a_bounded_number_of_times(queues: Queues, error: TierError) -> None:
+    queue, mended, gone = queues.new(attempts=3, breaker_faults=100), Work(error, error), Work(*[error] * 9)
+    assert finished(queue.submit("x", DISK, Priority.SAVE, mended)) == [None] and mended.runs == 3
+    assert finished(queue.submit("x", DISK, Priority.SAVE, gone)) == [Finding.DOWN] and gone.runs == 3
+
+
+# Breakers -------------------------------------------------------------------------------------------------------------
+
+
+def test_faults_in_a_row_open_the_breaker_of_their_tier(queues: Queues) -> None:
+    queue, refused = queues.new(attempts=2, breaker_faults=5), Work()
+    works = [Work(down(), down()) for _ in range(3)]
+    for work in works:
+        assert queue.breaker_state(DISK) is BreakerState.CLOSED
+        assert finished(queue.submit("x", DISK, Priority.SAVE, work)) == [Finding.DOWN]
+    assert [work.runs for work in works] == [2, 2, 1], "an open breaker ends the attempts"
+    assert queue.breaker_state(DISK) is BreakerState.OPEN
+    move = queue.submit("x", DISK, Priority.WAITING, refused)
+    assert move.done and move.finding is Finding.DOWN and refused.runs == 0
+    assert finished(queue.submit("x", FAR, Priority.WAITING, Work())) == [None]
+    assert queue.breaker_state(FAR) is BreakerState.CLOSED and queue.breaker_state("unheard of") is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("answer", [None, BlockMissing("gone")])
+def test_whatever_a_tier_answers_ends_the_row(queues: Queues, answer: Exception | None) -> None:
+    queue = queues.new(attempts=1, breaker_faults=2)
+    for _ in range(4):
+        finished(queue.submit("x", DISK, Priority.SAVE, Work(down())))
+        finished(queue.submit("x", DISK, Priority.SAVE, Work(*([answer] if answer else []))))
+    assert queue.breaker_state(DISK) is BreakerState.CLOSED
+
+
+def test_what_waits_hears_at_once_that_the_breaker_opened(queues: Queues) -> None:
+    """The worker that would get to them may stand still for long."""
+    queue, heard, work = queues.new(attempts=1, breaker_faults=1), list[Move](), Work()
+    failing, standing = queues.gate(down()), queues.gate()
+    fault = queue.submit("fault", DISK, Priority.WAITING, failing)
+    fault.then(lambda _: standing())
+    assert failing.begun.wait(HANGS_AFTER_SECONDS)
+    other = queue.submit("other", FAR, Priority.WAITING, Work())
+    waiting = [queue.submit(priority, DISK, priority, work) for priority in Priority]
+    waiting[0].then(heard.append)
+    failing.opened.set()
+    assert finished(*waiting, fault) == [Finding.DOWN] * 6
+    assert standing.begun.wait(HANGS_AFTER_SECONDS) and heard == [waiting[0]] and not other.done
+    standing.opened.set()
+    assert finished(other) == [None] and work.runs == 0
+
+
+def test_one_trial_is_let_through_and_closes_the_breaker(queues: Queues) -> None:
+    queue = queues.new(threads=2, breaker_seconds=5.0)
+    break_tier(queue)
+    queues.clock.advance(4.9)
+    assert queue.submit("early", DISK, Priority.WAITING, Work()).finding is Finding.DOWN
+    assert queue.breaker_state(DISK) is BreakerState.OPEN
+    queues.clock.advance(0.2)
+    gate, refused, unused = queues.gate(), Work(), Work()
+    trial = queue.submit("trial", DISK, Priority.SCRUB, gate)
+    assert queue.breaker_state(DISK) is BreakerState.TRIAL and gate.begun.wait(HANGS_AFTER_SECONDS)
+    queues.clock.advance(100)
+    others = [queue.submit(number, DISK, Priority.WAITING, refused) for number in range(3)]
+    joined = queue.submit("trial", DISK, Priority.WAITING, unused)
+    assert [other.finding for other in others] == [Finding.DOWN] * 3 and not joined.done
+    gate.opened.set()
+    assert finished(trial, joined) == [None, None] and (refused.runs, unused.runs) == (0, 0)
+    assert queue.breaker_state(DISK) is BreakerState.CLOSED
+    fault = Work(down())
+    assert finished(queue.submit("x", DISK, Priority.WAITING, fault)) == [None] and fault.runs == 2, (
+        "the row begins anew"
+    )
+
+
+def test_a_failed_trial_opens_the_breaker_again(queues: Queues) -> None:
+    queue = queues.new(attempts=3, breaker_seconds=5.0)
+    break_tier(queue)
+    for _ in range(2):
+        queues.clock.advance(7)
+        trial = Work(down())
+        assert finished(queue.submit("x", DISK, Priority.WAITING, trial)) == [Finding.DOWN] and trial.runs == 1
+        assert queue.breaker_state(DISK) is BreakerState.OPEN
+        queues.clock.advance(4)
+        assert queue.submit("x", DISK, Priority.WAITING, trial).done and trial.runs == 1, "five seconds from the trial"
+    queues.clock.advance(1)
+    assert finished(queue.submit("x", DISK, Priority.WAITING, Work(BlockMissing("gone")))) == [Finding.EVICTED]
+    assert queue.breaker_state(DISK) is BreakerState.CLOSED, "a tier that answers is there"
+
+
+@pytest.mark.parametrize("end", ["cancelled", "late"])
+def test_a_trial_that_never_ran_decides_nothing(queues: Queues, end: str) -> None:
+    queue, work = queues.new(), Work()
+    break_tier(queue)
+    queues.clock.advance(5)
+    gate = queues.busy(queue, FAR)
+    trial = queue.submit("x", DISK, Priority.WAITING, work, deadline=queues.clock.monotonic + 1)
+    if end == "cancelled":
+        assert trial.cancel()
+    else:
+        queues.clock.advance(2)
+        gate.opened.set()
+    assert finished(trial) == [Finding.TIMED_OUT] and work.runs == 0
+    assert queue.breaker_state(DISK) is BreakerState.OPEN
+    gate.opened.set()
+    assert finished(queue.submit("x", DISK, Priority.WAITING, work)) == [None]
+    assert queue.breaker_state(DISK) is BreakerState.CLOSED
+
+
+def test_a_full_queue_is_no_trial(queues: Queues) -> None:
+    queue = queues.new(waiting_moves=1)
+    break_tier(queue)
+    queues.clock.advance(5)
+    gate = queues.busy(queue, FAR)
+    filler = queue.submit("filler", FAR, Priority.SAVE, Work())
+    assert queue.submit("x", DISK, Priority.SAVE, Work()).finding is Finding.PINNED_FULL
+    assert queue.breaker_state(DISK) is BreakerState.OPEN
+    trial = queue.submit("x", DISK, Priority.WAITING, Work())
+    gate.opened.set()
+    assert finished(filler, trial) == [None, None]
+
+
+def test_what_began_before_the_breaker_opened_decides_nothing(queues: Queues) -> None:
+    queue = queues.new(threads=3, attempts=2, breaker_faults=2)
+    good, bad = queues.gate(), queues.gate(down())
+    moves = [queue.submit(gate, DISK, Priority.SAVE, gate) for gate in (good, bad)]
+    assert good.begun.wait(HANGS_AFTER_SECONDS) and bad.begun.wait(HANGS_AFTER_SECONDS)
+    break_tier(queue)
+    good.opened.set()
+    assert finished(moves[0]) == [None] and queue.breaker_state(DISK) is BreakerState.OPEN
+    queues.clock.advance(5)
+    trial_gate = queues.gate()
+    trial = queue.submit("trial", DISK, Priority.SAVE, trial_gate)
+    bad.opened.set()
+    assert finished(moves[1]) == [Finding.DOWN] and bad.runs == 1
+    assert queue.breaker_state(DISK) is BreakerState.TRIAL
+    trial_gate.opened.set()
+    assert finished(trial) == [None] and queue.breaker_state(DISK) is BreakerState.CLOSED
+
+
+# Bugs and callbacks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bug_ends_its_move_and_not_the_worker(queues: Queues) -> None:
+    queues.bugs_expected = True
+    queue, work = queues.new(attempts=3, breaker_faults=3), Work(*[ZeroDivisionError("a bug") for _ in range(9)])
+    for runs in (1, 2, 3):
+        assert finished(queue.submit("x", DISK, Priority.SAVE, work)) == [Finding.DOWN]
+        assert work.runs == runs, "it is not tried again"
+    assert queue.breaker_state(DISK) is BreakerState.OPEN
+    assert finished(queue.submit("x", FAR, Priority.SAVE, Work())) == [None]
+    assert len(queue.bugs()) == 3
+    assert all("ZeroDivisionError: a bug" in bug and "in __call__" in bug for bug in queue.bugs())
+
+
+def test_bugs_are_kept_in_a_bounded_number(queues: Queues) -> None:
+    queues.bugs_expected = True
+    queue = queues.new(breaker_faults=1000)
+    for number in range(BUGS_KEPT + 3):
+        finished(queue.submit("x", DISK, Priority.SAVE, Work(KeyError(f"number {number}"))))
+    assert len(queue.bugs()) == BUGS_KEPT and f"number {BUGS_KEPT + 2}" in queue.bugs()[-1]
+
+
+def test_callbacks_run_after_the_move_in_its_thread_with_their_handle(queues: Queues) -> None:
+    queue, gate, heard = queues.new(), queues.gate(), list[tuple[Move, bool, str]]()
+
+    def hear(move: Move) -> None:
+        queue.depths()  # no lock is held
+        heard.append((move, move.done, threading.current_thread().name))
+
+    first, second = (queue.submit("x", DISK, Priority.SAVE, gate) for _ in range(2))
+    for move in (first, second, first):
+        move.then(hear)
+    assert not heard
+    gate.opened.set()
+    finished(first, second)
+    assert queue.close(HANGS_AFTER_SECONDS)
+    assert heard == [(move, True, "kv-move-0") for move in (first, second, first)]
+    second.then(hear)
+    assert heard[3] == (second, True, threading.current_thread().name)
+
+
+def test_a_callback_may_submit_the_same_key_again(queues: Queues) -> None:
+    queue, works, moves = queues.new(), [Work(), Work()], list[Move]()
+    again = threading.Event()
+
+    def follow(move: Move) -> None:
+        moves.append(queue.submit("x", DISK, Priority.SAVE, works[1]))
+        again.set()
+
+    queue.submit("x", DISK, Priority.SAVE, works[0]).then(follow)
+    assert again.wait(HANGS_AFTER_SECONDS)
+    assert finished(*moves) == [None] and [work.runs for work in works] == [1, 1]
+
+
+def test_a_bug_in_a_callback_harms_nobody(queues: Queues) -> None:
+    queues.bugs_expected = True
+    queue, gate, heard = queues.new(breaker_faults=1), queues.gate(), list[Move]()
+
+    def broken(move: Move) -> None:
+        raise LookupError("in a callback")
+
+    move = queue.submit("x", DISK, Priority.SAVE, gate)
+    move.then(broken)
+    move.then(heard.append)
+    gate.opened.set()
+    assert finished(move, queue.submit("y", DISK, Priority.SAVE, Work())) == [None, None]
+    move.then(broken)
+    assert heard == [move] and queue.breaker_state(DISK) is BreakerState.CLOSED
+    assert ["LookupError: in a callback" in bug for bug in queue.bugs()] == [True, True]
+
+
+@pytest.mark.parametrize("error", [None, down(), BlockMissing("gone"), ZeroDivisionError("a bug")])
+def test_a_kept_handle_keeps_no_memory(queues: Queues, error: Exception | None) -> None:
+    """Neither a finished move nor a sleeping worker refers to what the work and its callbacks refer to."""
+    queues.bugs_expected = True
+    queue = queues.new(attempts=2)
+
+    class Buffer:
+        pass
+
+    def work_on(buffer: Buffer) -> Callable[[], None]:
+        def work() -> None:
+            local = buffer
+            if error is not None:
+                try:
+                    raise OSError(str(local))
+                except OSError as cause:
+                    raise type(error)(*error.args) from cause
+
+        return work
+
+    def hear(buffer: Buffer) -> Callable[[Move], None]:
+        return lambda move: buffer.__init__()  # type: ignore[misc]
+
+    used, heard, called = Buffer(), Buffer(), threading.Event()
+    gate = queues.busy(queue)
+    move = queue.submit("x", DISK, Priority.SAVE, work_on(used))
+    move.then(hear(heard))
+    move.then(lambda _: called.set())
+    gone = [weakref.ref(used), weakref.ref(heard)]
+    del used, heard
+    gc.disable()
+    try:
+        gate.opened.set()
+        finished(move)
+        assert called.wait(HANGS_AFTER_SECONDS)
+        until = time.monotonic() + HANGS_AFTER_SECONDS
+        while any(each() is not None for each in gone) and time.monotonic() < until:
+            time.sleep(0.001)
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+# Threads and the end --------------------------------------------------------------------------------------------------
+
+
+def worker_threads() -> list[threading.Thread]:
+    return sorted(
+        (thread for thread in threading.enumerate() if thread.name.startswith("kv-move-")), key=lambda each: each.name
+    )
+
+
+def test_threads_come_with_the_first_submit_and_sleep_when_idle(queues: Queues) -> None:
+    queue = queues.new(threads=3)
+    queue.depths()
+    assert worker_threads() == []
+    finished(queue.submit("x", DISK, Priority.SAVE, Work()))
+    finished(queue.submit("x", DISK, Priority.SAVE, Work()))
+    threads = worker_threads()
+    assert [thread.name for thread in threads] == ["kv-move-0", "kv-move-1", "kv-move-2"]
+    assert all(thread.daemon for thread in threads)
+
+    def used() -> list[tuple[float, int]]:
+        """Seconds of CPU, and how often each thread went to sleep."""
+        status = [Path(f"/proc/self/task/{thread.native_id}/status").read_text() for thread in threads]
+        return [
+            (
+                time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)),
+                int(text.split("\nvoluntary_ctxt_switches:")[1].split()[0]),
+            )
+            for thread, text in zip(threads, status, strict=True)
+        ]
+
+    time.sleep(0.02)
+    before = used()
+    time.sleep(0.2)
+    for (seconds, sleeps), (seconds_after, sleeps_after) in zip(before, used(), strict=True):
+        assert seconds_after - seconds < 0.002 and sleeps_after - sleeps <= 2
+
+
+def test_a_system_without_threads_makes_misses(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, start, left = queues.new(threads=2), threading.Thread.start, [0]
+
+    def scarce(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    assert queue.submit("x", DISK, Priority.SAVE, Work()).finding is Finding.DOWN
+    left[0] = 1
+    assert finished(queue.submit("x", DISK, Priority.SAVE, Work())) == [None]
+    assert len(worker_threads()) == 1
+
+
+def test_close_ends_what_waits_and_awaits_what_runs(queues: Queues) -> None:
+    queue, heard, gates = queues.new(threads=2), list[Move](), [queues.gate(), queues.gate()]
+    running = [queue.submit(gate, DISK, Priority.SAVE, gate) for gate in gates]
+    assert all(gate.begun.wait(HANGS_AFTER_SECONDS) for gate in gates)
+    waiting = [queue.submit(priority, DISK, priority, Work()) for priority in Priority]
+    for move in waiting:
+        move.then(heard.append)
+    start = time.monotonic()
+    assert not queue.close(0.01), "two moves still run"
+    assert 0.01 <= time.monotonic() - start < HANGS_AFTER_SECONDS
+    assert finished(*waiting) == [Finding.DOWN] * 5 and heard == waiting
+    assert queue.depths() == dict.fromkeys(Priority, 0) and not any(move.done for move in running)
+    refused = [queue.submit(key, DISK, Priority.WAITING, Work()) for key in ("new", gates[0])]
+    assert all(move.done for move in refused) and finished(*refused) == [Finding.DOWN] * 2
+    gates[0].opened.set()
+    assert finished(running[0]) == [None] and not queue.close(0.01)
+    gates[1].opened.set()
+    assert queue.close(HANGS_AFTER_SECONDS) and queue.close(0)
+    assert finished(*running) == [None, None] and heard == waiting
+    for thread in worker_threads():
+        thread.join(HANGS_AFTER_SECONDS)
+    assert worker_threads() == []
+
+
+def test_close_ends_the_attempts(queues: Queues) -> None:
+    queue, gate = queues.new(attempts=100, breaker_faults=1000), queues.gate(down())
+    move = queue.submit("x", DISK, Priority.SAVE, gate)
+    assert gate.begun.wait(HANGS_AFTER_SECONDS) and not queue.close(0)
+    gate.opened.set()
+    assert finished(move) == [Finding.DOWN] and gate.runs == 1
+
+
+def test_closing_what_never_began_takes_no_time(queues: Queues) -> None:
+    queue = queues.new()
+    assert queue.close(0) and queue.submit("x", DISK, Priority.SAVE, Work()).finding is Finding.DOWN
+    assert worker_threads() == []
+
+
+# All at once ----------------------------------------------------------------------------------------------------------
+
+SUBMITTERS, OPERATIONS, KEYS, WAITING = 3, 400, 16, 4
+OUTCOMES: list[Exception | None] = [
+    *[None] * 6,
+    *[down()] * 3,
+    BlockMissing("gone"),
+    BlockCorrupt("bad"),
+    TierFull("full"),
+]
+FINDINGS = {
+    type(None): None,
+    TierUnavailable: Finding.DOWN,
+    BlockMissing: Finding.EVICTED,
+    BlockCorrupt: Finding.CORRUPT,
+    TierFull: Finding.PINNED_FULL,
+}
+
+
+class Soak:
+    """Random submits from several threads; what ran is compared with what the handles say."""
+
+    def __init__(self, queues: Queues) -> None:
+        self.clock = queues.clock
+        self.queue = queues.new(threads=3, waiting_moves=WAITING, attempts=2, breaker_faults=3, breaker_seconds=1.0)
+        self.running = [threading.Lock() for _ in range(KEYS)]
+
+    def tier(self, key: int) -> str:
+        return DISK if key % 2 else FAR
+
+    def submitter(self, seed: int, moves: list[SoakMove]) -> None:
+        chance, queue = random.Random(seed), self.queue
+        for _ in range(OPERATIONS):
+            move = SoakMove(self, chance.randrange(KEYS), chance.choices(OUTCOMES, k=2), chance.random() < 0.2)
+            deadline = self.clock.monotonic + chance.choice([-0.1, 0.2, 1.0]) if chance.random() < 0.3 else None
+            move.handle = queue.submit(
+                move.key, self.tier(move.key), chance.choice(list(Priority)), move.work, deadline=deadline
+            )
+            move.handle.then(move.heard.append)
+            moves.append(move)
+            if chance.random() < 0.3:
+                chance.choice(moves[-5:]).cancel()
+            if chance.random() < 0.05:
+                self.clock.advance(0.3)
+            assert all(0 <= depth <= WAITING for depth in queue.depths().values())
+            if chance.random() < 0.1:
+                move.handle.wait(0.001)
+
+
+class SoakMove:
+    """One submit: its own work, its handle, and what it heard."""
+
+    def __init__(self, soak: Soak, key: int, outcomes: list[Exception | None], slow: bool) -> None:
+        self.soak, self.key, self.outcomes, self.slow = soak, key, outcomes, slow
+        self.handle: Move
+        self.heard: list[Move] = []
+        self.said: list[Exception | None] = []
+
+    def work(self) -> None:
+        assert self.soak.running[self.key].acquire(blocking=False), "a key is moved twice at a time"
+        try:
+            if self.slow:
+                time.sleep(0.0005)
+            self.said.append(self.outcomes[len(self.said)])
+        finally:
+            self.soak.running[self.key].release()
+        if (error := self.said[-1]) is not None:
+            raise type(error)(*error.args)
+
+    def cancel(self) -> None:
+        if self.handle.cancel():
+            assert not self.said and self.handle.finding is Finding.TIMED_OUT
+
+    def check(self) -> str:
+        """One handle, one end; what ran is what it says."""
+        assert self.handle.done and self.heard == [self.handle]
+        if not self.said:
+            return f"joined or refused: {self.handle.finding}"
+        assert self.handle.finding is FINDINGS[type(self.said[-1])]
+        assert len(self.said) == 1 or isinstance(self.said[0], TierUnavailable)
+        return f"ran {len(self.said)}: {self.handle.finding}"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_move_ends_once_whatever_happens(queues: Queues, seed: int) -> None:
+    print(f"seed {seed}")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        soak = Soak(queues)
+        moves: list[list[SoakMove]] = [[] for _ in range(SUBMITTERS)]
+        threads = [
+            threading.Thread(target=soak.submitter, args=(seed * 100 + number, mine))
+            for number, mine in enumerate(moves)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        everything = [move for mine in moves for move in mine]
+        finished(*(move.handle for move in everything))
+        assert soak.queue.depths() == dict.fromkeys(Priority, 0)
+        soak.clock.advance(10)
+        for key in range(KEYS):  # no key is stuck, and no breaker
+            work = Work()
+            assert finished(soak.queue.submit(key, soak.tier(key), Priority.SCRUB, work)) == [None] and work.runs == 1
+        assert soak.queue.close(HANGS_AFTER_SECONDS)
+        counts = Counter(move.check() for move in everything)
+        print(dict(sorted(counts.items())))
+        assert counts.total() == SUBMITTERS * OPERATIONS
+        assert {"ran 1: None", "ran 2: None", "joined or refused: None"} <= set(counts), "the soak soaks nothing"
+    finally:
+        sys.setswitchinterval(interval)

@@ -1,0 +1,442 @@
+"""The move queue: runs planned moves by priority, in a few threads, with a bound on everything (floor 1).
+
+What moves is decided elsewhere, and how it moves is the callable's business. Here is decided when it runs, how often,
+and whether at all: a slow or failing tier makes misses, not waits. A full queue, a deadline that passed and a tier that
+keeps failing are answers, and they are given at once.
+
+Knows neither frames nor places. Must never run the work of one key twice at the same time, interrupt a running move,
+call anything of its callers while it holds its lock, or sleep. All threads are shared by all tiers: a tier that can
+hang for long deserves a queue of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Protocol
+
+from tiering.errors import BlockCorrupt, BlockMissing, TierError, TierFull
+from tiering.tier import Finding
+
+MOST_PASSES = 64
+"""Moves of higher priorities that may pass a priority with waiting moves before one of those is due."""
+BUGS_KEPT = 16
+
+ANSWERS: dict[type[TierError], Finding] = {
+    BlockMissing: Finding.EVICTED,
+    BlockCorrupt: Finding.CORRUPT,
+    TierFull: Finding.PINNED_FULL,
+}
+"""What a tier that works may say: final, and no fault of the tier. Any other error is one."""
+
+
+class Clock(Protocol):
+    """Time, handed in."""
+
+    def monotonic_seconds(self) -> float:
+        """For deadlines and breakers."""
+        ...
+
+
+class Priority(IntEnum):
+    """Why a move is made; lower runs first. `WAITING`: a request waits for it."""
+
+    WAITING = 0
+    PREFETCH = 1
+    SAVE = 2
+    DEMOTION = 3
+    SCRUB = 4
+
+
+class BreakerState(Enum):
+    """`OPEN`: the tier's moves are refused. `TRIAL`: all but the one whose end decides are."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    TRIAL = "trial"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Named upper bounds of a queue.
+
+    waiting_moves: of each priority. attempts: runs of one move, the first among them. breaker_faults: faults of a tier
+    in a row that open its breaker. breaker_seconds: from then until one move is let through on trial.
+    """
+
+    waiting_moves: int = 1024
+    attempts: int = 2
+    breaker_faults: int = 5
+    breaker_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if min(self.waiting_moves, self.attempts, self.breaker_faults) < 1 or not self.breaker_seconds >= 0:
+            raise ValueError(
+                f"{self}; waiting_moves, attempts and breaker_faults are at least 1, breaker_seconds is at least 0"
+            )
+
+
+class Move:
+    """One holder's handle on a move. Holders of one move share its fate, and each may leave it once."""
+
+    __slots__ = ("_left", "_queue", "_task")
+
+    def __init__(self, queue: MoveQueue, task: _Task) -> None:
+        self._queue = queue
+        self._task = task
+        self._left = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, in whatever way."""
+        return self._task.ended.is_set()
+
+    @property
+    def finding(self) -> Finding | None:
+        """Why it did not succeed; None for a success, and while it is not done.
+
+        DOWN: a fault of the tier, its open breaker, or a closed queue. TIMED_OUT: given up before it began, because its
+        deadline passed or its last holder cancelled. EVICTED and CORRUPT: what was to be read is gone or bad.
+        PINNED_FULL: no room in the tier, or in this queue.
+        """
+        return self._task.finding
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether it is done after at most that long. Callbacks may still be running then."""
+        return self._task.ended.wait(timeout_seconds)
+
+    def then(self, callback: Callable[[Move], None]) -> None:
+        """Call back with this handle when the move is done, in the thread that ended it; at once if it is done already.
+
+        At once means in the calling thread: hold no lock here that the callback takes. Callbacks are short; one that
+        raises is kept as a bug.
+        """
+        self._queue._attach(self, self._task, callback)
+
+    def cancel(self) -> bool:
+        """Leave the move. True if that ended it: it had not begun, and nobody else waits for it.
+
+        A handle that left still hears how the move ended.
+        """
+        return self._queue._leave(self, self._task)
+
+
+_Call = tuple[Callable[[Move], None], Move]
+
+
+class _Task:
+    """A move as the queue sees it, shared by its holders. Guarded by the queue's lock.
+
+    1. Queued by a submit; later ones of the same key join it, and may move it up.
+    2. Begun by a worker, once, for one or more attempts; its key is still joined.
+    3. Ended with a finding: its key is free, waiters wake, callbacks run. Also straight from 1, or refused before 1.
+    """
+
+    __slots__ = ("begun", "callbacks", "deadline", "ended", "finding", "holders", "key", "priority", "tier", "work")
+
+    def __init__(
+        self, key: Hashable, tier: str, priority: Priority, work: Callable[[], None], deadline: float | None
+    ) -> None:
+        self.key, self.tier, self.priority, self.deadline = key, tier, priority, deadline
+        self.work: Callable[[], None] | None = work
+        self.callbacks: list[_Call] = []
+        self.holders = 1
+        self.begun = False
+        self.finding: Finding | None = None
+        self.ended = threading.Event()
+
+    def end(self, finding: Finding | None) -> list[_Call]:
+        """Wake the waiters; returns the calls to make once no lock is held."""
+        assert not self.ended.is_set(), "a move ends once"
+        calls, self.callbacks = self.callbacks, []
+        self.work = None  # a handle that is kept must not keep the memory that the work refers to
+        self.finding = finding
+        self.ended.set()
+        return calls
+
+
+class _Breaker:
+    """Faults of a tier in a row; from `opened_at` on it is open, and `trial` is the one move that was let through."""
+
+    __slots__ = ("faults", "opened_at", "trial")
+
+    def __init__(self) -> None:
+        self.faults = 0
+        self.opened_at: float | None = None
+        self.trial: _Task | None = None
+
+    def refuses(self, now: float, seconds: float) -> bool:
+        """Whether a new move of the tier has to be turned away."""
+        return self.opened_at is not None and (self.trial is not None or now - self.opened_at < seconds)
+
+
+class MoveQueue:
+    """Runs moves. Thread-safe; has no threads before the first submit, and they sleep while there is nothing to do."""
+
+    def __init__(self, clock: Clock, limits: QueueLimits, threads: int) -> None:
+        if threads < 1:
+            raise ValueError(f"threads={threads}; give at least 1")
+        self._clock = clock
+        self._limits = limits
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._worker_left = threading.Condition(self._lock)
+        self._workers = 0
+        self._tasks: dict[Hashable, _Task] = {}
+        self._queues: dict[Priority, OrderedDict[Hashable, _Task]] = {each: OrderedDict() for each in Priority}
+        self._passes = dict.fromkeys(Priority, 0)
+        self._breakers: dict[str, _Breaker] = {}
+        self._bugs: deque[str] = deque(maxlen=BUGS_KEPT)
+        self._closed = False
+
+    def submit(
+        self,
+        key: Hashable,
+        tier: str,
+        priority: Priority,
+        work: Callable[[], None],
+        *,
+        deadline: float | None = None,
+    ) -> Move:
+        """Have `work` run. It returns when the move is made, or raises a `TierError`; after a fault it may run again.
+
+        A move of the same key that has not ended is joined: `work` is not used, the higher of both priorities holds
+        if there is room in it, and the later of both deadlines. The deadline is a reading of the clock in seconds; a
+        move that has not begun by then never does. Never blocks: what is refused comes back done.
+        """
+        with self._lock:
+            joined = None if self._closed else self._tasks.get(key)
+            if joined is not None:
+                assert joined.tier == tier, "a key belongs to one tier"
+                self._join(joined, priority, deadline)
+                return Move(self, joined)
+            task = _Task(key, tier, priority, work, deadline)
+            refusal = self._refusal(task)
+            if refusal is not None:
+                task.end(refusal)
+                return Move(self, task)
+            breaker = self._breakers.setdefault(tier, _Breaker())
+            if breaker.opened_at is not None:
+                breaker.trial = task
+            self._tasks[key] = task
+            self._queues[priority][key] = task
+            self._arrived.notify()
+            return Move(self, task)
+
+    def breaker_state(self, tier: str) -> BreakerState:
+        """An open breaker stays open until a submit after `breaker_seconds` puts it on trial."""
+        with self._lock:
+            breaker = self._breakers.get(tier)
+            if breaker is None or breaker.opened_at is None:
+                return BreakerState.CLOSED
+            return BreakerState.OPEN if breaker.trial is None else BreakerState.TRIAL
+
+    def depths(self) -> dict[Priority, int]:
+        """Moves of each priority that have not begun."""
+        with self._lock:
+            return {priority: len(queue) for priority, queue in self._queues.items()}
+
+    def bugs(self) -> list[str]:
+        """The last `BUGS_KEPT` stack traces of what moves and callbacks raised that is no `TierError`.
+
+        As text, because an exception keeps the memory of all the frames it came through.
+        """
+        with self._lock:
+            return list(self._bugs)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """End what waits as DOWN and await what runs, for at most that long. Whether all threads have ended.
+
+        Not to be called from a callback, which would wait for itself.
+        """
+        with self._lock:
+            self._closed = True
+            calls = [
+                call for task in list(self._tasks.values()) if not task.begun for call in self._end(task, Finding.DOWN)
+            ]
+            self._arrived.notify_all()
+        self._make(calls)
+        with self._lock:
+            return self._worker_left.wait_for(lambda: not self._workers, timeout_seconds)
+
+    # Submitting ----------------------------------------------------------------------------------------------------
+
+    def _refusal(self, task: _Task) -> Finding | None:
+        """Why a new move cannot be taken."""
+        breaker = self._breakers.get(task.tier)
+        if self._closed:
+            return Finding.DOWN
+        if breaker is not None and breaker.refuses(self._clock.monotonic_seconds(), self._limits.breaker_seconds):
+            return Finding.DOWN
+        if len(self._queues[task.priority]) >= self._limits.waiting_moves:
+            return Finding.PINNED_FULL
+        return None if self._has_workers() else Finding.DOWN
+
+    def _has_workers(self) -> bool:
+        """Start the threads that are missing. One is enough to go on with, if the system gives no more."""
+        while self._workers < self._threads:
+            name = f"kv-move-{self._workers}"
+            try:
+                threading.Thread(target=self._serve, name=name, daemon=True).start()
+            except RuntimeError:
+                break
+            self._workers += 1
+        return self._workers > 0
+
+    def _join(self, task: _Task, priority: Priority, deadline: float | None) -> None:
+        task.holders += 1
+        if task.deadline is not None:
+            task.deadline = None if deadline is None else max(task.deadline, deadline)
+        if not task.begun and priority < task.priority and len(self._queues[priority]) < self._limits.waiting_moves:
+            del self._queues[task.priority][task.key]
+            self._queues[priority][task.key] = task
+            task.priority = priority
+
+    def _leave(self, move: Move, task: _Task) -> bool:
+        with self._lock:
+            if move._left or task.begun or task.ended.is_set():
+                return False
+            move._left = True
+            task.holders -= 1
+            if task.holders:
+                return False
+            calls = self._end(task, Finding.TIMED_OUT)
+        self._make(calls)
+        return True
+
+    def _attach(self, move: Move, task: _Task, callback: Callable[[Move], None]) -> None:
+        with self._lock:
+            if not task.ended.is_set():
+                task.callbacks.append((callback, move))
+                return
+        self._make([(callback, move)])
+
+    # Running -------------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """One worker's life."""
+        while (task := self._next()) is not None:
+            self._finish(task, self._run(task))
+
+    def _next(self) -> _Task | None:
+        """Sleep until there is a move to begin, or none to come."""
+        with self._lock:
+            while not self._closed:
+                waiting = [priority for priority in Priority if self._queues[priority]]
+                if waiting:
+                    return self._begin(waiting)
+                self._arrived.wait()
+            self._workers -= 1
+            self._worker_left.notify_all()
+            return None
+
+    def _begin(self, waiting: list[Priority]) -> _Task:
+        """Take the first move of the highest priority, or of one that was passed too often."""
+        due = [priority for priority in waiting if self._passes[priority] >= MOST_PASSES]
+        chosen = (due or waiting)[0]
+        for priority in waiting:
+            if priority > chosen:
+                self._passes[priority] += 1
+        self._passes[chosen] = 0
+        _, task = self._queues[chosen].popitem(last=False)
+        task.begun = True
+        return task
+
+    def _run(self, task: _Task) -> Finding | None:
+        """Attempts, until one is final, the deadline passes, or the tier is not to be asked again."""
+        finding: Finding | None = Finding.TIMED_OUT
+        for _ in range(self._limits.attempts):
+            if self._is_late(task):
+                break
+            finding, again = self._attempt(task)
+            if not again:
+                break
+        return finding
+
+    def _is_late(self, task: _Task) -> bool:
+        with self._lock:
+            return task.deadline is not None and task.deadline < self._clock.monotonic_seconds()
+
+    def _attempt(self, task: _Task) -> tuple[Finding | None, bool]:
+        """Run the work once: what came of it, and whether to try again."""
+        assert task.work is not None
+        try:
+            task.work()
+        except TierError as error:
+            answer = next((finding for kind, finding in ANSWERS.items() if isinstance(error, kind)), None)
+            if answer is not None:
+                self._answered(task)
+                return answer, False
+            return Finding.DOWN, self._failed(task)
+        except Exception as error:
+            # The worker's loop is one of the three places that may catch everything: a bug in one move must not end
+            # the thread that all the others wait for. It is not tried again, on state that it did not expect.
+            self._keep(error)
+            self._failed(task)
+            return Finding.DOWN, False
+        self._answered(task)
+        return None, False
+
+    def _answered(self, task: _Task) -> None:
+        with self._lock:
+            breaker = self._breakers[task.tier]
+            if breaker.trial is task:
+                breaker.trial = breaker.opened_at = None
+            if breaker.opened_at is None:  # else it began before the breaker opened, and only the trial decides
+                breaker.faults = 0
+
+    def _failed(self, task: _Task) -> bool:
+        """Count a fault; whether the tier may be asked again at once."""
+        with self._lock:
+            breaker = self._breakers[task.tier]
+            calls: list[_Call] = []
+            if breaker.trial is task:
+                breaker.trial, breaker.opened_at = None, self._clock.monotonic_seconds()
+            elif breaker.opened_at is None:
+                breaker.faults += 1
+                if breaker.faults >= self._limits.breaker_faults:
+                    breaker.opened_at = self._clock.monotonic_seconds()
+                    calls = self._end_waiting(task.tier)
+            again = breaker.opened_at is None and not self._closed
+        self._make(calls)
+        return again
+
+    def _end_waiting(self, tier: str) -> list[_Call]:
+        """A breaker opened: what waits for its tier hears of it now, not when a worker comes by."""
+        tasks = [task for task in self._tasks.values() if task.tier == tier and not task.begun]
+        return [call for task in tasks for call in self._end(task, Finding.DOWN)]
+
+    # Ending --------------------------------------------------------------------------------------------------------
+
+    def _finish(self, task: _Task, finding: Finding | None) -> None:
+        with self._lock:
+            calls = self._end(task, finding)
+        self._make(calls)
+
+    def _end(self, task: _Task, finding: Finding | None) -> list[_Call]:
+        """Take a move out of the books, under the lock; returns the calls to make outside of it."""
+        assert self._tasks[task.key] is task
+        del self._tasks[task.key]
+        if not task.begun:
+            del self._queues[task.priority][task.key]
+        breaker = self._breakers[task.tier]
+        if breaker.trial is task:  # it never ran, so it says nothing about the tier: the next one is the trial
+            breaker.trial = None
+        return task.end(finding)
+
+    def _make(self, calls: list[_Call]) -> None:
+        for callback, move in calls:
+            try:
+                callback(move)
+            except Exception as error:  # part of the worker's loop: see `_attempt`
+                self._keep(error)
+
+    def _keep(self, error: Exception) -> None:
+        text = "".join(traceback.format_exception(error))
+        with self._lock:
+            self._bugs.append(text)
