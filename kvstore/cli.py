@@ -95,6 +95,9 @@ def demo(
     dram: Annotated[
         str, typer.Option(metavar="SIZE", envvar="KVSTORE_DRAM", help="Memory for blocks, such as 512MiB.")
     ] = "512MiB",
+    nvme: Annotated[
+        str, typer.Option(metavar="SIZE", envvar="KVSTORE_NVME", help="Disk space for blocks, such as 1GiB.")
+    ] = "1GiB",
     data: Annotated[
         str | None,
         typer.Option(metavar="DIR", envvar="KVSTORE_DATA", help="Directory of the store. A temporary one if left out."),
@@ -109,14 +112,15 @@ def demo(
     seed: Annotated[int, typer.Option(metavar="N", help="The model's weights are drawn from this.")] = 0,
     as_json: Json = False,
 ) -> int:
-    """Answer twenty questions on the store's own pages: without a store, filling one, and from a full one.
+    """Answer twenty questions on the store's own pages: without a store, filling one, from a full one, and from disk
+    after a restart.
 
     A small transformer with random weights answers them on this machine, in about a minute. You see how many tokens
     were found and why the others were not, how much sooner the first token came, and that all answers are the same.
     """
     from kvstore.demo.options import Options
 
-    options = Options(dram, data, requests, tokens, threads, seed)
+    options = Options(dram, data, requests, tokens, threads, seed, nvme)
     with _progress() as show:
         show("loading torch and transformers")
         from kvstore.demo.run import run

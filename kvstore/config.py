@@ -154,7 +154,7 @@ class NvmeConfig:
                 "free some"
             )
         if slab is None:
-            share = max(MIN_SLAB_BYTES, budget // SLABS_PER_BUDGET)
+            share = max(MIN_NVME_BYTES // 4, budget // SLABS_PER_BUDGET)
             size = min(MAX_SLAB_BYTES, 1 << share.bit_length() - 1)
         else:
             size = parse_size(slab, "slab")

@@ -100,7 +100,10 @@ class Levels:
         self._find_slots = find_slots
         self._rising: dict[int, Rise] = {}
         self._sinking: set[int] = set()
-        self._unsunk: deque[int] = deque()  # rows, in the order in which they were stored
+        self._pinned_for_sinking: list[list[int]] = []
+        self._unsunk: deque[int] = (
+            deque()
+        )  # rows as they were stored; one may have gone, and come again as another block
         self._closing = False
         self._loaded = threading.Event()
         self._loader: threading.Thread | None = None
@@ -260,9 +263,13 @@ class Levels:
                 parent = blocks.index.parent(row)
                 follows = parent == NO_ROW or blocks.is_below(parent) or parent in batch
                 here = blocks.index.state(row) is RowState.VISIBLE and blocks.is_above(row)
-                if here and follows and not blocks.is_below(row) and row not in self._sinking:
+                if here and follows and not blocks.is_below(row) and row not in self._sinking and row not in batch:
                     batch.append(row)
-            self._pin(number, batch)
+            # What the batch follows must stay below until the batch is there: else NVMe would hold the end of a chain.
+            parents = {blocks.index.parent(row) for row in batch} - {NO_ROW, *batch}
+            pinned = [*batch, *sorted(parents)]
+            self._pin(number, pinned)
+            self._pinned_for_sinking.append(pinned)
             self._sinking.update(batch)
         placed: list[int] = []
         written = False
@@ -287,7 +294,8 @@ class Levels:
                 if placed and not written:
                     blocks.not_demoted(placed)
                 self._sinking.difference_update(batch)
-                self._unpin(number, batch)
+                self._pinned_for_sinking = [one for one in self._pinned_for_sinking if one is not pinned]
+                self._unpin(number, pinned)
                 self._changed.notify_all()
 
     def _verified(self, number: int, rows: Sequence[int]) -> list[int]:
@@ -473,6 +481,11 @@ class Levels:
     def rising(self) -> set[int]:
         """Rows on their way up."""
         return set(self._rising)
+
+    @property
+    def pinned_for_sinking(self) -> list[list[int]]:
+        """Rows that are pinned while some of them go down, a list for each move."""
+        return self._pinned_for_sinking
 
     @property
     def sinking(self) -> set[int]:

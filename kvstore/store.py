@@ -29,8 +29,10 @@ from tiering.frame import MAX_SLICES, frame_bytes
 from tiering.move_queue import MoveQueue
 from tiering.mover import Copy, MoveDone, Mover, Outcome
 from tiering.residency import Evict, Grow, Vacate
+from tiering.slab import PAGE_BYTES
 from tiering.tier import FrameSpan, SlotClass, Usage, extent_of
 
+SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
 DROP_LOOKS_SECONDS = 0.1
 """How often a drop looks again whether moves of its namespace are over."""
 
@@ -400,7 +402,8 @@ class Store:
             rising = self._levels.rising if self._levels is not None else set()
             sinking = self._levels.sinking if self._levels is not None else set()
             pins.update(rising)
-            pins.update(sinking)
+            for pinned in self._levels.pinned_for_sinking if self._levels is not None else ():
+                pins.update(pinned)
             namespaces = map(self._blocks.index.namespace_of, pins)
             assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number in namespaces)
             self._blocks.check(pins, sinking)
@@ -448,6 +451,15 @@ class Store:
                 raise BadInput(
                     f"a block of {namespace.layout.block_tokens} tokens needs a frame of {frame_bytes(payload)} bytes "
                     f"and an extent has {extent}; give more DRAM, a larger extent=, smaller blocks or layer_shards"
+                )
+        if self._blocks.lower is not None:
+            slab = self._blocks.lower.tier.slab_bytes
+            largest = max(map(frame_bytes, payload_bytes)) + SLAB_OVERHEAD_BYTES
+            if largest > slab or slab * len(payload_bytes) > self._blocks.lower.tier.budget_bytes:
+                raise BadInput(
+                    f"a block of {len(payload_bytes)} parts, the largest of {largest} bytes on disk, does not fit into "
+                    f"slabs of {slab} bytes within nvme={self._blocks.lower.tier.budget_bytes}: each part needs a slab "
+                    "of its own; give more NVMe, another slab=, smaller blocks or layer_shards"
                 )
         needed = extent * len(payload_bytes)
         if needed > self._blocks.dram.usage().budget_bytes:
@@ -655,7 +667,8 @@ class Store:
                 continue
             move = make_room(classes, blocks.dram)
             if isinstance(move, Evict):
-                blocks.evict_worst(len(missing), record.namespace)
+                if not blocks.evict_worst(len(missing), record.namespace):
+                    return MissReason.PINNED_FULL  # what is left is the way to blocks that NVMe alone has
             elif isinstance(move, Grow):
                 return move.slot_class
             elif isinstance(move, Vacate):

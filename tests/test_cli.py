@@ -145,7 +145,7 @@ def test_demo_as_one_json_object(tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert found["requests"] == found["identical"] == 2
     assert found["reversed"]["changed"] == found["reversed"]["asked"] == 2
-    assert set(found["passes"]) == {"cold", "fill", "warm"}
+    assert set(found["passes"]) == {"cold", "fill", "warm", "restart"} and found["restart"]["read_bytes"] > 0
     for counts in found["passes"].values():
         assert sum(counts["hits"].values()) + sum(counts["misses"].values()) == counts["prompt_tokens"]
         assert {"p50", "p99"} == set(counts["ttft_ms"]) == set(counts["itl_ms"])

@@ -297,7 +297,8 @@ class NvmeTier:
             pass  # the stamp says that this session has not ended
         with self._lock:
             self._closed = True
-        self._index.close()
+        with self._index_lock:
+            self._index.close()
         self._files.close()
 
     # Slabs ---------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ _PROCESSOR_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class Options:
-    """dram: the store's budget. data: its directory, a temporary one if None. requests: how many of the twenty, from
-    the first one on. threads: that torch computes with, as many as there are cores if None. seed: of the weights."""
+    """dram, nvme: the store's budgets. data: its directory, a temporary one if None. requests: how many of the twenty,
+    from the first one on. threads: that torch computes with, as many as there are cores if None. seed: of weights."""
 
     dram: str = "512MiB"
     data: str | None = None
@@ -27,9 +27,11 @@ class Options:
     answer_tokens: int = 32
     threads: int | None = None
     seed: int = 0
+    nvme: str = "1GiB"
 
     def __post_init__(self) -> None:
         parse_size(self.dram, "dram")
+        parse_size(self.nvme, "nvme")
         if not 1 <= self.requests <= REQUESTS:
             raise BadInput(f"requests={self.requests}; give 1 to {REQUESTS}")
         if not 1 <= self.answer_tokens <= MAX_ANSWER_TOKENS:

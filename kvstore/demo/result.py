@@ -24,9 +24,9 @@ SHOWN_ANSWER_BYTES = 12
 
 @dataclass(frozen=True)
 class DemoResult:
-    """passes: cold, fill, warm. stored_bytes: payload of the blocks that the store holds in the end. reversed_asked,
-    reversed_changed: answers from reversed payloads, and how many of them came out different, as all must. seconds: of
-    the whole demo."""
+    """passes: cold, fill, warm, restart. stored_bytes: payload of the blocks that the store holds in the end.
+    read_bytes: payload read from the disk after the restart. reversed_asked, reversed_changed: answers from reversed
+    payloads, and how many of them came out different, as all must. seconds: of the whole demo."""
 
     requests: list[Request]
     passes: list[PassResult]
@@ -38,6 +38,7 @@ class DemoResult:
     block_tokens: int
     stored_blocks: int
     stored_bytes: int
+    read_bytes: int
     reversed_asked: int
     reversed_changed: int
     seconds: float
@@ -67,10 +68,10 @@ class DemoResult:
             )
         return found
 
-    def ttft_ratio(self, percent: str) -> float:
-        """How many times sooner the first token came warm than cold, at "p50" or "p99"."""
-        cold, warm = self.passes[0].ttft_ms(), self.passes[-1].ttft_ms()
-        return cold[percent] / warm[percent]
+    def ttft_ratio(self, percent: str, name: str = "warm") -> float:
+        """How many times sooner the first token came in a pass than cold, at "p50" or "p99"."""
+        times = {result.name: result.ttft_ms() for result in self.passes}
+        return times["cold"][percent] / times[name][percent]
 
     def to_dict(self) -> dict[str, object]:
         """One object for `--json`: tokens, bytes, milliseconds, and ratios that are better when they are larger, but
@@ -94,9 +95,11 @@ class DemoResult:
             "passes": {result.name: result.to_dict() for result in self.passes},
             "ttft_ratio": self.ttft_ratio("p50"),
             "ttft_ratio_p99": self.ttft_ratio("p99"),
+            "ttft_ratio_restart": self.ttft_ratio("p50", "restart"),
             "cold_vs_generate": against.ratio if against else None,
             "cold_vs_generate_pairs": against.to_dict() if against else None,
             "stored": {"blocks": self.stored_blocks, "bytes": self.stored_bytes},
+            "restart": {"read_bytes": self.read_bytes},
             "restored_answer_tokens": self._restored_answers(),
             "identical": self.identical,
             "reversed": {"asked": self.reversed_asked, "changed": self.reversed_changed},
@@ -111,7 +114,7 @@ class DemoResult:
             console.print(Text(line), soft_wrap=True)
 
     def _table(self) -> Table:
-        table = Table(title=f"{len(self.requests)} requests, three times", title_justify="left")
+        table = Table(title=f"{len(self.requests)} requests, four times", title_justify="left")
         table.add_column("")
         for result in self.passes:
             table.add_column(result.name, justify="right")
@@ -133,9 +136,12 @@ class DemoResult:
     def _lines(self) -> list[str]:
         sample = bytes(self.passes[0].answers[0][:SHOWN_ANSWER_BYTES])
         lines = [
-            "cold: the store is closed. fill: it is empty at first. warm: it holds all prompts.",
+            "cold: the store is closed. fill: it is empty at first. warm: it holds all prompts. "
+            "restart: a new process, memory empty.",
             f"Warm, the first token comes {self.ttft_ratio('p50'):.1f} times sooner than cold (p50; "
             f"{self.ttft_ratio('p99'):.1f} times at p99).",
+            f"After the restart it comes {self.ttft_ratio('p50', 'restart'):.1f} times sooner than cold (p50); "
+            f"{format_size(self.read_bytes)} were read from the disk.",
             f"Identical answers in all passes: {self.identical} of {len(self.requests)}.",
             f"Stored: {self.stored_blocks:,} blocks of {self.block_tokens} tokens, {format_size(self.stored_bytes)}.",
             f"Reused in the chat: {self._restored_answers()['warm']} tokens of its own earlier answers.",

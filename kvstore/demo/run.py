@@ -1,8 +1,9 @@
-"""The demo from start to end: three passes over the same requests, and two comparisons (floor 4).
+"""The demo from start to end: four passes over the same requests, and two comparisons (floor 4).
 
     cold   the same code with a store that was closed: every token is computed
     fill   the store is empty at first; requests already find what earlier ones have left
     warm   the same requests once more, with everything stored
+    restart  a new process on the same directory: memory is empty, and the disk has what was stored
 
 Nothing here prints; what was found out is a `DemoResult`.
 """
@@ -24,6 +25,7 @@ from kvstore.demo.model import build_model, describe_model
 from kvstore.demo.options import MAX_ANSWER_TOKENS, Options, usable_cores
 from kvstore.demo.passes import Progress, run_first_pass, run_pass
 from kvstore.demo.questions import MAX_PROMPT_TOKENS, Request, twenty_requests
+from kvstore.demo.restart import run_restarted
 from kvstore.demo.result import DemoResult
 
 REVERSED_PROMPTS = 2
@@ -45,7 +47,7 @@ def run(
         threads = stack.enter_context(_torch_threads(options.threads or min(usable_cores(), torch.get_num_threads())))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-")))
         directory = options.data if options.data is not None else str(scratch / "store")
-        store = stack.enter_context(kvstore.open(f"embedded:{directory}", dram=options.dram))
+        store = stack.enter_context(kvstore.open(f"embedded:{directory}", dram=options.dram, nvme=options.nvme))
         progress("making a model", 0, 1)
         if model is None:
             model = build_model(options.seed, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS)
@@ -66,10 +68,14 @@ def run(
         answers = answers_from_reversed(
             model, [cold.prompts[number] for number in doubted], tokens, scratch / "reversed", progress
         )
+        progress("restart", 0, 1)
+        store.close()
+        restarted, read_bytes = run_restarted(model, directory, options, threads, cold.prompts, scratch)
+        progress("restart", 1, 1)
         changed = [answer != cold.answers[number] for number, answer in zip(doubted, answers, strict=True)]
     return DemoResult(
         requests=asked,
-        passes=[cold, fill, warm],
+        passes=[cold, fill, warm, restarted],
         against_generate=plain.against(cold),
         model=describe_model(model),
         seed=options.seed,
@@ -78,6 +84,7 @@ def run(
         block_tokens=warm_cache.layout.block_tokens,
         stored_blocks=stored_blocks,
         stored_bytes=stored_blocks * warm_cache.layout.raw_bytes,
+        read_bytes=read_bytes,
         reversed_asked=len(changed),
         reversed_changed=sum(changed),
         seconds=time.perf_counter() - start,

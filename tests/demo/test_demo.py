@@ -103,11 +103,14 @@ def test_every_token_is_explained_in_every_pass(result: DemoResult) -> None:
         asked = sum(len(prompt) for prompt in one.prompts)
         assert sum(one.hits().values()) + sum(one.misses().values()) == asked
         assert sum(report.faults for report in one.reports) == 0
-    cold, fill, warm = result.passes
+    cold, fill, warm, restart = result.passes
     assert cold.hits() == {} and set(cold.misses()) == {"disabled"}
     assert 0 < fill.hits()["dram"] < warm.hits()["dram"]
     assert "absent" in fill.misses() and "diverged" in fill.misses()
     assert set(warm.misses()) <= {"grid", "partial_block", "last_token"}
+    assert restart.hits()["nvme"] > 0 and sum(restart.hits().values()) <= sum(warm.hits().values())
+    assert set(restart.misses()) <= {"grid", "partial_block", "last_token", "deadline"}, "all is on disk"
+    assert result.read_bytes >= restart.hits()["nvme"] * 2 * 2 * 64 * 4
     assert cold.saved_blocks == warm.saved_blocks == 0 and fill.saved_blocks == result.stored_blocks > 0
 
 
@@ -124,17 +127,17 @@ def test_json_and_table_say_the_same(result: DemoResult) -> None:
 
 
 def test_failures_are_found(result: DemoResult) -> None:
-    cold, fill, warm = result.passes
-    wrong = dataclasses.replace(warm, answers=[*warm.answers[:-1], [*warm.answers[-1][:-1], -1]])
-    failed = dataclasses.replace(result, passes=[cold, fill, wrong], reversed_changed=1)
+    cold, fill, warm, restart = result.passes
+    wrong = dataclasses.replace(restart, answers=[*warm.answers[:-1], [*warm.answers[-1][:-1], -1]])
+    failed = dataclasses.replace(result, passes=[cold, fill, warm, wrong], reversed_changed=1)
     assert failed.differing == [REQUESTS - 1] and failed.identical == REQUESTS - 1
     assert len(failed.failures) == 2
 
 
 def test_a_store_that_is_too_small_evicts_and_stays_right() -> None:
-    small = run_short(Options(dram="3MiB", requests=REQUESTS, answer_tokens=2, threads=1, seed=7))
+    small = run_short(Options(dram="2MiB", nvme="1MiB", requests=REQUESTS, answer_tokens=2, threads=1, seed=7))
     assert small.identical == REQUESTS and small.failures == []
-    assert small.passes[-1].misses()["evicted"] > 0
+    assert small.passes[2].misses()["evicted"] > 0
 
 
 # Details --------------------------------------------------------------------------------------------------------

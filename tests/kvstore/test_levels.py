@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -203,3 +204,36 @@ def test_what_it_says_of_bad_options(tmp_path: Path) -> None:
             kvstore.open(f"embedded:{tmp_path}", dram="1MiB", **options)
     with opened(tmp_path, limits=Limits(lease_seconds=5)) as store:
         assert store.usage().blocks == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chains_wander_between_small_tiers(tmp_path: Path, seed: int) -> None:
+    """Prompts that share beginnings, far more than both tiers hold: what is found is right, and nothing gets stuck."""
+    random = Random(seed)
+    with opened(tmp_path, nvme="1536KiB", slab="256KiB") as store:
+        handle = namespace(store)
+        assert store._store._levels is not None
+        queue = store._store._levels._queue
+        planes = {number: pages(number, handle) for number in range(3)}
+        for _ in range(120):
+            number, blocks = random.randrange(3), random.randrange(5, BLOCKS + 1)
+            tail = random.randrange(8)  # the last four blocks differ
+            ids_ = [*prompt(number, blocks - 4), *ids(256, 500_000 + 1000 * tail)]
+            if random.random() < 0.6:
+                durability = random.choice(["volatile", "volatile", "disk"])
+                handle.put(ids_, Pages(planes[number].planes, range(blocks), 64), durability=durability)
+            else:
+                into = Pages(blank_planes(handle.layout, blocks, 64), range(blocks), 64)
+                with handle.lease(handle.match(ids_), deadline_ms=LONG_MS) as lease:
+                    loaded = handle.get(lease, into)
+                for layer, got in into.planes.items():
+                    for mine, want in zip(got, planes[number].planes[layer], strict=True):
+                        count = loaded.tokens // 64
+                        assert torch.equal(mine[:count].view(torch.uint8), want[:count].view(torch.uint8))
+            assert not queue.bugs(), queue.bugs()
+            store.check()
+        assert {"demoted_blocks", "promoted_blocks", "evicted_blocks"} <= store.usage().counters.keys()
+        assert store.usage().counters.get("quarantined_blocks", 0) == 0
+    with opened(tmp_path, nvme="1536KiB", slab="256KiB") as store:
+        store.check()
+        assert store.usage().blocks > 0 and not store.usage().counters.get("quarantined_blocks")
