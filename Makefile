@@ -26,13 +26,14 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env demo test check bench clean
+.PHONY: help env demo test check bench torture clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
 	@echo 'make test    run every test, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed with their reasons'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
 	@echo 'make bench   run every benchmark against its physical limit'
+	@echo 'make torture damage, power losses and kills for as long as ARGS say (tests/torture.py)'
 	@echo 'make env     make $(VENV), or bring it up to date (each target above does so itself)'
 	@echo 'make clean   remove $(VENV) and everything built or cached'
 	@echo ''
@@ -73,6 +74,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(VENV)/bin/kvstore bench all $(ARGS)
+
+torture: $(STAMP)
+	$(VENV)/bin/python tests/torture.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,357 @@
+"""The bytes of a directory: what is packed is read, and anything else is refused, down to the single bit."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiering.errors import BlockCorrupt
+from tiering.frame import digest
+from tiering.slab import (
+    BAD,
+    EMPTY,
+    ENTRY,
+    HELD,
+    MAX_ABOUT_BYTES,
+    PAGE_BYTES,
+    SLOTS_PER_RECORD,
+    STAMP_PAGES,
+    KeyAbsent,
+    OtherFormat,
+    SlabHeader,
+    StoreStamp,
+    doubt_key,
+    entry_of,
+    latest_stamp,
+    open_meta,
+    open_record,
+    pack_meta,
+    pack_record,
+    read_slab_header,
+    record_key,
+    split_doubt_key,
+    split_entries,
+    split_record_key,
+    unread_key,
+)
+from tiering.tier import SlotClass
+
+MAC_KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
+TENANT, KEY_ID, EPOCH = b"t" * 16, b"key-id-0", 7
+HEADER = SlabHeader(9, SlotClass(TENANT, b"n" * 32, 3, 12288), 40, KEY_ID, EPOCH, b"u" * 16, b"about this slab")
+NOTHING = bytes(SLOTS_PER_RECORD * ENTRY.itemsize)
+
+
+class Keys:
+    """One key, for one tenant, id and epoch; `knows_all`: for whoever asks."""
+
+    def __init__(self, key: bytes = MAC_KEY, *, knows_all: bool = False) -> None:
+        self.key, self.knows_all = key, knows_all
+
+    def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
+        return self.key if self.knows_all or (tenant, key_id, epoch) == (TENANT, KEY_ID, EPOCH) else None
+
+
+def every_flip(content: bytes) -> Iterator[bytes]:
+    """The same with one bit turned round, for each of its bits."""
+    damaged = bytearray(content)
+    for bit in range(len(content) * 8):
+        damaged[bit // 8] ^= 1 << bit % 8
+        yield bytes(damaged)
+        damaged[bit // 8] ^= 1 << bit % 8
+
+
+def refused(read: Callable[[], object]) -> None:
+    with pytest.raises(BlockCorrupt):
+        read()
+
+
+# Slab headers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("about", [b"", b"x", bytes(3), bytes(range(256)) * 4, b"\xff" * MAX_ABOUT_BYTES])
+def test_a_slab_header_is_read_as_it_was_packed(about: bytes) -> None:
+    header = replace(HEADER, about=about)
+    page = header.pack(MAC_KEY)
+    assert len(page) == PAGE_BYTES
+    assert read_slab_header(page, Keys()) == header
+
+
+@given(
+    number=st.integers(0, 2**32 - 1),
+    part=st.integers(0, 2**32 - 1),
+    frame_bytes=st.integers(0, 2**64 - 1),
+    slots=st.integers(0, 2**32 - 1),
+    uid=st.binary(min_size=16, max_size=16),
+    about=st.binary(max_size=100),
+)
+def test_any_slab_header(number: int, part: int, frame_bytes: int, slots: int, uid: bytes, about: bytes) -> None:
+    slot_class = SlotClass(TENANT, b"n" * 32, part, frame_bytes)
+    header = SlabHeader(number, slot_class, slots, KEY_ID, EPOCH, uid, about)
+    assert read_slab_header(header.pack(MAC_KEY), Keys()) == header
+
+
+def test_where_a_slabs_slots_are() -> None:
+    assert HEADER.size_bytes == 2 * PAGE_BYTES + 40 * 12288
+    assert HEADER.offset(0) == PAGE_BYTES and HEADER.offset(40) == HEADER.size_bytes - PAGE_BYTES
+
+
+@pytest.mark.parametrize("knows_all", [False, True])
+def test_every_bit_of_a_slab_header(knows_all: bool) -> None:
+    keys = Keys(knows_all=knows_all)
+    for page in every_flip(HEADER.pack(MAC_KEY)):
+        try:
+            read_slab_header(page, keys)
+        except BlockCorrupt:
+            continue
+        raise AssertionError("a damaged header was believed")
+
+
+def test_a_slab_header_under_another_key() -> None:
+    page = HEADER.pack(MAC_KEY)
+    refused(lambda: read_slab_header(page, Keys(OTHER_KEY)))
+    refused(lambda: read_slab_header(HEADER.pack(OTHER_KEY), Keys()))
+
+
+@pytest.mark.parametrize("other", [{"key_id": b"key-id-1"}, {"epoch": 8}])
+def test_a_slab_header_whose_key_is_away(other: dict[str, object]) -> None:
+    with pytest.raises(KeyAbsent):
+        read_slab_header(replace(HEADER, **other).pack(MAC_KEY), Keys())  # type: ignore[arg-type]
+
+
+def test_a_slab_header_of_another_version() -> None:
+    page = bytearray(HEADER.pack(MAC_KEY))
+    page[8:12] = struct.pack("<I", 2)
+    refused(lambda: read_slab_header(bytes(page), Keys(knows_all=True)))
+
+
+def test_a_slab_header_that_says_it_is_longer_than_its_page() -> None:
+    page = bytearray(HEADER.pack(MAC_KEY))
+    at = page.index(b"about this slab") - 4
+    for length in (MAX_ABOUT_BYTES + 1, PAGE_BYTES, 2**32 - 1):
+        page[at : at + 4] = struct.pack("<I", length)
+        refused(lambda: read_slab_header(bytes(page), Keys()))
+
+
+@pytest.mark.parametrize(
+    "page", [bytes(PAGE_BYTES), b"\xff" * PAGE_BYTES, b"KVSLAB\x00\x00".ljust(PAGE_BYTES, b"\x00")]
+)
+def test_pages_that_are_no_slab_header(page: bytes) -> None:
+    refused(lambda: read_slab_header(page, Keys(knows_all=True)))
+
+
+# Records --------------------------------------------------------------------------------------------------------------
+
+
+def entries() -> bytes:
+    """A full record: one frame, one bad slot, free ones."""
+    held = entry_of(b"k" * 32, b"p" * 32, 5, 2**63, -7, 2**40)
+    bad = entry_of(b"b" * 32, b"q" * 32, 2**32 - 1, 1, 7, 0, BAD)
+    return (held + bytes(ENTRY.itemsize) + bad).ljust(len(NOTHING), b"\x00")
+
+
+def test_entries_are_read_as_they_were_packed() -> None:
+    table = split_entries(entries())
+    assert len(table) == SLOTS_PER_RECORD
+    assert table["state"].tolist()[:4] == [HELD, EMPTY, BAD, EMPTY]
+    held, bad = table[0], table[2]
+    assert held["key"].tobytes() == b"k" * 32 and held["parent"].tobytes() == b"p" * 32
+    assert (held["block_index"], held["generation"], held["priority"], held["expires_at"]) == (5, 2**63, -7, 2**40)
+    assert (bad["block_index"], bad["generation"], bad["priority"]) == (2**32 - 1, 1, 7)
+    assert not table["zero"].tobytes().strip(b"\x00")
+
+
+@given(
+    key=st.binary(min_size=32, max_size=32),
+    index=st.integers(0, 2**32 - 1),
+    generation=st.integers(0, 2**64 - 1),
+    priority=st.integers(-(2**31), 2**31 - 1),
+    expires_at=st.integers(0, 2**64 - 1),
+)
+def test_any_entry(key: bytes, index: int, generation: int, priority: int, expires_at: int) -> None:
+    (entry,) = split_entries(entry_of(key, key[::-1], index, generation, priority, expires_at))
+    assert entry["key"].tobytes() == key and entry["parent"].tobytes() == key[::-1]
+    assert (entry["block_index"], entry["generation"]) == (index, generation)
+    assert (entry["priority"], entry["expires_at"], entry["state"]) == (priority, expires_at, HELD)
+
+
+def test_a_record_is_opened_as_it_was_packed() -> None:
+    for content in (entries(), NOTHING, b"\xff" * len(NOTHING)):
+        value = pack_record(HEADER, 4, content, MAC_KEY)
+        assert len(value) <= 4080, "a value of the index"
+        assert open_record(HEADER, 4, value, MAC_KEY) == content
+
+
+def test_every_bit_of_a_record() -> None:
+    for value in every_flip(pack_record(HEADER, 4, entries(), MAC_KEY)):
+        try:
+            open_record(HEADER, 4, value, MAC_KEY)
+        except BlockCorrupt:
+            continue
+        raise AssertionError("a damaged record was believed")
+
+
+def test_a_record_belongs_to_one_run_of_one_slab_under_one_key() -> None:
+    value = pack_record(HEADER, 4, entries(), MAC_KEY)
+    elsewhere = [
+        (HEADER, 5, MAC_KEY),
+        (HEADER, 0, MAC_KEY),
+        (replace(HEADER, number=10), 4, MAC_KEY),
+        (replace(HEADER, number=4), 9, MAC_KEY),
+        (replace(HEADER, uid=b"v" * 16), 4, MAC_KEY),
+        (HEADER, 4, OTHER_KEY),
+    ]
+    for header, record, key in elsewhere:
+        with pytest.raises(BlockCorrupt):
+            open_record(header, record, value, key)
+
+
+def test_a_record_of_another_length() -> None:
+    value = pack_record(HEADER, 4, entries(), MAC_KEY)
+    for other in (b"", value[:-1], value[1:], value + b"\x00", value[:32], value[-32:], bytes(len(value))):
+        with pytest.raises(BlockCorrupt):
+            open_record(HEADER, 4, other, MAC_KEY)
+
+
+def test_the_macs_of_headers_and_records_are_of_different_kinds() -> None:
+    page = HEADER.pack(MAC_KEY)
+    value = pack_record(HEADER, 4, entries(), MAC_KEY)
+    assert value[-32:] not in page
+    refused(lambda: open_record(HEADER, 4, page[: len(value)], MAC_KEY))
+
+
+# Keys of the index ----------------------------------------------------------------------------------------------------
+
+
+@given(slab=st.integers(0, 2**32 - 1), record=st.integers(0, 2**32 - 1))
+def test_record_keys(slab: int, record: int) -> None:
+    assert split_record_key(record_key(slab, record)) == (slab, record)
+
+
+@given(place=st.integers(0, 2**64 - 1))
+def test_doubt_keys(place: int) -> None:
+    assert split_doubt_key(doubt_key(place)) == place
+
+
+def test_the_keys_of_a_slab_stand_together_and_in_order() -> None:
+    keys = [record_key(slab, record) for slab in (0, 1, 255, 256, 65536) for record in (0, 1, 255, 256)]
+    assert keys == sorted(keys) and len(set(keys)) == len(keys)
+    assert all(key.startswith(record_key(256, 0)[:5]) == (split_record_key(key)[0] == 256) for key in keys)
+
+
+def test_kinds_of_keys_differ_in_their_first_byte() -> None:
+    assert len({record_key(1, 1)[:1], doubt_key(1)[:1], unread_key(1)[:1], b"m"}) == 4
+
+
+@pytest.mark.parametrize("key", [b"", b"r", record_key(1, 1)[:-1], record_key(1, 1) + b"\x00"])
+def test_record_keys_of_another_length(key: bytes) -> None:
+    refused(lambda: split_record_key(key))
+
+
+@pytest.mark.parametrize("key", [b"", b"d", doubt_key(1)[:-1], doubt_key(1) + b"\x00"])
+def test_doubt_keys_of_another_length(key: bytes) -> None:
+    refused(lambda: split_doubt_key(key))
+
+
+# The stamp ------------------------------------------------------------------------------------------------------------
+
+ODD = StoreStamp(5, 3, b"i" * 16, 77, clean=True)
+EVEN = StoreStamp(6, 4, b"j" * 16, 78, clean=False)
+EMPTY_PAGE = bytes(PAGE_BYTES)
+
+
+def pages_of(*stamps: StoreStamp) -> list[bytes]:
+    pages = [EMPTY_PAGE] * STAMP_PAGES
+    for stamp in stamps:
+        pages[stamp.page] = stamp.pack()
+    return pages
+
+
+@pytest.mark.parametrize("stamp", [ODD, EVEN, StoreStamp(2**64 - 1, 2**64 - 1, b"\xff" * 16, 2**64 - 1, clean=True)])
+def test_a_stamp_is_read_as_it_was_packed(stamp: StoreStamp) -> None:
+    assert len(stamp.pack()) == PAGE_BYTES
+    assert latest_stamp(pages_of(stamp)) == stamp
+
+
+def test_the_newest_stamp_counts() -> None:
+    assert latest_stamp(pages_of(ODD, EVEN)) == EVEN
+    assert latest_stamp(pages_of(EVEN, replace(ODD, sequence=7))) == replace(ODD, sequence=7)
+    assert latest_stamp(pages_of(ODD, EVEN), besides=EVEN) == ODD
+    assert latest_stamp([EMPTY_PAGE, EMPTY_PAGE]) is None
+
+
+def test_stamps_are_written_in_turn() -> None:
+    stamp, seen = ODD, []
+    for number in range(4):
+        stamp = stamp.next(index_uid=b"k" * 16, changes=number, clean=False)
+        seen.append(stamp.page)
+        assert (stamp.session, stamp.changes, stamp.index_uid) == (ODD.session, number, b"k" * 16)
+    assert seen == [0, 1, 0, 1]
+    assert stamp.next(index_uid=b"", changes=0, clean=False, session=9).session == 9
+
+
+def test_every_bit_of_a_stamp_page() -> None:
+    """The padding too: a page that is not as it was written is no stamp."""
+    for stamp, other in ((EVEN, ODD), (replace(ODD, sequence=7), EVEN)):
+        pages = pages_of(other, stamp)
+        for page in every_flip(stamp.pack()):
+            pages[stamp.page] = page
+            assert latest_stamp(pages) == other
+
+
+@pytest.mark.parametrize("cut", range(0, PAGE_BYTES, 512))
+def test_a_torn_stamp_leaves_the_one_before(cut: int) -> None:
+    before = replace(EVEN, sequence=4, session=2)
+    torn = EVEN.pack()[:cut] + before.pack()[cut:]
+    whole = before if cut == 0 else EVEN
+    assert latest_stamp([torn, ODD.pack()]) == max(whole, ODD, key=lambda stamp: stamp.sequence)
+    for at in range(1, 80):  # where a sector is no unit either
+        latest = latest_stamp([EVEN.pack()[:at] + before.pack()[at:], ODD.pack()])
+        assert latest in (ODD, EVEN)
+
+
+def test_a_stamp_on_the_page_of_the_other_one_is_none() -> None:
+    assert latest_stamp([ODD.pack(), EVEN.pack()]) is None
+    assert latest_stamp([ODD.pack(), ODD.pack()]) == ODD
+
+
+def with_version(stamp: StoreStamp, version: int) -> bytes:
+    page = bytearray(stamp.pack())
+    page[8:12] = struct.pack("<I", version)
+    size = page.index(digest(stamp.pack()[:53]), 0)
+    page[size : size + 16] = digest(bytes(page[:size]))
+    return bytes(page)
+
+
+@pytest.mark.parametrize("version", [0, 2, 2**32 - 1])
+def test_a_stamp_of_another_version_is_refused(version: int) -> None:
+    for pages in ([with_version(EVEN, version), EMPTY_PAGE], [with_version(EVEN, version), ODD.pack()]):
+        with pytest.raises(OtherFormat, match=f"format {version}"):
+            latest_stamp(pages)
+    with pytest.raises(OtherFormat):
+        latest_stamp([EVEN.pack(), with_version(ODD, version)])
+
+
+# The index's own record -----------------------------------------------------------------------------------------------
+
+
+@given(uid=st.binary(min_size=16, max_size=16), changes=st.integers(0, 2**64 - 1))
+def test_meta_is_read_as_it_was_packed(uid: bytes, changes: int) -> None:
+    assert open_meta(pack_meta(uid, changes)) == (uid, changes)
+
+
+def test_every_bit_of_meta() -> None:
+    for value in every_flip(pack_meta(b"u" * 16, 2**40)):
+        assert open_meta(value) is None
+
+
+@pytest.mark.parametrize(
+    "value", [None, b"", bytes(40), pack_meta(b"u" * 16, 1)[:-1], pack_meta(b"u" * 16, 1) + b"\x00"]
+)
+def test_what_is_no_meta(value: bytes | None) -> None:
+    assert open_meta(value) is None

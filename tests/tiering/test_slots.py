@@ -1,0 +1,309 @@
+"""The books of a tier's slots, against a model that keeps them the slow way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tiering.residency import FrameEvent, FrameState, IllegalTransition
+from tiering.slots import Piece, SlotLedger
+from tiering.tier import NO_PLACE, SLOT_BITS, extent_of, place_of, slot_of
+from workbench import KIB, slot_class
+
+CLASSES = [slot_class(), slot_class(1), slot_class(owner=b"b", frame_bytes=8 * KIB)]
+STRANGER = slot_class(9)
+PIECE_BYTES = 64 * KIB
+FREE, RESERVED, RESIDENT = FrameState.FREE, FrameState.RESERVED, FrameState.RESIDENT
+QUARANTINED = FrameState.QUARANTINED
+
+
+def ledger_of(*capacities: int) -> SlotLedger[Piece]:
+    """Pieces of the first class, numbered from 1."""
+    ledger: SlotLedger[Piece] = SlotLedger()
+    for number, capacity in enumerate(capacities, 1):
+        ledger.add(Piece(number, CLASSES[0], capacity))
+    return ledger
+
+
+def resident(ledger: SlotLedger[Piece], count: int) -> list[int]:
+    places = ledger.reserve(CLASSES[0], count)
+    ledger.step(places, FrameEvent.COMMIT)
+    return places
+
+
+class Books(RuleBasedStateMachine):
+    """Every slot as an entry of a dictionary: place -> state; pieces that are closing as a set."""
+
+    EVENTS = (
+        (FrameEvent.COMMIT, RESERVED, RESIDENT),
+        (FrameEvent.ABORT, RESERVED, FREE),
+        (FrameEvent.EVICT, RESIDENT, FrameState.DELETING),
+        (FrameEvent.DELETED, FrameState.DELETING, FREE),
+        (FrameEvent.RETAIN, RESIDENT, FrameState.ZOMBIE),
+        (FrameEvent.LET_GO, FrameState.ZOMBIE, FREE),
+        (FrameEvent.CONDEMN, RESIDENT, QUARANTINED),
+    )
+
+    @initialize()
+    def begin(self) -> None:
+        self.ledger: SlotLedger[Piece] = SlotLedger()
+        self.states: dict[int, FrameState] = {}
+        self.classes: dict[int, int] = {}
+        self.closing: set[int] = set()
+        self.rows: dict[int, int] = {}
+        self.next = 1
+
+    def of(self, number: int) -> list[int]:
+        return [place for place in self.states if extent_of(place) == number]
+
+    @rule(which=st.integers(0, 2), states=st.lists(st.sampled_from(sorted(FrameState)), min_size=1, max_size=8))
+    def add_as_found(self, which: int, states: list[FrameState]) -> None:
+        piece = Piece(self.next, CLASSES[which], len(states))
+        piece.slots.load(bytes(states))
+        self._add(piece, which, states)
+
+    @rule(which=st.integers(0, 2), capacity=st.integers(1, 8))
+    def add_new(self, which: int, capacity: int) -> None:
+        self._add(Piece(self.next, CLASSES[which], capacity), which, [FREE] * capacity)
+
+    def _add(self, piece: Piece, which: int, states: list[FrameState]) -> None:
+        self.ledger.add(piece)
+        self.classes[piece.number] = which
+        self.states.update((place_of(piece.number, slot), state) for slot, state in enumerate(states))
+        self.next += 1
+
+    @rule(which=st.integers(0, 2), count=st.integers(0, 12))
+    def reserve(self, which: int, count: int) -> None:
+        free = self.free(which)
+        places = self.ledger.reserve(CLASSES[which], count)
+        assert len(places) == len(set(places)) == min(count, len(free)) and set(places) <= set(free)
+        self.states.update(dict.fromkeys(places, RESERVED))
+
+    def free(self, which: int) -> list[int]:
+        return [
+            place
+            for place, state in self.states.items()
+            if state == FREE and self.classes[extent_of(place)] == which and extent_of(place) not in self.closing
+        ]
+
+    @precondition(lambda self: self.states)
+    @rule(event=st.sampled_from(EVENTS), data=st.data())
+    def step(self, event: tuple[FrameEvent, FrameState, FrameState], data: st.DataObject) -> None:
+        what, before, after = event
+        place = data.draw(st.sampled_from(sorted(self.states)))
+        if self.states[place] != before:
+            with pytest.raises(IllegalTransition):
+                self.ledger.step([place], what)
+            return
+        self.ledger.step([place], what)
+        self.states[place] = after
+        if after == FREE:
+            self.rows.pop(place, None)
+
+    @precondition(lambda self: any(state == RESERVED for state in self.states.values()))
+    @rule(data=st.data())
+    def commit_and_evict_at_once(self, data: st.DataObject) -> None:
+        reserved = sorted(place for place, state in self.states.items() if state == RESERVED)
+        places = data.draw(st.lists(st.sampled_from(reserved), unique=True, min_size=1))
+        self.ledger.step(places, FrameEvent.COMMIT, FrameEvent.EVICT, FrameEvent.DELETED)
+        for place in places:
+            self.states[place] = FREE
+            self.rows.pop(place, None)
+
+    @precondition(lambda self: any(state == RESIDENT for state in self.states.values()))
+    @rule(data=st.data(), row=st.integers(0, 1000))
+    def own(self, data: st.DataObject, row: int) -> None:
+        held = sorted(place for place, state in self.states.items() if state == RESIDENT)
+        place = data.draw(st.sampled_from(held))
+        self.ledger.own([place], [row])
+        self.rows[place] = row
+
+    @precondition(lambda self: self.classes.keys() - self.closing)
+    @rule(data=st.data())
+    def start_closing(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.classes.keys() - self.closing)))
+        self.ledger.start_closing(number)
+        self.closing.add(number)
+
+    @precondition(lambda self: self.closing)
+    @rule(data=st.data())
+    def stop_closing(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.closing)))
+        self.ledger.stop_closing(number)
+        self.closing.remove(number)
+
+    @precondition(lambda self: self.classes)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.classes)))
+        if any(self.states[place] not in (FREE, QUARANTINED) for place in self.of(number)):
+            with pytest.raises(AssertionError):
+                self.ledger.remove(number)
+            return
+        assert self.ledger.remove(number).number == number
+        for place in self.of(number):
+            del self.states[place]
+            self.rows.pop(place, None)
+        del self.classes[number]
+        self.closing.discard(number)
+
+    @invariant()
+    def books_agree(self) -> None:
+        ledger = self.ledger
+        ledger.check()
+        assert ledger.pieces.keys() == self.classes.keys()
+        assert all(ledger.state(place) == state for place, state in self.states.items())
+        states = list(self.states.values())
+        assert ledger.sums() == [states.count(state) for state in FrameState]
+        for which, slots in enumerate(CLASSES):
+            mine = {number for number, one in self.classes.items() if one == which}
+            assert ledger.free_slots(slots) == len(self.free(which))
+            assert {piece.number for piece in ledger.all_pieces(slots)} == mine
+            assert {piece.number for piece in ledger.open_pieces(slots)} == mine - self.closing
+        spare = [self._spare(which) * CLASSES[which].frame_bytes >= PIECE_BYTES for which in range(3)]
+        known = set(self.classes.values())
+        assert set(ledger.reclaimable_classes(PIECE_BYTES)) == {CLASSES[one] for one in known if spare[one]}
+        for place, row in self.rows.items():
+            assert ledger.pieces[extent_of(place)].slots.owners[slot_of(place)] == row
+
+    def _spare(self, which: int) -> int:
+        bad = [
+            place
+            for place, state in self.states.items()
+            if state == QUARANTINED and self.classes[extent_of(place)] == which
+        ]
+        return len(self.free(which)) + len(bad)
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+# One by one -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_ledger() -> None:
+    ledger = ledger_of()
+    assert ledger.reserve(STRANGER, 3) == [] and ledger.free_slots(STRANGER) == 0
+    assert ledger.all_pieces(STRANGER) == [] and ledger.open_pieces(STRANGER) == []
+    assert ledger.sums() == [0] * len(FrameState) and list(ledger.reclaimable_classes(1)) == []
+    ledger.check()
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1 << SLOT_BITS])
+def test_a_piece_has_a_number_of_slots_that_a_place_can_name(capacity: int) -> None:
+    with pytest.raises(AssertionError):
+        Piece(1, CLASSES[0], capacity)
+
+
+def test_a_place_that_is_none_has_no_state() -> None:
+    ledger = ledger_of(4)
+    assert ledger.state(place_of(1, 3)) == FREE
+    for place in (NO_PLACE, place_of(1, 4), place_of(2, 0), place_of(0, 0)):
+        assert ledger.state(place) is None
+
+
+def test_the_pieces_of_a_class_fill_one_after_the_other() -> None:
+    ledger = ledger_of(2, 3)
+    places = ledger.reserve(CLASSES[0], 9)
+    assert [extent_of(place) for place in places] == [1, 1, 2, 2, 2]
+    ledger.step(places[:1], FrameEvent.ABORT)
+    assert ledger.reserve(CLASSES[0], 9) == places[:1]
+
+
+def test_a_piece_that_is_closing_gets_nothing_new() -> None:
+    ledger = ledger_of(2, 2)
+    (place,) = resident(ledger, 1)
+    ledger.start_closing(1)
+    assert ledger.free_slots(CLASSES[0]) == 2
+    ledger.step([place], FrameEvent.EVICT, FrameEvent.DELETED)
+    assert ledger.free_slots(CLASSES[0]) == 2, "what becomes free while it closes is out of use, too"
+    assert {extent_of(one) for one in ledger.reserve(CLASSES[0], 9)} == {2}
+    ledger.check()
+    ledger.stop_closing(1)
+    assert ledger.free_slots(CLASSES[0]) == 2
+    assert {extent_of(one) for one in ledger.reserve(CLASSES[0], 9)} == {1}
+    ledger.check()
+
+
+def test_a_quarantined_slot_is_never_reserved_and_leaves_with_its_piece() -> None:
+    ledger = ledger_of(4)
+    (bad,) = resident(ledger, 1)
+    ledger.step([bad], FrameEvent.CONDEMN)
+    assert bad not in ledger.reserve(CLASSES[0], 9)
+    assert list(ledger.reclaimable_classes(PIECE_BYTES)) == []
+    ledger.step([place_of(1, slot) for slot in range(4) if slot != slot_of(bad)], FrameEvent.ABORT)
+    assert list(ledger.reclaimable_classes(PIECE_BYTES)) == [CLASSES[0]], "a bad slot is no loss"
+    ledger.check()
+    ledger.remove(1)
+    ledger.check()
+    assert list(ledger.reclaimable_classes(PIECE_BYTES)) == [] and ledger.sums() == [0] * len(FrameState)
+
+
+def test_states_as_they_were_found() -> None:
+    ledger: SlotLedger[Piece] = SlotLedger()
+    piece = Piece(1, CLASSES[0], 6)
+    found = [RESIDENT, FREE, QUARANTINED, RESERVED, FREE, RESIDENT]
+    piece.slots.load(bytes(found))
+    ledger.add(piece)
+    ledger.check()
+    assert ledger.free_slots(CLASSES[0]) == 2 and ledger.sums()[QUARANTINED] == 1
+    assert sorted(ledger.reserve(CLASSES[0], 9)) == [place_of(1, 1), place_of(1, 4)]
+    ledger.step([place_of(1, 3)], FrameEvent.ABORT)
+    assert ledger.reserve(CLASSES[0], 9) == [place_of(1, 3)]
+
+
+def test_states_are_found_once_and_are_as_many_as_slots() -> None:
+    piece = Piece(1, CLASSES[0], 3)
+    for wrong in (bytes(2), bytes(4)):
+        with pytest.raises(AssertionError):
+            piece.slots.load(wrong)
+    piece.slots.load(bytes([RESIDENT, FREE, FREE]))
+    with pytest.raises(AssertionError):
+        piece.slots.load(bytes(3))
+
+
+def test_everything_is_forgotten() -> None:
+    ledger = ledger_of(2, 2)
+    resident(ledger, 3)
+    ledger.clear()
+    ledger.check()
+    assert ledger.reserve(CLASSES[0], 1) == [] and ledger.pieces == {}
+
+
+Damage = Callable[[SlotLedger[Piece]], object]
+DAMAGES: dict[str, Damage] = {
+    "a state": lambda ledger: ledger.pieces[1].slots.states.__setitem__(0, FrameState.ZOMBIE),
+    "a count": lambda ledger: ledger.pieces[1].slots.counts.__setitem__(RESIDENT, 9),
+    "a free slot lost": lambda ledger: ledger.pieces[1].slots._free.pop(),
+    "a free slot twice": lambda ledger: ledger.pieces[1].slots._free.append(3),
+    "free slots of a class": lambda ledger: setattr(ledger._classes[CLASSES[0]], "free", 2),
+    "bad slots of a class": lambda ledger: setattr(ledger._classes[CLASSES[0]], "quarantined", 0),
+    "pieces with free slots": lambda ledger: ledger._classes[CLASSES[0]].with_free.clear(),
+    "a piece that closes unnoticed": lambda ledger: setattr(ledger.pieces[1], "closing", True),
+    "a piece of no class": lambda ledger: ledger._classes[CLASSES[0]].pieces.pop(2),
+    "a piece that is not listed": lambda ledger: ledger.pieces.pop(2),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_check_notices(damage: Damage) -> None:
+    ledger = ledger_of(4, 1)
+    places = resident(ledger, 2)
+    ledger.step(places[:1], FrameEvent.CONDEMN)
+    ledger.check()
+    damage(ledger)
+    with pytest.raises(AssertionError):
+        ledger.check()
+
+
+@given(capacities=st.lists(st.integers(1, 5), max_size=4), counts=st.lists(st.integers(0, 6), max_size=6))
+def test_no_place_is_handed_out_twice(capacities: list[int], counts: list[int]) -> None:
+    ledger = ledger_of(*capacities)
+    places = [place for count in counts for place in ledger.reserve(CLASSES[0], count)]
+    assert len(places) == len(set(places)) == min(sum(counts), sum(capacities))
+    ledger.check()
