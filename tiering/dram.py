@@ -80,18 +80,7 @@ class DramTier:
 
     def usage(self) -> Usage:
         """Slots by state over all extents, and bytes."""
-        sums = self._ledger.sums()
-        return Usage(
-            free=sums[FrameState.FREE],
-            reserved=sums[FrameState.RESERVED],
-            used=sums[FrameState.RESIDENT],
-            deleting=sums[FrameState.DELETING],
-            quarantined=sums[FrameState.QUARANTINED],
-            zombie=sums[FrameState.ZOMBIE],
-            capacity=sum(sums),
-            taken_bytes=self._pool.taken_bytes,
-            budget_bytes=self._pool.budget_bytes,
-        )
+        return self._ledger.usage(self._pool.taken_bytes, self._pool.budget_bytes)
 
     # Beyond the contract: readers that are late, frames that are bad ------------------------------------------------
 

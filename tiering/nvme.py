@@ -253,18 +253,7 @@ class NvmeTier:
     def usage(self) -> Usage:
         """Slots by state over all slabs, and bytes."""
         with self._lock:
-            sums = self._ledger.sums()
-            return Usage(
-                free=sums[FrameState.FREE],
-                reserved=sums[FrameState.RESERVED],
-                used=sums[FrameState.RESIDENT],
-                deleting=sums[FrameState.DELETING],
-                quarantined=sums[FrameState.QUARANTINED],
-                zombie=sums[FrameState.ZOMBIE],
-                capacity=sum(sums),
-                taken_bytes=self._taken_bytes,
-                budget_bytes=self.budget_bytes,
-            )
+            return self._ledger.usage(self._taken_bytes, self.budget_bytes)
 
     # Beyond the contract -------------------------------------------------------------------------------------------
 

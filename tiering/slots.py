@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from tiering.residency import FrameEvent, FrameState, SlotTable
-from tiering.tier import SLOT_BITS, SlotClass, extent_of, place_of, slot_of
+from tiering.tier import SLOT_BITS, SlotClass, Usage, extent_of, place_of, slot_of
 
 
 class Piece:
@@ -164,6 +164,21 @@ class SlotLedger(Generic[P]):
             for state, count in enumerate(piece.slots.counts):
                 sums[state] += count
         return sums
+
+    def usage(self, taken_bytes: int, budget_bytes: int) -> Usage:
+        """Slots by state, and the bytes that the tier says it has taken."""
+        sums = self.sums()
+        return Usage(
+            free=sums[FrameState.FREE],
+            reserved=sums[FrameState.RESERVED],
+            used=sums[FrameState.RESIDENT],
+            deleting=sums[FrameState.DELETING],
+            quarantined=sums[FrameState.QUARANTINED],
+            zombie=sums[FrameState.ZOMBIE],
+            capacity=sum(sums),
+            taken_bytes=taken_bytes,
+            budget_bytes=budget_bytes,
+        )
 
     def check(self) -> None:
         """Invariant 1 in every piece; the classes' counts are their pieces' counts."""
