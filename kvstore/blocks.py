@@ -160,12 +160,13 @@ class Blocks:
         gone = 0
         places: list[int] = []
         evicted = 0
+        below = self.lower.residency if self.lower is not None else None
         for row in self.residency.worst() if blocks > 0 else ():
             helps = number is None or self.index.namespace_of(row) == number
             if gone and not helps:
                 break
-            stays = self.is_below(row)
-            if not stays and self.index.children(row):
+            stays = below is not None and below.is_listed(row)
+            if below is not None and not stays and self.index.children(row):
                 continue  # quarantined, and the way to blocks that NVMe alone has
             places += self.residency.forget(row)
             if stays:
