@@ -10,13 +10,13 @@ their descendants, so that what NVMe holds is whole chains at any moment.
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from kvstore.miss import REASON_OF_FINDING, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
 from tiering.errors import BlockCorrupt, TierError, TierFull
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, digest, open_header, verify_payload
-from tiering.move_queue import Move, MoveQueue, Priority
+from tiering.move_queue import Clock, Move, MoveQueue, Priority
 from tiering.nvme import Found
 from tiering.slab import ENTRY, Entries
 from tiering.tier import Finding
@@ -40,13 +40,7 @@ SPILL_FRACTION = 0.25
 
 NVME = "nvme"
 
-
-class Clock(Protocol):
-    """Time, handed in."""
-
-    def monotonic_seconds(self) -> float:
-        """For deadlines."""
-        ...
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -101,13 +95,13 @@ class Levels:
         self._rising: dict[int, Rise] = {}
         self._sinking: set[int] = set()
         self._pinned_for_sinking: list[list[int]] = []
-        self._unsunk: deque[int] = (
-            deque()
-        )  # rows as they were stored; one may have gone, and come again as another block
+        # Rows in the order in which they were stored; one may have gone since, and come again as another block.
+        self._unsunk: deque[int] = deque()
+        self._making_room = threading.Lock()  # a slab must not be given back while somebody takes slots in it
         self._closing = False
         self._loaded = threading.Event()
         self._loader: threading.Thread | None = None
-        self.load_fault: TierError | None = None
+        self._all_taken_in = False
 
     # Up ------------------------------------------------------------------------------------------------------------
 
@@ -214,8 +208,7 @@ class Levels:
     def _spill(self) -> None:
         with self._lock:
             rows = [self._unsunk.popleft() for _ in range(min(WINDOW_BLOCKS, len(self._unsunk)))]
-        by_space: dict[int, list[int]] = {}
-        with self._lock:
+            by_space: dict[int, list[int]] = {}
             for row in rows:
                 if self._blocks.index.state(row) is RowState.VISIBLE:
                     by_space.setdefault(self._blocks.index.namespace_of(row), []).append(row)
@@ -276,7 +269,8 @@ class Levels:
         try:
             good = self._verified(number, batch)
             while good:
-                placed, columns = self._make_room(number, good)
+                with self._making_room:
+                    placed, columns = self._make_room(number, good)
                 places = [place for column in columns for place in column]
                 frames = [
                     blocks.dram.committed_span(blocks.residency.place(row, part)).view
@@ -344,14 +338,20 @@ class Levels:
         """Whether what is on disk is still being taken in."""
         return not self._loaded.is_set()
 
+    @property
+    def failed_to_load(self) -> bool:
+        """Whether some of what is on disk could not be taken in: it cannot be found before the next start."""
+        return self._loaded.is_set() and not self._all_taken_in
+
     def start_loading(self, tenants: Mapping[bytes, TenantKeys]) -> None:
         """`load` in a thread of its own."""
 
         def run() -> None:
             try:
                 self.load(tenants)
+                self._all_taken_in = True
             except TierError as error:
-                self.load_fault = error
+                _log.error("what is on disk cannot be taken in: %s", error)
             finally:
                 self._loaded.set()
 
@@ -360,7 +360,7 @@ class Levels:
 
     def wait_for_load(self, timeout_seconds: float) -> bool:
         """Whether it is over after at most that long, and went well."""
-        return self._loaded.wait(timeout_seconds) and self.load_fault is None
+        return self._loaded.wait(timeout_seconds) and self._all_taken_in
 
     def load(self, tenants: Mapping[bytes, TenantKeys], progress: Callable[[int, int], None] | None = None) -> None:
         """Take in what is on disk; matches find it when this returns. Raises `TierUnavailable`."""

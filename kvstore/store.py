@@ -53,7 +53,7 @@ class Clock(Protocol):
 class StoreUsage:
     """What a store holds: slots and bytes of each tier, readable blocks, live leases, and event counts since the start.
 
-    nvme: None without such a tier.
+    nvme: None without such a tier, and once the store is closed.
     """
 
     dram: Usage
@@ -351,9 +351,10 @@ class Store:
     def usage(self) -> StoreUsage:
         """Counts and bytes now."""
         with self._lock:
+            lower = self._blocks.lower if not self._closed else None  # in a forked child its lock may never be free
             return StoreUsage(
                 dram=self._blocks.dram.usage(),
-                nvme=self._blocks.lower.tier.usage() if self._blocks.lower is not None else None,
+                nvme=lower.tier.usage() if lower is not None else None,
                 blocks=0 if self._closed else self._blocks.index.visible_blocks(),
                 leases=len(self._leases),
                 reservations=len(self._reservations),
@@ -421,6 +422,8 @@ class Store:
         if reason in (MissReason.DIVERGED, MissReason.ABSENT):
             if self._levels is not None and self._levels.warming:
                 return MissReason.WARMING, "what is on disk is still being taken in"
+            if self._levels is not None and self._levels.failed_to_load:
+                return MissReason.TIER_DOWN, "some of what is on disk could not be taken in at the start"
             other = self._blocks.index.elsewhere(number, key)
             if other >= 0:
                 spaces = self._blocks.spaces

@@ -28,6 +28,7 @@ import lmdb
 from tiering.errors import IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.frame_index import Change
 
+FIRST_MAP_BYTES = 64 << 20
 LARGEST_MAP_BYTES = 64 << 30
 """A map is doubled when it is full, up to here."""
 
@@ -113,13 +114,12 @@ def discard(directory: Path) -> None:
 class LmdbMaker:
     """Opens the index of a directory: `tiering.nvme.IndexMaker`."""
 
-    def __init__(self, directory: Path, map_bytes: int = 64 << 20) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._map_bytes = map_bytes
 
     def open(self, *, clean: bool) -> LmdbIndex:
         """As `open_index`."""
-        return open_index(self._directory, self._map_bytes, clean=clean)
+        return open_index(self._directory, FIRST_MAP_BYTES, clean=clean)
 
     def discard(self) -> None:
         """As `discard`."""

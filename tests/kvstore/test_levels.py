@@ -16,6 +16,7 @@ from kvstore.miss import HitTier, MissReason
 from kvstore.node import EmbeddedStore
 from kvstore.pages import Pages
 from tiering.errors import TierUnavailable
+from tiering.nvme import NvmeTier
 from tiering.residency import FrameState
 from tiering.tier import extent_of, slot_of
 from workbench import MODEL, blank_planes, ids, random_pages, small_layout
@@ -237,3 +238,19 @@ def test_chains_wander_between_small_tiers(tmp_path: Path, seed: int) -> None:
     with opened(tmp_path, nvme="1536KiB", slab="256KiB") as store:
         store.check()
         assert store.usage().blocks > 0 and not store.usage().counters.get("quarantined_blocks")
+
+
+def test_a_disk_that_cannot_be_taken_in_is_not_called_empty(tmp_path: Path, monkeypatch: Any) -> None:
+    with opened(tmp_path) as store:
+        put(namespace(store), 0, durability="disk")
+
+    def refuse(*_: Any) -> None:
+        raise TierUnavailable("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NvmeTier, "load", refuse)
+        with kvstore.open(f"embedded:{tmp_path}", dram="1MiB", nvme="64MiB") as store:
+            assert not store.warmed(20)
+            assert namespace(store).match(prompt(0)).reason is MissReason.TIER_DOWN
+    with opened(tmp_path) as store:
+        assert read(namespace(store), 0)[0] == BLOCKS, "and nothing of it was lost"
