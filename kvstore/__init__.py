@@ -12,7 +12,7 @@ Importing this module needs neither torch nor a GPU; opening a store in this pro
 
 from __future__ import annotations
 
-from kvstore.config import Limits
+from kvstore.config import DEFAULT_SCRUB, Limits
 from kvstore.errors import (
     BadInput,
     DirectoryInUse,
@@ -59,13 +59,15 @@ def open(
     extent: str | int | None = None,
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
+    scrub: str | int = DEFAULT_SCRUB,
 ) -> EmbeddedStore:
     """Open a store.
 
     url: "embedded:DIRECTORY" for a store in this process; its keys are kept in DIRECTORY/keys. dram: the memory budget,
     as a size ("2GiB"). nvme: the budget on disk, in DIRECTORY/nvme; without it blocks live in memory only. slab,
     extent: size of the pieces that disk and memory are shared out in, chosen from the budgets if not given. tenant:
-    whose blocks these are. limits: the store's named upper bounds. Raises `BadInput`, `DirectoryInUse` or
+    whose blocks these are. limits: the store's named upper bounds. scrub: bytes per second at which what is on disk is
+    read and verified again in the background, once a day; "off" for never. Raises `BadInput`, `DirectoryInUse` or
     `KeysUnusable`, each with one line that says what to do.
     """
     scheme, _, rest = str(url).partition(":")
@@ -89,5 +91,6 @@ def open(
         extent=extent,
         tenant=tenant,
         limits=limits,
+        scrub=scrub,
         indexes=indexes,
     )

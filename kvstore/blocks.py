@@ -10,11 +10,13 @@ that has it. A row that was quarantined is listed in DRAM's, without frames, unt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvstore.identity import Namespace, TenantKeys
-from kvstore.prefix_index import NO_ROW, PrefixIndex, RowState
+from kvstore.prefix_index import NO_ROW, Column, PrefixIndex, RowState
 from tiering.dram import DramTier
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
@@ -62,16 +64,23 @@ class Blocks:
         keys: MacKeys,
         lower: Lower | None = None,
         first_generation: int = 1,
+        gone: Callable[[int, bytes], None] | None = None,
     ) -> None:
-        """first_generation: above every one that a frame on disk may have."""
+        """first_generation: above every one that a frame on disk may have.
+
+        gone: told the namespace's number and the prefix key of each block that NVMe gives up, before its frames are; it
+        runs under the lock and must not call the store. A block whose frames failed a check is not reported.
+        """
         self.index = index
         self.residency = residency
         self.dram = dram
         self.lower = lower
         self.spaces: list[Space] = []
         self.counters: Counter[str] = Counter()
+        self._rows = 0  # that there are columns for
         self._keys = keys
         self._next_generation = first_generation
+        self._gone = gone
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Space:
         """Make a namespace of a tenant known."""
@@ -106,7 +115,8 @@ class Blocks:
     def begin(self, number: int, key: bytes, parent: int, priority: int, expires_at: int) -> int:
         """1. A pending row: the block is being stored, its parent cannot go any more."""
         row = self.index.insert(number, key, parent, priority, expires_at)
-        self.grow_to(row)
+        if row >= self._rows:
+            self.grow_to(row)
         if parent != NO_ROW:
             self.residency.child_came(parent)
         return row
@@ -168,11 +178,9 @@ class Blocks:
             stays = below is not None and below.is_listed(row)
             if below is not None and not stays and self.index.children(row):
                 continue  # quarantined, and the way to blocks that NVMe alone has
-            places += self.residency.forget(row)
-            if stays:
-                self._leave(row)
-            else:
-                self._remove(row, remember=True)
+            places += self.residency.left(row, self.index.parent(row))
+            if not stays:
+                self.index.remove(row, remember=True)
                 evicted += 1
             gone += 1
             if gone == blocks or not helps:
@@ -266,30 +274,44 @@ class Blocks:
         """Whether DRAM has the block of a visible row."""
         return self.residency.is_listed(row)
 
-    def make_place_below(self, number: int, rows: Sequence[int]) -> list[list[int]]:
-        """Slots on NVMe for blocks that are about to be written there, by part; every class must have as many."""
+    def make_place_below(
+        self, number: int, rows: Sequence[int], claimed: list[list[int]] | None = None
+    ) -> list[list[int]]:
+        """Slots on NVMe for blocks that are about to be written there, by part; every class must have as many.
+
+        claimed: those are taken instead.
+        """
         assert self.lower is not None
-        residency = self.lower.residency
-        columns = []
-        for part, slot_class in enumerate(self.spaces[number].classes):
-            places = self.lower.tier.reserve(slot_class, len(rows))
+        tier, residency = self.lower.tier, self.lower.residency
+        columns = claimed or [tier.reserve(slot_class, len(rows)) for slot_class in self.spaces[number].classes]
+        for part, places in enumerate(columns):
             assert len(places) == len(rows), "asked for slots that are not there"
             residency.reserved(rows, part, places)
-            columns.append(places)
         for row in rows:
             self._came_below(row)
         return columns
 
-    def demoted(self, number: int, rows: Sequence[int]) -> None:
-        """The frames are durable: the blocks are readable from NVMe too."""
+    def demoted(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
+        """The frames are durable: the blocks are readable from NVMe too, but for those that were quarantined, and
+        perhaps filled again, while they were written. generations: from before that."""
         assert self.lower is not None
         residency = self.lower.residency
-        for row in rows:
-            residency.published(row, self.residency.generation(row))
-            residency.listed(row, self.index.depth(row))
+        kept = []
+        for row, generation in zip(rows, generations, strict=True):
+            if self.index.state(row) is RowState.VISIBLE and self.residency.generation(row) == generation:
+                residency.published(row, generation)
+                residency.listed(row, self.index.depth(row))
+                kept.append(row)
+            else:
+                self._leave_below(row)
+        # An ancestor is always the more recent: else whoever makes room takes the last block of every chain in turn.
+        followed = {self.index.parent(row) for row in kept}
+        for row in kept:
+            if row not in followed:
+                residency.policy.touched([one for one in self.index.chain(row) if residency.is_listed(one)])
         for part in range(len(self.spaces[number].classes)):
-            self.lower.tier.own(residency.places_of(rows, part), rows)
-        self.counters["demoted_blocks"] += len(rows)
+            self.lower.tier.own(residency.places_of(kept, part), kept)
+        self.counters["demoted_blocks"] += len(kept)
 
     def not_demoted(self, rows: Sequence[int]) -> None:
         """They could not be written: their places go back."""
@@ -297,6 +319,29 @@ class Blocks:
         for row in rows:
             self.lower.tier.abort(self.lower.residency.forget(row))
             self._went_below(row)
+
+    def expect(self, blocks: int) -> None:
+        """That many are about to be loaded: have columns for all of them at once."""
+        self.grow_to(self.index.expect(blocks))
+
+    def loaded(self, rows: range, parents: Column, generations: Column, places: Sequence[Column]) -> None:
+        """New rows of the index were on NVMe before a restart, the one that was used last first."""
+        assert self.lower is not None
+        self.grow_to(rows.stop - 1)
+        self.index.link(rows, parents)
+        self.lower.residency.loaded(rows, parents, generations, places)
+        for column in places:
+            self.lower.tier.own_many(column, np.arange(rows.start, rows.stop))
+
+    def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
+        """A readable block was found on NVMe too, from before a restart."""
+        assert self.lower is not None
+        for part, place in enumerate(places):
+            self.lower.residency.reserved([row], part, [place])
+        self._came_below(row)
+        self.lower.residency.published(row, generation)
+        self.lower.residency.listed(row, self.index.depth(row))
+        self.lower.tier.own(places, [row] * len(places))
 
     def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
         """Slots in DRAM for blocks that are about to be read into them, by part."""
@@ -326,10 +371,14 @@ class Blocks:
         if parent != NO_ROW:
             self.residency.child_went(parent)
 
-    def evict_below(self, blocks: int, number: int) -> int:
-        """Give up the worst leaves on NVMe, up to that many; returns how many went. As `evict_worst`."""
+    def evict_below(self, blocks: int, number: int) -> tuple[int, list[list[int]]]:
+        """Give up the worst leaves on NVMe, up to that many. As `evict_worst`.
+
+        Returns how many went, and the places of those of that namespace, by part: they are claimed for other blocks.
+        """
         assert self.lower is not None
         gone = 0
+        claimed: list[list[int]] = [[] for _ in self.spaces[number].classes]
         for row in self.lower.residency.worst() if blocks > 0 else ():
             helps = self.index.namespace_of(row) == number
             if gone and not helps:
@@ -337,14 +386,18 @@ class Blocks:
             stays = self.is_above(row)
             if not stays and self.index.children(row):
                 continue
-            self._leave_below(row)
+            places = self._leave_below(row, claim=helps)
+            if helps:
+                for column, place in zip(claimed, places, strict=True):
+                    column.append(place)
+            self.counters["nvme_evicted_blocks"] += 1
             if not stays:
                 self.index.remove(row, remember=True)
                 self.counters["evicted_blocks"] += 1
             gone += 1
             if gone == blocks or not helps:
                 break
-        return gone
+        return gone, claimed
 
     def quarantine_below(self, row: int) -> None:
         """A check of what was read from NVMe failed. Without a copy in DRAM the row stays, hollow."""
@@ -373,11 +426,16 @@ class Blocks:
         if parent != NO_ROW:
             self.lower.residency.child_went(parent)
 
-    def _leave_below(self, row: int) -> None:
+    def _leave_below(self, row: int, *, claim: bool = False) -> list[int]:
+        """Returns the places that it had; `claim`: for whoever evicts it."""
         assert self.lower is not None
-        self.lower.tier.delete(self.lower.residency.forget(row))
+        if self._gone is not None:
+            self._gone(self.index.namespace_of(row), self.index.key(row))
+        places = self.lower.residency.forget(row)
+        self.lower.tier.delete(places, claim=claim)
         self.lower.residency.unlisted(row)
         self._went_below(row)
+        return places
 
     def retire_empty(self, number: int) -> None:
         """Give back the extents of a namespace that hold nothing any more."""
@@ -477,6 +535,7 @@ class Blocks:
 
     def grow_to(self, row: int) -> None:
         """Have columns for this row."""
+        self._rows = max(self._rows, row + 1)
         self.residency.grow_to(row)
         if self.lower is not None:
             self.lower.residency.grow_to(row)

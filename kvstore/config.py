@@ -41,6 +41,9 @@ MIN_NVME_BYTES = 1 << 20
 MIN_SLAB_BYTES = 64 << 10
 MAX_SLAB_BYTES = 1 << 30
 SLABS_PER_BUDGET = 16
+MIN_RATE_BYTES = 64 << 10
+DEFAULT_SCRUB = "8MiB/s"
+"""Seven hours for 200 GiB, and less than a hundredth of what an NVMe disk can read."""
 MOST_EXTENTS = 512
 """A large budget is cut into no more than this many while extents can still grow: each holds a descriptor."""
 
@@ -60,6 +63,20 @@ def parse_size(given: str | int, name: str) -> int:
             f"e.g. {name}=2GiB"
         )
     return int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+
+
+def parse_rate(given: str | int, name: str) -> int:
+    """Bytes per second from "8MiB/s", "8MiB" or a number; 0 for "off". `name` is the option, for the message."""
+    if isinstance(given, str) and given.strip().lower() == "off":
+        return 0
+    written = re.sub(r"\s*/\s*[sS]$", "", given.strip()) if isinstance(given, str) else given
+    try:
+        rate = parse_size(written, name)
+    except BadInput:
+        raise BadInput(f"{name}={given!r} is not a rate; write bytes per second, e.g. {name}=8MiB/s, or off") from None
+    if 0 < rate < MIN_RATE_BYTES:
+        raise BadInput(f"{name}={given!r} is too slow; give at least {format_size(MIN_RATE_BYTES)}/s, or off")
+    return rate
 
 
 def format_size(size_bytes: float) -> str:

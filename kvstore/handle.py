@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from kvstore.door import Door, Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.door import DirectReply, Door, Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.miss import Account, HitTier, MissReason
@@ -28,6 +28,10 @@ DURABILITIES = ("volatile", "disk")
 MAX_PRIORITY = 100
 DURABLE_SECONDS = 30.0
 """How long a put waits for the disk before it says that it was too slow."""
+DIRECT_BLOCKS = 16
+"""Read past DRAM at a time: each needs memory of its own."""
+DIRECT_MS = 1000.0
+"""How long a get waits for these."""
 WINDOW_BLOCKS = 64
 """Long prompts go in pieces of this many blocks. Others see the first blocks of a put early, and wait little for the
 lock. Of a piece, what is small is done for all blocks, then the copies: after a copy of megabytes nothing of the
@@ -63,14 +67,23 @@ class Lease:
     """Pinned blocks, until released, left as a context, or run out. Made by `NamespaceHandle.lease`.
 
     tokens: the prefix that is promised; first_token: the block boundary from which on frames are pinned. account: as in
-    a match, cut to what is promised.
+    a match, cut to what is promised. direct: the blocks behind those that DRAM has, which a get reads from NVMe.
     """
 
-    def __init__(self, door: Door, reply: LeaseReply, keys: list[bytes], account: Account, block_tokens: int) -> None:
+    def __init__(
+        self,
+        door: Door,
+        reply: LeaseReply,
+        keys: list[bytes],
+        account: Account,
+        block_tokens: int,
+        direct: DirectReply | None = None,
+    ) -> None:
         self.reply = reply
+        self.direct = direct
         self.keys = keys
-        self.blocks = reply.blocks
-        self.tokens = reply.blocks * block_tokens
+        self.blocks = direct.blocks if direct is not None else reply.blocks
+        self.tokens = self.blocks * block_tokens
         self.first_token = reply.first_block * block_tokens
         self.account = account
         self.reason = reply.reason
@@ -78,6 +91,9 @@ class Lease:
         self._door = door
         self._abandon = weakref.finalize(self, door.abandon, reply.lease)
         self._abandon.atexit = False
+        if direct is not None and door.direct is not None:
+            self._abandon_direct = weakref.finalize(self, door.direct.abandon, direct.lease)
+            self._abandon_direct.atexit = False
 
     @property
     def released(self) -> bool:
@@ -88,6 +104,8 @@ class Lease:
         """Unpin. Safe to call again."""
         if self._abandon.detach() is not None:
             self._door.release(self.reply.lease)
+        if self.direct is not None and self._abandon_direct.detach() is not None and self._door.direct is not None:
+            self._door.direct.release(self.direct.lease)
 
     def __enter__(self) -> Lease:
         return self
@@ -184,10 +202,13 @@ class NamespaceHandle:
         parts: list[tuple[HitTier | MissReason, int]] = [
             (tier, blocks * self.block_tokens) for tier, blocks in reply.tiers
         ]
-        lost = (match.blocks - reply.blocks) * self.block_tokens
+        direct = self._lease_directly(match, reply)
+        if direct is not None:
+            parts.append((HitTier.NVME, (direct.blocks - reply.blocks) * self.block_tokens))
+        lost = (match.blocks - (direct.blocks if direct is not None else reply.blocks)) * self.block_tokens
         parts.append((reply.reason or MissReason.EVICTED, lost))
         parts += [(part.origin, part.tokens) for part in match.account.segments if isinstance(part.origin, MissReason)]
-        return Lease(self._door, reply, match.keys, Account.of(parts), self.block_tokens)
+        return Lease(self._door, reply, match.keys, Account.of(parts), self.block_tokens, direct)
 
     def get(self, lease: Lease, into: Pages, first_token: int = 0) -> Loaded:
         """Copy leased blocks into pages, decode them and verify the copy.
@@ -208,11 +229,17 @@ class NamespaceHandle:
         coders = [self._codec.bind(into, self.layout, part) for part in self.layout.parts]
         start = first_token // self.block_tokens
         stop = min(lease.blocks, (first_token + into.tokens) // self.block_tokens)
-        for first in range(start, stop, WINDOW_BLOCKS):
-            reason, block = self._load(lease, range(first, min(first + WINDOW_BLOCKS, stop)), coders, first_token)
+        first = start
+        while first < stop:
+            is_direct = lease.direct is not None and first >= lease.reply.blocks
+            step = DIRECT_BLOCKS if is_direct else WINDOW_BLOCKS
+            end = min(first + step, stop if is_direct else min(stop, lease.reply.blocks))
+            load = self._load_directly if is_direct else self._load
+            reason, block = load(lease, range(first, end), coders, first_token)
             if reason is not None:
                 tokens = block * self.block_tokens
                 return Loaded(tokens, lease.account.cut(tokens, reason), reason)
+            first = end
         tokens = max(stop, start) * self.block_tokens if stop > start else min(lease.tokens, first_token)
         return Loaded(tokens, lease.account, None)
 
@@ -304,6 +331,32 @@ class NamespaceHandle:
                     self._door.report(lease.reply.lease, block, part)
                     return MissReason.CORRUPT, block
         return reason, blocks.start + len(opened)
+
+    def _lease_directly(self, match: Match, reply: LeaseReply) -> DirectReply | None:
+        """What DRAM has no room for, and NVMe has."""
+        door = self._door.direct
+        if door is None or reply.reason is not MissReason.PINNED_FULL or reply.blocks >= match.blocks:
+            return None
+        direct = door.lease(self.number, match.keys[: match.blocks], reply.blocks)
+        return direct if direct.lease else None
+
+    def _load_directly(
+        self, lease: Lease, blocks: range, coders: Sequence[Coder], first_token: int
+    ) -> tuple[MissReason | None, int]:
+        """The same as `_load`, of blocks that come from NVMe, past DRAM."""
+        assert lease.direct is not None and self._door.direct is not None
+        reply = self._door.direct.fetch(lease.direct.lease, blocks.start, len(blocks), DIRECT_MS)
+        for block, frames in zip(blocks, reply.frames, strict=False):
+            token = block * self.block_tokens - first_token
+            for part, frame in enumerate(frames):
+                raw = bytes(frame.view[:HEADER_BYTES])
+                if not names_block(raw, self._grant.stamps[part], lease.keys[block]):
+                    return MissReason.EVICTED, block
+                expected = split_digests(raw, len(self.layout.parts[part].layers))
+                payload = _payload(frame, self._grant.payload_bytes[part])
+                if not coders[part].decode(payload, token, max(0, -token), expected, self._digest):
+                    return MissReason.CORRUPT, block
+        return reply.reason, blocks.start + len(reply.frames)
 
     def _open(self, lease: Lease, blocks: range) -> tuple[list[_Opened], MissReason | None]:
         """Check the blocks' headers, up to the first that is not right; and why it is not.

@@ -11,45 +11,49 @@ their descendants, so that what NVMe holds is whole chains at any moment.
 from __future__ import annotations
 
 import logging
-import struct
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-
-import numpy as np
+from itertools import count
 
 from kvstore.blocks import Blocks, Lower, Space
 from kvstore.config import Limits
-from kvstore.identity import Namespace, TenantKeys, root_key
+from kvstore.loading import pack_about
 from kvstore.miss import REASON_OF_FINDING, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
-from tiering.errors import BlockCorrupt, TierError, TierFull
-from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, digest, open_header, verify_payload
+from tiering.errors import BlockCorrupt, TierFull
+from tiering.frame import HEADER_BYTES, MacKeys, digest, open_header, verify_payload
 from tiering.move_queue import Clock, Move, MoveQueue, Priority
-from tiering.nvme import Found
-from tiering.slab import ENTRY, Entries
 from tiering.tier import Finding
 
 WINDOW_BLOCKS = 32
-"""Blocks that are brought up, or taken down, at a time."""
+"""Blocks that are brought up at a time."""
+
+GROUP_BLOCKS = 128
+"""Blocks that are taken down at a time, for one round of syncs and index batches."""
+
+WINDOWS_AT_ONCE = 2
+"""Windows on their way up for one lease: the disk has work while the first one's last blocks are verified."""
 
 SPILL_FRACTION = 0.25
 """With less of the DRAM budget than this free, what DRAM alone holds is written down in the background."""
 
-NVME = "nvme"
+READS, WRITES = "nvme reads", "nvme writes"
+"""Each has a breaker of its own: a disk that is full, or that takes nothing any more, may still be read."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Rise:
-    """A block on its way up. settled: its slots were taken over or given back."""
+    """A block on its way up. waiting: how many leases are. settled: its slots were taken over or given back."""
 
     number: int
     row: int
     move: Move | None = None
+    waiting: int = 1
     settled: bool = False
 
 
@@ -93,15 +97,14 @@ class Levels:
         self._unpin = unpin
         self._find_slots = find_slots
         self._rising: dict[int, Rise] = {}
+        self._numbers = count()
         self._sinking: set[int] = set()
         self._pinned_for_sinking: list[list[int]] = []
         # Rows in the order in which they were stored; one may have gone since, and come again as another block.
-        self._unsunk: deque[int] = deque()
+        self._unsunk: OrderedDict[int, None] = OrderedDict()
+        self._relieving = False
         self._making_room = threading.Lock()  # a slab must not be given back while somebody takes slots in it
         self._closing = False
-        self._loaded = threading.Event()
-        self._loader: threading.Thread | None = None
-        self._all_taken_in = False
 
     # Up ------------------------------------------------------------------------------------------------------------
 
@@ -110,24 +113,60 @@ class Levels:
 
         Moves that were begun go on when the deadline has passed.
         """
-        for start in range(0, len(rows), WINDOW_BLOCKS):
-            rises, reason = self._begin(number, rows[start : start + WINDOW_BLOCKS], deadline)
-            for rise in rises:
-                assert rise.move is not None
-                if not rise.move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+        under_way: deque[list[Rise]] = deque()
+        reason: MissReason | None = None
+        try:
+            for start in range(0, len(rows), WINDOW_BLOCKS):
+                if self._clock.monotonic_seconds() >= deadline:
                     return MissReason.DEADLINE
-                if rise.move.finding is not None:
-                    return REASON_OF_FINDING[rise.move.finding]
-            if reason is not None:
-                return reason
+                rises, reason = self._begin(number, rows[start : start + WINDOW_BLOCKS], deadline)
+                under_way.append(rises)
+                if reason is not None:
+                    break
+                if len(under_way) == WINDOWS_AT_ONCE:
+                    late = self._await(under_way[0], deadline)
+                    if late is not None:
+                        return late
+                    self._leave(under_way.popleft())
+            for rises in under_way:
+                late = self._await(rises, deadline)
+                if late is not None:
+                    return late
+            return reason
+        finally:
+            for rises in under_way:
+                self._leave(rises)
+
+    def _await(self, rises: Sequence[Rise], deadline: float) -> MissReason | None:
+        for rise in rises:
+            assert rise.move is not None
+            if not rise.move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+                return MissReason.DEADLINE
+            if rise.move.finding is not None:
+                return REASON_OF_FINDING[rise.move.finding]
         return None
 
+    def _leave(self, rises: Sequence[Rise]) -> None:
+        """Whoever waited for these does so no more: what has not begun, and nobody else waits for, gives up its slot
+        and its pin now, and not when the disk has answered all that came before."""
+        with self._lock:
+            for rise in rises:
+                rise.waiting -= 1
+            unwanted = [rise.move for rise in rises if not rise.waiting and not rise.settled]
+        for move in unwanted:
+            if move is not None:
+                move.cancel()
+
     def _begin(self, number: int, rows: Sequence[int], deadline: float) -> tuple[list[Rise], MissReason | None]:
+        if self._queue.is_down(READS):  # finding slots would evict what DRAM has, for nothing
+            return [], MissReason.TIER_DOWN
         if not self._planning.acquire(timeout=max(0.0, deadline - self._clock.monotonic_seconds())):
             return [], MissReason.DEADLINE
         try:
             with self._lock:
                 under_way = [self._rising[row] for row in rows if row in self._rising]
+                for rise in under_way:
+                    rise.waiting += 1
                 missing = [row for row in rows if row not in self._rising and not self._blocks.is_above(row)]
             lift = Lift(number, missing, [[] for _ in self._blocks.spaces[number].classes])
             try:
@@ -142,9 +181,9 @@ class Levels:
                 self._pin(number, missing[: lift.filled])
                 self._rising.update((rise.row, rise) for rise in rises)
             for rise in rises:
-                rise.move = self._queue.submit(
-                    ("up", rise.row), NVME, Priority.WAITING, self._reading(rise), deadline=deadline
-                )
+                # A key of its own: the last move of this row may have made its block readable and not have ended yet.
+                key = ("up", rise.row, next(self._numbers))
+                rise.move = self._queue.submit(key, READS, Priority.WAITING, self._reading(rise))
                 rise.move.then(self._settling(rise))
             return under_way + rises, reason
         finally:
@@ -160,6 +199,8 @@ class Levels:
                 header = open_header(bytes(target[:HEADER_BYTES]), self._keys)
                 if header.prefix_key != blocks.index.key(row) or header.generation != lower.residency.generation(row):
                     raise BlockCorrupt("another block's frame")
+                if header.stamp != blocks.spaces[rise.number].sealers[part].stamp:
+                    raise BlockCorrupt("the frame of another part")
                 verify_payload(header, target[HEADER_BYTES:])
                 digests.append(digest(target[:HEADER_BYTES]))
             with self._lock:
@@ -190,12 +231,28 @@ class Levels:
 
     def stored(self, rows: Iterable[int]) -> None:
         """Blocks were published. Under the lock."""
-        self._unsunk.extend(rows)
+        for row in rows:
+            self._unsunk[row] = None
+            self._unsunk.move_to_end(row)
 
     def relieve(self) -> None:
         """If DRAM is nearly full, begin to write down what it alone holds."""
-        if self._unsunk and not self._closing and self._is_pressed():
-            self._queue.submit("down", NVME, Priority.DEMOTION, self._spill).then(lambda _: self.relieve())
+        if not self._unsunk or self._closing or not self._is_pressed():
+            return
+        with self._lock:
+            if self._relieving:
+                return
+            self._relieving, before = True, len(self._unsunk)
+        move = self._queue.submit("down", WRITES, Priority.DEMOTION, self._spill)
+        move.then(lambda move: self._relieved(move, before))
+
+    def _relieved(self, move: Move, before: int) -> None:
+        """Go on as long as that helps: a disk that takes nothing is asked again by the next put."""
+        with self._lock:
+            self._relieving = False
+            helped = move.finding is None and len(self._unsunk) < before
+        if helped:
+            self.relieve()
 
     def _is_pressed(self) -> bool:
         dram = self._blocks.dram
@@ -206,43 +263,63 @@ class Levels:
         return free_bytes < SPILL_FRACTION * usage.budget_bytes
 
     def _spill(self) -> None:
+        index = self._blocks.index
         with self._lock:
-            rows = [self._unsunk.popleft() for _ in range(min(WINDOW_BLOCKS, len(self._unsunk)))]
+            rows = [self._unsunk.popitem(last=False)[0] for _ in range(min(GROUP_BLOCKS, len(self._unsunk)))]
             by_space: dict[int, list[int]] = {}
             for row in rows:
-                if self._blocks.index.state(row) is RowState.VISIBLE:
-                    by_space.setdefault(self._blocks.index.namespace_of(row), []).append(row)
-        for number, mine in by_space.items():
-            self._sink(number, mine)
+                if index.state(row) is RowState.VISIBLE:
+                    by_space.setdefault(index.namespace_of(row), []).extend(self._way_down(row))
+        try:
+            for number, mine in by_space.items():
+                self._sink(number, mine)
+        finally:
+            with self._lock:  # what could not go now is tried again after all others
+                left = [row for row in rows if index.state(row) is RowState.VISIBLE]
+                self.stored(row for row in left if not self._blocks.is_below(row))
+
+    def _way_down(self, row: int) -> list[int]:
+        """A block and the ancestors that have to go down before it, these first: NVMe may have given one up."""
+        way = []
+        while row != NO_ROW and not self._blocks.is_below(row):
+            way.append(row)
+            row = self._blocks.index.parent(row)
+        return way[::-1]
 
     def sink_all(self, seconds: float) -> int:
         """Write down what DRAM alone holds, for at most that long; returns how many blocks are left."""
         deadline = self._clock.monotonic_seconds() + seconds
-        while self._unsunk and self._clock.monotonic_seconds() < deadline:
-            move = self._queue.submit("down", NVME, Priority.SAVE, self._spill)
-            if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())) or move.finding is not None:
+        vain = 0
+        while vain * GROUP_BLOCKS < len(self._unsunk) and self._clock.monotonic_seconds() < deadline:
+            before = len(self._unsunk)
+            move = self._queue.submit("down", WRITES, Priority.SAVE, self._spill)
+            if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())) or move.finding is Finding.DOWN:
                 break
+            vain += len(self._unsunk) >= before  # these do not go, others may
         return len(self._unsunk)
 
-    def persist(self, number: int, rows: Sequence[int], seconds: float) -> tuple[int, MissReason | None]:
-        """How many blocks of a chain, from the first on, are durable after at most that long; and why not all."""
+    def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
+        """How many blocks of a chain, from the first on, are durable after at most that long; and why not all.
+
+        They are looked up again after each wait: a row may have gone meanwhile, and be another block's.
+        """
         deadline = self._clock.monotonic_seconds() + seconds
         while True:
             with self._lock:
+                rows = self._blocks.index.match(number, keys)
                 done = next((at for at, row in enumerate(rows) if not self._blocks.is_below(row)), len(rows))
                 if done == len(rows):
-                    return done, None
+                    return done, None if done == len(keys) else MissReason.EVICTED
                 if rows[done] in self._sinking:  # by somebody else
                     if not self._changed.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
                         return done, MissReason.DEADLINE
                     continue
-                if self._blocks.index.state(rows[done]) is not RowState.VISIBLE:
-                    return done, MissReason.EVICTED
-            window = rows[done : done + WINDOW_BLOCKS]
+            window = rows[done : done + GROUP_BLOCKS]
             move = self._queue.submit(
-                ("down", window[0]), NVME, Priority.SAVE, partial(self._sink, number, window), deadline=deadline
+                ("down", window[0]), WRITES, Priority.SAVE, partial(self._sink, number, window), deadline=deadline
             )
             if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+                move.cancel()
                 return done, MissReason.DEADLINE
             if move.finding is not None:
                 return done, REASON_OF_FINDING[move.finding]
@@ -253,6 +330,8 @@ class Levels:
         with self._lock:
             batch: list[int] = []
             for row in rows:
+                if blocks.index.namespace_of(row) != number:
+                    continue  # the row has become another block's
                 parent = blocks.index.parent(row)
                 follows = parent == NO_ROW or blocks.is_below(parent) or parent in batch
                 here = blocks.index.state(row) is RowState.VISIBLE and blocks.is_above(row)
@@ -264,24 +343,25 @@ class Levels:
             self._pin(number, pinned)
             self._pinned_for_sinking.append(pinned)
             self._sinking.update(batch)
+            generations = {row: blocks.residency.generation(row) for row in batch}
         placed: list[int] = []
         written = False
         try:
-            good = self._verified(number, batch)
-            while good:
+            left = batch
+            while left:
                 with self._making_room:
-                    placed, columns = self._make_room(number, good)
-                places = [place for column in columns for place in column]
+                    placed, columns = self._make_room(number, left)
                 frames = [
                     blocks.dram.committed_span(blocks.residency.place(row, part)).view
                     for part in range(len(columns))
                     for row in placed
                 ]
-                self._lower.tier.commit(places, frames)
+                good = self._commit_good(number, placed, columns, frames)
                 with self._lock:
                     written = True
-                    blocks.demoted(number, placed)
-                good = good[len(placed) :]
+                    blocks.demoted(number, good, [generations[row] for row in good])
+                    blocks.not_demoted(placed[len(good) :])
+                left = left[len(placed) :] if len(good) == len(placed) else []
                 placed, written = [], False
         finally:
             with self._lock:
@@ -291,6 +371,20 @@ class Levels:
                 self._pinned_for_sinking = [one for one in self._pinned_for_sinking if one is not pinned]
                 self._unpin(number, pinned)
                 self._changed.notify_all()
+
+    def _commit_good(
+        self, number: int, rows: Sequence[int], columns: Sequence[Sequence[int]], frames: Sequence[memoryview]
+    ) -> list[int]:
+        """Write frames while they are verified where they stand: those of the blocks before the first bad one become
+        durable, and these blocks are returned."""
+        good: list[int] = []
+
+        def verify() -> list[int]:
+            good.extend(self._verified(number, rows))
+            return [place for column in columns for place in column[: len(good)]]
+
+        self._lower.tier.commit([place for column in columns for place in column], frames, verify)
+        return good
 
     def _verified(self, number: int, rows: Sequence[int]) -> list[int]:
         """The blocks up to the first whose frames in DRAM fail a check; that one is quarantined."""
@@ -305,6 +399,7 @@ class Levels:
     def _make_room(self, number: int, rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
         """Slots on NVMe for as many of the blocks as can be, at least one. Raises `TierFull` and `TierUnavailable`."""
         tier, space = self._lower.tier, self._blocks.spaces[number]
+        is_disk_full = False  # it has no room for another slab, though the budget allows one
         for _ in range(self._limits.room_steps):
             with self._lock:
                 free = min(tier.free_slots(slot_class) for slot_class in space.classes)
@@ -312,153 +407,57 @@ class Levels:
                     chosen = list(rows[:free])
                     return chosen, self._blocks.make_place_below(number, chosen)
                 short = [part for part, one in enumerate(space.classes) if not tier.free_slots(one)]
-            if tier.has_room():
-                self._new_slab(space, short[0])
+            if tier.has_room() and not is_disk_full:
+                is_disk_full = not self._has_new_slab(space, short[0])
+                if is_disk_full and len(tier.slab_numbers()) < len(space.classes):
+                    raise TierFull("the disk has no room for a slab of each part")  # whatever else would go for them
+                continue
+            # What was given up before may be enough; and a disk that takes nothing must not cost it any block.
+            tier.settle()
+            if all([tier.free_slots(slot_class) for slot_class in space.classes]):
+                continue
+            spare = tier.spare_slab(space.classes)
+            if spare is not None:
+                tier.retire(spare)
+                is_disk_full = False
                 continue
             with self._lock:
-                gone = self._blocks.evict_below(len(rows), number)
+                gone, claimed = self._blocks.evict_below(len(rows), number)
             if not gone:
                 raise TierFull("nothing on NVMe may go")
-            tier.settle()
-            if not all([tier.free_slots(slot_class) for slot_class in space.classes]):
-                for empty in tier.empty_slabs()[:1]:
-                    tier.retire(empty)
+            if claimed[0]:
+                tier.await_claims([place for column in claimed for place in column])
+                with self._lock:
+                    chosen = list(rows[: len(claimed[0])])
+                    return chosen, self._blocks.make_place_below(number, chosen, claimed)
         raise TierFull("no room on NVMe after as many steps as are allowed")
 
-    def _new_slab(self, space: Space, part: int) -> None:
+    def _has_new_slab(self, space: Space, part: int) -> bool:
+        """One more slab for a part; False where the disk has no room for it. Raises `TierUnavailable`."""
         stamp = space.sealers[part].stamp
         key = self._keys.mac_key(stamp.tenant, stamp.key_id, stamp.epoch)
         assert key is not None
-        self._lower.tier.new_slab(stamp, key, pack_about(space))
-
-    # After a restart -----------------------------------------------------------------------------------------------
-
-    @property
-    def warming(self) -> bool:
-        """Whether what is on disk is still being taken in."""
-        return not self._loaded.is_set()
-
-    @property
-    def failed_to_load(self) -> bool:
-        """Whether some of what is on disk could not be taken in: it cannot be found before the next start."""
-        return self._loaded.is_set() and not self._all_taken_in
-
-    def start_loading(self, tenants: Mapping[bytes, TenantKeys]) -> None:
-        """`load` in a thread of its own."""
-
-        def run() -> None:
-            try:
-                self.load(tenants)
-                self._all_taken_in = True
-            except TierError as error:
-                _log.error("what is on disk cannot be taken in: %s", error)
-            finally:
-                self._loaded.set()
-
-        self._loader = threading.Thread(target=run, name="kv-load", daemon=True)
-        self._loader.start()
-
-    def wait_for_load(self, timeout_seconds: float) -> bool:
-        """Whether it is over after at most that long, and went well."""
-        return self._loaded.wait(timeout_seconds) and self._all_taken_in
-
-    def load(self, tenants: Mapping[bytes, TenantKeys], progress: Callable[[int, int], None] | None = None) -> None:
-        """Take in what is on disk; matches find it when this returns. Raises `TierUnavailable`."""
-        groups: dict[tuple[bytes, bytes], list[Found]] = {}
-        for found in self._lower.tier.load(progress):
-            owner = found.header.slot_class
-            groups.setdefault((owner.tenant, owner.namespace), []).append(found)
-            if self._closing:
-                return
-        for (tenant, namespace), group in groups.items():
-            with self._lock:
-                space = self._space(tenants.get(tenant), namespace, group[0].header.about)
-            if space is not None:
-                self._take_in(space, group)
-
-    def _space(self, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes) -> Space | None:
-        for space in self._blocks.spaces:
-            if keys is not None and space.tenant == keys.tenant:
-                if space.classes[0].namespace == digest_of_namespace:
-                    return space
         try:
-            payloads, namespace = unpack_about(about)
-        except ValueError:
-            return None
-        if keys is None or namespace.digest() != digest_of_namespace:
-            return None
-        return self._blocks.add_space(keys, namespace, payloads)
+            self._lower.tier.new_slab(stamp, key, pack_about(space))
+        except TierFull:
+            return False
+        return True
 
-    def _take_in(self, space: Space, group: Sequence[Found]) -> None:
-        """Blocks whose parts are all there, with one generation; what else is found is given up."""
-        frames: list[dict[bytes, tuple[int, int]]] = [{} for _ in space.classes]  # key -> (generation, place)
-        entries: dict[bytes, np.void] = {}
-        useless: list[int] = []
-        for found in group:
-            part = found.header.slot_class.part
-            for key, place, entry in zip(keys_of(found.entries["key"]), found.places, found.entries, strict=True):
-                frame = (int(entry["generation"]), place)
-                known = frames[part].get(key)
-                if known is not None:
-                    useless.append(min(frame, known)[1])
-                if known is None or frame > known:
-                    frames[part][key] = frame
-                    entries[key] = entry
-        whole = [
-            key
-            for key, (generation, _) in frames[0].items()
-            if all(part.get(key, (0, 0))[0] == generation for part in frames)
-        ]
-        chosen = set(whole)
-        useless += [place for part in frames for key, (_, place) in part.items() if key not in chosen]
-        if whole:
-            table = np.array([entries[key] for key in whole], ENTRY)
-            with self._lock:
-                useless += self._insert(space, whole, table, frames)
-        self._lower.tier.delete(useless)
+    # Rot -----------------------------------------------------------------------------------------------------------
 
-    def _insert(
-        self, space: Space, keys: list[bytes], table: Entries, frames: list[dict[bytes, tuple[int, int]]]
-    ) -> list[int]:
-        """Rows for whole blocks; returns the places of those that nothing leads to, or that were stored anew."""
-        index, lower = self._blocks.index, self._lower.residency
-        rows = index.load(space.number, keys, table["block_index"], table["priority"], table["expires_at"])
-        useless = [part[key][1] for key, row in zip(keys, rows, strict=True) if row == NO_ROW for part in frames]
-        fresh = [at for at, row in enumerate(rows) if row != NO_ROW]
-        keys, rows, table = [keys[at] for at in fresh], [rows[at] for at in fresh], table[fresh]
-        if not rows:
-            return useless
-        self._blocks.grow_to(max(rows))
-        root = root_key(space.namespace.layout.block_tokens)
-        lost = set(index.link(space.number, rows, keys_of(table["parent"]), root))
-        key_of = dict(zip(rows, keys, strict=True))
-        generation_of = dict(zip(rows, table["generation"].tolist(), strict=True))
-        for row in sorted(lost, key=index.depth, reverse=True):
-            index.remove(row)
-            useless += [part[key_of[row]][1] for part in frames]
-        kept = self._oldest_first({row: generation for row, generation in generation_of.items() if row not in lost})
-        for part, column in enumerate(frames):
-            places = [column[key_of[row]][1] for row in kept]
-            if kept:
-                lower.reserved(kept, part, places)
-                self._lower.tier.own(places, kept)
-        for row in kept:
-            lower.published(row, generation_of[row])
-            if index.parent(row) != NO_ROW:
-                lower.child_came(index.parent(row))
-        for row in kept:
-            lower.listed(row, index.depth(row))
-        return useless
+    def condemn_below(self, row: int, stands: Callable[[], bool]) -> bool:
+        """Quarantine a block on NVMe that no request found to be damaged. What DRAM has is to go down again.
 
-    def _oldest_first(self, generation_of: dict[int, int]) -> list[int]:
-        """In the order of the youngest block below each, so that an ancestor is always the more recent."""
-        index = self._blocks.index
-        newest: dict[int, int] = {}
-        for row in sorted(generation_of, key=index.depth, reverse=True):
-            newest[row] = max(newest.get(row, 0), generation_of[row])
-            parent = index.parent(row)
-            newest[parent] = max(newest.get(parent, 0), newest[row])
-        return sorted(generation_of, key=lambda row: (newest[row], -index.depth(row)))
+        stands: asked under the lock whether the damaged frame is the block's still. False where it is not, or where a
+        request is bringing the block up and finds out by itself.
+        """
+        with self._planning, self._lock:  # the former: no lease may be looking for slots for this block
+            if row in self._rising or not self._blocks.is_below(row) or not stands():
+                return False
+            self._blocks.quarantine_below(row)
+            if self._blocks.is_above(row) and self._blocks.index.state(row) is RowState.VISIBLE:
+                self.stored([row])
+            return True
 
     # Ends ----------------------------------------------------------------------------------------------------------
 
@@ -469,13 +468,11 @@ class Levels:
             namespace_of(row) == number for row in self._sinking
         )
 
-    def close(self, seconds: float) -> None:
-        """Write down what can be in that time, then let no more moves in."""
+    def close(self, seconds: float) -> bool:
+        """Write down what can be in that time, then let no more moves in; whether all moves ended in as much again."""
         self.sink_all(seconds)
         self._closing = True
-        if self._loader is not None:
-            self._loader.join(seconds)
-        self._queue.close(seconds)
+        return self._queue.close(seconds)
 
     @property
     def rising(self) -> set[int]:
@@ -491,25 +488,3 @@ class Levels:
     def sinking(self) -> set[int]:
         """Rows on their way down."""
         return self._sinking
-
-
-def keys_of(column: Entries) -> list[bytes]:
-    """A column of 32-byte keys, one by one."""
-    raw = np.ascontiguousarray(column).tobytes()
-    return [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
-
-
-def pack_about(space: Space) -> bytes:
-    """What a slab keeps of its namespace: each part's payload bytes, and the namespace itself."""
-    payloads = [sealer.stamp.payload_bytes for sealer in space.sealers]
-    return struct.pack(f"<H{len(payloads)}Q", len(payloads), *payloads) + space.namespace.pack()
-
-
-def unpack_about(about: bytes) -> tuple[list[int], Namespace]:
-    """The mirror of `pack_about`. Raises `ValueError`."""
-    try:
-        (parts,) = struct.unpack_from("<H", about)
-        payloads = list(struct.unpack_from(f"<{parts}Q", about, 2))
-    except struct.error as error:
-        raise ValueError(f"not what a slab says of its namespace ({error})") from None
-    return payloads, Namespace.unpack(about[2 + 8 * parts :])

@@ -6,6 +6,7 @@ The one place where clock, randomness, memory and disk enter. Nothing here is a 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import threading
@@ -16,21 +17,34 @@ from pathlib import Path
 from types import TracebackType
 
 from kvstore.blocks import Blocks, Lower
-from kvstore.config import DramConfig, Limits, NvmeConfig, memory_limit, memory_limit_files
+from kvstore.config import (
+    DEFAULT_SCRUB,
+    DramConfig,
+    Limits,
+    NvmeConfig,
+    format_size,
+    memory_limit,
+    memory_limit_files,
+    parse_rate,
+)
 from kvstore.door import Grant
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
 from kvstore.layout import Layout
+from kvstore.levels import WRITES
 from kvstore.pages import Codec
 from kvstore.prefix_index import PrefixIndex
 from kvstore.store import Clock, Store, StoreUsage
 from tiering.dram import DramTier
 from tiering.errors import TierError
 from tiering.extents import ExtentPool
+from tiering.failpoint import Reach, go_on
 from tiering.files import (
     DirectFiles,
     DirectoryLock,
+    Files,
+    ReadOnlyFiles,
     disk_room,
     make_directory,
     read_secret_file,
@@ -39,18 +53,22 @@ from tiering.files import (
 )
 from tiering.move_queue import MoveQueue, QueueLimits
 from tiering.mover import Mover
-from tiering.nvme import IndexMaker, NvmeTier
+from tiering.nvme import IndexMaker, NvmeTier, slab_name
 from tiering.policies.lru import LeafFirstLru
 from tiering.residency import Pins, Residency
-from tiering.slab import UID_BYTES, OtherFormat
+from tiering.scrub import ScrubLimits
+from tiering.slab import STAMP_SLAB, UID_BYTES, OtherFormat
 
 DEFAULT_TENANT = "default"
 KEY_FILE_VERSION = 1
 MAX_EPOCH = (1 << 32) - 1
 MAX_TENANTS = 1024
 MOVE_THREADS = 4
+DISK_THREADS = 4
 SESSION_BITS = 40
 """A session's blocks are numbered from its own number on: no number is used again after a restart."""
+
+_log = logging.getLogger(__name__)
 
 
 class SystemClock:
@@ -81,6 +99,7 @@ class TenantDoor:
         self.persist = store.persist
         self.abort = store.abort
         self.span = store.span
+        self.direct = store.direct
 
     def leads_to(self, store: Store, keys: TenantKeys) -> bool:
         """Whether this is that tenant's door to that store."""
@@ -160,9 +179,13 @@ class EmbeddedStore:
         self._store.check()
 
     def close(self) -> None:
-        """Give memory and directory back. Safe to call again."""
+        """Give memory and directory back. Safe to call again.
+
+        With a disk that hangs, the directory stays locked for as long as a write may yet reach it.
+        """
         self._store.close()
-        self._lock.release()
+        if not self._store.is_stuck:
+            self._lock.release()
 
     @property
     def closed(self) -> bool:
@@ -181,8 +204,9 @@ class EmbeddedStore:
 class KeyFile:
     """The secrets of a directory's tenants: `DIR/keys`, JSON, readable by its owner only."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reach: Reach = go_on) -> None:
         self._path = path
+        self._reach = reach
         self._lock = threading.Lock()
         self._tenants: dict[str, TenantKeys] = {}
         self._secrets: dict[str, dict[str, object]] = {}
@@ -192,6 +216,7 @@ class KeyFile:
             raise KeysUnusable(f"{path} can be read by others or not by you ({error}); run: chmod 600 {path}") from None
         except OSError as error:
             raise KeysUnusable(f"{path} cannot be read ({error.strerror}); restore it from a backup") from None
+        self.is_there = raw is not None
         if raw is None:
             return
         try:
@@ -205,8 +230,8 @@ class KeyFile:
                 self._tenants[name] = TenantKeys.derive(secret, epoch)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise KeysUnusable(
-                f"{path} is damaged; restore it from a backup, or move it away to start with new keys "
-                "(blocks stored under the old ones can then not be read)"
+                f"{path} is damaged; restore it from a backup, or move it and nvme/ beside it away to start with new "
+                "keys (blocks stored under the old ones can then not be read)"
             ) from None
         if version != KEY_FILE_VERSION:
             raise KeysUnusable(f"{path} has version {version!r}; this program knows version {KEY_FILE_VERSION}")
@@ -228,7 +253,8 @@ class KeyFile:
             raise BadInput(f"{len(self._tenants)} tenants have keys, which is the limit")
         secret = secrets.token_bytes(SECRET_BYTES)
         tenants = {**self._secrets, name: {"secret": secret.hex(), "epoch": 1}}
-        write_secret_file(self._path, json.dumps({"version": KEY_FILE_VERSION, "tenants": tenants}, indent=1).encode())
+        contents = json.dumps({"version": KEY_FILE_VERSION, "tenants": tenants}, indent=1).encode()
+        write_secret_file(self._path, contents, self._reach)
         self._secrets = tenants
         self._tenants[name] = TenantKeys.derive(secret)
         return self._tenants[name]
@@ -244,16 +270,27 @@ def open_embedded(
     extent: str | int | None = None,
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
+    scrub: str | int | ScrubLimits = DEFAULT_SCRUB,
     indexes: Callable[[Path], IndexMaker] | None = None,
+    files: Callable[[Path], Files] | None = None,
+    gone: Callable[[int, bytes], None] | None = None,
+    reach: Reach = go_on,
 ) -> EmbeddedStore:
     """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
     `KeysUnusable`, each with one line that says what to do.
 
-    indexes: makes the index of an NVMe tier; needed with `nvme` only.
+    scrub: how fast the NVMe tier is read and verified again in the background, or all its limits. indexes: makes the
+    index of an NVMe tier; needed with `nvme` only. files, gone, reach: for tests; what holds the
+    slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints.
     """
     cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
     dram_config = DramConfig.of(dram, extent, memory_limit(read_text_files(memory_limit_files(cgroups))))
     limits = limits or Limits()
+    if not isinstance(scrub, ScrubLimits):
+        rate = parse_rate(scrub, "scrub")
+        scrub_limits = ScrubLimits(rate) if rate else None
+    else:
+        scrub_limits = scrub
     path = Path(directory)
     try:
         make_directory(path)
@@ -265,7 +302,9 @@ def open_embedded(
     except OSError as error:
         raise BadInput(f"{path} cannot be used as a store's directory: {error.strerror}; give another one") from None
     try:
-        keys = KeyFile(path / "keys")
+        keys = KeyFile(path / "keys", reach)
+        if not keys.is_there:
+            _refuse_new_keys(path)
         ring = KeyRing()
         ring.add(keys.tenant(tenant))
         known = keys.tenants()
@@ -274,8 +313,8 @@ def open_embedded(
         tier = None
         if nvme is not None:
             assert indexes is not None
-            tier = _open_nvme(path / "nvme", nvme, slab, indexes, ring)
-        store = build_store(dram_config, limits, ring, tier=tier)
+            tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring)
+        store = build_store(dram_config, limits, ring, tier=tier, gone=gone, scrub=scrub_limits)
         store.start_loading({one.tenant: one for one in known})
     except BaseException:
         lock.release()
@@ -284,20 +323,51 @@ def open_embedded(
     return EmbeddedStore(store, ring, keys, lock, codecs, tenant)
 
 
+def _refuse_new_keys(path: Path) -> None:
+    """Slabs that stand there need keys that are gone: beside new ones they would be left alone for ever."""
+    try:
+        sizes = ReadOnlyFiles(path / "nvme").sizes()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise BadInput(f"{path / 'nvme'} cannot be looked at: {error.strerror}; give another directory") from None
+    sizes.pop(slab_name(STAMP_SLAB), None)
+    if sizes:
+        raise KeysUnusable(
+            f"{path / 'keys'} is missing, and {_slabs(len(sizes), sum(sizes.values()))} in {path / 'nvme'} cannot be "
+            f"used without it; restore it from a backup, or move {path / 'nvme'} away to begin anew"
+        )
+
+
+def _slabs(count: int, size_bytes: int) -> str:
+    return f"{count} slab{'s' * (count != 1)} ({format_size(size_bytes)})"
+
+
+def new_uid() -> bytes:
+    """Names a slab or an index, so that what belongs to one that is gone never fits another."""
+    return secrets.token_bytes(UID_BYTES)
+
+
 def _open_nvme(
-    directory: Path, nvme: str | int, slab: str | int | None, indexes: Callable[[Path], IndexMaker], ring: KeyRing
+    directory: Path,
+    nvme: str | int,
+    slab: str | int | None,
+    indexes: Callable[[Path], IndexMaker],
+    files: Callable[[Path], Files],
+    ring: KeyRing,
 ) -> NvmeTier:
     """The tier on disk, its frames not loaded yet."""
     try:
         make_directory(directory)
         config = NvmeConfig.of(nvme, slab, disk_room(directory))
-        return NvmeTier(
-            DirectFiles(directory),
+        tier = NvmeTier(
+            files(directory),
             indexes(directory / "index"),
             ring,
             config.budget_bytes,
             config.slab_bytes,
-            lambda: secrets.token_bytes(UID_BYTES),
+            new_uid,
+            DISK_THREADS,
         )
     except OtherFormat as error:
         raise BadInput(
@@ -307,6 +377,24 @@ def _open_nvme(
         raise BadInput(
             f"{directory} cannot be used for nvme=: {error}; free or repair it, or leave nvme= out"
         ) from None
+    _warn_of_left_alone(directory, tier)
+    return tier
+
+
+def _warn_of_left_alone(directory: Path, tier: NvmeTier) -> None:
+    for needs_keys, why, remedy in (
+        (True, f"{directory.parent / 'keys'} does not hold the keys", "restore those from a backup"),
+        (False, "unusable", f"kvstore fsck {directory.parent} says why"),
+    ):
+        alone = [one.size_bytes for one in tier.left_alone if one.needs_keys is needs_keys]
+        if alone:
+            _log.warning(
+                "%s left alone in %s: %s. What is left alone counts against nvme=; %s, or move it away",
+                _slabs(len(alone), sum(alone)),
+                directory,
+                why,
+                remedy,
+            )
 
 
 def _disown_in_children(store: Store, lock: DirectoryLock) -> None:
@@ -328,13 +416,17 @@ def build_store(
     ring: KeyRing,
     clock: Clock | None = None,
     tier: NvmeTier | None = None,
+    gone: Callable[[int, bytes], None] | None = None,
+    scrub: ScrubLimits | None = None,
 ) -> Store:
-    """Put the parts together: memory, tiers, policies, tables, movers."""
+    """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none."""
     clock = clock or SystemClock()
     dram = DramTier(ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes))
     pins = Pins()
     lower = Lower(tier, Residency(LeafFirstLru(), pins)) if tier is not None else None
     first_generation = (tier.session << SESSION_BITS) + 1 if tier is not None else 1
-    blocks = Blocks(PrefixIndex(limits.forgotten), Residency(LeafFirstLru(), pins), dram, ring, lower, first_generation)
-    queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS) if tier is not None else None
-    return Store(blocks, Mover(dram, ring), clock, limits, queue)
+    index, residency = PrefixIndex(limits.forgotten), Residency(LeafFirstLru(), pins)
+    blocks = Blocks(index, residency, dram, ring, lower, first_generation, gone)
+    # Writes that hang leave a thread for reads.
+    queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
+    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub)

@@ -16,7 +16,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import compress, repeat
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,9 @@ import numpy as np
 from tiering.tier import Finding
 
 NO_ROW = -1
+
+_REMEMBERED_BYTES = 14
+"""Of an evicted block's key: enough to tell it from all others, with the namespace in 16 bytes."""
 
 Column = np.ndarray[Any, Any]
 
@@ -44,10 +46,12 @@ _PENDING, _VISIBLE, _HOLLOW = int(RowState.PENDING), int(RowState.VISIBLE), int(
 class _Names:
     """One namespace's keys."""
 
-    __slots__ = ("hidden", "tenant", "visible")
+    __slots__ = ("hidden", "inserted", "mark", "tenant", "visible")
 
-    def __init__(self, tenant: bytes) -> None:
+    def __init__(self, tenant: bytes, number: int) -> None:
         self.tenant = tenant
+        self.mark = number.to_bytes(2, "little")  # of this namespace, in what is remembered of keys
+        self.inserted = False  # a key that did not come by `load`
         self.visible: dict[bytes, int] = {}
         self.hidden: dict[bytes, int] = {}  # pending and hollow
 
@@ -72,7 +76,7 @@ class PrefixIndex:
 
     def add_namespace(self, tenant: bytes) -> int:
         """A number for a new namespace of a tenant."""
-        self._names.append(_Names(tenant))
+        self._names.append(_Names(tenant, len(self._names)))
         assert len(self._names) < 1 << 15
         return len(self._names) - 1
 
@@ -100,7 +104,7 @@ class PrefixIndex:
         hidden = self._names[namespace].hidden.get(key, NO_ROW)
         if hidden != NO_ROW:
             return Finding.IN_FLIGHT if self._states[hidden] == RowState.PENDING else Finding.CORRUPT
-        if self._remembered(namespace, key) in self._forgotten:
+        if key[:_REMEMBERED_BYTES] + self._names[namespace].mark in self._forgotten:
             return Finding.EVICTED
         if parent != NO_ROW and self._children[parent]:
             return None
@@ -119,6 +123,13 @@ class PrefixIndex:
         names = self._names[namespace]
         row = names.visible.get(key, NO_ROW)
         return row if row != NO_ROW else names.hidden.get(key, NO_ROW)
+
+    def knows_any(self, namespace: int, keys: Sequence[bytes]) -> bool:
+        """Whether any of these keys, each of which was loaded at most once, has a row."""
+        names = self._names[namespace]
+        if not names.inserted:
+            return False
+        return any(map(names.visible.__contains__, keys)) or not names.hidden.keys().isdisjoint(keys)
 
     def state(self, row: int) -> RowState:
         """What the row is."""
@@ -184,6 +195,7 @@ class PrefixIndex:
         self._priorities[row] = priority
         self._expires[row] = expires_at
         names.hidden[key] = row
+        names.inserted = True
         if parent != NO_ROW:
             self._children[parent] += 1
         return row
@@ -197,7 +209,7 @@ class PrefixIndex:
         del names.hidden[key]
         names.visible[key] = row
         self._states[row] = _VISIBLE
-        self._forgotten.pop(self._remembered(namespace, key), None)
+        self._forgotten.pop(key[:_REMEMBERED_BYTES] + names.mark, None)
         return before == _PENDING
 
     def hollow(self, row: int) -> None:
@@ -220,7 +232,7 @@ class PrefixIndex:
         if parent != NO_ROW:
             self._children[parent] -= 1
         if remember:
-            self._forgotten[self._remembered(namespace, key)] = None
+            self._forgotten[key[:_REMEMBERED_BYTES] + names.mark] = None
             if len(self._forgotten) > self._forgotten_limit:
                 self._forgotten.popitem(last=False)
         return parent
@@ -229,29 +241,15 @@ class PrefixIndex:
 
     def load(
         self, namespace: int, keys: Sequence[bytes], depths: Column, priorities: Column, expires_at: Column
-    ) -> list[int]:
-        """Visible rows for blocks that were found on disk, their parents not known yet; `NO_ROW` for a known key.
-
-        A match finds them at once, which is right: it comes to a block by way of its parents only. `link` has to follow
-        before any of these rows is removed.
-        """
+    ) -> range:
+        """Visible rows for blocks that were found on disk, each key new to the namespace. `link` follows at once."""
         names = self._names[namespace]
-        fresh = [key not in names.visible and key not in names.hidden for key in keys]
-        if not all(fresh):
-            chosen = np.flatnonzero(fresh)
-            rows = self.load(
-                namespace, list(compress(keys, fresh)), depths[chosen], priorities[chosen], expires_at[chosen]
-            )
-            given = iter(rows)
-            return [next(given) if is_fresh else NO_ROW for is_fresh in fresh]
-        count, first = len(keys), self._next_row
-        assert len(set(keys)) == count, "a key is loaded once"
-        self._grow(first + count)
-        self._next_row += count
-        stop = first + count
+        first = self._next_row
+        stop = first + len(keys)
+        self._grow(stop)
+        self._next_row = stop
         self._keys[first:stop] = keys
         for column, values in (
-            (self._parents, NO_ROW),
             (self._children, 0),
             (self._depths, depths),
             (self._owners, namespace),
@@ -259,37 +257,18 @@ class PrefixIndex:
             (self._priorities, priorities),
         ):
             np.frombuffer(column, column.typecode)[first:stop] = values
-        self._states[first:stop] = bytes([_VISIBLE]) * count
-        rows = list(range(first, stop))
+        self._states[first:stop] = bytes([_VISIBLE]) * len(keys)
+        rows = range(first, stop)
+        before = len(names.visible)
         names.visible.update(zip(keys, rows, strict=True))
+        assert len(names.visible) == before + len(keys) and not names.hidden.keys() & keys, "a key is loaded once"
         return rows
 
-    def link(self, namespace: int, rows: Sequence[int], parents: Sequence[bytes], root: bytes) -> list[int]:
-        """Give loaded rows their parents; returns those that have none: their chain is broken, nothing leads to them.
-
-        A parent may be in any state. Rows below a broken one are returned too.
-        """
-        names = self._names[namespace]
-        found = np.fromiter(map(names.visible.get, parents, repeat(NO_ROW)), np.int64, len(rows))
-        for at in np.flatnonzero(found == NO_ROW).tolist():
-            found[at] = names.hidden.get(parents[at], NO_ROW)
-        at_root = np.fromiter((parent == root for parent in parents), bool, len(rows))
-        mine = np.asarray(rows, np.int64)
-        depths = np.frombuffer(self._depths, self._depths.typecode)
-        right = np.where(at_root, depths[mine] == 0, (found != NO_ROW) & (depths[found] + 1 == depths[mine]))
-        found[at_root | ~right] = NO_ROW
-        np.frombuffer(self._parents, self._parents.typecode)[mine] = found
+    def link(self, rows: range, parents: Column) -> None:
+        """Give loaded rows their parents: rows one block less deep, or `NO_ROW`; none of them pending."""
+        np.frombuffer(self._parents, self._parents.typecode)[rows.start : rows.stop] = parents
         children = np.frombuffer(self._children, self._children.typecode)
-        np.add.at(children, found[found != NO_ROW], 1)
-        # What hangs below a broken row hangs in the air too: level by level, the shallow ones first.
-        broken = np.zeros(self._next_row + 1, bool)  # the last one stands for `NO_ROW`
-        broken[mine] = ~right
-        if not right.all():
-            for depth in np.unique(depths[mine]).tolist():
-                level = mine[depths[mine] == depth]
-                broken[level] |= broken[np.frombuffer(self._parents, self._parents.typecode)[level]]
-        lost: list[int] = mine[broken[mine]].tolist()
-        return lost
+        np.add.at(children, parents[parents != NO_ROW], 1)
 
     def check(self) -> None:
         """The columns, the dictionaries and the chains agree."""
@@ -317,9 +296,6 @@ class PrefixIndex:
             if self._states[row] != RowState.FREE:
                 assert self._children[row] == children[row]
 
-    def _remembered(self, namespace: int, key: bytes) -> bytes:
-        return key[:14] + namespace.to_bytes(2, "little")
-
     def _new_row(self) -> int:
         if self._free_rows:
             return self._free_rows.pop()
@@ -327,6 +303,11 @@ class PrefixIndex:
         self._grow(row + 1)
         self._next_row += 1
         return row
+
+    def expect(self, rows: int) -> int:
+        """Have columns for that many more rows; returns the last one's number."""
+        self._grow(self._next_row + rows)
+        return self._next_row + rows - 1
 
     def _grow(self, rows: int) -> None:
         """Have columns for that many rows."""

@@ -17,18 +17,22 @@ from typing import Protocol
 
 from kvstore.blocks import Blocks, Space
 from kvstore.config import Limits
+from kvstore.direct import DirectReader
 from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, StoreClosed
 from kvstore.identity import Namespace, TenantKeys, root_key
 from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
 from kvstore.levels import Levels, Lift
+from kvstore.loading import Loader, LoadProgress
 from kvstore.miss import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
+from kvstore.scrubbing import Scrubbing
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import MAX_SLICES, frame_bytes
 from tiering.move_queue import MoveQueue
 from tiering.mover import Copy, MoveDone, Mover, Outcome
 from tiering.residency import Evict, Grow, Vacate
+from tiering.scrub import ScrubLimits, ScrubUsage
 from tiering.slab import PAGE_BYTES
 from tiering.tier import FrameSpan, SlotClass, Usage, extent_of
 
@@ -53,16 +57,18 @@ class Clock(Protocol):
 class StoreUsage:
     """What a store holds: slots and bytes of each tier, readable blocks, live leases, and event counts since the start.
 
-    nvme: None without such a tier, and once the store is closed.
+    nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
     """
 
     dram: Usage
     nvme: Usage | None
+    loading: LoadProgress | None
     blocks: int
     leases: int
     reservations: int
     pinned_bytes: int
     counters: dict[str, int]
+    scrub: ScrubUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,15 @@ class Store:
     """All tenants' blocks of one process. Thread-safe."""
 
     def __init__(
-        self, blocks: Blocks, mover: Mover, clock: Clock, limits: Limits, queue: MoveQueue | None = None
+        self,
+        blocks: Blocks,
+        mover: Mover,
+        clock: Clock,
+        limits: Limits,
+        queue: MoveQueue | None = None,
+        scrub: ScrubLimits | None = None,
     ) -> None:
-        """queue: for moves between DRAM and the tier below, where there is one."""
+        """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed."""
         self._blocks = blocks
         self._mover = mover
         self._clock = clock
@@ -94,6 +106,9 @@ class Store:
         self._abandoned: deque[int] = deque()
         self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
         self._levels: Levels | None = None
+        self._loader: Loader | None = None
+        self._scrubbing: Scrubbing | None = None
+        self.direct: DirectReader | None = None
         if blocks.lower is not None:
             assert queue is not None
             self._levels = Levels(
@@ -108,7 +123,31 @@ class Store:
                 self._unpin,
                 self._find_slots,
             )
+            self.direct = DirectReader(
+                blocks,
+                blocks.lower,
+                queue,
+                mover.keys,
+                clock,
+                limits,
+                self._lock,
+                self._levels.condemn_below,
+            )
+            loader = self._loader = Loader(blocks, blocks.lower, mover.keys, self._lock)
+            if scrub is not None:
+                self._scrubbing = Scrubbing(
+                    blocks,
+                    blocks.lower,
+                    self._levels,
+                    queue,
+                    mover.keys,
+                    clock,
+                    self._lock,
+                    scrub,
+                    lambda: loader.warming,
+                )
         self._closed = False
+        self._closer: threading.Thread | None = None
 
     # Namespaces ----------------------------------------------------------------------------------------------------
 
@@ -129,12 +168,20 @@ class Store:
             )
 
     def drop(self, number: int) -> int:
-        """Forget every block of a namespace; returns how many were readable. Readers finish what they hold."""
+        """Forget every block of a namespace, for good; returns how many were readable. Readers finish what they hold.
+
+        Waits until what is on disk was taken in. Raises `TierUnavailable` where the disk does not forget.
+        """
         with self._lock:
             self._check_open()
-            while self._jobs or self._is_moving(number):
+            while self._jobs or self._is_moving(number) or (self._loader is not None and self._loader.warming):
                 self._moves_done.wait(DROP_LOOKS_SECONDS)
-            self._check_open()  # it may have been closed while this waited
+                self._check_open()
+            if self._loader is not None and self._loader.failed:
+                raise TierUnavailable(
+                    "some of what is on disk could not be taken in at the start, and would be back; mend the disk, "
+                    "open the store again, and drop the namespace then"
+                )
             self._run_out()
             for record in list(self._leases.lapse_all(number)):
                 self._lapse(record)
@@ -146,7 +193,12 @@ class Store:
             for row in sorted(index.rows(number), key=index.depth, reverse=True):
                 self._blocks.drop(row)
             self._blocks.retire_empty(number)
-            return readable
+            if self._loader is not None and self.direct is not None:
+                self._loader.forget(number)
+                self.direct.forget(number)
+        if self._blocks.lower is not None:
+            self._blocks.lower.tier.settle()
+        return readable
 
     # Get -----------------------------------------------------------------------------------------------------------
 
@@ -290,14 +342,12 @@ class Store:
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """How many of these blocks, from the first on, are durable after at most that long, and why not all are."""
-        with self._lock:
-            if self._closed:
-                return 0, MissReason.DISABLED
-            rows = self._blocks.index.match(number, keys)
+        if self._closed:
+            return 0, MissReason.DISABLED
         if self._levels is None:
             return 0, MissReason.UNSUPPORTED
-        done, reason = self._levels.persist(number, rows, seconds)
-        if reason is None and done < len(keys):
+        done, reason = self._levels.persist(number, keys, seconds)
+        if reason is MissReason.EVICTED:
             with self._lock:
                 reason, _ = self._why(number, keys, done)
         return done, reason
@@ -330,12 +380,15 @@ class Store:
 
     def start_loading(self, tenants: Mapping[bytes, TenantKeys]) -> None:
         """Take in what is on disk, in a thread of its own; until it is done, a miss may be called warming."""
-        if self._levels is not None:
-            self._levels.start_loading(tenants)
+        if self._loader is not None:
+            self._blocks.dram.prepare()  # what is on disk will be brought up
+            self._loader.start(tenants)
+        if self._scrubbing is not None:
+            self._scrubbing.start()
 
     def warmed(self, timeout_seconds: float) -> bool:
         """Whether what was on disk can be found after at most that long."""
-        return self._levels is None or self._levels.wait_for_load(timeout_seconds)
+        return self._loader is None or self._loader.wait(timeout_seconds)
 
     # Operations ----------------------------------------------------------------------------------------------------
 
@@ -352,33 +405,51 @@ class Store:
         """Counts and bytes now."""
         with self._lock:
             lower = self._blocks.lower if not self._closed else None  # in a forked child its lock may never be free
+            scrub = self._scrubbing.usage() if self._scrubbing is not None else None
             return StoreUsage(
                 dram=self._blocks.dram.usage(),
                 nvme=lower.tier.usage() if lower is not None else None,
+                loading=self._loader.progress if self._loader is not None and lower is not None else None,
                 blocks=0 if self._closed else self._blocks.index.visible_blocks(),
                 leases=len(self._leases),
                 reservations=len(self._reservations),
                 pinned_bytes=self._pinned_bytes,
-                counters=dict(self._blocks.counters),
+                counters=dict(self._blocks.counters) | (scrub.counters if scrub is not None else {}),
+                scrub=scrub,
             )
 
     def close(self) -> None:
         """Write down what DRAM alone holds, as far as there is time; then let nothing in any more and give the memory
         back. Readers keep what they still map."""
-        if self._levels is not None and not self._closed:
+        if self._scrubbing is not None and not self._closed:
+            self._scrubbing.close()
+        if self._loader is not None and self._levels is not None and not self._closed:
+            self._loader.stop(self._limits.close_seconds)
             self._levels.close(self._limits.close_seconds)
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+            if self.direct is not None:
+                self.direct.close()
             self._blocks.dram.close()
         if self._blocks.lower is not None:
-            self._blocks.lower.tier.close()
+            # In a thread of its own, because a disk that hangs must not keep whoever closes.
+            self._closer = threading.Thread(target=self._blocks.lower.tier.close, name="kv-close", daemon=True)
+            self._closer.start()
+            self._closer.join(self._limits.close_seconds)
 
     @property
     def closed(self) -> bool:
         """Whether it was closed."""
         return self._closed
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it was closed, but a call to its disk has not come back, and may yet have its effect there."""
+        if self._closer is None or self._levels is None:
+            return False
+        return self._closer.is_alive() or not self._levels.close(0)
 
     def disown(self) -> None:
         """In a forked child: the memory is the parent's, so here the store is closed. Whoever held the lock is gone."""
@@ -408,6 +479,8 @@ class Store:
             namespaces = map(self._blocks.index.namespace_of, pins)
             assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number in namespaces)
             self._blocks.check(pins, sinking)
+            if self.direct is not None:
+                self.direct.check()
 
     # Inside: looking up --------------------------------------------------------------------------------------------
 
@@ -420,9 +493,9 @@ class Store:
         finding = self._blocks.index.why_not(number, key, parent)
         reason = MissReason.DIVERGED if finding is None else REASON_OF_FINDING[finding]
         if reason in (MissReason.DIVERGED, MissReason.ABSENT):
-            if self._levels is not None and self._levels.warming:
+            if self._loader is not None and self._loader.warming:
                 return MissReason.WARMING, "what is on disk is still being taken in"
-            if self._levels is not None and self._levels.failed_to_load:
+            if self._loader is not None and self._loader.failed:
                 return MissReason.TIER_DOWN, "some of what is on disk could not be taken in at the start"
             other = self._blocks.index.elsewhere(number, key)
             if other >= 0:
@@ -751,6 +824,7 @@ class Store:
             return True  # somebody else took the last of the budget: look again
         except TierUnavailable:
             return False
+        self._blocks.dram.prepare()
         with self._lock:
             self._blocks.dram.adopt(memory, slot_class)
         return True

@@ -99,6 +99,7 @@ EXEMPTIONS = (
         "tiering/files.py", frozenset({DISK, MEMORY}), "the one door to the disk, with the buffers of direct I/O"
     ),
     Exemption("tiering/lmdb_index.py", frozenset({DISK}), "LMDB opens its file by itself; here it is checked before"),
+    Exemption("tiering/index_digest.py", frozenset({DISK}), "reads that same file as a whole"),
     Exemption("tiering/extents.py", frozenset({MEMORY}), "the one maker of shared memory: memfd, size, map, advice"),
 )
 

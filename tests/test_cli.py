@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from workbench import MODEL, ids, random_pages, small_layout
 
 pytest.importorskip("typer")
 
@@ -63,9 +64,9 @@ def test_help_needs_no_torch(arguments: tuple[str, ...]) -> None:
 
 def test_help_names_the_commands_that_exist() -> None:
     shown = run_cli("--help").stdout
-    assert "demo" in shown and "bench" in shown
+    assert "demo" in shown and "bench" in shown and "fsck" in shown
     shown = run_cli("bench", "--help").stdout
-    assert "tiers" in shown and "lookup" in shown
+    assert "tiers" in shown and "lookup" in shown and "restart" in shown
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,94 @@ def test_a_bug_is_one_line_unless_a_traceback_is_asked_for() -> None:
     assert "internal error: AttributeError" in error_line(run_cli("--version", "--json", before=broken), status=1)
     shown = run_cli("--version", "--json", before=broken, KVSTORE_TRACEBACK="1")
     assert shown.returncode == 1 and "Traceback" in shown.stderr
+
+
+# The benches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hints"),
+    [
+        (("tiers", "--only", "tape"), ("only='tape'", "dram, nvme")),
+        (("restart", "--blocks", "7"), ("blocks=7", "give 33 to")),
+    ],
+)
+def test_unusable_options_of_a_bench_are_one_line(arguments: tuple[str, ...], hints: tuple[str, ...]) -> None:
+    pytest.importorskip("torch")
+    line = error_line(run_cli("bench", *arguments))
+    assert all(hint in line for hint in hints), line
+
+
+# The check of a directory ---------------------------------------------------------------------------------------
+
+NO_TORCH = "sys.modules['torch'] = sys.modules['transformers'] = None"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A store's directory with eight blocks on disk, in one slab of twenty slots."""
+    pytest.importorskip("torch")
+    with kvstore.open(f"embedded:{tmp_path / 'kv'}", dram="1MiB", nvme="1MiB") as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        assert handle.put(ids(512), random_pages(handle.layout, 8), durability="disk").stored == 8
+    return tmp_path / "kv"
+
+
+def damage(directory: Path, slot: int) -> None:
+    """One byte of a payload."""
+    with (directory / "nvme" / "00000001.slab").open("r+b") as slab:
+        slab.seek(4096 + 12288 * slot + 8000)
+        slab.write(b"rot")
+
+
+def test_fsck_says_what_is_wrong_and_repairs_it(directory: Path) -> None:
+    damage(directory, 3)
+    damaged = run_cli("fsck", str(directory))
+    assert (damaged.returncode, damaged.stderr) == (1, "")
+    assert "00000001.slab slot 3: damaged payload" in damaged.stdout and "--repair" in damaged.stdout
+    found = run_cli("fsck", str(directory), "--json", before=NO_TORCH)
+    assert (found.returncode, found.stderr) == (1, "")
+    as_object = json.loads(found.stdout)
+    assert as_object["ok"] is False and as_object["problems_by_kind"] == {"damaged_payload": 1}
+    (problem,) = as_object["first_problems"]
+    assert (problem["slab"], problem["slot"], problem["what"]) == ("00000001.slab", 3, "damaged_payload")
+    assert as_object["totals"]["good"] == 7 and as_object["slabs"][0]["damaged_payload"] == 1
+    repaired = run_cli("fsck", str(directory), "--repair", "--json", before=NO_TORCH)
+    assert (repaired.returncode, repaired.stderr) == (0, "")
+    assert json.loads(repaired.stdout)["repair"] == {
+        "headers_rewritten": 0,
+        "emptied": 0,
+        "given_up": 1,
+        "frames": 7,
+        "left": [],
+    }
+    well = run_cli("fsck", str(directory))
+    assert (well.returncode, well.stderr) == (0, "") and "All is well: 7 good frames in 1 slab;" in well.stdout
+
+
+def test_fsck_without_keys(directory: Path) -> None:
+    (directory / "keys").rename(directory / "keys.away")
+    checked = run_cli("fsck", str(directory))
+    assert (checked.returncode, checked.stderr) == (1, "") and "only digests can be checked" in checked.stdout
+    line = error_line(run_cli("fsck", str(directory), "--repair"))
+    assert f"{directory}/keys is missing" in line and "restore it from a backup" in line
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--repair",)])
+def test_fsck_of_what_cannot_be_checked_is_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
+    assert "does not exist" in error_line(run_cli("fsck", str(tmp_path / "none"), *options))
+    assert "has no nvme/" in error_line(run_cli("fsck", str(tmp_path), *options))
+
+
+def test_fsck_of_a_directory_in_use(directory: Path) -> None:
+    with kvstore.open(f"embedded:{directory}", dram="1MiB", nvme="1MiB"):
+        line = error_line(run_cli("fsck", str(directory)))
+    assert f"in use by process {os.getpid()}" in line
+
+
+def test_fsck_names_the_extra_that_it_needs() -> None:
+    line = error_line(run_cli("fsck", ".", before="sys.modules['lmdb'] = None"))
+    assert "lmdb" in line and "pip install 'prefix-kvstore[server]'" in line
 
 
 # The demo -------------------------------------------------------------------------------------------------------

@@ -51,6 +51,10 @@ class DramTier:
         """Bytes of all extents that may be."""
         return self._pool.budget_bytes
 
+    def prepare(self) -> None:
+        """Have the next extent ready before it is asked for."""
+        self._pool.prepare()
+
     # The contract --------------------------------------------------------------------------------------------------
 
     def reserve(self, slot_class: SlotClass, count: int) -> list[int]:

@@ -75,33 +75,82 @@ class Extent:
 
 
 class ExtentPool:
-    """Extents of one size, never more than the budget allows. Thread-safe; creation runs outside the lock."""
+    """Extents of one size, never more than the budget allows. Thread-safe; creation runs outside the lock.
+
+    One extent may be made ahead (`prepare`), so that whoever needs one next does not wait for the kernel to clear its
+    pages. It is memory of this process within the budget, but nobody has taken it.
+    """
 
     def __init__(self, budget_bytes: int, extent_bytes: int) -> None:
         assert extent_bytes % _PAGE_BYTES == 0 and 0 < extent_bytes <= budget_bytes
         self.budget_bytes = budget_bytes
         self.extent_bytes = extent_bytes
         self._lock = threading.Lock()
+        self._prepared = threading.Condition(self._lock)
         self._taken_bytes = 0
+        self._prepares = False
+        self._preparing = False
+        self._awaiting = 0
+        self._spare: Extent | None = None
         self._closed = False
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of extents that exist or are being made."""
+        """Bytes of extents that exist or are being made for somebody."""
         return self._taken_bytes
 
     def has_room(self) -> bool:
         """Whether one more extent fits the budget."""
         return self._taken_bytes + self.extent_bytes <= self.budget_bytes
 
+    def prepare(self) -> None:
+        """From now on have the next extent ready before it is asked for, as far as budget and memory allow."""
+        with self._lock:
+            self._prepares = True
+            self._prepare()
+
     def create(self) -> Extent:
         """A new, prefaulted extent. Raises `TierFull` at the budget and `TierUnavailable` if the kernel has none."""
         with self._lock:
+            self._await_prepared()
             if self._closed:
                 raise TierUnavailable("the pool was closed")
             if not self.has_room():
                 raise TierFull(f"all {self.budget_bytes} bytes of the DRAM budget are taken")
             self._taken_bytes += self.extent_bytes
+            spare, self._spare = self._spare, None
+            self._prepare()
+        return spare if spare is not None else self._make()
+
+    def destroy(self, extent: Extent) -> None:
+        """Take an extent back; its bytes are free for another."""
+        extent.close()
+        with self._lock:
+            self._taken_bytes -= self.extent_bytes
+
+    def close(self) -> None:
+        """Refuse further extents; one that is being made ahead is waited for, and given back."""
+        with self._lock:
+            self._closed = True
+            self._prepared.wait_for(lambda: not self._preparing)
+            spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
+
+    def _await_prepared(self) -> None:
+        """If one is being made, it is ready before one that is begun now; but for one caller only. Under the lock."""
+        self._awaiting += 1
+        try:
+            self._prepared.wait_for(
+                lambda: (
+                    not self._preparing
+                    or (self._awaiting > 1 and self._taken_bytes + 2 * self.extent_bytes <= self.budget_bytes)
+                )
+            )
+        finally:
+            self._awaiting -= 1
+
+    def _make(self) -> Extent:
         made = False
         try:
             extent = Extent(self.extent_bytes)
@@ -114,16 +163,33 @@ class ExtentPool:
                 with self._lock:
                     self._taken_bytes -= self.extent_bytes
 
-    def destroy(self, extent: Extent) -> None:
-        """Take an extent back; its bytes are free for another."""
-        extent.close()
-        with self._lock:
-            self._taken_bytes -= self.extent_bytes
+    def _prepare(self) -> None:
+        """Begin to make the next extent, unless there is one or no room for it. Under the lock."""
+        if not self._prepares or self._closed or self._preparing or self._spare is not None or not self.has_room():
+            return
 
-    def close(self) -> None:
-        """Refuse further extents."""
-        with self._lock:
-            self._closed = True
+        def run() -> None:
+            extent = None
+            try:
+                extent = Extent(self.extent_bytes)
+            except OSError:
+                pass  # whoever needs one is told
+            finally:
+                with self._lock:
+                    self._preparing, self._spare = False, extent
+                    self._prepared.notify_all()
+
+        self._preparing = True
+        try:
+            threading.Thread(target=run, name="kv-extent", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self._preparing = False
+
+
+def private_pages(size_bytes: int) -> FrameSpan:
+    """New memory of this process alone, aligned as a disk wants it; it goes when the last view of it does."""
+    view = memoryview(mmap.mmap(-1, size_bytes))
+    return FrameSpan(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), view)
 
 
 def _mapped(descriptor: int, size_bytes: int) -> tuple[int, memoryview]:

@@ -21,6 +21,8 @@ from typing import Protocol
 
 import numpy as np
 
+from tiering.failpoint import Reach, go_on
+
 _PAGE_BYTES = 4096
 _SLAB_SUFFIX = ".slab"
 _DRAFT_SUFFIX = ".slab.new"
@@ -89,7 +91,9 @@ class DirectFiles:
            could already mean another file.
     """
 
-    def __init__(self, directory: Path) -> None:
+    _access = os.O_RDWR
+
+    def __init__(self, directory: Path, reach: Reach = go_on) -> None:
         missing = [path for path in (directory, *directory.parents) if not path.exists()]
         make_directory(directory)
         for path in missing:
@@ -99,6 +103,7 @@ class DirectFiles:
                 if entry.name.endswith(_DRAFT_SUFFIX) and entry.is_file(follow_symlinks=False):
                     os.unlink(entry.path)
         self._directory = directory
+        self._reach = reach
         self._direct = _takes_direct_io(directory)
         self._lock = threading.Lock()  # guards the table; never held while bytes move
         self._slabs: dict[str, _OpenSlab] = {}
@@ -130,15 +135,19 @@ class DirectFiles:
         made = draft
         try:
             try:
+                self._reach("draft made")
                 # Asked while the draft is ours: until it is gone nobody else can create this name.
                 if os.path.lexists(path):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
                 os.posix_fallocate(descriptor, 0, size_bytes)
+                self._reach("draft allocated")
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+            self._reach("draft synced")
             os.rename(draft, path)
             made = path
+            self._reach("draft renamed")
             _sync_directory(self._directory)
         except BaseException:
             made.unlink(missing_ok=True)
@@ -179,6 +188,7 @@ class DirectFiles:
             if slab is not None:
                 slab.let_go()
         os.unlink(path)
+        self._reach("slab unlinked")
         _sync_directory(self._directory)
 
     def close(self) -> None:
@@ -207,7 +217,7 @@ class DirectFiles:
             self._check_open()
             slab = self._slabs.get(name)
             if slab is None:
-                slab = self._slabs[name] = _open_slab(path, os.O_DIRECT if self._direct else 0)
+                slab = self._slabs[name] = _open_slab(path, self._access | (os.O_DIRECT if self._direct else 0))
             slab.users += 1
         try:
             if offset + length > slab.size_bytes:  # a write there would make the file longer
@@ -241,18 +251,38 @@ class DirectFiles:
             done += moved
 
 
+class ReadOnlyFiles(DirectFiles):
+    """The slabs of a directory that is only looked at: nothing in it is made, changed or removed.
+
+    Whatever would do so raises `OSError`, and so does a directory that is not there. A file system that allows no
+    writing will do.
+    """
+
+    _access = os.O_RDONLY
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._slabs: dict[str, _OpenSlab] = {}
+        self._closed = False
+        self._direct = any(_reads_directly(directory / name) for name in sorted(self.sizes())[:1])
+
+    def create(self, name: str, size_bytes: int) -> None:
+        """Refused."""
+        raise OSError(errno.EROFS, "the folder is only looked at", str(self._path(name)))
+
+    def remove(self, name: str) -> None:
+        """Refused."""
+        raise OSError(errno.EROFS, "the folder is only looked at", str(self._path(name)))
+
+
 class DirectoryLock:
     """An exclusive lock on a directory, held by the kernel for as long as this process lives and has it open."""
 
     def __init__(self, directory: Path) -> None:
         self._owner = os.getpid()
         self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
-            os.close(self._descriptor)
-            raise BlockingIOError(holder or "unknown") from None
+        _take_lock(self._descriptor)
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{self._owner}\n".encode(), 0)
 
@@ -269,6 +299,54 @@ class DirectoryLock:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+class ReadingLock:
+    """Keeps everybody else out of a directory that is only looked at: the same lock, and nothing is written for it.
+
+    Where there is no lock file nobody has opened the directory, and nothing is locked. Raises `BlockingIOError` naming
+    the process that has it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        _take_lock(self._descriptor)
+
+    def release(self) -> None:
+        """Let others in. Safe to call twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _take_lock(descriptor: int) -> None:
+    """Lock the file, or close it and raise `BlockingIOError` with the holder's process number."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _lock_holder(descriptor)
+        os.close(descriptor)
+        raise BlockingIOError(holder) from None
+
+
+def _lock_holder(descriptor: int) -> str:
+    """As the kernel has it, else as the file says, which is not true of one who only looks."""
+    status = os.fstat(descriptor)
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    for line in "".join(read_text_files(["/proc/locks"]).values()).splitlines():
+        fields = line.split()
+        if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == wanted:
+            return fields[4]
+    return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+
+
+def names_in(directory: Path) -> set[str]:
+    """What stands in a directory. Raises `OSError`."""
+    return set(os.listdir(directory))
 
 
 def disk_room(directory: Path) -> int:
@@ -312,19 +390,23 @@ def read_secret_file(path: Path) -> bytes | None:
         os.close(descriptor)
 
 
-def write_secret_file(path: Path, contents: bytes) -> None:
+def write_secret_file(path: Path, contents: bytes, reach: Reach = go_on) -> None:
     """Replace a file that only its owner can read, durably: after this returns, the new contents survive a crash."""
     temporary = path.with_name(path.name + ".new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(descriptor, 0o600)
+        reach("secret draft made")
         written = 0
         while written < len(contents):
             written += os.write(descriptor, contents[written:])
+        reach("secret written")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    reach("secret synced")
     os.rename(temporary, path)
+    reach("secret renamed")
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)
@@ -349,7 +431,7 @@ class _OpenSlab:
 
 
 def _open_slab(path: Path, flags: int) -> _OpenSlab:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+    descriptor = os.open(path, os.O_CLOEXEC | os.O_NOFOLLOW | flags)
     try:
         return _OpenSlab(descriptor, os.fstat(descriptor).st_size)
     except BaseException:
@@ -375,6 +457,19 @@ def _takes_direct_io(directory: Path) -> bool:
         return error.errno != errno.EINVAL
     finally:
         probe.unlink(missing_ok=True)  # some file systems make the file before they refuse it
+    return True
+
+
+def _reads_directly(path: Path) -> bool:
+    """Whether a file can be read past the cache. A refusal is EINVAL; of a bad sector the reader is told later."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
+        try:
+            os.preadv(descriptor, [mmap.mmap(-1, _PAGE_BYTES)], 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return error.errno != errno.EINVAL
     return True
 
 

@@ -2,8 +2,9 @@
 
 LMDB maps its file into this process and believes what it finds there: a file that is too short ends the process with
 SIGBUS, a wrong page number reads wild memory. So an existing file is looked at before it is mapped (`_check_file`,
-always) and walked by a process that may die of it (`probe`, unless the last owner closed it). What fails is not mended:
-`IndexDoubtful` says so, the caller discards the file and builds a new one from the slabs' headers.
+always), and then it is either byte for byte what its last owner closed (`index_digest`), or walked by a process that
+may die of it (`probe`). What fails is not mended: `IndexDoubtful` says so, the caller discards the file and builds a
+new one from the slabs' headers.
 
 It must never vouch for a value: a flipped bit inside one passes every check here, and the caller's MAC finds it. It
 must never let a read transaction outlive the map it reads from.
@@ -24,9 +25,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import lmdb
+import xxhash
 
+from tiering import index_digest
 from tiering.errors import IndexDoubtful, TierError, TierFull, TierUnavailable
+from tiering.failpoint import Reach, go_on
 from tiering.frame_index import Change
+from tiering.index_digest import DIGEST_FILE, Comparison
 
 FIRST_MAP_BYTES = 64 << 20
 LARGEST_MAP_BYTES = 64 << 30
@@ -73,10 +78,11 @@ _NOT_THE_FILE = frozenset(
 )
 
 
-def open_index(directory: Path, map_bytes: int, *, clean: bool) -> LmdbIndex:
+def open_index(directory: Path, map_bytes: int, *, clean: bool, reach: Reach = go_on) -> LmdbIndex:
     """The index in `directory`, a new one (and the directory, mode 0700) if there is none.
 
-    `clean` is whether the last owner closed it; if not, the whole file is walked by another process first. The caller
+    `clean` is whether the last owner closed it: then it must be what was closed, or it is doubtful. If that is not
+    known, or it was not closed, the whole file is walked by another process first. The caller
     holds an exclusive lock on the directory: a file must not be opened twice in one process, nor be changed while it
     is probed. A file that somebody removed looks like an index that never was: `last_transaction` is 0 then.
 
@@ -87,24 +93,57 @@ def open_index(directory: Path, map_bytes: int, *, clean: bool) -> LmdbIndex:
         raise TierUnavailable(f"the index is in the format of LMDB 0.9, and this is {lmdb.version()}")
     try:
         is_new_directory = _make_directory(directory)
-        size_bytes = _check_file(directory / DATA_FILE)
-        if size_bytes is not None and not clean:
-            _probe_in_a_process(directory, size_bytes)
+        path = directory / DATA_FILE
+        there = _check_file(path)
+        if there is not None:
+            since = index_digest.compare(path, there.transaction) if clean else Comparison.UNKNOWN
+            if since is Comparison.DIFFERENT:
+                raise IndexDoubtful("it is not what was closed")
+            if since is Comparison.UNKNOWN:
+                _probe_in_a_process(directory, there.size_bytes)
+        index_digest.forget(path)
+        reach("digest forgotten")
         environment = _environment(directory, map_bytes)
-        if size_bytes is None:
+        if there is None:
+            reach("index made")
             _sync_directory(directory)
             if is_new_directory:
                 _sync_directory(directory.parent)
     except (OSError, lmdb.Error) as error:
         raise _typed(error, directory, "open") from error
+    return LmdbIndex(directory, environment, reach)
+
+
+def open_to_read(directory: Path) -> LmdbIndex | None:
+    """The index as it stands, None if there is none; nothing is written, not even LMDB's lock file.
+
+    For a look from outside, so the file is walked by another process first, whoever closed it. The caller holds a lock
+    on the directory that keeps its owner out. Raises as `open_index`; to `apply` a change is refused.
+    """
+    if lmdb.version()[:2] != (0, 9):
+        raise TierUnavailable(f"the index is in the format of LMDB 0.9, and this is {lmdb.version()}")
+    try:
+        there = _check_file(directory / DATA_FILE)
+        if there is None:
+            return None
+        _probe_in_a_process(directory, there.size_bytes)
+        environment = lmdb.open(
+            os.fspath(directory), readonly=True, create=False, lock=False, readahead=False, max_dbs=0
+        )
+    except (OSError, lmdb.Error) as error:
+        raise _typed(error, directory, "open") from error
     return LmdbIndex(directory, environment)
 
 
-def discard(directory: Path) -> None:
-    """Remove LMDB's two files, durably, and nothing else. Fine if there are none. Raises `TierUnavailable`."""
+def discard(directory: Path, reach: Reach = go_on) -> None:
+    """Remove LMDB's two files and the digest, durably, and nothing else. Fine if there are none.
+
+    Raises `TierUnavailable`.
+    """
     try:
-        for name in (DATA_FILE, LOCK_FILE):
+        for name in (DATA_FILE, LOCK_FILE, DIGEST_FILE):
             (directory / name).unlink(missing_ok=True)
+            reach("index half removed")
         if directory.is_dir():
             _sync_directory(directory)
     except OSError as error:
@@ -114,16 +153,17 @@ def discard(directory: Path) -> None:
 class LmdbMaker:
     """Opens the index of a directory: `tiering.nvme.IndexMaker`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, reach: Reach = go_on) -> None:
         self._directory = directory
+        self._reach = reach
 
     def open(self, *, clean: bool) -> LmdbIndex:
         """As `open_index`."""
-        return open_index(self._directory, FIRST_MAP_BYTES, clean=clean)
+        return open_index(self._directory, FIRST_MAP_BYTES, clean=clean, reach=self._reach)
 
     def discard(self) -> None:
         """As `discard`."""
-        discard(self._directory)
+        discard(self._directory, self._reach)
 
 
 class LmdbIndex:
@@ -132,8 +172,9 @@ class LmdbIndex:
     Any call may raise `IndexDoubtful`, after which only `close` makes sense, or `TierUnavailable`.
     """
 
-    def __init__(self, directory: Path, environment: lmdb.Environment) -> None:
+    def __init__(self, directory: Path, environment: lmdb.Environment, reach: Reach = go_on) -> None:
         self.directory = directory
+        self._reach = reach
         self._environment: lmdb.Environment | None = environment
         self._walks: set[_Walk] = set()
 
@@ -165,6 +206,7 @@ class LmdbIndex:
                             delete(key)
                         else:
                             put(key, value)
+                self._reach("index committed")
                 self._cover_last_page(environment)
                 return
             except lmdb.MapFullError:
@@ -206,8 +248,15 @@ class LmdbIndex:
             for walk in self._walks:
                 walk.end()
             self._walks.clear()
-            self._environment.close()
-            self._environment = None
+            environment, self._environment = self._environment, None
+            try:
+                is_writer, transaction = not environment.flags()["readonly"], environment.info()["last_txnid"]
+                environment.close()
+                if is_writer:
+                    self._reach("index file closed")
+                    index_digest.note(self.directory / DATA_FILE, transaction, self._reach)
+            except (OSError, lmdb.Error):
+                environment.close()  # the next start has the file walked instead
 
     def _open_environment(self) -> lmdb.Environment:
         if self._environment is None:
@@ -334,8 +383,15 @@ class _Meta(NamedTuple):
     transaction: int
 
 
-def _check_file(path: Path) -> int | None:
-    """Look at a file's meta pages and size without mapping it. Its bytes, or None if there is none.
+class _There(NamedTuple):
+    """A file that can be looked at more closely."""
+
+    size_bytes: int
+    transaction: int
+
+
+def _check_file(path: Path) -> _There | None:
+    """Look at a file's meta pages and size without mapping it. None if there is none.
 
     Raises `IndexDoubtful` for what LMDB would stumble over, and `OSError` if it cannot be read.
     """
@@ -362,7 +418,7 @@ def _check_file(path: Path) -> int | None:
         raise IndexDoubtful("it is shorter than its meta page says")
     _check_tree("pairs", newest.pairs, newest, flags=0)
     _check_tree("free pages", newest.free, newest, flags=_INTEGER_KEYS)
-    return status.st_size
+    return _There(status.st_size, newest.transaction)
 
 
 def _read_meta(descriptor: int, number: int, offset: int) -> _Meta:
@@ -415,7 +471,8 @@ def _probe_in_a_process(directory: Path, size_bytes: int) -> None:
     if not sys.executable:
         raise IndexDoubtful("there is no interpreter to probe it with")
     limit_seconds = PROBE_SECONDS + size_bytes / PROBE_BYTES_PER_SECOND
-    folders = [os.fspath(Path(file).absolute().parent.parent) for file in (__file__, lmdb.__file__)]
+    files = (__file__, lmdb.__file__, xxhash.__file__)
+    folders = [os.fspath(Path(file).absolute().parent.parent) for file in files]
     command = [sys.executable, "-I", "-c", _PROBE_PROGRAM, os.fspath(directory), *folders]
     null = subprocess.DEVNULL
     try:

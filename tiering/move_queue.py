@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Protocol
@@ -65,19 +65,21 @@ class QueueLimits:
     """Named upper bounds of a queue.
 
     waiting_moves: of each priority. attempts: runs of one move, the first among them. breaker_faults: faults of a tier
-    in a row that open its breaker. breaker_seconds: from then until one move is let through on trial.
+    in a row that open its breaker. breaker_seconds: from then until one move is let through on trial. stall_seconds:
+    when every thread has been at its move for longer, nothing is taken before one of them is back.
     """
 
     waiting_moves: int = 1024
     attempts: int = 2
     breaker_faults: int = 5
     breaker_seconds: float = 5.0
+    stall_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        if min(self.waiting_moves, self.attempts, self.breaker_faults) < 1 or not self.breaker_seconds >= 0:
-            raise ValueError(
-                f"{self}; waiting_moves, attempts and breaker_faults are at least 1, breaker_seconds is at least 0"
-            )
+        if min(self.waiting_moves, self.attempts, self.breaker_faults) < 1:
+            raise ValueError(f"{self}; waiting_moves, attempts and breaker_faults are at least 1")
+        if not min(self.breaker_seconds, self.stall_seconds) >= 0:
+            raise ValueError(f"{self}; breaker_seconds and stall_seconds are at least 0")
 
 
 class Move:
@@ -177,9 +179,18 @@ class _Breaker:
 class MoveQueue:
     """Runs moves. Thread-safe; has no threads before the first submit, and they sleep while there is nothing to do."""
 
-    def __init__(self, clock: Clock, limits: QueueLimits, threads: int) -> None:
-        if threads < 1:
-            raise ValueError(f"threads={threads}; give at least 1")
+    def __init__(
+        self, clock: Clock, limits: QueueLimits, threads: int, shares: Mapping[str, int] | None = None
+    ) -> None:
+        """shares: of these tiers, the most moves that run at the same time; the others may have all threads.
+
+        All moves of one priority that wait at the same time should be of one tier: what waits behind a move that its
+        tier's share does not allow waits with it.
+        """
+        if threads < 1 or min((shares or {}).values(), default=1) < 1:
+            raise ValueError(f"threads={threads}, shares={shares}; give at least 1 of each")
+        self._shares = dict(shares or {})
+        self._running: dict[_Task, float] = {}  # since when
         self._clock = clock
         self._limits = limits
         self._threads = threads
@@ -228,6 +239,11 @@ class MoveQueue:
             self._arrived.notify()
             return Move(self, task)
 
+    def is_down(self, tier: str) -> bool:
+        """Whether a move of that tier would be refused now: nobody need prepare one, nor wait for one under way."""
+        with self._lock:
+            return self._is_down(tier)
+
     def breaker_state(self, tier: str) -> BreakerState:
         """An open breaker stays open until a submit after `breaker_seconds` puts it on trial."""
         with self._lock:
@@ -268,14 +284,19 @@ class MoveQueue:
 
     def _refusal(self, task: _Task) -> Finding | None:
         """Why a new move cannot be taken."""
-        breaker = self._breakers.get(task.tier)
-        if self._closed:
-            return Finding.DOWN
-        if breaker is not None and breaker.refuses(self._clock.monotonic_seconds(), self._limits.breaker_seconds):
+        if self._is_down(task.tier):
             return Finding.DOWN
         if len(self._queues[task.priority]) >= self._limits.waiting_moves:
             return Finding.PINNED_FULL
         return None if self._has_workers() else Finding.DOWN
+
+    def _is_down(self, tier: str) -> bool:
+        breaker, now = self._breakers.get(tier), self._clock.monotonic_seconds()
+        if self._closed or (breaker is not None and breaker.refuses(now, self._limits.breaker_seconds)):
+            return True
+        if not self._running or len(self._running) < self._workers:
+            return False
+        return max(self._running.values()) + self._limits.stall_seconds < now
 
     def _has_workers(self) -> bool:
         """Start the threads that are missing. One is enough to go on with, if the system gives no more."""
@@ -327,13 +348,20 @@ class MoveQueue:
         """Sleep until there is a move to begin, or none to come."""
         with self._lock:
             while not self._closed:
-                waiting = [priority for priority in Priority if self._queues[priority]]
+                waiting = [priority for priority in Priority if self._may_run(self._queues[priority])]
                 if waiting:
                     return self._begin(waiting)
                 self._arrived.wait()
             self._workers -= 1
             self._worker_left.notify_all()
             return None
+
+    def _may_run(self, queue: OrderedDict[Hashable, _Task]) -> bool:
+        """Whether there is a first move, and its tier's share allows one more."""
+        tier = next((task.tier for task in queue.values()), None)
+        if tier not in self._shares:
+            return tier is not None
+        return sum(task.tier == tier for task in self._running) < self._shares[tier]
 
     def _begin(self, waiting: list[Priority]) -> _Task:
         """Take the first move of the highest priority, or of one that was passed too often."""
@@ -345,6 +373,7 @@ class MoveQueue:
         self._passes[chosen] = 0
         _, task = self._queues[chosen].popitem(last=False)
         task.begun = True
+        self._running[task] = self._clock.monotonic_seconds()
         return task
 
     def _run(self, task: _Task) -> Finding | None:
@@ -415,6 +444,7 @@ class MoveQueue:
 
     def _finish(self, task: _Task, finding: Finding | None) -> None:
         with self._lock:
+            del self._running[task]
             calls = self._end(task, finding)
         self._make(calls)
 

@@ -19,16 +19,21 @@ of the threads that wait for it. Must never overwrite a slab whose header it can
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
+from tiering.extents import private_pages
 from tiering.files import Files
-from tiering.frame import HEADER_BYTES, FrameHeader, MacKeys, Stamp, open_header, parse_header
+from tiering.frame import HEADER_BYTES, MacKeys, Stamp, parse_header
 from tiering.frame_index import Change, FrameIndex
-from tiering.residency import FrameEvent, FrameState
+from tiering.header_scan import HeaderScan, entry_of_header
+from tiering.residency import Column, FrameEvent, FrameState
 from tiering.slab import (
     BAD,
     DOUBTS,
@@ -45,7 +50,6 @@ from tiering.slab import (
     SlabHeader,
     StoreStamp,
     doubt_key,
-    entry_of,
     latest_stamp,
     open_meta,
     open_record,
@@ -55,18 +59,21 @@ from tiering.slab import (
     record_key,
     split_doubt_key,
     split_entries,
-    split_record_key,
     unread_key,
 )
 from tiering.slots import Piece, SlotLedger
 from tiering.tier import SlotClass, Usage, extent_of, place_of, slot_of
 
-_ZERO_PAGE = memoryview(bytes(PAGE_BYTES))
+_ZERO_PAGE = private_pages(PAGE_BYTES).view
 _RESERVED, _RESIDENT = int(FrameState.RESERVED), int(FrameState.RESIDENT)
 _STATE_OF_ENTRY = bytes([FrameState.FREE, FrameState.RESIDENT, FrameState.QUARANTINED])
 _STATE_AT = int(ENTRY.fields["state"][1])  # type: ignore[index]
+_NO_ENTRIES = bytes(SLOTS_PER_RECORD * ENTRY.itemsize)
 SCAN_BYTES = 1 << 20
+PARALLEL_BYTES = 1 << 20
+"""Frames of that many bytes together are worth several threads."""
 MAX_NUMBER = (1 << 32) - 1
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 HEADERS_PER_STEP = 1024
 """A rebuild reports its progress, and writes what it found, after this many slots."""
 
@@ -91,6 +98,7 @@ class NvmeSlab(Piece):
         self.header = header
         self.mac_key = mac_key
         self.name = slab_name(header.number)
+        self.evictions = 0
 
 
 class Found(NamedTuple):
@@ -101,12 +109,28 @@ class Found(NamedTuple):
     entries: Entries
 
 
+class Resident(NamedTuple):
+    """A readable frame. evictions: of its slab so far; while they and the row stay, it is the same frame."""
+
+    place: int
+    row: int
+    part: int
+    frame_bytes: int
+    evictions: int
+
+
 class LeftAlone(NamedTuple):
-    """A slab that cannot be used, and why; its bytes are kept and count against the budget."""
+    """A slab that cannot be used, and why; its bytes are kept and count against the budget.
+
+    needs_keys: it was written under a key that is not at hand, and can be used once that is. unread: the disk did not
+    give its header, and may give it another day.
+    """
 
     name: str
     size_bytes: int
     reason: str
+    needs_keys: bool = False
+    unread: bool = False
 
 
 @dataclass(slots=True)
@@ -139,8 +163,11 @@ class NvmeTier:
         budget_bytes: int,
         slab_bytes: int,
         new_uid: Callable[[], bytes],
+        threads: int = 1,
     ) -> None:
         """Reads the stamp, the slab headers and opens the index; frames come in with `load`.
+
+        threads: how many read headers, or write large frames, at once.
 
         Raises `OtherFormat`, and `TierUnavailable` where the disk does not let it.
         """
@@ -153,6 +180,8 @@ class NvmeTier:
         self._maker = maker
         self._keys = keys
         self._new_uid = new_uid
+        self._scanner = HeaderScan(files, keys, threads)
+        self._threads = threads
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._index_lock = threading.Lock()  # one call to the index at a time
@@ -163,6 +192,7 @@ class NvmeTier:
         self._edits: dict[int, bytes | int] = {}  # evicted and condemned frames, for the next batch
         self._doubted: set[int] = set()  # places that the index holds in doubt
         self._given_back: set[int] = set()  # aborted, but in doubt
+        self._claimed: set[int] = set()  # evicted for somebody who waits for them
         self._to_void: list[int] = []
         self._voided: list[int] = []  # their headers are zeros, but not durably yet
         self._failed_syncs = 0
@@ -199,27 +229,39 @@ class NvmeTier:
         with self._lock:
             return self._ledger.reserve(slot_class, count)
 
-    def commit(self, places: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+    def commit(
+        self,
+        places: Sequence[int],
+        frames: Sequence[bytes | memoryview],
+        meanwhile: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
         """Write whole frames; when this returns they are durable and readable.
+
+        meanwhile: work for the calling thread while others write; it returns which of the places are to be committed,
+        and the others are left as they were, to be aborted.
 
         Raises `TierUnavailable`: none of them is, and the places are to be aborted.
         """
-        edits: dict[int, bytes | int] = {}
-        for place, frame in zip(places, frames, strict=True):
-            edits[place] = _entry(parse_header(bytes(frame[:HEADER_BYTES])))
         with self._lock:
+            doubts = [place for place in places if place not in self._doubted]
             for place, frame in zip(places, frames, strict=True):
                 assert self._ledger.state(place) == _RESERVED and place not in self._given_back
                 assert len(frame) == self._slab(place).frame_bytes
-        self._settle(_Request(doubts=places))
+        if doubts:
+            self._settle(_Request(doubts=doubts))
         failed_syncs = self._failed_syncs
         try:
-            for place, frame in zip(places, frames, strict=True):
-                slab = self._slab(place)
-                self._files.write(slab.name, slab.header.offset(slot_of(place)), memoryview(frame))
+            chosen = self._write(places, frames, meanwhile)
         except OSError as error:
             raise TierUnavailable(f"a slab cannot be written: {error.strerror}") from error
-        self._settle(_Request(edits=edits, committed=places, failed_syncs=failed_syncs))
+        if chosen:
+            wanted = set(chosen)
+            edits: dict[int, bytes | int] = {
+                place: entry_of_header(parse_header(bytes(frame[:HEADER_BYTES])))
+                for place, frame in zip(places, frames, strict=True)
+                if place in wanted
+            }
+            self._settle(_Request(edits=edits, committed=chosen, failed_syncs=failed_syncs))
 
     def abort(self, places: Sequence[int]) -> None:
         """Give reserved places back: at once, or, where something may have been written, once that is void."""
@@ -243,12 +285,32 @@ class NvmeTier:
         except OSError as error:
             raise TierUnavailable(f"a slab cannot be read: {error.strerror}") from error
 
-    def delete(self, places: Sequence[int]) -> None:
-        """Evict committed frames. Their slots are free some batches later: `settle` does not wait for company."""
+    def delete(self, places: Sequence[int], *, claim: bool = False) -> None:
+        """Evict committed frames. Their slots are free some batches later: `settle` does not wait for company.
+
+        claim: they are for whoever calls `await_claims` next, and not for everybody.
+        """
         with self._lock:
             self._ledger.step(places, FrameEvent.EVICT)
             for place in places:
                 self._edits[place] = EMPTY
+                self._slab(place).evictions += 1
+            if claim:
+                self._claimed.update(places)
+
+    def await_claims(self, places: Sequence[int]) -> None:
+        """Have places that were claimed: forgotten durably, reserved, and in doubt, so that nothing need be void before
+        other frames are written there. Raises `TierUnavailable`: they are everybody's.
+        """
+        try:
+            while any([place in self._claimed for place in places]):
+                self._settle(_Request())
+        except BaseException:
+            with self._lock:
+                mine = [place for place in places if place not in self._claimed]
+                self._claimed.difference_update(places)
+            self.abort(mine)
+            raise
 
     def usage(self) -> Usage:
         """Slots by state over all slabs, and bytes."""
@@ -268,6 +330,11 @@ class NvmeTier:
         """Note which block's frame stands at each place."""
         with self._lock:
             self._ledger.own(places, rows)
+
+    def own_many(self, places: Column, rows: Column) -> None:
+        """The same for columns."""
+        with self._lock:
+            self._ledger.own_many(places, rows)
 
     def settle(self) -> None:
         """Do what evictions left to be done, until every slot given up is free. Raises `TierUnavailable`."""
@@ -293,7 +360,10 @@ class NvmeTier:
     # Slabs ---------------------------------------------------------------------------------------------------------
 
     def new_slab(self, stamp: Stamp, mac_key: bytes, about: bytes) -> None:
-        """One more slab for a slot class. Slow. Raises `TierFull` at the budget, `TierUnavailable` on a faulty disk."""
+        """One more slab for a slot class. Slow.
+
+        Raises `TierFull` at the budget and on a full disk, `TierUnavailable` on a faulty one.
+        """
         slot_class = SlotClass(stamp.tenant, stamp.namespace, stamp.part, stamp.frame_bytes)
         slots = (self.slab_bytes - 2 * PAGE_BYTES) // stamp.frame_bytes
         assert slots > 0, "a slab holds at least one frame"
@@ -323,6 +393,8 @@ class NvmeTier:
                     self._taken_bytes -= header.size_bytes
             except OSError:
                 pass  # its bytes stay taken
+            if error.errno in _NO_SPACE:
+                raise TierFull(f"the disk has no room for a slab of {header.size_bytes} bytes") from error
             raise TierUnavailable(f"no new slab: {error.strerror}") from error
         with self._lock:
             self._ledger.add(slab)
@@ -347,6 +419,31 @@ class NvmeTier:
         """Free slots of a class."""
         return self._ledger.free_slots(slot_class)
 
+    def slab_numbers(self) -> list[int]:
+        """Every slab in use, lowest first."""
+        with self._lock:
+            return sorted(self._ledger.pieces)
+
+    def residents(self, first: int, stop: int, most_bytes: int) -> list[Resident]:
+        """Readable frames at the places first .. stop - 1, lowest first: at least one, then as many as make up
+        `most_bytes`. A row of -1: nobody was told yet that the frame is there."""
+        found: list[Resident] = []
+        left = most_bytes
+        with self._lock:
+            pieces = self._ledger.pieces
+            for number in sorted(number for number in pieces if extent_of(first) <= number <= extent_of(stop)):
+                slab = pieces[number]
+                slot = slot_of(first) if number == extent_of(first) else 0
+                while (slot := slab.slots.states.find(_RESIDENT, slot)) >= 0:
+                    place = place_of(number, slot)
+                    if place >= stop or (found and left < slab.frame_bytes):
+                        return found
+                    row, part = slab.slots.owners[slot], slab.slot_class.part
+                    found.append(Resident(place, row, part, slab.frame_bytes, slab.evictions))
+                    left -= slab.frame_bytes
+                    slot += 1
+        return found
+
     def empty_slabs(self) -> list[int]:
         """Slabs that hold nothing and are waited for by nothing."""
         with self._lock:
@@ -355,6 +452,17 @@ class NvmeTier:
                 for number, slab in self._ledger.pieces.items()
                 if slab.slots.free + slab.slots.counts[FrameState.QUARANTINED] == slab.slots.capacity
             ]
+
+    def spare_slab(self, wanted: Collection[SlotClass]) -> int | None:
+        """An empty slab that can be given back: one of another class, or one whose free slots its class can spare."""
+        with self._lock:
+            for number, slab in self._ledger.pieces.items():
+                free = slab.slots.free
+                if free + slab.slots.counts[FrameState.QUARANTINED] < slab.slots.capacity:
+                    continue
+                if slab.slot_class not in wanted or not free or self._ledger.free_slots(slab.slot_class) > free:
+                    return number
+        return None
 
     def has_room(self) -> bool:
         """Whether the budget allows another slab."""
@@ -385,10 +493,11 @@ class NvmeTier:
             slab = self._to_load[0]
             is_unread = self.rebuilds or slab.number in unread
             try:
-                entries = self._scan(slab, progress, done, total) if is_unread else self._records(slab)
+                damaged: set[int] = set()
+                entries = self._scan(slab, progress, done, total) if is_unread else self._records(slab, damaged)
             except (OSError, TierError) as error:
                 raise TierUnavailable(f"{slab.name} cannot be loaded: {error}") from error
-            yield self._take_in(slab, entries, doubts)
+            yield self._take_in(slab, entries, doubts, damaged)
             self._to_load.pop(0)
             done += slab.slots.capacity
             if progress is not None:
@@ -405,11 +514,15 @@ class NvmeTier:
         elif unread:
             self._settle(_Request())
 
-    def _take_in(self, slab: NvmeSlab, entries: Entries, doubts: set[int]) -> Found:
+    def _take_in(
+        self, slab: NvmeSlab, entries: Entries, doubts: dict[int, list[int]], damaged: Collection[int]
+    ) -> Found:
         states = bytearray(entries["state"].tobytes().translate(_STATE_OF_ENTRY.ljust(256, b"\x00")))
-        mine = [place for place in doubts if extent_of(place) == slab.number and slot_of(place) < slab.slots.capacity]
+        mine = [place_of(slab.number, slot) for slot in doubts.get(slab.number, ()) if slot < slab.slots.capacity]
         for place in mine:
-            if states[slot_of(place)] == FrameState.FREE:
+            state = states[slot_of(place)]
+            # A record that is right goes before a doubt, which has no MAC; a header read in its place does not.
+            if state == FrameState.FREE or (state == _RESIDENT and slot_of(place) // SLOTS_PER_RECORD in damaged):
                 states[slot_of(place)] = FrameState.RESERVED
         slab.slots.load(bytes(states))
         with self._lock:
@@ -419,30 +532,25 @@ class NvmeTier:
                     self._doubted.add(place)
                     self._given_back.add(place)
                     self._to_void.append(place)
-        held = [slot for slot, state in enumerate(states) if state == _RESIDENT]
-        return Found(slab.header, [place_of(slab.number, slot) for slot in held], entries[held])
+        held = np.flatnonzero(np.frombuffer(states, np.uint8) == _RESIDENT)
+        chosen = entries if len(held) == len(entries) else entries[held]
+        return Found(slab.header, (held + place_of(slab.number, 0)).tolist(), chosen)
 
-    def _records(self, slab: NvmeSlab) -> Entries:
-        """What the index says of a slab; runs of slots whose record is not right are read from their headers."""
-        whole = bytearray(slab.slots.capacity * ENTRY.itemsize)
+    def _records(self, slab: NvmeSlab, damaged: set[int]) -> Entries:
+        """What the index says of a slab; runs of slots whose record is damaged are read from their headers."""
         with self._index_lock:
-            pairs = list(self._index.iterate(record_key(slab.number, 0)[:5]))
-        for key, value in pairs:
+            values = dict(self._index.iterate(record_key(slab.number, 0)[:5]))
+        header, mac_key, pieces = slab.header, slab.mac_key, []
+        for first in range(0, slab.slots.capacity, SLOTS_PER_RECORD):
+            record = first // SLOTS_PER_RECORD
+            value = values.get(record_key(slab.number, record))
             try:
-                _, record = split_record_key(key)
+                pieces.append(_NO_ENTRIES if value is None else open_record(header, record, value, mac_key))
             except BlockCorrupt:
-                continue
-            first = record * SLOTS_PER_RECORD
-            if first >= slab.slots.capacity:
-                continue
-            try:
-                entries = open_record(slab.header, record, value, slab.mac_key)
-            except BlockCorrupt:
+                damaged.add(record)
                 last = min(first + SLOTS_PER_RECORD, slab.slots.capacity)
-                entries = self._headers(slab, range(first, last)).tobytes()
-            room = len(whole) - first * ENTRY.itemsize
-            whole[first * ENTRY.itemsize : first * ENTRY.itemsize + min(len(entries), room)] = entries[:room]
-        return split_entries(bytes(whole))
+                pieces.append(self._headers(slab, range(first, last)).tobytes())
+        return split_entries(b"".join(pieces)[: slab.slots.capacity * ENTRY.itemsize])
 
     def _scan(self, slab: NvmeSlab, progress: Callable[[int, int], None] | None, done: int, total: int) -> Entries:
         """Every header of a slab; what they say is written to the new index."""
@@ -459,22 +567,7 @@ class NvmeTier:
 
     def _headers(self, slab: NvmeSlab, slots: range) -> Entries:
         """What the headers of these slots say; a header that is not right in every respect is no frame."""
-        page = memoryview(bytearray(HEADER_BYTES))
-        entries = []
-        for slot in slots:
-            self._files.read(slab.name, slab.header.offset(slot), page)
-            entries.append(self._entry_at(slab, bytes(page)))
-        return split_entries(b"".join(entries))
-
-    def _entry_at(self, slab: NvmeSlab, raw: bytes) -> bytes:
-        try:
-            header = open_header(raw, self._keys)
-        except BlockCorrupt:
-            return bytes(ENTRY.itemsize)
-        stamp = header.stamp
-        if SlotClass(stamp.tenant, stamp.namespace, stamp.part, stamp.frame_bytes) != slab.slot_class:
-            return bytes(ENTRY.itemsize)
-        return _entry(header)
+        return self._scanner.entries(slab.name, slab.header, slots)
 
     def _write_records(self, slab: NvmeSlab, entries: Entries) -> None:
         whole = entries.tobytes()
@@ -487,15 +580,17 @@ class NvmeTier:
                 changes.append((key, pack_record(slab.header, record, piece, slab.mac_key)))
         self._apply(changes)
 
-    def _read_doubts(self) -> set[int]:
-        doubts = set()
+    def _read_doubts(self) -> dict[int, list[int]]:
+        """Slots in doubt, by slab."""
+        doubts: dict[int, list[int]] = {}
         with self._index_lock:
             keys = [key for key, _ in self._index.iterate(DOUBTS)]
         for key in keys:
             try:
-                doubts.add(split_doubt_key(key))
+                place = split_doubt_key(key)
             except BlockCorrupt:
                 continue
+            doubts.setdefault(extent_of(place), []).append(slot_of(place))
         return doubts
 
     def _read_unread(self) -> set[int]:
@@ -529,10 +624,9 @@ class NvmeTier:
             try:
                 index = self._maker.open(clean=stamp.clean)
                 meta = open_meta(index.get([META])[0])
-                if meta is not None and meta[0] == stamp.index_uid:
+                if meta is not None and stamp.knows(*meta):
                     self._index_uid, self._changes = meta
-                    if self._changes == stamp.changes or (self._changes > stamp.changes and not stamp.clean):
-                        return index
+                    return index
             except IndexDoubtful:
                 pass
             if index is not None:
@@ -555,7 +649,8 @@ class NvmeTier:
                     continue
                 header = self._slab_header(name, size)
             except (BlockCorrupt, OSError) as error:
-                self.left_alone.append(LeftAlone(name, size, str(error)))
+                needs_keys, unread = isinstance(error, KeyAbsent), isinstance(error, OSError)
+                self.left_alone.append(LeftAlone(name, size, str(error), needs_keys, unread))
                 self._taken_bytes += size
                 continue
             self._taken_bytes += size
@@ -691,8 +786,13 @@ class NvmeTier:
                 self._apply(changes)
                 self._index.sync()
         except BaseException as error:
-            with self._lock:  # whether the batch is in the index is not known: only the next start can tell
-                self._broken = TierUnavailable(f"the index could not be written ({error})")
+            is_as_before = not isinstance(error, IndexDoubtful) and self._has_refused()
+            with self._lock:
+                if is_as_before:  # on a full disk, say: the next batch may fare better
+                    self._voided += voided
+                    self._edits = {**given_up, **self._edits}
+                else:  # whether the batch is in the index is not known: only the next start can tell
+                    self._broken = TierUnavailable(f"the index could not be written ({error})")
             raise
         with self._lock:
             self._doubted.update(doubts, forgotten)
@@ -702,13 +802,59 @@ class NvmeTier:
                 was_read = self._ledger.state(place) == FrameState.DELETING
                 self._ledger.step([place], FrameEvent.DELETED if was_read else FrameEvent.ABORT)
             self._given_back.difference_update(voided)
-            to_void, self._to_void = [*self._to_void, *forgotten], []
+            claimed = [place for place in forgotten if place in self._claimed]
+            self._claimed.difference_update(claimed)
+            self._ledger.step(claimed, FrameEvent.CLAIM)
+            self._ledger.own(claimed, [-1] * len(claimed))
+            taken = set(claimed)
+            to_void = [*self._to_void, *(place for place in forgotten if place not in taken)]
+            self._to_void = []
         try:
             self._void(to_void)
         except OSError as error:
             for request in batch:  # the batch is durable: only who waits for the zeros is told
                 if not (request.doubts or request.committed or request.changes):
                     request.fault = error
+
+    def _write(
+        self,
+        places: Sequence[int],
+        frames: Sequence[bytes | memoryview],
+        meanwhile: Callable[[], Sequence[int]] | None,
+    ) -> Sequence[int]:
+        """All frames, several at once if they are large; returns what `meanwhile` does. Nothing is under way any more
+        when it returns or raises."""
+        at_once = min(self._threads, len(places)) if sum(map(len, frames)) >= PARALLEL_BYTES else 1
+        faults: list[OSError] = []
+        chosen: Sequence[int] = places
+
+        def write(first: int) -> None:
+            try:
+                for at in range(first, len(places), at_once):
+                    slab = self._slab(places[at])
+                    self._files.write(slab.name, slab.header.offset(slot_of(places[at])), memoryview(frames[at]))
+            except OSError as error:
+                faults.append(error)
+
+        others = range(0 if at_once > 1 and meanwhile is not None else 1, at_once)
+        threads = [threading.Thread(target=write, args=(first,), daemon=True) for first in others]
+        begun = []
+        try:
+            for thread in threads:
+                thread.start()
+                begun.append(thread)
+            if 0 not in others:
+                write(0)
+            if meanwhile is not None:
+                chosen = meanwhile()
+        except RuntimeError as error:  # no more threads
+            raise OSError(errno.EAGAIN, str(error)) from error
+        finally:
+            for thread in begun:
+                thread.join()
+        if faults:
+            raise faults[0]
+        return chosen
 
     def _void(self, places: list[int]) -> None:
         for position, place in enumerate(places):
@@ -771,6 +917,18 @@ class NvmeTier:
         if changes:
             self._index.apply(changes)
 
+    def _has_refused(self) -> bool:
+        """After a batch failed: whether the index is as it was before. It counts the batches that it has taken in."""
+        try:
+            with self._index_lock:
+                meta = open_meta(self._index.get([META])[0])
+        except (OSError, TierError):
+            return False
+        if self._rebuilding or meta != (self._index_uid, self._changes - 1):
+            return False
+        self._changes -= 1
+        return True
+
     def _write_stamp(self, *, clean: bool) -> None:
         self._stamp = self._stamp.next(index_uid=self._index_uid, changes=self._changes, clean=clean)
         self._put_stamp(self._stamp)
@@ -791,14 +949,3 @@ def slab_number(name: str) -> int:
     except ValueError:
         return -1
     return number if 0 <= number <= MAX_NUMBER and slab_name(number) == name else -1
-
-
-def _entry(header: FrameHeader) -> bytes:
-    return entry_of(
-        header.prefix_key,
-        header.parent,
-        header.block_index,
-        header.generation,
-        header.priority,
-        header.expires_at,
-    )

@@ -6,7 +6,8 @@ A frame's life, drawn from the table below:
 
     FREE --reserve--> RESERVED --commit--> RESIDENT --evict--> DELETING --deleted--> FREE
                          |                    |
-                         +--abort--> FREE     +--retain---> ZOMBIE --let_go--> FREE    a reader may still have it mapped
+                         +--abort--> FREE     |                 +--claim--> RESERVED   for a frame that goes there next
+                                              +--retain---> ZOMBIE --let_go--> FREE    a reader may still have it mapped
                                               +--condemn--> QUARANTINED                a check failed; never reused
 
 Anything that is not in the table is a bug and raises.
@@ -15,13 +16,18 @@ Anything that is not in the table is a bug and raises.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from tiering.policies.policy import EvictionPolicy
 from tiering.tier import NO_PLACE, SlotClass, extent_of
+
+Column = np.ndarray[Any, Any]
 
 
 class FrameState(IntEnum):
@@ -46,6 +52,7 @@ class FrameEvent(IntEnum):
     RETAIN = 5
     LET_GO = 6
     CONDEMN = 7
+    CLAIM = 8
 
 
 TRANSITIONS: dict[tuple[FrameState, FrameEvent], FrameState] = {
@@ -54,6 +61,7 @@ TRANSITIONS: dict[tuple[FrameState, FrameEvent], FrameState] = {
     (FrameState.RESERVED, FrameEvent.ABORT): FrameState.FREE,
     (FrameState.RESIDENT, FrameEvent.EVICT): FrameState.DELETING,
     (FrameState.DELETING, FrameEvent.DELETED): FrameState.FREE,
+    (FrameState.DELETING, FrameEvent.CLAIM): FrameState.RESERVED,
     (FrameState.RESIDENT, FrameEvent.RETAIN): FrameState.ZOMBIE,
     (FrameState.ZOMBIE, FrameEvent.LET_GO): FrameState.FREE,
     (FrameState.RESIDENT, FrameEvent.CONDEMN): FrameState.QUARANTINED,
@@ -253,6 +261,7 @@ class Residency:
         self._places: list[array[int]] = []  # one column per part
         self._header_digests: list[bytearray] = []  # 16 bytes per row and part
         self._held: dict[int, int] = {}  # place -> readers whose lease ran out while they may still read
+        self.kept: Counter[int] = Counter()  # row -> readers that this tier alone is to keep it for
 
     def add_parts(self, parts: int) -> None:
         """Make room for blocks of that many parts."""
@@ -282,11 +291,46 @@ class Residency:
         if self._children[row]:
             self.policy.became_inner(row)
 
+    def left(self, row: int, parent: int) -> list[int]:
+        """The block is not here any more, if it was; returns its places. parent: a row, or a negative number."""
+        places = self.forget(row)
+        if self._listed[row]:
+            self._listed[row] = 0
+            self.policy.removed(row)
+        if parent >= 0:
+            children = self._children[parent] - 1
+            assert children >= 0
+            self._children[parent] = children
+            if not children and self._listed[parent]:
+                self.policy.became_leaf(parent)
+        return places
+
     def unlisted(self, row: int) -> None:
         """The block is not here any more, if it was."""
         if self._listed[row]:
             self._listed[row] = 0
             self.policy.removed(row)
+
+    def loaded(self, rows: range, parents: Column, generations: Column, places: Sequence[Column]) -> None:
+        """Blocks from before a restart are readable here, the one that was used last first; places: by part.
+
+        parents: rows, which may be among these, or a negative number.
+        """
+        self.grow_to(rows.stop - 1)
+        first, stop = rows.start, rows.stop
+        self._listed[first:stop] = bytes([1]) * len(rows)
+        np.frombuffer(self._generations, "q")[first:stop] = generations
+        for column, mine in zip(self._places, places, strict=False):
+            mine_here = np.frombuffer(column, "q")[first:stop]
+            assert (mine_here == NO_PLACE).all()
+            mine_here[:] = mine
+        children = np.frombuffer(self._children, "i")
+        known, counts = np.unique(parents[parents >= 0], return_counts=True)
+        for parent in known[(children[known] == 0) & (known < first)].tolist():
+            if self._listed[parent]:
+                self.policy.became_inner(parent)
+        children[known] += counts.astype(np.int32)
+        self.policy.loaded(rows, children[first:stop] == 0)
 
     def reserved(self, rows: Sequence[int], part: int, places: Sequence[int]) -> None:
         """Slots were found for a part of blocks that are being stored."""
@@ -318,6 +362,18 @@ class Residency:
                 column[row] = NO_PLACE
         self._generations[row] = 0
         return places
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forbid their eviction from this tier; another one may let them go."""
+        self.kept.update(rows)
+
+    def let_loose(self, rows: Sequence[int]) -> None:
+        """The mirror of `keep`."""
+        self.kept.subtract(rows)
+        for row in rows:
+            assert self.kept[row] >= 0, "let loose more often than kept"
+            if not self.kept[row]:
+                del self.kept[row]
 
     @property
     def holds(self) -> bool:
@@ -406,9 +462,11 @@ class Residency:
         return Evict(row) if row is not None else None
 
     def worst(self) -> Iterator[int]:
-        """Leaves that nobody pins, worst first. Each one may be evicted before the next is asked for."""
-        pins = self.pins.counts
-        return (row for row in self.policy.victims() if not pins[row])
+        """Leaves that nobody pins or keeps, worst first. Each one may be evicted before the next is asked for."""
+        pins, kept = self.pins.counts, self.kept
+        if not kept:
+            return (row for row in self.policy.victims() if not pins[row])
+        return (row for row in self.policy.victims() if not pins[row] and row not in kept)
 
     def check(self) -> None:
         """The policy proposes exactly the leaves of what is listed."""

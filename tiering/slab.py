@@ -84,6 +84,18 @@ class SlabHeader:
 
 def read_slab_header(page: bytes, keys: MacKeys) -> SlabHeader:
     """Raises `BlockCorrupt` where the page is no slab header of this version, or `KeyAbsent` without its key."""
+    header = parse_slab_header(page)
+    key = keys.mac_key(header.slot_class.tenant, header.key_id, header.epoch)
+    if key is None:
+        raise KeyAbsent("slab header names a key that this store does not hold")
+    end = _SLAB.size + len(header.about)
+    if not hmac.compare_digest(_mac(key, b"slab", page[:end]), page[end : end + MAC_BYTES]):
+        raise BlockCorrupt("slab header MAC differs")
+    return header
+
+
+def parse_slab_header(page: bytes) -> SlabHeader:
+    """What a page says of a slab, its MAC not looked at: to be shown, never to be acted on. Raises `BlockCorrupt`."""
     (magic, version, key_id, epoch, tenant, namespace, part, frame_bytes, slots, number, uid, about_bytes) = (
         _SLAB.unpack_from(page)
     )
@@ -92,11 +104,6 @@ def read_slab_header(page: bytes, keys: MacKeys) -> SlabHeader:
     end = _SLAB.size + about_bytes
     if about_bytes > MAX_ABOUT_BYTES or page[end + MAC_BYTES :].strip(b"\x00"):
         raise BlockCorrupt("slab header of another length")
-    key = keys.mac_key(tenant, key_id, epoch)
-    if key is None:
-        raise KeyAbsent("slab header names a key that this store does not hold")
-    if not hmac.compare_digest(_mac(key, b"slab", page[:end]), page[end : end + MAC_BYTES]):
-        raise BlockCorrupt("slab header MAC differs")
     slot_class = SlotClass(tenant, namespace, part, frame_bytes)
     return SlabHeader(number, slot_class, slots, key_id, epoch, uid, page[_SLAB.size : end])
 
@@ -128,6 +135,7 @@ EMPTY, HELD, BAD = 0, 1, 2
 _RECORD_KEY = struct.Struct(">cII")
 _DOUBT_KEY = struct.Struct(">cQ")
 _UNREAD_KEY = struct.Struct(">cI")
+_RUN = struct.Struct("<II")
 RECORDS, DOUBTS, UNREAD, META = b"r", b"d", b"u", b"m"
 _ENTRIES_BYTES = SLOTS_PER_RECORD * ENTRY.itemsize
 
@@ -177,16 +185,18 @@ def unread_key(slab: int) -> bytes:
 def pack_record(header: SlabHeader, record: int, entries: bytes, mac_key: bytes) -> bytes:
     """A record's value: 32 entries and a MAC that binds them to this slab and run of slots."""
     assert len(entries) == _ENTRIES_BYTES
-    return entries + _mac(mac_key, b"record", header.uid + struct.pack("<II", header.number, record) + entries)
+    return entries + _mac(mac_key, b"record", header.uid + _RUN.pack(header.number, record) + entries)
 
 
 def open_record(header: SlabHeader, record: int, value: bytes, mac_key: bytes) -> bytes:
     """The entries' bytes. Raises `BlockCorrupt` unless they are exactly what was packed for this run of slots."""
+    if len(value) != _ENTRIES_BYTES + MAC_BYTES:
+        raise BlockCorrupt("record of another length")
     entries = value[:_ENTRIES_BYTES]
-    bound = header.uid + struct.pack("<II", header.number, record) + entries
-    if len(value) != _ENTRIES_BYTES + MAC_BYTES or not hmac.compare_digest(
-        _mac(mac_key, b"record", bound), value[_ENTRIES_BYTES:]
-    ):
+    mac = blake2b(header.uid, digest_size=MAC_BYTES, key=mac_key, person=b"kv-record")
+    mac.update(_RUN.pack(header.number, record))
+    mac.update(entries)
+    if not hmac.compare_digest(mac.digest(), value[_ENTRIES_BYTES:]):
         raise BlockCorrupt("record MAC differs")
     return entries
 
@@ -233,6 +243,10 @@ class StoreStamp:
             changes=changes,
             clean=clean,
         )
+
+    def knows(self, index_uid: bytes, changes: int) -> bool:
+        """Whether an index that says this of itself is the one that belongs here, with every batch it took in."""
+        return index_uid == self.index_uid and (changes == self.changes or (changes > self.changes and not self.clean))
 
     @property
     def page(self) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from tiering.residency import FrameEvent, FrameState, SlotTable
+import numpy as np
+
+from tiering.residency import Column, FrameEvent, FrameState, SlotTable
 from tiering.tier import SLOT_BITS, SlotClass, Usage, extent_of, place_of, slot_of
 
 
@@ -127,6 +129,13 @@ class SlotLedger(Generic[P]):
         pieces = self.pieces
         for place, row in zip(places, rows, strict=True):
             pieces[extent_of(place)].slots.owners[slot_of(place)] = row
+
+    def own_many(self, places: Column, rows: Column) -> None:
+        """The same for columns."""
+        extents, slots = places >> SLOT_BITS, places & ((1 << SLOT_BITS) - 1)
+        for number in np.unique(extents).tolist():
+            mine = extents == number
+            np.frombuffer(self.pieces[number].slots.owners, "i")[slots[mine]] = rows[mine]
 
     def state(self, place: int) -> int | None:
         """The `FrameState` of a slot as a number; None where there is no such slot."""

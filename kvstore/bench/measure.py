@@ -72,18 +72,30 @@ class Against:
 
 def against(limit: Turn, contenders: Mapping[Name, Turn], laps: int) -> dict[Name, Against]:
     """Limit, contender, limit, contender, ...: `laps` times through all of them, after some laps that do not count."""
+    found = against_each({"limit": limit}, contenders, laps)
+    return {name: beside["limit"] for name, beside in found.items()}
+
+
+def against_each(
+    limits: Mapping[str, Turn], contenders: Mapping[Name, Turn], laps: int, warm_up_laps: int = WARM_UP_LAPS
+) -> dict[Name, dict[str, Against]]:
+    """The same with several limits, all of which run before and after each contender."""
     costs: dict[Name, list[Cost]] = {name: [] for name in contenders}
-    limits: dict[Name, list[tuple[Cost, Cost]]] = {name: [] for name in contenders}
+    around: dict[Name, list[dict[str, tuple[Cost, Cost]]]] = {name: [] for name in contenders}
     with quiet_collector():
-        for lap in range(-WARM_UP_LAPS, laps):
-            before = limit()
+        before = {limit: turn() for limit, turn in limits.items()}
+        for lap in range(-warm_up_laps, laps):
             for name, turn in contenders.items():
-                cost, after = turn(), limit()
+                cost = turn()
+                after = {limit: turn() for limit, turn in limits.items()}
                 if lap >= 0:
                     costs[name].append(cost)
-                    limits[name].append((before, after))
+                    around[name].append({limit: (before[limit], after[limit]) for limit in limits})
                 before = after
-    return {name: Against.of(costs[name], limits[name]) for name in contenders}
+    return {
+        name: {limit: Against.of(costs[name], [lap[limit] for lap in around[name]]) for limit in limits}
+        for name in contenders
+    }
 
 
 def quantile(values: Sequence[float], share: float) -> float:

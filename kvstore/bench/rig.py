@@ -65,17 +65,18 @@ class PagePool:
     pages of that many tokens, [token, head, dim], as engines often keep them: a block is gathered out of rows.
     """
 
-    def __init__(self, shape: Shape, blocks: int, page_tokens: int) -> None:
-        """blocks: of a prompt."""
+    def __init__(self, shape: Shape, blocks: int, page_tokens: int, prompts: int = PROMPTS) -> None:
+        """blocks: of a prompt. prompts: in the working set."""
         self.page_tokens = page_tokens or shape.block_tokens
         self._pages_of_prompt = blocks * shape.block_tokens // self.page_tokens
+        self._prompts = prompts
         self._next = count()
-        pages = self._pages_of_prompt * PROMPTS
+        pages = self._pages_of_prompt * prompts
         self.planes = {layer: [_plane(shape, pages, page_tokens) for _ in range(2)] for layer in range(shape.layers)}
 
     def take(self) -> Pages:
         """The pages of the next prompt."""
-        first = next(self._next) % PROMPTS * self._pages_of_prompt
+        first = next(self._next) % self._prompts * self._pages_of_prompt
         return Pages(self.planes, range(first, first + self._pages_of_prompt), self.page_tokens)
 
 

@@ -1,8 +1,9 @@
-"""`kvstore bench tiers`: how near put and get of the DRAM tier come to memcpy (floor 4).
+"""`kvstore bench tiers`: how near put and get of the DRAM tier come to memcpy, and the NVMe tier to fio (floor 4).
 
-What is measured is what a user calls: `put`, and `match`, `lease`, `get`, `release`, on the product's own store and
-handle, prompt after prompt. What it is compared with is `memmove` of whole payloads on one thread, between the same two
-kinds of memory in the same direction, right before and right after.
+The rows of NVMe are in `nvme`; this is about those of DRAM. What is measured is what a user calls: `put`, and `match`,
+`lease`, `get`, `release`, on the product's own store and handle, prompt after prompt. What it is compared with is
+`memmove` of whole payloads on one thread, between the same two kinds of memory in the same direction, right before and
+right after.
 
 Stores, pages and the limit's own buffers are each many times the last-level cache. A put always stores new blocks into
 a full store, so every block stored evicts one: the steady state of a cache.
@@ -16,22 +17,20 @@ from functools import partial
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
+from kvstore.bench import nvme
 from kvstore.bench.measure import Against, Progress, Together, against, available_bytes, machine
+from kvstore.bench.nvme import WORDS, Disk
 from kvstore.bench.rig import PROMPTS, Memcpy, PagePool, Shape, Side, no_digest, turn_of
+from kvstore.bench.rows import HEAD_MAJOR, TARGETED_BYTES, TOKEN_MAJOR, Row, row_of, table_of
 from kvstore.config import format_size
 from kvstore.errors import BadInput
 from kvstore.pages import Digest
 from tiering.frame import digest
 
-HEAD_MAJOR = "[head, token, dim]"
-TOKEN_MAJOR = "[token, head, dim]"
+DRAM, NVME = TIERS = ("dram", "nvme")
 BUFFERS = 5
 """Two stores, the pages, and the limit's source and target: a working set each."""
-
-TARGETED_BYTES = 2 << 20
-"""The targets hold for payloads from this size on."""
 
 TARGETS: dict[tuple[str, bool, int], float] = {
     ("get", True, 1): 0.70,
@@ -56,6 +55,7 @@ class Options:
 
     working_set_bytes: of each of two stores, of the pages and of each of the limit's two buffers; less where five times
     as much is not to be had. A quarter of it is one prompt, which a thread moves in one turn. laps: turns of each.
+    nvme: of the rows of that tier.
     """
 
     shapes: tuple[Shape, ...] = (Shape(8, 64), Shape(32, 64), Shape(32, 256))
@@ -63,42 +63,16 @@ class Options:
     working_set_bytes: int = 1 << 30
     laps: int = 16
     threads: tuple[int, ...] = (1, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One path at one frame size: decimal GB/s of payload, and one thread's memcpy of the same run beside it.
-
-    path: get, put, or memcpy itself on several threads, in the direction of the rows above it.
-    ratio: of the two, the median over laps; ratio_low and ratio_high are its quartiles. cpu_ratio: the same of
-    processor time over all threads. target: the ratio to reach.
-    """
-
-    path: str
-    payload_bytes: int
-    page_order: str
-    verified: bool
-    threads: int
-    gb_per_second: float
-    memcpy_gb_per_second: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    cpu_ratio: float
-    target: float | None
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        return None if self.target is None else self.ratio >= self.target
+    nvme: nvme.Options = field(default_factory=nvme.Options)
 
 
 @dataclass(frozen=True)
 class TiersResult:
-    """All rows, and under which conditions they were taken."""
+    """All rows, and under which conditions they were taken. disk: None where NVMe was left out."""
 
     options: Options
     rows: list[Row] = field(default_factory=list)
+    disk: Disk | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -107,40 +81,40 @@ class TiersResult:
             "machine": machine(),
             "options": asdict(self.options),
             "without_verification": WITHOUT,
-            "rows": [{**asdict(row), "met": row.met} for row in self.rows],
+            "rows": [row.to_dict() for row in self.rows],
+            "disk": None if self.disk is None else self.disk.to_dict(),
         }
 
     def render(self, console: Any) -> None:
-        """One table, and what its words mean."""
-        table = Table(
-            "path", "payload", "pages", "verified", "threads", "GB/s", "memcpy", "ratio", "quartiles", "cpu", "target"
-        )
-        for row in self.rows:
-            mark = {None: "", True: " met", False: " missed"}[row.met]
-            table.add_row(
-                row.path,
-                format_size(row.payload_bytes),
-                escape(row.page_order),
-                "yes" if row.verified else "no",
-                str(row.threads),
-                f"{row.gb_per_second:.1f}",
-                f"{row.memcpy_gb_per_second:.1f}",
-                f"{row.ratio:.2f}",
-                f"{row.ratio_low:.2f} .. {row.ratio_high:.2f}",
-                f"{row.cpu_ratio:.2f}",
-                "" if row.target is None else f"{row.target:.2f}{mark}",
+        """A table for each tier, and what its words mean."""
+        dram = [row for row in self.rows if row.tier == DRAM]
+        if dram:
+            console.print(table_of(dram))
+            console.print(
+                f"ratio: to memcpy of whole payloads on one thread, median over {self.options.laps} laps, by wall "
+                "time; cpu: the same by processor time, summed over threads."
             )
-        console.print(table)
-        console.print(
-            f"ratio: to memcpy of whole payloads on one thread, median over {self.options.laps} laps, by wall time; "
-            "cpu: the same by processor time, summed over threads."
-        )
-        console.print(WITHOUT)
+            console.print(WITHOUT)
+        if self.disk is not None:
+            console.print(table_of([row for row in self.rows if row.tier == NVME], "pages", "verified", "threads"))
+            console.print(escape(self.disk.describe()))
+            console.print(f"ratio: to the limit of the same row, median over {self.options.nvme.laps} laps. {WORDS}")
 
 
-def run(options: Options | None = None, progress: Progress = None) -> TiersResult:
-    """Measure every shape in both orders of pages. Raises `BadInput` where there is too little memory to measure in."""
+def run(options: Options | None = None, progress: Progress = None, only: str | None = None) -> TiersResult:
+    """Measure the tiers, or `only` one of them. Raises `BadInput` where there is too little memory or disk."""
     options = options or Options()
+    if only not in (None, *TIERS):
+        raise BadInput(f"only={only!r}; allowed: {', '.join(TIERS)}, or leave it out for both")
+    result = _run_dram(options, progress) if only != NVME else TiersResult(options)
+    if only == DRAM:
+        return result
+    rows, disk = nvme.run(options.nvme, partial(_tell, progress))
+    return replace(result, rows=[*result.rows, *rows], disk=disk)
+
+
+def _run_dram(options: Options, progress: Progress) -> TiersResult:
+    """Every shape in both orders of pages."""
     smallest = BUFFERS * PROMPTS * max(shape.payload_bytes for shape in options.shapes)
     spare = available_bytes() // 2
     if spare < smallest:
@@ -153,7 +127,8 @@ def run(options: Options | None = None, progress: Progress = None) -> TiersResul
     for shape in options.shapes:
         blocks = max(1, options.working_set_bytes // (PROMPTS * shape.payload_bytes))
         for order, page_tokens in ((HEAD_MAJOR, 0), (TOKEN_MAJOR, options.page_tokens)):
-            say = partial(_say, progress, f"{format_size(shape.payload_bytes)} frames, pages {order}")
+            subject = f"{format_size(shape.payload_bytes)} frames, pages {order}"
+            say = partial(_tell, progress, subject=f"{subject}: ")
             result.rows.extend(_measure(shape, blocks, order, page_tokens, options, say))
     return result
 
@@ -190,23 +165,20 @@ def _measure(
 
 def _row(path: str, shape: Shape, order: str, verified: bool, threads: int, blocks: int, found: Against) -> Row:
     targeted = order == HEAD_MAJOR and shape.payload_bytes >= TARGETED_BYTES
-    turn_bytes = blocks * shape.payload_bytes
-    return Row(
-        path,
-        shape.payload_bytes,
-        order,
-        verified,
-        threads,
-        turn_bytes / found.seconds / 1e9,
-        turn_bytes / found.limit_seconds / 1e9,
-        found.ratio,
-        found.low,
-        found.high,
-        found.cpu_ratio,
-        TARGETS.get((path, verified, threads)) if targeted else None,
+    return row_of(
+        found,
+        blocks * shape.payload_bytes,
+        tier=DRAM,
+        path=path,
+        payload_bytes=shape.payload_bytes,
+        page_order=order,
+        verified=verified,
+        threads=threads,
+        limit="memcpy",
+        target=TARGETS.get((path, verified, threads)) if targeted else None,
     )
 
 
-def _say(progress: Progress, subject: str, what: str) -> None:
+def _tell(progress: Progress, what: str, subject: str = "") -> None:
     if progress is not None:
-        progress(f"{subject}: {what}")
+        progress(subject + what)

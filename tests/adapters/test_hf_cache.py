@@ -397,7 +397,7 @@ class DyingDoor(TenantDoor):
         self.calls_left = 1 << 30
         for verb in ("match", "lease", "release", "report", "reserve", "commit", "abort", "span"):
             setattr(self, verb, self._counted(getattr(door, verb)))
-        self.abandon = door.abandon
+        self.abandon, self.direct = door.abandon, door.direct
         self.open_namespace = door.open_namespace  # type: ignore[method-assign]
 
     def _counted(self, call: Any) -> Any:

@@ -227,7 +227,9 @@ class Round:
             index.apply(changes)
             self.damages += 1
         if self.random.random() < share:
-            index.apply([(doubt_key(self.random.choice(self.stock.places)), b"")])
+            place = self.random.choice(self.stock.places)
+            index.apply([(doubt_key(place), b"")])
+            self.hidden.add(place)  # if its record is damaged too, the doubt counts
             index.apply([(DOUBTS + self.random.randbytes(self.random.randrange(12)), b"")])
             self.damages += 2
         # A record that is not there says that nothing is: swaps and copies may have made up for one, or not.

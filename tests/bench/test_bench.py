@@ -36,7 +36,7 @@ def rendered(result: Any) -> str:
 @pytest.fixture(scope="module")
 def tiers_result() -> tuple[tiers.TiersResult, list[str]]:
     said: list[str] = []
-    return tiers.run(SMALL, said.append), said
+    return tiers.run(SMALL, said.append, "dram"), said
 
 
 def test_every_path_order_thread_count_and_side_has_a_row(tiers_result: tuple[tiers.TiersResult, list[str]]) -> None:
@@ -50,6 +50,7 @@ def test_every_path_order_thread_count_and_side_has_a_row(tiers_result: tuple[ti
         for threads in SMALL.threads
         for verified in (True, False)
     }
+    assert {(row.tier, row.limit) for row in rows} == {("dram", "memcpy")} and tiers_result[0].disk is None
     assert [row.threads for row in rows if row.path == "memcpy"] == [2] * 4, "both directions in both orders"
     assert len(rows) == len(seen) + 4
 
@@ -58,7 +59,7 @@ def test_rows_are_ratios_with_their_quartiles(tiers_result: tuple[tiers.TiersRes
     for row in tiers_result[0].rows:
         assert row.payload_bytes == SHAPE.payload_bytes == 2 * 2 * 64 * 2 * 8 * 2
         assert 0 < row.ratio_low <= row.ratio <= row.ratio_high and row.cpu_ratio > 0
-        assert row.gb_per_second > 0 and row.memcpy_gb_per_second > 0
+        assert row.gb_per_second > 0 and row.limit_gb_per_second > 0
         assert row.target is None and row.met is None, "targets are for frames of 2 MiB and above"
 
 
@@ -67,11 +68,11 @@ def test_tiers_as_json_and_as_text(tiers_result: tuple[tiers.TiersResult, list[s
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["bench"] == "tiers" and len(plain["rows"]) == len(result.rows)
     assert {"processor", "cores", "memory_bytes"} <= plain["machine"].keys()
-    assert {"path", "payload_bytes", "gb_per_second", "memcpy_gb_per_second", "ratio", "target", "met"} <= plain[
-        "rows"
-    ][0].keys()
+    assert {"path", "payload_bytes", "gb_per_second", "limit_gb_per_second", "ratio", "target", "met"} <= plain["rows"][
+        0
+    ].keys()
     text = rendered(result)
-    assert "[token, head, dim]" in text and "without verification" in text
+    assert "[token, head, dim]" in text and "without verification" in text and "nvme" not in text
     assert any("filling" in line for line in said) and any("put" in line for line in said)
 
 
@@ -90,13 +91,13 @@ def test_targets_are_set_where_they_hold() -> None:
 def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "available_bytes", lambda: 1 << 20)
     with pytest.raises(BadInput, match="free some"):
-        tiers.run(tiers.Options())
+        tiers.run(tiers.Options(), only="dram")
 
 
 def test_the_working_set_shrinks_to_half_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     smallest = rig.PROMPTS * SHAPE.payload_bytes
     monkeypatch.setattr(tiers, "available_bytes", lambda: 2 * tiers.BUFFERS * smallest)
-    result = tiers.run(tiers.Options(shapes=(SHAPE,), laps=1, threads=(1,)))
+    result = tiers.run(tiers.Options(shapes=(SHAPE,), laps=1, threads=(1,)), only="dram")
     assert result.options.working_set_bytes == smallest
 
 
@@ -174,9 +175,28 @@ def test_every_contender_runs_between_two_limits() -> None:
         return one
 
     found = measure.against(turn("limit", 1.0), {"a": turn("a", 2.0), "b": turn("b", 4.0)}, laps=3)
-    assert calls == ["limit", "a", "limit", "b", "limit"] * (3 + measure.WARM_UP_LAPS)
+    assert calls == ["limit", *["a", "limit", "b", "limit"] * (3 + measure.WARM_UP_LAPS)]
     assert found["a"] == measure.Against(2.0, 1.0, 0.5, 0.5, 0.5, 0.5)
     assert found["b"].ratio == 0.25 and gc.isenabled()
+
+
+def test_every_limit_runs_around_every_contender() -> None:
+    calls: list[str] = []
+
+    def turn(name: str, *seconds: float) -> measure.Turn:
+        left = iter(seconds * 9)
+
+        def one() -> measure.Cost:
+            calls.append(name)
+            return measure.Cost(next(left), 1.0)
+
+        return one
+
+    limits = {"x": turn("x", 1.0, 3.0, 5.0), "y": turn("y", 8.0)}
+    found = measure.against_each(limits, {"a": turn("a", 2.0), "b": turn("b", 4.0)}, laps=1, warm_up_laps=0)
+    assert calls == ["x", "y", "a", "x", "y", "b", "x", "y"]
+    assert found["a"]["x"] == measure.Against(2.0, 3.0, 1.0, 1.0, 1.0, 1.0), "the mean of 1 and 3 is 2"
+    assert (found["b"]["x"].ratio, found["a"]["y"].ratio, found["b"]["y"].ratio) == (1.0, 4.0, 2.0)
 
 
 def test_quantile_of_few_values() -> None:

@@ -138,6 +138,30 @@ class EvictionPolicyContract:
         assert set(forest.policy.victims()) == forest.leaves()
         assert seen >= leaves, "the walk came to an end too early"
 
+    @given(steps=STEPS, before=st.lists(st.integers(-1, 20), max_size=20))
+    @settings(max_examples=60)
+    def test_what_was_there_before_a_restart_goes_first(self, steps: list[tuple[str, int]], before: list[int]) -> None:
+        """Blocks of an earlier life, an ancestor before its descendants, come in while new ones are there already."""
+        policy = self.make()
+        forest = Forest(policy)
+        for action, choice in steps:
+            forest.step(action, choice)
+        new = set(forest.parents)
+        old = {1000 + at: 1000 + min(parent, at - 1) if parent >= 0 and at else -1 for at, parent in enumerate(before)}
+        leaves = set(old) - set(old.values())
+        policy.loaded(list(old), [row in leaves for row in old])
+        forest.parents.update(old)
+        victims = list(policy.victims())
+        assert set(victims) == forest.leaves() and len(victims) == len(set(victims))
+        assert victims[: len(leaves)] == sorted(leaves, reverse=True), "the last of those that came in goes first"
+        for row in reversed(old):
+            policy.removed(row)
+            parent = forest.parents.pop(row)
+            if parent != -1 and parent not in forest.parents.values():
+                policy.became_leaf(parent)
+            assert set(policy.victims()) == forest.leaves()
+        assert set(forest.parents) == new
+
     def test_an_empty_policy_has_no_victims(self) -> None:
         assert list(self.make().victims()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -155,6 +156,30 @@ def test_a_frame_that_rotted_is_a_miss_and_its_slot_is_not_used_again(tmp_path: 
         store.check()
 
 
+def test_a_frame_in_the_place_of_the_blocks_other_part_is_a_miss(tmp_path: Path) -> None:
+    """The same name and generation, and good in itself: a write that went astray inside one block."""
+    with opened(tmp_path) as store:
+        put(namespace(store, layer_shards=2), 0, durability="disk")
+    with opened(tmp_path) as store:
+        handle = namespace(store, layer_shards=2)
+        blocks = store._store._blocks
+        assert blocks.lower is not None
+        row = blocks.index.match(handle.number, handle.match(prompt(0)).keys)[5]
+        files, places = [], [blocks.lower.residency.place(row, part) for part in range(2)]
+        for place in places:
+            slab = blocks.lower.tier._ledger.pieces[extent_of(place)]
+            files.append((tmp_path / "nvme" / slab.name, slab.header.offset(slot_of(place)), slab.frame_bytes))
+        (target, offset, size), (source, source_offset, _) = files
+        with source.open("rb") as whence, target.open("r+b") as whither:
+            whence.seek(source_offset)
+            whither.seek(offset)
+            whither.write(whence.read(size))
+        assert read(handle, 0)[0] == 5
+        assert handle.match(prompt(0)).reason is MissReason.CORRUPT, "and not tried again by every request"
+        store.check()
+        assert put(handle, 0, durability="disk").stored == 1 and read(handle, 0)[0] == BLOCKS
+
+
 def test_a_full_disk_evicts_its_oldest_chains(tmp_path: Path) -> None:
     with opened(tmp_path, nvme="2MiB", slab="512KiB") as store:
         handle = namespace(store)
@@ -166,6 +191,20 @@ def test_a_full_disk_evicts_its_oldest_chains(tmp_path: Path) -> None:
         assert usage.nvme is not None and usage.nvme.taken_bytes <= 2 << 20
         assert read(handle, PROMPTS - 1)[0] == BLOCKS
         assert handle.match(prompt(0)).reason is MissReason.EVICTED
+
+
+def test_a_full_disk_takes_one_chain_after_the_other(tmp_path: Path) -> None:
+    """Not the last blocks of all of them, the latest included: one whole chain is worth more than ten stumps."""
+    frame, chains = 12 << 10, 5
+    slab = BLOCKS * frame + (8 << 10)
+    with opened(tmp_path, dram="4MiB", nvme=chains * slab, slab=slab) as store:
+        handle = namespace(store)
+        for number in range(chains + 2):
+            assert put(handle, number, durability="disk").reason is None
+        store.evict(10_000)  # what NVMe has not kept is gone with it
+        found = [handle.match(prompt(number)).blocks for number in range(chains + 2)]
+        assert found == [0, 0, *[BLOCKS] * chains]
+        store.check()
 
 
 def test_a_disk_that_does_not_answer_is_a_miss_at_the_deadline(tmp_path: Path, monkeypatch: Any) -> None:
@@ -185,7 +224,13 @@ def test_a_disk_that_does_not_answer_is_a_miss_at_the_deadline(tmp_path: Path, m
             delivered, lease = read(handle, 0, deadline_ms=2000)
             assert delivered == 0 and lease.reason is MissReason.TIER_DOWN
             store.check()
-        store._store._levels._queue._breakers.clear()  # type: ignore[union-attr]
+            levels = store._store._levels
+            assert levels is not None
+            deadline = time.monotonic() + 20
+            while levels.rising:  # the others of the window still find out
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        levels._queue._breakers.clear()
         assert read(handle, 1)[0] == BLOCKS
     with opened(tmp_path) as store:
         handle = namespace(store)

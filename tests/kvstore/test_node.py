@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 import subprocess
@@ -432,3 +433,97 @@ def test_a_namespace_is_dropped_where_it_was_opened(tmp_path: Path) -> None:
             assert one_line(caught.value, "another store or by another tenant")
         assert mine.match(ids(128)).blocks == 2
         assert one.drop(mine) == 2 and two.drop(theirs) == 0
+
+
+# Keys and what was written under them ---------------------------------------------------------------------------------
+
+
+def stored_on_disk(directory: Path, **options: Any) -> None:
+    """Ten blocks: a slab of 20 slots beside the stamp."""
+    with opened(directory, nvme="1MiB", **options) as store:
+        ns = store.namespace(model=MODEL, layout=small_layout())
+        assert ns.put(ids(640), random_pages(ns.layout, 10), durability="disk").stored == 10
+
+
+def files_below(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"nvme": "1MiB"}, {"nvme": "8MiB", "tenant": "another"}])
+def test_without_its_keys_a_directory_with_slabs_is_not_opened(tmp_path: Path, options: dict[str, Any]) -> None:
+    stored_on_disk(tmp_path)
+    kept = (tmp_path / "keys").read_bytes()
+    (tmp_path / "keys").unlink()
+    before = files_below(tmp_path)
+    with pytest.raises(KeysUnusable) as caught:
+        opened(tmp_path, **options)
+    assert one_line(caught.value, f"{tmp_path}/keys is missing", "1 slab (248.0 KiB)", str(tmp_path / "nvme"))
+    assert one_line(caught.value, "restore it from a backup", f"move {tmp_path}/nvme away to begin anew")
+    assert files_below(tmp_path) == before, "nothing is made and nothing is lost"
+    write_keys(tmp_path, kept)
+    with opened(tmp_path, nvme="1MiB") as store:
+        assert store.warmed(20)
+        assert store.namespace(model=MODEL, layout=small_layout()).match(ids(640)).blocks == 10
+
+
+def write_keys(directory: Path, contents: bytes) -> None:
+    (directory / "keys").write_bytes(contents)
+    (directory / "keys").chmod(0o600)
+
+
+def test_what_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
+    stored_on_disk(tmp_path / "kv")
+    (tmp_path / "kv" / "keys").unlink()
+    (tmp_path / "kv" / "nvme").rename(tmp_path / "aside")
+    stored_on_disk(tmp_path / "kv")
+
+
+def test_a_directory_that_holds_no_slabs_gets_keys(tmp_path: Path) -> None:
+    opened(tmp_path, nvme="1MiB").close()
+    assert [path.name for path in (tmp_path / "nvme").glob("*.slab")] == ["00000000.slab"]
+    (tmp_path / "keys").unlink()
+    stored_on_disk(tmp_path)
+
+
+def test_slabs_of_other_keys_are_told_once_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored_on_disk(tmp_path)
+    kept = (tmp_path / "keys").read_bytes()
+    opened(tmp_path / "other").close()
+    write_keys(tmp_path, (tmp_path / "other" / "keys").read_bytes())
+    with caplog.at_level(logging.WARNING), opened(tmp_path, nvme="1MiB") as store:
+        assert store.warmed(20)
+        ns = store.namespace(model=MODEL, layout=small_layout())
+        assert ns.match(ids(640)).reason is MissReason.ABSENT
+        usage = store.usage().nvme
+        assert usage is not None and usage.taken_bytes == 248 << 10
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert record.levelname == "WARNING" and "\n" not in line
+    for words in (
+        "1 slab (248.0 KiB)",
+        f"{tmp_path}/keys does not hold the keys",
+        "left alone",
+        "counts against nvme=",
+        "backup",
+    ):
+        assert words in line, line
+    caplog.clear()
+    write_keys(tmp_path, kept)
+    with caplog.at_level(logging.WARNING), opened(tmp_path, nvme="1MiB") as store:
+        assert store.warmed(20)
+        assert store.namespace(model=MODEL, layout=small_layout()).match(ids(640)).blocks == 10
+    assert not caplog.records
+
+
+def test_slabs_that_cannot_be_used_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored_on_disk(tmp_path)
+    os.truncate(tmp_path / "nvme" / "00000001.slab", 100_000)
+    with caplog.at_level(logging.WARNING):
+        opened(tmp_path, nvme="1MiB").close()
+    (record,) = caplog.records
+    for words in ("1 slab (97.7 KiB)", "unusable", "counts against nvme=", f"kvstore fsck {tmp_path} says why"):
+        assert words in record.getMessage(), record.getMessage()

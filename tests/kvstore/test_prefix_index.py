@@ -6,7 +6,6 @@ import gc
 import tracemalloc
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -301,8 +300,6 @@ def test_rows_are_used_again() -> None:
 
 # Many at once ---------------------------------------------------------------------------------------------------------
 
-ROOT = b"R" * 32
-
 
 def column(values: list[int]) -> Any:
     return np.array(values, np.int64)
@@ -310,59 +307,63 @@ def column(values: list[int]) -> Any:
 
 @given(
     parents=st.lists(st.integers(-1, 30), max_size=31),
-    missing=st.sets(st.integers(0, 30), max_size=3),
-    known=st.sets(st.integers(0, 30), max_size=5),
-    order=st.randoms(use_true_random=False),
+    stored=st.integers(0, 31),
     cut=st.integers(1, 8),
+    gone=st.sets(st.integers(0, 30), max_size=3),
 )
 @settings(max_examples=150)
-def test_loading_in_any_order_gives_the_chains_that_were_stored(
-    parents: list[int], missing: set[int], known: set[int], order: Random, cut: int
+def test_loading_gives_the_chains_that_inserting_gives(
+    parents: list[int], stored: int, cut: int, gone: set[int]
 ) -> None:
-    """Blocks in a forest, some of them lost and some stored again before they were loaded."""
+    """The first blocks of a forest are inserted, the others loaded, some rows having been used before."""
     forest = {block: min(parent, block - 1) for block, parent in enumerate(parents)}  # -1: a first block
     keys = {block: b"%032d" % block for block in forest}
     depths: dict[int, int] = {}
     for block, parent in forest.items():
         depths[block] = depths[parent] + 1 if parent >= 0 else 0
-    index = PrefixIndex()
+    index, model = PrefixIndex(), PrefixIndex()
     namespace = index.add_namespace(b"t")
-    again = {block for block in known & forest.keys() if not missing & set(_up(forest, block))}
-    stored = {one for block in again for one in _up(forest, block)}
-    for block in sorted(stored):
-        parent = index.find(namespace, keys[forest[block]]) if forest[block] >= 0 else NO_ROW
-        index.publish(index.insert(namespace, keys[block], parent))
-    found = [block for block in forest if block not in missing]
-    order.shuffle(found)
-    rows: dict[int, int] = {}
+    model.add_namespace(b"t")
+    for number in gone:  # leaves free rows behind
+        index.remove(index.insert(namespace, b"%032d" % (1000 + number), NO_ROW))
+    for block, parent in forest.items():
+        for one in (model, index) if block < stored else (model,):
+            row = one.insert(namespace, keys[block], one.find(namespace, keys[parent]) if parent >= 0 else NO_ROW, 7, 9)
+            one.publish(row)
+    found = [block for block in forest if block >= stored]
+    assert not index.knows_any(namespace, [keys[block] for block in found])
     for at in range(0, len(found), cut):
         batch = found[at : at + cut]
-        zeros = column([0] * len(batch))
-        given_rows = index.load(
-            namespace, [keys[block] for block in batch], column([depths[block] for block in batch]), zeros, zeros
+        count = len(batch)
+        rows = index.load(
+            namespace,
+            [keys[block] for block in batch],
+            column([depths[block] for block in batch]),
+            column([7] * count),
+            column([9] * count),
         )
-        rows.update(zip(batch, given_rows, strict=True))
-    assert {block for block, row in rows.items() if row == NO_ROW} == stored & set(found)
-    loaded = [block for block in found if rows[block] != NO_ROW]
-    parent_keys = [keys[forest[block]] if forest[block] >= 0 else ROOT for block in loaded]
-    lost = index.link(namespace, [rows[block] for block in loaded], parent_keys, ROOT)
-    unreachable = {block for block in loaded if missing & set(_up(forest, block))}
-    assert set(lost) == {rows[block] for block in unreachable}
-    for row in sorted(lost, key=index.depth, reverse=True):
-        index.remove(row)
+        above = [keys[forest[block]] if forest[block] >= 0 else b"" for block in batch]
+        index.link(rows, column([index.find(namespace, key) for key in above]))
+        index.check()
+    for block, key in keys.items():
+        mine, theirs = index.find(namespace, key), model.find(namespace, key)
+        assert index.children(mine) == model.children(theirs) and index.retention(mine) == (7, 9)
+        assert [index.key(row) for row in index.chain(mine)] == [keys[one] for one in _up(forest, block)]
+    assert stored == 0 or not forest or index.knows_any(namespace, [b"?" * 32, keys[0]])
+    for block in reversed(forest):
+        index.remove(index.find(namespace, keys[block]))
     index.check()
-    for block in forest:
-        chain = [keys[one] for one in reversed(_up(forest, block))]
-        want = next((at for at, one in enumerate(reversed(_up(forest, block))) if one in missing - stored), len(chain))
-        assert index.matched(namespace, chain) == want
 
 
-def test_a_loaded_block_at_the_wrong_depth_is_not_believed() -> None:
+def test_a_key_is_loaded_once() -> None:
     index = PrefixIndex()
     namespace = index.add_namespace(b"t")
-    zeros = column([0, 0])
-    rows = index.load(namespace, [b"a" * 32, b"b" * 32], column([0, 2]), zeros, zeros)
-    assert index.link(namespace, rows, [ROOT, b"a" * 32], ROOT) == rows[1:]
+    zeros = column([0])
+    index.load(namespace, [b"a" * 32], zeros, zeros, zeros)
+    index.insert(namespace, b"b" * 32, NO_ROW)
+    for key in (b"a" * 32, b"b" * 32):
+        with pytest.raises(AssertionError):
+            index.load(namespace, [key], zeros, zeros, zeros)
 
 
 def _up(forest: dict[int, int], block: int) -> list[int]:

@@ -111,8 +111,10 @@ class Life:
 
     def step(self) -> None:
         action = self.random.random()
-        if action < 0.55:
+        if action < 0.45:
             self.store(self.random.randrange(1, 6))
+        elif action < 0.6:
+            self.replace(self.random.randrange(1, 8))
         elif action < 0.85:
             self.evict(self.random.randrange(1, 8))
         else:
@@ -131,7 +133,28 @@ class Life:
                 self.evict(8)
                 tier.settle()
                 self.forget_what_settled()
-        places = tier.reserve(CLASSES[part], count)
+        self.fill(part, tier.reserve(CLASSES[part], count))
+
+    def replace(self, count: int) -> None:
+        """Evict frames for others that go to their places; or think better of it."""
+        tier = self.machine.tier
+        assert tier is not None
+        part = self.random.randrange(2)
+        mine = sorted(name for name in self.owed if name[0] == part)
+        names = self.random.sample(mine, min(count, len(mine)))
+        places = [place for name in names if (place := self.owed.pop(name)) is not None]
+        self.in_flight.update(names)
+        tier.delete(places, claim=True)
+        tier.await_claims(places)
+        if self.random.random() < 0.2:
+            tier.abort(places)
+        elif places:
+            self.fill(part, places)
+
+    def fill(self, part: int, places: list[int]) -> None:
+        """Store a new frame at each place; some of them turn out to be bad while they are written."""
+        tier = self.machine.tier
+        assert tier is not None
         frames = []
         for _ in places:
             self.generation += 1
@@ -139,10 +162,12 @@ class Life:
             self.written[frame.name] = frame
             self.in_flight.add(frame.name)
             frames.append(frame)
-        tier.commit(places, [memoryview(frame.bytes) for frame in frames])
-        for frame, place in zip(frames, places, strict=True):
+        good = places[: self.random.randrange(len(places))] if places and self.random.random() < 0.2 else places
+        tier.commit(places, [memoryview(frame.bytes) for frame in frames], lambda: good)
+        for frame, place in zip(frames, good, strict=False):
             self.in_flight.discard(frame.name)
             self.owed[frame.name] = place
+        tier.abort(places[len(good) :])
 
     def evict(self, count: int) -> None:
         tier = self.machine.tier

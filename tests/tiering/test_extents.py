@@ -12,8 +12,9 @@ import resource
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,15 @@ def mapping_of(address: int) -> dict[str, str]:
 
 def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
+
+
+def extents_alive() -> int:
+    """Of this whole process; other descriptors come and go."""
+    alive = 0
+    for name in descriptors():
+        with contextlib.suppress(OSError):
+            alive += "kv-extent" in os.readlink(f"/proc/self/fd/{name}")
+    return alive
 
 
 # One extent -----------------------------------------------------------------------------------------------------------
@@ -185,10 +195,13 @@ def test_a_pool_hands_out_its_budget_and_no_more() -> None:
     assert pool.taken_bytes == 0
 
 
-def test_many_threads_never_exceed_the_budget() -> None:
+@pytest.mark.parametrize("prepares", [False, True])
+def test_many_threads_never_exceed_the_budget(prepares: bool) -> None:
     limit, rounds = 4, 40
     pool = ExtentPool(limit * 64 * KIB, 64 * KIB)
-    before = descriptors()
+    before, alive_before = descriptors(), extents_alive()
+    if prepares:
+        pool.prepare()
     lock = threading.Lock()
     live, most, made, refused = 0, 0, 0, 0
 
@@ -205,6 +218,7 @@ def test_many_threads_never_exceed_the_budget() -> None:
                 live, made = live + 1, made + 1
                 most = max(most, live)
             assert pool.taken_bytes <= limit * 64 * KIB
+            assert extents_alive() - alive_before <= limit, "the one that was made ahead is within the budget too"
             time.sleep(0.0002)
             with lock:
                 live -= 1
@@ -216,7 +230,79 @@ def test_many_threads_never_exceed_the_budget() -> None:
     for thread in threads:
         thread.join()
     assert most <= limit and made + refused == 8 * rounds and made > limit
-    assert pool.taken_bytes == 0 and descriptors() == before
+    assert pool.taken_bytes == 0
+    pool.close()
+    wait_until(lambda: descriptors() == before)
+
+
+def test_the_next_extent_is_ready_before_it_is_asked_for() -> None:
+    before = descriptors()
+    pool = ExtentPool(3 * MIB, MIB)
+    pool.prepare()
+    wait_until(lambda: len(descriptors() - before) == 1)
+    assert pool.taken_bytes == 0 and pool.has_room()
+    extents = []
+    for taken in (1, 2, 3):
+        extents.append(pool.create())
+        assert pool.taken_bytes == taken * MIB
+        alive = min(taken + 1, 3)
+        wait_until(lambda alive=alive: len(descriptors() - before) == alive)  # type: ignore[misc]
+    with pytest.raises(TierFull):
+        pool.create()
+    for extent in extents:
+        assert bytes(extent.view[:4096]) == bytes(4096)
+        pool.destroy(extent)
+    pool.close()
+    assert descriptors() == before
+
+
+def test_one_that_is_being_made_is_waited_for_and_comes_to_one_caller(monkeypatch: Any) -> None:
+    goes_on = threading.Event()
+    made: list[int] = []
+
+    class Slow(Extent):
+        def __init__(self, size_bytes: int) -> None:
+            made.append(size_bytes)
+            assert goes_on.wait(20)
+            super().__init__(size_bytes)
+
+    monkeypatch.setattr("tiering.extents.Extent", Slow)
+    pool = ExtentPool(2 * MIB, MIB)
+    pool.prepare()
+    threads = [threading.Thread(target=pool.create) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(made) == 2)  # the second caller begins its own, the first waits for the one under way
+    assert pool.taken_bytes <= 2 * MIB
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert pool.taken_bytes == 2 * MIB and len(made) == 2
+    pool.close()
+
+
+@pytest.mark.parametrize("moment", ["while it is made", "before anybody asks"])
+def test_a_closed_pool_keeps_no_extent_that_was_made_ahead(moment: str, monkeypatch: Any) -> None:
+    before = descriptors()
+    goes_on = threading.Event()
+    if moment == "before anybody asks":
+        goes_on.set()
+
+    class Slow(Extent):
+        def __init__(self, size_bytes: int) -> None:
+            assert goes_on.wait(20)
+            super().__init__(size_bytes)
+
+    monkeypatch.setattr("tiering.extents.Extent", Slow)
+    pool = ExtentPool(2 * MIB, MIB)
+    pool.prepare()
+    if goes_on.is_set():
+        wait_until(lambda: len(descriptors() - before) == 1)
+    closer = threading.Thread(target=pool.close)
+    closer.start()
+    goes_on.set()
+    closer.join(20)
+    assert descriptors() == before
 
 
 def test_a_closed_pool_makes_nothing() -> None:
@@ -241,6 +327,28 @@ def test_a_kernel_that_has_no_memory_leaves_no_trace() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert pool.taken_bytes == 0 and descriptors() == before
     pool.destroy(pool.create())
+
+
+def test_an_extent_that_cannot_be_made_ahead_is_a_fault_of_whoever_asks() -> None:
+    pool = ExtentPool(4 * MIB, MIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, hard))
+    try:
+        pool.prepare()
+        with pytest.raises(TierUnavailable, match="no shared memory"):
+            pool.create()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    pool.destroy(pool.create())
+    pool.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Whatever threads have to do for it is done soon."""
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize(("budget", "extent"), [(4 * KIB, 8 * KIB), (MIB, 5000), (MIB, 0)])

@@ -23,6 +23,8 @@ import pytest
 from tiering.files import (
     DirectFiles,
     DirectoryLock,
+    ReadingLock,
+    ReadOnlyFiles,
     make_directory,
     read_secret_file,
     read_text_files,
@@ -256,6 +258,81 @@ def test_facts_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "fact").write_text("7\n")
     found = read_text_files([str(tmp_path / "fact"), str(tmp_path / "missing"), str(tmp_path)])
     assert found == {str(tmp_path / "fact"): "7\n"}
+
+
+# A look without a trace -----------------------------------------------------------------------------------------------
+
+
+def traces(directory: Path) -> dict[str, tuple[int, int]]:
+    """When each file and the directory itself was last changed in any way."""
+    found = {str(path): path.stat() for path in [directory, *directory.rglob("*")]}
+    return {path: (facts.st_mtime_ns, facts.st_ctime_ns) for path, facts in found.items()}
+
+
+def test_a_lock_for_reading_keeps_others_out_and_writes_nothing(tmp_path: Path) -> None:
+    DirectoryLock(tmp_path).release()
+    (tmp_path / "lock").write_text("999999\n")
+    before = traces(tmp_path)
+    lock = ReadingLock(tmp_path)
+    assert traces(tmp_path) == before
+    other = another_process(tmp_path)
+    assert said(other) == f"refused {os.getpid()}", "not the number that the file still says"
+    finish(other)
+    with pytest.raises(BlockingIOError, match=str(os.getpid())):
+        ReadingLock(tmp_path)
+    lock.release()
+    lock.release()
+    held = another_process(tmp_path)
+    assert said(held) == "held"
+    descriptors_before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError, match=str(held.pid)):
+        ReadingLock(tmp_path)
+    assert set(os.listdir("/proc/self/fd")) == descriptors_before
+    finish(held)
+
+
+def test_where_nobody_ever_was_there_is_nothing_to_lock(tmp_path: Path) -> None:
+    ReadingLock(tmp_path).release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_that_are_only_read(tmp_path: Path) -> None:
+    files = DirectFiles(tmp_path)
+    files.create("a.slab", len(DATA))
+    files.write("a.slab", 0, aligned(DATA))
+    files.close()
+    (tmp_path / "b.slab.new").write_bytes(b"a draft")
+    before = traces(tmp_path)
+    looked = ReadOnlyFiles(tmp_path)
+    assert looked.sizes() == {"a.slab": len(DATA)} and looked.direct is files.direct
+    assert contents(looked, "a.slab") == DATA
+    for act in (
+        lambda: looked.write("a.slab", 0, aligned(DATA[:PAGE])),
+        lambda: looked.create("c.slab", PAGE),
+        lambda: looked.remove("a.slab"),
+    ):
+        with pytest.raises(OSError):
+            act()
+    assert contents(looked, "a.slab") == DATA
+    looked.close()
+    assert traces(tmp_path) == before and descriptors(tmp_path) == 0
+
+
+def test_files_on_a_file_system_that_cannot_be_written(mounted: Callable[..., Path]) -> None:
+    place = mounted("tmpfs", "size=1m")
+    files = DirectFiles(place)
+    files.create("a.slab", len(DATA))
+    files.write("a.slab", 0, aligned(DATA))
+    files.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True, timeout=30)
+    looked = ReadOnlyFiles(place)
+    assert contents(looked, "a.slab") == DATA
+    looked.close()
+
+
+def test_files_of_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ReadOnlyFiles(tmp_path / "none")
 
 
 # Slabs ----------------------------------------------------------------------------------------------------------------

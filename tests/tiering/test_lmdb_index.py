@@ -20,7 +20,7 @@ import pytest
 from tiering import lmdb_index
 from tiering.errors import IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.frame_index import Change
-from tiering.lmdb_index import LmdbIndex, discard, open_index
+from tiering.lmdb_index import LmdbIndex, discard, open_index, open_to_read
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MAP_BYTES = 1 << 20
@@ -71,7 +71,7 @@ def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
         os.umask(umask)
     assert stat.S_IMODE((tmp_path / "index").stat().st_mode) == 0o700
     files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "index").iterdir()}
-    assert files == {"data.mdb": 0o600, "lock.mdb": 0o600}
+    assert files == {"data.mdb": 0o600, "lock.mdb": 0o600, "data.digest": 0o600}
 
 
 def test_a_new_index_that_nothing_was_applied_to_is_opened(tmp_path: Path) -> None:
@@ -124,6 +124,36 @@ def test_what_is_no_file_is_not_opened(kind: str, tmp_path: Path) -> None:
     with pytest.raises(IndexDoubtful):
         open_index(tmp_path, MAP_BYTES, clean=True)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_index_is_looked_at_without_a_trace(tmp_path: Path) -> None:
+    assert open_to_read(tmp_path / "none") is None and not (tmp_path / "none").exists()
+    index = open_index(tmp_path / "index", MAP_BYTES, clean=True)
+    index.apply([(b"key", b"value"), (b"kez", b"other")])
+    index.sync()
+    index.close()
+    (tmp_path / "index" / "lock.mdb").unlink()
+    facts = (tmp_path / "index").stat(), (tmp_path / "index" / "data.mdb").stat()
+    looked = open_to_read(tmp_path / "index")
+    assert looked is not None
+    assert looked.get([b"key", b"none"]) == [b"value", None]
+    assert list(looked.iterate(b"ke")) == [(b"key", b"value"), (b"kez", b"other")]
+    with pytest.raises(TierError):
+        looked.apply([(b"key", b"changed")])
+    looked.close()
+    after = (tmp_path / "index").stat(), (tmp_path / "index" / "data.mdb").stat()
+    assert [(one.st_mtime_ns, one.st_ctime_ns) for one in after] == [
+        (one.st_mtime_ns, one.st_ctime_ns) for one in facts
+    ]
+
+
+def test_an_index_that_is_looked_at_is_probed_though_it_was_closed(tmp_path: Path, sound: Path) -> None:
+    path = shutil.copytree(sound, tmp_path / "index") / "data.mdb"
+    contents = bytearray(path.read_bytes())
+    contents[2 * PAGE_BYTES :] = random.Random(1).randbytes(len(contents) - 2 * PAGE_BYTES)
+    path.write_bytes(contents)
+    with pytest.raises(IndexDoubtful, match="the probe"):
+        open_to_read(tmp_path / "index")
 
 
 def test_a_file_that_is_open_here_is_not_called_damaged(tmp_path: Path) -> None:

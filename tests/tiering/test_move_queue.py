@@ -40,8 +40,8 @@ class Queues:
         self.gates: list[Gate] = []
         self.bugs_expected = False
 
-    def new(self, threads: int = 1, **limits: Any) -> MoveQueue:
-        self.made.append(MoveQueue(self.clock, QueueLimits(**limits), threads))
+    def new(self, threads: int = 1, shares: dict[str, int] | None = None, **limits: Any) -> MoveQueue:
+        self.made.append(MoveQueue(self.clock, QueueLimits(**limits), threads, shares))
         return self.made[-1]
 
     def gate(self, error: Exception | None = None) -> Gate:
@@ -308,7 +308,8 @@ def test_a_full_queue_answers_at_once(queues: Queues) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"waiting_moves": 0}, {"attempts": 0}, {"breaker_faults": 0}, {"breaker_seconds": -1.0}]
+    "limits",
+    [{"waiting_moves": 0}, {"attempts": 0}, {"breaker_faults": 0}, {"breaker_seconds": -1.0}, {"stall_seconds": -1.0}],
 )
 def test_limits_are_checked(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError) as caught:
@@ -316,6 +317,8 @@ def test_limits_are_checked(limits: dict[str, Any]) -> None:
     assert one_line(caught.value, *(f"{name}={value}" for name, value in limits.items()))
     with pytest.raises(ValueError):
         MoveQueue(FakeClock(), QueueLimits(), threads=0)
+    with pytest.raises(ValueError):
+        MoveQueue(FakeClock(), QueueLimits(), threads=1, shares={DISK: 0})
 
 
 # What a move says -----------------------------------------------------------------------------------------------------
@@ -346,6 +349,35 @@ def test_a_fault_is_tried_again_a_bounded_number_of_times(queues: Queues, error:
 
 
 # Breakers -------------------------------------------------------------------------------------------------------------
+
+
+def test_when_all_threads_hang_nothing_is_taken_until_one_is_back(queues: Queues) -> None:
+    queue = queues.new(threads=2, stall_seconds=3.0)
+    first, second = queues.busy(queue), queues.busy(queue)
+    queues.clock.advance(3.0)
+    waiting = queue.submit("a", DISK, Priority.WAITING, Work())
+    assert not waiting.done, "so long a move may take"
+    queues.clock.advance(0.1)
+    refused = queue.submit("b", DISK, Priority.WAITING, Work())
+    assert refused.done and refused.finding is Finding.DOWN
+    joined = queue.submit("a", DISK, Priority.WAITING, Work())
+    assert not joined.done, "what was taken before goes on waiting"
+    first.opened.set()
+    assert finished(waiting, joined) == [None, None]
+    assert finished(queue.submit("c", DISK, Priority.WAITING, Work())) == [None], "one thread is enough"
+    second.opened.set()
+
+
+def test_a_share_leaves_threads_for_others(queues: Queues) -> None:
+    queue = queues.new(threads=3, shares={FAR: 2})
+    gates = [queues.busy(queue, FAR), queues.busy(queue, FAR)]
+    held = [queue.submit(number, FAR, Priority.SAVE, Work()) for number in range(3)]
+    for number in range(5):
+        assert finished(queue.submit(("disk", number), DISK, Priority.SCRUB, Work())) == [None]
+    assert not any(move.done for move in held) and queue.depths()[Priority.SAVE] == 3
+    gates[0].opened.set()
+    assert finished(*held) == [None] * 3
+    gates[1].opened.set()
 
 
 def test_faults_in_a_row_open_the_breaker_of_their_tier(queues: Queues) -> None:

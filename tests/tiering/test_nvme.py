@@ -21,7 +21,7 @@ import pytest
 
 from simulation.disk import SimulatedFiles
 from simulation.index import SimulatedIndex
-from simulation.machine import CLASSES, MAC_KEY, SLAB_BYTES, STAMPS, Frame, Machine
+from simulation.machine import CLASSES, MAC_KEY, SLAB_BYTES, STAMPS, Frame, Machine, OneKey
 from simulation.power import PowerLoss
 from tiering.errors import BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.frame import HEADER_BYTES, Stamp, digest
@@ -36,6 +36,7 @@ from tiering.slab import (
     STAMP_PAGES,
     OtherFormat,
     StoreStamp,
+    doubt_key,
     latest_stamp,
     open_record,
     record_key,
@@ -98,6 +99,26 @@ class Customer:
         places = [self.owed.pop(name) for name in names]
         self.leaving.update(names)
         self.tier.delete(places)
+
+    def claim(self, names: list[Name]) -> list[int]:
+        """Evict frames for others that are to stand there."""
+        places = [self.owed.pop(name) for name in names]
+        self.leaving.update(names)
+        self.tier.delete(places, claim=True)
+        self.tier.await_claims(places)
+        return places
+
+    def fill(self, part: int, places: list[int], good: int | None = None) -> list[Name]:
+        """New frames at these places, of which the first so many are found to be good while they are written."""
+        frames = [self.frame(part) for _ in places]
+        self.leaving.update(frame.name for frame in frames)
+        chosen = places[:good]
+        self.tier.commit(places, [memoryview(frame.bytes) for frame in frames], lambda: chosen)
+        self.tier.abort(places[len(chosen) :])
+        for frame, place in zip(frames, chosen, strict=False):
+            self.leaving.discard(frame.name)
+            self.owed[frame.name] = place
+        return [frame.name for frame in frames[: len(chosen)]]
 
     def condemn(self, name: Name) -> int:
         place = self.owed.pop(name)
@@ -488,7 +509,7 @@ def run_errands(customer: Customer) -> int:
     for errand in ERRANDS:
         try:
             errand(customer)
-        except TierUnavailable:
+        except (TierUnavailable, TierFull):
             faults += 1
         except (AssertionError, KeyError):
             # A slab that could not be made cannot be emptied either.
@@ -584,7 +605,8 @@ def no_other_header_is_valid(customer: Customer) -> None:
         entries = customer.tier._headers(slab, range(slab.slots.capacity))
         for slot in entries["state"].nonzero()[0].tolist():
             name = (slab.slot_class.part, entries["key"][slot].tobytes(), int(entries["generation"][slot]))
-            assert name in customer.bad or customer.owed[name] == place_of(slab.number, slot)
+            bad = name in customer.bad or slab.slots.states[slot] == FrameState.QUARANTINED
+            assert bad or customer.owed[name] == place_of(slab.number, slot)
 
 
 def test_a_header_that_cannot_be_zeroed_takes_no_commit_back() -> None:
@@ -603,10 +625,10 @@ def test_a_header_that_cannot_be_zeroed_takes_no_commit_back() -> None:
 
 
 def test_an_index_that_failed_ends_no_session_in_order() -> None:
-    for call in ("apply", "sync"):
+    for call, error in (("apply", IndexDoubtful("a page is damaged")), ("sync", TierUnavailable("no space left"))):
         customer = stocked()
         customer.evict(customer.some(2))
-        customer.machine.index.fail(call, 1, TierUnavailable("no space left"))
+        customer.machine.index.fail(call, 1, error)
         with pytest.raises(TierUnavailable):
             customer.settle()
         nothing_is_acknowledged(customer)
@@ -619,6 +641,26 @@ def test_an_index_that_failed_ends_no_session_in_order() -> None:
         customer.crash()
 
 
+@pytest.mark.parametrize("refusals", [1, 2, 5])
+def test_an_index_that_has_no_room_for_a_batch_takes_the_next_one(refusals: int) -> None:
+    customer = stocked()
+    changes = customer.tier._changes
+    customer.evict(customer.some(2))
+    for nth in range(1, refusals + 1):
+        customer.machine.index.fail("apply", nth, TierUnavailable("no space left"))
+    for nth in range(refusals):
+        with pytest.raises(TierUnavailable):
+            customer.settle() if nth % 2 else customer.store(0, 2)
+    assert customer.tier._changes == changes, "what was refused does not count"
+    customer.store(0, 2)
+    customer.settle()
+    usage = customer.tier.usage()
+    assert (usage.reserved, usage.deleting) == (0, 0), "what was given up or refused is free"
+    no_other_header_is_valid(customer)
+    customer.crash(refusals)
+    assert not customer.restart().rebuilds
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("call", ["create", "write", "sync"])
 def test_a_slab_that_cannot_be_made(call: Any, code: int) -> None:
@@ -626,7 +668,7 @@ def test_a_slab_that_cannot_be_made(call: Any, code: int) -> None:
     for nth in (1, 2):
         before = customer.tier.usage()
         customer.machine.files.fail(call, nth if call == "write" else 1, io_error(code))
-        with pytest.raises(TierUnavailable):
+        with pytest.raises(TierFull if code == errno.ENOSPC else TierUnavailable):
             customer.tier.new_slab(STAMPS[0], MAC_KEY, b"")
         assert customer.tier.usage() == before
         nothing_is_left_over(customer)
@@ -1013,6 +1055,33 @@ def test_a_record_that_is_damaged_while_it_is_in_use() -> None:
     assert customer.tier.usage().quarantined == 1
 
 
+def test_a_record_that_is_damaged_brings_no_evicted_frame_back() -> None:
+    """Its slots are read from their headers then, and that of an evicted frame may still be there."""
+    customer = opened()
+    names = customer.store(0, 6)
+    customer.evict(names[2:3])
+    customer.tier._void = lambda places: None  # type: ignore[method-assign]
+    customer.settle()  # the index has forgotten it; before its header is void the power will go
+    key = record_key(1, 0)
+    value = customer.machine.index.get([key])[0]
+    assert value is not None
+    customer.machine.index.apply([(key, value[:-1] + bytes([value[-1] ^ 1]))])
+    customer.machine.index.sync()
+    customer.crash()
+    assert set(customer.owed) == set(names) - {names[2]}
+
+
+def test_a_record_that_is_right_goes_before_a_doubt() -> None:
+    """Doubts have no MAC: one that nobody wrote takes nothing away."""
+    customer = opened()
+    names = customer.store(0, 6)
+    customer.settle()
+    customer.machine.index.apply([(doubt_key(customer.owed[name]), b"") for name in names])
+    customer.machine.index.sync()
+    customer.crash()
+    assert set(customer.owed) == set(names)
+
+
 # Slabs ----------------------------------------------------------------------------------------------------------------
 
 
@@ -1095,6 +1164,158 @@ def test_power_is_lost_at_every_step_of_a_slabs_life() -> None:
         if is_over:
             break
     assert is_over and last > 20
+
+
+# Frames in the places of others ---------------------------------------------------------------------------------------
+
+
+def test_claimed_places_take_the_next_frames_as_they_are(customer: Customer) -> None:
+    names = customer.store(0, 6)
+    customer.settle()
+    places = customer.claim(names[1:4])
+    assert customer.tier.usage().reserved == 3
+    customer.tier.check()
+    assert set(customer.fill(0, places)) <= set(customer.owed)
+    customer.tier.check()
+    assert customer.tier.usage()[:4] == (SLOTS - 6, 0, 6, 0)
+    customer.settle()
+    customer.restart()
+    customer.index_lost = True
+    customer.machine.stop()
+    customer.machine.discard()
+    customer.compare(customer.machine.start())
+    nothing_is_left_over(customer)
+
+
+def test_no_zeros_are_written_for_a_claim() -> None:
+    customer = opened()
+    names = customer.store(0, 6)
+    customer.settle()
+    written: list[int] = []
+    real = customer.machine.files.write
+
+    def write(name: str, offset: int, data: memoryview) -> None:
+        written.append(len(data))
+        real(name, offset, data)
+
+    customer.machine.files.write = write  # type: ignore[method-assign]
+    changes = customer.tier._changes
+    customer.fill(0, customer.claim(names[:3]))
+    assert written == [8192] * 3 and customer.tier._changes == changes + 2, "two batches of the index"
+
+
+@pytest.mark.parametrize("index_too", [False, True])
+def test_power_is_lost_at_every_step_of_a_claim(index_too: bool) -> None:
+    for last in range(1, 400):
+        customer = opened()
+        names = customer.store(0, 6)
+        customer.settle()
+        customer.machine.power.back(last)
+        try:
+            places = customer.claim(names[:4])
+            customer.fill(0, places, good=3)
+            customer.settle()
+            is_over = True
+        except PowerLoss:
+            is_over = False
+        customer.index_lost = index_too
+        customer.machine.lose_power(Random(last), index_too=index_too)
+        customer.compare(customer.machine.start())
+        customer.settle()
+        customer.restart()
+        nothing_is_left_over(customer)
+        no_other_header_is_valid(customer)
+        if is_over:
+            break
+    assert is_over and last > 10
+
+
+@pytest.mark.parametrize("call", ["sync", "apply"])
+def test_a_claim_that_cannot_be_made_durable_leaves_nothing_behind(call: str) -> None:
+    customer = opened()
+    names = customer.store(0, 6)
+    customer.settle()
+    customer.machine.index.fail(call, 1, TierUnavailable("no space left"))
+    with pytest.raises(TierUnavailable):
+        customer.claim(names[:3])
+    assert customer.tier.usage().reserved == 0 and not customer.tier._claimed
+    customer.crash()
+    customer.settle()
+    assert customer.tier.usage()[1:4:2] == (0, 0)
+    nothing_is_left_over(customer)
+
+
+@pytest.mark.parametrize("good", [0, 2])
+def test_what_turns_out_to_be_bad_while_it_is_written_is_not_there(customer: Customer, good: int) -> None:
+    kept = customer.fill(0, _places(customer, 5), good)
+    assert len(kept) == good and customer.tier.usage().used == good
+    customer.settle()
+    assert customer.tier.usage().free == SLOTS - good
+    customer.restart()
+    nothing_is_left_over(customer)
+
+
+def test_work_that_fails_while_frames_are_written_commits_none(customer: Customer) -> None:
+    def fail() -> list[int]:
+        raise KeyboardInterrupt
+
+    places = _places(customer, 5)
+    frames = [customer.frame() for _ in places]
+    customer.leaving.update(frame.name for frame in frames)
+    with pytest.raises(KeyboardInterrupt):
+        customer.tier.commit(places, [memoryview(frame.bytes) for frame in frames], fail)
+    customer.tier.abort(places)
+    customer.settle()
+    assert customer.tier.usage().used == 0
+    customer.restart()
+    nothing_is_left_over(customer)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("has_work", [False, True])
+def test_frames_are_written_by_several_threads(tmp_path: Path, threads: int, has_work: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr("tiering.nvme.PARALLEL_BYTES", 0)
+    machine = RealMachine(tmp_path)
+    machine.tier = NvmeTier(
+        machine.files, machine, OneKey(), machine.budget_bytes, SLAB_BYTES, machine.new_uid, threads
+    )
+    list(machine.tier.load())
+    customer = Customer(machine)
+    customer.tier.new_slab(STAMPS[0], MAC_KEY, b"about")
+    places = _places(customer, 30)
+    frames = [customer.frame() for _ in places]
+    writers: set[int] = set()
+    real = machine.files.write
+
+    def write(name: str, offset: int, data: memoryview) -> None:
+        writers.add(threading.get_ident())
+        real(name, offset, data)
+
+    machine.files.write = write  # type: ignore[method-assign]
+    customer.tier.commit(places, [memoryview(frame.bytes) for frame in frames], (lambda: places) if has_work else None)
+    assert len(writers) == threads and (threading.get_ident() in writers) == (threads == 1 or not has_work)
+    customer.owed.update((frame.name, place) for frame, place in zip(frames, places, strict=True))
+    customer.restart()
+
+    def broken(name: str, offset: int, data: memoryview) -> None:
+        if offset == customer.tier._ledger.pieces[1].header.offset(35):
+            raise OSError(errno.EIO, "bad sector")
+        real(name, offset, data)
+
+    more = _places(customer, 8)
+    assert {slot_of(place) for place in more} >= {35}
+    machine.files.write = broken  # type: ignore[method-assign]
+    with pytest.raises(TierUnavailable, match="cannot be written"):
+        customer.tier.commit(more, [memoryview(customer.frame().bytes) for _ in more])
+    customer.tier.abort(more)
+    assert customer.tier.usage().used == 30
+    customer.machine.stop()
+
+
+def _places(customer: Customer, count: int) -> list[int]:
+    if customer.tier.free_slots(CLASSES[0]) < count:
+        customer.tier.new_slab(STAMPS[0], MAC_KEY, b"about")
+    return customer.tier.reserve(CLASSES[0], count)
 
 
 @pytest.mark.parametrize("pages", ["front", "back"])

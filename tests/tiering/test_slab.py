@@ -32,6 +32,7 @@ from tiering.slab import (
     open_record,
     pack_meta,
     pack_record,
+    parse_slab_header,
     read_slab_header,
     record_key,
     split_doubt_key,
@@ -122,6 +123,7 @@ def test_a_slab_header_under_another_key() -> None:
 def test_a_slab_header_whose_key_is_away(other: dict[str, object]) -> None:
     with pytest.raises(KeyAbsent):
         read_slab_header(replace(HEADER, **other).pack(MAC_KEY), Keys())  # type: ignore[arg-type]
+    assert parse_slab_header(replace(HEADER, **other).pack(MAC_KEY)) == replace(HEADER, **other)  # type: ignore[arg-type]
 
 
 def test_a_slab_header_of_another_version() -> None:
@@ -283,6 +285,20 @@ def test_the_newest_stamp_counts() -> None:
     assert latest_stamp(pages_of(EVEN, replace(ODD, sequence=7))) == replace(ODD, sequence=7)
     assert latest_stamp(pages_of(ODD, EVEN), besides=EVEN) == ODD
     assert latest_stamp([EMPTY_PAGE, EMPTY_PAGE]) is None
+
+
+@pytest.mark.parametrize(
+    ("uid", "changes", "if_clean", "if_not"),
+    [
+        (b"i" * 16, 77, True, True),
+        (b"i" * 16, 78, False, True),  # batches of a session that has not ended
+        (b"i" * 16, 76, False, False),
+        (b"j" * 16, 77, False, False),
+    ],
+)
+def test_which_index_a_stamp_knows(uid: bytes, changes: int, if_clean: bool, if_not: bool) -> None:
+    assert ODD.knows(uid, changes) is if_clean
+    assert replace(ODD, clean=False).knows(uid, changes) is if_not
 
 
 def test_stamps_are_written_in_turn() -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 _END = 0  # the list's both ends; row r is node r + 1
 _UNLISTED = -1
 
@@ -27,15 +29,26 @@ class LeafFirstLru:
         """At the recent end, as a leaf. Depth, turn and cost do not matter here."""
         node = row + 1
         if node >= len(self._newer):
-            more = max(node + 1 - len(self._newer), 1024, len(self._newer) >> 3)
-            self._newer.extend(array("i", [_UNLISTED]) * more)
-            self._older.extend(array("i", [_UNLISTED]) * more)
-            self._is_leaf.extend(bytes(more))
+            self._grow(node)
         assert self._newer[node] == _UNLISTED, "a row is inserted once"
         self._is_leaf[node] = 1
         newest = self._older[_END]
         self._newer[newest], self._older[node] = node, newest
         self._newer[node], self._older[_END] = _END, node
+
+    def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
+        """At the old end, one after the other."""
+        if not len(rows):
+            return
+        nodes = np.asarray(rows, np.int64) + 1
+        self._grow(int(nodes.max()))
+        newer, older = (np.frombuffer(column, column.typecode) for column in (self._newer, self._older))
+        assert (newer[nodes] == _UNLISTED).all(), "a row is inserted once"
+        np.frombuffer(self._is_leaf, np.uint8)[nodes] = are_leaves
+        # Towards the old end: what was the oldest so far, the rows in their order, and the end.
+        row_of_nodes = np.concatenate([[newer[_END]], nodes, [_END]])
+        older[row_of_nodes[:-1]] = row_of_nodes[1:]
+        newer[row_of_nodes[1:]] = row_of_nodes[:-1]
 
     def touched(self, rows: Sequence[int]) -> None:
         """To the recent end, one after the other."""
@@ -67,6 +80,14 @@ class LeafFirstLru:
         self._older[after], self._newer[before] = before, after
         self._newer[node] = self._older[node] = _UNLISTED
         self._is_leaf[node] = 0
+
+    def _grow(self, node: int) -> None:
+        missing = node + 1 - len(self._newer)
+        if missing > 0:
+            more = max(missing, 1024, len(self._newer) >> 3)
+            self._newer.extend(array("i", [_UNLISTED]) * more)
+            self._older.extend(array("i", [_UNLISTED]) * more)
+            self._is_leaf.extend(bytes(more))
 
     def victims(self) -> Iterator[int]:
         """From the old end to the recent end, leaves only."""

@@ -17,6 +17,10 @@ class EvictionPolicy(Protocol):
         """A block became readable, as a leaf. depth: blocks before it; turn: of its conversation; cost: seconds."""
         ...
 
+    def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
+        """Blocks from before a restart, the one that was used last first: all are older than what is known here."""
+        ...
+
     def touched(self, rows: Sequence[int]) -> None:
         """Blocks of one chain were used; the deepest comes first, so that an ancestor is always the more recent."""
         ...

@@ -1,24 +1,12 @@
-"""Long runs against the NVMe tier's promises, for as long as one likes; the suite runs the same in a short form.
+"""A bare NVMe tier on a real directory, in a process that is killed at random moments.
 
-    make torture ARGS="--flips 200000 --power 1000 --kills 1000 --seed 7"
-
-    flips   damage to a stocked directory, that many single damages (attack/test_nvme_damage.py)
-    power   lives on a simulated disk that loses power (simulation/test_nvme_power.py)
-    kills   a child process on a real directory, ended by SIGKILL at a random moment; a journal that the parent keeps
-            says what was acknowledged
-
-It ends with status 1 at the first broken promise and prints the seed that repeats it.
+The child stores, evicts and settles; the parent keeps a journal of what it heard and compares what is there afterwards.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,11 +22,13 @@ from tiering.frame import HEADER_BYTES
 from tiering.frame_index import FrameIndex
 from tiering.lmdb_index import discard, open_index
 from tiering.nvme import Found
+from torture.nursery import Nursery, Voice
 
 KEYS = 60
 THREADS = 2
 BUDGET_BYTES = 6 * SLAB_BYTES
 LONGEST_LIFE_SECONDS = 0.25
+READY_WITHIN_SECONDS = 60
 
 Name = tuple[int, bytes, int]
 """Part, key and generation."""
@@ -89,8 +79,13 @@ def frame_of(name: Name) -> Frame:
 # The child ------------------------------------------------------------------------------------------------------------
 
 
-class Child:
-    """Stores, evicts and settles at random, and says so on a pipe, one short line each.
+def live(say: Voice, directory: str, seed: int) -> None:
+    """Until it is killed."""
+    Worker(Path(directory), seed, say).live()
+
+
+class Worker:
+    """Stores, evicts and settles at random, and says so, one short line each.
 
     ready, N frames       what was there is taken in
     begin THREAD NAME     a frame is about to be stored
@@ -99,8 +94,8 @@ class Child:
     settled THREAD        what this thread gave up before may never be back
     """
 
-    def __init__(self, directory: Path, seed: int, pipe: int) -> None:
-        self.seed, self.pipe = seed, pipe
+    def __init__(self, directory: Path, seed: int, say: Voice) -> None:
+        self.seed, self.say_line = seed, say
         self.machine = RealMachine(directory)
         self.lock = threading.Lock()  # as a store's: it guards what is whose, and is not held while disks work
         self.generation = 0
@@ -121,14 +116,17 @@ class Child:
 
     def work(self, thread: int) -> None:
         random = Random(f"{self.seed} {thread}")
-        while True:
-            action = random.random()
-            if action < 0.5:
-                self.store(thread, random)
-            elif action < 0.85:
-                self.evict(thread, random, random.randrange(1, 8))
-            else:
-                self.settle(thread)
+        try:
+            while True:
+                action = random.random()
+                if action < 0.5:
+                    self.store(thread, random)
+                elif action < 0.85:
+                    self.evict(thread, random, random.randrange(1, 8))
+                else:
+                    self.settle(thread)
+        except BaseException:
+            self.say_line.fault()
 
     def store(self, thread: int, random: Random) -> None:
         tier = self.machine.tier
@@ -171,8 +169,7 @@ class Child:
         self.say("settled", thread)
 
     def say(self, what: str, thread: int, name: Name | None = None) -> None:
-        words = [what, str(thread)] + ([] if name is None else [str(name[0]), name[1].hex(), str(name[2])])
-        os.write(self.pipe, (" ".join(words) + "\n").encode())  # shorter than a pipe's atomic write
+        self.say_line(what, thread, *(() if name is None else (name[0], name[1].hex(), name[2])))
 
 
 def names_of(slab: Found) -> list[Name]:
@@ -186,8 +183,9 @@ def names_of(slab: Found) -> list[Name]:
 class Witness:
     """What the child was heard to say, in a journal that is durable before it counts, and what follows from it."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(self, directory: Path, nursery: Nursery, seed: int) -> None:
         self.directory = directory
+        self.nursery = nursery
         self.random = Random(seed)
         self.seed = seed
         self.owed: set[Name] = set()  # acknowledged and not given up
@@ -211,39 +209,23 @@ class Witness:
         return dict(self.counts)
 
     def let_one_live(self, number: int) -> None:
-        out, into = os.pipe()
-        child_seed = self.seed * 1_000_003 + number
-        command = [sys.executable, __file__, "--child", str(self.directory), str(child_seed), str(into)]
-        child = subprocess.Popen(command, pass_fds=(into,))
-        os.close(into)
-        try:
-            # One in eight dies while it is being born or opens; the others some time after they began to work.
-            heard = b""
-            early = self.random.random() < 0.125
-            deadline = time.monotonic() + (self.random.random() * 0.4 if early else 60)
-            while not early and b"ready" not in heard:
-                heard += self.listen(out, deadline)
-                assert child.poll() is None or b"ready" in heard, f"the child ended with status {child.returncode}"
-            deadline = min(deadline, time.monotonic() + self.random.random() * LONGEST_LIFE_SECONDS)
-            while time.monotonic() < deadline:
-                heard += self.listen(out, deadline)
-            child.send_signal(signal.SIGKILL)
-            while piece := os.read(out, 1 << 16):
-                heard += piece
-        finally:
-            child.kill()
-            status = child.wait()
-            os.close(out)
-        assert status == -signal.SIGKILL, f"the child ended by itself, with status {status}"
-        os.write(self.journal, heard)
+        child = self.nursery.start(directory=str(self.directory), seed=self.seed * 1_000_003 + number)
+        # One in eight dies while it is being born or opens; the others some time after they began to work.
+        if self.random.random() < 0.125:
+            child.listen(time.monotonic() + self.random.random() * 0.1)
+        else:
+            is_ready = child.listen(time.monotonic() + READY_WITHIN_SECONDS, b"ready")
+            assert is_ready, "the child does not open the directory"
+            child.listen(time.monotonic() + self.random.random() * LONGEST_LIFE_SECONDS)
+        child.kill()
+        status = self.nursery.bury(child)
+        os.write(self.journal, child.heard)
         os.fsync(self.journal)
-        self.counts["kills"] += 1
-        for line in heard[: heard.rfind(b"\n") + 1].decode().splitlines():
+        for line in child.lines():
+            assert not line.startswith("fault"), line
             self.note(line.split())
-
-    def listen(self, out: int, deadline: float) -> bytes:
-        ready, _, _ = select.select([out], [], [], max(0.0, deadline - time.monotonic()))
-        return os.read(out, 1 << 16) if ready else b""
+        assert status == -signal.SIGKILL, f"the child ended by itself, with status {status}"
+        self.counts["kills"] += 1
 
     def note(self, words: list[str]) -> None:
         what, thread = words[0], int(words[1])
@@ -306,72 +288,5 @@ class Witness:
 
 def kill(kills: int, seed: int, report: Callable[[int], None] | None = None) -> dict[str, int]:
     """That many children, each killed in the middle of its work on the one directory; what happened."""
-    with tempfile.TemporaryDirectory() as directory:
-        return Witness(Path(directory), seed).run(kills, report)
-
-
-# The command line -----------------------------------------------------------------------------------------------------
-
-
-class Progress:
-    """A line now and then."""
-
-    def __init__(self, what: str, total: int, *, quiet: bool) -> None:
-        self.what, self.total, self.quiet = what, total, quiet
-        self.started = self.said = time.monotonic()
-
-    def __call__(self, done: int) -> None:
-        now = time.monotonic()
-        if not self.quiet and (now - self.said > 5 or done >= self.total):
-            self.said = now
-            print(f"{self.what}: {done} of {self.total} in {now - self.started:.1f} s", file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    # A child needs none of what the campaigns import.
-    if sys.argv[1:2] == ["--child"]:
-        Child(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])).live()
-        return 0
-    from attack.test_nvme_damage import damage
-    from simulation.test_nvme_power import live
-
-    parser = argparse.ArgumentParser(description="Long runs against the NVMe tier's promises.")
-    parser.add_argument("--flips", type=int, default=100_000, help="single damages to a stocked directory")
-    parser.add_argument("--power", type=int, default=200, help="lives on a disk that loses power")
-    parser.add_argument("--kills", type=int, default=50, help="processes ended by SIGKILL")
-    parser.add_argument("--seed", type=int, default=0, help="of all chance, except for the moment of a kill")
-    parser.add_argument("--json", action="store_true", help="print the sums as JSON and nothing else")
-    options = parser.parse_args()
-    sums: dict[str, dict[str, float]] = {}
-
-    def run(what: str, total: int, work: Callable[[Progress], dict[str, int]]) -> None:
-        if total > 0:
-            progress = Progress(what, total, quiet=options.json)
-            counts: dict[str, float] = dict(work(progress))
-            counts["seconds"] = round(time.monotonic() - progress.started, 1)
-            sums[what] = counts
-            if not options.json:
-                print(f"{what}: " + ", ".join(f"{name} {count}" for name, count in counts.items()), flush=True)
-
-    def lives(progress: Progress) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for number in range(options.power):
-            first = options.seed * 1_000_003 + number
-            total.update(live(range(first, first + 1)))
-            progress(number + 1)
-        return dict(total)
-
-    try:
-        run("flips", options.flips, lambda progress: damage(options.flips, options.seed, progress))
-        run("power", options.power, lives)
-        run("kills", options.kills, lambda progress: kill(options.kills, options.seed, progress))
-    except AssertionError as error:
-        print(f"a promise was broken: {error}", file=sys.stderr)
-        return 1
-    if options.json:
-        print(json.dumps(sums))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory() as directory, Nursery(__name__) as nursery:
+        return Witness(Path(directory), nursery, seed).run(kills, report)

@@ -1,0 +1,317 @@
+"""`kvstore bench restart`: how long it takes until what is on disk can be found again (floor 4).
+
+A directory that names a million blocks (`restart_directory` says what of it is real) is opened by one new process after
+the other. What counts is the time from the call of `kvstore.open` on, the imports before it left out: until it returns,
+until the first match is answered, whatever the answer, and until everything can be found.
+
+    clean     the process before closed the store
+    killed    it was ended by SIGKILL with the store open: the index is walked by another process before it is trusted
+    cold      closed, and the index is not in the page cache, as after a boot
+
+The limit is one pass over the same index with LMDB alone, in this process, before and after each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any
+
+import lmdb
+from rich.table import Table
+
+import kvstore
+from kvstore import codec
+from kvstore.bench.measure import Progress, machine, quantile, resident_bytes
+from kvstore.bench.restart_directory import DRAM_BYTES, MODEL, REAL_BLOCKS, SHAPE, Plan, build, real_pages, real_prompt
+from kvstore.config import format_size
+from kvstore.errors import BadInput, StoreError
+from tiering import lmdb_index
+from tiering.files import disk_room
+
+TARGET_SECONDS = 3.0
+TARGET_BLOCKS = 1_000_000
+"""So many blocks are to be back within the target, from a clean end on."""
+
+MOST_BLOCKS = 4_000_000
+LOOK_SECONDS = 0.01
+"""How often the store is asked for a block while it takes in the others."""
+LONGEST_SECONDS = 600.0
+_NEEDED_BEFORE_OPEN = (codec, lmdb_index)  # `open` imports them itself, once
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """blocks: on disk. prompt_blocks: of a prompt. laps: clean restarts; the others happen once.
+
+    data: a directory on the disk to measure on; that of temporary files if None.
+    """
+
+    blocks: int = TARGET_BLOCKS
+    prompt_blocks: int = 512
+    laps: int = 5
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        if not REAL_BLOCKS < self.blocks <= MOST_BLOCKS:
+            raise BadInput(f"blocks={self.blocks}; give {REAL_BLOCKS + 1} to {MOST_BLOCKS}")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a process found: seconds from the call of `open` on. slowest_match_ms: of one block, while others came in.
+
+    grown_bytes: by how much the process grew.
+    """
+
+    opened: float
+    answered: float
+    warmed: float
+    slowest_match_ms: float
+    grown_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRow:
+    """Restarts of one kind: medians of seconds, and of warmed the quartiles; see `Started`.
+
+    index: of one pass over the index by LMDB alone. times_index: warmed / index.
+    """
+
+    how: str
+    laps: int
+    opened: float
+    answered: float
+    warmed: float
+    warmed_low: float
+    warmed_high: float
+    index: float
+    times_index: float
+    slowest_match_ms: float
+    target: float | None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None where none is set."""
+        return None if self.target is None else self.warmed <= self.target
+
+
+@dataclass(frozen=True)
+class RestartResult:
+    """All rows, and what was restarted. bytes_per_block: of memory. index_bytes: of the index's file."""
+
+    options: Options
+    rows: list[RestartRow]
+    bytes_per_block: float
+    index_bytes: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "bench": "restart",
+            "machine": machine(),
+            "options": asdict(self.options),
+            "rows": [{**asdict(row), "met": row.met} for row in self.rows],
+            "bytes_per_block": self.bytes_per_block,
+            "index_bytes": self.index_bytes,
+        }
+
+    def render(self, console: Any) -> None:
+        """One table, and what its words mean."""
+        table = Table(
+            "restart",
+            "laps",
+            "open",
+            "first match",
+            "all found",
+            "quartiles",
+            "index alone",
+            "ratio",
+            "slowest",
+            "target",
+        )
+        for row in self.rows:
+            mark = {None: "", True: " met", False: " missed"}[row.met]
+            table.add_row(
+                row.how,
+                str(row.laps),
+                f"{row.opened:.2f} s",
+                f"{row.answered:.2f} s",
+                f"{row.warmed:.2f} s",
+                f"{row.warmed_low:.2f} .. {row.warmed_high:.2f}",
+                f"{row.index:.2f} s",
+                f"{row.times_index:.1f}",
+                f"{row.slowest_match_ms:.0f} ms",
+                "" if row.target is None else f"{row.target:g} s{mark}",
+            )
+        console.print(f"{self.options.blocks:,} blocks, from the call of open on", table, sep="\n")
+        console.print(
+            "index alone: one pass of LMDB over the same index; ratio: all found / index alone. slowest: the slowest "
+            "match of one block while the others came in. killed: another process walks the index first. cold: the "
+            f"index ({format_size(self.index_bytes)}) is not in the page cache. A process grew by "
+            f"{self.bytes_per_block:.0f} bytes per block. A start does not read frames; those of the bench are holes, "
+            "but for one prompt, which was loaded and verified after each start."
+        )
+
+
+def run(options: Options | None = None, progress: Progress = None) -> RestartResult:
+    """Build the directory, then restart again and again. Raises `BadInput` where there is too little disk for it."""
+    options = options or Options()
+    plan = Plan(options.blocks, options.prompt_blocks)
+    say = progress or _say_nothing
+    try:
+        if options.data is not None:
+            Path(options.data).mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.data)
+    except OSError as error:
+        raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
+    with scratch as name:
+        room = disk_room(Path(name))
+        if plan.budget_bytes > room:
+            raise BadInput(
+                f"{options.blocks} blocks stand for {format_size(plan.budget_bytes)} of slabs, and the disk has "
+                f"{format_size(room)}: they are nearly all holes, but a store asks for the room; give fewer --blocks, "
+                "or another directory with --data"
+            )
+        directory = Path(name) / "store"
+        build(directory, plan, say)
+        return _restart_all(options, plan, directory, say)
+
+
+def _restart_all(options: Options, plan: Plan, directory: Path, say: Callable[[str], None]) -> RestartResult:
+    index = directory / "nvme" / "index"
+    data = index / lmdb_index.DATA_FILE
+    found: dict[str, list[tuple[Started, float]]] = {"clean": [], "killed": [], "cold": []}
+    _pass_over(index)  # whatever the building left is in the page cache from here on
+    for lap in range(options.laps):
+        say(f"restart {lap + 1} of {options.laps}, after a clean end")
+        before = _pass_over(index)
+        started = _start(directory, plan, kill=lap == options.laps - 1)
+        found["clean"].append((started, (before + _pass_over(index)) / 2))
+    say("restart after a kill")
+    before = _pass_over(index)
+    started = _start(directory, plan)
+    found["killed"].append((started, (before + _pass_over(index)) / 2))
+    say("restart with a cold index")
+    _forget(data)
+    alone = _pass_over(index)
+    _forget(data)
+    found["cold"].append((_start(directory, plan), alone))
+    everything = [started for laps in found.values() for started, _ in laps]
+    return RestartResult(
+        options,
+        [_row(how, laps, options) for how, laps in found.items()],
+        median(started.grown_bytes for started in everything) / plan.blocks,
+        data.stat().st_size,
+    )
+
+
+def _row(how: str, laps: list[tuple[Started, float]], options: Options) -> RestartRow:
+    warmed = [started.warmed for started, _ in laps]
+    is_targeted = how == "clean" and options.blocks >= TARGET_BLOCKS
+    return RestartRow(
+        how,
+        len(laps),
+        median(started.opened for started, _ in laps),
+        median(started.answered for started, _ in laps),
+        median(warmed),
+        quantile(warmed, 0.25),
+        quantile(warmed, 0.75),
+        median(index for _, index in laps),
+        median(started.warmed / index for started, index in laps),
+        max(started.slowest_match_ms for started, _ in laps),
+        TARGET_SECONDS * options.blocks / TARGET_BLOCKS if is_targeted else None,
+    )
+
+
+def _pass_over(index: Path) -> float:
+    """The limit: seconds that LMDB alone takes for every pair of the index."""
+    start, size = perf_counter(), 0
+    with (
+        lmdb.open(os.fspath(index), readonly=True, lock=False, create=False, readahead=False, max_dbs=0) as environment,
+        environment.begin() as transaction,
+    ):
+        for key, value in transaction.cursor():
+            size += len(key) + len(value)
+    assert size, "an index with something in it"
+    return perf_counter() - start
+
+
+def _forget(path: Path) -> None:
+    """Take a file out of the page cache."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+# The process that starts ----------------------------------------------------------------------------------------------
+
+
+def _start(directory: Path, plan: Plan, *, kill: bool = False) -> Started:
+    """Open the directory in a new process. kill: which then ends without closing it."""
+    answer = directory.with_name("started.json")
+    job = json.dumps({"directory": str(directory), "answer": str(answer), "kill": kill, **asdict(plan)})
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.bench.restart", job],
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        check=False,
+    )
+    if done.returncode != (-signal.SIGKILL if kill else 0):
+        raise StoreError(f"the process that restarts ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    started = Started(**json.loads(answer.read_text()))
+    answer.unlink()
+    return started
+
+
+def main(job: dict[str, Any]) -> None:
+    """Open, ask, wait, and write down when what was there."""
+    plan = Plan(job["blocks"], job["prompt_blocks"])
+    prompt, pages = real_prompt(), real_pages().take()
+    before = resident_bytes()
+    start = perf_counter()
+    with kvstore.open(
+        f"embedded:{job['directory']}", dram=DRAM_BYTES, nvme=plan.budget_bytes, slab=plan.slab_bytes, scrub="off"
+    ) as store:
+        opened = perf_counter() - start
+        handle = store.namespace(model=MODEL, layout=SHAPE.layout)
+        handle.match(prompt)
+        answered = perf_counter() - start
+        slowest, first_block = 0.0, prompt[: SHAPE.block_tokens]
+        while not store.warmed(0) and perf_counter() - start < LONGEST_SECONDS:
+            sleep(LOOK_SECONDS)
+            asked = perf_counter()
+            handle.match(first_block)
+            slowest = max(slowest, perf_counter() - asked)
+        warmed = perf_counter() - start
+        grown = resident_bytes() - before
+        assert store.warmed(0), "it could not be taken in"
+        assert store.usage().blocks == plan.blocks, f"{store.usage().blocks} of {plan.blocks} blocks are back"
+        with handle.lease(handle.match(prompt), deadline_ms=60_000) as lease:
+            loaded = handle.get(lease, pages)
+        assert loaded.tokens == len(prompt), f"{loaded.tokens} of {len(prompt)} tokens: {loaded.reason}"
+        answer = Started(opened, answered, warmed, slowest * 1e3, grown)
+        Path(job["answer"]).write_text(json.dumps(asdict(answer)))
+        if job["kill"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _say_nothing(_: str) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,149 @@
+"""The directory that `kvstore bench restart` opens: a million blocks on a few hundred MiB of disk (floor 4).
+
+Real is everything that a start reads, written by the store's own code: keys, stamp, slab headers, and an index whose
+records name every block, with the prefix keys of real chains, places, generations and MACs. One prompt is real
+altogether: it was put, and its frames can be read.
+
+Not real are the frames of all other blocks: their slabs are files with holes, so whoever leased one would find zeros
+and be refused. A start does not read frames unless the index is in doubt, which it is not here, nor does it scrub. The
+index was written in one go, slab by slab: it is more compact than one that was changed for weeks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvstore.bench.rig import PagePool, Shape
+from kvstore.codec import codec_named
+from kvstore.config import MAX_SLAB_BYTES
+from kvstore.identity import PrefixHasher, root_key, token_bytes
+from kvstore.node import SESSION_BITS, open_embedded
+from tiering.files import DirectFiles
+from tiering.frame import frame_bytes
+from tiering.lmdb_index import LmdbMaker
+from tiering.slab import ENTRY, PAGE_BYTES, entry_of, split_entries
+
+SHAPE = Shape(layers=1, block_tokens=64, kv_heads=1, head_dim=16)
+"""A payload of one page."""
+
+FRAME_BYTES = frame_bytes(SHAPE.payload_bytes)
+MODEL = "0" * 40
+REAL_BLOCKS = 32
+DRAM_BYTES = 64 << 20
+SMALLEST_SLAB_BYTES = 1 << 20
+_TOGETHER = 16  # prompts that were being stored at the same time, so that their blocks lie mixed
+_STEP_BLOCKS = 32  # how many blocks of one lie side by side
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """blocks: in all. prompt_blocks: of a chain. slab_bytes, slabs: the real prompt has a slab of its own."""
+
+    blocks: int
+    prompt_blocks: int
+
+    @property
+    def slab_bytes(self) -> int:
+        """As a store would choose for so many, or more: a start reads two pages of each."""
+        return min(MAX_SLAB_BYTES, max(SMALLEST_SLAB_BYTES, self.blocks * FRAME_BYTES // 8 // PAGE_BYTES * PAGE_BYTES))
+
+    @property
+    def slots(self) -> int:
+        """Of a slab."""
+        return (self.slab_bytes - 2 * PAGE_BYTES) // FRAME_BYTES
+
+    @property
+    def budget_bytes(self) -> int:
+        """On disk, for those who believe in holes."""
+        return self.slab_bytes * (1 + -(-(self.blocks - REAL_BLOCKS) // self.slots))
+
+
+def build(directory: Path, plan: Plan, say: Callable[[str], None]) -> None:
+    """Make the directory."""
+    with open_embedded(
+        str(directory),
+        codecs=codec_named,
+        dram=DRAM_BYTES,
+        nvme=plan.budget_bytes,
+        slab=plan.slab_bytes,
+        indexes=LmdbMaker,
+        files=_FilesWithHoles,
+        scrub="off",
+    ) as store:
+        handle = store.namespace(model=MODEL, layout=SHAPE.layout)
+        pages = PagePool(SHAPE, REAL_BLOCKS, 0, prompts=1).take()
+        for planes in pages.planes.values():
+            for plane in planes:
+                plane.view(torch.int16).random_(-(1 << 15), 1 << 15)
+        result = handle.put(real_prompt(), pages, durability="disk")
+        assert result.stored == REAL_BLOCKS and result.reason is None, result
+        inner = store._store
+        assert inner._blocks.lower is not None
+        tier, space = inner._blocks.lower.tier, inner._blocks.spaces[handle.number]
+        (real,) = tier._ledger.pieces.values()
+        identity = handle._grant.identity_key
+        entries = _entries(plan, identity, (tier.session << SESSION_BITS) + (1 << SESSION_BITS - 1))
+        done = REAL_BLOCKS
+        while done < plan.blocks:
+            tier.new_slab(space.sealers[0].stamp, real.mac_key, real.header.about)
+            slab = tier._ledger.pieces[max(tier._ledger.pieces)]
+            found = list(islice(entries, min(plan.slots, plan.blocks - done)))
+            whole = b"".join(found).ljust(plan.slots * ENTRY.itemsize, b"\x00")
+            with tier._index_lock:
+                tier._write_records(slab, split_entries(whole))
+            done += len(found)
+            say(f"naming blocks: {done:,} of {plan.blocks:,}")
+        with tier._index_lock:
+            tier._index.sync()
+
+
+def real_prompt() -> np.ndarray:
+    """Token ids of the one prompt whose frames can be read."""
+    return _prompt(0, REAL_BLOCKS)
+
+
+def real_pages() -> PagePool:
+    """Pages that it fits into."""
+    return PagePool(SHAPE, REAL_BLOCKS, 0, prompts=1)
+
+
+class _FilesWithHoles(DirectFiles):
+    """Slabs that take no room before something is written to them."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._folder = directory
+
+    def create(self, name: str, size_bytes: int) -> None:
+        with open(self._folder / name, "xb") as file:
+            os.truncate(file.fileno(), size_bytes)
+
+
+def _entries(plan: Plan, identity: bytes, first_generation: int) -> Iterator[bytes]:
+    """What the index keeps of each block, some prompts at a time, a few blocks of each in turn."""
+    hasher = PrefixHasher(identity, SHAPE.block_tokens)
+    root = root_key(SHAPE.block_tokens)
+    generations = count(first_generation)
+    numbers = count(1)
+    while True:
+        chains = [
+            hasher.keys(token_bytes(_prompt(number, plan.prompt_blocks))) for number in islice(numbers, _TOGETHER)
+        ]
+        for first in range(0, plan.prompt_blocks, _STEP_BLOCKS):
+            for chain in chains:
+                for index in range(first, min(first + _STEP_BLOCKS, plan.prompt_blocks)):
+                    parent = chain[index - 1] if index else root
+                    yield entry_of(chain[index], parent, index, next(generations), 0, 0)
+
+
+def _prompt(number: int, blocks: int) -> np.ndarray:
+    tokens = np.arange(blocks * SHAPE.block_tokens, dtype=np.uint32)
+    tokens[0] = number  # the first token is in every key of the chain
+    return tokens

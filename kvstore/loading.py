@@ -1,0 +1,258 @@
+"""Loading: takes in what an earlier run left on NVMe, while the store serves already (floor 2).
+
+    slabs > catalogue (outside the lock) > slices of it under the lock, what was stored last first > loaded
+
+What a running store has stored, dropped or is storing meanwhile goes before what is found. A block that is readable
+already keeps its copy on disk; where it is just being stored or written down, the copy is left for the next start to
+decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvstore.blocks import Blocks, Lower, Space
+from kvstore.catalogue import AT_ROOT, ELSEWHERE, Catalogue, catalogue, split_keys
+from kvstore.identity import Namespace, TenantKeys, root_key
+from kvstore.prefix_index import NO_ROW, Column, RowState
+from tiering.errors import BlockCorrupt, TierError
+from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
+from tiering.nvme import Found
+from tiering.tier import NO_PLACE
+
+SLICE_BLOCKS = 4096
+"""Taken in at a time: the lock is held for a few milliseconds."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far it has come: slots looked at, of how many; blocks that can be found by now."""
+
+    slots: int
+    all_slots: int
+    blocks: int
+
+
+class Loader:
+    """Takes in a directory once. The lock is the store's."""
+
+    def __init__(self, blocks: Blocks, lower: Lower, keys: MacKeys, lock: threading.Lock) -> None:
+        self._blocks = blocks
+        self._lower = lower
+        self._keys = keys
+        self._lock = lock
+        self._over = threading.Event()
+        self._succeeded = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._progress = LoadProgress(0, 0, 0)
+        self._left: dict[int, list[int]] = {}  # by namespace: places of what is left for the next start to decide
+
+    # A store's view ------------------------------------------------------------------------------------------------
+
+    @property
+    def warming(self) -> bool:
+        """Whether what is on disk is still being taken in."""
+        return not self._over.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether some of what is on disk could not be taken in: it cannot be found before the next start."""
+        return self._over.is_set() and not self._succeeded
+
+    @property
+    def progress(self) -> LoadProgress:
+        """How far it has come."""
+        return self._progress
+
+    def start(self, tenants: Mapping[bytes, TenantKeys]) -> None:
+        """`load` in a thread of its own."""
+
+        def run() -> None:
+            try:
+                self.load(tenants)
+                is_all = not any(one.unread for one in self._lower.tier.left_alone)
+                self._succeeded = is_all and not self._closing
+            except TierError as error:
+                _log.error("what is on disk cannot be taken in: %s", error)
+            finally:
+                self._over.set()
+
+        self._thread = threading.Thread(target=run, name="kv-load", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether it is over after at most that long, and went well."""
+        return self._over.wait(timeout_seconds) and self._succeeded
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Take no more in."""
+        self._closing = True
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+
+    def forget(self, number: int) -> None:
+        """A namespace is dropped: what was left of it on disk goes too. Under the lock, once all is loaded."""
+        self._lower.tier.delete(self._left.pop(number, []))
+
+    # Loading -------------------------------------------------------------------------------------------------------
+
+    def load(self, tenants: Mapping[bytes, TenantKeys], report: Callable[[int, int], None] | None = None) -> None:
+        """Take in what is on disk; matches find it when this returns. Raises `TierUnavailable`."""
+
+        def slots_done(done: int, total: int) -> None:
+            self._progress = LoadProgress(done, total, self._progress.blocks)
+            if report is not None:
+                report(done, total)
+
+        groups: dict[tuple[bytes, bytes], list[Found]] = {}
+        for found in self._lower.tier.load(slots_done):
+            owner = found.header.slot_class
+            groups.setdefault((owner.tenant, owner.namespace), []).append(found)
+            if self._closing:
+                return
+        for (tenant, namespace), group in groups.items():
+            with self._lock:
+                space = self._space(tenants.get(tenant), namespace, group[0].header.about)
+            if space is not None:
+                self._take_in(space, group)
+
+    def _space(self, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes) -> Space | None:
+        for space in self._blocks.spaces:
+            if keys is not None and space.tenant == keys.tenant:
+                if space.classes[0].namespace == digest_of_namespace:
+                    return space
+        try:
+            payloads, namespace = unpack_about(about)
+        except ValueError:
+            return None
+        if keys is None or namespace.digest() != digest_of_namespace:
+            return None
+        return self._blocks.add_space(keys, namespace, payloads)
+
+    def _take_in(self, space: Space, group: Sequence[Found]) -> None:
+        root = root_key(space.namespace.layout.block_tokens)
+        found, useless, lost = catalogue(group, len(space.classes), root, partial(self._is_sound, space))
+        rows = np.full(len(found), NO_ROW, np.int64)
+        with self._lock:
+            self._blocks.expect(len(found))
+        for first in range(0, len(found), SLICE_BLOCKS):
+            if self._closing:
+                return
+            with self._lock:
+                lost += self._insert(space, found, first, min(first + SLICE_BLOCKS, len(found)), rows)
+        useless += lost
+        if self._lower.tier.left_alone:  # with a slab that could not be read, their other parts or a way to them may be
+            self._left.setdefault(space.number, []).extend(useless)  # back one day
+            useless = []
+        self._lower.tier.delete(useless)
+
+    def _is_sound(self, space: Space, places: Sequence[int]) -> bool:
+        """Whether the frames of a block, one per part, pass every check of their own. Raises `TierUnavailable`."""
+        for place, slot_class in zip(places, space.classes, strict=True):
+            frame = memoryview(bytearray(slot_class.frame_bytes))
+            self._lower.tier.read(place, frame)
+            try:
+                verify_payload(open_header(bytes(frame[:HEADER_BYTES]), self._keys), frame[HEADER_BYTES:])
+            except BlockCorrupt:
+                return False
+        return True
+
+    def _insert(self, space: Space, found: Catalogue, first: int, stop: int, rows: Column) -> list[int]:
+        """Rows for a slice; returns the places of blocks that nothing leads to. Under the lock."""
+        keys = split_keys(found.keys[first:stop])
+        parents = found.parents[first:stop]
+        if not self._is_plain(space, found, first, keys, parents, rows):
+            if stop - first == 1:
+                return self._insert_one(space, found, first, keys[0], rows)
+            middle = (first + stop) // 2
+            return self._insert(space, found, first, middle, rows) + self._insert(space, found, middle, stop, rows)
+        slice_ = slice(first, stop)
+        columns = found.depths[slice_], found.priorities[slice_], found.expires_at[slice_]
+        new = self._blocks.index.load(space.number, keys, *columns)
+        rows[slice_] = new
+        self._hang(space, found, slice_, new, np.where(parents == AT_ROOT, NO_ROW, rows[parents]))
+        return []
+
+    def _is_plain(
+        self, space: Space, found: Catalogue, first: int, keys: list[bytes], parents: Column, rows: Column
+    ) -> bool:
+        """Whether no block of a slice is known, and each one's parent is in the slice or was taken in and still is."""
+        index = self._blocks.index
+        if index.knows_any(space.number, keys) or (parents == ELSEWHERE).any():
+            return False
+        for parent in np.unique(parents[(parents >= 0) & (parents < first)]).tolist():
+            row = int(rows[parent])
+            if row < 0 or index.key(row) != found.keys[parent].tobytes() or not _can_lead(index.state(row)):
+                return False
+        return True
+
+    def _insert_one(self, space: Space, found: Catalogue, at: int, key: bytes, rows: Column) -> list[int]:
+        index = self._blocks.index
+        places = [int(column[at]) for column in found.places]
+        row = index.find(space.number, key)
+        parent = int(found.parents[at])
+        if row != NO_ROW:  # stored anew, or being stored
+            rows[at] = row if _can_lead(index.state(row)) else _LEFT
+            if index.state(row) is RowState.VISIBLE and self._lower.residency.place(row, 0) == NO_PLACE:
+                self._blocks.adopt(row, int(found.generations[at]), places)
+            else:
+                self._left.setdefault(space.number, []).extend(places)
+            return []
+        parent_row = NO_ROW
+        if parent != AT_ROOT:
+            parent_row = index.find(space.number, found.parent_keys[at].tobytes())
+            if (parent >= 0 and rows[parent] == _LEFT) or (
+                parent_row != NO_ROW and not _can_lead(index.state(parent_row))
+            ):
+                rows[at] = _LEFT
+                self._left.setdefault(space.number, []).extend(places)
+                return []
+            if parent_row == NO_ROW or index.depth(parent_row) + 1 != int(found.depths[at]):
+                return places
+        slice_ = slice(at, at + 1)
+        columns = found.depths[slice_], found.priorities[slice_], found.expires_at[slice_]
+        new = index.load(space.number, [key], *columns)
+        rows[at] = new.start
+        self._hang(space, found, slice_, new, np.array([parent_row]))
+        return []
+
+    def _hang(self, space: Space, found: Catalogue, slice_: slice, rows: range, parents: Column) -> None:
+        places = [column[slice_] for column in found.places]
+        self._blocks.loaded(rows, parents, found.generations[slice_], places)
+        done = self._progress
+        self._progress = LoadProgress(done.slots, done.all_slots, done.blocks + len(rows))
+
+
+_LEFT = -2
+"""In place of a row: the block is left where it is, unknown, until the next start."""
+
+
+def _can_lead(state: RowState) -> bool:
+    """Whether a row may have readable children. A pending one may go yet, and would leave them in the air."""
+    return state in (RowState.VISIBLE, RowState.HOLLOW)
+
+
+def pack_about(space: Space) -> bytes:
+    """What a slab keeps of its namespace: each part's payload bytes, and the namespace itself."""
+    payloads = [sealer.stamp.payload_bytes for sealer in space.sealers]
+    return struct.pack(f"<H{len(payloads)}Q", len(payloads), *payloads) + space.namespace.pack()
+
+
+def unpack_about(about: bytes) -> tuple[list[int], Namespace]:
+    """The mirror of `pack_about`. Raises `ValueError`."""
+    try:
+        (parts,) = struct.unpack_from("<H", about)
+        payloads = list(struct.unpack_from(f"<{parts}Q", about, 2))
+    except struct.error as error:
+        raise ValueError(f"not what a slab says of its namespace ({error})") from None
+    return payloads, Namespace.unpack(about[2 + 8 * parts :])

@@ -1,0 +1,164 @@
+"""A disk that is full for real: a tmpfs, which something else fills up while the store runs.
+
+What cannot be made durable says why, the rest goes on, what was durable stays; and when there is room again everything
+works again, without a restart.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import Limits
+from kvstore.miss import MissReason
+from model.store_model import BLOCK_TOKENS, SHARDED, WHOLE, Owned, Prompt
+from simulation.two_tiers import RealDisk, Sizes, bugs, open_two_tiers, wait_until_idle
+
+DISK_BYTES = 6 << 20
+SIZES = Sizes(dram=1 << 20, nvme=4 << 20, slab=256 << 10)
+LIMITS = Limits(close_seconds=5)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few MiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "kvstore-test", str(mount)],
+        capture_output=True,
+        text=True,
+    )
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here, so no disk can be filled: {made.stderr.strip()}")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+class Filler:
+    """Somebody else's file, which takes all the room that is left."""
+
+    def __init__(self, disk: Path) -> None:
+        self.path = disk / "somebody-elses.file"
+
+    def fill(self) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            for size in (1 << 16, 1 << 12):
+                try:
+                    while os.write(descriptor, bytes(size)) == size:
+                        pass
+                except OSError:
+                    continue
+        finally:
+            os.close(descriptor)
+
+    def shrink(self, size_bytes: int) -> None:
+        os.truncate(self.path, max(0, self.path.stat().st_size - size_bytes))
+
+    def go(self) -> None:
+        self.path.unlink()
+
+
+def put(space: Owned, prompt: Prompt, durability: str = "volatile") -> MissReason | None:
+    pages = space.pages(prompt.tokens)
+    for block in range(len(prompt.letters)):
+        pages.write(block * BLOCK_TOKENS, space.kv(prompt, block))
+    reason: MissReason | None = space.handle.put(prompt.token_ids, pages.pages, durability=durability).reason
+    return reason
+
+
+def load(space: Owned, prompt: Prompt) -> int:
+    """The blocks that came, each compared."""
+    with space.handle.lease(space.match(prompt), deadline_ms=30_000) as lease:
+        pages = space.pages(lease.tokens)
+        before = pages.snapshot()
+        loaded = space.handle.get(lease, pages.pages)
+    kv = {token: space.kv(prompt, token // BLOCK_TOKENS) for token in range(0, loaded.tokens, BLOCK_TOKENS)}
+    pages.expect(before, kv, ignore_from=loaded.tokens)
+    return loaded.tokens // BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("left_bytes", [0, 3 * 4096, 300 << 10])
+def test_a_disk_gets_full_and_has_room_again(disk: Path, left_bytes: int) -> None:
+    real = RealDisk(disk / "kv")
+    opened = open_two_tiers(disk / "kv", real, SIZES, LIMITS)
+    assert opened.store.warmed(60)
+    space, other = opened.namespace("a", WHOLE), opened.namespace("b", SHARDED)
+    first = [Prompt((number, 1)) for number in range(8)]
+    assert {put(space, prompt, "disk") for prompt in first} == {None}
+    filler = Filler(disk)
+    filler.fill()
+    filler.shrink(left_bytes)
+    refused = {put(other, Prompt((90 + number, 1)), "disk") for number in range(8)}
+    assert refused <= {MissReason.PINNED_FULL, MissReason.TIER_DOWN}, "there is no room for a slab of each part"
+    opened.core.evict(1000)
+    assert [load(space, prompt) for prompt in first] == [2] * 8, "and nothing went for them in vain"
+    reasons: Counter[MissReason | None] = Counter()
+    acknowledged = []
+    for number in range(40):
+        prompt = Prompt((100 + number, 1))
+        reason = put((space, other)[number % 2], prompt, "disk")
+        reasons[reason] += 1
+        if reason is None:
+            acknowledged.append(((space, other)[number % 2], prompt))
+        assert put(space, Prompt((200 + number, 1))) is None, "volatile puts go on"
+        assert load(space, Prompt((200 + number, 1))) == 2
+        opened.core.check()
+    print(dict(reasons), opened.core.usage().counters)
+    assert set(reasons) <= {None, MissReason.PINNED_FULL, MissReason.TIER_DOWN}
+    assert left_bytes or reasons.total() > reasons[None], "on a full disk not everything can be made durable"
+    wait_until_idle(opened.core)
+    assert not bugs(opened.core), bugs(opened.core)
+    kept = [one for one in [*((space, prompt) for prompt in first), *acknowledged] if one[0].match(one[1]).blocks == 2]
+    for owner, prompt in kept:
+        assert load(owner, prompt) == 2, "what the disk has can be read"
+    filler.go()
+    opened.clock.advance(60)
+    put(space, Prompt((300, 1)), "disk")  # an open breaker finds out
+    wait_until_idle(opened.core)
+    for number in range(10):
+        assert put(space, Prompt((400 + number, 1)), "disk") is None, "there is room again"
+        assert put(other, Prompt((400 + number, 1)), "disk") is None
+    opened.core.check()
+    opened.close()
+    opened = open_two_tiers(disk / "kv", RealDisk(disk / "kv"), SIZES, LIMITS)
+    assert opened.store.warmed(60)
+    space, other = opened.namespace("a", WHOLE), opened.namespace("b", SHARDED)
+    for number in range(10):
+        assert load(space, Prompt((400 + number, 1))) == load(other, Prompt((400 + number, 1))) == 2
+    opened.core.check()
+    opened.close()
+
+
+def test_a_disk_that_is_full_at_the_end_and_at_the_start(disk: Path) -> None:
+    """It can be closed and opened again on a full disk, and has what was durable."""
+    opened = open_two_tiers(disk / "kv", RealDisk(disk / "kv"), SIZES, LIMITS)
+    assert opened.store.warmed(60)
+    space = opened.namespace("a", WHOLE)
+    prompts = [Prompt((number, 1)) for number in range(8)]
+    assert {put(space, prompt, "disk") for prompt in prompts} == {None}
+    filler = Filler(disk)
+    filler.fill()
+    assert {put(space, Prompt((100 + number, 1))) for number in range(8)} == {None}
+    opened.close()
+    for _ in range(2):
+        opened = open_two_tiers(disk / "kv", RealDisk(disk / "kv"), SIZES, LIMITS)
+        assert opened.store.warmed(60)
+        space = opened.namespace("a", WHOLE)
+        for prompt in prompts:
+            assert load(space, prompt) == 2
+        opened.core.check()
+        opened.close()
+    filler.go()
+    opened = open_two_tiers(disk / "kv", RealDisk(disk / "kv"), SIZES, LIMITS)
+    space = opened.namespace("a", WHOLE)
+    assert opened.store.warmed(60) and put(space, Prompt((400, 1)), "disk") is None
+    opened.close()

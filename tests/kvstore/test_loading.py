@@ -1,0 +1,249 @@
+"""What an earlier run left on disk comes in while the store is used already; nothing is lost, doubled or in the air."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from kvstore import loading
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import HitTier, MissReason
+from kvstore.node import EmbeddedStore
+from kvstore.pages import Pages
+from tiering.errors import TierUnavailable
+from tiering.nvme import NvmeTier
+from workbench import MODEL, blank_planes, ids, random_pages, small_layout
+
+BLOCKS = 12
+PARTS = [1, 2]
+
+
+def opened(path: Path, **options: Any) -> EmbeddedStore:
+    return kvstore.open(f"embedded:{path}", **{"dram": "2MiB", "nvme": "16MiB", **options})
+
+
+def namespace(store: EmbeddedStore, parts: int = 1) -> NamespaceHandle:
+    return store.namespace(model=MODEL, layout=small_layout(layer_shards=parts))
+
+
+def prompt(number: int, blocks: int = BLOCKS) -> list[int]:
+    return ids(64 * blocks, 10_000 * number)
+
+
+def put(handle: NamespaceHandle, number: int, blocks: int = BLOCKS, durability: str = "volatile") -> Any:
+    planes = random_pages(handle.layout, BLOCKS, 64, number).planes
+    return handle.put(prompt(number, blocks), Pages(planes, range(blocks), 64), durability=durability)
+
+
+def delivered(handle: NamespaceHandle, number: int, tier: HitTier | None = None) -> int:
+    """Blocks of a prompt that a get delivers, all of them compared; from that tier, if one is named."""
+    into = Pages(blank_planes(handle.layout, BLOCKS, 64), range(BLOCKS), 64)
+    with handle.lease(handle.match(prompt(number)), deadline_ms=20_000) as lease:
+        loaded = handle.get(lease, into)
+    blocks = loaded.tokens // 64
+    for layer, planes in into.planes.items():
+        wanted = random_pages(handle.layout, BLOCKS, 64, number).planes[layer]
+        for got, want in zip(planes, wanted, strict=True):
+            assert torch.equal(got[:blocks].view(torch.uint8), want[:blocks].view(torch.uint8))
+    if tier is not None:
+        hits = {segment.origin for segment in loaded.account.segments if isinstance(segment.origin, HitTier)}
+        assert hits <= {tier}
+    return blocks
+
+
+@pytest.fixture
+def directory(tmp_path: Path, request: Any) -> Path:
+    """Three prompts on disk, stored by a run that is over."""
+    with opened(tmp_path) as store:
+        for parts in PARTS:
+            handle = namespace(store, parts)
+            for number in range(3):
+                assert put(handle, number, durability="disk").reason is None
+    return tmp_path
+
+
+@contextmanager
+def held_back(monkeypatch: Any) -> Iterator[Callable[[], None]]:
+    """Loading stands still between the disk and the tables until the yielded function is called."""
+    goes_on = threading.Event()
+    real = loading.catalogue
+
+    def wait(*arguments: Any) -> Any:
+        found = real(*arguments)
+        assert goes_on.wait(20)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "catalogue", wait)
+        try:
+            yield goes_on.set
+        finally:
+            goes_on.set()
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_what_is_stored_anew_meanwhile_keeps_its_copy_on_disk(directory: Path, parts: int, monkeypatch: Any) -> None:
+    with held_back(monkeypatch) as go_on, opened(directory) as store:
+        handle = namespace(store, parts)
+        assert handle.match(prompt(0)).reason is MissReason.WARMING
+        assert put(handle, 0, blocks=5).stored == 5
+        go_on()
+        assert store.warmed(20)
+        store.check()
+        usage = store.usage()
+        assert usage.nvme is not None and usage.nvme.used == sum(3 * BLOCKS * count for count in PARTS)
+        assert usage.blocks == 3 * BLOCKS * len(PARTS)
+        assert delivered(handle, 0) == BLOCKS
+        store.evict(1000)
+        store.check()
+        assert delivered(handle, 0, HitTier.NVME) == BLOCKS, "the copies on disk are as good as the ones that went"
+    with opened(directory) as store:
+        assert store.warmed(20)
+        assert [delivered(namespace(store, parts), number) for number in range(3)] == [BLOCKS] * 3
+
+
+@pytest.mark.parametrize("outcome", ["commit", "abort"])
+def test_what_is_being_stored_meanwhile_is_left_to_the_next_start(
+    directory: Path, outcome: str, monkeypatch: Any
+) -> None:
+    """The block may go yet, and would leave its descendants in the air."""
+    with held_back(monkeypatch) as go_on, opened(directory) as store:
+        handle = namespace(store)
+        keys = handle.match(prompt(0)).keys
+        assert put(handle, 0, blocks=2).stored == 2
+        reply = handle.door.reserve(handle.number, keys[:4], 0, 0, None)
+        assert len(reply.blocks) == 2
+        go_on()
+        assert store.warmed(20)
+        store.check()
+        assert handle.match(prompt(0)).blocks == 2
+        if outcome == "abort":
+            handle.door.abort(reply.reservation)
+        else:
+            digests = [[b"d" * 16] * len(handle.layout.parts[0].layers)] * 2
+            assert handle.door.commit(reply.reservation, 0, digests) == 2
+            assert store.drop(handle) == 2 * BLOCKS + 4
+            put(handle, 0, blocks=4, durability="disk")
+        store.check()
+        assert handle.match(prompt(0)).blocks == (2 if outcome == "abort" else 4)
+    with opened(directory) as store:
+        assert store.warmed(20)
+        store.check()
+        assert delivered(namespace(store), 0) == (BLOCKS if outcome == "abort" else 4), "no more than was stored since"
+
+
+def test_a_namespace_that_is_dropped_meanwhile_is_gone_for_good(directory: Path, monkeypatch: Any) -> None:
+    with held_back(monkeypatch) as go_on, opened(directory) as store:
+        handle = namespace(store)
+        assert put(handle, 7).stored == BLOCKS
+        dropped: list[int] = []
+        thread = threading.Thread(target=lambda: dropped.append(store.drop(handle)))
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and not dropped, "it waits for what is on disk"
+        go_on()
+        thread.join(20)
+        assert dropped == [4 * BLOCKS]
+        assert handle.match(prompt(0)).blocks == 0
+        store.check()
+        # As if the process ended here: what the drop has promised is on the disk.
+        copy = directory.parent / "copy"
+        _copy(directory, copy)
+    for path in (directory, copy):
+        with opened(path) as store:
+            assert store.warmed(20)
+            assert namespace(store).match(prompt(0)).blocks == 0 and namespace(store).match(prompt(7)).blocks == 0
+            assert delivered(namespace(store, 2), 1) == BLOCKS, "the other namespace is untouched"
+
+
+def test_nothing_is_dropped_that_would_be_back(directory: Path, monkeypatch: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise TierUnavailable("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NvmeTier, "load", refuse)
+        with opened(directory) as store:
+            assert not store.warmed(20)
+            with pytest.raises(TierUnavailable, match="would be back"):
+                store.drop(namespace(store))
+
+
+def test_closing_while_it_loads_loses_nothing(directory: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(loading, "SLICE_BLOCKS", 5)
+    with held_back(monkeypatch) as go_on:
+        store = opened(directory)
+        handle = namespace(store)
+        assert put(handle, 0, blocks=3).stored == 3
+        closer = threading.Thread(target=store.close)
+        closer.start()
+        go_on()
+        closer.join(20)
+        assert store.closed
+    with opened(directory) as store:
+        assert store.warmed(20)
+        assert [delivered(namespace(store), number) for number in range(3)] == [BLOCKS] * 3
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_blocks_below_an_unreadable_slab_wait_for_it(tmp_path: Path, is_back: bool) -> None:
+    """Each part of a slab file's name is known: the first slab has the first blocks, for they are written first."""
+    options = {"slab": "64KiB"}
+    with opened(tmp_path, **options) as store:
+        assert put(namespace(store), 0, durability="disk").reason is None
+    slabs = sorted((tmp_path / "nvme").glob("*.slab"))[1:]
+    assert len(slabs) >= 2, "the prompt takes more than one slab"
+    contents = slabs[0].read_bytes()
+    slabs[0].write_bytes(b"\xff" * len(contents))
+    with opened(tmp_path, **options) as store:
+        assert store.warmed(20)
+        assert namespace(store).match(prompt(0)).blocks == 0
+        assert store.usage().blocks == 0
+        store.check()
+    if is_back:
+        slabs[0].write_bytes(contents)
+    with opened(tmp_path, **options) as store:
+        assert store.warmed(20)
+        assert delivered(namespace(store), 0) == (BLOCKS if is_back else 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_busy_store_loads_right(tmp_path: Path, seed: int, monkeypatch: Any) -> None:
+    """Small tiers that evict all the time, while slices of a few blocks come in."""
+    random = Random(seed)
+    monkeypatch.setattr(loading, "SLICE_BLOCKS", 3)
+    options = {"dram": "1MiB", "nvme": "1536KiB", "slab": "256KiB"}
+    for _ in range(4):
+        with opened(tmp_path, **options) as store:
+            handles = [namespace(store, parts) for parts in PARTS]
+            while True:
+                handle, number = random.choice(handles), random.randrange(6)
+                if random.random() < 0.6:
+                    put(handle, number, random.randrange(3, BLOCKS), random.choice(["volatile", "disk"]))
+                else:
+                    delivered(handle, number)
+                store.check()
+                if store.warmed(0):
+                    break
+            for _ in range(5):
+                put(random.choice(handles), random.randrange(6))
+                delivered(random.choice(handles), random.randrange(6))
+            store.check()
+            progress = store.usage().loading
+            assert progress is not None and progress.slots == progress.all_slots, f"seed {seed}"
+
+
+def _copy(source: Path, target: Path) -> None:
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+            copy.chmod(0o600)

@@ -1,0 +1,262 @@
+"""A disk that hangs or only fails: requests are answered within their deadline, and DRAM goes on as if nothing were.
+
+Calls to the simulated disk stand at a gate until the test opens it. What is asserted are counts and reasons; times are
+asserted in seconds where the bound is milliseconds, so that a busy machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore import handle
+from kvstore.config import Limits
+from kvstore.miss import HitTier, MissReason
+from model.store_model import BLOCK_TOKENS, WHOLE, OpenStore, Owned, Prompt
+from simulation.two_tiers import Disk, Sizes, bugs, open_two_tiers, wait_until_idle
+from tiering.files import DirectoryLock
+
+SIZES = Sizes(dram=1 << 20, nvme=16 << 20, slab=1 << 20)
+"""DRAM has room for 48 blocks, three in each extent; NVMe for all that is put here."""
+LIMITS = Limits(pinned_fraction=0.8, close_seconds=0.5)
+DEADLINE_MS = 50
+LATE_SECONDS = 10.0
+"""Many times every deadline here. An answer that takes longer did not keep it."""
+
+HOT = Prompt((0, 1, 2, 3))
+COLD = [Prompt((10 + number, 1, 2, 3)) for number in range(12)]
+
+
+class SlowDisk(Disk):
+    """A disk some of whose calls hang or fail, as long as the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_files = self.hook
+        self.counts: Counter[str] = Counter()
+        self.hanging: set[str] = set()
+        self.failing: set[str] = set()
+        self.gate = threading.Event()
+        self.at_the_gate = threading.Semaphore(0)
+
+    def hook(self, call: str) -> None:
+        self.counts[call] += 1
+        if call in self.hanging:
+            self.at_the_gate.release()
+            assert self.gate.wait(60)
+        if call in self.failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def wait_for(self, calls: int) -> None:
+        """Until that many calls stand at the gate."""
+        for _ in range(calls):
+            assert self.at_the_gate.acquire(timeout=60)
+
+    def mend(self) -> None:
+        self.hanging.clear()
+        self.failing.clear()
+        self.gate.set()
+
+
+class Room:
+    """A store on such a disk, everything cold in NVMe alone, and `HOT` in DRAM."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.disk = SlowDisk()
+        self.opened: OpenStore = open_two_tiers(directory, self.disk, SIZES, LIMITS)
+        assert self.opened.store.warmed(60)
+        self.space: Owned = self.opened.namespace("a", WHOLE)
+        for prompt in (*COLD, HOT):
+            assert self.put(prompt, "disk") is None
+        self.opened.core.evict(1000)
+        assert self.load(HOT, 30_000) == (4, None)
+        self.disk.counts.clear()
+
+    def put(self, prompt: Prompt, durability: str = "volatile") -> MissReason | None:
+        pages = self.space.pages(prompt.tokens)
+        for block in range(len(prompt.letters)):
+            pages.write(block * BLOCK_TOKENS, self.space.kv(prompt, block))
+        reason: MissReason | None = self.space.handle.put(prompt.token_ids, pages.pages, durability=durability).reason
+        return reason
+
+    def load(self, prompt: Prompt, deadline_ms: float = DEADLINE_MS) -> tuple[int, MissReason | None]:
+        """The blocks that came, each compared, and why there were not more. In time."""
+        start = time.monotonic()
+        match = self.space.match(prompt)
+        with self.space.handle.lease(match, deadline_ms=deadline_ms) as lease:
+            pages = self.space.pages(lease.tokens)
+            before = pages.snapshot()
+            loaded = self.space.handle.get(lease, pages.pages)
+        took = time.monotonic() - start
+        assert took < deadline_ms / 1000 + LATE_SECONDS, f"{took:.1f} s for a deadline of {deadline_ms} ms"
+        assert loaded.account.asked == prompt.tokens
+        kv = {token: self.space.kv(prompt, token // BLOCK_TOKENS) for token in range(0, loaded.tokens, BLOCK_TOKENS)}
+        pages.expect(before, kv, ignore_from=loaded.tokens)
+        return loaded.tokens // BLOCK_TOKENS, loaded.reason or lease.reason
+
+    def try_again(self) -> None:
+        """Long enough for an open breaker; the first move that is let through decides."""
+        self.opened.clock.advance(60)  # type: ignore[attr-defined]
+        self.load(COLD[0], 30_000)
+        self.put(Prompt((999,)), "disk")
+        wait_until_idle(self.opened.core)
+
+    def is_well(self) -> None:
+        """Everything is back: no move, pin or slot is left over, and every block can be read."""
+        core = self.opened.core
+        wait_until_idle(core)
+        assert not bugs(core), bugs(core)
+        core.check()
+        usage = core.usage()
+        assert (usage.leases, usage.pinned_bytes, usage.dram.reserved) == (0, 0, 0)
+        self.try_again()
+        for prompt in (*COLD, HOT):
+            assert self.load(prompt, 30_000) == (4, None)
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Room]:
+    room = Room(tmp_path)
+    yield room
+    room.disk.mend()
+    room.opened.close()
+
+
+def test_reads_that_hang_cost_their_own_deadline_and_dram_nothing(room: Room) -> None:
+    room.disk.hanging.add("read")
+    assert room.load(COLD[0]) == (0, MissReason.DEADLINE)
+    room.disk.wait_for(4)
+    for _ in range(3):
+        for prompt in COLD:
+            assert room.load(prompt) == (0, MissReason.DEADLINE)
+            assert room.load(HOT) == (4, None), "what DRAM has is there while reads hang"
+            assert room.put(Prompt((100, 1))) is None
+    assert room.disk.counts["read"] == 4, "there are four threads, and all of them still stand at the gate"
+    usage = room.opened.core.usage()
+    assert usage.pinned_bytes == 4 * room.opened.blocks.spaces[0].block_bytes, "only what is being read is pinned"
+    assert usage.dram.reserved == 4
+    room.opened.core.check()
+    room.disk.mend()
+    room.is_well()
+
+
+def test_when_everything_hangs_for_long_nobody_waits_any_more(room: Room) -> None:
+    room.disk.hanging.add("read")
+    assert room.load(COLD[0]) == (0, MissReason.DEADLINE)
+    room.disk.wait_for(4)
+    room.opened.clock.advance(10)  # type: ignore[attr-defined]
+    for prompt in COLD:
+        assert room.load(prompt, 60_000) == (0, MissReason.TIER_DOWN), "in far less than its deadline"
+    assert room.load(HOT) == (4, None)
+    room.disk.mend()
+    room.is_well()
+
+
+def test_reads_that_fail_open_the_breaker_and_are_not_tried_again(room: Room) -> None:
+    room.disk.failing.add("read")
+    for prompt in COLD:
+        assert room.load(prompt, 60_000) == (0, MissReason.TIER_DOWN)
+        assert room.load(HOT) == (4, None)
+    asked = room.disk.counts["read"]
+    assert 5 <= asked <= 20, "five faults open it; what runs at that moment may add some"
+    for number in range(60):
+        assert room.put(Prompt((700 + number, 1))) is None  # DRAM is full now
+    wait_until_idle(room.opened.core)
+    held = room.opened.core.usage().dram.used
+    for prompt in COLD:
+        assert room.load(prompt, 60_000) == (0, MissReason.TIER_DOWN)
+    assert room.disk.counts["read"] == asked, "nobody asks a disk that is known to fail"
+    assert room.opened.core.usage().dram.used == held, "nor makes room for what it will not give"
+    assert room.put(Prompt((100, 1)), "disk") is None, "it can still be written"
+    room.opened.clock.advance(6)  # type: ignore[attr-defined]
+    assert room.load(COLD[0], 60_000) == (0, MissReason.TIER_DOWN)
+    assert room.disk.counts["read"] > asked, "after a while one read finds out"
+    room.disk.mend()
+    room.is_well()
+
+
+@pytest.mark.parametrize("call", ["write", "sync", "create"])
+def test_a_disk_that_cannot_be_written_can_be_read(room: Room, call: str) -> None:
+    room.disk.failing.add(call)
+    reasons = Counter(room.put(Prompt((200 + number, 1, 2)), "disk") for number in range(30))
+    assert set(reasons) <= {None, MissReason.TIER_DOWN} and reasons[MissReason.TIER_DOWN] >= 5, reasons
+    for prompt in COLD:
+        assert room.load(prompt, 30_000) == (4, None)
+    assert all(room.put(Prompt((300 + number, 1))) is None for number in range(30)), "volatile puts go on"
+    room.disk.mend()
+    room.try_again()
+    assert room.put(Prompt((400, 1)), "disk") is None, "and it goes on where it stopped, without a restart"
+    room.is_well()
+
+
+def test_a_spill_that_fails_loses_nothing_of_what_dram_has(room: Room) -> None:
+    """What could not be written down goes down later, at the latest with the close."""
+    room.disk.failing.add("write")
+    kept = [Prompt((500 + number, 1)) for number in range(12)]
+    for prompt in kept:
+        assert room.put(prompt) is None
+    wait_until_idle(room.opened.core)
+    assert not bugs(room.opened.core), bugs(room.opened.core)
+    there = [prompt for prompt in kept if room.space.match(prompt).blocks == 2]
+    assert len(there) == len(kept), "DRAM has room for them"
+    room.disk.mend()
+    room.opened.clock.advance(6)  # type: ignore[attr-defined]
+    room.opened.close()
+    room.opened = open_two_tiers(room.directory, room.disk, SIZES, LIMITS)
+    assert room.opened.store.warmed(60)
+    room.space = room.opened.namespace("a", WHOLE)
+    for prompt in there:
+        assert room.space.match(prompt).tiers == ((HitTier.NVME, 2),)
+        assert room.load(prompt, 30_000) == (2, None)
+
+
+def test_writes_that_hang_do_not_stop_puts_or_reads(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handle, "DURABLE_SECONDS", 0.1)
+    room.disk.hanging.add("write")
+    waiting = [Prompt((600 + number,)) for number in range(8)]
+    assert {room.put(prompt, "disk") for prompt in waiting} == {MissReason.DEADLINE}
+    room.disk.wait_for(1)
+    for number in range(60):
+        assert room.put(Prompt((700 + number, 1))) is None, "DRAM evicts what is not being written"
+        assert room.load(COLD[number % 12], 30_000) == (4, None), "a thread is left for reads"
+    room.opened.core.check()
+    levels = room.opened.core._levels
+    assert levels is not None and len(levels._queue._tasks) < 10, "what is refused leaves nothing in the queue"
+    assert sum(len(task.callbacks) for task in levels._queue._tasks.values()) < 10
+    room.disk.mend()
+    room.is_well()
+
+
+@pytest.mark.parametrize("call", ["read", "write", "sync"])
+def test_a_close_on_a_disk_that_hangs_ends(room: Room, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handle, "DURABLE_SECONDS", 0.1)
+    room.disk.hanging.add(call)
+    if call == "read":
+        assert room.load(COLD[0]) == (0, MissReason.DEADLINE)
+    else:
+        assert room.put(Prompt((600,)), "disk") is MissReason.DEADLINE
+    room.disk.wait_for(1)
+    start = time.monotonic()
+    room.opened.close()
+    assert time.monotonic() - start < 4 * LIMITS.close_seconds + LATE_SECONDS
+    assert room.load(HOT) == (0, MissReason.DISABLED)
+    with pytest.raises(BlockingIOError):
+        DirectoryLock(room.directory)  # the call that hangs may have its effect yet
+    room.disk.mend()
+    deadline = time.monotonic() + 60
+    while room.opened.core.is_stuck:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    room.opened.close()
+    room.opened = open_two_tiers(room.directory, room.disk, SIZES, LIMITS)
+    assert room.opened.store.warmed(60)
+    room.space = room.opened.namespace("a", WHOLE)
+    room.is_well()

@@ -1,0 +1,241 @@
+"""A whole store, DRAM above NVMe, on simulated files and a simulated index that fail, hang and lose power.
+
+`Disk` outlives the stores that are opened on it. A process whose machine loses power does not see that as an exception
+of its own here: from the cut on every call that would change the disk fails as on a disk that is gone, the store says
+what it says then, and `Disk.crash` decides what the disk kept.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from kvstore.codec import codec_named
+from kvstore.config import DramConfig, Limits
+from kvstore.identity import KeyRing
+from kvstore.node import EmbeddedStore, KeyFile, build_store
+from kvstore.store import Clock, Store
+from model.store_model import OpenStore
+from simulation.disk import SimulatedFiles
+from simulation.index import SimulatedIndex
+from simulation.power import Power, PowerLoss
+from tiering.errors import TierUnavailable
+from tiering.files import DirectFiles, DirectoryLock, Files, make_directory
+from tiering.frame_index import Change, FrameIndex
+from tiering.lmdb_index import LmdbMaker
+from tiering.nvme import NvmeTier
+from workbench import FakeClock
+
+PAGE_BYTES = 4096
+IDLE_SECONDS = 60
+
+Hook = Callable[[str], None]
+
+
+def nothing(call: str) -> None:
+    """The hook of a disk that works."""
+
+
+class WatchedFiles:
+    """`Files` as one process sees them. before: called with the name of each call; may wait, and may raise."""
+
+    def __init__(self, files: Files, before: Hook = nothing) -> None:
+        self.files = files
+        self.before = before
+
+    def sizes(self) -> dict[str, int]:
+        return self._do("sizes")
+
+    def create(self, name: str, size_bytes: int) -> None:
+        self._do("create", name, size_bytes)
+
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        self._do("read", name, offset, into)
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        self._do("write", name, offset, data)
+
+    def sync(self, name: str) -> None:
+        self._do("sync", name)
+
+    def remove(self, name: str) -> None:
+        self._do("remove", name)
+
+    def close(self) -> None:
+        self.files.close()
+
+    def _do(self, call: str, *arguments: Any) -> Any:
+        self.before(call)
+        try:
+            return getattr(self.files, call)(*arguments)
+        except PowerLoss:
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) from None
+
+
+class WatchedIndex:
+    """A `FrameIndex` as one process sees it."""
+
+    def __init__(self, index: FrameIndex, before: Hook = nothing) -> None:
+        self.index = index
+        self.before = before
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        self.before("get")
+        return self.index.get(keys)
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        self.before("apply")
+        self._cut(lambda: self.index.apply(changes))
+
+    def iterate(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        self.before("iterate")
+        return self.index.iterate(prefix)
+
+    def sync(self) -> None:
+        self.before("sync")
+        self._cut(self.index.sync)
+
+    def close(self) -> None:
+        self.index.close()
+
+    def _cut(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except PowerLoss:
+            raise TierUnavailable("the disk is gone") from None
+
+
+class Disk:
+    """Files and an index on one supply of power; also the `IndexMaker` of the tier that is opened on them.
+
+    before_files, before_index: hooks of the processes to come and of the one that has it open.
+    """
+
+    def __init__(self) -> None:
+        self.power = Power()
+        self.files = SimulatedFiles(self.power)
+        self.index = SimulatedIndex(self.power)
+        self.before_files: Hook = nothing
+        self.before_index: Hook = nothing
+        self._uids = 0
+
+    # `IndexMaker`
+
+    def open(self, *, clean: bool) -> FrameIndex:
+        self.before_index("open")
+        self.index.reopen()
+        return WatchedIndex(self.index, lambda call: self.before_index(call))
+
+    def discard(self) -> None:
+        self.before_index("discard")
+        self.index = SimulatedIndex(self.power)
+
+    # What happens to it
+
+    def new_uid(self) -> bytes:
+        self._uids += 1
+        return self._uids.to_bytes(16, "big")
+
+    def process(self) -> Files:
+        """The files for one process."""
+        self.files.reopen()
+        return WatchedFiles(self.files, lambda call: self.before_files(call))
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the power was cut."""
+        return self.power.last is not None and self.power.steps >= self.power.last
+
+    def cut_power(self) -> None:
+        """Now: nothing reaches the disk any more."""
+        self.power.last = self.power.steps
+
+    def crash(self, random: Random, *, index_too: bool = False) -> None:
+        """On again, with what the disk kept. No process may use it meanwhile."""
+        self.files.crash(random)
+        self.index.crash(random)
+        if index_too:
+            self.discard()
+        self.power.back()
+
+
+class RealDisk:
+    """The same for a real directory: direct I/O and LMDB."""
+
+    def __init__(self, directory: Path) -> None:
+        make_directory(directory)
+        self.directory = directory
+        self.before_files: Hook = nothing
+        self._maker = LmdbMaker(directory / "nvme" / "index")
+
+    def open(self, *, clean: bool) -> FrameIndex:
+        return self._maker.open(clean=clean)
+
+    def discard(self) -> None:
+        self._maker.discard()
+
+    def new_uid(self) -> bytes:
+        return os.urandom(16)
+
+    def process(self) -> Files:
+        return WatchedFiles(DirectFiles(self.directory / "nvme"), lambda call: self.before_files(call))
+
+
+@dataclass
+class Sizes:
+    """What a store is given. The defaults are tiny, so that both tiers evict all the time."""
+
+    dram: int = 1 << 20
+    extent: int = 64 << 10
+    nvme: int = 3 << 19
+    slab: int = 128 << 10
+
+
+def open_two_tiers(
+    directory: Path,
+    disk: Disk | RealDisk,
+    sizes: Sizes | None = None,
+    limits: Limits | None = None,
+    clock: Clock | None = None,
+    gone: Callable[[int, bytes], None] | None = None,
+) -> OpenStore:
+    """As `node.open_embedded` does it, on any disk; the keys and the lock are real files in `directory`.
+
+    gone: told of every block that NVMe gives up, as in `Blocks`.
+    """
+    sizes, limits = sizes or Sizes(), limits or Limits()
+    lock = DirectoryLock(directory)
+    try:
+        keys, ring = KeyFile(directory / "keys"), KeyRing()
+        keys.tenant("default")
+        for one in keys.tenants():
+            ring.add(one)
+        tier = NvmeTier(disk.process(), disk, ring, sizes.nvme, sizes.slab, disk.new_uid)
+        clock = clock or FakeClock()
+        core = build_store(DramConfig(sizes.dram, sizes.extent), limits, ring, clock, tier, gone)
+        core.start_loading({one.tenant: one for one in keys.tenants()})
+    except BaseException:
+        lock.release()
+        raise
+    store = EmbeddedStore(core, ring, keys, lock, codec_named)
+    return OpenStore(store, core, keys, ring, clock, core._mover, core._blocks)  # type: ignore[arg-type]
+
+
+def wait_until_idle(core: Store) -> None:
+    """Until no move waits or runs; a move that never ends is a failure of the test."""
+    assert core._levels is not None
+    queue, deadline = core._levels._queue, time.monotonic() + IDLE_SECONDS
+    while queue._tasks or core._levels.rising or core._levels.sinking:
+        assert time.monotonic() < deadline, f"moves that never end: {list(queue._tasks)}"
+        time.sleep(0.0005)
+
+
+def bugs(core: Store) -> list[str]:
+    """Stack traces of what moves raised that no move may raise."""
+    return core._levels._queue.bugs() if core._levels is not None else []

@@ -1,0 +1,100 @@
+"""Long runs against the promises of the disk, for as long as one likes; the suite runs the same in short forms.
+
+    make torture ARGS="--flips 200000 --power 1000 --kills 1000 --points 20 --stores 1000 --seed 7"
+
+    flips   damage to a stocked directory, that many single damages (attack/test_nvme_damage.py)
+    power   lives on a simulated disk that loses power (simulation/test_nvme_power.py)
+    kills   a process on a bare NVMe tier, ended by SIGKILL at a random moment; a journal that the parent keeps says
+            what was acknowledged
+    points  a process on a whole store, ended by SIGKILL at every failpoint, that many times each
+    stores  a process on a whole store, ended by SIGKILL at a random moment
+
+It ends with status 1 at the first broken promise and prints the seed that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from attack.test_nvme_damage import damage
+from simulation.test_nvme_power import live
+from torture import kill
+from torture.campaign import nursery, points, stores
+from torture.points import POINTS
+
+
+class Progress:
+    """A line now and then."""
+
+    def __init__(self, what: str, total: int, *, quiet: bool) -> None:
+        self.what, self.total, self.quiet = what, total, quiet
+        self.started = self.said = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if not self.quiet and (now - self.said > 5 or done >= self.total):
+            self.said = now
+            print(f"{self.what}: {done} of {self.total} in {now - self.started:.1f} s", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="torture", description="Long runs against the promises of the disk.")
+    parser.add_argument("--flips", type=int, default=100_000, help="single damages to a stocked directory")
+    parser.add_argument("--power", type=int, default=200, help="lives on a disk that loses power")
+    parser.add_argument("--kills", type=int, default=50, help="processes on a bare tier ended by SIGKILL")
+    parser.add_argument("--points", type=int, default=1, help="processes ended by SIGKILL at each failpoint")
+    parser.add_argument("--stores", type=int, default=50, help="processes on a whole store ended by SIGKILL")
+    parser.add_argument("--seed", type=int, default=0, help="of all chance, except for the moment of a kill")
+    parser.add_argument("--json", action="store_true", help="print the sums as JSON and nothing else")
+    options = parser.parse_args()
+    sums: dict[str, dict[str, float]] = {}
+
+    def run(what: str, total: int, work: Callable[[Progress], dict[str, int]]) -> None:
+        if total > 0:
+            progress = Progress(what, total, quiet=options.json)
+            counts: dict[str, float] = dict(work(progress))
+            counts["seconds"] = round(time.monotonic() - progress.started, 1)
+            sums[what] = counts
+            if not options.json:
+                told = {name: count for name, count in counts.items() if name not in POINTS}
+                if what == "points":
+                    told = {"failpoints": len(counts.keys() & set(POINTS)), **told}
+                print(f"{what}: " + ", ".join(f"{name} {count}" for name, count in told.items()), flush=True)
+
+    def lives(progress: Progress) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for number in range(options.power):
+            first = options.seed * 1_000_003 + number
+            total.update(live(range(first, first + 1)))
+            progress(number + 1)
+        return dict(total)
+
+    def reached(progress: Progress) -> dict[str, int]:
+        with nursery() as children:
+            return points(children, options.points, options.seed, progress)
+
+    def killed(progress: Progress) -> dict[str, int]:
+        with nursery() as children:
+            return stores(children, options.stores, options.seed, progress)
+
+    try:
+        run("flips", options.flips, lambda progress: damage(options.flips, options.seed, progress))
+        run("power", options.power, lives)
+        run("kills", options.kills, lambda progress: kill(options.kills, options.seed, progress))
+        run("points", options.points * len(POINTS), reached)
+        run("stores", options.stores, killed)
+    except AssertionError as error:
+        print(f"a promise was broken: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(sums))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
