@@ -22,7 +22,7 @@ from kvstore.levels import READS
 from kvstore.miss import REASON_OF_FINDING, MissReason
 from tiering.errors import BlockCorrupt, BlockMissing
 from tiering.extents import private_pages
-from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
+from tiering.frame import MacKeys, verify_frame
 from tiering.move_queue import Clock, Move, MoveQueue, Priority
 from tiering.tier import NO_PLACE, Finding, FrameSpan
 
@@ -89,12 +89,12 @@ class DirectReader:
         targets = [[private_pages(size) for size in sizes] for _ in rows]
         moves = [
             None
-            if self._copy(row, name, target)
+            if self._copy(record.namespace, row, name, target)
             else self._queue.submit(
                 ("direct", next(self._numbers)),  # a read of one's own: it has a target of its own
                 READS,
                 Priority.WAITING,
-                self._reading(name, target),
+                self._reading(record.namespace, name, target),
                 deadline=deadline,
             )
             for (row, name), target in zip(wanted, targets, strict=True)
@@ -157,24 +157,23 @@ class DirectReader:
         parts = range(len(self._blocks.spaces[number].classes))
         return self._blocks.index.key(row), residency.generation(row), [residency.place(row, part) for part in parts]
 
-    def _reading(self, name: _Name, target: Sequence[FrameSpan]) -> Callable[[], None]:
+    def _reading(self, number: int, name: _Name, target: Sequence[FrameSpan]) -> Callable[[], None]:
         key, generation, places = name
+        sealers = self._blocks.spaces[number].sealers
 
         def read() -> None:
             if not places:
                 raise BlockMissing("it is not on NVMe any more")
-            for place, (_, frame) in zip(places, target, strict=True):
+            for place, (_, frame), sealer in zip(places, target, sealers, strict=True):
                 self._lower.tier.read(place, frame)
-                header = open_header(bytes(frame[:HEADER_BYTES]), self._keys)
-                if header.prefix_key != key or header.generation != generation:
-                    raise BlockCorrupt("another block's frame")
-                verify_payload(header, frame[HEADER_BYTES:])
+                verify_frame(frame, self._keys, sealer.stamp, key, generation)
 
         return read
 
-    def _copy(self, row: int, name: _Name, target: Sequence[FrameSpan]) -> bool:
+    def _copy(self, number: int, row: int, name: _Name, target: Sequence[FrameSpan]) -> bool:
         """From DRAM, if the block happens to be there too and is right. Its slots are not used again meanwhile."""
         blocks, key = self._blocks, name[0]
+        sealers = blocks.spaces[number].sealers
         with self._lock:
             if self._closed or not blocks.is_above(row) or blocks.index.key(row) != key:
                 return False
@@ -185,12 +184,9 @@ class DirectReader:
             blocks.residency.hold(places)
             spans = [blocks.dram.committed_span(place) for place in places]
         try:
-            for span, (address, frame) in zip(spans, target, strict=True):
+            for span, (address, frame), sealer in zip(spans, target, sealers, strict=True):
                 ctypes.memmove(address, span.address, len(frame))
-                header = open_header(bytes(frame[:HEADER_BYTES]), self._keys)
-                if header.prefix_key != key or header.generation != generation:
-                    return False
-                verify_payload(header, frame[HEADER_BYTES:])
+                verify_frame(frame, self._keys, sealer.stamp, key, generation)
             return True
         except BlockCorrupt:
             return False  # whoever leases it finds out

@@ -23,8 +23,8 @@ from kvstore.config import Limits
 from kvstore.loading import pack_about
 from kvstore.miss import REASON_OF_FINDING, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
-from tiering.errors import BlockCorrupt, TierFull
-from tiering.frame import HEADER_BYTES, MacKeys, digest, open_header, verify_payload
+from tiering.errors import TierFull
+from tiering.frame import HEADER_BYTES, MacKeys, digest, verify_frame
 from tiering.move_queue import Clock, Move, MoveQueue, Priority
 from tiering.tier import Finding
 
@@ -196,12 +196,8 @@ class Levels:
             for part in range(len(blocks.spaces[rise.number].classes)):
                 target = blocks.dram.reserved_span(blocks.residency.place(row, part)).view
                 lower.tier.read(lower.residency.place(row, part), target)
-                header = open_header(bytes(target[:HEADER_BYTES]), self._keys)
-                if header.prefix_key != blocks.index.key(row) or header.generation != lower.residency.generation(row):
-                    raise BlockCorrupt("another block's frame")
-                if header.stamp != blocks.spaces[rise.number].sealers[part].stamp:
-                    raise BlockCorrupt("the frame of another part")
-                verify_payload(header, target[HEADER_BYTES:])
+                stamp = blocks.spaces[rise.number].sealers[part].stamp
+                verify_frame(target, self._keys, stamp, blocks.index.key(row), lower.residency.generation(row))
                 digests.append(digest(target[:HEADER_BYTES]))
             with self._lock:
                 blocks.promoted(row, digests)

@@ -205,6 +205,16 @@ def split_digests(raw: bytes, slices: int) -> tuple[bytes, ...]:
     return struct.unpack_from(_DIGEST_FORMAT * slices, raw, _FIXED_BYTES)
 
 
+def verify_frame(frame: memoryview, keys: MacKeys, stamp: Stamp, prefix_key: bytes, generation: int) -> None:
+    """Check everything about a whole frame: MAC, whose and which it is, and every digest. Raises `BlockCorrupt`."""
+    header = open_header(bytes(frame[:HEADER_BYTES]), keys)
+    if header.prefix_key != prefix_key or header.generation != generation:
+        raise BlockCorrupt("another block's frame")
+    if header.stamp != stamp:
+        raise BlockCorrupt("the frame of another part")
+    verify_payload(header, frame[HEADER_BYTES:])
+
+
 def verify_payload(header: FrameHeader, payload: memoryview) -> None:
     """Compare every layer slice of a payload with the header's digests. Raises `BlockCorrupt`."""
     length = header.stamp.slice_bytes

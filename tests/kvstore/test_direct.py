@@ -218,3 +218,31 @@ def _flip(directory: Path, store: EmbeddedStore, row: int) -> None:
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 16]))
+
+
+def test_the_frame_of_another_part_is_quarantined(tmp_path: Path) -> None:
+    """It has the block's name and a good MAC: only its stamp tells that it stands in the wrong place."""
+    with opened(tmp_path) as store:
+        handle = namespace(store, parts=2)
+        put(handle, 0)
+        with lease(handle, 0) as held:
+            assert held.direct is not None
+            bad = held.reply.blocks + 2
+            row = store._store._blocks.index.match(handle.number, held.keys)[bad]
+            lower = store._store._blocks.lower
+            assert lower is not None
+            frames = []
+            for part in range(2):
+                place = lower.residency.place(row, part)
+                slab = lower.tier._ledger.pieces[extent_of(place)]
+                frames.append((tmp_path / "nvme" / slab.name, slab.header.offset(slot_of(place)), slab.frame_bytes))
+            (source, at, size), (target, to, _) = frames[1], frames[0]
+            content = source.read_bytes()[at : at + size]
+            with target.open("r+b") as file:
+                file.seek(to)
+                file.write(content)
+            store.evict(1000)
+            loaded = get(handle, held, 0)
+            assert loaded.tokens == 64 * bad and loaded.reason is MissReason.CORRUPT
+            assert store.usage().counters["quarantined_blocks"] == 1
+            store.check()

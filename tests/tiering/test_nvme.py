@@ -1284,16 +1284,16 @@ def test_frames_are_written_by_several_threads(tmp_path: Path, threads: int, has
     customer.tier.new_slab(STAMPS[0], MAC_KEY, b"about")
     places = _places(customer, 30)
     frames = [customer.frame() for _ in places]
-    writers: set[int] = set()
+    writers: set[threading.Thread] = set()
     real = machine.files.write
 
     def write(name: str, offset: int, data: memoryview) -> None:
-        writers.add(threading.get_ident())
+        writers.add(threading.current_thread())
         real(name, offset, data)
 
     machine.files.write = write  # type: ignore[method-assign]
     customer.tier.commit(places, [memoryview(frame.bytes) for frame in frames], (lambda: places) if has_work else None)
-    assert len(writers) == threads and (threading.get_ident() in writers) == (threads == 1 or not has_work)
+    assert len(writers) == threads and (threading.current_thread() in writers) == (threads == 1 or not has_work)
     customer.owed.update((frame.name, place) for frame, place in zip(frames, places, strict=True))
     customer.restart()
 
