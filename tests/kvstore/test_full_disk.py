@@ -16,8 +16,8 @@ import pytest
 
 from kvstore.config import Limits
 from kvstore.miss import MissReason
-from model.store_model import BLOCK_TOKENS, SHARDED, WHOLE, Owned, Prompt
-from simulation.two_tiers import RealDisk, Sizes, bugs, open_two_tiers, wait_until_idle
+from model.store_model import SHARDED, WHOLE, Prompt
+from simulation.two_tiers import RealDisk, Sizes, bugs, load, open_two_tiers, put, wait_until_idle
 
 DISK_BYTES = 6 << 20
 SIZES = Sizes(dram=1 << 20, nvme=4 << 20, slab=256 << 10)
@@ -67,25 +67,6 @@ class Filler:
         self.path.unlink()
 
 
-def put(space: Owned, prompt: Prompt, durability: str = "volatile") -> MissReason | None:
-    pages = space.pages(prompt.tokens)
-    for block in range(len(prompt.letters)):
-        pages.write(block * BLOCK_TOKENS, space.kv(prompt, block))
-    reason: MissReason | None = space.handle.put(prompt.token_ids, pages.pages, durability=durability).reason
-    return reason
-
-
-def load(space: Owned, prompt: Prompt) -> int:
-    """The blocks that came, each compared."""
-    with space.handle.lease(space.match(prompt), deadline_ms=30_000) as lease:
-        pages = space.pages(lease.tokens)
-        before = pages.snapshot()
-        loaded = space.handle.get(lease, pages.pages)
-    kv = {token: space.kv(prompt, token // BLOCK_TOKENS) for token in range(0, loaded.tokens, BLOCK_TOKENS)}
-    pages.expect(before, kv, ignore_from=loaded.tokens)
-    return loaded.tokens // BLOCK_TOKENS
-
-
 @pytest.mark.parametrize("left_bytes", [0, 3 * 4096, 300 << 10])
 def test_a_disk_gets_full_and_has_room_again(disk: Path, left_bytes: int) -> None:
     real = RealDisk(disk / "kv")
@@ -100,7 +81,7 @@ def test_a_disk_gets_full_and_has_room_again(disk: Path, left_bytes: int) -> Non
     refused = {put(other, Prompt((90 + number, 1)), "disk") for number in range(8)}
     assert refused <= {MissReason.PINNED_FULL, MissReason.TIER_DOWN}, "there is no room for a slab of each part"
     opened.core.evict(1000)
-    assert [load(space, prompt) for prompt in first] == [2] * 8, "and nothing went for them in vain"
+    assert [load(space, prompt) for prompt in first] == [(2, None)] * 8, "and nothing went for them in vain"
     reasons: Counter[MissReason | None] = Counter()
     acknowledged = []
     for number in range(40):
@@ -110,7 +91,7 @@ def test_a_disk_gets_full_and_has_room_again(disk: Path, left_bytes: int) -> Non
         if reason is None:
             acknowledged.append(((space, other)[number % 2], prompt))
         assert put(space, Prompt((200 + number, 1))) is None, "volatile puts go on"
-        assert load(space, Prompt((200 + number, 1))) == 2
+        assert load(space, Prompt((200 + number, 1))) == (2, None)
         opened.core.check()
     print(dict(reasons), opened.core.usage().counters)
     assert set(reasons) <= {None, MissReason.PINNED_FULL, MissReason.TIER_DOWN}
@@ -119,7 +100,7 @@ def test_a_disk_gets_full_and_has_room_again(disk: Path, left_bytes: int) -> Non
     assert not bugs(opened.core), bugs(opened.core)
     kept = [one for one in [*((space, prompt) for prompt in first), *acknowledged] if one[0].match(one[1]).blocks == 2]
     for owner, prompt in kept:
-        assert load(owner, prompt) == 2, "what the disk has can be read"
+        assert load(owner, prompt) == (2, None), "what the disk has can be read"
     filler.go()
     opened.clock.advance(60)
     put(space, Prompt((300, 1)), "disk")  # an open breaker finds out
@@ -133,7 +114,8 @@ def test_a_disk_gets_full_and_has_room_again(disk: Path, left_bytes: int) -> Non
     assert opened.store.warmed(60)
     space, other = opened.namespace("a", WHOLE), opened.namespace("b", SHARDED)
     for number in range(10):
-        assert load(space, Prompt((400 + number, 1))) == load(other, Prompt((400 + number, 1))) == 2
+        for owner in (space, other):
+            assert load(owner, Prompt((400 + number, 1))) == (2, None)
     opened.core.check()
     opened.close()
 
@@ -154,7 +136,7 @@ def test_a_disk_that_is_full_at_the_end_and_at_the_start(disk: Path) -> None:
         assert opened.store.warmed(60)
         space = opened.namespace("a", WHOLE)
         for prompt in prompts:
-            assert load(space, prompt) == 2
+            assert load(space, prompt) == (2, None)
         opened.core.check()
         opened.close()
     filler.go()

@@ -19,9 +19,10 @@ from typing import Any
 from kvstore.codec import codec_named
 from kvstore.config import DramConfig, Limits
 from kvstore.identity import KeyRing
+from kvstore.miss import MissReason
 from kvstore.node import EmbeddedStore, KeyFile, build_store
 from kvstore.store import Clock, Store
-from model.store_model import OpenStore
+from model.store_model import BLOCK_TOKENS, OpenStore, Owned, Prompt
 from simulation.disk import SimulatedFiles
 from simulation.index import SimulatedIndex
 from simulation.power import Power, PowerLoss
@@ -32,8 +33,10 @@ from tiering.lmdb_index import LmdbMaker
 from tiering.nvme import NvmeTier
 from workbench import FakeClock
 
-PAGE_BYTES = 4096
 IDLE_SECONDS = 60
+LONG_MS = 30_000
+LATE_SECONDS = 10.0
+"""Many times every short deadline of a test. An answer that takes longer did not keep it."""
 
 Hook = Callable[[str], None]
 
@@ -50,7 +53,8 @@ class WatchedFiles:
         self.before = before
 
     def sizes(self) -> dict[str, int]:
-        return self._do("sizes")
+        sizes: dict[str, int] = self._do("sizes")
+        return sizes
 
     def create(self, name: str, size_bytes: int) -> None:
         self._do("create", name, size_bytes)
@@ -225,6 +229,30 @@ def open_two_tiers(
         raise
     store = EmbeddedStore(core, ring, keys, lock, codec_named)
     return OpenStore(store, core, keys, ring, clock, core._mover, core._blocks)  # type: ignore[arg-type]
+
+
+def put(space: Owned, prompt: Prompt, durability: str = "volatile") -> MissReason | None:
+    """Store a prompt; why not all of it is held, or durable where that was asked."""
+    pages = space.pages(prompt.tokens)
+    for block in range(len(prompt.letters)):
+        pages.write(block * BLOCK_TOKENS, space.kv(prompt, block))
+    reason: MissReason | None = space.handle.put(prompt.token_ids, pages.pages, durability=durability).reason
+    return reason
+
+
+def load(space: Owned, prompt: Prompt, deadline_ms: float = LONG_MS) -> tuple[int, MissReason | None]:
+    """The blocks that came, each compared, and why there were not more. In time."""
+    start = time.monotonic()
+    with space.handle.lease(space.match(prompt), deadline_ms=deadline_ms) as lease:
+        pages = space.pages(lease.tokens)
+        before = pages.snapshot()
+        loaded = space.handle.get(lease, pages.pages)
+    took = time.monotonic() - start
+    assert took < deadline_ms / 1000 + LATE_SECONDS, f"{took:.1f} s for a deadline of {deadline_ms} ms"
+    assert loaded.account.asked == prompt.tokens
+    kv = {token: space.kv(prompt, token // BLOCK_TOKENS) for token in range(0, loaded.tokens, BLOCK_TOKENS)}
+    pages.expect(before, kv, ignore_from=loaded.tokens)
+    return loaded.tokens // BLOCK_TOKENS, loaded.reason or lease.reason
 
 
 def wait_until_idle(core: Store) -> None:

@@ -1,0 +1,274 @@
+"""What happens between the two tiers at the wrong moment: each case once went wrong, or would without a line of code.
+
+Everything runs on a simulated disk whose calls can be met one by one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvstore.miss import HitTier, MissReason
+from model.store_model import SHARDED, WHOLE, OpenStore, Owned, Prompt
+from simulation.two_tiers import Disk, RealDisk, Sizes, bugs, load, nothing, open_two_tiers, put, wait_until_idle
+from tiering.errors import TierUnavailable
+from tiering.frame import HEADER_BYTES
+from tiering.nvme import NvmeTier, _Request
+
+ROOMY = Sizes(dram=1 << 20, nvme=16 << 20, slab=1 << 20)
+A, LONGER = Prompt((0, 1)), Prompt((0, 1, 2))
+
+
+class Place:
+    """A store on a disk, opened as often as a test likes."""
+
+    def __init__(self, directory: Path, sizes: Sizes = ROOMY, disk: Disk | None = None) -> None:
+        self.directory, self.sizes = directory, sizes
+        self.disk = disk or Disk()
+        self.opened: OpenStore
+        self.space: Owned
+        self.sharded: Owned
+        self.open()
+        assert self.opened.store.warmed(60)
+
+    def open(self) -> None:
+        self.opened = open_two_tiers(self.directory, self.disk, self.sizes)
+        self.space, self.sharded = self.opened.namespace("a", WHOLE), self.opened.namespace("b", SHARDED)
+
+    def restart(self, index_too: bool = False) -> None:
+        self.opened.close()
+        if index_too:
+            self.disk.discard()
+        self.open()
+        assert self.opened.store.warmed(60)
+
+    def crash(self, seed: int = 0) -> None:
+        self.disk.cut_power()
+        self.opened.close()
+        self.disk.crash(Random(seed))
+        self.open()
+        assert self.opened.store.warmed(60)
+
+    @property
+    def tier(self) -> NvmeTier:
+        assert self.opened.blocks.lower is not None
+        return self.opened.blocks.lower.tier
+
+    @property
+    def levels(self) -> Any:
+        return self.opened.core._levels
+
+    def is_well(self) -> None:
+        wait_until_idle(self.opened.core)
+        assert not bugs(self.opened.core), bugs(self.opened.core)
+        self.opened.core.check()
+        usage = self.opened.core.usage()
+        assert (usage.leases, usage.pinned_bytes, usage.dram.reserved, usage.dram.zombie) == (0, 0, 0, 0)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    yield place
+    place.disk.before_files = place.disk.before_index = nothing
+    place.opened.close()
+
+
+# Down -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["quarantined", "and stored again"])
+def test_a_block_that_turns_out_bad_while_it_is_written_is_not_readable_from_disk(place: Place, again: bool) -> None:
+    """Between its check and its commit a reader finds its frame damaged."""
+    assert put(place.space, A) is None
+    lease = place.space.handle.lease(place.space.match(A))
+    met = threading.Event()
+
+    def damage(call: str) -> None:
+        if call == "sync" and not met.is_set():
+            met.set()
+            place.space.frames(lease, 0)[0].view[HEADER_BYTES + 5] ^= 1
+            place.opened.core.report(lease.reply.lease, 0, 0)
+            lease.release()
+            if again:
+                assert put(place.space, A) is None
+
+    place.disk.before_files = damage
+    place.levels.sink_all(30)
+    assert met.is_set()
+    place.is_well()
+    assert place.space.match(A).blocks == (2 if again else 0)
+    assert again or place.space.match(A).reason is MissReason.CORRUPT
+    assert put(place.space, A, "disk") is None
+    assert load(place.space, A) == (2, None)
+    place.is_well()
+    place.crash()
+    assert load(place.space, A) == (2, None), "what was acknowledged after it is there"
+    place.is_well()
+
+
+def test_an_ancestor_that_nvme_gave_up_goes_down_again_with_its_descendants(place: Place) -> None:
+    assert put(place.space, A, "disk") is None
+    with place.opened.core._lock:
+        for _ in range(2):
+            place.opened.blocks.evict_below(1, place.sharded.handle.number)  # for the sake of another one
+    assert place.space.match(A).tiers == ((HitTier.DRAM, 2),)
+    assert put(place.space, LONGER) is None
+    place.restart()
+    assert place.space.match(LONGER).tiers == ((HitTier.NVME, 3),), "closing writes down what DRAM alone has"
+    assert load(place.space, LONGER) == (3, None)
+
+
+def test_what_waits_to_be_written_down_is_no_more_than_what_there_is(place: Place) -> None:
+    for number in range(300):
+        assert put(place.space, Prompt((number % 7,))) is None
+        place.opened.core.evict(10)
+    rows = sum(len(list(place.opened.blocks.index.rows(space.number))) for space in place.opened.blocks.spaces)
+    assert len(place.levels._unsunk) <= rows + 10
+
+
+def test_slots_in_doubt_after_a_crash_are_free_when_somebody_needs_them(tmp_path: Path) -> None:
+    """All slots were about to be written: the next start has nothing that it could evict for a put."""
+    place = Place(tmp_path, Sizes(nvme=640 << 10, slab=128 << 10))
+    for number in range(20):
+        assert put(place.space, Prompt((number,)), "disk") is None
+    slot_class = place.opened.blocks.spaces[place.space.handle.number].classes[0]
+    place.opened.drop(place.space)
+    doubts = place.tier.reserve(slot_class, 1000)
+    assert len(doubts) >= 24
+    place.tier._settle(_Request(doubts=doubts))
+    place.crash()
+    assert place.tier.usage().free == 0 and place.opened.core.usage().blocks == 0
+    assert put(place.space, A, "disk") is None
+    assert put(place.sharded, A, "disk") is None
+    place.is_well()
+    place.opened.close()
+
+
+def test_parts_do_not_take_their_slabs_from_each_other(tmp_path: Path) -> None:
+    """Five slabs; one namespace needs four of them, one for each part, and the other one had them all."""
+    place = Place(tmp_path, Sizes(nvme=640 << 10, slab=128 << 10))
+    for turn in range(4):
+        for number in range(40):
+            assert put(place.space, Prompt((100 * turn + number,)), "disk") is None
+        for number in range(3):
+            prompt = Prompt((100 * turn + number, 1))
+            assert put(place.sharded, prompt, "disk") is None, (turn, number)
+            assert place.sharded.match(prompt).blocks == 2
+    place.is_well()
+    place.opened.close()
+
+
+def test_a_disk_that_takes_nothing_costs_no_more_than_one_group(tmp_path: Path) -> None:
+    """NVMe is full and can be read, but nothing can be written: attempt after attempt must not evict what it has."""
+    place = Place(tmp_path, Sizes(nvme=2 << 20, slab=512 << 10))
+    for number in range(120):
+        assert put(place.space, Prompt((number,)), "disk") is None
+    before = place.tier.usage().used
+    lost = []
+    for call, hook in (("write", "files"), ("apply", "index")):
+
+        def refuse(made: str, call: str = call) -> None:
+            if made == call:
+                raise OSError(errno.EIO, os.strerror(errno.EIO)) if call == "write" else TierUnavailable("no space")
+
+        place.disk.before_files = refuse if hook == "files" else nothing
+        place.disk.before_index = refuse if hook == "index" else nothing
+        for number in range(30):
+            put(place.space, Prompt((1000 + number,)), "disk")
+            place.opened.clock.advance(6)  # type: ignore[attr-defined]
+        wait_until_idle(place.opened.core)
+        lost.append(before - place.tier.usage().used)
+        place.disk.before_files = place.disk.before_index = nothing
+        for _ in range(2):
+            put(place.space, Prompt((2000,)), "disk")
+            wait_until_idle(place.opened.core)
+            place.opened.clock.advance(6)  # type: ignore[attr-defined]
+        before = place.tier.usage().used
+    assert max(lost) <= 32, lost
+    place.is_well()
+    place.opened.close()
+
+
+# Up -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_move_that_is_almost_over_is_not_taken_for_the_next_one(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block was brought up, given up and asked for again before the first move was out of the queue's books."""
+    assert put(place.space, A, "disk") is None
+    place.opened.core.evict(10)
+    queue, gate, over = place.levels._queue, threading.Event(), threading.Event()
+    finish: Callable[..., None] = queue._finish
+
+    def finish_late(task: Any, finding: Any) -> None:
+        if task.tier == "nvme reads" and not gate.is_set():
+            over.set()
+            assert gate.wait(60)
+        finish(task, finding)
+
+    monkeypatch.setattr(queue, "_finish", finish_late)
+    try:
+        with place.space.handle.lease(place.space.match(A), deadline_ms=200) as lease:
+            assert over.wait(60) and lease.blocks <= 2
+        while place.levels.rising:
+            threading.Event().wait(0.001)
+        place.opened.core.evict(10)
+        assert place.space.match(A).tiers == ((HitTier.NVME, 2),)
+        with place.space.handle.lease(place.space.match(A), deadline_ms=500) as lease:
+            assert lease.blocks == 2 or lease.reason is MissReason.DEADLINE, lease.reason
+            assert place.space.match(A).tiers == ((HitTier.DRAM, 2),)
+    finally:
+        gate.set()
+    place.is_well()
+
+
+# Starts ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slab_that_cannot_be_read_at_a_start_costs_no_block_of_the_others(place: Place) -> None:
+    """Of a block of four parts one cannot be looked at today. Its others stay, and it is all there tomorrow."""
+    assert put(place.sharded, A, "disk") is None
+    place.opened.close()
+    for nth in (3, 4):  # behind the two pages of the stamp: both headers of the first slab
+        place.disk.files.fail("read", nth, OSError(errno.EIO, os.strerror(errno.EIO)))
+    place.open()
+    assert not place.opened.store.warmed(60) and len(place.tier.left_alone) == 1
+    assert place.sharded.match(A).reason is MissReason.TIER_DOWN, "not known to be absent"
+    with pytest.raises(TierUnavailable):
+        place.opened.drop(place.sharded)
+    place.restart()
+    assert load(place.sharded, A) == (2, None)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["simulated", "real"])
+def test_what_was_given_up_is_not_back_when_the_index_is_built_again(tmp_path: Path, real: bool) -> None:
+    disk: Any = RealDisk(tmp_path / "kv") if real else None
+    (tmp_path / "kv").mkdir(exist_ok=True)
+    place = Place(tmp_path / "kv", Sizes(nvme=1 << 20, slab=128 << 10), disk)
+    assert put(place.sharded, LONGER, "disk") is None
+    for number in range(60):  # far more than there is room for
+        assert put(place.space, Prompt((number, 1)), "disk") is None
+    assert place.opened.drop(place.sharded) in (0, 3)
+    place.opened.core.evict(1000)
+    kept = [number for number in range(60) if place.space.match(Prompt((number, 1))).blocks == 2]
+    gone = [number for number in range(60) if place.space.match(Prompt((number, 1))).blocks == 0]
+    assert kept and gone
+    for _ in range(2):
+        place.restart(index_too=True)
+        assert place.tier.rebuilds
+        assert place.sharded.match(LONGER).blocks == 0, "it was dropped"
+        for number in gone:
+            assert place.space.match(Prompt((number,))).blocks == 0, "it was evicted"
+        for number in kept:
+            assert load(place.space, Prompt((number, 1))) == (2, None)
+    place.is_well()
+    place.opened.close()
