@@ -289,13 +289,14 @@ class NamespaceHandle:
             if filled < len(reply.blocks):
                 return PutResult(present, len(stored), reply.blocks[filled], MissReason.DISABLED)
             if reply.reason is not None:
-                return PutResult(present, len(stored), reply.stopped_at, reply.reason)
+                ended = PutResult(present, len(stored), reply.stopped_at, reply.reason)
+                return self._made_durable(ended, keys[: reply.stopped_at], durability)
         return self._made_durable(PutResult(present, len(stored), None, None), keys, durability)
 
     # Inside --------------------------------------------------------------------------------------------------------
 
     def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str) -> PutResult:
-        """All blocks are held; with `disk` that counts only once the whole chain is on disk."""
+        """These blocks are held; with `disk` that counts only once they are on disk."""
         if durability != "disk":
             return result
         done, reason = self._door.persist(self.number, keys, DURABLE_SECONDS)

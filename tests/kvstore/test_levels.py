@@ -239,6 +239,19 @@ def test_a_disk_that_does_not_answer_is_a_miss_at_the_deadline(tmp_path: Path, m
         store.check()
 
 
+def test_a_durable_put_that_stops_has_made_durable_what_it_holds(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        handle = namespace(store)
+        keys = handle.match(prompt(0)).keys
+        assert handle.put(prompt(0, 7), pages(0, handle, 7)).stored == 7
+        reply = handle.door.reserve(handle.number, keys[:9], 0, 0, None)  # somebody else is storing two blocks
+        result = put(handle, 0, durability="disk")
+        assert (result.stopped_at, result.reason) == (7, MissReason.IN_FLIGHT)
+        rows = store._store._blocks.index.match(handle.number, keys)
+        assert len(rows) == 7 and all(store._store._blocks.is_below(row) for row in rows)
+        handle.door.abort(reply.reservation)
+
+
 def test_what_it_says_of_bad_options(tmp_path: Path) -> None:
     for options, words in (
         ({"nvme": "1KiB"}, "too small"),
