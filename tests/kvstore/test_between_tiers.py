@@ -87,6 +87,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 @pytest.mark.parametrize("again", [False, True], ids=["quarantined", "and stored again"])
 def test_a_block_that_turns_out_bad_while_it_is_written_is_not_readable_from_disk(place: Place, again: bool) -> None:
     """Between its check and its commit a reader finds its frame damaged."""
+    assert put(place.space, Prompt((9,)), "disk") is None  # the slab is there: the next sync is the block's
     assert put(place.space, A) is None
     lease = place.space.handle.lease(place.space.match(A))
     met = threading.Event()
@@ -116,6 +117,7 @@ def test_a_block_that_turns_out_bad_while_it_is_written_is_not_readable_from_dis
 
 def test_an_ancestor_that_nvme_gave_up_goes_down_again_with_its_descendants(place: Place) -> None:
     assert put(place.space, A, "disk") is None
+    assert place.levels.sink_all(30) == 0
     with place.opened.core._lock:
         for _ in range(2):
             place.opened.blocks.evict_below(1, place.sharded.handle.number)  # for the sake of another one
