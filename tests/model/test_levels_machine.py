@@ -1,11 +1,12 @@
-"""A store of two tiers against a dict: see `LevelsModel`. Hypothesis chooses the acts, and shrinks what goes wrong."""
+"""A store of two tiers against a dict: see `LevelsModel`. Hypothesis chooses the acts, or plain chance does."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from random import Random
 
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
@@ -95,6 +96,10 @@ class LevelsMachine(RuleBasedStateMachine):
     def restart(self, index_too: bool) -> None:
         self.model.restart(index_too=index_too)
 
+    @rule(wanted=st.lists(st.tuples(spaces, prompts, st.sampled_from(["volatile", "disk", ""])), max_size=4))
+    def restart_and_go_on(self, wanted: list[tuple[int, Prompt, str]]) -> None:
+        self.model.restart_and_go_on([partial(_use, self.model, *one) for one in wanted])
+
     @rule(chance=numbers, index_too=st.booleans())
     def crash(self, chance: int, index_too: bool) -> None:
         self.model.crash(chance, index_too=index_too)
@@ -105,8 +110,17 @@ class LevelsMachine(RuleBasedStateMachine):
         self.totals.update(self.model.opened.core.usage().counters)
 
 
-def run(examples: int, steps: int, number: int) -> Counter[str]:
-    """That many lives of that many acts; what happened in them."""
+def _use(model: LevelsModel, space: int, prompt: Prompt, durability: str) -> None:
+    """A put, or with no durability a load."""
+    if durability:
+        model.put(space, prompt, durability)
+    else:
+        model.load(space, prompt)
+
+
+def run(examples: int, steps: int, number: int, phases: tuple[Phase, ...] = (Phase.generate,)) -> Counter[str]:
+    """That many lives of that many acts; what happened in them. phases: with `Phase.shrink` a failure is made small,
+    which takes minutes."""
     totals: Counter[str] = Counter()
     run_state_machine_as_test(
         seed(number)(lambda: LevelsMachine(totals)),
@@ -116,6 +130,7 @@ def run(examples: int, steps: int, number: int) -> Counter[str]:
             deadline=None,
             print_blob=True,
             database=None,
+            phases=phases,
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -141,8 +156,7 @@ def wander(seeds: range, steps: int = 150) -> Counter[str]:
 def act(model: LevelsModel, random: Random) -> None:
     """One act."""
     space = random.randrange(len(SPACES))
-    letters = tuple(random.choice([0, 0, 1, 2]) for _ in range(random.randint(1, 6)))
-    prompt = Prompt(letters, random.choice([0, 1, 63]), random.choice([(), (), (), ("adapter",)]))
+    prompt = _prompt(random)
     durability = random.choice(["volatile", "disk"])
     match random.choices(range(13), [30, 6, 30, 5, 6, 4, 3, 3, 2, 3, 3, 3, 4])[0]:
         case 0:
@@ -173,10 +187,19 @@ def act(model: LevelsModel, random: Random) -> None:
             model.plan_cut(random.randrange(1, 60))
         case 12:
             index_too = random.random() < 0.5
-            if random.random() < 0.5:
+            if random.random() < 0.2:
+                uses = [(random.randrange(len(SPACES)), _prompt(random)) for _ in range(random.randrange(5))]
+                how = random.choice(["volatile", "disk", ""])
+                model.restart_and_go_on([partial(_use, model, *one, how) for one in uses])
+            elif random.random() < 0.5:
                 model.restart(index_too=index_too)
             else:
                 model.crash(random.randrange(1 << 30), index_too=index_too)
+
+
+def _prompt(random: Random) -> Prompt:
+    letters = tuple(random.choice([0, 0, 1, 2]) for _ in range(random.randint(1, 6)))
+    return Prompt(letters, random.choice([0, 1, 63]), random.choice([(), (), (), ("adapter",)]))
 
 
 def test_two_tiers_against_a_dict() -> None:

@@ -30,7 +30,7 @@ from tiering.errors import TierUnavailable
 from tiering.files import DirectFiles, DirectoryLock, Files, make_directory
 from tiering.frame_index import Change, FrameIndex
 from tiering.lmdb_index import LmdbMaker
-from tiering.nvme import NvmeTier
+from tiering.nvme import Found, NvmeTier
 from workbench import FakeClock
 
 IDLE_SECONDS = 60
@@ -208,10 +208,12 @@ def open_two_tiers(
     limits: Limits | None = None,
     clock: Clock | None = None,
     gone: Callable[[int, bytes], None] | None = None,
+    while_loading: Callable[[], object] | None = None,
 ) -> OpenStore:
     """As `node.open_embedded` does it, on any disk; the keys and the lock are real files in `directory`.
 
-    gone: told of every block that NVMe gives up, as in `Blocks`.
+    gone: told of every block that NVMe gives up, as in `Blocks`. while_loading: called before each slab is taken in, in
+    the thread that does it.
     """
     sizes, limits = sizes or Sizes(), limits or Limits()
     lock = DirectoryLock(directory)
@@ -221,6 +223,8 @@ def open_two_tiers(
         for one in keys.tenants():
             ring.add(one)
         tier = NvmeTier(disk.process(), disk, ring, sizes.nvme, sizes.slab, disk.new_uid)
+        if while_loading is not None:
+            _interrupt(tier, while_loading)
         clock = clock or FakeClock()
         core = build_store(DramConfig(sizes.dram, sizes.extent), limits, ring, clock, tier, gone)
         core.start_loading({one.tenant: one for one in keys.tenants()})
@@ -229,6 +233,17 @@ def open_two_tiers(
         raise
     store = EmbeddedStore(core, ring, keys, lock, codec_named)
     return OpenStore(store, core, keys, ring, clock, core._mover, core._blocks)  # type: ignore[arg-type]
+
+
+def _interrupt(tier: NvmeTier, work: Callable[[], object]) -> None:
+    load = tier.load
+
+    def load_slowly(*arguments: Any) -> Iterator[Found]:
+        for found in load(*arguments):
+            work()
+            yield found
+
+    tier.load = load_slowly  # type: ignore[method-assign,assignment]
 
 
 def put(space: Owned, prompt: Prompt, durability: str = "volatile") -> MissReason | None:
