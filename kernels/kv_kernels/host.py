@@ -111,16 +111,15 @@ class RawCopy:
 
     def encode(self, token: int, into: Span, digest: Digest) -> list[bytes]:
         """Copy the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
-        pages = self._pages(token)
-        page = pages[0]
-        slices = np.frombuffer(into.view, _BYTE).reshape(self._shape)
+        slices = np.ndarray(self._shape, _BYTE, into.view)
         digests = []
         if not self._groups:
+            pages = self._pages(token)
             for layer, target in enumerate(slices):
                 self._gather(layer, pages, target)
                 digests.append(digest(target))
             return digests
-        address = into.address
+        page, address = self._page(token), into.address
         for start, stop, low, high, array in self._groups:
             _assign(slices[start:stop], array[page], low < address + slices.size and address < high)
             digests += [digest(slices[layer]) for layer in range(start, stop)]
@@ -130,12 +129,10 @@ class RawCopy:
         """Copy a payload into the block at `token`, without its first `skip` tokens; False if any digest differs."""
         if not self._writable:
             raise ValueError("pages that are read-only cannot be loaded into")
-        pages = self._pages(token, skip)
-        page = pages[0]
-        slices = np.frombuffer(payload.view, _BYTE).reshape(self._shape)
+        slices = np.ndarray(self._shape, _BYTE, payload.view)
         if skip or not self._groups:
-            return self._decode_through_scratch(slices, pages, skip, expected, digest)
-        address = payload.address
+            return self._decode_through_scratch(slices, self._pages(token, skip), skip, expected, digest)
+        page, address = self._page(token), payload.address
         pair = slices.shape[1] == 2
         for start, stop, low, high, array in self._groups:
             target = array[page]
@@ -180,6 +177,12 @@ class RawCopy:
             stop = start + heads * self._block_tokens * width * plane.itemsize
             yield plane, slice_bytes[start:stop].view(plane.dtype).reshape(heads, self._block_tokens, width)
             start = stop
+
+    def _page(self, token: int) -> int:
+        """Of the block at `token` the one page that holds it, where a page is a block."""
+        number, rest = divmod(token, self._page_tokens)
+        assert not rest and 0 <= number < len(self._table), "the block is not inside the pages"
+        return self._table[number]
 
     def _pages(self, token: int, skip: int = 0) -> Sequence[int]:
         """Physical pages of the block at `token`, from its `skip`-th token on."""
