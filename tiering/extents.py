@@ -40,6 +40,8 @@ class Extent:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self.descriptor = os.memfd_create("kv-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._give_back = weakref.finalize(self, os.close, self.descriptor)  # also where nobody closes it
+        self._give_back.atexit = False
         try:
             os.fchmod(self.descriptor, 0o400)  # else any process that is given it can reopen it for writing
             os.ftruncate(self.descriptor, size_bytes)
@@ -58,9 +60,8 @@ class Extent:
 
     def close(self) -> None:
         """Give the descriptor back. The mapping goes when the last view of it does: a reader is never cut off."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        self._give_back()
+        self.descriptor = -1
 
     def _prefault(self) -> None:
         for start in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
