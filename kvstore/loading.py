@@ -3,8 +3,9 @@
     slabs > catalogue (outside the lock) > slices of it under the lock, what was stored last first > loaded
 
 What a running store has stored, dropped or is storing meanwhile goes before what is found. A block that is readable
-already keeps its copy on disk; where it is just being stored or written down, the copy is left for the next start to
-decide.
+already keeps its copy on disk, unless it has a newer one there. Where it is just being stored or written down, nobody
+knows yet what becomes of it: its copy, and what hangs below it, is looked at again when all else is in. What is
+undecided even then is left for the next start.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ from tiering.tier import NO_PLACE
 
 SLICE_BLOCKS = 4096
 """Taken in at a time: the lock is held for a few milliseconds."""
+PAUSE_SECONDS = 1e-4
+"""Between two slices. Without it the lock is taken again before who waits for it has woken up, for seconds on end."""
+LOOKS = 40
+"""How often what has to wait for a put or a write is looked at again."""
+LOOK_SECONDS = 0.05
+"""Between two of them."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +59,7 @@ class Loader:
         self._lock = lock
         self._over = threading.Event()
         self._succeeded = False
-        self._closing = False
+        self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._progress = LoadProgress(0, 0, 0)
         self._left: dict[int, list[int]] = {}  # by namespace: places of what is left for the next start to decide
@@ -81,7 +88,7 @@ class Loader:
             try:
                 self.load(tenants)
                 is_all = not any(one.unread for one in self._lower.tier.left_alone)
-                self._succeeded = is_all and not self._closing
+                self._succeeded = is_all and not self._closing.is_set()
             except TierError as error:
                 _log.error("what is on disk cannot be taken in: %s", error)
             finally:
@@ -96,7 +103,7 @@ class Loader:
 
     def stop(self, timeout_seconds: float) -> None:
         """Take no more in."""
-        self._closing = True
+        self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_seconds)
 
@@ -118,7 +125,7 @@ class Loader:
         for found in self._lower.tier.load(slots_done):
             owner = found.header.slot_class
             groups.setdefault((owner.tenant, owner.namespace), []).append(found)
-            if self._closing:
+            if self._closing.is_set():
                 return
         for (tenant, namespace), group in groups.items():
             with self._lock:
@@ -143,18 +150,37 @@ class Loader:
         root = root_key(space.namespace.layout.block_tokens)
         found, useless, lost = catalogue(group, len(space.classes), root, partial(self._is_sound, space))
         rows = np.full(len(found), NO_ROW, np.int64)
+        waiting: list[int] = []
         with self._lock:
             self._blocks.expect(len(found))
         for first in range(0, len(found), SLICE_BLOCKS):
-            if self._closing:
+            if self._closing.wait(PAUSE_SECONDS):
                 return
             with self._lock:
-                lost += self._insert(space, found, first, min(first + SLICE_BLOCKS, len(found)), rows)
-        useless += lost
+                lost += self._insert(space, found, first, min(first + SLICE_BLOCKS, len(found)), rows, waiting)
+        useless += lost + self._look_again(space, found, rows, waiting)
+        self._left.setdefault(space.number, []).extend(int(column[at]) for at in waiting for column in found.places)
         if self._lower.tier.left_alone:  # with a slab that could not be read, their other parts or a way to them may be
             self._left.setdefault(space.number, []).extend(useless)  # back one day
             useless = []
         self._lower.tier.delete(useless)
+
+    def _look_again(self, space: Space, found: Catalogue, rows: Column, waiting: list[int]) -> list[int]:
+        """A put ends and a frame is written within a moment: insert what had to wait for that, and empty the list.
+
+        Returns the places of blocks that nothing leads to.
+        """
+        useless: list[int] = []
+        for _ in range(LOOKS):
+            if not waiting or self._closing.wait(LOOK_SECONDS):
+                break
+            looked_at, waiting[:] = waiting[:], []
+            for first in range(0, len(looked_at), SLICE_BLOCKS):
+                self._closing.wait(PAUSE_SECONDS)
+                with self._lock:
+                    for at in looked_at[first : first + SLICE_BLOCKS]:
+                        useless += self._insert_one(space, found, at, found.keys[at].tobytes(), rows, waiting)
+        return useless
 
     def _is_sound(self, space: Space, places: Sequence[int]) -> bool:
         """Whether the frames of a block, one per part, pass every check of their own. Raises `TierUnavailable`."""
@@ -167,15 +193,21 @@ class Loader:
                 return False
         return True
 
-    def _insert(self, space: Space, found: Catalogue, first: int, stop: int, rows: Column) -> list[int]:
-        """Rows for a slice; returns the places of blocks that nothing leads to. Under the lock."""
+    def _insert(
+        self, space: Space, found: Catalogue, first: int, stop: int, rows: Column, waiting: list[int]
+    ) -> list[int]:
+        """Rows for a slice; returns the places of blocks that nothing leads to. Under the lock.
+
+        waiting: gets those that cannot be decided now.
+        """
         keys = split_keys(found.keys[first:stop])
         parents = found.parents[first:stop]
         if not self._is_plain(space, found, first, keys, parents, rows):
             if stop - first == 1:
-                return self._insert_one(space, found, first, keys[0], rows)
+                return self._insert_one(space, found, first, keys[0], rows, waiting)
             middle = (first + stop) // 2
-            return self._insert(space, found, first, middle, rows) + self._insert(space, found, middle, stop, rows)
+            useless = self._insert(space, found, first, middle, rows, waiting)
+            return useless + self._insert(space, found, middle, stop, rows, waiting)
         slice_ = slice(first, stop)
         columns = found.depths[slice_], found.priorities[slice_], found.expires_at[slice_]
         new = self._blocks.index.load(space.number, keys, *columns)
@@ -196,26 +228,32 @@ class Loader:
                 return False
         return True
 
-    def _insert_one(self, space: Space, found: Catalogue, at: int, key: bytes, rows: Column) -> list[int]:
-        index = self._blocks.index
+    def _insert_one(
+        self, space: Space, found: Catalogue, at: int, key: bytes, rows: Column, waiting: list[int]
+    ) -> list[int]:
+        """The same for one block, whatever is known of it already."""
+        index, below = self._blocks.index, self._lower.residency
         places = [int(column[at]) for column in found.places]
         row = index.find(space.number, key)
         parent = int(found.parents[at])
         if row != NO_ROW:  # stored anew, or being stored
-            rows[at] = row if _can_lead(index.state(row)) else _LEFT
-            if index.state(row) is RowState.VISIBLE and self._lower.residency.place(row, 0) == NO_PLACE:
+            rows[at] = row if _can_lead(index.state(row)) else _WAITING
+            if below.is_listed(row):  # a newer copy is durable
+                assert below.place(row, 0) not in places, "a block is taken in once"
+                return places
+            if index.state(row) is RowState.VISIBLE and below.place(row, 0) == NO_PLACE:
                 self._blocks.adopt(row, int(found.generations[at]), places)
             else:
-                self._left.setdefault(space.number, []).extend(places)
+                waiting.append(at)
             return []
         parent_row = NO_ROW
         if parent != AT_ROOT:
             parent_row = index.find(space.number, found.parent_keys[at].tobytes())
-            if (parent >= 0 and rows[parent] == _LEFT) or (
+            if (parent >= 0 and rows[parent] == _WAITING) or (
                 parent_row != NO_ROW and not _can_lead(index.state(parent_row))
             ):
-                rows[at] = _LEFT
-                self._left.setdefault(space.number, []).extend(places)
+                rows[at] = _WAITING
+                waiting.append(at)
                 return []
             if parent_row == NO_ROW or index.depth(parent_row) + 1 != int(found.depths[at]):
                 return places
@@ -233,8 +271,8 @@ class Loader:
         self._progress = LoadProgress(done.slots, done.all_slots, done.blocks + len(rows))
 
 
-_LEFT = -2
-"""In place of a row: the block is left where it is, unknown, until the next start."""
+_WAITING = -2
+"""In place of a row: what becomes of the block is not known yet."""
 
 
 def _can_lead(state: RowState) -> bool:

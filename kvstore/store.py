@@ -492,9 +492,10 @@ class Store:
         parent = self._blocks.index.find(number, keys[blocks - 1]) if blocks else NO_ROW
         finding = self._blocks.index.why_not(number, key, parent)
         reason = MissReason.DIVERGED if finding is None else REASON_OF_FINDING[finding]
-        if reason in (MissReason.DIVERGED, MissReason.ABSENT):
+        if reason in (MissReason.DIVERGED, MissReason.ABSENT, MissReason.EVICTED):
             if self._loader is not None and self._loader.warming:
                 return MissReason.WARMING, "what is on disk is still being taken in"
+        if reason in (MissReason.DIVERGED, MissReason.ABSENT):
             if self._loader is not None and self._loader.failed:
                 return MissReason.TIER_DOWN, "some of what is on disk could not be taken in at the start"
             other = self._blocks.index.elsewhere(number, key)

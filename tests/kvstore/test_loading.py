@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,12 +90,15 @@ def held_back(monkeypatch: Any) -> Iterator[Callable[[], None]]:
             goes_on.set()
 
 
+@pytest.mark.parametrize("durability", ["volatile", "disk"])
 @pytest.mark.parametrize("parts", PARTS)
-def test_what_is_stored_anew_meanwhile_keeps_its_copy_on_disk(directory: Path, parts: int, monkeypatch: Any) -> None:
+def test_what_is_stored_anew_meanwhile_has_one_copy_on_disk(
+    directory: Path, parts: int, durability: str, monkeypatch: Any
+) -> None:
     with held_back(monkeypatch) as go_on, opened(directory) as store:
         handle = namespace(store, parts)
         assert handle.match(prompt(0)).reason is MissReason.WARMING
-        assert put(handle, 0, blocks=5).stored == 5
+        assert put(handle, 0, blocks=5, durability=durability).stored == 5
         go_on()
         assert store.warmed(20)
         store.check()
@@ -114,7 +118,8 @@ def test_what_is_stored_anew_meanwhile_keeps_its_copy_on_disk(directory: Path, p
 def test_what_is_being_stored_meanwhile_is_left_to_the_next_start(
     directory: Path, outcome: str, monkeypatch: Any
 ) -> None:
-    """The block may go yet, and would leave its descendants in the air."""
+    """The block may go yet, and would leave its descendants in the air. This one takes longer than loading waits."""
+    monkeypatch.setattr(loading, "LOOKS", 3)
     with held_back(monkeypatch) as go_on, opened(directory) as store:
         handle = namespace(store)
         keys = handle.match(prompt(0)).keys
@@ -138,6 +143,54 @@ def test_what_is_being_stored_meanwhile_is_left_to_the_next_start(
         assert store.warmed(20)
         store.check()
         assert delivered(namespace(store), 0) == (BLOCKS if outcome == "abort" else 4), "no more than was stored since"
+
+
+@pytest.mark.parametrize("outcome", ["commit", "abort"])
+def test_loading_waits_for_what_is_being_stored(directory: Path, outcome: str, monkeypatch: Any) -> None:
+    with held_back(monkeypatch) as go_on, opened(directory) as store:
+        handle = namespace(store)
+        keys = handle.match(prompt(0)).keys
+        reply = handle.door.reserve(handle.number, keys[:2], 0, 0, None)
+        go_on()
+        assert not store.warmed(0.2)
+        assert handle.match(prompt(0)).reason is MissReason.IN_FLIGHT
+        if outcome == "abort":
+            handle.door.abort(reply.reservation)
+        else:
+            digests = [[b"d" * 16] * len(handle.layout.parts[0].layers)] * 2
+            assert handle.door.commit(reply.reservation, 0, digests) == 2
+        assert store.warmed(20)
+        store.check()
+        usage = store.usage()
+        assert usage.nvme is not None and usage.nvme.used == sum(3 * BLOCKS * count for count in PARTS)
+        assert handle.match(prompt(0)).blocks == BLOCKS
+        store.evict(1000)
+        assert delivered(handle, 0, HitTier.NVME) == BLOCKS, "these are from before"
+
+
+def test_who_asks_meanwhile_is_let_in_between_two_slices(directory: Path, monkeypatch: Any) -> None:
+    real = loading.Loader._insert
+    slices, most = 0, 0
+
+    def insert(*arguments: Any) -> Any:
+        nonlocal slices
+        slices += 1
+        until = time.monotonic() + 0.002
+        while time.monotonic() < until:
+            pass
+        return real(*arguments)
+
+    monkeypatch.setattr(loading, "SLICE_BLOCKS", 1)
+    monkeypatch.setattr(loading.Loader, "_insert", insert)
+    with held_back(monkeypatch) as go_on, opened(directory) as store:
+        handle = namespace(store)
+        go_on()
+        while not store.warmed(0):
+            before = slices
+            handle.match(prompt(0))
+            most = max(most, slices - before)
+        assert slices == 3 * BLOCKS * len(PARTS)
+        assert 0 < most < 20, f"one answer took as long as {most} of {slices} slices"
 
 
 def test_a_namespace_that_is_dropped_meanwhile_is_gone_for_good(directory: Path, monkeypatch: Any) -> None:

@@ -75,6 +75,8 @@ class Dict:
 
     def give_up(self, name: Name) -> None:
         self.ghosts.setdefault(name, set()).update(self.versions.pop(name, ()))
+        if name not in self.damaged:  # a quarantined block has no room for what is on disk
+            self.lingering.pop(name, None)
 
 
 class LevelsModel:

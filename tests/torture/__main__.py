@@ -1,13 +1,14 @@
 """Long runs against the promises of the disk, for as long as one likes; the suite runs the same in short forms.
 
-    make torture ARGS="--flips 200000 --power 1000 --kills 1000 --points 20 --stores 1000 --seed 7"
+    make torture ARGS="--flips 200000 --index-flips 5000 --power 1000 --kills 1000 --points 20 --stores 1000 --seed 7"
 
-    flips   damage to a stocked directory, that many single damages (attack/test_nvme_damage.py)
-    power   lives on a simulated disk that loses power (simulation/test_nvme_power.py)
-    kills   a process on a bare NVMe tier, ended by SIGKILL at a random moment; a journal that the parent keeps says
-            what was acknowledged
-    points  a process on a whole store, ended by SIGKILL at every failpoint, that many times each
-    stores  a process on a whole store, ended by SIGKILL at a random moment
+    flips        damage to a stocked directory, that many single damages (attack/test_nvme_damage.py)
+    index-flips  single bits of the index file, each opened and used by another process (attack/test_index_damage.py)
+    power        lives on a simulated disk that loses power (simulation/test_nvme_power.py)
+    kills        a process on a bare NVMe tier, ended by SIGKILL at a random moment; a journal that the parent keeps
+                 says what was acknowledged
+    points       a process on a whole store, ended by SIGKILL at every failpoint, that many times each
+    stores       a process on a whole store, ended by SIGKILL at a random moment
 
 It ends with status 1 at the first broken promise and prints the seed that repeats it.
 """
@@ -21,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from attack.test_index_damage import index_damage
 from attack.test_nvme_damage import damage
 from simulation.test_nvme_power import live
 from torture import kill
@@ -45,6 +47,7 @@ class Progress:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="torture", description="Long runs against the promises of the disk.")
     parser.add_argument("--flips", type=int, default=100_000, help="single damages to a stocked directory")
+    parser.add_argument("--index-flips", type=int, default=100, help="single bits of the index file")
     parser.add_argument("--power", type=int, default=200, help="lives on a disk that loses power")
     parser.add_argument("--kills", type=int, default=50, help="processes on a bare tier ended by SIGKILL")
     parser.add_argument("--points", type=int, default=1, help="processes ended by SIGKILL at each failpoint")
@@ -84,6 +87,7 @@ def main() -> int:
 
     try:
         run("flips", options.flips, lambda progress: damage(options.flips, options.seed, progress))
+        run("index flips", options.index_flips, lambda told: index_damage(options.index_flips, options.seed, told))
         run("power", options.power, lives)
         run("kills", options.kills, lambda progress: kill(options.kills, options.seed, progress))
         run("points", options.points * len(POINTS), reached)
