@@ -81,6 +81,10 @@ class Blocks:
         self._keys = keys
         self._next_generation = first_generation
         self._gone = gone
+        self.given_up: dict[int, set[bytes]] | None = None  # by namespace: what NVMe gave up while it is being loaded
+        self.older: dict[tuple[int, bytes], list[int]] = {}  # places of copies from before a restart that nobody finds
+        self.sinking: set[int] = set()  # rows on their way down, with a place there or not yet
+        self.dropping: set[int] = set()  # namespaces that are about to be dropped
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Space:
         """Make a namespace of a tenant known."""
@@ -283,6 +287,7 @@ class Blocks:
         """
         assert self.lower is not None
         tier, residency = self.lower.tier, self.lower.residency
+        assert all(residency.place(row, 0) == NO_PLACE for row in rows), "a block has one place there"
         columns = claimed or [tier.reserve(slot_class, len(rows)) for slot_class in self.spaces[number].classes]
         for part, places in enumerate(columns):
             assert len(places) == len(rows), "asked for slots that are not there"
@@ -302,6 +307,7 @@ class Blocks:
                 residency.published(row, generation)
                 residency.listed(row, self.index.depth(row))
                 kept.append(row)
+                self._end_older(number, self.index.key(row))
             else:
                 self._leave_below(row)
         # An ancestor is always the more recent: else whoever makes room takes the last block of every chain in turn.
@@ -429,13 +435,30 @@ class Blocks:
     def _leave_below(self, row: int, *, claim: bool = False) -> list[int]:
         """Returns the places that it had; `claim`: for whoever evicts it."""
         assert self.lower is not None
-        if self._gone is not None:
-            self._gone(self.index.namespace_of(row), self.index.key(row))
+        self._gives_up(self.index.namespace_of(row), self.index.key(row))
         places = self.lower.residency.forget(row)
         self.lower.tier.delete(places, claim=claim)
         self.lower.residency.unlisted(row)
         self._went_below(row)
         return places
+
+    def give_up_unread(self, number: int, key: bytes) -> None:
+        """A block that was on NVMe before a restart goes with an ancestor, before anybody could find it."""
+        self._gives_up(number, key)
+        self.counters["nvme_evicted_blocks"] += 1
+        self.counters["evicted_blocks"] += 1
+
+    def _gives_up(self, number: int, key: bytes) -> None:
+        if self._gone is not None:
+            self._gone(number, key)
+        if self.given_up is not None:
+            self.given_up.setdefault(number, set()).add(key)
+        self._end_older(number, key)
+
+    def _end_older(self, number: int, key: bytes) -> None:
+        """A newer copy is durable, or was given up: the one from before the restart must not come back."""
+        if self.older and self.lower is not None:
+            self.lower.tier.delete(self.older.pop((number, key), []))
 
     def retire_empty(self, number: int) -> None:
         """Give back the extents of a namespace that hold nothing any more."""

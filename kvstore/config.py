@@ -88,13 +88,18 @@ def format_size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
+MAX_SECONDS = 10**9
+"""Longer than anything here is waited for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Named upper bounds of a store.
 
     lease_seconds: how long a lease pins. pinned_fraction: of the DRAM budget, what may be pinned at once. room_steps:
     evictions, new extents and moves one put may cause before it takes what it has. forgotten: evicted keys that are
-    remembered so that a miss can be called evicted. close_seconds: how long closing writes down what DRAM alone holds.
+    remembered so that a miss can be called evicted. close_seconds: how long closing writes down what DRAM alone holds;
+    with a disk that hangs it waits as long again for each of three things besides.
     """
 
     lease_seconds: float = 60.0
@@ -106,6 +111,12 @@ class Limits:
     close_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        for name in ("leases", "namespaces", "room_steps", "forgotten"):
+            if not isinstance(getattr(self, name), int):
+                raise BadInput(f"{name}={getattr(self, name)!r} is not a whole number")
+        for name in ("lease_seconds", "pinned_fraction", "close_seconds"):
+            if not isinstance(getattr(self, name), int | float):
+                raise BadInput(f"{name}={getattr(self, name)!r} is not a number")
         if not self.lease_seconds > 0:
             raise BadInput(f"lease_seconds={self.lease_seconds}; give more than 0")
         if min(self.leases, self.namespaces, self.room_steps) < 1 or self.forgotten < 0:
@@ -115,6 +126,8 @@ class Limits:
             )
         if self.namespaces > MAX_NAMESPACES:
             raise BadInput(f"namespaces={self.namespaces}; give at most {MAX_NAMESPACES}")
+        if not 0 <= self.close_seconds <= MAX_SECONDS:
+            raise BadInput(f"close_seconds={self.close_seconds}; give seconds from 0 to {MAX_SECONDS}")
         if not 0 < self.pinned_fraction <= 1:
             raise BadInput(f"pinned_fraction={self.pinned_fraction}; give a number above 0, at most 1")
 

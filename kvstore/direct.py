@@ -65,7 +65,7 @@ class DirectReader:
         with self._lock:
             if self._closed:
                 return DirectReply(0, first_block, first_block)
-            self._run_out()
+            self.run_out()
             rows = self._blocks.index.match(number, keys)[first_block : first_block + self._affordable(number)]
             rows = list(takewhile(self._blocks.is_below, rows))
             if not rows:
@@ -122,6 +122,13 @@ class DirectReader:
 
     # What the store calls, under the lock --------------------------------------------------------------------------
 
+    def run_out(self) -> None:
+        """End the leases that were abandoned or whose time is over."""
+        while self._abandoned:
+            self._release(self._abandoned.popleft())
+        for record in list(self._leases.run_out(self._clock.monotonic_seconds())):
+            self._let_loose(record)
+
     def forget(self, number: int) -> None:
         """A namespace is dropped: its leases end now, and what they would still read is a miss."""
         for record in list(self._leases.lapse_all(number)):
@@ -130,6 +137,11 @@ class DirectReader:
     def close(self) -> None:
         """Nothing is leased or read any more."""
         self._closed = True
+
+    def disown(self, lock: threading.Lock) -> None:
+        """In a forked child, which has no part in any of this: closed, and under another lock."""
+        self._closed = True
+        self._lock = lock
 
     def check(self) -> None:
         """What is kept is what the leases keep."""
@@ -210,12 +222,6 @@ class DirectReader:
     def _release(self, lease: int) -> None:
         record = self._leases.take(lease)
         if record is not None and record.held is None:
-            self._let_loose(record)
-
-    def _run_out(self) -> None:
-        while self._abandoned:
-            self._release(self._abandoned.popleft())
-        for record in list(self._leases.run_out(self._clock.monotonic_seconds())):
             self._let_loose(record)
 
     def _let_loose(self, record: LeaseRecord) -> None:

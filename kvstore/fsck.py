@@ -227,8 +227,8 @@ def _empty(files: Files, slabs: list[SlabResult], show: Callable[[str], None]) -
                     files.read(slab.name, slab.header.offset(slot), memoryview(bytearray(PAGE_BYTES)))
                 except OSError as error:
                     raise TierUnavailable(
-                        f"slot {slot} of {slab.name} cannot be emptied ({error.strerror}): nothing else was changed; "
-                        "move that slab away, or the directory to a sound disk"
+                        f"slot {slot} of {slab.name} cannot be emptied ({error.strerror}); "
+                        "move that slab away, or the directory to a sound disk, and run --repair again"
                     ) from error
             files.sync(slab.name)
         emptied += len(slots)

@@ -108,7 +108,7 @@ class Problems:
 
 @dataclass
 class SlabResult:
-    """A slab. copies: its first and its last page as they are to be, where one of them has to be written again.
+    """A slab. good_page: its header as both copies are to be; bad_offsets: where a copy has to be written again.
 
     seen, slots: one byte for each slot, a `Seen` and a `Slot`; empty where the slots are not known.
     """

@@ -12,9 +12,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
+from kvstore.config import MAX_SECONDS
 from kvstore.door import DirectReply, Door, Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
@@ -196,8 +198,9 @@ class NamespaceHandle:
         """
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
-        if not deadline_ms >= 0:
-            raise BadInput(f"deadline_ms={deadline_ms}; give 0 or more")
+        if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
+            raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")
+        deadline_ms = min(deadline_ms, 1000 * MAX_SECONDS)
         first_block = min(first_token // self.block_tokens, match.blocks)
         reply = self._door.lease(self.number, match.keys[: match.blocks], first_block, deadline_ms)
         parts: list[tuple[HitTier | MissReason, int]] = [

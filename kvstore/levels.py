@@ -13,17 +13,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 
 from kvstore.blocks import Blocks, Lower, Space
 from kvstore.config import Limits
 from kvstore.loading import pack_about
 from kvstore.miss import REASON_OF_FINDING, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
-from tiering.errors import TierFull
+from tiering.errors import BlockMissing, TierFull
 from tiering.frame import HEADER_BYTES, MacKeys, digest, verify_frame
 from tiering.move_queue import Clock, Move, MoveQueue, Priority
 from tiering.tier import Finding
@@ -98,7 +98,7 @@ class Levels:
         self._find_slots = find_slots
         self._rising: dict[int, Rise] = {}
         self._numbers = count()
-        self._sinking: set[int] = set()
+        self._sinking = blocks.sinking
         self._pinned_for_sinking: list[list[int]] = []
         # Rows in the order in which they were stored; one may have gone since, and come again as another block.
         self._unsunk: OrderedDict[int, None] = OrderedDict()
@@ -263,9 +263,10 @@ class Levels:
         with self._lock:
             rows = [self._unsunk.popitem(last=False)[0] for _ in range(min(GROUP_BLOCKS, len(self._unsunk)))]
             by_space: dict[int, list[int]] = {}
+            taken: set[int] = set()
             for row in rows:
                 if index.state(row) is RowState.VISIBLE:
-                    by_space.setdefault(index.namespace_of(row), []).extend(self._way_down(row))
+                    by_space.setdefault(index.namespace_of(row), []).extend(self._way_down(row, taken))
         try:
             for number, mine in by_space.items():
                 self._sink(number, mine)
@@ -274,10 +275,14 @@ class Levels:
                 left = [row for row in rows if index.state(row) is RowState.VISIBLE]
                 self.stored(row for row in left if not self._blocks.is_below(row))
 
-    def _way_down(self, row: int) -> list[int]:
-        """A block and the ancestors that have to go down before it, these first: NVMe may have given one up."""
+    def _way_down(self, row: int, taken: set[int]) -> list[int]:
+        """A block and the ancestors that have to go down before it, these first: NVMe may have given one up.
+
+        taken: rows that go down anyhow, and the way of each; gets these.
+        """
         way = []
-        while row != NO_ROW and not self._blocks.is_below(row):
+        while row != NO_ROW and row not in taken and not self._blocks.is_below(row):
+            taken.add(row)
             way.append(row)
             row = self._blocks.index.parent(row)
         return way[::-1]
@@ -302,6 +307,8 @@ class Levels:
         deadline = self._clock.monotonic_seconds() + seconds
         while True:
             with self._lock:
+                if number in self._blocks.dropping:
+                    return 0, MissReason.DISABLED
                 rows = self._blocks.index.match(number, keys)
                 done = next((at for at, row in enumerate(rows) if not self._blocks.is_below(row)), len(rows))
                 if done == len(rows):
@@ -324,40 +331,45 @@ class Levels:
         """Make blocks durable, in their order; what is durable already or under way is left out. Raises `TierError`."""
         blocks = self._blocks
         with self._lock:
-            batch: list[int] = []
-            for row in rows:
+            chosen: dict[int, int] = {}  # in their order, with the generation that is to be written
+            for row in rows if number not in blocks.dropping else ():
                 if blocks.index.namespace_of(row) != number:
                     continue  # the row has become another block's
                 parent = blocks.index.parent(row)
-                follows = parent == NO_ROW or blocks.is_below(parent) or parent in batch
+                follows = parent == NO_ROW or blocks.is_below(parent) or parent in chosen
                 here = blocks.index.state(row) is RowState.VISIBLE and blocks.is_above(row)
-                if here and follows and not blocks.is_below(row) and row not in self._sinking and row not in batch:
-                    batch.append(row)
+                if here and follows and not blocks.is_below(row) and row not in self._sinking:
+                    chosen[row] = blocks.residency.generation(row)
+            batch = list(chosen)
             # What the batch follows must stay below until the batch is there: else NVMe would hold the end of a chain.
-            parents = {blocks.index.parent(row) for row in batch} - {NO_ROW, *batch}
+            parents = {blocks.index.parent(row) for row in batch} - {NO_ROW, *chosen}
             pinned = [*batch, *sorted(parents)]
             self._pin(number, pinned)
             self._pinned_for_sinking.append(pinned)
             self._sinking.update(batch)
-            generations = {row: blocks.residency.generation(row) for row in batch}
         placed: list[int] = []
         written = False
         try:
             left = batch
             while left:
                 with self._making_room:
-                    placed, columns = self._make_room(number, left)
-                frames = [
-                    blocks.dram.committed_span(blocks.residency.place(row, part)).view
-                    for part in range(len(columns))
-                    for row in placed
-                ]
-                good = self._commit_good(number, placed, columns, frames)
+                    placed, columns = self._make_room(number, left[:GROUP_BLOCKS])
+                wanted = len(placed)
+                with self._lock:
+                    standing = list(takewhile(lambda row: self._stands(row, chosen[row]), placed))
+                    blocks.not_demoted(placed[len(standing) :])
+                    placed, columns = standing, [column[: len(standing)] for column in columns]
+                    frames = [
+                        blocks.dram.committed_span(blocks.residency.place(row, part)).view
+                        for part in range(len(columns))
+                        for row in placed
+                    ]
+                good = self._commit_good(number, {row: chosen[row] for row in placed}, columns, frames)
                 with self._lock:
                     written = True
-                    blocks.demoted(number, good, [generations[row] for row in good])
+                    blocks.demoted(number, good, [chosen[row] for row in good])
                     blocks.not_demoted(placed[len(good) :])
-                left = left[len(placed) :] if len(good) == len(placed) else []
+                left = left[wanted:] if len(good) == wanted else []
                 placed, written = [], False
         finally:
             with self._lock:
@@ -368,29 +380,54 @@ class Levels:
                 self._unpin(number, pinned)
                 self._changed.notify_all()
 
+    def _stands(self, row: int, generation: int) -> bool:
+        """Whether DRAM still has what was to be written: a reader may have found it damaged, and a put may be filling
+        the row again. Under the lock."""
+        blocks = self._blocks
+        return (
+            blocks.index.state(row) is RowState.VISIBLE
+            and blocks.is_above(row)
+            and blocks.residency.generation(row) == generation
+        )
+
     def _commit_good(
-        self, number: int, rows: Sequence[int], columns: Sequence[Sequence[int]], frames: Sequence[memoryview]
+        self,
+        number: int,
+        generations: Mapping[int, int],
+        columns: Sequence[Sequence[int]],
+        frames: Sequence[memoryview],
     ) -> list[int]:
         """Write frames while they are verified where they stand: those of the blocks before the first bad one become
-        durable, and these blocks are returned."""
+        durable, and these blocks are returned. generations: of the rows, in their order."""
         good: list[int] = []
+        if not generations:
+            return good
 
         def verify() -> list[int]:
-            good.extend(self._verified(number, rows))
+            good.extend(self._verified(number, generations))
             return [place for column in columns for place in column[: len(good)]]
 
         self._lower.tier.commit([place for column in columns for place in column], frames, verify)
         return good
 
-    def _verified(self, number: int, rows: Sequence[int]) -> list[int]:
-        """The blocks up to the first whose frames in DRAM fail a check; that one is quarantined."""
-        for at, row in enumerate(rows):
-            for part in range(len(self._blocks.spaces[number].classes)):
-                if not self._blocks.verify(row, part):
+    def _verified(self, number: int, generations: Mapping[int, int]) -> list[int]:
+        """The blocks up to the first whose frames in DRAM fail a check; that one is quarantined, unless a reader was
+        faster."""
+        blocks = self._blocks
+        good: list[int] = []
+        for row, generation in generations.items():
+            for part in range(len(blocks.spaces[number].classes)):
+                try:
+                    is_right = blocks.verify(row, part)
+                except BlockMissing:  # condemned by a reader, and its extent given back
+                    is_right = False
+                if not is_right:
                     with self._lock:
-                        self._blocks.quarantine(row)
-                    return list(rows[:at])
-        return list(rows)
+                        if self._stands(row, generation):
+                            blocks.quarantine(row)
+                    return good
+            good.append(row)
+        return good
 
     def _make_room(self, number: int, rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
         """Slots on NVMe for as many of the blocks as can be, at least one. Raises `TierFull` and `TierUnavailable`."""

@@ -5,7 +5,8 @@
 What a running store has stored, dropped or is storing meanwhile goes before what is found. A block that is readable
 already keeps its copy on disk, unless it has a newer one there. Where it is just being stored or written down, nobody
 knows yet what becomes of it: its copy, and what hangs below it, is looked at again when all else is in. What is
-undecided even then is left for the next start.
+undecided even then is left for the next start. What NVMe gave up meanwhile stays given up, and its older
+copy goes too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvstore.blocks import Blocks, Lower, Space
 from kvstore.catalogue import AT_ROOT, ELSEWHERE, Catalogue, catalogue, split_keys
 from kvstore.identity import Namespace, TenantKeys, root_key
 from kvstore.prefix_index import NO_ROW, Column, RowState
-from tiering.errors import BlockCorrupt, TierError
+from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
 from tiering.nvme import Found
 from tiering.tier import NO_PLACE
@@ -49,6 +50,16 @@ class LoadProgress:
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Undecided:
+    """What was found of a namespace, the row of each block, and the blocks that cannot be decided now."""
+
+    space: Space
+    found: Catalogue
+    rows: Column
+    blocks: list[int]
+
+
 class Loader:
     """Takes in a directory once. The lock is the store's."""
 
@@ -63,6 +74,7 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._progress = LoadProgress(0, 0, 0)
         self._left: dict[int, list[int]] = {}  # by namespace: places of what is left for the next start to decide
+        blocks.given_up = {}
 
     # A store's view ------------------------------------------------------------------------------------------------
 
@@ -92,6 +104,8 @@ class Loader:
             except TierError as error:
                 _log.error("what is on disk cannot be taken in: %s", error)
             finally:
+                with self._lock:
+                    self._blocks.given_up = None
                 self._over.set()
 
         self._thread = threading.Thread(target=run, name="kv-load", daemon=True)
@@ -110,6 +124,8 @@ class Loader:
     def forget(self, number: int) -> None:
         """A namespace is dropped: what was left of it on disk goes too. Under the lock, once all is loaded."""
         self._lower.tier.delete(self._left.pop(number, []))
+        for owner, key in [one for one in self._blocks.older if one[0] == number]:
+            self._lower.tier.delete(self._blocks.older.pop((owner, key)))
 
     # Loading -------------------------------------------------------------------------------------------------------
 
@@ -127,11 +143,13 @@ class Loader:
             groups.setdefault((owner.tenant, owner.namespace), []).append(found)
             if self._closing.is_set():
                 return
+        undecided = []
         for (tenant, namespace), group in groups.items():
             with self._lock:
                 space = self._space(tenants.get(tenant), namespace, group[0].header.about)
             if space is not None:
-                self._take_in(space, group)
+                undecided.append(self._take_in(space, group))
+        self._look_again([one for one in undecided if one.blocks])
 
     def _space(self, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes) -> Space | None:
         for space in self._blocks.spaces:
@@ -146,68 +164,70 @@ class Loader:
             return None
         return self._blocks.add_space(keys, namespace, payloads)
 
-    def _take_in(self, space: Space, group: Sequence[Found]) -> None:
+    def _take_in(self, space: Space, group: Sequence[Found]) -> _Undecided:
         root = root_key(space.namespace.layout.block_tokens)
         found, useless, lost = catalogue(group, len(space.classes), root, partial(self._is_sound, space))
         rows = np.full(len(found), NO_ROW, np.int64)
-        waiting: list[int] = []
+        undecided = _Undecided(space, found, rows, [])
         with self._lock:
             self._blocks.expect(len(found))
         for first in range(0, len(found), SLICE_BLOCKS):
             if self._closing.wait(PAUSE_SECONDS):
-                return
+                return undecided
             with self._lock:
-                lost += self._insert(space, found, first, min(first + SLICE_BLOCKS, len(found)), rows, waiting)
-        useless += lost + self._look_again(space, found, rows, waiting)
-        self._left.setdefault(space.number, []).extend(int(column[at]) for at in waiting for column in found.places)
+                lost += self._insert(undecided, first, min(first + SLICE_BLOCKS, len(found)))
+        self._void(space, useless + lost)
+        return undecided
+
+    def _void(self, space: Space, useless: list[int]) -> None:
+        """Free the places of frames that nothing leads to."""
         if self._lower.tier.left_alone:  # with a slab that could not be read, their other parts or a way to them may be
             self._left.setdefault(space.number, []).extend(useless)  # back one day
             useless = []
         self._lower.tier.delete(useless)
 
-    def _look_again(self, space: Space, found: Catalogue, rows: Column, waiting: list[int]) -> list[int]:
-        """A put ends and a frame is written within a moment: insert what had to wait for that, and empty the list.
-
-        Returns the places of blocks that nothing leads to.
-        """
-        useless: list[int] = []
+    def _look_again(self, undecided: list[_Undecided]) -> None:
+        """A put ends and a frame is written within a moment: take in what had to wait for that."""
         for _ in range(LOOKS):
-            if not waiting or self._closing.wait(LOOK_SECONDS):
+            undecided = [one for one in undecided if one.blocks]
+            if not undecided or self._closing.wait(LOOK_SECONDS):
                 break
-            looked_at, waiting[:] = waiting[:], []
-            for first in range(0, len(looked_at), SLICE_BLOCKS):
-                self._closing.wait(PAUSE_SECONDS)
-                with self._lock:
-                    for at in looked_at[first : first + SLICE_BLOCKS]:
-                        useless += self._insert_one(space, found, at, found.keys[at].tobytes(), rows, waiting)
-        return useless
+            for one in undecided:
+                looked_at, one.blocks[:] = one.blocks[:], []
+                useless: list[int] = []
+                for first in range(0, len(looked_at), SLICE_BLOCKS):
+                    self._closing.wait(PAUSE_SECONDS)
+                    with self._lock:
+                        for at in looked_at[first : first + SLICE_BLOCKS]:
+                            useless += self._insert_one(one, at, one.found.keys[at].tobytes())
+                self._void(one.space, useless)
+        with self._lock:
+            for one in undecided:
+                for at in one.blocks:
+                    name = one.space.number, one.found.keys[at].tobytes()
+                    self._blocks.older[name] = [int(column[at]) for column in one.found.places]
 
     def _is_sound(self, space: Space, places: Sequence[int]) -> bool:
-        """Whether the frames of a block, one per part, pass every check of their own. Raises `TierUnavailable`."""
+        """Whether the frames of a block, one per part, can be read and pass every check of their own."""
         for place, slot_class in zip(places, space.classes, strict=True):
             frame = memoryview(bytearray(slot_class.frame_bytes))
-            self._lower.tier.read(place, frame)
             try:
+                self._lower.tier.read(place, frame)
                 verify_payload(open_header(bytes(frame[:HEADER_BYTES]), self._keys), frame[HEADER_BYTES:])
-            except BlockCorrupt:
+            except (BlockCorrupt, TierUnavailable):
                 return False
         return True
 
-    def _insert(
-        self, space: Space, found: Catalogue, first: int, stop: int, rows: Column, waiting: list[int]
-    ) -> list[int]:
-        """Rows for a slice; returns the places of blocks that nothing leads to. Under the lock.
-
-        waiting: gets those that cannot be decided now.
-        """
+    def _insert(self, into: _Undecided, first: int, stop: int) -> list[int]:
+        """Rows for a slice; returns the places of blocks that nothing leads to. Under the lock."""
+        space, found, rows = into.space, into.found, into.rows
         keys = split_keys(found.keys[first:stop])
         parents = found.parents[first:stop]
         if not self._is_plain(space, found, first, keys, parents, rows):
             if stop - first == 1:
-                return self._insert_one(space, found, first, keys[0], rows, waiting)
+                return self._insert_one(into, first, keys[0])
             middle = (first + stop) // 2
-            useless = self._insert(space, found, first, middle, rows, waiting)
-            return useless + self._insert(space, found, middle, stop, rows, waiting)
+            return self._insert(into, first, middle) + self._insert(into, middle, stop)
         slice_ = slice(first, stop)
         columns = found.depths[slice_], found.priorities[slice_], found.expires_at[slice_]
         new = self._blocks.index.load(space.number, keys, *columns)
@@ -222,29 +242,37 @@ class Loader:
         index = self._blocks.index
         if index.knows_any(space.number, keys) or (parents == ELSEWHERE).any():
             return False
+        if not self._given_up(space.number).isdisjoint(keys):
+            return False
         for parent in np.unique(parents[(parents >= 0) & (parents < first)]).tolist():
             row = int(rows[parent])
-            if row < 0 or index.key(row) != found.keys[parent].tobytes() or not _can_lead(index.state(row)):
+            if row < 0 or not _can_lead(index.state(row)) or index.namespace_of(row) != space.number:
+                return False
+            if index.key(row) != found.keys[parent].tobytes():
                 return False
         return True
 
-    def _insert_one(
-        self, space: Space, found: Catalogue, at: int, key: bytes, rows: Column, waiting: list[int]
-    ) -> list[int]:
+    def _insert_one(self, into: _Undecided, at: int, key: bytes) -> list[int]:
         """The same for one block, whatever is known of it already."""
+        space, found, rows = into.space, into.found, into.rows
         index, below = self._blocks.index, self._lower.residency
         places = [int(column[at]) for column in found.places]
+        if key in self._given_up(space.number):
+            self._lower.tier.delete(places)
+            return []
         row = index.find(space.number, key)
         parent = int(found.parents[at])
         if row != NO_ROW:  # stored anew, or being stored
             rows[at] = row if _can_lead(index.state(row)) else _WAITING
             if below.is_listed(row):  # a newer copy is durable
                 assert below.place(row, 0) not in places, "a block is taken in once"
-                return places
-            if index.state(row) is RowState.VISIBLE and below.place(row, 0) == NO_PLACE:
+                self._lower.tier.delete(places)
+                return []
+            is_moving = row in self._blocks.sinking or below.place(row, 0) != NO_PLACE
+            if index.state(row) is RowState.VISIBLE and not is_moving:
                 self._blocks.adopt(row, int(found.generations[at]), places)
             else:
-                waiting.append(at)
+                into.blocks.append(at)
             return []
         parent_row = NO_ROW
         if parent != AT_ROOT:
@@ -253,9 +281,10 @@ class Loader:
                 parent_row != NO_ROW and not _can_lead(index.state(parent_row))
             ):
                 rows[at] = _WAITING
-                waiting.append(at)
+                into.blocks.append(at)
                 return []
             if parent_row == NO_ROW or index.depth(parent_row) + 1 != int(found.depths[at]):
+                self._blocks.give_up_unread(space.number, key)  # its ancestor was evicted meanwhile
                 return places
         slice_ = slice(at, at + 1)
         columns = found.depths[slice_], found.priorities[slice_], found.expires_at[slice_]
@@ -263,6 +292,9 @@ class Loader:
         rows[at] = new.start
         self._hang(space, found, slice_, new, np.array([parent_row]))
         return []
+
+    def _given_up(self, number: int) -> set[bytes]:
+        return (self._blocks.given_up or {}).get(number, set())
 
     def _hang(self, space: Space, found: Catalogue, slice_: slice, rows: range, parents: Column) -> None:
         places = [column[slice_] for column in found.places]

@@ -283,6 +283,8 @@ def open_embedded(
     index of an NVMe tier; needed with `nvme` only. files, gone, reach: for tests; what holds the
     slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints.
     """
+    if nvme is None and slab is not None:
+        raise BadInput(f"slab={slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out")
     cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
     dram_config = DramConfig.of(dram, extent, memory_limit(read_text_files(memory_limit_files(cgroups))))
     limits = limits or Limits()
@@ -378,6 +380,15 @@ def _open_nvme(
             f"{directory} cannot be used for nvme=: {error}; free or repair it, or leave nvme= out"
         ) from None
     _warn_of_left_alone(directory, tier)
+    taken = tier.usage().taken_bytes
+    if taken > config.budget_bytes:
+        _log.warning(
+            "%s has slabs of %s, more than nvme=%s allows: no further ones are made, and none is given back; to have "
+            "less, open another directory",
+            directory,
+            format_size(taken),
+            format_size(config.budget_bytes),
+        )
     return tier
 
 
@@ -399,15 +410,19 @@ def _warn_of_left_alone(directory: Path, tier: NvmeTier) -> None:
 
 def _disown_in_children(store: Store, lock: DirectoryLock) -> None:
     """A forked child shares the memory but not the tables: in it the store is closed, before anything else runs."""
-    reference = weakref.ref(store)
+    _open_stores[store] = lock
 
-    def disown() -> None:
-        inherited = reference()
-        if inherited is not None:
-            inherited.disown()
-            lock.forget()
 
-    os.register_at_fork(after_in_child=disown)
+_open_stores: weakref.WeakKeyDictionary[Store, DirectoryLock] = weakref.WeakKeyDictionary()
+
+
+def _disown_all() -> None:
+    for store, lock in list(_open_stores.items()):
+        store.disown()
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def build_store(

@@ -33,13 +33,13 @@ from tiering.nvme import Resident, slab_name
 from tiering.scrub import Clock, Scrub, ScrubLimits, ScrubUsage, Verdict
 from tiering.tier import extent_of, slot_of
 
-LOOKS = 3
+RECHECKS = 3
 """How often a frame that fails is read again, where evictions in its slab keep it from being judged."""
 
 YIELD_SECONDS = 0.1
 """Without reading after a request was seen to wait."""
 
-LOOKS_SECONDS = 0.2
+LOADING_LOOK_SECONDS = 0.2
 """How often it is looked whether what was on disk is taken in by now."""
 
 MEND_SECONDS = 10.0
@@ -128,7 +128,7 @@ class Scrubbing:
     def step(self) -> float:
         """Do what is due; returns how many seconds there is nothing to do, if nothing wakes the thread before."""
         if self._is_loading():
-            return max(LOOKS_SECONDS, self._scrub.seconds_until_due())
+            return max(LOADING_LOOK_SECONDS, self._scrub.seconds_until_due())
         window = self._window
         if window is not None:
             assert window.move is not None
@@ -207,7 +207,7 @@ class Scrubbing:
 
     def _second_look(self, place: int) -> Verdict:
         """A frame failed a check. Condemned is what fails again, and stood there all the while."""
-        for _ in range(LOOKS):
+        for _ in range(RECHECKS):
             with self._lock:
                 frame = next(iter(self._lower.tier.residents(place, place + 1, 0)), None)
                 aim = self._aim(frame) if frame is not None else None

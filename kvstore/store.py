@@ -174,6 +174,15 @@ class Store:
         """
         with self._lock:
             self._check_open()
+            self._blocks.dropping.add(number)
+        try:
+            return self._drop(number)
+        finally:
+            with self._lock:
+                self._blocks.dropping.discard(number)
+
+    def _drop(self, number: int) -> int:
+        with self._lock:
             while self._jobs or self._is_moving(number) or (self._loader is not None and self._loader.warming):
                 self._moves_done.wait(DROP_LOOKS_SECONDS)
                 self._check_open()
@@ -221,6 +230,8 @@ class Store:
         with self._lock:
             if self._closed:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
+            if number in self._blocks.dropping:
+                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="it is being dropped")
             self._run_out()
             rows = self._blocks.index.match(number, keys)
             reason, detail = self._why(number, keys, len(rows))
@@ -286,7 +297,7 @@ class Store:
     ) -> ReserveReply:
         """Rows and slots for what is missing from block `first_block` on, as far as there is room."""
         with self._lock:
-            if self._closed:
+            if self._closed or number in self._blocks.dropping:
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
             self._run_out()
             rows = self._blocks.index.match(number, keys)
@@ -346,6 +357,8 @@ class Store:
             return 0, MissReason.DISABLED
         if self._levels is None:
             return 0, MissReason.UNSUPPORTED
+        with self._lock:
+            self._run_out()
         done, reason = self._levels.persist(number, keys, seconds)
         if reason is MissReason.EVICTED:
             with self._lock:
@@ -456,6 +469,8 @@ class Store:
         self._closed = True
         self._lock = threading.Lock()
         self._moves_done = threading.Condition(self._lock)
+        if self.direct is not None:
+            self.direct.disown(self._lock)
 
     def check(self) -> None:
         """Verify every invariant; for tests, and safe at any time."""
@@ -672,6 +687,8 @@ class Store:
         for record in list(self._leases.run_out(self._clock.monotonic_seconds())):
             self._lapse(record)
             self._blocks.counters["lapsed_leases"] += 1
+        if self.direct is not None:
+            self.direct.run_out()
 
     # Inside: storing -----------------------------------------------------------------------------------------------
 

@@ -130,10 +130,9 @@ class ExtentPool:
             self._taken_bytes -= self.extent_bytes
 
     def close(self) -> None:
-        """Refuse further extents; one that is being made ahead is waited for, and given back."""
+        """Refuse further extents. One that is being made ahead is given back when it is there: nobody waits for it."""
         with self._lock:
             self._closed = True
-            self._prepared.wait_for(lambda: not self._preparing)
             spare, self._spare = self._spare, None
         if spare is not None:
             spare.close()
@@ -177,8 +176,12 @@ class ExtentPool:
                 pass  # whoever needs one is told
             finally:
                 with self._lock:
-                    self._preparing, self._spare = False, extent
+                    self._preparing = False
+                    if not self._closed:
+                        self._spare, extent = extent, None
                     self._prepared.notify_all()
+                if extent is not None:
+                    extent.close()
 
         self._preparing = True
         try:

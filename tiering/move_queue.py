@@ -11,6 +11,7 @@ hang for long deserves a queue of its own.
 
 from __future__ import annotations
 
+import logging
 import threading
 import traceback
 from collections import OrderedDict, deque
@@ -25,6 +26,8 @@ from tiering.tier import Finding
 MOST_PASSES = 64
 """Moves of higher priorities that may pass a priority with waiting moves before one of those is due."""
 BUGS_KEPT = 16
+
+_log = logging.getLogger(__name__)
 
 ANSWERS: dict[type[TierError], Finding] = {
     BlockMissing: Finding.EVICTED,
@@ -469,4 +472,7 @@ class MoveQueue:
     def _keep(self, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
         with self._lock:
+            is_known = text in self._bugs
             self._bugs.append(text)
+        if not is_known:
+            _log.error("a move failed by a fault of this program, and counts as a fault of its tier: %s", text)

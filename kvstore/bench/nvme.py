@@ -125,13 +125,20 @@ class Disk:
         )
 
 
+def check_directory(options: Options) -> None:
+    """Raises `BadInput` where the disk to be measured is not there or has no room."""
+    if options.data is not None and not Path(options.data).is_dir():
+        raise BadInput(f"{options.data} is not a directory; give one on the disk that is to be measured")
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.data) as scratch:
+            _check_room(options, Path(scratch))
+    except OSError as error:
+        raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
+
+
 def run(options: Options, say: Callable[[str], None]) -> tuple[list[Row], Disk]:
     """Measure every shape. Raises `BadInput` where there is too little memory or disk to measure in."""
-    if options.data is not None:
-        try:
-            Path(options.data).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
+    check_directory(options)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.data) as scratch:
         _check_room(options, Path(scratch))
         measured = [_Measured(shape, options, Path(scratch), say) for shape in options.shapes]

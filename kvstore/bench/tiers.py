@@ -106,6 +106,10 @@ def run(options: Options | None = None, progress: Progress = None, only: str | N
     options = options or Options()
     if only not in (None, *TIERS):
         raise BadInput(f"only={only!r}; allowed: {', '.join(TIERS)}, or leave it out for both")
+    if only == DRAM and options.nvme.data is not None:
+        raise BadInput(f"--data {options.nvme.data} names a disk, and --only dram measures none; leave one of them out")
+    if only != DRAM:
+        nvme.check_directory(options.nvme)  # before minutes are spent on the other tier
     result = _run_dram(options, progress) if only != NVME else TiersResult(options)
     if only == DRAM:
         return result

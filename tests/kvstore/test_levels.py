@@ -252,6 +252,55 @@ def test_a_durable_put_that_stops_has_made_durable_what_it_holds(tmp_path: Path)
         handle.door.abort(reply.reservation)
 
 
+@pytest.mark.parametrize("is_refilled", [False, True])
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_reader_finds_damage_before_the_write_does(
+    tmp_path: Path, when: str, is_refilled: bool, monkeypatch: Any
+) -> None:
+    """A reader quarantines a block that is about to go down, or on its way; and perhaps a put fills it again."""
+    with opened(tmp_path) as store:
+        handle, core = namespace(store), store._store
+        assert put(handle, 0).stored == BLOCKS
+        lease = handle.lease(handle.match(prompt(0)))
+        view = core.span(lease.reply.places[0][3]).view
+        view[5000] ^= 1
+        refills: list[Any] = []
+
+        def find() -> None:
+            monkeypatch.undo()
+            core.report(lease.reply.lease, 3, 0)
+            assert core.usage().counters["quarantined_blocks"] == 1
+            if is_refilled:
+                refills.append(handle.door.reserve(handle.number, handle.match(prompt(0)).keys, 0, 0, None))
+
+        if when == "before":
+            real_room = core._levels._make_room
+            monkeypatch.setattr(core._levels, "_make_room", lambda *args: (real_room(*args), find())[0])
+        else:
+            real_verify = core._blocks.verify
+
+            def verify(row: int, part: int) -> bool:
+                if core._blocks.index.depth(row) == 3:
+                    find()
+                return real_verify(row, part)
+
+            monkeypatch.setattr(core._blocks, "verify", verify)
+        keys = handle.match(prompt(0)).keys
+        durable, reason = handle.door.persist(handle.number, keys, 20)
+        assert durable == 3 and reason is MissReason.CORRUPT, "up to the block that is not readable any more"
+        lease.release()
+        for reply in refills:
+            handle.door.abort(reply.reservation)
+        store.check()
+        assert core._levels._queue.bugs() == []
+        result = put(handle, 0, durability="disk")
+        assert result.reason is None and result.present >= 3
+        assert read(handle, 0)[0] == BLOCKS
+        store.check()
+    with opened(tmp_path) as store:
+        assert read(namespace(store), 0)[0] == BLOCKS
+
+
 def test_what_it_says_of_bad_options(tmp_path: Path) -> None:
     for options, words in (
         ({"nvme": "1KiB"}, "too small"),

@@ -87,7 +87,7 @@ def live(say: Voice, directory: str, seed: int) -> None:
 class Worker:
     """Stores, evicts and settles at random, and says so, one short line each.
 
-    ready, N frames       what was there is taken in
+    ready 0               what was there is taken in
     begin THREAD NAME     a frame is about to be stored
     stored THREAD NAME    it is acknowledged
     evict THREAD NAME     is about to be given up
