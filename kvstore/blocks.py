@@ -82,6 +82,7 @@ class Blocks:
         self._next_generation = first_generation
         self._gone = gone
         self.given_up: dict[int, set[bytes]] | None = None  # by namespace: what NVMe gave up while it is being loaded
+        self.all_known = True  # what NVMe has: if not, a block there may be the way to others that nobody knows of yet
         self.older: dict[tuple[int, bytes], list[int]] = {}  # places of copies from before a restart that nobody finds
         self.sinking: set[int] = set()  # rows on their way down, with a place there or not yet
         self.dropping: set[int] = set()  # namespaces that are about to be dropped

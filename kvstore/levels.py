@@ -28,6 +28,8 @@ from tiering.frame import HEADER_BYTES, MacKeys, digest, verify_frame
 from tiering.move_queue import Clock, Move, MoveQueue, Priority
 from tiering.tier import Finding
 
+LOADING_LOOK_SECONDS = 0.05
+"""How often a durable put looks whether what was on disk is taken in, where that keeps it from making room."""
 WINDOW_BLOCKS = 32
 """Blocks that are brought up at a time."""
 
@@ -324,6 +326,11 @@ class Levels:
             if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
                 move.cancel()
                 return done, MissReason.DEADLINE
+            if move.finding is Finding.PINNED_FULL and self._blocks.given_up is not None:  # it is being taken in
+                with self._lock:
+                    self._changed.wait(LOADING_LOOK_SECONDS)
+                if self._clock.monotonic_seconds() < deadline:
+                    continue
             if move.finding is not None:
                 return done, REASON_OF_FINDING[move.finding]
 
@@ -455,6 +462,8 @@ class Levels:
                 is_disk_full = False
                 continue
             with self._lock:
+                if not self._blocks.all_known:
+                    raise TierFull("nothing on NVMe may go before all of it was taken in")
                 gone, claimed = self._blocks.evict_below(len(rows), number)
             if not gone:
                 raise TierFull("nothing on NVMe may go")

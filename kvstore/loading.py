@@ -5,7 +5,8 @@
 What a running store has stored, dropped or is storing meanwhile goes before what is found. A block that is readable
 already keeps its copy on disk, unless it has a newer one there. Where it is just being stored or written down, nobody
 knows yet what becomes of it: its copy, and what hangs below it, is looked at again when all else is in. What is
-undecided even then is left for the next start. What NVMe gave up meanwhile stays given up, and its older
+undecided even then is left for the next start. Nothing is evicted from NVMe before all is in: a block may be the way to
+others that nobody knows of yet. What NVMe gave up meanwhile stays given up, and its older
 copy goes too.
 """
 
@@ -74,7 +75,7 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._progress = LoadProgress(0, 0, 0)
         self._left: dict[int, list[int]] = {}  # by namespace: places of what is left for the next start to decide
-        blocks.given_up = {}
+        blocks.given_up, blocks.all_known = {}, False
 
     # A store's view ------------------------------------------------------------------------------------------------
 
@@ -150,6 +151,8 @@ class Loader:
             if space is not None:
                 undecided.append(self._take_in(space, group))
         self._look_again([one for one in undecided if one.blocks])
+        with self._lock:
+            self._blocks.all_known = not self._closing.is_set()
 
     def _space(self, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes) -> Space | None:
         for space in self._blocks.spaces:
@@ -257,6 +260,7 @@ class Loader:
         space, found, rows = into.space, into.found, into.rows
         index, below = self._blocks.index, self._lower.residency
         places = [int(column[at]) for column in found.places]
+        rows[at] = NO_ROW
         if key in self._given_up(space.number):
             self._lower.tier.delete(places)
             return []

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -198,13 +201,39 @@ def test_leases_end_as_others_do(tmp_path: Path, end: str) -> None:
     elif end == "forgotten":
         held = None
         gc.collect()
-        lease(handle, 0).release()
+        put(handle, 0)  # whatever is asked next
         assert not kept
     else:
         store.close()
         assert get(handle, held, 0).reason is MissReason.DISABLED
     store.check()
     store.close()
+
+
+def test_a_forked_child_reads_nothing_and_waits_for_nobody(tmp_path: Path) -> None:
+    """Another thread of the parent has the store's lock at that moment; in the child there is no such thread."""
+    with opened(tmp_path) as store:
+        handle = namespace(store)
+        put(handle, 0)
+        held = lease(handle, 0)
+        assert held.direct is not None
+        into = Pages(blank_planes(handle.layout, BLOCKS, 64), range(BLOCKS), 64)
+        with store._store._lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork: they are the point
+            child = os.fork()
+            if not child:
+                try:
+                    signal.alarm(20)
+                    reason = handle.get(held, into).reason
+                    held.release()
+                    store.close()
+                    os._exit(0 if reason is MissReason.DISABLED else 3)
+                finally:
+                    os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert get(handle, held, 0).tokens == 64 * BLOCKS
+        held.release()
+        store.check()
 
 
 def _flip(directory: Path, store: EmbeddedStore, row: int) -> None:

@@ -193,6 +193,109 @@ def test_what_was_given_up_meanwhile_does_not_come_back(directory: Path, stays_a
         assert namespace(store).match(prompt(0)).blocks == (BLOCKS if stays_above else 0)
 
 
+def test_a_block_on_its_way_down_is_decided_when_it_is_there(directory: Path, monkeypatch: Any) -> None:
+    """The write has chosen its blocks and has no places for them yet, when their older copies are found."""
+    with held_back(monkeypatch) as go_on, opened(directory) as store:
+        handle, levels = namespace(store), store._store._levels
+        real = levels._make_room
+
+        def make_room(*arguments: Any) -> Any:
+            monkeypatch.setattr(levels, "_make_room", real)
+            go_on()
+            assert not store.warmed(0.3), "it waits for the write"
+            return real(*arguments)
+
+        monkeypatch.setattr(levels, "_make_room", make_room)
+        result = put(handle, 0, blocks=5, durability="disk")
+        assert result.stored == 5 and result.reason is None
+        assert store.warmed(20)
+        store.check()
+        assert levels._queue.bugs() == []
+        usage = store.usage()
+        assert usage.nvme is not None and usage.nvme.used == sum(3 * BLOCKS * count for count in PARTS)
+        assert not usage.nvme.reserved and delivered(handle, 0) == BLOCKS
+
+
+def test_nothing_is_evicted_from_a_disk_that_is_not_known_yet(tmp_path: Path, monkeypatch: Any) -> None:
+    """It may be the way to blocks that are not in yet. A durable put waits for the end of it."""
+    options = {"nvme": "1MiB", "dram": "1MiB", "slab": "256KiB"}
+    with opened(tmp_path, **options) as store:
+        for number in range(8):
+            assert put(namespace(store), number, durability="disk").reason is None
+        assert store.usage().counters["nvme_evicted_blocks"]
+    with held_back(monkeypatch) as go_on, opened(tmp_path, **options) as store:
+        handle, done = namespace(store), threading.Event()
+
+        def store_one() -> None:
+            assert put(handle, 9, durability="disk").reason is None
+            done.set()
+
+        thread = threading.Thread(target=store_one)
+        thread.start()
+        assert not done.wait(0.5) and not store.usage().counters.get("nvme_evicted_blocks")
+        go_on()
+        thread.join(20)
+        assert done.is_set() and store.warmed(20)
+        assert store.usage().counters["nvme_evicted_blocks"]
+        assert delivered(handle, 9) == BLOCKS
+        store.check()
+
+
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_an_older_copy_ends_with_the_newer_one(directory: Path, is_evicted: bool, monkeypatch: Any) -> None:
+    """It could not be decided while the directory was taken in; then a newer one was durable, and perhaps evicted."""
+    monkeypatch.setattr(loading, "LOOKS", 3)
+    used = sum(3 * BLOCKS * count for count in PARTS)
+    with held_back(monkeypatch) as go_on, opened(directory) as store:
+        handle, core = namespace(store), store._store
+        reply = handle.door.reserve(handle.number, handle.match(prompt(0)).keys[:2], 0, 0, None)
+        go_on()
+        assert store.warmed(20)
+        handle.door.abort(reply.reservation)
+        assert put(handle, 0, durability="disk").reason is None
+        core._blocks.lower.tier.settle()
+        usage = store.usage()
+        assert usage.nvme is not None and usage.nvme.used == used
+        if is_evicted:
+            with core._lock:
+                while core._blocks.evict_below(1000, handle.number)[0]:
+                    pass
+            store.evict(1000)
+            left = [handle.match(prompt(number)).blocks for number in range(3)]
+            assert left == [0, 0, 0]
+        else:
+            left = [BLOCKS] * 3
+        store.check()
+    with opened(directory) as store:
+        assert store.warmed(20)
+        assert [namespace(store).match(prompt(number)).blocks for number in range(3)] == left
+
+
+def test_dropping_a_namespace_ends_however_busy_it_is(tmp_path: Path) -> None:
+    with opened(tmp_path, nvme="2MiB") as store:
+        assert store.warmed(20)
+        handle, over = namespace(store), threading.Event()
+
+        def go_on(first: int) -> None:
+            number = first
+            while not over.is_set():
+                number += 3
+                put(handle, number % 9, durability="disk")
+
+        threads = [threading.Thread(target=go_on, args=(first,)) for first in range(3)]
+        for thread in threads:
+            thread.start()
+        dropper = threading.Thread(target=store.drop, args=(handle,))
+        dropper.start()
+        dropper.join(20)
+        is_dropped = not dropper.is_alive()
+        over.set()
+        for thread in [*threads, dropper]:
+            thread.join(20)
+        assert is_dropped
+        store.check()
+
+
 def test_who_asks_meanwhile_is_let_in_between_two_slices(directory: Path, monkeypatch: Any) -> None:
     real = loading.Loader._insert
     slices, most = 0, 0
