@@ -41,7 +41,7 @@ def rendered(result: Any) -> str:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[tiers.TiersResult, list[str]]:
-    data = tmp_path_factory.mktemp("bench") / "made"
+    data = tmp_path_factory.mktemp("bench")
     said: list[str] = []
     result = tiers.run(tiers.Options(nvme=replace(SMALL, data=str(data))), said.append, "nvme")
     assert list(data.iterdir()) == [], "nothing is left behind"
@@ -220,7 +220,7 @@ def test_too_little_memory_or_disk_is_said(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_directory_that_is_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match=r"file cannot be used.*another directory"):
+    with pytest.raises(BadInput, match=r"file is not a directory; give one on the disk"):
         nvme.run(replace(SMALL, data=str(tmp_path / "file")), lambda _: None)
 
 
