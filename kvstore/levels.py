@@ -307,6 +307,7 @@ class Levels:
         They are looked up again after each wait: a row may have gone meanwhile, and be another block's.
         """
         deadline = self._clock.monotonic_seconds() + seconds
+        waits = 1 + int(seconds / LOADING_LOOK_SECONDS)
         while True:
             with self._lock:
                 if number in self._blocks.dropping:
@@ -329,8 +330,10 @@ class Levels:
             if move.finding is Finding.PINNED_FULL and self._blocks.given_up is not None:  # it is being taken in
                 with self._lock:
                     self._changed.wait(LOADING_LOOK_SECONDS)
-                if self._clock.monotonic_seconds() < deadline:
-                    continue
+                waits -= 1
+                if not waits or self._clock.monotonic_seconds() >= deadline:
+                    return done, MissReason.WARMING
+                continue
             if move.finding is not None:
                 return done, REASON_OF_FINDING[move.finding]
 
