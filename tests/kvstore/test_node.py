@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import kvstore
+from descriptors import open_files, opened_since
 from kvstore.config import memory_limit
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed, StoreError
 from kvstore.identity import TenantKeys
@@ -83,17 +84,17 @@ def test_only_keys_and_lock_are_on_disk(tmp_path: Path) -> None:
 
 def test_a_closed_store_leaves_no_descriptor(tmp_path: Path) -> None:
     opened(tmp_path).close()
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     with opened(tmp_path) as store:
         ns = store.namespace(model=MODEL, layout=small_layout())
         ns.put(ids(640), random_pages(ns.layout, 10))
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not opened_since(before)
 
 
 def test_importing_and_opening_start_no_thread(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with opened(tmp_path):
-        assert threading.active_count() == before
+        assert set(threading.enumerate()) <= before
 
 
 def test_the_clock_of_the_machine() -> None:

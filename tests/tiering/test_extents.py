@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from descriptors import OpenFiles, open_files, opened_since
 from tiering.errors import TierFull, TierUnavailable
 from tiering.extents import Extent, ExtentPool
 
@@ -50,8 +51,8 @@ def mapping_of(address: int) -> dict[str, str]:
     return facts
 
 
-def descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+def extents_alive_since(before: OpenFiles) -> int:
+    return opened_since(before, "kv-extent").total()
 
 
 # One extent -----------------------------------------------------------------------------------------------------------
@@ -124,13 +125,13 @@ def test_it_has_no_name_in_any_file_system() -> None:
 
 
 def test_closing_gives_the_descriptor_back_and_leaves_readers_alone() -> None:
-    before = descriptors()
+    before = open_files("kv-extent")
     extent = Extent(64 * KIB)
     span = extent.frame(0, 64 * KIB)
     span.view[:5] = b"bytes"
     extent.close()
     extent.close()
-    assert descriptors() == before and extent.descriptor == -1
+    assert extents_alive_since(before) == 0 and extent.descriptor == -1
     del extent
     assert bytes(span.view[:5]) == b"bytes", "the mapping lives as long as a view of it"
     address = span.address
@@ -187,11 +188,11 @@ def test_a_pool_hands_out_its_budget_and_no_more() -> None:
 
 
 def test_one_that_is_forgotten_gives_its_memory_back() -> None:
-    before = descriptors()
+    before = open_files("kv-extent")
     extent: Extent | None = Extent(64 * KIB)
-    assert descriptors() != before
+    assert extents_alive_since(before) == 1
     extent = None
-    assert extent is None and descriptors() == before
+    assert extent is None and extents_alive_since(before) == 0
 
 
 @pytest.mark.parametrize("prepares", [False, True])
@@ -219,7 +220,7 @@ def test_many_threads_never_exceed_the_budget(prepares: bool, monkeypatch: pytes
 
     monkeypatch.setattr("tiering.extents.Extent", Counted)
     pool = ExtentPool(limit * 64 * KIB, 64 * KIB)
-    before = descriptors()
+    before = open_files("kv-extent")
     if prepares:
         pool.prepare()
     live, most, made, refused, over = 0, 0, 0, 0, 0
@@ -252,28 +253,28 @@ def test_many_threads_never_exceed_the_budget(prepares: bool, monkeypatch: pytes
     assert pool.taken_bytes == 0
     pool.close()
     assert alive == 0
-    wait_until(lambda: descriptors() == before)
+    wait_until(lambda: extents_alive_since(before) == 0)
 
 
 def test_the_next_extent_is_ready_before_it_is_asked_for() -> None:
-    before = descriptors()
+    before = open_files("kv-extent")
     pool = ExtentPool(3 * MIB, MIB)
     pool.prepare()
-    wait_until(lambda: len(descriptors() - before) == 1)
+    wait_until(lambda: extents_alive_since(before) == 1)
     assert pool.taken_bytes == 0 and pool.has_room()
     extents = []
     for taken in (1, 2, 3):
         extents.append(pool.create())
         assert pool.taken_bytes == taken * MIB
         alive = min(taken + 1, 3)
-        wait_until(lambda alive=alive: len(descriptors() - before) == alive)  # type: ignore[misc]
+        wait_until(lambda alive=alive: extents_alive_since(before) == alive)  # type: ignore[misc]
     with pytest.raises(TierFull):
         pool.create()
     for extent in extents:
         assert bytes(extent.view[:4096]) == bytes(4096)
         pool.destroy(extent)
     pool.close()
-    assert descriptors() == before
+    assert extents_alive_since(before) == 0
 
 
 def test_one_that_is_being_made_is_waited_for_and_comes_to_one_caller(monkeypatch: Any) -> None:
@@ -303,7 +304,7 @@ def test_one_that_is_being_made_is_waited_for_and_comes_to_one_caller(monkeypatc
 
 @pytest.mark.parametrize("moment", ["while it is made", "before anybody asks"])
 def test_a_closed_pool_keeps_no_extent_that_was_made_ahead(moment: str, monkeypatch: Any) -> None:
-    before = descriptors()
+    before = open_files("kv-extent")
     goes_on = threading.Event()
     if moment == "before anybody asks":
         goes_on.set()
@@ -317,13 +318,13 @@ def test_a_closed_pool_keeps_no_extent_that_was_made_ahead(moment: str, monkeypa
     pool = ExtentPool(2 * MIB, MIB)
     pool.prepare()
     if goes_on.is_set():
-        wait_until(lambda: len(descriptors() - before) == 1)
+        wait_until(lambda: extents_alive_since(before) == 1)
     closer = threading.Thread(target=pool.close)
     closer.start()
     closer.join(20)
     assert not closer.is_alive(), "nobody waits for it"
     goes_on.set()
-    wait_until(lambda: descriptors() == before)
+    wait_until(lambda: extents_alive_since(before) == 0)
 
 
 def test_a_closed_pool_makes_nothing() -> None:
@@ -338,7 +339,7 @@ def test_a_closed_pool_makes_nothing() -> None:
 
 def test_a_kernel_that_has_no_memory_leaves_no_trace() -> None:
     pool = ExtentPool(4 * MIB, MIB)
-    before = descriptors()
+    before = open_files("kv-extent")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, hard))
     try:
@@ -346,7 +347,7 @@ def test_a_kernel_that_has_no_memory_leaves_no_trace() -> None:
             pool.create()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert pool.taken_bytes == 0 and descriptors() == before
+    assert pool.taken_bytes == 0 and extents_alive_since(before) == 0
     pool.destroy(pool.create())
 
 

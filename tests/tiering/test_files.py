@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from descriptors import open_files, opened_since
 from tiering.files import (
     DirectFiles,
     DirectoryLock,
@@ -103,11 +104,11 @@ def test_the_same_process_is_refused_too(tmp_path: Path) -> None:
 
 def test_a_refused_lock_leaves_no_descriptor(tmp_path: Path) -> None:
     lock = DirectoryLock(tmp_path)
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_files()
     for _ in range(3):
         with pytest.raises(BlockingIOError):
             DirectoryLock(tmp_path)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert not opened_since(before)
     lock.release()
 
 
@@ -284,10 +285,10 @@ def test_a_lock_for_reading_keeps_others_out_and_writes_nothing(tmp_path: Path) 
     lock.release()
     held = another_process(tmp_path)
     assert said(held) == "held"
-    descriptors_before = set(os.listdir("/proc/self/fd"))
+    open_before = open_files()
     with pytest.raises(BlockingIOError, match=str(held.pid)):
         ReadingLock(tmp_path)
-    assert set(os.listdir("/proc/self/fd")) == descriptors_before
+    assert not opened_since(open_before)
     finish(held)
 
 
