@@ -81,7 +81,7 @@ class Blocks:
         self._keys = keys
         self._next_generation = first_generation
         self._gone = gone
-        self.given_up: dict[int, set[bytes]] | None = None  # by namespace: what NVMe gave up while it is being loaded
+        self.is_loading = False  # what was on NVMe before a restart is being taken in
         self.all_known = True  # what NVMe has: if not, a block there may be the way to others that nobody knows of yet
         self.older: dict[tuple[int, bytes], list[int]] = {}  # places of copies from before a restart that nobody finds
         self.sinking: set[int] = set()  # rows on their way down, with a place there or not yet
@@ -310,7 +310,7 @@ class Blocks:
                 kept.append(row)
                 self._end_older(number, self.index.key(row))
             else:
-                self._leave_below(row)
+                self._forget_below(row)
         # An ancestor is always the more recent: else whoever makes room takes the last block of every chain in turn.
         followed = {self.index.parent(row) for row in kept}
         for row in kept:
@@ -435,8 +435,12 @@ class Blocks:
 
     def _leave_below(self, row: int, *, claim: bool = False) -> list[int]:
         """Returns the places that it had; `claim`: for whoever evicts it."""
-        assert self.lower is not None
         self._gives_up(self.index.namespace_of(row), self.index.key(row))
+        return self._forget_below(row, claim=claim)
+
+    def _forget_below(self, row: int, *, claim: bool = False) -> list[int]:
+        """The same for a block that nobody is told of."""
+        assert self.lower is not None
         places = self.lower.residency.forget(row)
         self.lower.tier.delete(places, claim=claim)
         self.lower.residency.unlisted(row)
@@ -452,8 +456,6 @@ class Blocks:
     def _gives_up(self, number: int, key: bytes) -> None:
         if self._gone is not None:
             self._gone(number, key)
-        if self.given_up is not None:
-            self.given_up.setdefault(number, set()).add(key)
         self._end_older(number, key)
 
     def _end_older(self, number: int, key: bytes) -> None:

@@ -327,7 +327,7 @@ class Levels:
             if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
                 move.cancel()
                 return done, MissReason.DEADLINE
-            if move.finding is Finding.PINNED_FULL and self._blocks.given_up is not None:  # it is being taken in
+            if move.finding is Finding.PINNED_FULL and self._blocks.is_loading:
                 with self._lock:
                     self._changed.wait(LOADING_LOOK_SECONDS)
                 waits -= 1

@@ -6,8 +6,7 @@ What a running store has stored, dropped or is storing meanwhile goes before wha
 already keeps its copy on disk, unless it has a newer one there. Where it is just being stored or written down, nobody
 knows yet what becomes of it: its copy, and what hangs below it, is looked at again when all else is in. What is
 undecided even then is left for the next start. Nothing is evicted from NVMe before all is in: a block may be the way to
-others that nobody knows of yet. What NVMe gave up meanwhile stays given up, and its older
-copy goes too.
+others that nobody knows of yet.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._progress = LoadProgress(0, 0, 0)
         self._left: dict[int, list[int]] = {}  # by namespace: places of what is left for the next start to decide
-        blocks.given_up, blocks.all_known = {}, False
+        blocks.is_loading, blocks.all_known = True, False
 
     # A store's view ------------------------------------------------------------------------------------------------
 
@@ -106,7 +105,7 @@ class Loader:
                 _log.error("what is on disk cannot be taken in: %s", error)
             finally:
                 with self._lock:
-                    self._blocks.given_up = None
+                    self._blocks.is_loading = False
                 self._over.set()
 
         self._thread = threading.Thread(target=run, name="kv-load", daemon=True)
@@ -245,8 +244,6 @@ class Loader:
         index = self._blocks.index
         if index.knows_any(space.number, keys) or (parents == ELSEWHERE).any():
             return False
-        if not self._given_up(space.number).isdisjoint(keys):
-            return False
         for parent in np.unique(parents[(parents >= 0) & (parents < first)]).tolist():
             row = int(rows[parent])
             if row < 0 or not _can_lead(index.state(row)) or index.namespace_of(row) != space.number:
@@ -261,9 +258,6 @@ class Loader:
         index, below = self._blocks.index, self._lower.residency
         places = [int(column[at]) for column in found.places]
         rows[at] = NO_ROW
-        if key in self._given_up(space.number):
-            self._lower.tier.delete(places)
-            return []
         row = index.find(space.number, key)
         parent = int(found.parents[at])
         if row != NO_ROW:  # stored anew, or being stored
@@ -296,9 +290,6 @@ class Loader:
         rows[at] = new.start
         self._hang(space, found, slice_, new, np.array([parent_row]))
         return []
-
-    def _given_up(self, number: int) -> set[bytes]:
-        return (self._blocks.given_up or {}).get(number, set())
 
     def _hang(self, space: Space, found: Catalogue, slice_: slice, rows: range, parents: Column) -> None:
         places = [column[slice_] for column in found.places]

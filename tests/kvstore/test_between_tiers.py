@@ -91,6 +91,8 @@ def test_a_block_that_turns_out_bad_while_it_is_written_is_not_readable_from_dis
     assert put(place.space, A) is None
     lease = place.space.handle.lease(place.space.match(A))
     met = threading.Event()
+    gone: list[tuple[int, bytes]] = []
+    place.opened.blocks._gone = lambda number, key: gone.append((number, key))
 
     def damage(call: str) -> None:
         if call == "sync" and not met.is_set():
@@ -107,6 +109,7 @@ def test_a_block_that_turns_out_bad_while_it_is_written_is_not_readable_from_dis
     place.is_well()
     assert place.space.match(A).blocks == (2 if again else 0)
     assert again or place.space.match(A).reason is MissReason.CORRUPT
+    assert not gone, "it was never there"
     assert put(place.space, A, "disk") is None
     assert load(place.space, A) == (2, None)
     place.is_well()

@@ -168,31 +168,6 @@ def test_loading_waits_for_what_is_being_stored(directory: Path, outcome: str, m
         assert delivered(handle, 0, HitTier.NVME) == BLOCKS, "these are from before"
 
 
-@pytest.mark.parametrize("stays_above", [False, True])
-def test_what_was_given_up_meanwhile_does_not_come_back(directory: Path, stays_above: bool, monkeypatch: Any) -> None:
-    """A newer copy of some blocks was durable and was evicted from NVMe: the older goes, and what hangs below it."""
-    with held_back(monkeypatch) as go_on, opened(directory) as store:
-        handle = namespace(store)
-        assert put(handle, 0, blocks=5, durability="disk").stored == 5
-        core = store._store
-        with core._lock:
-            assert core._blocks.evict_below(1000, handle.number)[0] == 5
-        if not stays_above:
-            assert store.evict(1000) == 5
-        go_on()
-        assert store.warmed(20)
-        store.check()
-        assert handle.match(prompt(0)).blocks == (BLOCKS if stays_above else 0)
-        usage = store.usage()
-        gone = 5 if stays_above else BLOCKS
-        assert usage.nvme is not None and usage.nvme.used == sum(3 * BLOCKS * count for count in PARTS) - gone
-        assert usage.counters["nvme_evicted_blocks"] == gone, "none goes unrecorded"
-        assert delivered(handle, 1) == BLOCKS
-    with opened(directory) as store:
-        assert store.warmed(20)
-        assert namespace(store).match(prompt(0)).blocks == (BLOCKS if stays_above else 0)
-
-
 def test_a_block_on_its_way_down_is_decided_when_it_is_there(directory: Path, monkeypatch: Any) -> None:
     """The write has chosen its blocks and has no places for them yet, when their older copies are found."""
     with held_back(monkeypatch) as go_on, opened(directory) as store:
