@@ -248,7 +248,7 @@ class Store:
             chain = rows[: first_block + len(wanted)]
             tiers = self._tiers(chain)  # where they were found: a block that has to be brought up is a hit of its tier
             self._pin(number, wanted)
-            missing = [row for row in wanted if not self._blocks.is_above(row)]
+            missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
             if not missing:
                 return self._grant(number, first_block, chain, wanted, tiers, reason, detail)
             waiting = (number, wanted)
