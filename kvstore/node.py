@@ -157,9 +157,9 @@ class EmbeddedStore:
 
     def drop(self, namespace: NamespaceHandle) -> int:
         """Evict a namespace of this store and tenant from every tier; returns how many blocks it had."""
-        door = namespace.door
+        door = namespace.door if isinstance(namespace, NamespaceHandle) else None
         if not isinstance(door, TenantDoor) or not door.leads_to(self._store, self._keys.tenant(self.tenant)):
-            raise BadInput("that namespace was opened in another store or by another tenant; drop it there")
+            raise BadInput("give a namespace that this store opened for this tenant; drop others where they are from")
         return self._store.drop(namespace.number)
 
     def evict(self, blocks: int) -> int:
@@ -254,7 +254,13 @@ class KeyFile:
         secret = secrets.token_bytes(SECRET_BYTES)
         tenants = {**self._secrets, name: {"secret": secret.hex(), "epoch": 1}}
         contents = json.dumps({"version": KEY_FILE_VERSION, "tenants": tenants}, indent=1).encode()
-        write_secret_file(self._path, contents, self._reach)
+        try:
+            write_secret_file(self._path, contents, self._reach)
+        except OSError as error:
+            raise KeysUnusable(
+                f"{self._path} cannot be written ({error.strerror}), and a new tenant's keys must be there before they "
+                "are used; make room on that disk, or make the directory yours"
+            ) from None
         self._secrets = tenants
         self._tenants[name] = TenantKeys.derive(secret)
         return self._tenants[name]
@@ -287,7 +293,9 @@ def open_embedded(
         raise BadInput(f"slab={slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out")
     cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
     dram_config = DramConfig.of(dram, extent, memory_limit(read_text_files(memory_limit_files(cgroups))))
-    limits = limits or Limits()
+    limits = limits if limits is not None else Limits()
+    if not isinstance(limits, Limits):
+        raise BadInput(f"limits={limits!r}; give kvstore.Limits(...), or leave limits= out")
     if not isinstance(scrub, ScrubLimits):
         rate = parse_rate(scrub, "scrub")
         scrub_limits = ScrubLimits(rate) if rate else None

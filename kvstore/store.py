@@ -407,8 +407,8 @@ class Store:
 
     def evict(self, blocks: int) -> int:
         """Evict up to that many of the worst leaves; returns how many went. Raises `BadInput`."""
-        if blocks < 0:
-            raise BadInput(f"blocks={blocks}; give 0 or more")
+        if not isinstance(blocks, int) or blocks < 0:
+            raise BadInput(f"blocks={blocks!r}; give a whole number, 0 or more")
         with self._lock:
             self._check_open()
             self._run_out()

@@ -605,10 +605,11 @@ def test_a_page_holds_one_piece_of_a_prompt(a: Bench) -> None:
     assert one_line(caught.value, "names a page twice")
 
 
-def test_a_negative_number_of_blocks_is_not_evicted(a: Bench) -> None:
+@pytest.mark.parametrize(("blocks", "named"), [(-5, "blocks=-5"), ("many", "blocks='many'"), (0.5, "blocks=0.5")])
+def test_what_is_no_number_of_blocks_is_not_evicted(a: Bench, blocks: Any, named: str) -> None:
     with pytest.raises(BadInput) as caught:
-        a.store.evict(-5)
-    assert one_line(caught.value, "blocks=-5", "0 or more")
+        a.store.evict(blocks)
+    assert one_line(caught.value, named, "0 or more")
 
 
 # Tenants and namespaces -----------------------------------------------------------------------------------------------
@@ -710,9 +711,11 @@ def test_a_store_that_closes_under_a_put_is_a_put_of_nothing(a: Bench) -> None:
         ({"ttl": -5.0}, ("ttl=-5.0",)),
         ({"ttl": float("nan")}, ("ttl=nan",)),
         ({"ttl": float("inf")}, ("ttl=inf",)),
+        ({"ttl": "1h"}, ("ttl='1h'", "seconds above 0")),
         ({"priority": 101}, ("priority=101", "-100 to 100")),
         ({"priority": -101}, ("priority=-101",)),
         ({"priority": 0.5}, ("priority=0.5", "whole number")),
+        ({"priority": "high"}, ("priority='high'", "whole number")),
     ],
 )
 def test_bad_options_of_a_put_are_one_clear_line(a: Bench, options: dict[str, Any], fragments: tuple[str, ...]) -> None:

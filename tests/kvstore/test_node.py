@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -126,6 +127,7 @@ def test_an_address_that_is_not_one(url: Any) -> None:
         ({"tenant": ""}, ("tenant=''", "1 to 64 printable")),
         ({"tenant": "a\nb"}, ("tenant='a\\nb'", "printable")),
         ({"tenant": "x" * 65}, ("1 to 64",)),
+        ({"limits": {"leases": 5}}, ("limits={'leases': 5}", "kvstore.Limits")),
     ],
 )
 def test_bad_options_are_one_clear_line_and_leave_the_directory_free(
@@ -431,12 +433,32 @@ def test_a_namespace_is_dropped_where_it_was_opened(tmp_path: Path) -> None:
         for stranger in (two, one.for_tenant("somebody else")):
             with pytest.raises(BadInput) as caught:
                 stranger.drop(mine)
-            assert one_line(caught.value, "another store or by another tenant")
+            assert one_line(caught.value, "this store opened for this tenant")
+        with pytest.raises(BadInput) as caught:
+            one.drop("mine")  # type: ignore[arg-type]
+        assert one_line(caught.value, "give a namespace")
         assert mine.match(ids(128)).blocks == 2
         assert one.drop(mine) == 2 and two.drop(theirs) == 0
 
 
 # Keys and what was written under them ---------------------------------------------------------------------------------
+
+
+def test_a_new_tenant_whose_keys_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        before = keys_in(store)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            with pytest.raises(KeysUnusable) as caught:
+                keys_in(store.for_tenant("new"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert one_line(caught.value, str(tmp_path / "keys"), "cannot be written (File too large)", "make room")
+        assert keys_in(store) == before
+        new = keys_in(store.for_tenant("new"))
+    with opened(tmp_path) as store:
+        assert keys_in(store) == before and keys_in(store.for_tenant("new")) == new
 
 
 def stored_on_disk(directory: Path, **options: Any) -> None:
