@@ -162,6 +162,6 @@ class Door(Protocol):
         """End a reservation; what is not visible by now never will be."""
         ...
 
-    def span(self, place: int) -> FrameSpan:
-        """The bytes of a reserved or leased frame in this process."""
+    def spans(self, places: Sequence[int]) -> list[FrameSpan]:
+        """The bytes of reserved or leased frames in this process, up to the first whose memory was given back."""
         ...

@@ -22,7 +22,6 @@ from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.miss import Account, HitTier, MissReason
 from kvstore.pages import Codec, Coder, Digest, Pages
-from tiering.errors import BlockMissing
 from tiering.frame import HEADER_BYTES, digest, names_block, split_digests
 from tiering.tier import FrameSpan
 
@@ -314,7 +313,7 @@ class NamespaceHandle:
         try:
             for part, coder in enumerate(coders):
                 size = self._grant.payload_bytes[part]
-                spans = [_payload(self._door.span(place), size) for place in reply.places[part]]
+                spans = [_payload(span, size) for span in self._door.spans(reply.places[part])]
                 tokens = [block * self.block_tokens - first_token for block in reply.blocks]
                 digests = [coder.encode(token, span, self._digest) for token, span in zip(tokens, spans, strict=True)]
                 visible = self._door.commit(reply.reservation, part, digests)
@@ -368,30 +367,36 @@ class NamespaceHandle:
 
         A header is checked in a private copy, against the lease's digest of it and the block's name.
         """
-        reply, span_of, keys = lease.reply, self._door.span, lease.keys
-        columns = [
-            (part, self._grant.payload_bytes[part], len(it.layers), self._grant.stamps[part])
-            for part, it in enumerate(self.layout.parts)
-        ]
-        places, digests = reply.places, reply.header_digests
+        reply, keys = lease.reply, lease.keys
+        pinned = slice(blocks.start - reply.first_block, blocks.stop - reply.first_block)
         opened: list[_Opened] = []
         try:
-            for block in blocks:
-                at = block - reply.first_block
-                parts: _Opened = []
-                for part, size, slices, stamp in columns:
-                    address, view = span_of(places[part][at])
-                    raw = bytes(view[:HEADER_BYTES])
-                    if digest(raw) != digests[part][at] or not names_block(raw, stamp, keys[block]):
-                        self._door.report(reply.lease, block, part)
-                        return opened, MissReason.CORRUPT
-                    payload = FrameSpan(address + HEADER_BYTES, view[HEADER_BYTES : HEADER_BYTES + size])
-                    parts.append((payload, split_digests(raw, slices)))
-                opened.append(parts)
+            columns = [
+                (
+                    part,
+                    self._grant.payload_bytes[part],
+                    len(it.layers),
+                    self._grant.stamps[part],
+                    self._door.spans(reply.places[part][pinned]),
+                    reply.header_digests[part][pinned],
+                )
+                for part, it in enumerate(self.layout.parts)
+            ]
         except StoreClosed:
             return opened, MissReason.DISABLED
-        except BlockMissing:  # condemned meanwhile, and its extent given back
-            return opened, MissReason.CORRUPT
+        for at, block in enumerate(blocks):
+            parts: _Opened = []
+            for part, size, slices, stamp, spans, digests in columns:
+                if at >= len(spans):  # condemned meanwhile, and its extent given back
+                    return opened, MissReason.CORRUPT
+                address, view = spans[at]
+                raw = bytes(view[:HEADER_BYTES])
+                if digest(raw) != digests[at] or not names_block(raw, stamp, keys[block]):
+                    self._door.report(reply.lease, block, part)
+                    return opened, MissReason.CORRUPT
+                payload = FrameSpan(address + HEADER_BYTES, view[HEADER_BYTES : HEADER_BYTES + size])
+                parts.append((payload, split_digests(raw, slices)))
+            opened.append(parts)
         return opened, None
 
     def _account(self, asked: int, full_blocks: int, reply: MatchReply) -> Account:

@@ -98,7 +98,7 @@ class TenantDoor:
         self.commit = store.commit
         self.persist = store.persist
         self.abort = store.abort
-        self.span = store.span
+        self.spans = store.spans
         self.direct = store.direct
 
     def leads_to(self, store: Store, keys: TenantKeys) -> bool:

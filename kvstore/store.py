@@ -27,7 +27,7 @@ from kvstore.loading import Loader, LoadProgress
 from kvstore.miss import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
 from kvstore.scrubbing import Scrubbing
-from tiering.errors import BlockMissing, TierFull, TierUnavailable
+from tiering.errors import TierFull, TierUnavailable
 from tiering.frame import MAX_SLICES, frame_bytes
 from tiering.move_queue import MoveQueue
 from tiering.mover import Copy, MoveDone, Mover, Outcome
@@ -379,15 +379,11 @@ class Store:
             else:
                 self._give_up(record, record.published)
 
-    def span(self, place: int) -> FrameSpan:
-        """The bytes at a reserved or leased place. Raises `StoreClosed`; `BlockMissing` where its extent is gone."""
-        try:
-            if not self._closed:
-                return self._blocks.dram.span_at(place)
-        except BlockMissing:
-            if not self._closed:  # closed between the two lines above
-                raise
-        raise StoreClosed("the store is closed")
+    def spans(self, places: Sequence[int]) -> list[FrameSpan]:
+        """The bytes at reserved or leased places, up to the first whose extent is gone. Raises `StoreClosed`."""
+        spans = self._blocks.dram.spans_at(places)
+        self._check_open()  # afterwards: what is missing may be so because it was closed meanwhile
+        return spans
 
     # A lower tier -------------------------------------------------------------------------------------------------
 

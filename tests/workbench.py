@@ -133,7 +133,7 @@ class Bench:
 
     def header_of(self, place: int) -> FrameHeader:
         """The verified header of a frame."""
-        return open_header(bytes(self.store.span(place).view[:4096]), self.ring)
+        return open_header(bytes(self.store.spans([place])[0].view[:4096]), self.ring)
 
 
 def bench(*, dram: int = 1 << 20, extent: int = 64 * KIB, limits: Limits | None = None) -> Bench:

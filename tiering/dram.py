@@ -190,16 +190,24 @@ class DramTier:
         """Whether a producer still owns the place."""
         return self._ledger.state(place) == _RESERVED
 
-    def span_at(self, place: int) -> FrameSpan:
-        """The bytes at a place whatever its state: for readers that hold a lease, and for producers.
+    def spans_at(self, places: Iterable[int]) -> list[FrameSpan]:
+        """The bytes at places whatever their state, for readers that hold a lease, and for producers; up to the first
+        whose extent was given back: under a lease, only a condemned frame can lose its."""
+        extents, spans = self._extents, []
+        for place in places:  # spelled out: every block of every get comes through here
+            extent = extents.get(place >> SLOT_BITS)
+            slot = place & (1 << SLOT_BITS) - 1
+            if extent is None or slot >= extent.slots.capacity:
+                break
+            spans.append(extent.memory.frame(slot, extent.frame_bytes))
+        return spans
 
-        Raises `BlockMissing` where the extent was given back: under a lease, only a condemned frame can lose its.
-        """
-        extent = self._extents.get(place >> SLOT_BITS)  # spelled out: every block of every get comes through here
-        slot = place & (1 << SLOT_BITS) - 1
-        if extent is None or slot >= extent.slots.capacity:
+    def span_at(self, place: int) -> FrameSpan:
+        """The bytes at one place whatever its state. Raises `BlockMissing` where the extent was given back."""
+        spans = self.spans_at([place])
+        if not spans:
             raise BlockMissing("no frame at that place")
-        return extent.memory.frame(slot, extent.frame_bytes)
+        return spans[0]
 
     def check(self) -> None:
         """Invariant 1, in every extent and in sum; the classes' counts are their extents' counts."""

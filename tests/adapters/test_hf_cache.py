@@ -378,7 +378,7 @@ def test_a_corrupt_block_is_computed_again(llama: Any, block: int, restored: int
     expected = cache.generate(prompt, max_new_tokens=8).token_ids
     assert cache.namespace is not None
     with cache.namespace.lease(cache.namespace.match(prompt)) as lease:
-        view = parts.store.span(lease.reply.places[0][block]).view
+        view = parts.store.spans([lease.reply.places[0][block]])[0].view
         view[5000] ^= 1
     answer = cache.generate(prompt, max_new_tokens=8)
     assert answer.token_ids == expected
@@ -395,7 +395,7 @@ class DyingDoor(TenantDoor):
     def __init__(self, door: TenantDoor) -> None:
         self._door = door
         self.calls_left = 1 << 30
-        for verb in ("match", "lease", "release", "report", "reserve", "commit", "abort", "span"):
+        for verb in ("match", "lease", "release", "report", "reserve", "commit", "abort", "spans"):
             setattr(self, verb, self._counted(getattr(door, verb)))
         self.abandon, self.direct = door.abandon, door.direct
         self.open_namespace = door.open_namespace  # type: ignore[method-assign]
@@ -426,7 +426,7 @@ def test_a_store_that_dies_at_any_moment_costs_no_answer(llama: Any, is_warm: bo
         if answer.report.faults == 0:
             break
         assert "ConnectionResetError" in answer.report.fault
-    assert 5 < calls < 59, "it died at many different calls, and at last at none"
+    assert 5 <= calls < 59, "it died at each of its calls, and at last at none"
 
 
 def test_a_store_that_closes_under_way(llama: Any, tmp_path: Path) -> None:

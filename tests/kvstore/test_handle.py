@@ -298,7 +298,7 @@ def test_the_lease_carries_the_digest_of_every_header(a: Bench) -> None:
     with ns.lease(ns.match(ids(128))) as lease:
         for places, digests in zip(lease.reply.places, lease.reply.header_digests, strict=True):
             for place, want in zip(places, digests, strict=True):
-                assert digest(bytes(a.store.span(place).view[:HEADER_BYTES])) == want
+                assert digest(bytes(a.store.spans([place])[0].view[:HEADER_BYTES])) == want
 
 
 # Less than asked ------------------------------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_a_damaged_frame_is_a_miss_and_goes(a: Bench, at: int) -> None:
     source, _ = put(ns, 192)
     into = blank_pages(ns.layout, 3)
     with ns.lease(ns.match(ids(192))) as lease:
-        a.store.span(lease.reply.places[0][1]).view[at] ^= 1
+        a.store.spans([lease.reply.places[0][1]])[0].view[at] ^= 1
         loaded = ns.get(lease, into)
         assert (loaded.tokens, loaded.reason) == (64, MissReason.CORRUPT)
         assert loaded.account.to_dict() == {"asked": 192, "hits": {"dram": 64}, "misses": {"corrupt": 128}}
@@ -503,7 +503,7 @@ def test_a_frame_that_was_condemned_under_a_lease_is_a_miss_even_when_its_extent
     ns = a.namespace()
     put(ns, 64)
     late, first = ns.lease(ns.match(ids(64))), ns.lease(ns.match(ids(64)))
-    a.store.span(first.reply.places[0][0]).view[5000] ^= 1
+    a.store.spans([first.reply.places[0][0]])[0].view[5000] ^= 1
     assert ns.get(first, blank_pages(ns.layout, 1)).reason is MissReason.CORRUPT
     first.release()
     a.store.drop(ns.number)
@@ -585,7 +585,7 @@ def test_damage_that_a_late_reader_finds_is_condemned_too() -> None:
     ns = a.namespace()
     put(ns, 128)
     lease = ns.lease(ns.match(ids(128)))
-    a.store.span(lease.reply.places[0][1]).view[HEADER_BYTES + 5] ^= 1
+    a.store.spans([lease.reply.places[0][1]])[0].view[HEADER_BYTES + 5] ^= 1
     a.clock.advance(31)
     assert a.store.evict(0) == 0
     assert ns.get(lease, blank_pages(ns.layout, 2)).reason is MissReason.CORRUPT
@@ -674,7 +674,7 @@ def test_a_closed_store_is_a_miss(a: Bench) -> None:
 
 def test_operations_on_a_closed_store_say_so(a: Bench) -> None:
     a.store.close()
-    for use in (lambda: a.store.evict(1), lambda: a.store.drop(0), a.namespace, lambda: a.store.span(0)):
+    for use in (lambda: a.store.evict(1), lambda: a.store.drop(0), a.namespace, lambda: a.store.spans([0])[0]):
         with pytest.raises(StoreClosed) as caught:
             use()
         assert one_line(caught.value, "closed")

@@ -262,7 +262,7 @@ def test_a_reader_finds_damage_before_the_write_does(
         handle, core = namespace(store), store._store
         assert put(handle, 0).stored == BLOCKS
         lease = handle.lease(handle.match(prompt(0)))
-        view = core.span(lease.reply.places[0][3]).view
+        view = core.spans([lease.reply.places[0][3]])[0].view
         view[5000] ^= 1
         refills: list[Any] = []
 

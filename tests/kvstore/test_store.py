@@ -84,7 +84,7 @@ def commit(a: Bench, reply: ReserveReply, part: int = 0, count: int | None = Non
     """Fill the next blocks of a part of the small layout with zeros and commit them."""
     places = reply.places[part][first : None if count is None else first + count]
     for place in places:
-        a.store.span(place).view[HEADER_BYTES:] = bytes(FRAME - HEADER_BYTES)
+        a.store.spans([place])[0].view[HEADER_BYTES:] = bytes(FRAME - HEADER_BYTES)
     return a.store.commit(reply.reservation, part, [[digest(bytes(4 * KIB))] * 2 for _ in places])
 
 
@@ -111,7 +111,7 @@ def test_a_block_is_visible_when_its_whole_family_is_committed() -> None:
     assert len(reply.places) == 2
     for part in range(2):
         for place in reply.places[part]:
-            a.store.span(place).view[HEADER_BYTES:] = bytes(8 * KIB)
+            a.store.spans([place])[0].view[HEADER_BYTES:] = bytes(8 * KIB)
     one = [[digest(bytes(8 * KIB))]]
     assert a.store.commit(reply.reservation, 0, one * 2) == 0 and ns.match(ids(128)).blocks == 0
     assert a.store.commit(reply.reservation, 1, one) == 1 and ns.match(ids(128)).blocks == 1
@@ -157,7 +157,7 @@ def test_a_quarantined_block_is_filled_by_one_put_at_a_time() -> None:
     ns = a.namespace()
     put(ns, 3)
     with ns.lease(ns.match(ids(192))) as lease:
-        a.store.span(lease.reply.places[0][1]).view[5000] ^= 1
+        a.store.spans([lease.reply.places[0][1]])[0].view[5000] ^= 1
         ns.get(lease, blank_pages(ns.layout, 3))
     first = reserve(a, ns, 3)
     assert (first.present, first.blocks) == (1, [1])
@@ -229,7 +229,7 @@ def test_dropping_under_a_refill() -> None:
     ns = a.namespace()
     put(ns, 3)
     with ns.lease(ns.match(ids(192))) as lease:
-        a.store.span(lease.reply.places[0][1]).view[5000] ^= 1
+        a.store.spans([lease.reply.places[0][1]])[0].view[5000] ^= 1
         ns.get(lease, blank_pages(ns.layout, 3))
     reply = reserve(a, ns, 4)
     assert reply.blocks == [1, 3]

@@ -215,7 +215,7 @@ class LevelsModel:
         if row != NO_ROW and self._blocks.index.state(row) is RowState.VISIBLE and self._blocks.is_above(row):
             part, offset, bit = self._spot(space, at)
             place = self._blocks.residency.place(row, part)
-            self.opened.core.span(place).view[offset] ^= bit
+            self.opened.core.spans([place])[0].view[offset] ^= bit
             self.known.damaged.add(name)
             self.counts["flipped in DRAM"] += 1
         self.after()

@@ -339,9 +339,9 @@ class Owned:
         return block_kv(self.layout, self.name, prompt.chain(block), version)
 
     def frames(self, lease: Any, block: int) -> list[FrameSpan]:
-        """The whole frames of a leased block, one per part."""
+        """The whole frames of a leased block, one per part; fewer where memory was given back since."""
         position = block - lease.reply.first_block
-        return [self.door.span(places[position]) for places in lease.reply.places]
+        return [span for places in lease.reply.places for span in self.door.spans([places[position]])]
 
 
 def open_store(

@@ -76,7 +76,7 @@ def fill_part(space: Owned, prompt: Prompt, reply: ReserveReply, part: int) -> l
     coder = codec_named("raw").bind(pages.pages, space.layout, space.layout.parts[part])
     digests = []
     for block, place in zip(reply.blocks, reply.places[part], strict=True):
-        span, size = space.door.span(place), space.layout.parts[part].raw_bytes
+        span, size = space.door.spans([place])[0], space.layout.parts[part].raw_bytes
         payload = FrameSpan(span.address + HEADER_BYTES, span.view[HEADER_BYTES : HEADER_BYTES + size])
         digests.append(coder.encode(block * BLOCK_TOKENS, payload, space.handle._digest))
     return digests
@@ -263,7 +263,7 @@ def wide(tmp_path: Path) -> Iterator[OpenStore]:
 def test_a_part_of_a_block_under_way_is_left_where_it_is(wide: OpenStore, damaged: bool) -> None:
     sharded, reply = half_stored(wide)
     if damaged:
-        sharded.door.span(reply.places[0][0]).view[HEADER_BYTES] ^= 1
+        sharded.door.spans([reply.places[0][0]])[0].view[HEADER_BYTES] ^= 1
     kept = thin_out(wide, sharded)
     assert wide.namespace("a", WHOLE).put(single(0)).stored == 1
     wide.core.check()

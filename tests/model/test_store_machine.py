@@ -34,7 +34,6 @@ from model.store_model import (
     open_store,
     temporary_directory,
 )
-from tiering.errors import BlockMissing
 from tiering.frame import HEADER_BYTES
 from tiering.mover import Copy
 from tiering.tier import FrameSpan
@@ -291,7 +290,7 @@ class StoreMachine(RuleBasedStateMachine):
         for position in range(open_.done[index], min(open_.done[index] + count, len(open_.blocks))):
             block = open_.blocks[position]
             pages.write(block * BLOCK_TOKENS, owned.kv(open_.prompt, block, open_.version))
-            span = owned.door.span(open_.places[index][position])
+            span = owned.door.spans([open_.places[index][position]])[0]
             size = owned.layout.parts[index].raw_bytes
             payload = FrameSpan(span.address + HEADER_BYTES, span.view[HEADER_BYTES : HEADER_BYTES + size])
             digests.append(coder.encode(block * BLOCK_TOKENS, payload, owned.handle._digest))
@@ -356,11 +355,11 @@ class StoreMachine(RuleBasedStateMachine):
         position = block % len(reply.generations)
         index = part % len(reply.places)
         place = reply.places[index][position]
-        try:
-            view = owned.door.span(place).view
-        except BlockMissing:
+        spans = owned.door.spans([place])
+        if not spans:  # condemned before, and its extent is gone
             assert self._is_damaged(record.lease, reply.first_block + position)
             return
+        view = spans[0].view
         byte = at % HEADER_BYTES if header else HEADER_BYTES + at % owned.layout.parts[index].raw_bytes
         view[byte] ^= 1 << bit
         self.known.flips.setdefault((place, reply.generations[position]), set()).symmetric_difference_update(

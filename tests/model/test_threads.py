@@ -22,7 +22,6 @@ from kvstore.errors import StoreClosed
 from kvstore.handle import Lease
 from kvstore.miss import MissReason
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, OpenStore, Owned, Prompt, open_store
-from tiering.errors import BlockMissing
 
 THREADS = 4
 OPERATIONS = 1500
@@ -103,7 +102,7 @@ class Worker:
         reply = space.door.reserve(space.handle.number, space.match(prompt).keys, 0, 0, None)
         if reply.reservation:
             for place in reply.places[0]:
-                space.door.span(place).view[-1] = 1
+                space.door.spans([place])[0].view[-1] = 1
             space.door.abort(reply.reservation)
 
     def evict(self, space: Owned, prompt: Prompt) -> None:
@@ -131,11 +130,12 @@ class Worker:
     def flip(self, space: Owned, prompt: Prompt, lease: Lease) -> None:
         if lease.blocks:
             block = self.chance.randrange(lease.blocks)
-            try:
-                view = self.chance.choice(space.frames(lease, block)).view
-            except BlockMissing:
+            frames = space.frames(lease, block)
+            if not frames:
                 return  # condemned before, and its extent is gone
-            view[self.chance.choice([0, 100, 4095, 4096, 5000])] ^= 1 << self.chance.randrange(8)
+            self.chance.choice(frames).view[self.chance.choice([0, 100, 4095, 4096, 5000])] ^= (
+                1 << self.chance.randrange(8)
+            )
 
 
 EXPECTED_OF_A_PUT = (MissReason.IN_FLIGHT, MissReason.PINNED_FULL, MissReason.DISABLED, MissReason.EVICTED)
