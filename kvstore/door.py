@@ -1,7 +1,7 @@
 """The contract between what a user holds (`handle`) and a store, wherever that runs (floor 2).
 
 Keys, places and digests cross it; token ids, prompts and payload bytes never do. The same messages are method calls in
-one process and, through a local door, frames on a socket: `span` is then the client's own mapping of an extent.
+one process and, through a local door, frames on a socket: `spans` are then the client's own mapping of an extent.
 """
 
 from __future__ import annotations

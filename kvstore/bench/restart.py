@@ -40,7 +40,7 @@ from tiering.files import disk_room
 
 TARGET_SECONDS = 3.0
 TARGET_BLOCKS = 1_000_000
-"""So many blocks are to be back within the target, from a clean end on."""
+"""So many blocks are to be back within the target, after a clean end and after a kill."""
 
 MOST_BLOCKS = 4_000_000
 LOOK_SECONDS = 0.01
@@ -51,7 +51,7 @@ _NEEDED_BEFORE_OPEN = (codec, lmdb_index)  # `open` imports them itself, once
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """blocks: on disk. prompt_blocks: of a prompt. laps: clean restarts; the others happen once.
+    """blocks: on disk. prompt_blocks: of a prompt. laps: restarts after a clean end, and as many after a kill.
 
     data: a directory on the disk to measure on; that of temporary files if None.
     """
@@ -192,15 +192,14 @@ def _restart_all(options: Options, plan: Plan, directory: Path, say: Callable[[s
     data = index / lmdb_index.DATA_FILE
     found: dict[str, list[tuple[Started, float]]] = {"clean": [], "killed": [], "cold": []}
     _pass_over(index)  # whatever the building left is in the page cache from here on
-    for lap in range(options.laps):
-        say(f"restart {lap + 1} of {options.laps}, after a clean end")
-        before = _pass_over(index)
-        started = _start(directory, plan, kill=lap == options.laps - 1)
-        found["clean"].append((started, (before + _pass_over(index)) / 2))
-    say("restart after a kill")
-    before = _pass_over(index)
-    started = _start(directory, plan)
-    found["killed"].append((started, (before + _pass_over(index)) / 2))
+    for how, described in (("clean", "a clean end"), ("killed", "a kill")):
+        for lap in range(options.laps):
+            say(f"restart {lap + 1} of {options.laps}, after {described}")
+            before = _pass_over(index)
+            # How it ends is how the next one finds it: from the last clean one on they are killed, but for the last.
+            is_last = lap == options.laps - 1
+            started = _start(directory, plan, kill=is_last if how == "clean" else not is_last)
+            found[how].append((started, (before + _pass_over(index)) / 2))
     say("restart with a cold index")
     _forget(data)
     alone = _pass_over(index)
@@ -217,7 +216,7 @@ def _restart_all(options: Options, plan: Plan, directory: Path, say: Callable[[s
 
 def _row(how: str, laps: list[tuple[Started, float]], options: Options) -> RestartRow:
     warmed = [started.warmed for started, _ in laps]
-    is_targeted = how == "clean" and options.blocks >= TARGET_BLOCKS
+    is_targeted = how in ("clean", "killed") and options.blocks >= TARGET_BLOCKS
     return RestartRow(
         how,
         len(laps),

@@ -119,10 +119,10 @@ def test_all_kinds_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(restart, "_start", watched)
     said: list[str] = []
-    result = restart.run(restart.Options(blocks=700, prompt_blocks=64, laps=1, data=str(tmp_path)), said.append)
+    result = restart.run(restart.Options(blocks=700, prompt_blocks=64, laps=2, data=str(tmp_path)), said.append)
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
-    assert left == [False, True, True], "the one that was killed did not close its store"
-    assert [(row.how, row.laps) for row in result.rows] == [("clean", 1), ("killed", 1), ("cold", 1)]
+    assert left == [True, False, False, True, True], "those that were killed did not close their store"
+    assert [(row.how, row.laps) for row in result.rows] == [("clean", 2), ("killed", 2), ("cold", 1)]
     for row in result.rows:
         assert 0 < row.opened <= row.answered <= row.warmed and row.index > 0
         assert row.warmed_low <= row.warmed <= row.warmed_high
@@ -139,7 +139,8 @@ def test_the_target_grows_with_the_blocks() -> None:
     row = restart._row("clean", laps, restart.Options(blocks=2_000_000))
     assert (row.target, row.warmed, row.met, row.times_index) == (6.0, 4.0, True, 8.0)
     assert restart._row("clean", laps, restart.Options(blocks=1_000_000)).met is False
-    assert restart._row("killed", laps, restart.Options()).target is None
+    assert restart._row("killed", laps, restart.Options()).target == 3.0
+    assert restart._row("cold", laps, restart.Options()).target is None
     assert restart._row("clean", laps, restart.Options(blocks=999_999)).target is None
 
 
