@@ -4,6 +4,10 @@ An extent is one memfd, sealed against shrinking and growing, mapped into this p
 before it is used: a first touch inside a copy runs at a tenth of memcpy's speed. An extent belongs to one slot class
 for its whole life. It is never handed to another one: whoever was given its descriptor keeps a mapping, so memory that
 changes hands is a new memfd. Nothing has a name in a file system, nothing is left behind.
+
+Other processes get a descriptor of their own (`share`), locked for reading on one byte that stands for its holder. Such
+a lock belongs to the open file, and a mapping keeps that open: the kernel itself says whether a holder may still read
+or write, however it ended, and also after this program was started anew (fcntl(2), open file description locks).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 import threading
 import weakref
 
@@ -22,6 +27,8 @@ from tiering.tier import FrameSpan
 PREFAULT_STEP_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PAGE_BYTES = 4096
+MAX_HOLDER = 1 << 62
+_LOCK = struct.Struct("@hhqqi4x")  # struct flock of the 64-bit kernels: type, whence, start, length, pid
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # Called through a plain library handle: that releases the interpreter lock, which mmap's own madvise does not, and it
@@ -43,7 +50,7 @@ class Extent:
         self._give_back = weakref.finalize(self, os.close, self.descriptor)  # also where nobody closes it
         self._give_back.atexit = False
         try:
-            os.fchmod(self.descriptor, 0o400)  # else any process that is given it can reopen it for writing
+            os.fchmod(self.descriptor, 0o600)  # else whoever is given it, as any user, can reopen it for writing
             os.ftruncate(self.descriptor, size_bytes)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self.address, self.view = _mapped(self.descriptor, size_bytes)
@@ -57,6 +64,29 @@ class Extent:
         """The bytes of a slot."""
         start = slot * frame_bytes
         return FrameSpan(self.address + start, self.view[start : start + frame_bytes])
+
+    def share(self, holder: int, *, writable: bool) -> int:
+        """A new descriptor for another process; the caller closes it once it is sent. holder: from 0 to 2**62.
+
+        Raises `TierUnavailable`.
+        """
+        try:
+            mode = os.O_RDWR if writable else os.O_RDONLY
+            descriptor = os.open(f"/proc/self/fd/{self.descriptor}", mode | os.O_CLOEXEC)
+        except OSError as error:
+            raise TierUnavailable(f"shared memory cannot be opened again: {error.strerror}") from error
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_RDLCK, holder, holder))
+        except OSError as error:
+            os.close(descriptor)
+            raise TierUnavailable(f"shared memory cannot be locked: {error.strerror}") from error
+        return descriptor
+
+    def is_shared(self, first: int = 0, last: int = MAX_HOLDER) -> bool:
+        """Whether a descriptor that was made for one of these holders, or a mapping of it, is alive anywhere."""
+        answer = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, _lock_of(fcntl.F_WRLCK, first, last))
+        kind: int = _LOCK.unpack(answer)[0]
+        return kind != fcntl.F_UNLCK
 
     def close(self) -> None:
         """Give the descriptor back. The mapping goes when the last view of it does: a reader is never cut off."""
@@ -79,7 +109,8 @@ class ExtentPool:
     """Extents of one size, never more than the budget allows. Thread-safe; creation runs outside the lock.
 
     One extent may be made ahead (`prepare`), so that whoever needs one next does not wait for the kernel to clear its
-    pages. It is memory of this process within the budget, but nobody has taken it.
+    pages. It is memory of this process within the budget, but nobody has taken it. An extent that was taken back while
+    another process has it mapped counts as taken until that process lets go.
     """
 
     def __init__(self, budget_bytes: int, extent_bytes: int) -> None:
@@ -93,15 +124,25 @@ class ExtentPool:
         self._preparing = False
         self._awaiting = 0
         self._spare: Extent | None = None
+        self._lingering: list[Extent] = []  # taken back, and mapped elsewhere
         self._closed = False
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of extents that exist or are being made for somebody."""
+        """Bytes of extents that exist, or are being made for somebody, or that another process keeps alive."""
         return self._taken_bytes
 
     def has_room(self) -> bool:
         """Whether one more extent fits the budget."""
+        with self._lock:
+            return self._has_room()
+
+    def _has_room(self) -> bool:
+        """Under the lock."""
+        for extent in [one for one in self._lingering if not one.is_shared()]:
+            self._lingering.remove(extent)
+            extent.close()
+            self._taken_bytes -= self.extent_bytes
         return self._taken_bytes + self.extent_bytes <= self.budget_bytes
 
     def prepare(self) -> None:
@@ -116,7 +157,7 @@ class ExtentPool:
             self._await_prepared()
             if self._closed:
                 raise TierUnavailable("the pool was closed")
-            if not self.has_room():
+            if not self._has_room():
                 raise TierFull(f"all {self.budget_bytes} bytes of the DRAM budget are taken")
             self._taken_bytes += self.extent_bytes
             spare, self._spare = self._spare, None
@@ -124,7 +165,11 @@ class ExtentPool:
         return spare if spare is not None else self._make()
 
     def destroy(self, extent: Extent) -> None:
-        """Take an extent back; its bytes are free for another."""
+        """Take an extent back; its bytes are free for another, at once or when no other process maps it."""
+        with self._lock:
+            if extent.is_shared() and not self._closed:
+                self._lingering.append(extent)
+                return
         extent.close()
         with self._lock:
             self._taken_bytes -= self.extent_bytes
@@ -134,8 +179,10 @@ class ExtentPool:
         with self._lock:
             self._closed = True
             spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.close()
+            unused, self._lingering = self._lingering, []
+            self._taken_bytes -= self.extent_bytes * len(unused)
+        for extent in [*unused, *([spare] if spare is not None else [])]:
+            extent.close()
 
     def _await_prepared(self) -> None:
         """If one is being made, it is ready before one that is begun now; but for one caller only. Under the lock."""
@@ -165,7 +212,7 @@ class ExtentPool:
 
     def _prepare(self) -> None:
         """Begin to make the next extent, unless there is one or no room for it. Under the lock."""
-        if not self._prepares or self._closed or self._preparing or self._spare is not None or not self.has_room():
+        if not self._prepares or self._closed or self._preparing or self._spare is not None or not self._has_room():
             return
 
         def run() -> None:
@@ -188,6 +235,10 @@ class ExtentPool:
             threading.Thread(target=run, name="kv-extent", daemon=True).start()
         except RuntimeError:  # no more threads
             self._preparing = False
+
+
+def _lock_of(kind: int, first: int, last: int) -> bytes:
+    return _LOCK.pack(kind, os.SEEK_SET, first, last - first + 1, 0)
 
 
 def private_pages(size_bytes: int) -> FrameSpan:

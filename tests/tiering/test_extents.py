@@ -9,7 +9,11 @@ import mmap
 import os
 import re
 import resource
+import signal
+import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,12 +76,18 @@ def test_it_can_be_neither_shrunk_nor_grown_nor_unsealed() -> None:
         assert os.fstat(extent.descriptor).st_size == 64 * KIB
 
 
-def test_whoever_is_given_the_descriptor_can_not_reopen_it_for_writing() -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_who_may_read_can_not_reopen_it_for_writing() -> None:
+    """The same user always can: processes of one user are one domain of trust."""
     with extent_of(64 * KIB) as extent:
-        assert stat.S_IMODE(os.fstat(extent.descriptor).st_mode) == 0o400
-        if os.geteuid() != 0:  # root may open anything
-            with pytest.raises(PermissionError):
-                os.open(f"/proc/self/fd/{extent.descriptor}", os.O_RDWR)
+        assert stat.S_IMODE(os.fstat(extent.descriptor).st_mode) == 0o600
+        descriptor = extent.share(1, writable=False)
+        reopen = ["/bin/sh", "-c", f": <> /proc/self/fd/{descriptor}"]
+        for mode, is_allowed in ((0o600, False), (0o666, True)):  # the latter is what a memfd has if nobody changes it
+            os.fchmod(extent.descriptor, mode)
+            done = subprocess.run(reopen, pass_fds=[descriptor], user=65534, stderr=subprocess.PIPE, cwd="/")
+            assert (done.returncode == 0) is is_allowed and (b"Permission denied" in done.stderr) is not is_allowed
+        os.close(descriptor)
 
 
 def test_a_child_does_not_inherit_it() -> None:
@@ -165,6 +175,131 @@ def test_the_interpreter_runs_on_while_pages_are_touched() -> None:
 
     # With the interpreter locked there is one chance to run in each of the four steps.
     assert any(ticks_during_prefault() > 12 for _ in range(3))
+
+
+# Shared with other processes ------------------------------------------------------------------------------------------
+
+HOLD = """
+import mmap, os, socket, sys
+with socket.socket(fileno=int(sys.argv[1])) as given:
+    _, (descriptor,), _, _ = socket.recv_fds(given, 1, 1)
+    memory = mmap.mmap(descriptor, 65536, prot=mmap.PROT_READ)
+    os.close(descriptor)
+    given.send(memory[:5])
+    given.recv(1)
+"""
+
+
+@contextlib.contextmanager
+def another_process_that_maps(descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
+    """It has closed the descriptor again: the mapping alone is left."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen([sys.executable, "-c", HOLD, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        try:
+            socket.send_fds(ours, [b"x"], [descriptor])
+            assert ours.recv(5) == b"hello"
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_what_is_shared_for_reading_can_not_be_written() -> None:
+    with extent_of(64 * KIB) as extent:
+        extent.view[:5] = b"hello"
+        descriptor = extent.share(7, writable=False)
+        with pytest.raises(PermissionError):
+            mmap.mmap(descriptor, 64 * KIB)
+        with mmap.mmap(descriptor, 64 * KIB, prot=mmap.PROT_READ) as memory:
+            extent.view[:5] = b"later"
+            assert memory[:5] == b"later"
+        os.close(descriptor)
+        descriptor = extent.share(7, writable=True)
+        with mmap.mmap(descriptor, 64 * KIB) as memory:
+            memory[5:6] = b"!"
+        os.close(descriptor)
+        assert bytes(extent.view[:6]) == b"later!"
+
+
+def test_a_holder_is_known_by_what_it_maps() -> None:
+    with extent_of(64 * KIB) as extent:
+        assert not extent.is_shared()
+        descriptor = extent.share(1 << 40, writable=True)
+        assert extent.is_shared() and extent.is_shared(1 << 40, 1 << 40) and extent.is_shared(0, 1 << 41)
+        assert not extent.is_shared(0, (1 << 40) - 1) and not extent.is_shared((1 << 40) + 1)
+        memory = mmap.mmap(descriptor, 64 * KIB)
+        os.close(descriptor)
+        assert extent.is_shared(1 << 40, 1 << 40), "the mapping keeps the open file alive"
+        other = extent.share(0, writable=False)
+        assert extent.is_shared(0, 0)
+        os.close(other)
+        assert not extent.is_shared(0, 0) and extent.is_shared()
+        memory.close()
+        assert not extent.is_shared()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_holds_what_it_maps_until_it_is_gone(signal_number: int) -> None:
+    with extent_of(64 * KIB) as extent:
+        extent.view[:5] = b"hello"
+        descriptor = extent.share(3, writable=False)
+        with another_process_that_maps(descriptor) as process:
+            os.close(descriptor)
+            assert extent.is_shared(3, 3)
+            process.send_signal(signal.SIGSTOP)
+            assert extent.is_shared(3, 3), "a stopped process reads on when it is continued"
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal_number)
+            process.wait()
+            assert not extent.is_shared()
+
+
+def test_a_descriptor_on_its_way_counts() -> None:
+    """Sent and not received yet: whoever will receive it may map it."""
+    ours, theirs = socket.socketpair()
+    with extent_of(64 * KIB) as extent, ours, theirs:
+        descriptor = extent.share(3, writable=False)
+        socket.send_fds(ours, [b"x"], [descriptor])
+        os.close(descriptor)
+        assert extent.is_shared(3, 3)
+        theirs.close()
+        assert not extent.is_shared()
+
+
+def test_memory_that_another_process_maps_stays_within_the_budget() -> None:
+    pool = ExtentPool(2 * MIB, MIB)
+    first, second = pool.create(), pool.create()
+    descriptor = first.share(1, writable=False)
+    pool.destroy(first)
+    assert pool.taken_bytes == 2 * MIB and not pool.has_room()
+    with pytest.raises(TierFull):
+        pool.create()
+    pool.destroy(second)
+    assert pool.taken_bytes == MIB and pool.has_room()
+    third = pool.create()
+    assert not pool.has_room()
+    os.close(descriptor)
+    assert pool.has_room() and first.descriptor == -1
+    pool.destroy(pool.create())
+    pool.destroy(third)
+    assert pool.taken_bytes == 0
+    pool.close()
+
+
+def test_a_closed_pool_waits_for_no_other_process() -> None:
+    before = open_files("kv-extent")
+    pool = ExtentPool(2 * MIB, MIB)
+    extents = [pool.create() for _ in range(2)]
+    held = [extent.share(1, writable=False) for extent in extents]
+    pool.destroy(extents[0])
+    pool.close()
+    pool.destroy(extents[1])
+    assert pool.taken_bytes == 0
+    for descriptor in held:
+        os.close(descriptor)
+    del extents
+    assert extents_alive_since(before) == 0
 
 
 # The pool -------------------------------------------------------------------------------------------------------------
