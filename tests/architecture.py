@@ -100,11 +100,7 @@ EXEMPTIONS = (
     ),
     Exemption("tiering/lmdb_index.py", frozenset({DISK}), "LMDB opens its file by itself; here it is checked before"),
     Exemption("tiering/index_digest.py", frozenset({DISK}), "reads that same file as a whole"),
-    Exemption(
-        "tiering/extents.py",
-        frozenset({MEMORY, DISK}),
-        "the one maker of shared memory: memfd, size, map, advice; opened again for others by its name in /proc",
-    ),
+    Exemption("tiering/extents.py", frozenset({MEMORY}), "the one maker of shared memory: memfd, size, map, advice"),
 )
 
 

@@ -22,6 +22,7 @@ import threading
 import weakref
 
 from tiering.errors import TierFull, TierUnavailable
+from tiering.files import open_again
 from tiering.tier import FrameSpan
 
 PREFAULT_STEP_BYTES = 64 << 20
@@ -71,8 +72,7 @@ class Extent:
         Raises `TierUnavailable`.
         """
         try:
-            mode = os.O_RDWR if writable else os.O_RDONLY
-            descriptor = os.open(f"/proc/self/fd/{self.descriptor}", mode | os.O_CLOEXEC)
+            descriptor = open_again(self.descriptor, writable=writable)
         except OSError as error:
             raise TierUnavailable(f"shared memory cannot be opened again: {error.strerror}") from error
         try:

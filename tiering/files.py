@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import socket
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ import numpy as np
 
 from tiering.failpoint import Reach, go_on
 
+_BACKLOG = 128
 _PAGE_BYTES = 4096
 _SLAB_SUFFIX = ".slab"
 _DRAFT_SUFFIX = ".slab.new"
@@ -388,6 +390,51 @@ def read_secret_file(path: Path) -> bytes | None:
         return b"".join(chunks)
     finally:
         os.close(descriptor)
+
+
+def open_again(descriptor: int, *, writable: bool) -> int:
+    """The file behind a descriptor as a new open file, with locks and a mode of its own. Raises `OSError`."""
+    return os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+
+
+def listening_socket(path: Path, mode: int) -> socket.socket:
+    """A UNIX socket that others can connect to, those whom the mode allows. One that a dead process left is replaced.
+
+    Raises `OSError`: `EADDRINUSE` where a process still listens there, or something else than a socket has the name.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        if _is_left_socket(path):
+            path.unlink()
+        sock.bind(os.fspath(path))
+        path.chmod(mode)
+        sock.listen(_BACKLOG)  # from here on others can connect
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def remove_socket(path: Path) -> None:
+    """Take a socket's name away."""
+    path.unlink(missing_ok=True)
+
+
+def _is_left_socket(path: Path) -> bool:
+    """Whether there is a socket that nobody listens on."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
 
 
 def write_secret_file(path: Path, contents: bytes, reach: Reach = go_on) -> None:
