@@ -163,5 +163,9 @@ class Door(Protocol):
         ...
 
     def spans(self, places: Sequence[int]) -> list[FrameSpan]:
-        """The bytes of reserved or leased frames in this process, up to the first whose memory was given back."""
+        """The bytes of leased frames in this process, up to the first whose memory was given back; only to be read."""
+        ...
+
+    def spans_to_fill(self, places: Sequence[int]) -> list[FrameSpan]:
+        """The same of reserved frames, for their producer."""
         ...

@@ -32,5 +32,9 @@ class LeaseExpired(StoreError):
     """The lease was released before its blocks were read. (One that ran out can still be read from.)"""
 
 
+class Unreachable(StoreError):
+    """The sidecar does not answer. Raised when a namespace is opened; afterwards that is a miss."""
+
+
 class StoreClosed(StoreError):
     """The store was closed."""

@@ -313,7 +313,7 @@ class NamespaceHandle:
         try:
             for part, coder in enumerate(coders):
                 size = self._grant.payload_bytes[part]
-                spans = [_payload(span, size) for span in self._door.spans(reply.places[part])]
+                spans = [_payload(span, size) for span in self._door.spans_to_fill(reply.places[part])]
                 tokens = [block * self.block_tokens - first_token for block in reply.blocks]
                 digests = [coder.encode(token, span, self._digest) for token, span in zip(tokens, spans, strict=True)]
                 visible = self._door.commit(reply.reservation, part, digests)

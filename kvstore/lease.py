@@ -90,6 +90,11 @@ class LeaseTable:
                 return
             yield self._lapse(record)
 
+    def lapse(self, number: int) -> LeaseRecord | None:
+        """End one now, if it is live."""
+        record = self._live.get(number)
+        return self._lapse(record) if record is not None else None
+
     def lapse_all(self, namespace: int) -> Iterator[LeaseRecord]:
         """End every lease of a namespace now."""
         for record in [record for record in self._live.values() if record.namespace == namespace]:

@@ -82,6 +82,10 @@ class SystemClock:
         """Unix time."""
         return time.time()
 
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
 
 class TenantDoor:
     """A store as one tenant sees it, in this process: `Door` with that tenant's keys."""
@@ -98,7 +102,7 @@ class TenantDoor:
         self.commit = store.commit
         self.persist = store.persist
         self.abort = store.abort
-        self.spans = store.spans
+        self.spans = self.spans_to_fill = store.spans
         self.direct = store.direct
 
     def leads_to(self, store: Store, keys: TenantKeys) -> bool:

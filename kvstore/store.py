@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -27,7 +27,7 @@ from kvstore.loading import Loader, LoadProgress
 from kvstore.miss import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
 from kvstore.scrubbing import Scrubbing
-from tiering.errors import TierFull, TierUnavailable
+from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import MAX_SLICES, frame_bytes
 from tiering.move_queue import MoveQueue
 from tiering.mover import Copy, MoveDone, Mover, Outcome
@@ -69,6 +69,15 @@ class StoreUsage:
     pinned_bytes: int
     counters: dict[str, int]
     scrub: ScrubUsage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExtent:
+    """An extent that was opened for another process. Whoever is given the descriptor closes it."""
+
+    descriptor: int
+    size_bytes: int
+    frame_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +279,14 @@ class Store:
         with self._lock:
             self._release(lease)
 
+    def lapse(self, lease: int) -> None:
+        """Its holder is out of reach and may still read: it pins nothing from now on, and what it leads to is not used
+        for anything else before it is released."""
+        with self._lock:
+            record = self._leases.lapse(lease) if not self._closed else None
+            if record is not None:
+                self._lapse(record)
+
     def abandon(self, lease: int) -> None:
         """Release at the next call: a finalizer may run inside this very lock."""
         self._abandoned.append(lease)
@@ -379,11 +396,45 @@ class Store:
             else:
                 self._give_up(record, record.published)
 
+    def cancel(self, reservation: int) -> None:
+        """Its producer is out of reach and may still write: the blocks are given up now, their slots with `abort`."""
+        with self._lock:
+            record = self._reservations.get(reservation) if not self._closed else None
+            if record is not None and not record.cancelled:
+                self._cancel(record)
+
     def spans(self, places: Sequence[int]) -> list[FrameSpan]:
         """The bytes at reserved or leased places, up to the first whose extent is gone. Raises `StoreClosed`."""
         spans = self._blocks.dram.spans_at(places)
         self._check_open()  # afterwards: what is missing may be so because it was closed meanwhile
         return spans
+
+    # Other processes -----------------------------------------------------------------------------------------------
+
+    def share(self, extent: int, tenant: bytes, holder: int, *, writable: bool) -> SharedExtent:
+        """Open an extent for another process. Raises `BlockMissing` where it is gone, or is another tenant's."""
+        with self._lock:
+            self._check_open()
+            dram = self._blocks.dram
+            if dram.gone([extent]) or dram.class_of(extent).tenant != tenant:
+                raise BlockMissing("no extent of that number")
+            descriptor = dram.share(extent, holder, writable=writable)
+            return SharedExtent(descriptor, dram.extent_bytes, dram.class_of(extent).frame_bytes)
+
+    def is_shared(self, extents: Iterable[int], holder: int) -> bool:
+        """Whether a holder may still read or write in any of these."""
+        with self._lock:
+            return any([self._blocks.dram.is_shared(extent, holder) for extent in extents])
+
+    @property
+    def retired_extents(self) -> int:
+        """How many extents were given back since the start: if it has not changed, `gone` has no more to say."""
+        return self._blocks.dram.retired
+
+    def gone(self, extents: Iterable[int]) -> list[int]:
+        """Which of these extents were given back, and are to be unmapped by whoever they were shared with."""
+        with self._lock:
+            return self._blocks.dram.gone(extents)
 
     # A lower tier -------------------------------------------------------------------------------------------------
 

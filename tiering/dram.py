@@ -39,6 +39,7 @@ class DramTier:
         self._ledger: SlotLedger[DramExtent] = SlotLedger()
         self._extents = self._ledger.pieces
         self._next_number = 0
+        self.retired = 0  # extents that were given back, since the start
         self._closed = False
 
     @property
@@ -151,6 +152,23 @@ class DramTier:
     def retire(self, number: int) -> None:
         """Give back an extent that holds nothing readable; its memory goes with the last mapping."""
         self._pool.destroy(self._ledger.remove(number).memory)
+        self.retired += 1
+
+    def share(self, number: int, holder: int, *, writable: bool) -> int:
+        """A descriptor of an extent for another process; see `Extent.share`. Raises `BlockMissing` where it is gone."""
+        extent = self._extents.get(number)
+        if extent is None:
+            raise BlockMissing("no extent of that number")
+        return extent.memory.share(holder, writable=writable)
+
+    def is_shared(self, number: int, holder: int) -> bool:
+        """Whether that holder may still read or write in an extent."""
+        extent = self._extents.get(number)
+        return extent is not None and extent.memory.is_shared(holder, holder)
+
+    def gone(self, numbers: Iterable[int]) -> list[int]:
+        """Which of these extents were given back."""
+        return [number for number in numbers if number not in self._extents]
 
     def close(self) -> None:
         """Give all memory back; readers that still map an extent keep it until they let go."""

@@ -105,6 +105,28 @@ class Extent:
                     self.view[page] = 0
 
 
+class MappedExtent:
+    """An extent of another process, mapped into this one; unmapped when the last view of it goes."""
+
+    def __init__(self, descriptor: int, size_bytes: int, *, writable: bool) -> None:
+        """Takes the descriptor over. Raises `TierUnavailable`, also where its size is another, or may change."""
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if os.fstat(descriptor).st_size != size_bytes or seals & _SEALS != _SEALS:
+                raise TierUnavailable("shared memory of another size, or that may change its size")
+            self.address, view = _mapped(descriptor, size_bytes, writable=writable)
+        except OSError as error:
+            raise TierUnavailable(f"shared memory cannot be mapped: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+        self.view = view if writable else view.toreadonly()
+
+    def frame(self, slot: int, frame_bytes: int) -> FrameSpan:
+        """The bytes of a slot; read-only unless it is writable."""
+        start = slot * frame_bytes
+        return FrameSpan(self.address + start, self.view[start : start + frame_bytes])
+
+
 class ExtentPool:
     """Extents of one size, never more than the budget allows. Thread-safe; creation runs outside the lock.
 
@@ -247,9 +269,10 @@ def private_pages(size_bytes: int) -> FrameSpan:
     return FrameSpan(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), view)
 
 
-def _mapped(descriptor: int, size_bytes: int) -> tuple[int, memoryview]:
+def _mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> tuple[int, memoryview]:
     """Where a descriptor's memory starts, and a view of it; unmapped when the last view of it, or of a part, goes."""
-    address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    address = _libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_ubyte * size_bytes).from_address(address)

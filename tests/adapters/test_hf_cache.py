@@ -395,7 +395,7 @@ class DyingDoor(TenantDoor):
     def __init__(self, door: TenantDoor) -> None:
         self._door = door
         self.calls_left = 1 << 30
-        for verb in ("match", "lease", "release", "report", "reserve", "commit", "abort", "spans"):
+        for verb in ("match", "lease", "release", "report", "reserve", "commit", "abort", "spans", "spans_to_fill"):
             setattr(self, verb, self._counted(getattr(door, verb)))
         self.abandon, self.direct = door.abandon, door.direct
         self.open_namespace = door.open_namespace  # type: ignore[method-assign]

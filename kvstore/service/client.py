@@ -1,0 +1,434 @@
+"""The client of the sidecar: a `Door` whose store is another process on this host (floor 2).
+
+Keys go out, places and digests come back; payloads are read and written in extents that are mapped here, readable ones
+read-only. The handle above verifies its own copies, as it does in the store's own process.
+
+Nothing here fails an engine's request. While the sidecar is away every question is a miss (`unreachable`), every answer
+that is late is one (`deadline`); it is called again after a pause that grows, and namespaces are opened anew on each
+connection. What was leased on one that broke is not readable any more. Must import without torch, and quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar
+
+from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.errors import BadInput, StoreClosed, Unreachable
+from kvstore.handle import NamespaceHandle
+from kvstore.identity import Namespace
+from kvstore.layout import Layout
+from kvstore.miss import MissReason
+from kvstore.pages import Codec
+from kvstore.service import messages as m
+from kvstore.service.wire import Answered, Clock, TooLate, TooLong, Wire
+from tiering.errors import TierError
+from tiering.extents import MappedExtent
+from tiering.tier import SLOT_BITS, FrameSpan
+
+A = TypeVar("A")
+_OTHER_KIND = "an answer of another kind"
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """How long a call may take, in seconds. connect: until the sidecar says welcome. match: for a look-up. lease:
+    beyond the deadline of the lease itself. fill: for room, which may have to be made, and for commits. open: how long
+    a new namespace waits for a sidecar that is not there yet. first_pause, longest_pause: before it is called again.
+    """
+
+    connect: float = 1.0
+    match: float = 0.05
+    lease: float = 0.05
+    fill: float = 5.0
+    open: float = 10.0
+    first_pause: float = 0.02
+    longest_pause: float = 1.0
+
+
+class _Away(Exception):
+    """A question that was not answered, and as what miss that counts."""
+
+    def __init__(self, reason: MissReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A namespace as this client opened it first."""
+
+    namespace: Namespace
+    payload_bytes: tuple[int, ...]
+    grant: Grant
+
+
+class _Run:
+    """What holds on one connection: the numbers that the sidecar gave, and its memory as it is mapped here."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
+        self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
+        self.writable: dict[int, tuple[MappedExtent, int]] = {}
+
+    def unmap(self, numbers: Iterable[int]) -> None:
+        """These were given back; who still reads in one keeps it for as long."""
+        for number in numbers:
+            self.readable.pop(number, None)
+            self.writable.pop(number, None)
+
+
+class RemoteDoor:
+    """`Door` to a sidecar. Thread-safe; a forked child gets a connection of its own."""
+
+    direct = None
+
+    def __init__(self, path: str, engine: str, clock: Clock, limits: CallLimits) -> None:
+        self._path = path
+        self._engine = engine
+        self._clock = clock
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._run: _Run | None = None
+        self._opened: list[_Opened] = []
+        self._pause = limits.first_pause
+        self._next_call_at = 0.0
+        self._session = b""
+        self._abandoned: deque[int] = deque()
+        self._why = "it was not called yet"
+        self.closed = False
+        self.unanswered = 0
+        _doors.add(self)
+
+    # The contract --------------------------------------------------------------------------------------------------
+
+    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+        """Raises `Unreachable` and what the sidecar says of it."""
+        payloads = tuple(payload_bytes)
+        try:
+            run = self._running(waits=True)
+            grant = self._open(run, namespace, payloads)
+        except _Away as away:
+            raise Unreachable(f"{away.detail}; start the sidecar (kvstore serve), or check the path") from None
+        if grant.payload_bytes != payloads:
+            raise BadInput(f"the sidecar knows this namespace with payloads of {grant.payload_bytes}, not {payloads}")
+        with self._lock:
+            number = len(self._opened)
+            self._opened.append(_Opened(namespace, payloads, grant))
+            run.namespaces[number] = grant.number
+        return Grant(number, grant.identity_key, grant.stamps, grant.payload_bytes, grant.durable)
+
+    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
+        """As `Door.match`; a sidecar that does not answer has nothing."""
+        try:
+            run = self._running()
+            return self._ask(run, m.Match(self._number(run, number), list(keys)), m.Matched, self._limits.match).reply
+        except _Away as away:
+            return MatchReply(0, reason=away.reason, detail=away.detail)
+
+    def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
+        """As `Door.lease`."""
+        try:
+            run = self._running()
+            verb = m.Lease(self._number(run, number), list(keys), first_block, deadline_ms)
+            reply = self._ask(run, verb, m.Leased, deadline_ms / 1000 + self._limits.lease).reply
+            if reply.lease:
+                try:
+                    self._map(run, reply.places, writable=False)
+                except BaseException:
+                    self._post(m.Release([reply.lease]))
+                    raise
+            return reply
+        except _Away as away:
+            return LeaseReply(0, first_block, 0, reason=away.reason, detail=away.detail)
+
+    def release(self, lease: int) -> None:
+        """As `Door.release`; nobody waits for it."""
+        self._post(m.Release([lease]))
+
+    def abandon(self, lease: int) -> None:
+        """As `Door.abandon`."""
+        self._abandoned.append(lease)
+
+    def report(self, lease: int, block: int, part: int) -> None:
+        """As `Door.report`."""
+        self._post(m.Report(lease, block, part))
+
+    def reserve(
+        self, number: int, keys: Sequence[bytes], first_block: int, priority: int, ttl_seconds: float | None
+    ) -> ReserveReply:
+        """As `Door.reserve`."""
+        try:
+            run = self._running()
+            verb = m.Reserve(self._number(run, number), list(keys), first_block, priority, ttl_seconds)
+            reply = self._ask(run, verb, m.Reserved, self._limits.fill).reply
+            if reply.reservation:
+                try:
+                    self._map(run, reply.places, writable=True)
+                except BaseException:
+                    self._post(m.Abort(reply.reservation))
+                    raise
+            return reply
+        except _Away as away:
+            return ReserveReply(0, 0, stopped_at=0, reason=away.reason)
+
+    def commit(self, reservation: int, part: int, digests: Sequence[Sequence[bytes]]) -> int:
+        """As `Door.commit`."""
+        try:
+            verb = m.Commit(reservation, part, [list(block) for block in digests])
+            return self._ask(self._running(), verb, m.Counted, self._limits.fill).blocks
+        except _Away:
+            return 0
+
+    def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
+        """As `Door.persist`."""
+        try:
+            run = self._running()
+            verb = m.Persist(self._number(run, number), list(keys), seconds)
+            answer = self._ask(run, verb, m.Persisted, seconds + self._limits.fill)
+            return answer.blocks, answer.reason
+        except _Away as away:
+            return 0, away.reason
+
+    def abort(self, reservation: int) -> None:
+        """As `Door.abort`."""
+        self._post(m.Abort(reservation))
+
+    def spans(self, places: Sequence[int]) -> list[FrameSpan]:
+        """As `Door.spans`. Raises `StoreClosed` where the connection on which they were leased is gone."""
+        run = self._run
+        return self._spans(run.readable if run is not None else {}, places)
+
+    def spans_to_fill(self, places: Sequence[int]) -> list[FrameSpan]:
+        """As `Door.spans_to_fill`; see `spans`."""
+        run = self._run
+        return self._spans(run.writable if run is not None else {}, places)
+
+    # Beyond it -----------------------------------------------------------------------------------------------------
+
+    def drop(self, number: int) -> int:
+        """Forget every block of a namespace. Raises `Unreachable`."""
+        try:
+            run = self._running()
+            return self._ask(run, m.Drop(self._number(run, number)), m.Counted, self._limits.fill).blocks
+        except _Away as away:
+            raise Unreachable(f"{self._path}: {away.detail}") from None
+
+    def close(self) -> None:
+        """Hang up; every further question is a miss."""
+        with self._lock:
+            self.closed = True
+            run, self._run = self._run, None
+        if run is not None:
+            run.wire.close()
+
+    def forget(self) -> None:
+        """In a forked child: connection and leases are the parent's, memory is let go of."""
+        self._lock = threading.Lock()
+        run, self._run = self._run, None
+        self._abandoned.clear()
+        self._next_call_at = 0.0
+        if run is not None:
+            run.wire.forget()
+
+    # Inside --------------------------------------------------------------------------------------------------------
+
+    def _running(self, *, waits: bool = False) -> _Run:
+        """The connection, made anew if need be. Raises `_Away`."""
+        run = self._run
+        if run is None or run.wire.closed:
+            run = self._connect(waits)
+        retired = run.wire.retired()
+        if retired:
+            run.unmap(retired)
+        if self._abandoned:
+            leases = []
+            while self._abandoned:
+                leases.append(self._abandoned.popleft())
+            self._post(m.Release(leases))
+        for undo in run.wire.too_late():
+            self._post(undo)
+        return run
+
+    def _connect(self, waits: bool) -> _Run:
+        give_up_at = self._clock.monotonic_seconds() + (self._limits.open if waits else 0.0)
+        with self._lock:
+            while True:
+                if self.closed:
+                    raise _Away(MissReason.DISABLED, "the store is closed")
+                run, now = self._run, self._clock.monotonic_seconds()
+                if run is not None and not run.wire.closed:
+                    return run  # somebody else was faster
+                if run is not None:
+                    self._run = None
+                    run.wire.close()
+                if now >= self._next_call_at:
+                    try:
+                        self._run = _Run(self._call())
+                        self._pause = self._limits.first_pause
+                        return self._run
+                    except Unreachable as error:
+                        self._why = str(error)
+                        self._next_call_at = self._clock.monotonic_seconds() + self._pause
+                        self._pause = min(2 * self._pause, self._limits.longest_pause)
+                if now >= give_up_at:
+                    raise _Away(MissReason.UNREACHABLE, self._why)
+                self._clock.sleep(max(0.0, min(self._next_call_at, give_up_at) - now))
+
+    def _call(self) -> Wire:
+        limits = self._limits
+        wire = Wire(self._path, self._engine, b"", self._clock, limits.connect)
+        self._session = wire.welcome.session
+        return wire
+
+    def _number(self, run: _Run, number: int) -> int:
+        """The sidecar's number of a namespace, which is opened first on a new connection. Raises `_Away`."""
+        known = run.namespaces.get(number)
+        if known is not None:
+            return known
+        opened = self._opened[number]
+        try:
+            grant = self._open(run, opened.namespace, opened.payload_bytes)
+        except BadInput as error:
+            raise _Away(MissReason.UNSUPPORTED, str(error)) from None
+        same = (grant.identity_key, grant.stamps, grant.payload_bytes)
+        if same != (opened.grant.identity_key, opened.grant.stamps, opened.grant.payload_bytes):
+            raise _Away(MissReason.KEY_MISMATCH, "the sidecar has other keys than before")
+        run.namespaces[number] = grant.number
+        return grant.number
+
+    def _open(self, run: _Run, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+        verb = m.OpenNamespace(namespace.pack(), list(payload_bytes))
+        answer = self._answer(run, verb, self._limits.connect).answer
+        if isinstance(answer, m.Failed) and answer.fault is m.Fault.BAD_INPUT:
+            raise BadInput(answer.text)
+        if not isinstance(answer, m.Granted):
+            raise _Away(MissReason.UNREACHABLE, answer.text if isinstance(answer, m.Failed) else _OTHER_KIND)
+        return answer.grant
+
+    def _ask(self, run: _Run, verb: m.Verb, kind: type[A], seconds: float) -> A:
+        """Raises `_Away`."""
+        answer = self._answer(run, verb, seconds).answer
+        if isinstance(answer, kind):
+            return answer
+        self.unanswered += 1
+        if isinstance(answer, m.Failed):
+            reason = MissReason.DISABLED if answer.fault is m.Fault.CLOSED else MissReason.UNREACHABLE
+            raise _Away(reason, answer.text)
+        raise _Away(MissReason.UNREACHABLE, _OTHER_KIND)
+
+    def _answer(self, run: _Run, verb: m.Verb, seconds: float) -> Answered:
+        try:
+            return run.wire.call(verb, seconds)
+        except TooLate:
+            self.unanswered += 1
+            raise _Away(MissReason.DEADLINE, "the sidecar did not answer in time") from None
+        except TooLong as error:
+            raise _Away(MissReason.UNSUPPORTED, f"a message of {error} bytes, which is too long") from None
+        except Unreachable as error:
+            self.unanswered += 1
+            raise _Away(MissReason.UNREACHABLE, str(error)) from None
+
+    def _post(self, verb: m.Verb) -> None:
+        run = self._run
+        if run is None or run.wire.closed:
+            return  # with the connection it has ended
+        try:
+            run.wire.post(verb)
+        except Unreachable:
+            pass
+
+    def _map(self, run: _Run, places: Sequence[Sequence[int]], *, writable: bool) -> None:
+        """Have the extents of these places mapped. Raises `_Away`."""
+        table = run.writable if writable else run.readable
+        missing = sorted({place >> SLOT_BITS for column in places for place in column} - table.keys())
+        for first in range(0, len(missing), m.MAX_EXTENTS):
+            answered = self._answer(run, m.Extents(missing[first : first + m.MAX_EXTENTS], writable), self._limits.fill)
+            if not isinstance(answered.answer, m.ExtentsReply):
+                raise _Away(MissReason.UNREACHABLE, "no memory was handed over")
+            for extent, descriptor in zip(answered.answer.extents, answered.descriptors, strict=True):
+                try:
+                    mapped = MappedExtent(descriptor, extent.size_bytes, writable=writable)
+                except TierError as error:
+                    raise _Away(MissReason.UNREACHABLE, str(error)) from None
+                table[extent.number] = mapped, extent.frame_bytes
+
+    def _spans(self, table: Mapping[int, tuple[MappedExtent, int]], places: Sequence[int]) -> list[FrameSpan]:
+        if self._run is None:
+            raise StoreClosed("the connection is gone")
+        spans = []
+        for place in places:
+            known = table.get(place >> SLOT_BITS)
+            if known is None:
+                break
+            extent, frame_bytes = known
+            spans.append(extent.frame(place & (1 << SLOT_BITS) - 1, frame_bytes))
+        return spans
+
+
+class SidecarStore:
+    """A store in another process on this host. Close it, or use it as a context."""
+
+    def __init__(self, door: RemoteDoor, codecs: Callable[[str], Codec]) -> None:
+        self._door = door
+        self._codecs = codecs
+
+    def namespace(
+        self,
+        *,
+        model: str,
+        layout: Layout,
+        codec: str = "raw",
+        weights_epoch: int = 0,
+        config: Mapping[str, str] | None = None,
+    ) -> NamespaceHandle:
+        """As in an embedded store. Raises `Unreachable` where there is no sidecar, after some time."""
+        namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
+        return NamespaceHandle(self._door, namespace, self._codecs(codec))
+
+    def drop(self, namespace: NamespaceHandle) -> int:
+        """Evict a namespace from every tier; returns how many blocks it had."""
+        if not isinstance(namespace, NamespaceHandle) or namespace.door is not self._door:
+            raise BadInput("give a namespace that this store opened; drop others where they are from")
+        return self._door.drop(namespace.number)
+
+    def close(self) -> None:
+        """Hang up. What is leased ends. Safe to call again."""
+        self._door.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._door.closed
+
+    def __enter__(self) -> SidecarStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_sidecar(path: str, *, codecs: Callable[[str], Codec], clock: Clock, engine: str = "") -> SidecarStore:
+    """The store behind a socket. Nothing is asked of it before a namespace is opened."""
+    return SidecarStore(RemoteDoor(path, engine, clock, CallLimits()), codecs)
+
+
+_doors: weakref.WeakSet[RemoteDoor] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for door in list(_doors):
+        door.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,242 @@
+"""What the sidecar does for each request, whichever door it came through (floor 2).
+
+Arguments come from other processes: each is checked here before the store sees it, since the store asserts what its own
+callers can be trusted with. A number that names something of somebody else is treated as one that names nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvstore.config import MAX_SECONDS
+from kvstore.errors import BadInput, StoreClosed
+from kvstore.handle import MAX_PRIORITY
+from kvstore.identity import Namespace, TenantKeys
+from kvstore.service import messages as m
+from kvstore.service.sessions import Caller, Filling, Sessions
+from kvstore.store import Store
+from tiering.errors import BlockMissing, TierError
+from tiering.frame import DIGEST_BYTES, KEY_BYTES
+
+MAX_ENGINE_CHARACTERS = 128
+MAX_LEASES = 4096
+"""Of one session."""
+MAX_RESERVATIONS = 64
+"""Of one connection, under way at a time."""
+MAX_DEADLINE_MS = 60_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An answer, and descriptors to be sent beside it and closed."""
+
+    answer: m.Answer
+    descriptors: Sequence[int] = ()
+
+
+class Handlers:
+    """The verbs for connections. Thread-safe."""
+
+    def __init__(self, store: Store, sessions: Sessions, run: bytes) -> None:
+        """run: names this run of the sidecar."""
+        self._store = store
+        self._sessions = sessions
+        self._run = run
+        self._verbs: dict[type, Callable[[Caller, Any], Served | m.Answer]] = {
+            m.OpenNamespace: self._open_namespace,
+            m.Match: self._match,
+            m.Lease: self._lease,
+            m.Attach: self._attach,
+            m.Release: self._release,
+            m.ReleaseRequest: self._release_request,
+            m.Report: self._report,
+            m.Reserve: self._reserve,
+            m.Commit: self._commit,
+            m.Abort: self._abort,
+            m.Persist: self._persist,
+            m.Extents: self._extents,
+            m.Drop: self._drop,
+        }
+
+    def greet(self, tenant: TenantKeys, hello: m.Hello) -> tuple[Caller | None, m.Answer]:
+        """The first message of a connection: who it is from now on, or why it may not come in."""
+        version = min(hello.newest, m.NEWEST_VERSION)
+        if version < max(hello.oldest, m.OLDEST_VERSION):
+            spoken = f"this sidecar speaks {m.OLDEST_VERSION} to {m.NEWEST_VERSION}"
+            return None, m.Failed(m.Fault.VERSION, f"versions {hello.oldest} to {hello.newest}; {spoken}")
+        if hello.session:
+            caller = self._sessions.join(tenant, hello.session)
+            if caller is None:
+                return None, m.Failed(m.Fault.BAD_INPUT, "there is no such session (any more); begin a new one")
+        else:
+            engine = "".join(one for one in hello.engine[:MAX_ENGINE_CHARACTERS] if one.isprintable())
+            caller = self._sessions.open(tenant, engine)
+        return caller, m.Welcome(version, self._run, caller.session.token)
+
+    def is_slow(self, verb: m.Verb) -> bool:
+        """Whether a request may wait for memory, for a disk or for others."""
+        return isinstance(verb, m.Lease | m.Reserve | m.Persist | m.Drop | m.Extents)
+
+    def serve(self, caller: Caller, verb: m.Verb) -> Served:
+        """Do what is asked. Never raises for what a client can cause."""
+        handler = self._verbs.get(type(verb))
+        if handler is None:
+            return Served(m.Failed(m.Fault.MALFORMED, "a connection begins once"))
+        try:
+            answer = handler(caller, verb)
+        except BadInput as error:
+            return Served(m.Failed(m.Fault.BAD_INPUT, str(error)))
+        except StoreClosed:
+            return Served(m.Failed(m.Fault.CLOSED, "the sidecar is going down"))
+        except TierError as error:
+            return Served(m.Failed(m.Fault.BUSY, str(error)))
+        return answer if isinstance(answer, Served) else Served(answer)
+
+    # Looking up ----------------------------------------------------------------------------------------------------
+
+    def _open_namespace(self, caller: Caller, verb: m.OpenNamespace) -> m.Answer:
+        try:
+            namespace = Namespace.unpack(verb.packed)
+        except ValueError as error:
+            raise BadInput(f"not a namespace: {error}") from None
+        parts = namespace.layout.parts
+        slices = tuple(len(part.layers) for part in parts)
+        if len(verb.payload_bytes) != len(parts) or any(
+            size <= 0 or size % count for size, count in zip(verb.payload_bytes, slices, strict=False)
+        ):
+            raise BadInput(
+                f"{len(verb.payload_bytes)} payload sizes; the layout has {len(parts)} parts, and each payload is as "
+                "many equal slices as its part has layers"
+            )
+        grant = self._store.open_namespace(caller.session.tenant, namespace, verb.payload_bytes)
+        caller.namespaces[grant.number] = slices
+        return m.Granted(grant)
+
+    def _match(self, caller: Caller, verb: m.Match) -> m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys)
+        return m.Matched(self._store.match(verb.namespace, verb.keys))
+
+    def _lease(self, caller: Caller, verb: m.Lease) -> m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys)
+        if not 0 <= verb.first_block <= len(verb.keys) or not verb.deadline_ms >= 0:
+            raise BadInput(
+                f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
+            )
+        if len(caller.session.leases) >= MAX_LEASES:
+            return m.Failed(m.Fault.BUSY, f"the session holds {MAX_LEASES} leases, which is the limit; release some")
+        reply = self._store.lease(verb.namespace, verb.keys, verb.first_block, min(verb.deadline_ms, MAX_DEADLINE_MS))
+        if reply.lease:
+            self._sessions.took(caller, reply.lease, verb.request)
+        return m.Leased(reply)
+
+    def _attach(self, caller: Caller, verb: m.Attach) -> m.Answer:
+        return m.Attached(self._sessions.attach(caller, verb.leases))
+
+    def _release(self, caller: Caller, verb: m.Release) -> m.Answer:
+        self._sessions.release(caller, verb.leases)
+        return m.Done()
+
+    def _release_request(self, caller: Caller, verb: m.ReleaseRequest) -> m.Answer:
+        self._sessions.release_request(caller, verb.request)
+        return m.Done()
+
+    def _report(self, caller: Caller, verb: m.Report) -> m.Answer:
+        if self._sessions.holds(caller, verb.lease):
+            self._store.report(verb.lease, verb.block, verb.part)
+        return m.Done()
+
+    # Storing -------------------------------------------------------------------------------------------------------
+
+    def _reserve(self, caller: Caller, verb: m.Reserve) -> m.Answer:
+        slices = _check_asked(caller, verb.namespace, verb.keys)
+        ttl = verb.ttl_seconds
+        if not 0 <= verb.first_block <= len(verb.keys) or not -MAX_PRIORITY <= verb.priority <= MAX_PRIORITY:
+            raise BadInput(
+                f"first_block={verb.first_block}, priority={verb.priority}: give a block of the chain, and from "
+                f"{-MAX_PRIORITY} to {MAX_PRIORITY}"
+            )
+        if ttl is not None and not 0 < ttl < 1 << 40:
+            raise BadInput(f"ttl_seconds={ttl}; give seconds above 0, or nothing")
+        if len(caller.reservations) >= MAX_RESERVATIONS:
+            return m.Failed(m.Fault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
+        reply = self._store.reserve(verb.namespace, verb.keys, verb.first_block, verb.priority, ttl)
+        if reply.reservation:
+            filling = Filling(verb.namespace, len(reply.blocks), [0] * len(slices))
+            self._sessions.reserved(caller, reply.reservation, filling)
+        return m.Reserved(reply)
+
+    def _commit(self, caller: Caller, verb: m.Commit) -> m.Answer:
+        filling = caller.reservations.get(verb.reservation)
+        if filling is None:
+            return m.Counted(0)
+        slices = caller.namespaces[filling.namespace]
+        if not 0 <= verb.part < len(slices) or filling.done[verb.part] + len(verb.digests) > filling.blocks:
+            raise BadInput(f"part {verb.part}, {len(verb.digests)} blocks: more than were reserved")
+        wanted = slices[verb.part]
+        if any(len(block) != wanted or any(len(one) != DIGEST_BYTES for one in block) for block in verb.digests):
+            raise BadInput(
+                f"digests of another form; give {wanted} of {DIGEST_BYTES} bytes for each block of that part"
+            )
+        filling.done[verb.part] += len(verb.digests)
+        visible = self._store.commit(verb.reservation, verb.part, verb.digests)
+        if visible == filling.blocks:
+            self._sessions.ended(caller, verb.reservation)
+        return m.Counted(visible)
+
+    def _abort(self, caller: Caller, verb: m.Abort) -> m.Answer:
+        if verb.reservation in caller.reservations:
+            self._store.abort(verb.reservation)
+            self._sessions.ended(caller, verb.reservation)
+        return m.Done()
+
+    def _persist(self, caller: Caller, verb: m.Persist) -> m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys)
+        if not 0 <= verb.seconds <= MAX_SECONDS:
+            raise BadInput(f"seconds={verb.seconds}; give 0 to {MAX_SECONDS}")
+        seconds = min(verb.seconds, MAX_DEADLINE_MS / 1000)
+        return m.Persisted(*self._store.persist(verb.namespace, verb.keys, seconds))
+
+    # Memory and the rest -------------------------------------------------------------------------------------------
+
+    def _extents(self, caller: Caller, verb: m.Extents) -> Served:
+        if len(verb.numbers) > m.MAX_EXTENTS:
+            raise BadInput(f"{len(verb.numbers)} extents at once; ask for at most {m.MAX_EXTENTS}")
+        extents, descriptors = [], []
+        try:
+            for number in verb.numbers:
+                caller.extents.add(number)  # before it is shared: from then on a mapping may be somewhere
+                try:
+                    shared = self._store.share(
+                        number, caller.session.tenant.tenant, caller.number, writable=verb.writable
+                    )
+                except BlockMissing:
+                    caller.extents.discard(number)
+                    continue
+                extents.append(m.Extent(number, shared.size_bytes, shared.frame_bytes))
+                descriptors.append(shared.descriptor)
+        except BaseException:
+            _close_all(descriptors)
+            raise
+        return Served(m.ExtentsReply(extents), descriptors)
+
+    def _drop(self, caller: Caller, verb: m.Drop) -> m.Answer:
+        _check_asked(caller, verb.namespace, ())
+        return m.Counted(self._store.drop(verb.namespace))
+
+
+def _check_asked(caller: Caller, namespace: int, keys: Sequence[bytes]) -> tuple[int, ...]:
+    """Returns the layer slices of each part. Raises `BadInput`."""
+    slices = caller.namespaces.get(namespace)
+    if slices is None:
+        raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
+    if any([len(key) != KEY_BYTES for key in keys]):
+        raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
+    return slices
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

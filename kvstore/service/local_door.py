@@ -1,0 +1,383 @@
+"""The local door: UNIX sockets, one per tenant, on which engines of this host talk to the sidecar (floor 2).
+
+One thread reads and writes all connections; requests that may wait go to a few others. A turn takes at most one
+message of each connection, so that whoever floods the door waits for himself. Whoever does not read his answers, or has
+too much under way, is not read from; whoever is silent in the middle of a message, or never says hello, is shown out.
+What a connection can make the sidecar keep is bounded by `DoorLimits`.
+
+Possession of a tenant's socket is the credential, since pods share user ids; the peer's user id is checked as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvstore.identity import TenantKeys
+from kvstore.service import messages as m
+from kvstore.service.handlers import Handlers, Served
+from kvstore.service.sessions import Caller, Sessions
+from tiering.files import listening_socket, remove_socket
+
+_READ_BYTES = 256 << 10
+_PEER = struct.Struct("iII")  # struct ucred
+
+_log = logging.getLogger(__name__)
+
+
+class Clock(Protocol):
+    """Time, handed in."""
+
+    def monotonic_seconds(self) -> float:
+        """For deadlines and rates."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """Named upper bounds. connections: at a time. in_flight: requests of one connection that are not answered.
+    unread_bytes: answers that one connection has not read. rate: messages per second of one connection, and burst: how
+    many it may save up. silence_seconds: how long a message, or a hello, may be unfinished. threads: for what may wait.
+    sweep_seconds: how often it is looked whether those that are gone still map anything.
+    """
+
+    connections: int = 256
+    in_flight: int = 64
+    unread_bytes: int = 8 << 20
+    rate: float = 20_000.0
+    burst: int = 2_000
+    silence_seconds: float = 10.0
+    threads: int = 8
+    sweep_seconds: float = 0.05
+
+
+class _Listener:
+    """A tenant's socket."""
+
+    def __init__(self, path: Path, sock: socket.socket, tenant: TenantKeys, users: Collection[int] | None) -> None:
+        self.path = path
+        self.socket = sock
+        self.tenant = tenant
+        self.users = users
+
+
+class _Connection:
+    """A peer, and what of him was read and not served, or answered and not sent."""
+
+    def __init__(self, sock: socket.socket, tenant: TenantKeys, now: float, burst: int) -> None:
+        self.socket = sock
+        self.tenant = tenant
+        self.caller: Caller | None = None
+        self.read = bytearray()
+        self.unsent: deque[tuple[memoryview, list[int]]] = deque()
+        self.unsent_bytes = 0
+        self.in_flight = 0
+        self.tokens = float(burst)
+        self.filled_at = now
+        self.heard_at = now
+        self.ending = False  # no more is read; it is closed when all is sent
+        self.closed = False
+        self.interest = 0
+
+    def has_message(self) -> bool:
+        """Whether a whole message was read, or the length of one that is too long."""
+        if len(self.read) < m.LENGTH_BYTES:
+            return False
+        length = int.from_bytes(self.read[: m.LENGTH_BYTES], "little")
+        return length > m.MAX_BODY_BYTES or len(self.read) >= m.LENGTH_BYTES + length
+
+
+class LocalDoor:
+    """Serves until it is closed. `listen` first, then `start`."""
+
+    def __init__(self, handlers: Handlers, sessions: Sessions, clock: Clock, limits: DoorLimits) -> None:
+        self._handlers = handlers
+        self._sessions = sessions
+        self._clock = clock
+        self._limits = limits
+        self._selector = selectors.DefaultSelector()
+        self._listeners: list[_Listener] = []
+        self._connections: set[_Connection] = set()
+        self._done: deque[tuple[_Connection, int, Served]] = deque()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
+        self._closing = False
+        self._swept_at = clock.monotonic_seconds()
+        self._thread: threading.Thread | None = None
+        self.refused_connections = 0
+        self.malformed_messages = 0
+        self.served_requests = 0
+
+    # Life ----------------------------------------------------------------------------------------------------------
+
+    def listen(self, path: Path, tenant: TenantKeys, mode: int = 0o660, users: Collection[int] | None = None) -> None:
+        """A socket for a tenant. users: who may connect, by user id; whoever can open the socket if None.
+
+        Raises `OSError`.
+        """
+        sock = listening_socket(path, mode)
+        listener = _Listener(path, sock, tenant, users)
+        self._listeners.append(listener)
+        self._selector.register(sock, selectors.EVENT_READ, listener)
+
+    def start(self) -> None:
+        """Serve in a thread of its own."""
+        self._thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
+        self._thread.start()
+
+    def close(self, seconds: float) -> None:
+        """Take no more requests, answer those under way for at most that long, and show everybody out."""
+        self._closing = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def __len__(self) -> int:
+        """Connections that are there."""
+        return len(self._connections)
+
+    # The loop ------------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        ready: dict[_Connection, None] = {}  # with a whole message, in the order in which they had one
+        while not self._is_over():
+            pause = 0.0 if ready and not self._closing else self._limits.sweep_seconds
+            for key, events in self._selector.select(pause):
+                if isinstance(key.data, _Listener):
+                    self._accept(key.data)
+                elif key.data is None:
+                    self._woken.recv(_READ_BYTES)
+                else:
+                    self._exchange(key.data, events)
+                    if key.data.has_message():
+                        ready.setdefault(key.data)
+            self._deliver()
+            for connection in list(ready) if not self._closing else ():
+                if connection.closed or connection.ending:
+                    del ready[connection]
+                elif self._may_ask(connection):
+                    self._take_message(connection)
+                    if not connection.has_message():
+                        del ready[connection]
+                self._watch(connection)
+            self._look_around(ready)
+        self._end()
+
+    def _is_over(self) -> bool:
+        return self._closing and not any(one.in_flight or one.unsent for one in self._connections)
+
+    def _look_around(self, ready: Collection[_Connection]) -> None:
+        """Now and then: what those who are gone left behind, and who has been silent for too long."""
+        now = self._clock.monotonic_seconds()
+        if now - self._swept_at < self._limits.sweep_seconds:
+            return
+        self._swept_at = now
+        if self._sessions.departed:
+            self._sessions.sweep()
+        for one in list(self._connections):
+            waits_for_him = one.caller is None or one.unsent or (one.read and one not in ready and not one.in_flight)
+            if waits_for_him and now - one.heard_at > self._limits.silence_seconds:
+                self._show_out(one)
+
+    def _accept(self, listener: _Listener) -> None:
+        try:
+            sock, _ = listener.socket.accept()
+        except OSError:  # gone again, or no descriptors left: others are served on
+            return
+        sock.setblocking(False)
+        _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if len(self._connections) >= self._limits.connections:
+            nameless = [one for one in self._connections if one.caller is None]
+            if nameless:  # whoever said nothing yet makes room first
+                self._show_out(min(nameless, key=lambda one: one.heard_at))
+        refusal = None
+        if listener.users is not None and user not in listener.users:
+            refusal = m.Failed(m.Fault.BAD_INPUT, f"user {user} may not use this socket")
+        elif len(self._connections) >= self._limits.connections or self._closing:
+            refusal = m.Failed(m.Fault.BUSY, "there are as many connections as may be")
+        if refusal is not None:
+            self.refused_connections += 1
+            try:
+                sock.send(m.pack(m.Reply(0, refusal)))
+            except OSError:
+                pass
+            sock.close()
+            return
+        connection = _Connection(sock, listener.tenant, self._clock.monotonic_seconds(), self._limits.burst)
+        self._connections.add(connection)
+        self._watch(connection)
+
+    def _exchange(self, connection: _Connection, events: int) -> None:
+        if connection.closed:
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush(connection)
+            if events & selectors.EVENT_READ and not connection.ending:
+                piece = connection.socket.recv(_READ_BYTES)
+                if not piece:
+                    raise ConnectionResetError
+                connection.read += piece
+                connection.heard_at = self._clock.monotonic_seconds()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._show_out(connection)
+            return
+        self._watch(connection)
+
+    def _may_ask(self, connection: _Connection) -> bool:
+        """Whether his next message may be taken now: a bucket of tokens, filled at the rate of the limits."""
+        limits = self._limits
+        if connection.in_flight >= limits.in_flight or connection.unsent_bytes >= limits.unread_bytes:
+            return False
+        now = self._clock.monotonic_seconds()
+        connection.tokens = min(limits.burst, connection.tokens + (now - connection.filled_at) * limits.rate)
+        connection.filled_at = now
+        if connection.tokens < 1:
+            return False
+        connection.tokens -= 1
+        return True
+
+    def _take_message(self, connection: _Connection) -> None:
+        length = int.from_bytes(connection.read[: m.LENGTH_BYTES], "little")
+        try:
+            if length > m.MAX_BODY_BYTES:
+                raise ValueError(f"a message of {length} bytes; at most {m.MAX_BODY_BYTES}")
+            body = bytes(memoryview(connection.read)[m.LENGTH_BYTES : m.LENGTH_BYTES + length])
+            del connection.read[: m.LENGTH_BYTES + length]
+            request = m.unpack_request(body)
+            if (connection.caller is None) is not isinstance(request.verb, m.Hello):
+                raise ValueError("a connection begins with one hello")
+        except ValueError as error:
+            self.malformed_messages += 1
+            self._answer(connection, 0, Served(m.Failed(m.Fault.MALFORMED, str(error))))
+            connection.ending = True
+            return
+        self.served_requests += 1
+        if connection.caller is None:
+            assert isinstance(request.verb, m.Hello)
+            connection.caller, answer = self._handlers.greet(connection.tenant, request.verb)
+            connection.ending = connection.caller is None
+            self._answer(connection, request.number, Served(answer))
+        elif self._handlers.is_slow(request.verb):
+            connection.in_flight += 1
+            self._pool.submit(self._serve_slowly, connection, connection.caller, request)
+        else:
+            self._answer(connection, request.number, self._handlers.serve(connection.caller, request.verb))
+
+    def _serve_slowly(self, connection: _Connection, caller: Caller, request: m.Request) -> None:
+        """In a thread of the pool."""
+        try:
+            served = self._handlers.serve(caller, request.verb)
+        except Exception:
+            _log.exception("a request could not be served")
+            served = Served(m.Failed(m.Fault.BUSY, "a fault of the sidecar; it is in its log"))
+        self._done.append((connection, request.number, served))
+        self._wake()
+
+    def _deliver(self) -> None:
+        while self._done:
+            connection, number, served = self._done.popleft()
+            connection.in_flight -= 1
+            self._answer(connection, number, served)
+            self._watch(connection)
+
+    def _answer(self, connection: _Connection, number: int, served: Served) -> None:
+        if connection.closed:
+            _close_all(served.descriptors)
+            return
+        retired = self._sessions.gone(connection.caller) if connection.caller is not None else ()
+        frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
+        connection.unsent.append((frame, list(served.descriptors)))
+        connection.unsent_bytes += len(frame)
+        try:
+            self._flush(connection)
+        except OSError:
+            self._show_out(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        while connection.unsent:
+            frame, descriptors = connection.unsent[0]
+            try:
+                if descriptors:
+                    sent = socket.send_fds(connection.socket, [frame], descriptors)
+                else:
+                    sent = connection.socket.send(frame)
+            except BlockingIOError:
+                return
+            _close_all(descriptors)
+            connection.unsent_bytes -= sent
+            connection.heard_at = self._clock.monotonic_seconds()
+            if sent < len(frame):
+                connection.unsent[0] = (frame[sent:], [])
+            else:
+                connection.unsent.popleft()
+
+    def _watch(self, connection: _Connection) -> None:
+        """Have the selector say what can be done for a connection now."""
+        if connection.closed:
+            return
+        if connection.ending and not connection.unsent and not connection.in_flight:
+            self._show_out(connection)
+            return
+        interest = selectors.EVENT_WRITE if connection.unsent else 0
+        if not connection.ending and not self._closing and not connection.has_message():
+            interest |= selectors.EVENT_READ
+        if interest == connection.interest:
+            return
+        if not connection.interest:
+            self._selector.register(connection.socket, interest, connection)
+        elif not interest:
+            self._selector.unregister(connection.socket)
+        else:
+            self._selector.modify(connection.socket, interest, connection)
+        connection.interest = interest
+
+    def _show_out(self, connection: _Connection) -> None:
+        if connection.closed:
+            return
+        connection.closed = True
+        if connection.interest:
+            self._selector.unregister(connection.socket)
+        connection.socket.close()
+        for _, descriptors in connection.unsent:
+            _close_all(descriptors)
+        connection.unsent.clear()
+        self._connections.discard(connection)
+        if connection.caller is not None:
+            self._sessions.left(connection.caller)
+
+    def _end(self) -> None:
+        for listener in self._listeners:
+            self._selector.unregister(listener.socket)
+            listener.socket.close()
+            remove_socket(listener.path)
+        for connection in list(self._connections):
+            self._show_out(connection)
+        self._pool.shutdown(wait=False)
+        self._selector.close()
+
+    def _wake(self) -> None:
+        try:
+            self._waker.send(b"x")
+        except BlockingIOError:  # it has not read the last ones
+            pass
+
+
+def _close_all(descriptors: Collection[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,289 @@
+"""What clients and the sidecar say to each other on its socket, as bytes (floor 2).
+
+    frame     length of the body, 4 bytes little-endian > body, MessagePack
+    body      [number, [verb, arguments ...]]; a reply has the number of its request
+
+A connection begins with `Hello`, which names the versions that the client speaks; the answer is `Welcome` with the one
+that both will, or `Failed`. Fields are only ever appended, with defaults: an older program leaves out what it does not
+know and skips what it does not expect. Descriptors travel beside the frame of an `ExtentsReply`, in its order.
+
+Must never carry token ids or payload bytes.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.miss import MissReason
+
+OLDEST_VERSION, NEWEST_VERSION = 1, 1
+
+LENGTH_BYTES = 4
+MAX_BODY_BYTES = 1 << 20
+"""Of one message: keys of 32,000 blocks, or the digests of a thousand blocks of 60 layers."""
+
+MAX_EXTENTS = 32
+"""Descriptors beside one frame; the kernel takes at most 253."""
+
+
+class Fault(StrEnum):
+    """Why a request was not served. Says nothing of what others have."""
+
+    VERSION = "version"  # no version in common
+    MALFORMED = "malformed"  # not a message, too long, or out of turn; the connection ends
+    BAD_INPUT = "bad_input"  # the arguments cannot be right; the text says which
+    BUSY = "busy"  # a limit of this connection or of the sidecar
+    CLOSED = "closed"  # the sidecar is going down
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
+    """The first message. session: of the connection that this one joins, or nothing for a new one. engine: name and
+    version, for people."""
+
+    oldest: int
+    newest: int
+    engine: str = ""
+    session: bytes = b""
+
+
+class OpenNamespace(msgspec.Struct, array_like=True, frozen=True, tag="namespace"):
+    """packed: `identity.Namespace.pack`. payload_bytes: of each part, after the codec."""
+
+    packed: bytes
+    payload_bytes: list[int]
+
+
+class Match(msgspec.Struct, array_like=True, frozen=True, tag="match"):
+    """As `Door.match`."""
+
+    namespace: int
+    keys: list[bytes]
+
+
+class Lease(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
+    """As `Door.lease`. request: the engine's own name for what it serves, by which all its leases can be released."""
+
+    namespace: int
+    keys: list[bytes]
+    first_block: int
+    deadline_ms: float
+    request: str = ""
+
+
+class Attach(msgspec.Struct, array_like=True, frozen=True, tag="attach"):
+    """Hold leases that another connection of the same session took."""
+
+    leases: list[int]
+
+
+class Release(msgspec.Struct, array_like=True, frozen=True, tag="release"):
+    """Let go of leases. Unknown ones are ignored."""
+
+    leases: list[int]
+
+
+class ReleaseRequest(msgspec.Struct, array_like=True, frozen=True, tag="release_request"):
+    """Let go of every lease that this session took for a request of the engine."""
+
+    request: str
+
+
+class Report(msgspec.Struct, array_like=True, frozen=True, tag="report"):
+    """As `Door.report`."""
+
+    lease: int
+    block: int
+    part: int
+
+
+class Reserve(msgspec.Struct, array_like=True, frozen=True, tag="reserve"):
+    """As `Door.reserve`."""
+
+    namespace: int
+    keys: list[bytes]
+    first_block: int
+    priority: int = 0
+    ttl_seconds: float | None = None
+
+
+class Commit(msgspec.Struct, array_like=True, frozen=True, tag="commit"):
+    """As `Door.commit`."""
+
+    reservation: int
+    part: int
+    digests: list[list[bytes]]
+
+
+class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
+    """As `Door.abort`."""
+
+    reservation: int
+
+
+class Persist(msgspec.Struct, array_like=True, frozen=True, tag="persist"):
+    """As `Door.persist`."""
+
+    namespace: int
+    keys: list[bytes]
+    seconds: float
+
+
+class Extents(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
+    """Descriptors of extents that a lease or a reservation of this connection named. writable: to fill slots in."""
+
+    numbers: list[int]
+    writable: bool
+
+
+class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
+    """Forget every block of a namespace."""
+
+    namespace: int
+
+
+Verb = (
+    Hello
+    | OpenNamespace
+    | Match
+    | Lease
+    | Attach
+    | Release
+    | ReleaseRequest
+    | Report
+    | Reserve
+    | Commit
+    | Abort
+    | Persist
+    | Extents
+    | Drop
+)
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True):
+    """What a client sends. number: the client's, above 0; an answer bears it."""
+
+    number: int
+    verb: Verb
+
+
+# Replies --------------------------------------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
+    """version: to be spoken from here on. run: names this run of the sidecar. session: for others that join."""
+
+    version: int
+    run: bytes
+    session: bytes
+
+
+class Granted(msgspec.Struct, array_like=True, frozen=True, tag="granted"):
+    """A namespace is open."""
+
+    grant: Grant
+
+
+class Matched(msgspec.Struct, array_like=True, frozen=True, tag="matched"):
+    """To `Match`."""
+
+    reply: MatchReply
+
+
+class Leased(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
+    """To `Lease`."""
+
+    reply: LeaseReply
+
+
+class Attached(msgspec.Struct, array_like=True, frozen=True, tag="attached"):
+    """The leases that could be attached to."""
+
+    leases: list[int]
+
+
+class Reserved(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
+    """To `Reserve`."""
+
+    reply: ReserveReply
+
+
+class Counted(msgspec.Struct, array_like=True, frozen=True, tag="counted"):
+    """A number of blocks: to `Commit`, those visible by now; to `Drop`, those that were readable."""
+
+    blocks: int
+
+
+class Persisted(msgspec.Struct, array_like=True, frozen=True, tag="persisted"):
+    """To `Persist`."""
+
+    blocks: int
+    reason: MissReason | None
+
+
+class Extent(msgspec.Struct, array_like=True, frozen=True):
+    """Shared memory: its number, its size, and of its frames. There is a descriptor for each beside the message."""
+
+    number: int
+    size_bytes: int
+    frame_bytes: int
+
+
+class ExtentsReply(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
+    """Those that are there still."""
+
+    extents: list[Extent]
+
+
+class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
+    """To what has nothing to say."""
+
+
+class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
+    """The request was not served. text: one line for people."""
+
+    fault: Fault
+    text: str
+
+
+Answer = Welcome | Granted | Matched | Leased | Attached | Reserved | Counted | Persisted | ExtentsReply | Done | Failed
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True):
+    """What the sidecar sends. number: of the request. retired: extents to be unmapped as soon as nobody reads them."""
+
+    number: int
+    answer: Answer
+    retired: list[int] = []
+
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def pack(message: Request | Reply) -> bytes:
+    """A message as a frame."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def unpack_request(body: bytes | memoryview) -> Request:
+    """The body of a frame as what a client says. Raises `ValueError`, which tells nothing of the contents."""
+    try:
+        return _requests.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a request ({type(error).__name__})") from None
+
+
+def unpack_reply(body: bytes | memoryview) -> Reply:
+    """The body of a frame as what the sidecar says. Raises `ValueError`."""
+    try:
+        return _replies.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a reply ({type(error).__name__})") from None

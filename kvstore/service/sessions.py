@@ -1,0 +1,230 @@
+"""Who is at the door, and what each of them holds (floor 2).
+
+A session is one engine: a scheduler and its workers, each with a connection of its own. A lease belongs to the session;
+every connection that took it or attached to it is one of its holders, and it ends with the last of them. A reservation
+belongs to one connection.
+
+A connection that breaks off says nothing about the process behind it, which may still be copying. What it held pins
+nothing from then on and is kept from any other use until the kernel says that no mapping of that connection is left
+(`Extent.is_shared`); only then it is given back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.identity import TenantKeys
+from kvstore.store import Store
+
+SESSION_BYTES = 16
+
+
+@dataclass(eq=False, slots=True)
+class HeldLease:
+    """request: the engine's name for what the lease serves. holders: connections, by number."""
+
+    request: str
+    holders: set[int]
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One engine. token: by which others join it. connections: that are there."""
+
+    token: bytes
+    tenant: TenantKeys
+    engine: str
+    connections: set[int] = field(default_factory=set)
+    leases: dict[int, HeldLease] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Filling:
+    """A reservation under way: how many blocks it has, and how many of them are committed, by part."""
+
+    namespace: int
+    blocks: int
+    done: list[int]
+
+
+@dataclass(eq=False, slots=True)
+class Caller:
+    """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
+    slices of its parts. extents: shared with it. retired_seen: how far it was told what to unmap."""
+
+    number: int
+    session: Session
+    namespaces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    reservations: dict[int, Filling] = field(default_factory=dict)
+    extents: set[int] = field(default_factory=set)
+    retired_seen: int = 0
+
+
+class Sessions:
+    """All sessions of a store. Thread-safe."""
+
+    def __init__(self, store: Store, first_number: int, new_token: Callable[[int], bytes]) -> None:
+        """first_number: of a connection; above those of every earlier run. new_token: random bytes, that many."""
+        self._store = store
+        self._new_token = new_token
+        self._lock = threading.Lock()
+        self._next_number = first_number
+        self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
+        self._callers: dict[int, Caller] = {}
+        self._departed: dict[int, Caller] = {}
+
+    # Coming --------------------------------------------------------------------------------------------------------
+
+    def open(self, tenant: TenantKeys, engine: str) -> Caller:
+        """The first connection of a new session."""
+        with self._lock:
+            session = Session(self._new_token(SESSION_BYTES), tenant, engine)
+            self._sessions[tenant.tenant, session.token] = session
+            return self._enter(session)
+
+    def join(self, tenant: TenantKeys, token: bytes) -> Caller | None:
+        """A further connection of a session; None where that tenant has no such session."""
+        with self._lock:
+            session = self._sessions.get((tenant.tenant, token))
+            return self._enter(session) if session is not None else None
+
+    def _enter(self, session: Session) -> Caller:
+        caller = Caller(self._next_number, session)
+        self._next_number += 1
+        session.connections.add(caller.number)
+        self._callers[caller.number] = caller
+        return caller
+
+    # Leases --------------------------------------------------------------------------------------------------------
+
+    def took(self, caller: Caller, lease: int, request: str) -> None:
+        """A connection was granted a lease. If it has gone meanwhile, the lease goes the same way."""
+        with self._lock:
+            caller.session.leases[lease] = HeldLease(request, {caller.number})
+            if caller.number in self._callers:
+                return
+            self._departed.setdefault(caller.number, caller)
+        self._store.lapse(lease)
+
+    def attach(self, caller: Caller, leases: Iterable[int]) -> list[int]:
+        """Which of the session's leases the connection holds too from now on."""
+        with self._lock:
+            held = [lease for lease in leases if lease in caller.session.leases]
+            for lease in held:
+                caller.session.leases[lease].holders.add(caller.number)
+            return held
+
+    def holds(self, caller: Caller, lease: int) -> bool:
+        """Whether the connection is one of a lease's holders."""
+        with self._lock:
+            held = caller.session.leases.get(lease)
+            return held is not None and caller.number in held.holders
+
+    def release(self, caller: Caller, leases: Iterable[int]) -> None:
+        """The connection lets go of leases; those that it does not hold are ignored."""
+        with self._lock:
+            ended = self._let_go(caller, leases)
+        for lease in ended:
+            self._store.release(lease)
+
+    def release_request(self, caller: Caller, request: str) -> None:
+        """The same of all that the session took for a request of the engine's."""
+        with self._lock:
+            leases = [lease for lease, held in caller.session.leases.items() if held.request == request]
+            ended = self._let_go(caller, leases)
+        for lease in ended:
+            self._store.release(lease)
+
+    def _let_go(self, caller: Caller, leases: Iterable[int]) -> list[int]:
+        ended = []
+        for lease in leases:
+            held = caller.session.leases.get(lease)
+            if held is None or caller.number not in held.holders:
+                continue
+            held.holders.remove(caller.number)
+            if not held.holders:
+                del caller.session.leases[lease]
+                ended.append(lease)
+        return ended
+
+    # Reservations --------------------------------------------------------------------------------------------------
+
+    def reserved(self, caller: Caller, reservation: int, filling: Filling) -> None:
+        """A connection was granted a reservation; see `took`."""
+        with self._lock:
+            caller.reservations[reservation] = filling
+            if caller.number in self._callers:
+                return
+            self._departed.setdefault(caller.number, caller)
+        self._store.cancel(reservation)
+
+    def ended(self, caller: Caller, reservation: int) -> None:
+        """It was aborted, or all of it was committed."""
+        with self._lock:
+            caller.reservations.pop(reservation, None)
+
+    # Going ---------------------------------------------------------------------------------------------------------
+
+    def left(self, caller: Caller) -> None:
+        """A connection is gone. What nobody else holds pins nothing any more; `sweep` gives it back."""
+        with self._lock:
+            if self._callers.pop(caller.number, None) is None:
+                return
+            caller.session.connections.discard(caller.number)
+            self._departed[caller.number] = caller
+            lapsed = [lease for lease, held in caller.session.leases.items() if not held.holders & self._callers.keys()]
+            cancelled = list(caller.reservations)
+        for lease in lapsed:
+            self._store.lapse(lease)
+        for reservation in cancelled:
+            self._store.cancel(reservation)
+        self.sweep()
+
+    def sweep(self) -> int:
+        """Give back what departed connections held and nobody maps any more; returns how many of them are left."""
+        with self._lock:
+            departed = list(self._departed.values())
+        for caller in departed:
+            if self._store.is_shared(list(caller.extents), caller.number):
+                continue
+            with self._lock:
+                if self._departed.pop(caller.number, None) is None:
+                    continue
+                ended = self._let_go(caller, list(caller.session.leases))
+                aborted, caller.reservations = list(caller.reservations), {}
+                session = caller.session
+                if not session.connections and not any(one.session is session for one in self._departed.values()):
+                    self._sessions.pop((session.tenant.tenant, session.token), None)
+            for lease in ended:
+                self._store.release(lease)
+            for reservation in aborted:
+                self._store.abort(reservation)
+        return len(self._departed)
+
+    # Facts ---------------------------------------------------------------------------------------------------------
+
+    def gone(self, caller: Caller) -> Sequence[int]:
+        """Extents that were shared with a connection and were given back since it was last told."""
+        retired = self._store.retired_extents
+        if caller.retired_seen == retired:
+            return ()
+        gone = self._store.gone(list(caller.extents))
+        caller.retired_seen = retired
+        caller.extents.difference_update(gone)
+        return gone
+
+    def __len__(self) -> int:
+        """Connections that are there."""
+        return len(self._callers)
+
+    def sessions(self) -> Iterator[Session]:
+        """Every session, with or without connections."""
+        with self._lock:
+            return iter(list(self._sessions.values()))
+
+    @property
+    def departed(self) -> int:
+        """Connections that are gone and of which a mapping may be left."""
+        return len(self._departed)

@@ -1,0 +1,255 @@
+"""One connection to the sidecar: requests out, answers in, from any thread (floor 2).
+
+There is no thread behind it. Of those that wait for an answer one reads the socket for all: what is not its own it puts
+down for whoever waits for it. An answer that came too late for its asker is undone where it stands for something (a
+lease, a reservation, descriptors).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections import deque
+from typing import Protocol
+
+from kvstore.errors import Unreachable
+from kvstore.service import messages as m
+
+_READ_BYTES = 256 << 10
+_MAX_ANSWER_BYTES = 64 << 20
+"""More than the sidecar ever sends; a length beyond it means that the two do not understand each other."""
+
+
+class Clock(Protocol):
+    """Time, handed in."""
+
+    def monotonic_seconds(self) -> float:
+        """For deadlines."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+
+class TooLate(Exception):
+    """No answer before the deadline. The connection is as it was."""
+
+
+class Answered:
+    """An answer, the extents to be unmapped, and the descriptors that came with it, which are its owner's to close."""
+
+    __slots__ = ("answer", "descriptors")
+
+    def __init__(self, answer: m.Answer, descriptors: list[int]) -> None:
+        self.answer = answer
+        self.descriptors = descriptors
+
+
+class Wire:
+    """A connection that has said hello. Every method may raise `Unreachable`; from then on it is closed."""
+
+    def __init__(self, path: str, engine: str, session: bytes, clock: Clock, seconds: float) -> None:
+        """Connect and say hello within that time. Raises `Unreachable` with the reason."""
+        self._clock = clock
+        self._send_lock = threading.Lock()
+        self._state = threading.Condition()
+        self._reading = False
+        self._asked: dict[int, Answered | None] = {}  # by number: an answer that somebody waits for
+        self._next_number = 1
+        self._read = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._retired: list[int] = []
+        self._too_late: deque[m.Verb] = deque()
+        self.closed = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.settimeout(seconds)
+            self._socket.connect(path)
+            self._socket.setblocking(False)
+            hello = m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION, engine, session)
+            answer = self.call(hello, seconds).answer
+        except (OSError, TooLate) as error:
+            self.close()
+            raise Unreachable(f"{path} does not answer ({getattr(error, 'strerror', None) or 'too late'})") from None
+        except BaseException:
+            self.close()
+            raise
+        if not isinstance(answer, m.Welcome):
+            self.close()
+            raise Unreachable(f"{path} refused: {answer.text if isinstance(answer, m.Failed) else 'not a welcome'}")
+        self.welcome = answer
+
+    def call(self, verb: m.Verb, seconds: float) -> Answered:
+        """Ask, and wait for the answer. Raises `TooLate`."""
+        deadline = self._clock.monotonic_seconds() + seconds
+        with self._state:
+            number = self._next_number
+            self._next_number += 1
+            self._asked[number] = None
+        try:
+            self._send(number, verb, deadline)
+            return self._await(number, deadline)
+        except BaseException:
+            with self._state:
+                answered = self._asked[number]
+            if answered is not None:  # it came just now
+                self._undo(answered.answer, answered.descriptors)
+            raise
+        finally:
+            with self._state:
+                del self._asked[number]
+
+    def post(self, verb: m.Verb) -> None:
+        """Ask, and wait for nothing."""
+        with self._state:
+            number = self._next_number
+            self._next_number += 1
+        self._send(number, verb, self._clock.monotonic_seconds() + 1.0)
+
+    def retired(self) -> list[int]:
+        """Extents that the sidecar gave back, each told once."""
+        if not self._retired:
+            return []
+        with self._state:
+            retired, self._retired = self._retired, []
+            return retired
+
+    def too_late(self) -> list[m.Verb]:
+        """What undoes answers that nobody waited for any more; the caller posts it."""
+        undo = []
+        while self._too_late:
+            undo.append(self._too_late.popleft())
+        return undo
+
+    def close(self) -> None:
+        """Hang up. Whoever waits is told."""
+        with self._state:
+            self.closed = True
+            self._state.notify_all()
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        with self._send_lock:
+            self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def forget(self) -> None:
+        """In a forked child: the connection is the parent's."""
+        self.closed = True
+        os.close(self._socket.detach())
+
+    # Out -----------------------------------------------------------------------------------------------------------
+
+    def _send(self, number: int, verb: m.Verb, deadline: float) -> None:
+        frame = memoryview(m.pack(m.Request(number, verb)))
+        if len(frame) > m.LENGTH_BYTES + m.MAX_BODY_BYTES:
+            raise TooLong(len(frame))
+        with self._send_lock:
+            if self.closed:
+                raise Unreachable("the connection is closed")
+            try:
+                while frame:
+                    try:
+                        frame = frame[self._socket.send(frame, socket.MSG_NOSIGNAL) :]
+                    except BlockingIOError:
+                        if not self._wait(select.POLLOUT, deadline):  # in the middle of a message there is no way back
+                            raise TimeoutError from None
+            except OSError as error:
+                self._break(error)
+
+    # In ------------------------------------------------------------------------------------------------------------
+
+    def _await(self, number: int, deadline: float) -> Answered:
+        while True:
+            with self._state:
+                while True:
+                    answered = self._asked[number]
+                    if answered is not None:
+                        return answered
+                    if self.closed:
+                        raise Unreachable("the connection is closed")
+                    if not self._reading:
+                        self._reading = True
+                        break
+                    if not self._state.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+                        raise TooLate
+            try:
+                came = self._receive(deadline)
+            finally:
+                with self._state:
+                    self._reading = False
+                    self._state.notify_all()
+            if not came:
+                raise TooLate
+
+    def _receive(self, deadline: float) -> bool:
+        """Read what there is, at least one piece; False if nothing came before the deadline."""
+        try:
+            try:
+                piece, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, m.MAX_EXTENTS)
+            except BlockingIOError:
+                if not self._wait(select.POLLIN, deadline):
+                    return False
+                piece, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, m.MAX_EXTENTS)
+            self._descriptors.extend(descriptors)
+            if not piece:
+                raise ConnectionResetError
+            self._read += piece
+            self._take_answers()
+        except (OSError, ValueError) as error:
+            self._break(error)
+        return True
+
+    def _take_answers(self) -> None:
+        read = self._read
+        while len(read) >= m.LENGTH_BYTES:
+            length = int.from_bytes(read[: m.LENGTH_BYTES], "little")
+            if length > _MAX_ANSWER_BYTES:
+                raise ValueError("an answer that is too long")
+            if len(read) < m.LENGTH_BYTES + length:
+                return
+            reply = m.unpack_reply(bytes(memoryview(read)[m.LENGTH_BYTES : m.LENGTH_BYTES + length]))
+            del read[: m.LENGTH_BYTES + length]
+            self._take(reply)
+
+    def _take(self, reply: m.Reply) -> None:
+        answer, descriptors = reply.answer, []
+        if isinstance(answer, m.ExtentsReply):
+            if len(self._descriptors) < len(answer.extents):
+                raise ValueError("descriptors are missing")
+            descriptors = [self._descriptors.popleft() for _ in answer.extents]
+        with self._state:
+            self._retired += reply.retired
+            if reply.number in self._asked:
+                self._asked[reply.number] = Answered(answer, descriptors)
+                return
+        self._undo(answer, descriptors)
+
+    def _undo(self, answer: m.Answer, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(answer, m.Leased) and answer.reply.lease:
+            self._too_late.append(m.Release([answer.reply.lease]))
+        elif isinstance(answer, m.Reserved) and answer.reply.reservation:
+            self._too_late.append(m.Abort(answer.reply.reservation))
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        remaining = deadline - self._clock.monotonic_seconds()
+        return bool(poll.poll(max(0.0, remaining) * 1000))
+
+    def _break(self, error: Exception) -> None:
+        with self._state:
+            self.closed = True
+            self._state.notify_all()
+        raise Unreachable(f"the connection broke ({type(error).__name__})") from None
+
+
+class TooLong(Exception):
+    """A message that the sidecar would refuse; its length in bytes."""

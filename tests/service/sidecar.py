@@ -1,0 +1,41 @@
+"""A sidecar inside the test's process, with a real store and a real socket."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import kvstore
+from kvstore.codec import codec_named
+from kvstore.node import EmbeddedStore, SystemClock
+from kvstore.service.client import SidecarStore, open_sidecar
+from kvstore.service.handlers import Handlers
+from kvstore.service.local_door import DoorLimits, LocalDoor
+from kvstore.service.sessions import Sessions
+
+
+class Sidecar:
+    """Close it, or use it as a context."""
+
+    def __init__(self, directory: Path, door: DoorLimits | None = None, **options: Any) -> None:
+        self.path = directory / "kvstore.sock"
+        self.store: EmbeddedStore = kvstore.open(f"embedded:{directory / 'kv'}", **{"dram": "16MiB", **options})
+        self.core = self.store._store
+        clock = SystemClock()
+        self.sessions = Sessions(self.core, 1, secrets.token_bytes)
+        self.handlers = Handlers(self.core, self.sessions, secrets.token_bytes(16))
+        self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
+        self.door.listen(self.path, self.store._keys.tenant(self.store.tenant))
+        self.door.start()
+
+    def client(self) -> SidecarStore:
+        return open_sidecar(str(self.path), codecs=codec_named, clock=SystemClock(), engine="test 1.0")
+
+    def __enter__(self) -> Sidecar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.door.close(10)
+        self.store.check()
+        self.store.close()

@@ -1,0 +1,280 @@
+"""The local door and its client: what one process stored is read by another, and no payload crosses the socket.
+
+What is kept for whoever is out of reach, and for how long, is seen from outside: by the store's own usage.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.config import Limits
+from kvstore.miss import HitTier, MissReason
+from kvstore.service import messages as m
+from service.sidecar import Sidecar
+from tiering.frame import HEADER_BYTES
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar:
+        yield sidecar
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def is_at_rest(sidecar: Sidecar) -> bool:
+    """Whether nothing is held for anybody."""
+    usage = sidecar.store.usage()
+    held = usage.leases, usage.reservations, usage.pinned_bytes, usage.dram.reserved, usage.dram.zombie
+    return held == (0, 0, 0, 0, 0) and sidecar.sessions.departed == 0
+
+
+# The main job ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [{}, {"head_shards": 2}])
+def test_what_one_client_stores_another_one_reads(sidecar: Sidecar, parts: dict[str, int]) -> None:
+    with sidecar.client() as one, sidecar.client() as two:
+        layout = small_layout(**parts)
+        mine, theirs = (store.namespace(model=MODEL, layout=layout) for store in (one, two))
+        pages = random_pages(layout, 8)
+        result = mine.put(ids(512), pages)
+        assert (result.present, result.stored, result.reason) == (0, 8, None)
+        match = theirs.match(ids(512))
+        assert match.tiers == ((HitTier.DRAM, 8),) and match.account.asked == 512
+        blank = blank_pages(layout, 8)
+        with theirs.lease(match) as lease:
+            loaded = theirs.get(lease, blank)
+        assert loaded.tokens == 512 and loaded.reason is None
+        assert same_tokens(pages, blank, range(512))
+        assert theirs.put(ids(512), pages).present == 8
+        assert one.drop(mine) == 8 and theirs.match(ids(512)).blocks == 0
+        wait_until(lambda: is_at_rest(sidecar))
+
+
+def test_a_bit_that_flips_under_a_lease_is_a_miss_and_is_counted(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(512), random_pages(handle.layout, 8))
+        with handle.lease(handle.match(ids(512))) as lease:
+            sidecar.core.spans([lease.reply.places[0][5]])[0].view[HEADER_BYTES + 77] ^= 16
+            loaded = handle.get(lease, blank_pages(handle.layout, 8))
+        assert loaded.tokens == 320 and loaded.reason is MissReason.CORRUPT
+        assert loaded.account.misses == {MissReason.CORRUPT: 192}
+        wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
+        assert handle.match(ids(512)).reason is MissReason.CORRUPT
+
+
+def test_what_is_leased_can_not_be_written(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(64), random_pages(handle.layout, 1))
+        with handle.lease(handle.match(ids(64))) as lease:
+            (span,) = handle.door.spans(lease.reply.places[0])
+            with pytest.raises(TypeError, match="read-only"):
+                span.view[0] = 1
+
+
+# Those who are gone ---------------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys
+from kvstore.codec import codec_named
+from kvstore.node import SystemClock
+from kvstore.service.client import open_sidecar
+from workbench import MODEL, ids, random_pages, small_layout
+
+store = open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock())
+handle = store.namespace(model=MODEL, layout=small_layout())
+handle.put(ids(512), random_pages(handle.layout, 8))
+lease = handle.lease(handle.match(ids(512)))
+views = [span.view for span in handle.door.spans(lease.reply.places[0])]
+reply = handle.door.reserve(handle.number, handle.match(ids(512, 7)).keys, 0, 0, None)
+slots = [span.view for span in handle.door.spans_to_fill(reply.places[0])]
+for slot in slots:
+    slot[-1] = 1
+print(lease.blocks, len(reply.blocks), flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def a_holder(sidecar: Sidecar) -> Iterator[subprocess.Popen[str]]:
+    """A process with 8 blocks leased, 8 reserved, and both mapped."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(sidecar.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"},
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "8 8\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_client_leaves_nothing(sidecar: Sidecar) -> None:
+    with a_holder(sidecar) as process:
+        usage = sidecar.store.usage()
+        assert (usage.leases, usage.reservations, usage.dram.reserved) == (1, 1, 8)
+        process.send_signal(signal.SIGKILL)
+        wait_until(lambda: is_at_rest(sidecar))
+    assert sidecar.store.usage().dram.used == 8 and len(sidecar.sessions) == 0
+
+
+def test_a_stopped_client_keeps_what_it_may_still_read_from_any_other_use(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="1MiB", limits=Limits(lease_seconds=0.2)) as sidecar, sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        with a_holder(sidecar) as process:
+            process.send_signal(signal.SIGSTOP)
+            wait_until(lambda: not sidecar.store.evict(0) and not sidecar.store.usage().pinned_bytes)
+            assert sidecar.store.evict(100) == 8
+            usage = sidecar.store.usage()
+            assert (usage.dram.zombie, usage.dram.reserved) == (8, 8)
+            for number in range(40):  # more than there is room for
+                handle.put(ids(512, 1000 * number), random_pages(handle.layout, 8))
+            assert sidecar.store.usage().dram.zombie == 8
+            process.send_signal(signal.SIGKILL)
+            wait_until(lambda: is_at_rest(sidecar))
+
+
+def test_a_client_that_hangs_up_and_still_maps_what_it_had(sidecar: Sidecar) -> None:
+    store = sidecar.client()
+    handle = store.namespace(model=MODEL, layout=small_layout())
+    pages = random_pages(handle.layout, 8)
+    handle.put(ids(512), pages)
+    lease = handle.lease(handle.match(ids(512)))
+    views: list[Any] = [span.view for span in handle.door.spans(lease.reply.places[0])]
+    before = [bytes(view) for view in views]
+    store.close()
+    wait_until(lambda: sidecar.sessions.departed == 1)
+    assert sidecar.store.usage().pinned_bytes == 0 and sidecar.store.evict(100) == 8
+    assert sidecar.store.usage().dram.zombie == 8
+    with sidecar.client() as other:
+        theirs = other.namespace(model=MODEL, layout=small_layout())
+        for number in range(40):
+            theirs.put(ids(512, 1000 * number), random_pages(handle.layout, 8))
+        assert [bytes(view) for view in views] == before and sidecar.sessions.departed == 1
+        views.clear()
+        wait_until(lambda: is_at_rest(sidecar))
+    lease.release()
+
+
+def test_a_lease_is_held_by_all_who_attached_to_it(sidecar: Sidecar) -> None:
+    tenant = sidecar.store._keys.tenant("default")
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(512), random_pages(handle.layout, 8))
+        lease = handle.lease(handle.match(ids(512)))
+        (session,) = sidecar.sessions.sessions()
+        worker = sidecar.sessions.join(tenant, session.token)
+        assert worker is not None and sidecar.sessions.join(tenant, b"x" * 16) is None
+        assert sidecar.sessions.attach(worker, [lease.reply.lease, 12345]) == [lease.reply.lease]
+        lease.release()
+        handle.match(ids(512))
+        assert sidecar.store.usage().leases == 1, "the worker holds it"
+        sidecar.sessions.release(worker, [lease.reply.lease])
+        assert is_at_rest(sidecar)
+        sidecar.sessions.left(worker)
+
+
+# What cannot be -------------------------------------------------------------------------------------------------------
+
+
+def talk(sidecar: Sidecar, *frames: bytes) -> list[m.Reply]:
+    """What the sidecar answers to these bytes, until it has answered each of them or hangs up."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(str(sidecar.path))
+        for frame in frames:
+            sock.sendall(frame)
+        read, replies = b"", []
+        while len(replies) < len(frames) and (piece := sock.recv(1 << 16)):
+            read += piece
+            while len(read) >= 4 and len(read) >= 4 + (length := int.from_bytes(read[:4], "little")):
+                replies.append(m.unpack_reply(read[4 : 4 + length]))
+                read = read[4 + length :]
+    return replies
+
+
+HELLO = m.pack(m.Request(1, m.Hello(1, 1, "test")))
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\xff\xff\xff\xff"],
+        [(m.MAX_BODY_BYTES + 1).to_bytes(4, "little")],
+        [b"\x01\0\0\0\xc1"],
+        [m.pack(m.Request(1, m.Match(0, [])))],
+        [HELLO, HELLO],
+        [HELLO, b"\x03\0\0\0\x92\x01\x90"],
+        [b"\0\0\0\0"],
+    ],
+)
+def test_what_is_no_message_ends_the_connection_and_nothing_else(sidecar: Sidecar, frames: list[bytes]) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        answer = talk(sidecar, *frames)[-1].answer
+        assert isinstance(answer, m.Failed) and answer.fault is m.Fault.MALFORMED
+        assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1
+    assert sidecar.door.malformed_messages == 1
+
+
+@pytest.mark.parametrize(("oldest", "newest", "is_welcome"), [(1, 1, True), (1, 9, True), (2, 9, False), (0, 0, False)])
+def test_the_highest_version_in_common_is_spoken(sidecar: Sidecar, oldest: int, newest: int, is_welcome: bool) -> None:
+    (reply,) = talk(sidecar, m.pack(m.Request(7, m.Hello(oldest, newest))))
+    if is_welcome:
+        assert isinstance(reply.answer, m.Welcome) and reply.answer.version == 1 and reply.number == 7
+    else:
+        assert isinstance(reply.answer, m.Failed) and reply.answer.fault is m.Fault.VERSION
+
+
+def test_numbers_of_others_name_nothing(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(512), random_pages(handle.layout, 8))
+        lease = handle.lease(handle.match(ids(512)))
+        key = lease.keys[0]
+        extent = lease.reply.places[0][0] >> 24
+        verbs: list[m.Verb] = [
+            m.Match(0, [key]),
+            m.Release([lease.reply.lease]),
+            m.Report(lease.reply.lease, 0, 0),
+            m.Commit(1, 0, [[b"x" * 16] * 2]),
+            m.Abort(1),
+            m.Drop(0),
+            m.Attach([lease.reply.lease]),
+            m.Extents([extent + 1000], True),
+        ]
+        replies = talk(sidecar, HELLO, *[m.pack(m.Request(number, verb)) for number, verb in enumerate(verbs, 2)])
+        answers = {reply.number: reply.answer for reply in replies}
+        faults = [answer.fault if isinstance(answer, m.Failed) else answer for answer in answers.values()][1:]
+        bad = m.Fault.BAD_INPUT
+        assert len(answers) == len(verbs) + 1
+        assert sorted(map(str, faults)) == sorted(
+            map(str, [bad, m.Done(), m.Done(), m.Counted(0), m.Done(), bad, m.Attached([]), m.ExtentsReply([])])
+        )
+        assert not sidecar.store.usage().counters.get("reported_frames") and sidecar.store.usage().leases == 1
+        lease.release()
