@@ -61,11 +61,11 @@ class ReservationRecord:
 class LeaseTable:
     """All leases, in the order in which they run out: every lease lasts equally long."""
 
-    def __init__(self, lease_seconds: float) -> None:
+    def __init__(self, lease_seconds: float, first_number: int = 1) -> None:
         self.lease_seconds = lease_seconds
         self._live: dict[int, LeaseRecord] = {}
         self._lapsed: dict[int, LeaseRecord] = {}
-        self._next = 1
+        self._next = first_number
 
     def add(self, namespace: int, first_block: int, rows: list[int], places: tuple[list[int], ...], now: float) -> int:
         """A new lease; returns its number."""

@@ -65,6 +65,8 @@ MAX_EPOCH = (1 << 32) - 1
 MAX_TENANTS = 1024
 MOVE_THREADS = 4
 DISK_THREADS = 4
+RUNS = 1 << 18
+EXTENT_BITS, LEASE_BITS = 20, 32
 SESSION_BITS = 40
 """A session's blocks are numbered from its own number on: no number is used again after a restart."""
 
@@ -285,13 +287,15 @@ def open_embedded(
     files: Callable[[Path], Files] | None = None,
     gone: Callable[[int, bytes], None] | None = None,
     reach: Reach = go_on,
+    run: int = 0,
 ) -> EmbeddedStore:
     """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
     `KeysUnusable`, each with one line that says what to do.
 
     scrub: how fast the NVMe tier is read and verified again in the background, or all its limits. indexes: makes the
     index of an NVMe tier; needed with `nvme` only. files, gone, reach: for tests; what holds the
-    slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints.
+    slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints. run: as in
+    `build_store`.
     """
     if nvme is None and slab is not None:
         raise BadInput(f"slab={slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out")
@@ -328,7 +332,7 @@ def open_embedded(
         if nvme is not None:
             assert indexes is not None
             tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring)
-        store = build_store(dram_config, limits, ring, tier=tier, gone=gone, scrub=scrub_limits)
+        store = build_store(dram_config, limits, ring, tier=tier, gone=gone, scrub=scrub_limits, run=run)
         store.start_loading({one.tenant: one for one in known})
     except BaseException:
         lock.release()
@@ -445,10 +449,16 @@ def build_store(
     tier: NvmeTier | None = None,
     gone: Callable[[int, bytes], None] | None = None,
     scrub: ScrubLimits | None = None,
+    run: int = 0,
 ) -> Store:
-    """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none."""
+    """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none.
+
+    run: below `RUNS`. Extents, leases and reservations are numbered from it on, so that what a client of an earlier run
+    remembers names nothing in this one.
+    """
     clock = clock or SystemClock()
-    dram = DramTier(ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes))
+    assert 0 <= run < RUNS
+    dram = DramTier(ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes), run << EXTENT_BITS)
     pins = Pins()
     lower = Lower(tier, Residency(LeafFirstLru(), pins)) if tier is not None else None
     first_generation = (tier.session << SESSION_BITS) + 1 if tier is not None else 1
@@ -456,4 +466,4 @@ def build_store(
     blocks = Blocks(index, residency, dram, ring, lower, first_generation, gone)
     # Writes that hang leave a thread for reads.
     queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
-    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub)
+    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, (run << LEASE_BITS) + 1)

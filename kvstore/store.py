@@ -99,8 +99,12 @@ class Store:
         limits: Limits,
         queue: MoveQueue | None = None,
         scrub: ScrubLimits | None = None,
+        first_number: int = 1,
     ) -> None:
-        """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed."""
+        """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed.
+
+        first_number: of a lease, and of a reservation.
+        """
         self._blocks = blocks
         self._mover = mover
         self._clock = clock
@@ -108,9 +112,9 @@ class Store:
         self._lock = threading.Lock()
         self._moves_done = threading.Condition(self._lock)
         self._jobs: dict[int, _Job] = {}
-        self._leases = LeaseTable(limits.lease_seconds)
+        self._leases = LeaseTable(limits.lease_seconds, first_number)
         self._reservations: dict[int, ReservationRecord] = {}
-        self._next_reservation = 1
+        self._next_reservation = first_number
         self._pinned_bytes = 0
         self._abandoned: deque[int] = deque()
         self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up

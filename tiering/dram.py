@@ -34,11 +34,12 @@ class DramTier:
 
     name = "dram"
 
-    def __init__(self, pool: ExtentPool) -> None:
+    def __init__(self, pool: ExtentPool, first_number: int = 0) -> None:
+        """first_number: of an extent."""
         self._pool = pool
         self._ledger: SlotLedger[DramExtent] = SlotLedger()
         self._extents = self._ledger.pieces
-        self._next_number = 0
+        self._next_number = first_number
         self.retired = 0  # extents that were given back, since the start
         self._closed = False
 
