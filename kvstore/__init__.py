@@ -21,12 +21,14 @@ from kvstore.errors import (
     LeaseExpired,
     StoreClosed,
     StoreError,
+    Unreachable,
 )
 from kvstore.identity import ExtraKey
 from kvstore.layout import KvGroup, Layout
 from kvstore.miss import Account, HitTier, MissReason
-from kvstore.node import DEFAULT_TENANT, EmbeddedStore, open_embedded
+from kvstore.node import DEFAULT_TENANT, EmbeddedStore, SystemClock, open_embedded
 from kvstore.pages import Pages
+from kvstore.service.client import SidecarStore, open_sidecar
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,8 +46,11 @@ __all__ = [
     "Limits",
     "MissReason",
     "Pages",
+    "SidecarStore",
     "StoreClosed",
     "StoreError",
+    "Unreachable",
+    "embedded",
     "open",
 ]
 
@@ -60,10 +65,13 @@ def open(
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
     scrub: str | int = DEFAULT_SCRUB,
-) -> EmbeddedStore:
+    engine: str = "",
+) -> EmbeddedStore | SidecarStore:
     """Open a store.
 
-    url: "embedded:DIRECTORY" for a store in this process; its keys are kept in DIRECTORY/keys. dram: the memory budget,
+    url: "unix:PATH" for the sidecar behind that socket, "embedded:DIRECTORY" for a store in this process; its keys are
+    kept in DIRECTORY/keys. engine: name and version of whoever asks, which a sidecar shows; all other options are those
+    of a store in this process, which a sidecar was given when it was started. dram: the memory budget,
     as a size ("2GiB"). nvme: the budget on disk, in DIRECTORY/nvme; without it blocks live in memory only. slab,
     extent: size of the pieces that disk and memory are shared out in, chosen from the budgets if not given. tenant:
     whose blocks these are. limits: the store's named upper bounds. scrub: bytes per second at which what is on disk is
@@ -71,9 +79,36 @@ def open(
     `KeysUnusable`, each with one line that says what to do.
     """
     scheme, _, rest = str(url).partition(":")
-    if scheme != "embedded" or not rest:
-        raise BadInput(f"{url!r} is not a store's address; allowed: embedded:DIRECTORY, e.g. embedded:./kv")
-    from kvstore.codec import codec_named  # imports torch, which is none of a client's business
+    if scheme not in ("embedded", "unix") or not rest:
+        raise BadInput(
+            f"{url!r} is not a store's address; allowed: unix:PATH of a sidecar's socket, e.g. "
+            "unix:/run/kvstore/kvstore.sock, or embedded:DIRECTORY, e.g. embedded:./kv"
+        )
+    if scheme == "unix":
+        from kvstore.codec import codec_named  # imports torch, which is none of a sidecar's business
+
+        given = {"dram": dram, "nvme": nvme, "slab": slab, "extent": extent, "tenant": tenant, "limits": limits}
+        usual = {"dram": "1GiB", "tenant": DEFAULT_TENANT}
+        for name, value in given.items():
+            if value != usual.get(name):
+                raise BadInput(f"{name}={value!r} is the sidecar's to know; give it to kvstore serve, and not to open")
+        return open_sidecar(rest, codecs=codec_named, clock=SystemClock(), engine=engine)
+    return embedded(rest, dram=dram, nvme=nvme, slab=slab, extent=extent, tenant=tenant, limits=limits, scrub=scrub)
+
+
+def embedded(
+    directory: str,
+    *,
+    dram: str | int = "1GiB",
+    nvme: str | int | None = None,
+    slab: str | int | None = None,
+    extent: str | int | None = None,
+    tenant: str = DEFAULT_TENANT,
+    limits: Limits | None = None,
+    scrub: str | int = DEFAULT_SCRUB,
+) -> EmbeddedStore:
+    """Open a store in this process: `open("embedded:DIRECTORY", ...)` for whoever needs to know its type."""
+    from kvstore.codec import codec_named
 
     indexes = None
     if nvme is not None:
@@ -83,7 +118,7 @@ def open(
             raise BadInput("nvme= needs the package lmdb; install prefix-kvstore[server]") from None
         indexes = LmdbMaker
     return open_embedded(
-        rest,
+        directory,
         codecs=codec_named,
         dram=dram,
         nvme=nvme,

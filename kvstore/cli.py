@@ -12,10 +12,13 @@ command does not need another one's packages. Must never show a traceback, unles
 
 import json
 import os
+import secrets
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, NoReturn, Protocol
 
@@ -155,6 +158,65 @@ def fsck(
         result = checks.repair(directory, show) if repair else checks.check(directory, show)
     _print(result, as_json)
     return OK if result.is_well else CHECK_FAILED
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="TOML; docs/sidecar.md says what may stand in it.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Directory of keys and slabs.  [default: ./kv]")
+    ] = None,
+    dram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for blocks. Half of what the cgroup allows if left out.")
+    ] = None,
+    nvme: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Disk space for blocks, or off. Four fifths of what is free if left out."),
+    ] = None,
+    socket: Annotated[
+        str | None, typer.Option(metavar="PATH", help="UNIX socket of the default tenant.  [default: DIR/kvstore.sock]")
+    ] = None,
+    http: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Serve liveness and readiness there.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Serve a store to the engines of this host, through a UNIX socket and shared memory, until SIGTERM.
+
+    Prints one line once connections are taken. Logs go to standard error.
+    """
+    from kvstore.node import RUNS, SystemClock
+    from kvstore.service.serve import Outside
+    from kvstore.service.serve import serve as run
+    from kvstore.service.settings import read_settings
+    from tiering.lmdb_index import LmdbMaker
+
+    flags = {
+        "store": {"data": data, "dram": dram, "nvme": nvme},
+        "door": {"socket": socket},
+        "http": {"listen": http},
+    }
+    settings = read_settings(Path(config).read_text() if config is not None else "", flags)
+    # No run has a connection for every microsecond, so this one's are numbered above those of all before it.
+    first_number = time.time_ns() // 1000
+    outside = Outside(
+        SystemClock(), secrets.randbelow(RUNS), first_number, secrets.token_bytes, LmdbMaker, _health_pages
+    )
+    run(settings, outside, lambda sockets, port: _say_serving(sockets, port, as_json))
+    return OK
+
+
+def _health_pages(host: str, port: int, daemon: Any) -> Any:
+    from kvstore.service.health import Health
+
+    return Health(host, port, daemon.readiness, daemon.is_alive)
+
+
+def _say_serving(sockets: list[str], port: int | None, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"serving": sockets, "http_port": port, "pid": os.getpid()}), flush=True)
+    else:
+        print(f"serving {', '.join(sockets)}" + (f", health on port {port}" if port else ""), flush=True)
 
 
 @bench.command("tiers")

@@ -153,9 +153,18 @@ class EmbeddedStore:
         return NamespaceHandle(self._door(), namespace, chosen)
 
     def _door(self) -> TenantDoor:
-        keys = self._keys.tenant(self.tenant)
+        return TenantDoor(self._store, self.tenant_keys(self.tenant))
+
+    def tenant_keys(self, tenant: str) -> TenantKeys:
+        """A tenant's keys, made and kept if it is new: for doors to other processes."""
+        keys = self._keys.tenant(tenant)
         self._ring.add(keys)
-        return TenantDoor(self._store, keys)
+        return keys
+
+    @property
+    def core(self) -> Store:
+        """What is behind all handles: for doors to other processes."""
+        return self._store
 
     def for_tenant(self, tenant: str) -> EmbeddedStore:
         """The same store as another tenant, which shares memory with this one and nothing else."""

@@ -450,6 +450,11 @@ class Store:
         if self._scrubbing is not None:
             self._scrubbing.start()
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether what was on disk is not being taken in any more, all of it or as far as that could be done."""
+        return self._loader is None or not self._loader.warming
+
     def warmed(self, timeout_seconds: float) -> bool:
         """Whether what was on disk can be found after at most that long."""
         return self._loader is None or self._loader.wait(timeout_seconds)

@@ -247,8 +247,8 @@ class NvmeSide:
         slots = DRAM_PROMPTS * blocks
         extent = size * max(1, min(blocks, EXTENT_BYTES // size))
         slab = blocks * size + 2 * PAGE_BYTES
-        self.store = kvstore.open(
-            f"embedded:{directory}",
+        self.store = kvstore.embedded(
+            str(directory),
             dram=-(-slots * size // extent) * extent,
             extent=extent,
             nvme=PROMPTS * slab,

@@ -282,8 +282,8 @@ def main(job: dict[str, Any]) -> None:
     prompt, pages = real_prompt(), real_pages().take()
     before = resident_bytes()
     start = perf_counter()
-    with kvstore.open(
-        f"embedded:{job['directory']}", dram=DRAM_BYTES, nvme=plan.budget_bytes, slab=plan.slab_bytes, scrub="off"
+    with kvstore.embedded(
+        job["directory"], dram=DRAM_BYTES, nvme=plan.budget_bytes, slab=plan.slab_bytes, scrub="off"
     ) as store:
         opened = perf_counter() - start
         handle = store.namespace(model=MODEL, layout=SHAPE.layout)

@@ -67,10 +67,10 @@ def main(path: str) -> None:
     job = json.loads(Path(path).read_text())
     torch.set_num_threads(job["threads"])
     model = build_model(job["seed"], job["positions"], layers=job["layers"])
-    with kvstore.open(f"embedded:{job['directory']}-closed", dram="64MiB") as closed:
+    with kvstore.embedded(f"{job['directory']}-closed", dram="64MiB") as closed:
         first_use = PrefixCache(model, closed)
     first_use.generate(job["prompts"][0], max_new_tokens=2)  # code and memory are used for the first time
-    with kvstore.open(f"embedded:{job['directory']}", dram=job["dram"], nvme=job["nvme"]) as store:
+    with kvstore.embedded(job["directory"], dram=job["dram"], nvme=job["nvme"]) as store:
         if not store.warmed(WARM_SECONDS):
             raise StoreError("what is on disk could not be taken in")
         cache = PrefixCache(model, store)

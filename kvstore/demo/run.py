@@ -47,7 +47,7 @@ def run(
         threads = stack.enter_context(_torch_threads(options.threads or min(usable_cores(), torch.get_num_threads())))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-")))
         directory = options.data if options.data is not None else str(scratch / "store")
-        store = stack.enter_context(kvstore.open(f"embedded:{directory}", dram=options.dram, nvme=options.nvme))
+        store = stack.enter_context(kvstore.embedded(str(directory), dram=options.dram, nvme=options.nvme))
         progress("making a model", 0, 1)
         if model is None:
             model = build_model(options.seed, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS)
@@ -93,7 +93,7 @@ def run(
 
 def _closed_cache(model: torch.nn.Module, directory: Path) -> PrefixCache:
     """On a store that is closed before the first request: the same code runs, and every look-up is `disabled`."""
-    with kvstore.open(f"embedded:{directory}", dram="64MiB") as store:
+    with kvstore.embedded(str(directory), dram="64MiB") as store:
         return PrefixCache(model, store)
 
 

@@ -115,6 +115,7 @@ class LocalDoor:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
         self._closing = False
+        self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
         self.refused_connections = 0
@@ -141,9 +142,17 @@ class LocalDoor:
     def close(self, seconds: float) -> None:
         """Take no more requests, answer those under way for at most that long, and show everybody out."""
         self._closing = True
+        self._closes_at = self._clock.monotonic_seconds() + seconds
         self._wake()
         if self._thread is not None:
-            self._thread.join(seconds)
+            self._thread.join(2 * seconds + 1)
+        elif self._listeners:
+            self._end()
+
+    @property
+    def is_served(self) -> bool:
+        """Whether its thread is there."""
+        return self._thread is not None and self._thread.is_alive()
 
     def __len__(self) -> int:
         """Connections that are there."""
@@ -177,7 +186,10 @@ class LocalDoor:
         self._end()
 
     def _is_over(self) -> bool:
-        return self._closing and not any(one.in_flight or one.unsent for one in self._connections)
+        if not self._closing:
+            return False
+        is_idle = not any(one.in_flight or one.unsent for one in self._connections)
+        return is_idle or self._clock.monotonic_seconds() >= self._closes_at
 
     def _look_around(self, ready: Collection[_Connection]) -> None:
         """Now and then: what those who are gone left behind, and who has been silent for too long."""

@@ -17,7 +17,7 @@ import pytest
 
 import kvstore
 from descriptors import open_files, opened_since
-from kvstore.config import memory_limit
+from kvstore.config import Limits, memory_limit
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed, StoreError
 from kvstore.identity import TenantKeys
 from kvstore.layout import Layout
@@ -108,12 +108,19 @@ def test_the_clock_of_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "kv", "./kv", "embedded:", "unix:/run/kv.sock", "http://host", "EMBEDDED:kv", ":kv", Path("kv"), None]
+    "url", ["", "kv", "./kv", "embedded:", "unix:", "http://host", "EMBEDDED:kv", ":kv", Path("kv"), None]
 )
 def test_an_address_that_is_not_one(url: Any) -> None:
     with pytest.raises(BadInput) as caught:
         kvstore.open(url)
-    assert one_line(caught.value, repr(url), "embedded:DIRECTORY", "e.g. embedded:./kv")
+    assert one_line(caught.value, repr(url), "unix:PATH", "embedded:DIRECTORY", "e.g. embedded:./kv")
+
+
+@pytest.mark.parametrize("option", [{"dram": "2GiB"}, {"nvme": "2GiB"}, {"tenant": "me"}, {"limits": Limits()}])
+def test_what_a_sidecar_knows_is_not_given_to_its_clients(option: dict[str, Any]) -> None:
+    with pytest.raises(BadInput) as caught:
+        kvstore.open("unix:/run/kv.sock", **option)
+    assert one_line(caught.value, f"{next(iter(option))}=", "kvstore serve")
 
 
 @pytest.mark.parametrize(

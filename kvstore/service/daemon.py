@@ -1,0 +1,114 @@
+"""The sidecar as a process: a store, a door for each tenant, and an orderly end (floor 2).
+
+    keys, directory, budgets > sockets > what is on disk comes in behind them > serve > SIGTERM > drain
+
+Connections are taken as soon as the directory is open. Draining answers what is under way, writes down what DRAM alone
+holds, and takes no longer than `Limits.close_seconds` for each of the two.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstore.config import memory_limit, memory_limit_files
+from kvstore.errors import BadInput
+from kvstore.node import EmbeddedStore
+from kvstore.service.handlers import Handlers
+from kvstore.service.health import Readiness
+from kvstore.service.local_door import Clock, LocalDoor
+from kvstore.service.sessions import Sessions
+from kvstore.service.settings import AUTO, OFF, Settings
+from tiering.files import disk_room, make_directory, read_text_files
+
+RUN_BYTES = 16
+DRAM_SHARE, NVME_SHARE = 0.5, 0.8
+
+_log = logging.getLogger(__name__)
+
+
+class Daemon:
+    """Serves a store that is open, until `stop`."""
+
+    def __init__(
+        self,
+        store: EmbeddedStore,
+        settings: Settings,
+        clock: Clock,
+        first_number: int,
+        new_token: Callable[[int], bytes],
+    ) -> None:
+        """first_number: of a connection, above those of every earlier run. new_token: random bytes, that many.
+
+        Raises `BadInput` where a socket cannot be had.
+        """
+        self._store = store
+        self._settings = settings
+        self._stopping = threading.Event()
+        sessions = Sessions(store.core, first_number, new_token)
+        handlers = Handlers(store.core, sessions, new_token(RUN_BYTES))
+        self.door = LocalDoor(handlers, sessions, clock, settings.door.limits)
+        self.sockets: list[str] = []
+        try:
+            for name, one in settings.sockets().items():
+                self.door.listen(Path(one.socket), store.tenant_keys(name), settings.door.mode_bits, one.users)
+                self.sockets.append(one.socket)
+        except OSError as error:
+            self.door.close(0)
+            raise BadInput(
+                f"socket={one.socket} cannot be used: {error.strerror}; give another path, or end who listens there"
+            ) from None
+
+    def start(self) -> None:
+        """Take connections."""
+        self.door.start()
+        usage = self._store.usage()
+        nvme = usage.nvme.budget_bytes if usage.nvme is not None else 0
+        budgets = {"dram_bytes": usage.dram.budget_bytes, "nvme_bytes": nvme}
+        _log.info("serving", extra={"sockets": self.sockets, "data": self._settings.store.data, **budgets})
+
+    def readiness(self) -> Readiness:
+        """Whether it serves all that it has."""
+        if self._stopping.is_set():
+            return Readiness.STOPPING
+        if not self._store.core.is_loaded:
+            return Readiness.WARMING
+        return Readiness.READY if self._store.warmed(0) else Readiness.DEGRADED
+
+    def is_alive(self) -> bool:
+        """Whether the door is served."""
+        return self.door.is_served
+
+    def stop(self) -> None:
+        """Ask for the end; may be called by a signal's handler."""
+        self._stopping.set()
+
+    def wait(self) -> None:
+        """Until somebody asks for the end; then drain."""
+        self._stopping.wait()
+        _log.info("draining")
+        self.door.close(self._settings.limits.close_seconds)
+        self._store.close()
+        _log.info("stopped")
+
+
+def budgets(settings: Settings) -> tuple[str | int, str | int | None]:
+    """DRAM and NVMe as they are set, or from what the cgroup and the disk allow. Raises `BadInput`."""
+    dram: str | int = settings.store.dram
+    nvme: str | int | None = settings.store.nvme
+    if dram == AUTO:
+        cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
+        dram = int(DRAM_SHARE * memory_limit(read_text_files(memory_limit_files(cgroups))))
+    if nvme == OFF:
+        return dram, None
+    if nvme == AUTO:
+        directory = Path(settings.store.data)
+        try:
+            for one in (directory, directory / "nvme"):
+                make_directory(one)
+            nvme = int(NVME_SHARE * disk_room(directory / "nvme"))
+        except OSError as error:
+            raise BadInput(f"{directory} cannot be used: {error.strerror}; give another --data") from None
+    return dram, nvme

@@ -1,0 +1,34 @@
+"""Logs on standard error: one JSON object per line, or text (floor 2). Never with keys, token ids or payload."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+_KNOWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+class JsonLines(logging.Formatter):
+    """time (seconds since 1970), level, logger, message, and what a call gave as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        line: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {key: value for key, value in record.__dict__.items() if key not in _KNOWN}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_to_stderr(level: str, style: str) -> None:
+    """For the whole process. style: "json" or "text"."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if style == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

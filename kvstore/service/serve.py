@@ -1,0 +1,93 @@
+"""`kvstore serve`, put together: logs, store, door, health, signals (floor 2). Clock and randomness are handed in."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.service.daemon import Daemon, budgets
+from kvstore.service.local_door import Clock
+from kvstore.service.logs import log_to_stderr
+from kvstore.service.settings import Settings, host_and_port
+from tiering.nvme import IndexMaker
+
+SWITCH_SECONDS = 0.0005
+"""For which a thread keeps the interpreter while others want it; the door must not wait ten times as long for it."""
+
+
+class Health(Protocol):
+    """Liveness and readiness, served; see `kvstore.service.health`."""
+
+    port: int
+
+    def start(self) -> None:
+        """Serve."""
+        ...
+
+    def close(self, seconds: float) -> None:
+        """Serve no more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What a sidecar is handed. run: below `node.RUNS`, of this run. first_number: of a connection, above those of
+    every earlier run. new_token: random bytes, that many. health: makes the pages, from host, port and the daemon.
+    """
+
+    clock: Clock
+    run: int
+    first_number: int
+    new_token: Callable[[int], bytes]
+    indexes: Callable[[Path], IndexMaker]
+    health: Callable[[str, int, Daemon], Health]
+
+
+def serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> None:
+    """Until SIGTERM or SIGINT. started: told the sockets and health's port once connections are taken.
+
+    Raises `BadInput`, `DirectoryInUse` and `KeysUnusable`.
+    """
+    log_to_stderr(settings.log.level, settings.log.format)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with _open(settings, outside) as store:
+        daemon = Daemon(store, settings, outside.clock, outside.first_number, outside.new_token)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: daemon.stop())
+        health = None
+        try:
+            if settings.http.listen is not None:
+                health = outside.health(*host_and_port(settings.http.listen), daemon)
+                health.start()
+            daemon.start()
+            started(daemon.sockets, health.port if health is not None else None)
+            daemon.wait()
+        finally:
+            daemon.door.close(settings.limits.close_seconds)
+            if health is not None:
+                health.close(1.0)
+
+
+def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
+    dram, nvme = budgets(settings)
+    return open_embedded(
+        settings.store.data,
+        codecs=_no_codec,
+        dram=dram,
+        nvme=nvme,
+        slab=settings.store.slab if nvme is not None else None,
+        extent=settings.store.extent,
+        limits=settings.limits,
+        scrub=settings.store.scrub,
+        indexes=outside.indexes if nvme is not None else None,
+        run=outside.run,
+    )
+
+
+def _no_codec(name: str) -> NoReturn:
+    raise AssertionError("a sidecar encodes nothing")

@@ -1,0 +1,226 @@
+"""What an operator may set: one TOML file, and the flags of `kvstore serve` above it (floor 2).
+
+    [store]    data dram nvme extent slab scrub          [limits]  see `kvstore.config.Limits`
+    [door]     socket mode users, and see `DoorLimits`   [tenants.NAME]  socket users
+    [http]     listen                                    [log]     level format
+
+Every key has a default but none has two names. What is wrong is said at the start, with the key's full name, what was
+given and what is allowed. The environment sets nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvstore.config import Limits
+from kvstore.errors import BadInput
+from kvstore.node import DEFAULT_TENANT
+from kvstore.service.local_door import DoorLimits
+
+T = TypeVar("T")
+AUTO, OFF = "auto", "off"
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("json", "text")
+_MAX_SOCKET_BYTES = 107
+"""What the kernel takes for a socket's path (unix(7))."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """data: the directory of keys and slabs. dram, nvme: budgets; "auto" is half of the memory that this process may
+    have, and four fifths of what the disk has free. nvme: "off" for none. extent, slab: sizes of the pieces; chosen
+    from the budgets if not given. scrub: how fast what is on disk is verified again.
+    """
+
+    data: str = "./kv"
+    dram: str = AUTO
+    nvme: str = AUTO
+    extent: str | None = None
+    slab: str | None = None
+    scrub: str = "8MiB/s"
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSettings:
+    """socket: of the default tenant; beside the data if not given. mode: of every socket, in octal. users: who may
+    connect, by user id; whoever can open the socket if not given.
+    """
+
+    socket: str | None = None
+    mode: str = "660"
+    users: list[int] | None = None
+    limits: DoorLimits = field(default_factory=DoorLimits)
+
+    @property
+    def mode_bits(self) -> int:
+        """The mode as a number."""
+        return int(self.mode, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSettings:
+    """socket: by which a tenant comes in. users: as in the door's."""
+
+    socket: str
+    users: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """listen: HOST:PORT of liveness and readiness; none if not given."""
+
+    listen: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """level: from which on. format: one JSON object per line, or text."""
+
+    level: str = "info"
+    format: str = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All of it, checked."""
+
+    store: StoreSettings = field(default_factory=StoreSettings)
+    limits: Limits = field(default_factory=Limits)
+    door: DoorSettings = field(default_factory=DoorSettings)
+    tenants: Mapping[str, TenantSettings] = field(default_factory=dict)
+    http: HttpSettings = field(default_factory=HttpSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+
+    def sockets(self) -> dict[str, TenantSettings]:
+        """Of every tenant. Raises `BadInput` where two have one, or where a path is too long."""
+        default = self.door.socket or str(Path(self.store.data) / "kvstore.sock")
+        found = {DEFAULT_TENANT: TenantSettings(default, self.door.users), **self.tenants}
+        taken: dict[str, str] = {}
+        for name, one in found.items():
+            if len(one.socket.encode()) > _MAX_SOCKET_BYTES:
+                raise BadInput(f"socket={one.socket} is longer than {_MAX_SOCKET_BYTES} bytes; give a shorter path")
+            if one.socket in taken:
+                raise BadInput(
+                    f"tenants {taken[one.socket]} and {name} have one socket, {one.socket}; the socket says whose "
+                    "blocks they are, so give each its own"
+                )
+            taken[one.socket] = name
+        return found
+
+
+def read_settings(text: str, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Settings:
+    """What TOML says, with flags above it. flags: section -> key -> value, None where a flag was not given.
+
+    Raises `BadInput`.
+    """
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadInput(f"the configuration is not TOML: {error}") from None
+    for section, values in (flags or {}).items():
+        chosen = {key: value for key, value in values.items() if value is not None}
+        if chosen:
+            given[section] = {**_table(given, section), **chosen}
+    _refuse_unknown(given, [one.name for one in fields(Settings)], "")
+    door = dict(_table(given, "door"))
+    limits = {one.name: door.pop(one.name) for one in fields(DoorLimits) if one.name in door}
+    _refuse_unknown(door, [*_keys(DoorSettings), *_keys(DoorLimits)], "door.", without=("limits",))
+    tenants = _table(given, "tenants")
+    settings = Settings(
+        store=_section(StoreSettings, _table(given, "store"), "store."),
+        limits=_section(Limits, _table(given, "limits"), "limits."),
+        door=DoorSettings(**_checked(DoorSettings, door, "door."), limits=_section(DoorLimits, limits, "door.")),
+        tenants={name: _section(TenantSettings, _table(tenants, name), f"tenants.{name}.") for name in tenants},
+        http=_section(HttpSettings, _table(given, "http"), "http."),
+        log=_section(LogSettings, _table(given, "log"), "log."),
+    )
+    _check(settings)
+    return settings
+
+
+def _check(settings: Settings) -> None:
+    try:
+        assert 0 <= settings.door.mode_bits <= 0o777
+    except (ValueError, AssertionError):
+        raise BadInput(f"door.mode={settings.door.mode!r}; give up to three octal digits, such as 660") from None
+    for key, value, allowed in (("level", settings.log.level, LEVELS), ("format", settings.log.format, FORMATS)):
+        if value not in allowed:
+            raise BadInput(f"log.{key}={value!r}; allowed: {', '.join(allowed)}")
+    if settings.http.listen is not None:
+        host_and_port(settings.http.listen)
+    limits = settings.door.limits
+    for one in fields(DoorLimits):
+        if not getattr(limits, one.name) > 0:
+            raise BadInput(f"door.{one.name}={getattr(limits, one.name)}; give more than 0")
+    settings.sockets()
+
+
+def host_and_port(listen: str) -> tuple[str, int]:
+    """The two of HOST:PORT. Raises `BadInput`."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise BadInput(f"http.listen={listen!r}; give HOST:PORT, e.g. 127.0.0.1:9797")
+    return host.strip("[]"), int(port)
+
+
+def _table(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = given.get(name, {})
+    if not isinstance(table, Mapping):
+        raise BadInput(f"{name}={table!r} is a section of the configuration; write [{name}] and keys below it")
+    return table
+
+
+def _keys(kind: type[Any]) -> list[str]:
+    return [one.name for one in fields(kind)]
+
+
+def _section(kind: type[T], given: Mapping[str, Any], prefix: str) -> T:
+    checked = _checked(kind, given, prefix)
+    missing = [
+        one.name
+        for one in fields(kind)  # type: ignore[arg-type]
+        if one.default is MISSING and one.default_factory is MISSING and one.name not in checked
+    ]
+    if missing:
+        raise BadInput(f"{prefix}{missing[0]} is missing in the configuration; give it")
+    try:
+        return kind(**checked)
+    except BadInput as error:
+        raise BadInput(f"{prefix}{error}") from None
+
+
+def _checked(kind: type[Any], given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    _refuse_unknown(given, _keys(kind), prefix)
+    for one in fields(kind):
+        if one.name in given:
+            _check_type(given[one.name], str(one.type), prefix + one.name)
+    return dict(given)
+
+
+def _check_type(value: Any, wanted: str, name: str) -> None:
+    kinds: dict[str, tuple[tuple[type, ...], str]] = {
+        "str": ((str,), "text"),
+        "int": ((int,), "a whole number"),
+        "float": ((int, float), "a number"),
+        "list[int]": ((list,), "a list of whole numbers"),
+    }
+    allowed, described = kinds[wanted.removesuffix(" | None")]
+    is_right = isinstance(value, allowed) and not isinstance(value, bool)
+    if isinstance(value, list):
+        is_right = is_right and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+    if not is_right:
+        raise BadInput(f"{name}={value!r}; give {described}")
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: list[str], prefix: str, without: tuple[str, ...] = ()) -> None:
+    allowed = [one for one in known if one not in without]
+    for key in given:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, 1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(allowed)}"
+            raise BadInput(f"{prefix}{key} is not a setting; {hint}")

@@ -1,0 +1,245 @@
+"""`kvstore serve` as a process, with its clients in others: what people run beside their engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.miss import HitTier, MissReason
+from kvstore.service.settings import TenantSettings, read_settings
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
+SERVE = [sys.executable, "-m", "kvstore.cli", "serve", "--json"]
+
+
+@contextmanager
+def serving(directory: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A sidecar on `directory / kv`, and what it printed once it took connections."""
+    sizes = ["--dram", "16MiB"] if "--dram" not in flags else []
+    command = [*SERVE, "--data", str(directory / "kv"), *sizes, *flags]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **PATHS}
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]]]:
+    """Its status and its log, after SIGTERM."""
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    return process.returncode, [json.loads(line) for line in errors.splitlines()]
+
+
+CLIENT = """
+import sys
+import kvstore
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+
+layout = small_layout()
+with kvstore.open(f"unix:{sys.argv[1]}", engine="test 1.0") as store:
+    handle = store.namespace(model=MODEL, layout=layout)
+    if sys.argv[2] == "put":
+        print(handle.put(ids(640), random_pages(layout, 10, seed=3), durability="disk").stored)
+    else:
+        blank = blank_pages(layout, 10)
+        with handle.lease(handle.match(ids(640)), deadline_ms=5000) as lease:
+            print(handle.get(lease, blank).tokens, same_tokens(random_pages(layout, 10, seed=3), blank, range(640)))
+"""
+
+
+def client(socket: str, what: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENT, socket, what], capture_output=True, text=True, env={**os.environ, **PATHS}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_two_processes_share_blocks_and_a_third_finds_them_after_a_restart(tmp_path: Path) -> None:
+    flags = ["--nvme", "64MiB"]
+    with serving(tmp_path, *flags) as (process, said):
+        assert said["pid"] == process.pid and said["serving"] == [str(tmp_path / "kv" / "kvstore.sock")]
+        (socket,) = said["serving"]
+        assert client(socket, "put") == "10"
+        assert client(socket, "get") == "640 True"
+        status, log = ended(process)
+        assert status == 0 and [line["message"] for line in log] == ["serving", "draining", "stopped"]
+        assert not Path(socket).exists()
+    with serving(tmp_path, *flags) as (_, said):
+        assert client(said["serving"][0], "get") == "640 True"
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_client_outlives_its_sidecar(tmp_path: Path, end: signal.Signals) -> None:
+    flags = ["--nvme", "64MiB"]
+    layout = small_layout()
+    pages = random_pages(layout, 10)
+    with serving(tmp_path, *flags) as (process, said):
+        store = kvstore.open(f"unix:{said['serving'][0]}")
+        handle = store.namespace(model=MODEL, layout=layout)
+        assert handle.put(ids(640), pages, durability="disk").stored == 10
+        lease = handle.lease(handle.match(ids(640)))
+        process.send_signal(end)
+        process.communicate(timeout=20)
+    match = handle.match(ids(640))
+    assert match.blocks == 0 and match.reason is MissReason.UNREACHABLE and match.account.asked == 640
+    assert handle.get(lease, blank_pages(layout, 10)).reason in (None, MissReason.DISABLED)
+    assert handle.lease(match).blocks == 0
+    assert handle.put(ids(640), pages).reason is MissReason.UNREACHABLE
+    with serving(tmp_path, *flags):
+        deadline = time.monotonic() + 20
+        while (match := handle.match(ids(640))).blocks < 10:
+            assert time.monotonic() < deadline and match.reason in (MissReason.UNREACHABLE, MissReason.WARMING), match
+            time.sleep(0.01)
+        blank = blank_pages(layout, 10)
+        with handle.lease(match, deadline_ms=5000) as fresh:
+            assert handle.get(fresh, blank).tokens == 640
+        assert same_tokens(pages, blank, range(640))
+        loaded = handle.get(lease, blank_pages(layout, 10))
+        assert loaded.tokens == 0 and loaded.reason is not None, "it was leased from the one before"
+        lease.release()
+    store.close()
+    assert handle.match(ids(640)).reason is MissReason.DISABLED
+
+
+def test_nobody_waits_long_for_a_sidecar_that_is_not_there(tmp_path: Path) -> None:
+    store = kvstore.open(f"unix:{tmp_path / 'none.sock'}")
+    store._door._limits = type(store._door._limits)(open=0.2)
+    start = time.monotonic()
+    with pytest.raises(kvstore.Unreachable, match="start the sidecar"):
+        store.namespace(model=MODEL, layout=small_layout())
+    assert 0.2 <= time.monotonic() - start < 5
+
+
+def test_each_tenant_comes_in_by_a_socket_of_its_own(tmp_path: Path) -> None:
+    config = tmp_path / "kvstore.toml"
+    config.write_text(f'[tenants.other]\nsocket = "{tmp_path / "other.sock"}"\n[log]\nlevel = "warning"\n')
+    layout = small_layout()
+    with serving(tmp_path, "--config", str(config), "--nvme", "off") as (process, said):
+        mine, other = (kvstore.open(f"unix:{path}") for path in said["serving"])
+        one, two = (store.namespace(model=MODEL, layout=layout) for store in (mine, other))
+        assert one.put(ids(640), random_pages(layout, 10)).stored == 10
+        assert one.match(ids(640)).blocks == 10
+        match = two.match(ids(640))
+        assert (match.blocks, match.reason) == (0, MissReason.ABSENT)
+        assert one.match(ids(640)).keys != match.keys
+        assert two.put(ids(640), random_pages(layout, 10, seed=1)).stored == 10
+        assert other.drop(two) == 10 and one.match(ids(640)).tiers == ((HitTier.DRAM, 10),)
+        assert ended(process) == (0, [])
+
+
+def page(port: int, name: str) -> tuple[int, dict[str, Any]]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_it_says_that_it_lives_and_when_it_is_ready(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "64MiB", "--http", "127.0.0.1:0") as (process, said):
+        assert page(said["http_port"], "livez") == (200, {"alive": True})
+        deadline = time.monotonic() + 20
+        while page(said["http_port"], "readyz") != (200, {"ready": True, "state": "ready"}):
+            assert time.monotonic() < deadline
+        assert page(said["http_port"], "metrics")[0] == 404
+        assert ended(process)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "fragments"),
+    [
+        ("[stor]\n", [], ("stor is not a setting", "did you mean store?")),
+        ("[store]\ndrm = 1\n", [], ("store.drm is not a setting", "did you mean store.dram?")),
+        ("[store]\ndram = 5\n", [], ("store.dram=5", "give text")),
+        ("[store]\ndram = 'lots'\n", [], ("dram='lots'", "e.g. dram=2GiB")),
+        ("store = 1\n", [], ("store=1", "[store]")),
+        ("[limits]\nlease_seconds = 'x'\n", [], ("limits.lease_seconds='x'", "a number")),
+        ("[limits]\nleases = 0\n", [], ("leases=0", "1 or more")),
+        ("[door]\nmode = '9'\n", [], ("door.mode='9'", "octal")),
+        ("[door]\nconnections = 0\n", [], ("door.connections=0", "more than 0")),
+        ("[door]\nlimits = 1\n", [], ("door.limits is not a setting",)),
+        ("[door]\nusers = ['me']\n", [], ("door.users=['me']", "whole numbers")),
+        ("[tenants.a]\n", [], ("tenants.a.socket is missing",)),
+        ("[tenants.a]\nsocket = 's'\n[tenants.b]\nsocket = 's'\n", [], ("a and b", "each its own")),
+        ("[http]\nlisten = '9797'\n", [], ("http.listen='9797'", "HOST:PORT")),
+        ("[log]\nlevel = 'loud'\n", [], ("log.level='loud'", "allowed: debug, info")),
+        ("= 1", [], ("not TOML",)),
+        ("", ["--dram", "900TiB"], ("dram=900TiB", "cgroup")),
+        ("", ["--http", "nowhere.invalid:1"], ("nowhere.invalid:1", "cannot be listened on")),
+        ("", ["--socket", "x" * 120], ("longer than 107 bytes",)),
+        ("", ["--socket", "/nonexistent/dir/s"], ("socket=/nonexistent/dir/s", "cannot be used")),
+        ("", ["--config", "/nonexistent.toml"], ("/nonexistent.toml",)),
+    ],
+)
+def test_wrong_settings_are_one_clear_line(
+    tmp_path: Path, text: str, flags: list[str], fragments: tuple[str, ...]
+) -> None:
+    config = tmp_path / "kvstore.toml"
+    config.write_text(text)
+    command = [*SERVE, "--data", str(tmp_path / "kv"), "--nvme", "16MiB", "--config", str(config), *flags]
+    if "dram" not in text and "--dram" not in flags:
+        command += ["--dram", "16MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **PATHS})
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert all(fragment in line for fragment in fragments), line
+
+
+def test_a_socket_that_is_in_use_is_not_taken_over_and_one_that_was_left_is(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "off") as (_, said):
+        command = [*SERVE, "--data", str(tmp_path / "kv2"), "--nvme", "off", "--dram", "16MiB"]
+        done = subprocess.run(
+            [*command, "--socket", said["serving"][0]], capture_output=True, text=True, env={**os.environ, **PATHS}
+        )
+        assert done.returncode == 2 and "Address already in use" in done.stderr
+        assert kvstore.open(f"unix:{said['serving'][0]}").namespace(model=MODEL, layout=small_layout())
+    assert Path(said["serving"][0]).exists(), "it was killed"
+    with serving(tmp_path, "--nvme", "off") as (_, said):
+        assert kvstore.open(f"unix:{said['serving'][0]}").namespace(model=MODEL, layout=small_layout())
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    """Each row of the table names a key that exists, and each key has a row."""
+    text = (ROOT / "docs" / "sidecar.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-zA-Z_.]+)`[^|]*\|\s*([^|]*?)\s*\|", text, re.MULTILINE))
+    settings = read_settings("")
+    sections = {
+        "store.": settings.store,
+        "limits.": settings.limits,
+        "door.": settings.door.limits,
+        "http.": settings.http,
+        "log.": settings.log,
+        "tenants.NAME.": TenantSettings(""),
+    }
+    known = {prefix + one.name: getattr(given, one.name) for prefix, given in sections.items() for one in fields(given)}
+    known |= {"door.socket": None, "door.mode": settings.door.mode, "door.users": None}
+    assert rows.keys() == known.keys()
+    for key, default in known.items():
+        if default not in (None, ""):
+            written = default if isinstance(default, str) else str(default).removesuffix(".0")
+            assert rows[key].strip("`") == written, key
