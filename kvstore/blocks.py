@@ -10,7 +10,7 @@ that has it. A row that was quarantined is listed in DRAM's, without frames, unt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,11 +172,19 @@ class Blocks:
         number: for the sake of a namespace that is short of slots. A worse leaf of another one may be a step towards an
         extent, so the caller has to look again after it.
         """
+        return self._evict(self.residency.worst(), blocks, number)
+
+    def evict_own(self, blocks: int, number: int) -> int:
+        """The same of one namespace's leaves alone, whatever others have that is worse."""
+        namespace_of = self.index.namespace_of
+        return self._evict((row for row in self.residency.worst() if namespace_of(row) == number), blocks, number)
+
+    def _evict(self, worst: Iterable[int], blocks: int, number: int | None) -> int:
         gone = 0
         places: list[int] = []
         evicted = 0
         below = self.lower.residency if self.lower is not None else None
-        for row in self.residency.worst() if blocks > 0 else ():
+        for row in worst if blocks > 0 else ():
             helps = number is None or self.index.namespace_of(row) == number
             if gone and not helps:
                 break
@@ -383,7 +391,7 @@ class Blocks:
 
         Returns how many went, and the places of those of that namespace, by part: they are claimed for other blocks.
         """
-        assert self.lower is not None
+        assert self.lower is not None and self.all_known, "it may be the way to blocks that nobody knows of yet"
         gone = 0
         claimed: list[list[int]] = [[] for _ in self.spaces[number].classes]
         for row in self.lower.residency.worst() if blocks > 0 else ():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from types import TracebackType
 from typing import Any
 
@@ -419,7 +419,7 @@ class NamespaceHandle:
             raise BadInput(f"first_token={first_token} is not a page boundary; give a multiple of {pages.page_tokens}")
         if ttl is not None and not (isinstance(ttl, Real) and 0 < ttl < 1 << 40):
             raise BadInput(f"ttl={ttl!r}; give seconds above 0, or None")
-        if not isinstance(priority, int) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        if not isinstance(priority, Integral) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
 

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from numbers import Integral
 from typing import Protocol
 
 from kvstore.blocks import Blocks, Space
@@ -463,7 +464,7 @@ class Store:
 
     def evict(self, blocks: int) -> int:
         """Evict up to that many of the worst leaves; returns how many went. Raises `BadInput`."""
-        if not isinstance(blocks, int) or blocks < 0:
+        if not isinstance(blocks, Integral) or blocks < 0:
             raise BadInput(f"blocks={blocks!r}; give a whole number, 0 or more")
         with self._lock:
             self._check_open()
@@ -815,6 +816,10 @@ class Store:
                     column += places
                 record.filled += len(taken)
                 continue
+            if blocks.dram.awaits_memory():  # to give back more would help nobody before others unmap what was
+                if not blocks.evict_own(len(missing), record.namespace):
+                    return MissReason.PINNED_FULL
+                continue
             move = make_room(classes, blocks.dram)
             if isinstance(move, Evict):
                 if not blocks.evict_worst(len(missing), record.namespace):
@@ -878,7 +883,7 @@ class Store:
         record.filled = min(record.filled, start)
 
     def _cancel(self, record: ReservationRecord) -> None:
-        """Its namespace is dropped: the rows go now, the slots when the producer is done."""
+        """Its namespace is dropped, or its producer is lost: the rows go now, the slots when the producer is done."""
         for row in reversed(record.rows[record.published :]):
             if row in record.refills:
                 self._unpin(record.namespace, [row])

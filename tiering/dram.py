@@ -189,6 +189,10 @@ class DramTier:
         """Whether the budget allows another extent."""
         return self._pool.has_room()
 
+    def awaits_memory(self) -> bool:
+        """Whether there is no room only because other processes still map extents that were given back."""
+        return self._pool.awaits_memory()
+
     def reclaimable_classes(self) -> Iterator[SlotClass]:
         """Classes that could do with one extent less."""
         return self._ledger.reclaimable_classes(self.extent_bytes)

@@ -7,7 +7,7 @@ changes hands is a new memfd. Nothing has a name in a file system, nothing is le
 
 Other processes get a descriptor of their own (`share`), locked for reading on one byte that stands for its holder. Such
 a lock belongs to the open file, and a mapping keeps that open: the kernel itself says whether a holder may still read
-or write, however it ended, and also after this program was started anew (fcntl(2), open file description locks).
+or write, however it ended (fcntl(2), open file description locks).
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Extent:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
+        self._was_shared = False
         self.descriptor = os.memfd_create("kv-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._give_back = weakref.finalize(self, os.close, self.descriptor)  # also where nobody closes it
         self._give_back.atexit = False
@@ -80,10 +81,13 @@ class Extent:
         except OSError as error:
             os.close(descriptor)
             raise TierUnavailable(f"shared memory cannot be locked: {error.strerror}") from error
+        self._was_shared = True
         return descriptor
 
     def is_shared(self, first: int = 0, last: int = MAX_HOLDER) -> bool:
         """Whether a descriptor that was made for one of these holders, or a mapping of it, is alive anywhere."""
+        if not self._was_shared:
+            return False
         answer = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, _lock_of(fcntl.F_WRLCK, first, last))
         kind: int = _LOCK.unpack(answer)[0]
         return kind != fcntl.F_UNLCK
@@ -152,7 +156,14 @@ class ExtentPool:
     @property
     def taken_bytes(self) -> int:
         """Bytes of extents that exist, or are being made for somebody, or that another process keeps alive."""
-        return self._taken_bytes
+        with self._lock:
+            self._take_back()
+            return self._taken_bytes
+
+    def awaits_memory(self) -> bool:
+        """Whether there is no room only because another process still maps what was given back."""
+        with self._lock:
+            return not self._has_room() and bool(self._lingering)
 
     def has_room(self) -> bool:
         """Whether one more extent fits the budget."""
@@ -161,11 +172,15 @@ class ExtentPool:
 
     def _has_room(self) -> bool:
         """Under the lock."""
-        for extent in [one for one in self._lingering if not one.is_shared()]:
+        self._take_back()
+        return self._taken_bytes + self.extent_bytes <= self.budget_bytes
+
+    def _take_back(self) -> None:
+        """What nobody maps any more. Under the lock."""
+        for extent in [one for one in self._lingering if not one.is_shared()] if self._lingering else ():
             self._lingering.remove(extent)
             extent.close()
             self._taken_bytes -= self.extent_bytes
-        return self._taken_bytes + self.extent_bytes <= self.budget_bytes
 
     def prepare(self) -> None:
         """From now on have the next extent ready before it is asked for, as far as budget and memory allow."""

@@ -285,8 +285,12 @@ class DirectoryLock:
         self._owner = os.getpid()
         self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         _take_lock(self._descriptor)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{self._owner}\n".encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{self._owner}\n".encode(), 0)
+        except OSError:  # a full disk
+            self.release()
+            raise
 
     def forget(self) -> None:
         """In a forked child: the lock is the parent's alone, and must not outlive it here."""
@@ -407,8 +411,12 @@ def listening_socket(path: Path, mode: int) -> socket.socket:
         if _is_left_socket(path):
             path.unlink()
         sock.bind(os.fspath(path))
-        path.chmod(mode)
-        sock.listen(_BACKLOG)  # from here on others can connect
+        try:
+            path.chmod(mode)
+            sock.listen(_BACKLOG)  # from here on others can connect
+        except BaseException:
+            path.unlink()
+            raise
     except BaseException:
         sock.close()
         raise
@@ -427,12 +435,12 @@ def _is_left_socket(path: Path) -> bool:
             return False
     except FileNotFoundError:
         return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         try:
             probe.connect(os.fspath(path))
         except ConnectionRefusedError:
             return True
-        except OSError:
+        except OSError:  # also where too many wait already to be let in: somebody listens
             return False
     return False
 

@@ -143,6 +143,8 @@ class RawCopy:
         if skip or not self._groups:
             return self._decode_through_scratch(slices, self._pages(token, skip), skip, expected, digest)
         page, address = self._page(token), payload.address
+        if len(expected) != len(self._checked):
+            raise ValueError(f"{len(expected)} digests; there is one for each of {len(self._checked)} layer slices")
         checked = zip(self._checked, expected, strict=True)
         for start, stop, low, high, array in self._groups:
             _assign(array[page], slices[start:stop], low < address + slices.size and address < high)

@@ -41,6 +41,7 @@ class CallLimits:
     """How long a call may take, in seconds. connect: until the sidecar says welcome. match: for a look-up. lease:
     beyond the deadline of the lease itself. fill: for room, which may have to be made, and for commits. open: how long
     a new namespace waits for a sidecar that is not there yet. first_pause, longest_pause: before it is called again.
+    ping: how often it is asked, by a thread, what memory is to be let go of.
     """
 
     connect: float = 1.0
@@ -50,6 +51,7 @@ class CallLimits:
     open: float = 10.0
     first_pause: float = 0.02
     longest_pause: float = 1.0
+    ping: float = 0.25
 
 
 class _Away(Exception):
@@ -103,6 +105,8 @@ class RemoteDoor:
         self._next_call_at = 0.0
         self._session = b""
         self._abandoned: deque[int] = deque()
+        self._ended = threading.Event()
+        self._pinging: threading.Thread | None = None
         self._why = "it was not called yet"
         self.closed = False
         self.unanswered = 0
@@ -224,6 +228,7 @@ class RemoteDoor:
 
     def close(self) -> None:
         """Hang up; every further question is a miss."""
+        self._ended.set()
         with self._lock:
             self.closed = True
             run, self._run = self._run, None
@@ -233,6 +238,7 @@ class RemoteDoor:
     def forget(self) -> None:
         """In a forked child: connection and leases are the parent's, memory is let go of."""
         self._lock = threading.Lock()
+        self._ended, self._pinging = threading.Event(), None
         run, self._run = self._run, None
         self._abandoned.clear()
         self._next_call_at = 0.0
@@ -346,10 +352,27 @@ class RemoteDoor:
         except Unreachable:
             pass
 
+    def _ping(self) -> None:
+        """Let go of memory also while nobody asks for anything: others may be waiting for it."""
+        run = self._run
+        if run is None or run.wire.closed:
+            return
+        try:
+            run.wire.call(m.Ping(), self._limits.connect)
+            run.unmap(run.wire.retired())
+        except (TooLate, Unreachable):
+            pass
+
     def _map(self, run: _Run, places: Sequence[Sequence[int]], *, writable: bool) -> None:
         """Have the extents of these places mapped. Raises `_Away`."""
         table = run.writable if writable else run.readable
         missing = sorted({place >> SLOT_BITS for column in places for place in column} - table.keys())
+        if missing and self._pinging is None:
+            with self._lock:
+                if self._pinging is None:
+                    given = weakref.ref(self), self._ended, self._limits.ping
+                    self._pinging = threading.Thread(target=_keep_in_touch, args=given, name="kv-client", daemon=True)
+                    self._pinging.start()
         for first in range(0, len(missing), m.MAX_EXTENTS):
             answered = self._answer(run, m.Extents(missing[first : first + m.MAX_EXTENTS], writable), self._limits.fill)
             if not isinstance(answered.answer, m.ExtentsReply):
@@ -421,6 +444,16 @@ class SidecarStore:
 def open_sidecar(path: str, *, codecs: Callable[[str], Codec], clock: Clock, engine: str = "") -> SidecarStore:
     """The store behind a socket. Nothing is asked of it before a namespace is opened."""
     return SidecarStore(RemoteDoor(path, engine, clock, CallLimits()), codecs)
+
+
+def _keep_in_touch(door: weakref.ref[RemoteDoor], ended: threading.Event, seconds: float) -> None:
+    """Until the door is closed or forgotten."""
+    while not ended.wait(seconds):
+        there = door()
+        if there is None:
+            return
+        there._ping()
+        del there
 
 
 _doors: weakref.WeakSet[RemoteDoor] = weakref.WeakSet()

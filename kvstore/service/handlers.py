@@ -59,6 +59,7 @@ class Handlers:
             m.Persist: self._persist,
             m.Extents: self._extents,
             m.Drop: self._drop,
+            m.Ping: lambda caller, verb: m.Done(),
         }
 
     def greet(self, tenant: TenantKeys, hello: m.Hello) -> tuple[Caller | None, m.Answer]:

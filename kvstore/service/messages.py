@@ -141,6 +141,10 @@ class Extents(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
     writable: bool
 
 
+class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
+    """Is there anything to be told?"""
+
+
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
     """Forget every block of a namespace."""
 
@@ -162,6 +166,7 @@ Verb = (
     | Persist
     | Extents
     | Drop
+    | Ping
 )
 
 

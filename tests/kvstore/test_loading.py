@@ -216,6 +216,31 @@ def test_nothing_is_evicted_from_a_disk_that_is_not_known_yet(tmp_path: Path, mo
         store.check()
 
 
+def test_what_is_stored_meanwhile_is_not_evicted_before_all_is_known(tmp_path: Path, monkeypatch: Any) -> None:
+    """Durable puts would have to evict each other: what is found on disk may hang below any of them."""
+    options = {"nvme": "1MiB", "dram": "2MiB", "slab": "256KiB"}
+    with opened(tmp_path, **options) as store:
+        assert put(namespace(store), 0, durability="disk").reason is None
+    with held_back(monkeypatch) as go_on, opened(tmp_path, **options) as store:
+        handle, done = namespace(store), threading.Event()
+        reasons: list[MissReason | None] = []
+
+        def store_many() -> None:
+            reasons.extend(put(handle, number, durability="disk").reason for number in range(1, 9))
+            done.set()
+
+        thread = threading.Thread(target=store_many)
+        thread.start()
+        assert not done.wait(1.0)
+        assert store.usage().counters["demoted_blocks"], "some of it had room"
+        assert not store.usage().counters.get("nvme_evicted_blocks")
+        go_on()
+        thread.join(30)
+        assert done.is_set() and reasons == [None] * 8 and store.warmed(20)
+        assert store.usage().counters["nvme_evicted_blocks"]
+        store.check()
+
+
 @pytest.mark.parametrize("is_evicted", [False, True])
 def test_an_older_copy_ends_with_the_newer_one(directory: Path, is_evicted: bool, monkeypatch: Any) -> None:
     """It could not be decided while the directory was taken in; then a newer one was durable, and perhaps evicted."""

@@ -93,6 +93,22 @@ def test_what_is_leased_can_not_be_written(sidecar: Sidecar) -> None:
                 span.view[0] = 1
 
 
+def test_room_for_one_block_costs_others_no_more_than_an_extent(tmp_path: Path) -> None:
+    """The client maps all that is given back, until it is told: it asks by itself."""
+    with Sidecar(tmp_path, dram="1MiB", extent="64KiB") as sidecar, sidecar.client() as store:
+        full, other = (store.namespace(model=name, layout=small_layout()) for name in ("a", "b"))
+        assert full.put(ids(200 * 64), random_pages(full.layout, 200)).stored
+        blocks = full.match(ids(200 * 64)).blocks
+        deadline = time.monotonic() + 20
+        while other.put(ids(64), random_pages(other.layout, 1)).reason is MissReason.PINNED_FULL:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert other.match(ids(64)).blocks == 1
+        assert blocks - 5 <= full.match(ids(200 * 64)).blocks < blocks
+        counters = sidecar.store.usage().counters
+        assert counters["reclaimed_extents"] == 1
+
+
 # Those who are gone ---------------------------------------------------------------------------------------------------
 
 HOLD = """

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
+import socket
 import stat
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from tiering.files import (
     DirectoryLock,
     ReadingLock,
     ReadOnlyFiles,
+    listening_socket,
     make_directory,
     read_secret_file,
     read_text_files,
@@ -100,6 +103,41 @@ def test_the_same_process_is_refused_too(tmp_path: Path) -> None:
     lock.release()
     lock.release()
     DirectoryLock(tmp_path).release()
+
+
+def test_a_lock_that_a_full_disk_refused_is_not_held(tmp_path: Path) -> None:
+    before = open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            DirectoryLock(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not opened_since(before)
+    DirectoryLock(tmp_path).release()
+
+
+def test_a_socket_whose_owner_is_stuck_is_in_use(tmp_path: Path) -> None:
+    """So many wait to be let in that one more would wait for ever."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as stuck:
+        stuck.bind(str(path))
+        stuck.listen(0)
+        waiting = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) for _ in range(4)]
+        for one in waiting:
+            one.connect_ex(str(path))
+        with pytest.raises(OSError, match="in use"):
+            listening_socket(path, 0o600)
+        for one in waiting:
+            one.close()
+    with listening_socket(path, 0o640) as mine:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640 and mine.getsockname() == str(path)
+    path.unlink()
+    path.write_text("no socket")
+    with pytest.raises(OSError, match="in use"):
+        listening_socket(path, 0o600)
+    assert path.read_text() == "no socket"
 
 
 def test_a_refused_lock_leaves_no_descriptor(tmp_path: Path) -> None:
