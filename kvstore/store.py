@@ -326,6 +326,8 @@ class Store:
             present = len(rows)
             if present == len(keys):
                 return ReserveReply(0, present)
+            if present and self._blocks.index.depth(rows[-1]) != present - 1:  # keys that are no chain
+                return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DIVERGED)
             if present < first_block:
                 reason, _ = self._why(number, keys, len(rows))
                 return ReserveReply(0, present, stopped_at=present, reason=reason)
@@ -764,8 +766,11 @@ class Store:
             key = keys[position]
             row = index.find(record.namespace, key)
             state = index.state(row) if row != NO_ROW else RowState.FREE
-            if state == RowState.PENDING or row in filling:
+            if state == RowState.PENDING or row in filling or row in record.refills:
                 stopped = (position, MissReason.IN_FLIGHT)
+                break
+            if row != NO_ROW and index.parent(row) != parent:  # no chain: this key is another one's child
+                stopped = (position, MissReason.DIVERGED)
                 break
             if state != RowState.VISIBLE:
                 if row == NO_ROW:

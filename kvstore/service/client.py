@@ -33,6 +33,7 @@ from tiering.extents import MappedExtent
 from tiering.tier import SLOT_BITS, FrameSpan
 
 A = TypeVar("A")
+MAX_DEADLINE_MS = 60_000.0
 _OTHER_KIND = "an answer of another kind"
 
 
@@ -80,6 +81,8 @@ class _Run:
         self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
         self.writable: dict[int, tuple[MappedExtent, int]] = {}
+        self.leases: set[int] = set()  # what was granted on this very connection; other numbers mean nothing to it
+        self.reservations: set[int] = set()
 
     def unmap(self, numbers: Iterable[int]) -> None:
         """These were given back; who still reads in one keeps it for as long."""
@@ -103,7 +106,6 @@ class RemoteDoor:
         self._opened: list[_Opened] = []
         self._pause = limits.first_pause
         self._next_call_at = 0.0
-        self._session = b""
         self._abandoned: deque[int] = deque()
         self._ended = threading.Event()
         self._pinging: threading.Thread | None = None
@@ -142,13 +144,15 @@ class RemoteDoor:
         """As `Door.lease`."""
         try:
             run = self._running()
-            verb = m.Lease(self._number(run, number), list(keys), first_block, deadline_ms)
-            reply = self._ask(run, verb, m.Leased, deadline_ms / 1000 + self._limits.lease).reply
+            wait_ms = min(float(deadline_ms), MAX_DEADLINE_MS)
+            verb = m.Lease(self._number(run, number), list(keys), int(first_block), wait_ms)
+            reply = self._ask(run, verb, m.Leased, wait_ms / 1000 + self._limits.lease).reply
             if reply.lease:
+                run.leases.add(reply.lease)
                 try:
                     self._map(run, reply.places, writable=False)
                 except BaseException:
-                    self._post(m.Release([reply.lease]))
+                    self.release(reply.lease)
                     raise
             return reply
         except _Away as away:
@@ -156,15 +160,23 @@ class RemoteDoor:
 
     def release(self, lease: int) -> None:
         """As `Door.release`; nobody waits for it."""
-        self._post(m.Release([lease]))
+        run = self._run
+        if run is not None and lease in run.leases:
+            run.leases.discard(lease)
+            self._post(run, m.Release([lease]))
 
     def abandon(self, lease: int) -> None:
         """As `Door.abandon`."""
         self._abandoned.append(lease)
 
     def report(self, lease: int, block: int, part: int) -> None:
-        """As `Door.report`."""
-        self._post(m.Report(lease, block, part))
+        """As `Door.report`. Waits for the answer: the lease must not be released before it is looked at."""
+        run = self._run
+        if run is not None and lease in run.leases:
+            try:
+                self._ask(run, m.Report(lease, block, part), m.Done, self._limits.connect)
+            except _Away:
+                pass
 
     def reserve(
         self, number: int, keys: Sequence[bytes], first_block: int, priority: int, ttl_seconds: float | None
@@ -172,13 +184,15 @@ class RemoteDoor:
         """As `Door.reserve`."""
         try:
             run = self._running()
-            verb = m.Reserve(self._number(run, number), list(keys), first_block, priority, ttl_seconds)
+            ttl = float(ttl_seconds) if ttl_seconds is not None else None
+            verb = m.Reserve(self._number(run, number), list(keys), int(first_block), int(priority), ttl)
             reply = self._ask(run, verb, m.Reserved, self._limits.fill).reply
             if reply.reservation:
+                run.reservations.add(reply.reservation)
                 try:
                     self._map(run, reply.places, writable=True)
                 except BaseException:
-                    self._post(m.Abort(reply.reservation))
+                    self.abort(reply.reservation)
                     raise
             return reply
         except _Away as away:
@@ -186,9 +200,12 @@ class RemoteDoor:
 
     def commit(self, reservation: int, part: int, digests: Sequence[Sequence[bytes]]) -> int:
         """As `Door.commit`."""
+        run = self._run
+        if run is None or reservation not in run.reservations:
+            return 0
         try:
             verb = m.Commit(reservation, part, [list(block) for block in digests])
-            return self._ask(self._running(), verb, m.Counted, self._limits.fill).blocks
+            return self._ask(run, verb, m.Counted, self._limits.fill).blocks
         except _Away:
             return 0
 
@@ -204,7 +221,10 @@ class RemoteDoor:
 
     def abort(self, reservation: int) -> None:
         """As `Door.abort`."""
-        self._post(m.Abort(reservation))
+        run = self._run
+        if run is not None and reservation in run.reservations:
+            run.reservations.discard(reservation)
+            self._post(run, m.Abort(reservation))
 
     def spans(self, places: Sequence[int]) -> list[FrameSpan]:
         """As `Door.spans`. Raises `StoreClosed` where the connection on which they were leased is gone."""
@@ -214,7 +234,10 @@ class RemoteDoor:
     def spans_to_fill(self, places: Sequence[int]) -> list[FrameSpan]:
         """As `Door.spans_to_fill`; see `spans`."""
         run = self._run
-        return self._spans(run.writable if run is not None else {}, places)
+        spans = self._spans(run.writable if run is not None else {}, places)
+        if len(spans) < len(places):  # reserved on another connection, or the sidecar went on without waiting
+            raise StoreClosed("the memory of the reservation is gone")
+        return spans
 
     # Beyond it -----------------------------------------------------------------------------------------------------
 
@@ -256,44 +279,50 @@ class RemoteDoor:
         if retired:
             run.unmap(retired)
         if self._abandoned:
-            leases = []
             while self._abandoned:
-                leases.append(self._abandoned.popleft())
-            self._post(m.Release(leases))
+                self.release(self._abandoned.popleft())
         for undo in run.wire.too_late():
-            self._post(undo)
+            self._post(run, undo)
         return run
 
     def _connect(self, waits: bool) -> _Run:
-        give_up_at = self._clock.monotonic_seconds() + (self._limits.open if waits else 0.0)
-        with self._lock:
-            while True:
-                if self.closed:
-                    raise _Away(MissReason.DISABLED, "the store is closed")
-                run, now = self._run, self._clock.monotonic_seconds()
-                if run is not None and not run.wire.closed:
-                    return run  # somebody else was faster
-                if run is not None:
-                    self._run = None
-                    run.wire.close()
-                if now >= self._next_call_at:
-                    try:
-                        self._run = _Run(self._call())
-                        self._pause = self._limits.first_pause
-                        return self._run
-                    except Unreachable as error:
-                        self._why = str(error)
-                        self._next_call_at = self._clock.monotonic_seconds() + self._pause
-                        self._pause = min(2 * self._pause, self._limits.longest_pause)
-                if now >= give_up_at:
-                    raise _Away(MissReason.UNREACHABLE, self._why)
-                self._clock.sleep(max(0.0, min(self._next_call_at, give_up_at) - now))
-
-    def _call(self) -> Wire:
         limits = self._limits
-        wire = Wire(self._path, self._engine, b"", self._clock, limits.connect)
-        self._session = wire.welcome.session
-        return wire
+        give_up_at = self._clock.monotonic_seconds() + (limits.open if waits else 0.0)
+        while True:
+            run = self._connect_once(limits.connect if waits else limits.match)
+            if run is not None:
+                return run
+            now = self._clock.monotonic_seconds()
+            if now >= give_up_at:
+                raise _Away(MissReason.UNREACHABLE, self._why)
+            self._clock.sleep(max(limits.first_pause, min(self._next_call_at, give_up_at) - now))
+
+    def _connect_once(self, seconds: float) -> _Run | None:
+        """The connection, called for at most that long if it is time for it. One thread calls, others do not wait."""
+        if self.closed:
+            raise _Away(MissReason.DISABLED, "the store is closed")
+        if not self._lock.acquire(timeout=seconds):
+            return None
+        try:
+            run = self._run
+            if run is not None and not run.wire.closed:
+                return run  # somebody else was faster
+            if run is not None:
+                self._run = None
+                run.wire.close()
+            if self._clock.monotonic_seconds() < self._next_call_at:
+                return None
+            try:
+                self._run = run = _Run(Wire(self._path, self._engine, b"", self._clock, seconds))
+                self._pause = self._limits.first_pause
+                return run
+            except Unreachable as error:
+                self._why = str(error)
+                self._next_call_at = self._clock.monotonic_seconds() + self._pause
+                self._pause = min(2 * self._pause, self._limits.longest_pause)
+                return None
+        finally:
+            self._lock.release()
 
     def _number(self, run: _Run, number: int) -> int:
         """The sidecar's number of a namespace, which is opened first on a new connection. Raises `_Away`."""
@@ -343,10 +372,7 @@ class RemoteDoor:
             self.unanswered += 1
             raise _Away(MissReason.UNREACHABLE, str(error)) from None
 
-    def _post(self, verb: m.Verb) -> None:
-        run = self._run
-        if run is None or run.wire.closed:
-            return  # with the connection it has ended
+    def _post(self, run: _Run, verb: m.Verb) -> None:
         try:
             run.wire.post(verb)
         except Unreachable:
@@ -377,12 +403,16 @@ class RemoteDoor:
             answered = self._answer(run, m.Extents(missing[first : first + m.MAX_EXTENTS], writable), self._limits.fill)
             if not isinstance(answered.answer, m.ExtentsReply):
                 raise _Away(MissReason.UNREACHABLE, "no memory was handed over")
-            for extent, descriptor in zip(answered.answer.extents, answered.descriptors, strict=True):
-                try:
-                    mapped = MappedExtent(descriptor, extent.size_bytes, writable=writable)
-                except TierError as error:
-                    raise _Away(MissReason.UNREACHABLE, str(error)) from None
-                table[extent.number] = mapped, extent.frame_bytes
+            left = deque(answered.descriptors)
+            try:
+                for extent in answered.answer.extents:
+                    mapped = MappedExtent(left.popleft(), extent.size_bytes, writable=writable)
+                    table[extent.number] = mapped, extent.frame_bytes
+            except TierError as error:
+                raise _Away(MissReason.UNREACHABLE, str(error)) from None
+            finally:
+                for descriptor in left:
+                    os.close(descriptor)
 
     def _spans(self, table: Mapping[int, tuple[MappedExtent, int]], places: Sequence[int]) -> list[FrameSpan]:
         if self._run is None:

@@ -24,6 +24,8 @@ from tiering.frame import DIGEST_BYTES, KEY_BYTES
 MAX_ENGINE_CHARACTERS = 128
 MAX_LEASES = 4096
 """Of one session."""
+MAX_LEASED_BLOCKS = 1 << 19
+"""Of one session, in all its leases."""
 MAX_RESERVATIONS = 64
 """Of one connection, under way at a time."""
 MAX_DEADLINE_MS = 60_000.0
@@ -79,7 +81,11 @@ class Handlers:
 
     def is_slow(self, verb: m.Verb) -> bool:
         """Whether a request may wait for memory, for a disk or for others."""
-        return isinstance(verb, m.Lease | m.Reserve | m.Persist | m.Drop | m.Extents)
+        return isinstance(verb, m.Lease | m.Reserve | m.Report | m.Persist | m.Drop)
+
+    def is_long(self, verb: m.Verb) -> bool:
+        """Whether it may wait for many seconds."""
+        return isinstance(verb, m.Persist | m.Drop)
 
     def serve(self, caller: Caller, verb: m.Verb) -> Served:
         """Do what is asked. Never raises for what a client can cause."""
@@ -126,11 +132,13 @@ class Handlers:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
             )
-        if len(caller.session.leases) >= MAX_LEASES:
-            return m.Failed(m.Fault.BUSY, f"the session holds {MAX_LEASES} leases, which is the limit; release some")
+        held = self._sessions.leased_blocks(caller)
+        if len(caller.session.leases) >= MAX_LEASES or held + len(verb.keys) > MAX_LEASED_BLOCKS:
+            text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"
+            return m.Failed(m.Fault.BUSY, f"{text} (at most {MAX_LEASES}, of {MAX_LEASED_BLOCKS})")
         reply = self._store.lease(verb.namespace, verb.keys, verb.first_block, min(verb.deadline_ms, MAX_DEADLINE_MS))
         if reply.lease:
-            self._sessions.took(caller, reply.lease, verb.request)
+            self._sessions.took(caller, reply.lease, verb.request, len(reply.generations))
         return m.Leased(reply)
 
     def _attach(self, caller: Caller, verb: m.Attach) -> m.Answer:
@@ -203,18 +211,18 @@ class Handlers:
     # Memory and the rest -------------------------------------------------------------------------------------------
 
     def _extents(self, caller: Caller, verb: m.Extents) -> Served:
-        if len(verb.numbers) > m.MAX_EXTENTS:
-            raise BadInput(f"{len(verb.numbers)} extents at once; ask for at most {m.MAX_EXTENTS}")
         extents, descriptors = [], []
         try:
-            for number in verb.numbers:
+            for number in dict.fromkeys(verb.numbers):
+                was_shared = number in caller.extents
                 caller.extents.add(number)  # before it is shared: from then on a mapping may be somewhere
                 try:
                     shared = self._store.share(
                         number, caller.session.tenant.tenant, caller.number, writable=verb.writable
                     )
                 except BlockMissing:
-                    caller.extents.discard(number)
+                    if not was_shared:
+                        caller.extents.discard(number)
                     continue
                 extents.append(m.Extent(number, shared.size_bytes, shared.frame_bytes))
                 descriptors.append(shared.descriptor)
@@ -235,6 +243,8 @@ def _check_asked(caller: Caller, namespace: int, keys: Sequence[bytes]) -> tuple
         raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
     if any([len(key) != KEY_BYTES for key in keys]):
         raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
+    if len(set(keys)) != len(keys):
+        raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")
     return slices
 
 

@@ -30,6 +30,8 @@ from kvstore.service.sessions import Caller, Sessions
 from tiering.files import listening_socket, remove_socket
 
 _READ_BYTES = 256 << 10
+_TOKEN_SECONDS = 0.001
+"""How soon it is looked again at those who have to wait for the rate."""
 _PEER = struct.Struct("iII")  # struct ucred
 
 _log = logging.getLogger(__name__)
@@ -45,19 +47,26 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """Named upper bounds. connections: at a time. in_flight: requests of one connection that are not answered.
-    unread_bytes: answers that one connection has not read. rate: messages per second of one connection, and burst: how
-    many it may save up. silence_seconds: how long a message, or a hello, may be unfinished. threads: for what may wait.
-    sweep_seconds: how often it is looked whether those that are gone still map anything.
+    """Named upper bounds. connections: at a time. in_flight: requests of one connection that are not answered, and
+    in_flight_bytes, of their messages. running, long_running: of these, how many are worked on at a time; the
+    others wait, and of those that may take many seconds (long) the next one is refused. unread_bytes: answers that
+    one connection has not read. rate: messages per second of one connection, and burst: how many it may save up.
+    silence_seconds: how long a message, or a hello, may be unfinished. threads, long_threads: for what may wait,
+    and for what may wait for many seconds. sweep_seconds: how often it is looked whether those that are gone still
+    map anything.
     """
 
     connections: int = 256
     in_flight: int = 64
+    in_flight_bytes: int = 4 << 20
+    running: int = 4
+    long_running: int = 2
     unread_bytes: int = 8 << 20
     rate: float = 20_000.0
     burst: int = 2_000
     silence_seconds: float = 10.0
-    threads: int = 8
+    threads: int = 16
+    long_threads: int = 8
     sweep_seconds: float = 0.05
 
 
@@ -82,6 +91,9 @@ class _Connection:
         self.unsent: deque[tuple[memoryview, list[int]]] = deque()
         self.unsent_bytes = 0
         self.in_flight = 0
+        self.in_flight_bytes = 0
+        self.running = self.long_running = 0
+        self.waiting: deque[tuple[m.Request, int]] = deque()
         self.tokens = float(burst)
         self.filled_at = now
         self.heard_at = now
@@ -108,12 +120,14 @@ class LocalDoor:
         self._selector = selectors.DefaultSelector()
         self._listeners: list[_Listener] = []
         self._connections: set[_Connection] = set()
-        self._done: deque[tuple[_Connection, int, Served]] = deque()
+        self._done: deque[tuple[_Connection, m.Request, int, Served]] = deque()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
+        self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
+        self._deaf: list[_Listener] = []  # there were no descriptors left for who wants to come in
         self._closing = False
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
@@ -162,8 +176,9 @@ class LocalDoor:
 
     def _serve(self) -> None:
         ready: dict[_Connection, None] = {}  # with a whole message, in the order in which they had one
+        is_busy = False  # somebody's message was taken in the last turn, and he has more
         while not self._is_over():
-            pause = 0.0 if ready and not self._closing else self._limits.sweep_seconds
+            pause = 0.0 if is_busy else _TOKEN_SECONDS if ready else self._limits.sweep_seconds
             for key, events in self._selector.select(pause):
                 if isinstance(key.data, _Listener):
                     self._accept(key.data)
@@ -174,13 +189,13 @@ class LocalDoor:
                     if key.data.has_message():
                         ready.setdefault(key.data)
             self._deliver()
+            is_busy = False
             for connection in list(ready) if not self._closing else ():
-                if connection.closed or connection.ending:
+                if not connection.closed and not connection.ending and self._may_ask(connection):
+                    self._take_message_safely(connection)
+                    is_busy = True
+                if connection.closed or connection.ending or not connection.has_message():
                     del ready[connection]
-                elif self._may_ask(connection):
-                    self._take_message(connection)
-                    if not connection.has_message():
-                        del ready[connection]
                 self._watch(connection)
             self._look_around(ready)
         self._end()
@@ -197,6 +212,9 @@ class LocalDoor:
         if now - self._swept_at < self._limits.sweep_seconds:
             return
         self._swept_at = now
+        for listener in self._deaf:
+            self._selector.register(listener.socket, selectors.EVENT_READ, listener)
+        self._deaf.clear()
         if self._sessions.departed:
             self._sessions.sweep()
         for one in list(self._connections):
@@ -207,7 +225,11 @@ class LocalDoor:
     def _accept(self, listener: _Listener) -> None:
         try:
             sock, _ = listener.socket.accept()
-        except OSError:  # gone again, or no descriptors left: others are served on
+        except BlockingIOError:  # gone again
+            return
+        except OSError:  # no descriptors left: others are served on, and he is let in later
+            self._selector.unregister(listener.socket)
+            self._deaf.append(listener)
             return
         sock.setblocking(False)
         _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -254,7 +276,9 @@ class LocalDoor:
     def _may_ask(self, connection: _Connection) -> bool:
         """Whether his next message may be taken now: a bucket of tokens, filled at the rate of the limits."""
         limits = self._limits
-        if connection.in_flight >= limits.in_flight or connection.unsent_bytes >= limits.unread_bytes:
+        if connection.in_flight >= limits.in_flight or connection.in_flight_bytes >= limits.in_flight_bytes:
+            return False
+        if connection.unsent_bytes >= limits.unread_bytes or any(held for _, held in connection.unsent):
             return False
         now = self._clock.monotonic_seconds()
         connection.tokens = min(limits.burst, connection.tokens + (now - connection.filled_at) * limits.rate)
@@ -263,6 +287,13 @@ class LocalDoor:
             return False
         connection.tokens -= 1
         return True
+
+    def _take_message_safely(self, connection: _Connection) -> None:
+        try:
+            self._take_message(connection)
+        except Exception:  # a fault of ours must not end the door for all
+            _log.exception("a message could not be served")
+            self._show_out(connection)
 
     def _take_message(self, connection: _Connection) -> None:
         length = int.from_bytes(connection.read[: m.LENGTH_BYTES], "little")
@@ -286,26 +317,58 @@ class LocalDoor:
             connection.ending = connection.caller is None
             self._answer(connection, request.number, Served(answer))
         elif self._handlers.is_slow(request.verb):
+            if self._handlers.is_long(request.verb) and connection.long_running >= self._limits.long_running:
+                text = f"{connection.long_running} requests that may take long are under way; wait for one of them"
+                self._answer(connection, request.number, Served(m.Failed(m.Fault.BUSY, text)))
+                return
             connection.in_flight += 1
-            self._pool.submit(self._serve_slowly, connection, connection.caller, request)
+            connection.in_flight_bytes += length
+            connection.waiting.append((request, length))
+            self._begin(connection)
         else:
             self._answer(connection, request.number, self._handlers.serve(connection.caller, request.verb))
 
-    def _serve_slowly(self, connection: _Connection, caller: Caller, request: m.Request) -> None:
-        """In a thread of the pool."""
+    def _begin(self, connection: _Connection) -> None:
+        """Have the next slow request of a connection served, as many at a time as one may have."""
+        while connection.waiting and not connection.closed:
+            request, length = connection.waiting[0]
+            is_long = self._handlers.is_long(request.verb)
+            if not is_long and connection.running >= self._limits.running:
+                return
+            connection.waiting.popleft()
+            if is_long:
+                connection.long_running += 1
+            else:
+                connection.running += 1
+            pool = self._long_pool if is_long else self._pool
+            try:
+                pool.submit(self._serve_slowly, connection, request, length)
+            except RuntimeError:  # the machine has no thread for it
+                self._done.append((connection, request, length, Served(m.Failed(m.Fault.BUSY, "no thread is free"))))
+                self._wake()
+
+    def _serve_slowly(self, connection: _Connection, request: m.Request, length: int) -> None:
+        """In a thread of a pool."""
+        assert connection.caller is not None
         try:
-            served = self._handlers.serve(caller, request.verb)
+            served = self._handlers.serve(connection.caller, request.verb)
         except Exception:
             _log.exception("a request could not be served")
             served = Served(m.Failed(m.Fault.BUSY, "a fault of the sidecar; it is in its log"))
-        self._done.append((connection, request.number, served))
+        self._done.append((connection, request, length, served))
         self._wake()
 
     def _deliver(self) -> None:
         while self._done:
-            connection, number, served = self._done.popleft()
+            connection, request, length, served = self._done.popleft()
             connection.in_flight -= 1
-            self._answer(connection, number, served)
+            connection.in_flight_bytes -= length
+            if self._handlers.is_long(request.verb):
+                connection.long_running -= 1
+            else:
+                connection.running -= 1
+            self._answer(connection, request.number, served)
+            self._begin(connection)
             self._watch(connection)
 
     def _answer(self, connection: _Connection, number: int, served: Served) -> None:
@@ -370,17 +433,23 @@ class LocalDoor:
             _close_all(descriptors)
         connection.unsent.clear()
         self._connections.discard(connection)
-        if connection.caller is not None:
+        if connection.caller is None:
+            return
+        try:  # it may have held much
+            self._pool.submit(self._sessions.left, connection.caller)
+        except RuntimeError:  # the pool is closed, or has no thread for it
             self._sessions.left(connection.caller)
 
     def _end(self) -> None:
         for listener in self._listeners:
-            self._selector.unregister(listener.socket)
+            remove_socket(listener.path)  # first: whoever comes next makes a new one
+            if listener not in self._deaf:
+                self._selector.unregister(listener.socket)
             listener.socket.close()
-            remove_socket(listener.path)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self._connections):
             self._show_out(connection)
-        self._pool.shutdown(wait=False)
+        self._long_pool.shutdown(wait=False, cancel_futures=True)
         self._selector.close()
 
     def _wake(self) -> None:

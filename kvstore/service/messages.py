@@ -13,8 +13,10 @@ Must never carry token ids or payload bytes.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.miss import MissReason
@@ -23,10 +25,20 @@ OLDEST_VERSION, NEWEST_VERSION = 1, 1
 
 LENGTH_BYTES = 4
 MAX_BODY_BYTES = 1 << 20
-"""Of one message: keys of 32,000 blocks, or the digests of a thousand blocks of 60 layers."""
+"""Of one message: keys of 30,000 blocks, or the digests of a thousand blocks of 60 layers."""
 
 MAX_EXTENTS = 32
 """Descriptors beside one frame; the kernel takes at most 253."""
+
+
+MAX_KEYS = 30_000
+MAX_LEASES = 4096
+MAX_COMMITTED = 8192
+MAX_PARTS = 4096
+
+Keys = Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(max_length=MAX_KEYS)]
+Numbers = Annotated[list[int], Meta(max_length=MAX_LEASES)]
+Digests = Annotated[list[Annotated[bytes, Meta(max_length=16)]], Meta(max_length=1024)]
 
 
 class Fault(StrEnum):
@@ -56,21 +68,21 @@ class OpenNamespace(msgspec.Struct, array_like=True, frozen=True, tag="namespace
     """packed: `identity.Namespace.pack`. payload_bytes: of each part, after the codec."""
 
     packed: bytes
-    payload_bytes: list[int]
+    payload_bytes: Annotated[list[int], Meta(max_length=MAX_PARTS)]
 
 
 class Match(msgspec.Struct, array_like=True, frozen=True, tag="match"):
     """As `Door.match`."""
 
     namespace: int
-    keys: list[bytes]
+    keys: Keys
 
 
 class Lease(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
     """As `Door.lease`. request: the engine's own name for what it serves, by which all its leases can be released."""
 
     namespace: int
-    keys: list[bytes]
+    keys: Keys
     first_block: int
     deadline_ms: float
     request: str = ""
@@ -79,13 +91,13 @@ class Lease(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
 class Attach(msgspec.Struct, array_like=True, frozen=True, tag="attach"):
     """Hold leases that another connection of the same session took."""
 
-    leases: list[int]
+    leases: Numbers
 
 
 class Release(msgspec.Struct, array_like=True, frozen=True, tag="release"):
     """Let go of leases. Unknown ones are ignored."""
 
-    leases: list[int]
+    leases: Numbers
 
 
 class ReleaseRequest(msgspec.Struct, array_like=True, frozen=True, tag="release_request"):
@@ -106,7 +118,7 @@ class Reserve(msgspec.Struct, array_like=True, frozen=True, tag="reserve"):
     """As `Door.reserve`."""
 
     namespace: int
-    keys: list[bytes]
+    keys: Keys
     first_block: int
     priority: int = 0
     ttl_seconds: float | None = None
@@ -117,7 +129,7 @@ class Commit(msgspec.Struct, array_like=True, frozen=True, tag="commit"):
 
     reservation: int
     part: int
-    digests: list[list[bytes]]
+    digests: Annotated[list[Digests], Meta(max_length=MAX_COMMITTED)]
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -130,14 +142,14 @@ class Persist(msgspec.Struct, array_like=True, frozen=True, tag="persist"):
     """As `Door.persist`."""
 
     namespace: int
-    keys: list[bytes]
+    keys: Keys
     seconds: float
 
 
 class Extents(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
     """Descriptors of extents that a lease or a reservation of this connection named. writable: to fill slots in."""
 
-    numbers: list[int]
+    numbers: Annotated[list[int], Meta(max_length=MAX_EXTENTS)]
     writable: bool
 
 
@@ -282,7 +294,7 @@ def unpack_request(body: bytes | memoryview) -> Request:
     """The body of a frame as what a client says. Raises `ValueError`, which tells nothing of the contents."""
     try:
         return _requests.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not a request ({type(error).__name__})") from None
 
 
@@ -290,5 +302,5 @@ def unpack_reply(body: bytes | memoryview) -> Reply:
     """The body of a frame as what the sidecar says. Raises `ValueError`."""
     try:
         return _replies.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not a reply ({type(error).__name__})") from None

@@ -23,10 +23,11 @@ SESSION_BYTES = 16
 
 @dataclass(eq=False, slots=True)
 class HeldLease:
-    """request: the engine's name for what the lease serves. holders: connections, by number."""
+    """request: the engine's name for what the lease serves. holders: connections, by number. blocks: that it pins."""
 
     request: str
     holders: set[int]
+    blocks: int
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +39,7 @@ class Session:
     engine: str
     connections: set[int] = field(default_factory=set)
     leases: dict[int, HeldLease] = field(default_factory=dict)
+    leased_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -99,10 +101,15 @@ class Sessions:
 
     # Leases --------------------------------------------------------------------------------------------------------
 
-    def took(self, caller: Caller, lease: int, request: str) -> None:
+    def leased_blocks(self, caller: Caller) -> int:
+        """How many blocks the session's leases name, each as often as one does."""
+        return caller.session.leased_blocks
+
+    def took(self, caller: Caller, lease: int, request: str, blocks: int) -> None:
         """A connection was granted a lease. If it has gone meanwhile, the lease goes the same way."""
         with self._lock:
-            caller.session.leases[lease] = HeldLease(request, {caller.number})
+            caller.session.leases[lease] = HeldLease(request, {caller.number}, blocks)
+            caller.session.leased_blocks += blocks
             if caller.number in self._callers:
                 return
             self._departed.setdefault(caller.number, caller)
@@ -125,20 +132,25 @@ class Sessions:
     def release(self, caller: Caller, leases: Iterable[int]) -> None:
         """The connection lets go of leases; those that it does not hold are ignored."""
         with self._lock:
-            ended = self._let_go(caller, leases)
-        for lease in ended:
-            self._store.release(lease)
+            ended, lapsed = self._let_go(caller, leases)
+        self._end(ended, lapsed)
 
     def release_request(self, caller: Caller, request: str) -> None:
         """The same of all that the session took for a request of the engine's."""
         with self._lock:
             leases = [lease for lease, held in caller.session.leases.items() if held.request == request]
-            ended = self._let_go(caller, leases)
+            ended, lapsed = self._let_go(caller, leases)
+        self._end(ended, lapsed)
+
+    def _end(self, ended: Iterable[int], lapsed: Iterable[int]) -> None:
         for lease in ended:
             self._store.release(lease)
+        for lease in lapsed:
+            self._store.lapse(lease)
 
-    def _let_go(self, caller: Caller, leases: Iterable[int]) -> list[int]:
-        ended = []
+    def _let_go(self, caller: Caller, leases: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Returns the leases that nobody holds any more, and those that only departed connections do."""
+        ended, lapsed = [], []
         for lease in leases:
             held = caller.session.leases.get(lease)
             if held is None or caller.number not in held.holders:
@@ -146,8 +158,11 @@ class Sessions:
             held.holders.remove(caller.number)
             if not held.holders:
                 del caller.session.leases[lease]
+                caller.session.leased_blocks -= held.blocks
                 ended.append(lease)
-        return ended
+            elif not held.holders & self._callers.keys():
+                lapsed.append(lease)
+        return ended, lapsed
 
     # Reservations --------------------------------------------------------------------------------------------------
 
@@ -192,13 +207,12 @@ class Sessions:
             with self._lock:
                 if self._departed.pop(caller.number, None) is None:
                     continue
-                ended = self._let_go(caller, list(caller.session.leases))
+                ended, lapsed = self._let_go(caller, list(caller.session.leases))
                 aborted, caller.reservations = list(caller.reservations), {}
                 session = caller.session
                 if not session.connections and not any(one.session is session for one in self._departed.values()):
                     self._sessions.pop((session.tenant.tenant, session.token), None)
-            for lease in ended:
-                self._store.release(lease)
+            self._end(ended, lapsed)
             for reservation in aborted:
                 self._store.abort(reservation)
         return len(self._departed)

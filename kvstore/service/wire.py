@@ -18,6 +18,7 @@ from kvstore.errors import Unreachable
 from kvstore.service import messages as m
 
 _READ_BYTES = 256 << 10
+_POST_SECONDS = 0.05
 _MAX_ANSWER_BYTES = 64 << 20
 """More than the sidecar ever sends; a length beyond it means that the two do not understand each other."""
 
@@ -64,7 +65,10 @@ class Wire:
         self._retired: list[int] = []
         self._too_late: deque[m.Verb] = deque()
         self.closed = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:  # no descriptors left
+            raise Unreachable(f"{path} cannot be called ({error.strerror})") from None
         try:
             self._socket.settimeout(seconds)
             self._socket.connect(path)
@@ -94,20 +98,20 @@ class Wire:
             return self._await(number, deadline)
         except BaseException:
             with self._state:
-                answered = self._asked[number]
+                answered = self._asked.pop(number)
             if answered is not None:  # it came just now
                 self._undo(answered.answer, answered.descriptors)
             raise
-        finally:
-            with self._state:
-                del self._asked[number]
 
     def post(self, verb: m.Verb) -> None:
         """Ask, and wait for nothing."""
         with self._state:
             number = self._next_number
             self._next_number += 1
-        self._send(number, verb, self._clock.monotonic_seconds() + 1.0)
+        try:
+            self._send(number, verb, self._clock.monotonic_seconds() + _POST_SECONDS)
+        except TooLate:
+            self._hang_up()  # it must not be forgotten: with the connection all that is held ends
 
     def retired(self) -> list[int]:
         """Extents that the sidecar gave back, each told once."""
@@ -142,6 +146,8 @@ class Wire:
         """In a forked child: the connection is the parent's."""
         self.closed = True
         os.close(self._socket.detach())
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
 
     # Out -----------------------------------------------------------------------------------------------------------
 
@@ -149,7 +155,9 @@ class Wire:
         frame = memoryview(m.pack(m.Request(number, verb)))
         if len(frame) > m.LENGTH_BYTES + m.MAX_BODY_BYTES:
             raise TooLong(len(frame))
-        with self._send_lock:
+        if not self._send_lock.acquire(timeout=max(0.0, deadline - self._clock.monotonic_seconds())):
+            raise TooLate
+        try:
             if self.closed:
                 raise Unreachable("the connection is closed")
             try:
@@ -161,6 +169,11 @@ class Wire:
                             raise TimeoutError from None
             except OSError as error:
                 self._break(error)
+            except BaseException:  # interrupted in the middle of a message
+                self._hang_up()
+                raise
+        finally:
+            self._send_lock.release()
 
     # In ------------------------------------------------------------------------------------------------------------
 
@@ -170,6 +183,7 @@ class Wire:
                 while True:
                     answered = self._asked[number]
                     if answered is not None:
+                        del self._asked[number]
                         return answered
                     if self.closed:
                         raise Unreachable("the connection is closed")
@@ -191,19 +205,25 @@ class Wire:
         """Read what there is, at least one piece; False if nothing came before the deadline."""
         try:
             try:
-                piece, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, m.MAX_EXTENTS)
+                piece, descriptors, _, _ = self._receive_piece()
             except BlockingIOError:
                 if not self._wait(select.POLLIN, deadline):
                     return False
-                piece, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, m.MAX_EXTENTS)
+                piece, descriptors, _, _ = self._receive_piece()
             self._descriptors.extend(descriptors)
             if not piece:
                 raise ConnectionResetError
             self._read += piece
             self._take_answers()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, IndexError) as error:
             self._break(error)
+        except BaseException as error:  # interrupted: nobody knows how much of an answer was taken
+            self._hang_up()
+            raise error
         return True
+
+    def _receive_piece(self) -> tuple[bytes, list[int], int, object]:
+        return socket.recv_fds(self._socket, _READ_BYTES, m.MAX_EXTENTS, socket.MSG_CMSG_CLOEXEC)
 
     def _take_answers(self) -> None:
         read = self._read
@@ -244,10 +264,13 @@ class Wire:
         remaining = deadline - self._clock.monotonic_seconds()
         return bool(poll.poll(max(0.0, remaining) * 1000))
 
-    def _break(self, error: Exception) -> None:
+    def _hang_up(self) -> None:
         with self._state:
             self.closed = True
             self._state.notify_all()
+
+    def _break(self, error: Exception) -> None:
+        self._hang_up()
         raise Unreachable(f"the connection broke ({type(error).__name__})") from None
 
 

@@ -6,9 +6,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-import kvstore
 from kvstore.codec import codec_named
-from kvstore.node import EmbeddedStore, SystemClock
+from kvstore.node import RUNS, EmbeddedStore, SystemClock, open_embedded
 from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.handlers import Handlers
 from kvstore.service.local_door import DoorLimits, LocalDoor
@@ -20,7 +19,8 @@ class Sidecar:
 
     def __init__(self, directory: Path, door: DoorLimits | None = None, **options: Any) -> None:
         self.path = directory / "kvstore.sock"
-        self.store: EmbeddedStore = kvstore.open(f"embedded:{directory / 'kv'}", **{"dram": "16MiB", **options})
+        given = {"dram": "16MiB", "run": secrets.randbelow(RUNS), **options}
+        self.store: EmbeddedStore = open_embedded(str(directory / "kv"), codecs=codec_named, **given)
         self.core = self.store._store
         clock = SystemClock()
         self.sessions = Sessions(self.core, 1, secrets.token_bytes)

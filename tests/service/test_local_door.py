@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.config import Limits
+from kvstore.errors import StoreClosed
 from kvstore.miss import HitTier, MissReason
 from kvstore.service import messages as m
 from service.sidecar import Sidecar
@@ -265,6 +267,74 @@ def test_the_highest_version_in_common_is_spoken(sidecar: Sidecar, oldest: int, 
         assert isinstance(reply.answer, m.Welcome) and reply.answer.version == 1 and reply.number == 7
     else:
         assert isinstance(reply.answer, m.Failed) and reply.answer.fault is m.Fault.VERSION
+
+
+def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 3
+        keys = handle.match(ids(640)).keys
+        with handle.lease(handle.match(ids(192))) as lease:
+            sidecar.core.spans([lease.reply.places[0][0]])[0].view[HEADER_BYTES] ^= 1
+            handle.get(lease, blank_pages(handle.layout, 3))
+        wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
+        for wrong in ([keys[0]] * 3, [keys[1], keys[5]], [keys[0], keys[2], keys[1]], [keys[4], keys[4]]):
+            reply = handle.door.reserve(handle.number, wrong, 0, 0, None)
+            assert len(reply.blocks) <= 1 and reply.reason is not None
+            handle.door.abort(reply.reservation)
+            leased = handle.door.lease(handle.number, wrong, 0, 50)
+            assert leased.blocks <= 1
+            handle.door.release(leased.lease)
+            handle.match(ids(64))
+            sidecar.store.check()
+        assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 1
+        wait_until(lambda: is_at_rest(sidecar))
+
+
+def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
+    layout = small_layout()
+    with Sidecar(tmp_path, run=5) as sidecar:
+        store = sidecar.client()
+        handle = store.namespace(model=MODEL, layout=layout)
+        handle.put(ids(64), random_pages(layout, 1))
+        lease = handle.lease(handle.match(ids(64)))
+        reservation = handle.door.reserve(handle.number, handle.match(ids(128)).keys, 0, 0, None)
+        assert reservation.reservation
+    with Sidecar(tmp_path, run=5) as sidecar, sidecar.client() as other:  # the very same numbers
+        theirs = other.namespace(model=MODEL, layout=layout)
+        theirs.put(ids(64, 9), random_pages(layout, 1, seed=9))
+        held = theirs.lease(theirs.match(ids(64, 9)))
+        filling = theirs.door.reserve(theirs.number, theirs.match(ids(128, 9)).keys, 0, 0, None)
+        assert (held.reply.lease, filling.reservation) == (lease.reply.lease, reservation.reservation)
+        wait_until(lambda: handle.match(ids(64)).reason is not MissReason.UNREACHABLE)
+        with pytest.raises(StoreClosed):
+            handle.door.spans_to_fill(reservation.places[0])
+        assert handle.door.commit(reservation.reservation, 0, [[b"x" * 16] * 2]) == 0
+        handle.door.abort(reservation.reservation)
+        handle.door.report(lease.reply.lease, 0, 0)
+        lease.release()
+        handle.match(ids(64))
+        usage = sidecar.store.usage()
+        assert (usage.leases, usage.reservations) == (1, 1) and not usage.counters.get("reported_frames")
+        blank = blank_pages(layout, 1)
+        assert theirs.get(held, blank).tokens == 64 and same_tokens(random_pages(layout, 1, seed=9), blank, range(64))
+        held.release()
+        theirs.door.abort(filling.reservation)
+        store.close()
+
+
+def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(512), random_pages(handle.layout, 8))
+        keys, unknown = handle.match(ids(512)).keys, handle.match(ids(64, 9)).keys
+        limits = handle.door._limits
+        handle.door._limits = replace(limits, lease=0.0, fill=0.0)
+        for _ in range(20):
+            assert handle.door.lease(handle.number, keys, 0, 0).reason in (None, MissReason.DEADLINE)
+            handle.door.reserve(handle.number, unknown, 0, 0, None)
+        handle.door._limits = limits
+        wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
 
 
 def test_numbers_of_others_name_nothing(sidecar: Sidecar) -> None:
