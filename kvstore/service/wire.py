@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 import threading
 from collections import deque
 from typing import Protocol
@@ -19,6 +20,7 @@ from kvstore.service import messages as m
 
 _READ_BYTES = 256 << 10
 _POST_SECONDS = 0.05
+_DESCRIPTOR = struct.Struct("i")
 _MAX_ANSWER_BYTES = 64 << 20
 """More than the sidecar ever sends; a length beyond it means that the two do not understand each other."""
 
@@ -205,12 +207,11 @@ class Wire:
         """Read what there is, at least one piece; False if nothing came before the deadline."""
         try:
             try:
-                piece, descriptors, _, _ = self._receive_piece()
+                piece = self._receive_piece()
             except BlockingIOError:
                 if not self._wait(select.POLLIN, deadline):
                     return False
-                piece, descriptors, _, _ = self._receive_piece()
-            self._descriptors.extend(descriptors)
+                piece = self._receive_piece()
             if not piece:
                 raise ConnectionResetError
             self._read += piece
@@ -222,8 +223,15 @@ class Wire:
             raise error
         return True
 
-    def _receive_piece(self) -> tuple[bytes, list[int], int, object]:
-        return socket.recv_fds(self._socket, _READ_BYTES, m.MAX_EXTENTS, socket.MSG_CMSG_CLOEXEC)
+    def _receive_piece(self) -> bytes:
+        """What there is to read; descriptors are kept. (`socket.recv_fds` drops the flags that it is given.)"""
+        room = socket.CMSG_SPACE(m.MAX_EXTENTS * _DESCRIPTOR.size)
+        piece, beside, _, _ = self._socket.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in beside:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = len(data) - len(data) % _DESCRIPTOR.size
+                self._descriptors.extend(number for (number,) in _DESCRIPTOR.iter_unpack(data[:whole]))
+        return piece
 
     def _take_answers(self) -> None:
         read = self._read

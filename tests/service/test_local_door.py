@@ -5,6 +5,7 @@ What is kept for whoever is out of reach, and for how long, is seen from outside
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from kvstore.errors import StoreClosed
 from kvstore.miss import HitTier, MissReason
 from kvstore.service import messages as m
 from service.sidecar import Sidecar
+from tiering.extents import MappedExtent
 from tiering.frame import HEADER_BYTES
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
@@ -321,6 +323,23 @@ def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
         held.release()
         theirs.door.abort(filling.reservation)
         store.close()
+
+
+def test_memory_is_not_inherited_by_programs_that_a_client_starts(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inheritable: list[bool] = []
+
+    class Watched(MappedExtent):
+        def __init__(self, descriptor: int, size_bytes: int, *, writable: bool) -> None:
+            inheritable.append(os.get_inheritable(descriptor))
+            super().__init__(descriptor, size_bytes, writable=writable)
+
+    monkeypatch.setattr("kvstore.service.client.MappedExtent", Watched)
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
+    assert inheritable and not any(inheritable)
 
 
 def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar) -> None:
