@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from kvstore.blocks import Blocks, Lower, Space
-from kvstore.catalogue import AT_ROOT, ELSEWHERE, Catalogue, catalogue, split_keys
+from kvstore.catalogue import AT_ROOT, ELSEWHERE, Catalogue, catalogue, split_keys, without
 from kvstore.identity import Namespace, TenantKeys, root_key
 from kvstore.prefix_index import NO_ROW, Column, RowState
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
@@ -169,6 +169,9 @@ class Loader:
     def _take_in(self, space: Space, group: Sequence[Found]) -> _Undecided:
         root = root_key(space.namespace.layout.block_tokens)
         found, useless, lost = catalogue(group, len(space.classes), root, partial(self._is_sound, space))
+        if not all(one.is_proven for one in group):
+            found, torn = self._proven(space, found)
+            lost += torn
         rows = np.full(len(found), NO_ROW, np.int64)
         undecided = _Undecided(space, found, rows, [])
         with self._lock:
@@ -180,6 +183,20 @@ class Loader:
                 lost += self._insert(undecided, first, min(first + SLICE_BLOCKS, len(found)))
         self._void(space, useless + lost)
         return undecided
+
+    def _proven(self, space: Space, found: Catalogue) -> tuple[Catalogue, list[int]]:
+        """The blocks that are whole, and the places of those that a crash cut short.
+
+        These must not be taken in: a put that finds its block on disk says that it is durable, and reads nothing.
+        """
+        _log.info("the index is lost after a crash: %d blocks are read and verified before they count", len(found))
+        bad = np.zeros(len(found), bool)
+        for at in range(len(found)):
+            if self._closing.is_set():
+                bad[at:] = True
+                return without(found, bad), []
+            bad[at] = not self._is_sound(space, [int(column[at]) for column in found.places])
+        return without(found, bad), [int(column[at]) for at in np.flatnonzero(bad) for column in found.places]
 
     def _void(self, space: Space, useless: list[int]) -> None:
         """Free the places of frames that nothing leads to."""

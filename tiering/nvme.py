@@ -102,11 +102,16 @@ class NvmeSlab(Piece):
 
 
 class Found(NamedTuple):
-    """Frames of one slab that were there at the start: places and entries, in the same order."""
+    """Frames of one slab that were there at the start: places and entries, in the same order.
+
+    is_proven: whether all of them were written to their end. If not, a header alone says that a frame is there, and a
+    crash may have cut it short: the index that knew is lost.
+    """
 
     header: SlabHeader
     places: list[int]
     entries: Entries
+    is_proven: bool = True
 
 
 class Resident(NamedTuple):
@@ -199,11 +204,13 @@ class NvmeTier:
         self._broken: Exception | None = None  # a batch may be half done in the index: nothing is written any more
         self._closed = False
         self._to_load: list[NvmeSlab] = []
+        self._ended_clean = False  # the run before: nothing that it wrote was cut short
         self._changes = 0
         self._index_uid = b""
         try:
             self._next_number = 1 + max([0, *map(slab_number, files.sizes())])
             last = self._read_stamp()
+            self._ended_clean = last is not None and last.clean
             if last is not None and last.clean:
                 # A file that rotted since may end this process when it is mapped; the next start has to be careful.
                 self._put_stamp(replace(last, sequence=last.sequence + 1, clean=False))
@@ -497,7 +504,8 @@ class NvmeTier:
                 entries = self._scan(slab, progress, done, total) if is_unread else self._records(slab, damaged)
             except (OSError, TierError) as error:
                 raise TierUnavailable(f"{slab.name} cannot be loaded: {error}") from error
-            yield self._take_in(slab, entries, doubts, damaged)
+            is_proven = not is_unread or (self.rebuilds and self._ended_clean)
+            yield self._take_in(slab, entries, doubts, damaged)._replace(is_proven=is_proven)
             self._to_load.pop(0)
             done += slab.slots.capacity
             if progress is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,9 @@ from kvstore.miss import HitTier, MissReason
 from kvstore.node import EmbeddedStore
 from kvstore.pages import Pages
 from tiering.errors import TierUnavailable
-from tiering.nvme import NvmeTier
+from tiering.nvme import NvmeTier, slab_name
+from tiering.slab import PAGE_BYTES
+from tiering.tier import extent_of, slot_of
 from workbench import MODEL, blank_planes, ids, random_pages, small_layout
 
 BLOCKS = 12
@@ -214,6 +217,34 @@ def test_nothing_is_evicted_from_a_disk_that_is_not_known_yet(tmp_path: Path, mo
         assert store.usage().counters["nvme_evicted_blocks"]
         assert delivered(handle, 9) == BLOCKS
         store.check()
+
+
+@pytest.mark.parametrize("cut", [0, 3, BLOCKS - 1])
+def test_a_frame_that_a_crash_cut_short_is_never_called_durable(tmp_path: Path, cut: int) -> None:
+    """The index is lost as well: a header says that the frame is there. A put must not believe it."""
+    with opened(tmp_path / "kv") as store:
+        handle = namespace(store)
+        assert put(handle, 0, durability="disk").reason is None
+        blocks = store._store._blocks
+        row = blocks.index.match(handle.number, handle.match(prompt(0)).keys)[cut]
+        place = blocks.lower.residency.place(row, 0)
+        frame_bytes = blocks.spaces[handle.number].classes[0].frame_bytes
+        shutil.copytree(tmp_path / "kv", tmp_path / "crashed")
+    slab = tmp_path / "crashed" / "nvme" / slab_name(extent_of(place))
+    with slab.open("r+b") as file:
+        file.seek(PAGE_BYTES + (slot_of(place) + 1) * frame_bytes - 4096)
+        file.write(bytes(4096))
+    shutil.rmtree(tmp_path / "crashed" / "nvme" / "index")
+    with opened(tmp_path / "crashed") as store:
+        assert store.warmed(20)
+        handle = namespace(store)
+        assert handle.match(prompt(0)).blocks == cut
+        store.check()
+        assert put(handle, 0, durability="disk").reason is None
+        store.check()
+    with opened(tmp_path / "crashed") as store:
+        assert store.warmed(20)
+        assert delivered(namespace(store), 0, HitTier.NVME) == BLOCKS
 
 
 def test_what_is_stored_meanwhile_is_not_evicted_before_all_is_known(tmp_path: Path, monkeypatch: Any) -> None:
