@@ -120,9 +120,10 @@ import sys
 from kvstore.codec import codec_named
 from kvstore.node import SystemClock
 from kvstore.service.client import open_sidecar
+from service.sidecar import patient
 from workbench import MODEL, ids, random_pages, small_layout
 
-store = open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock())
+store = patient(open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock()))
 handle = store.namespace(model=MODEL, layout=small_layout())
 handle.put(ids(512), random_pages(handle.layout, 8))
 lease = handle.lease(handle.match(ids(512)))

@@ -22,6 +22,7 @@ import pytest
 import kvstore
 from kvstore.miss import HitTier, MissReason
 from kvstore.service.settings import TenantSettings, read_settings
+from service.sidecar import patient
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,10 +58,11 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]]]:
 CLIENT = """
 import sys
 import kvstore
+from service.sidecar import patient
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 layout = small_layout()
-with kvstore.open(f"unix:{sys.argv[1]}", engine="test 1.0") as store:
+with patient(kvstore.open(f"unix:{sys.argv[1]}", engine="test 1.0")) as store:
     handle = store.namespace(model=MODEL, layout=layout)
     if sys.argv[2] == "put":
         print(handle.put(ids(640), random_pages(layout, 10, seed=3), durability="disk").stored)
@@ -99,7 +101,7 @@ def test_a_client_outlives_its_sidecar(tmp_path: Path, end: signal.Signals) -> N
     layout = small_layout()
     pages = random_pages(layout, 10)
     with serving(tmp_path, *flags) as (process, said):
-        store = kvstore.open(f"unix:{said['serving'][0]}")
+        store = patient(kvstore.open(f"unix:{said['serving'][0]}"))
         handle = store.namespace(model=MODEL, layout=layout)
         assert handle.put(ids(640), pages, durability="disk").stored == 10
         lease = handle.lease(handle.match(ids(640)))
@@ -140,7 +142,7 @@ def test_each_tenant_comes_in_by_a_socket_of_its_own(tmp_path: Path) -> None:
     config.write_text(f'[tenants.other]\nsocket = "{tmp_path / "other.sock"}"\n[log]\nlevel = "warning"\n')
     layout = small_layout()
     with serving(tmp_path, "--config", str(config), "--nvme", "off") as (process, said):
-        mine, other = (kvstore.open(f"unix:{path}") for path in said["serving"])
+        mine, other = (patient(kvstore.open(f"unix:{path}")) for path in said["serving"])
         one, two = (store.namespace(model=MODEL, layout=layout) for store in (mine, other))
         assert one.put(ids(640), random_pages(layout, 10)).stored == 10
         assert one.match(ids(640)).blocks == 10
