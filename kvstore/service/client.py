@@ -111,7 +111,6 @@ class RemoteDoor:
         self._pinging: threading.Thread | None = None
         self._why = "it was not called yet"
         self.closed = False
-        self.unanswered = 0
         _doors.add(self)
 
     # The contract --------------------------------------------------------------------------------------------------
@@ -278,9 +277,8 @@ class RemoteDoor:
         retired = run.wire.retired()
         if retired:
             run.unmap(retired)
-        if self._abandoned:
-            while self._abandoned:
-                self.release(self._abandoned.popleft())
+        while self._abandoned:
+            self.release(self._abandoned.popleft())
         for undo in run.wire.too_late():
             self._post(run, undo)
         return run
@@ -354,7 +352,6 @@ class RemoteDoor:
         answer = self._answer(run, verb, seconds).answer
         if isinstance(answer, kind):
             return answer
-        self.unanswered += 1
         if isinstance(answer, m.Failed):
             reason = MissReason.DISABLED if answer.fault is m.Fault.CLOSED else MissReason.UNREACHABLE
             raise _Away(reason, answer.text)
@@ -364,12 +361,10 @@ class RemoteDoor:
         try:
             return run.wire.call(verb, seconds)
         except TooLate:
-            self.unanswered += 1
             raise _Away(MissReason.DEADLINE, "the sidecar did not answer in time") from None
         except TooLong as error:
             raise _Away(MissReason.UNSUPPORTED, f"a message of {error} bytes, which is too long") from None
         except Unreachable as error:
-            self.unanswered += 1
             raise _Away(MissReason.UNREACHABLE, str(error)) from None
 
     def _post(self, run: _Run, verb: m.Verb) -> None:

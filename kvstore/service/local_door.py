@@ -132,9 +132,7 @@ class LocalDoor:
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
-        self.refused_connections = 0
         self.malformed_messages = 0
-        self.served_requests = 0
 
     # Life ----------------------------------------------------------------------------------------------------------
 
@@ -243,7 +241,6 @@ class LocalDoor:
         elif len(self._connections) >= self._limits.connections or self._closing:
             refusal = m.Failed(m.Fault.BUSY, "there are as many connections as may be")
         if refusal is not None:
-            self.refused_connections += 1
             try:
                 sock.send(m.pack(m.Reply(0, refusal)))
             except OSError:
@@ -310,7 +307,6 @@ class LocalDoor:
             self._answer(connection, 0, Served(m.Failed(m.Fault.MALFORMED, str(error))))
             connection.ending = True
             return
-        self.served_requests += 1
         if connection.caller is None:
             assert isinstance(request.verb, m.Hello)
             connection.caller, answer = self._handlers.greet(connection.tenant, request.verb)

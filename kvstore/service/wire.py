@@ -42,7 +42,7 @@ class TooLate(Exception):
 
 
 class Answered:
-    """An answer, the extents to be unmapped, and the descriptors that came with it, which are its owner's to close."""
+    """An answer, and the descriptors that came with it, which are its owner's to close."""
 
     __slots__ = ("answer", "descriptors")
 
@@ -216,11 +216,11 @@ class Wire:
                 raise ConnectionResetError
             self._read += piece
             self._take_answers()
-        except (OSError, ValueError, IndexError) as error:
+        except (OSError, ValueError, IndexError) as error:  # the last: somebody hangs up, and closed the descriptors
             self._break(error)
-        except BaseException as error:  # interrupted: nobody knows how much of an answer was taken
+        except BaseException:  # interrupted: nobody knows how much of an answer was taken
             self._hang_up()
-            raise error
+            raise
         return True
 
     def _receive_piece(self) -> bytes:
