@@ -85,24 +85,6 @@ def catalogue(
     return blocks, useless, places[chosen[lost]].ravel().tolist()
 
 
-def without(blocks: Catalogue, bad: Column) -> Catalogue:
-    """A catalogue less some of its blocks (bad: one truth value for each); their children's parents are elsewhere."""
-    kept = np.flatnonzero(~bad)
-    position = np.full(len(blocks) + 2, ELSEWHERE, np.int64)
-    position[kept] = np.arange(len(kept))
-    position[AT_ROOT], position[ELSEWHERE] = AT_ROOT, ELSEWHERE
-    return Catalogue(
-        blocks.keys[kept],
-        position[blocks.parents[kept]],
-        blocks.parent_keys[kept],
-        blocks.depths[kept],
-        blocks.generations[kept],
-        blocks.priorities[kept],
-        blocks.expires_at[kept],
-        [column[kept] for column in blocks.places],
-    )
-
-
 def split_keys(column: Column) -> list[bytes]:
     """A column of keys, one by one."""
     keys: list[bytes] = column.tolist()

@@ -273,6 +273,7 @@ def _build_index(path: Path, maker: LmdbMaker, found: FsckResult, show: Show, re
             given_up += len(bad)
         reach("fsck frames given up")
         tier.settle()
+        tier.proved(slots)
     finally:
         tier.close()
     return frames, given_up

@@ -7,6 +7,9 @@ already keeps its copy on disk, unless it has a newer one there. Where it is jus
 knows yet what becomes of it: its copy, and what hangs below it, is looked at again when all else is in. What is
 undecided even then is left for the next start. Nothing is evicted from NVMe before all is in: a block may be the way to
 others that nobody knows of yet.
+
+Where a crash took the index as well, a header does not tell whether its frame was written to its end. Such frames are
+read and verified before they are sorted: a put that finds its block on disk says that it is durable, and reads nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +18,24 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from kvstore.blocks import Blocks, Lower, Space
-from kvstore.catalogue import AT_ROOT, ELSEWHERE, Catalogue, catalogue, split_keys, without
+from kvstore.catalogue import AT_ROOT, ELSEWHERE, Catalogue, catalogue, split_keys
 from kvstore.identity import Namespace, TenantKeys, root_key
 from kvstore.prefix_index import NO_ROW, Column, RowState
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
+from tiering.extents import private_pages
 from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
 from tiering.nvme import Found
-from tiering.tier import NO_PLACE
+from tiering.tier import NO_PLACE, SlotClass
 
 SLICE_BLOCKS = 4096
 """Taken in at a time: the lock is held for a few milliseconds."""
@@ -37,17 +45,40 @@ LOOKS = 40
 """How often what has to wait for a put or a write is looked at again."""
 LOOK_SECONDS = 0.05
 """Between two of them."""
+VERIFIED_AT_ONCE = 64
+"""Frames that a thread verifies between two reports of progress."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far it has come: slots looked at, of how many; blocks that can be found by now."""
+    """How far it has come: slots looked at, of how many; blocks that can be found by now.
 
-    slots: int
-    all_slots: int
-    blocks: int
+    verified, to_verify: bytes of frames, where a crash took the index and they have to be read before they count.
+    """
+
+    slots: int = 0
+    all_slots: int = 0
+    blocks: int = 0
+    verified_bytes: int = 0
+    to_verify_bytes: int = 0
+
+
+class _Verdict(IntEnum):
+    """What a read of a frame shows."""
+
+    WHOLE = 0
+    TORN = 1
+    UNREAD = 2
+
+
+class _Proof(NamedTuple):
+    """What reading whole frames has shown. torn, unread: places of frames that must never count, or not today."""
+
+    whole: list[Found]
+    torn: list[int]
+    unread: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +103,7 @@ class Loader:
         self._succeeded = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._progress = LoadProgress(0, 0, 0)
+        self._progress = LoadProgress()
         self._left: dict[int, list[int]] = {}  # by namespace: places of what is left for the next start to decide
         blocks.is_loading, blocks.all_known = True, False
 
@@ -133,7 +164,7 @@ class Loader:
         """Take in what is on disk; matches find it when this returns. Raises `TierUnavailable`."""
 
         def slots_done(done: int, total: int) -> None:
-            self._progress = LoadProgress(done, total, self._progress.blocks)
+            self._progress = replace(self._progress, slots=done, all_slots=total)
             if report is not None:
                 report(done, total)
 
@@ -143,13 +174,20 @@ class Loader:
             groups.setdefault((owner.tenant, owner.namespace), []).append(found)
             if self._closing.is_set():
                 return
+        unproven = [one for group in groups.values() for one in group if not one.is_proven]
+        if unproven:
+            owed = sum(len(one.places) * one.header.slot_class.frame_bytes for one in unproven)
+            self._progress = replace(self._progress, to_verify_bytes=owed)
+            _log.warning(
+                "the index was lost in a crash: %.1f GiB of frames are verified before they count", owed / 2**30
+            )
         undecided = []
         for (tenant, namespace), group in groups.items():
             with self._lock:
                 space = self._space(tenants.get(tenant), namespace, group[0].header.about)
             if space is not None:
                 undecided.append(self._take_in(space, group))
-        self._look_again([one for one in undecided if one.blocks])
+        self._look_again([one for one in undecided if one is not None and one.blocks])
         with self._lock:
             self._blocks.all_known = not self._closing.is_set()
 
@@ -166,12 +204,13 @@ class Loader:
             return None
         return self._blocks.add_space(keys, namespace, payloads)
 
-    def _take_in(self, space: Space, group: Sequence[Found]) -> _Undecided:
+    def _take_in(self, space: Space, group: Sequence[Found]) -> _Undecided | None:
+        """What could not be decided; nothing is said where the store closes meanwhile."""
         root = root_key(space.namespace.layout.block_tokens)
-        found, useless, lost = catalogue(group, len(space.classes), root, partial(self._is_sound, space))
-        if not all(one.is_proven for one in group):
-            found, torn = self._proven(space, found)
-            lost += torn
+        proof = self._proven(group)
+        if self._closing.is_set():
+            return None
+        found, useless, lost = catalogue(proof.whole, len(space.classes), root, partial(self._is_sound, space))
         rows = np.full(len(found), NO_ROW, np.int64)
         undecided = _Undecided(space, found, rows, [])
         with self._lock:
@@ -181,29 +220,51 @@ class Loader:
                 return undecided
             with self._lock:
                 lost += self._insert(undecided, first, min(first + SLICE_BLOCKS, len(found)))
-        self._void(space, useless + lost)
+        if self._closing.is_set():
+            return undecided
+        self._lower.tier.delete(proof.torn)
+        self._void(space, useless + lost, proof.unread)
+        if not proof.unread:
+            self._lower.tier.proved(one.header.number for one in group)
         return undecided
 
-    def _proven(self, space: Space, found: Catalogue) -> tuple[Catalogue, list[int]]:
-        """The blocks that are whole, and the places of those that a crash cut short.
+    def _proven(self, group: Sequence[Found]) -> _Proof:
+        """What of this is whole. While the store closes, nothing is."""
+        proof = _Proof([], [], [])
+        with ThreadPoolExecutor(self._lower.tier.threads, "kv-verify") as pool:
+            for one in group:
+                if one.is_proven:
+                    proof.whole.append(one)
+                    continue
+                firsts = range(0, len(one.places), VERIFIED_AT_ONCE)
+                shares = [one.places[first : first + VERIFIED_AT_ONCE] for first in firsts]
+                verdicts = list(chain(*pool.map(partial(self._verdicts, one.header.slot_class), shares)))
+                if self._closing.is_set():
+                    return _Proof([], [], [])
+                at = [position for position, verdict in enumerate(verdicts) if verdict is _Verdict.WHOLE]
+                proof.whole.append(Found(one.header, [one.places[position] for position in at], one.entries[at]))
+                for place, verdict in zip(one.places, verdicts, strict=True):
+                    if verdict is not _Verdict.WHOLE:
+                        (proof.torn if verdict is _Verdict.TORN else proof.unread).append(place)
+        return proof
 
-        These must not be taken in: a put that finds its block on disk says that it is durable, and reads nothing.
-        """
-        _log.info("the index is lost after a crash: %d blocks are read and verified before they count", len(found))
-        bad = np.zeros(len(found), bool)
-        for at in range(len(found)):
-            if self._closing.is_set():
-                bad[at:] = True
-                return without(found, bad), []
-            bad[at] = not self._is_sound(space, [int(column[at]) for column in found.places])
-        return without(found, bad), [int(column[at]) for at in np.flatnonzero(bad) for column in found.places]
+    def _verdicts(self, slot_class: SlotClass, places: Sequence[int]) -> list[_Verdict]:
+        if self._closing.is_set():
+            return []
+        frame = private_pages(slot_class.frame_bytes).view
+        verdicts = [self._verdict(place, frame) for place in places]
+        with self._lock:
+            done = self._progress.verified_bytes + len(places) * slot_class.frame_bytes
+            self._progress = replace(self._progress, verified_bytes=done)
+        return verdicts
 
-    def _void(self, space: Space, useless: list[int]) -> None:
-        """Free the places of frames that nothing leads to."""
-        if self._lower.tier.left_alone:  # with a slab that could not be read, their other parts or a way to them may be
-            self._left.setdefault(space.number, []).extend(useless)  # back one day
-            useless = []
-        self._lower.tier.delete(useless)
+    def _void(self, space: Space, useless: list[int], unread: Sequence[int] = ()) -> None:
+        """Free the places of frames that nothing leads to; unless frames or slabs could not be read, where their other
+        parts or a way to them may be back one day."""
+        if self._lower.tier.left_alone or unread:
+            self._left.setdefault(space.number, []).extend((*useless, *unread))
+        else:
+            self._lower.tier.delete(useless)
 
     def _look_again(self, undecided: list[_Undecided]) -> None:
         """A put ends and a frame is written within a moment: take in what had to wait for that."""
@@ -228,14 +289,19 @@ class Loader:
 
     def _is_sound(self, space: Space, places: Sequence[int]) -> bool:
         """Whether the frames of a block, one per part, can be read and pass every check of their own."""
-        for place, slot_class in zip(places, space.classes, strict=True):
-            frame = memoryview(bytearray(slot_class.frame_bytes))
-            try:
-                self._lower.tier.read(place, frame)
-                verify_payload(open_header(bytes(frame[:HEADER_BYTES]), self._keys), frame[HEADER_BYTES:])
-            except (BlockCorrupt, TierUnavailable):
-                return False
-        return True
+        frames = [memoryview(bytearray(slot_class.frame_bytes)) for slot_class in space.classes]
+        return all(self._verdict(*one) is _Verdict.WHOLE for one in zip(places, frames, strict=True))
+
+    def _verdict(self, place: int, frame: memoryview) -> _Verdict:
+        """Read a frame into that memory, and check all that it says of itself."""
+        try:
+            self._lower.tier.read(place, frame)
+            verify_payload(open_header(bytes(frame[:HEADER_BYTES]), self._keys), frame[HEADER_BYTES:])
+        except BlockCorrupt:
+            return _Verdict.TORN
+        except TierUnavailable:
+            return _Verdict.UNREAD
+        return _Verdict.WHOLE
 
     def _insert(self, into: _Undecided, first: int, stop: int) -> list[int]:
         """Rows for a slice; returns the places of blocks that nothing leads to. Under the lock."""
@@ -311,8 +377,7 @@ class Loader:
     def _hang(self, space: Space, found: Catalogue, slice_: slice, rows: range, parents: Column) -> None:
         places = [column[slice_] for column in found.places]
         self._blocks.loaded(rows, parents, found.generations[slice_], places)
-        done = self._progress
-        self._progress = LoadProgress(done.slots, done.all_slots, done.blocks + len(rows))
+        self._progress = replace(self._progress, blocks=self._progress.blocks + len(rows))
 
 
 _WAITING = -2

@@ -44,6 +44,7 @@ from tiering.slab import (
     SLOTS_PER_RECORD,
     STAMP_PAGES,
     STAMP_SLAB,
+    UNPROVEN,
     UNREAD,
     Entries,
     KeyAbsent,
@@ -59,6 +60,7 @@ from tiering.slab import (
     record_key,
     split_doubt_key,
     split_entries,
+    unproven_key,
     unread_key,
 )
 from tiering.slots import Piece, SlotLedger
@@ -105,7 +107,7 @@ class Found(NamedTuple):
     """Frames of one slab that were there at the start: places and entries, in the same order.
 
     is_proven: whether all of them were written to their end. If not, a header alone says that a frame is there, and a
-    crash may have cut it short: the index that knew is lost.
+    crash may have cut it short: the index that knew is lost. They stay unproven, over restarts, until `proved`.
     """
 
     header: SlabHeader
@@ -186,7 +188,7 @@ class NvmeTier:
         self._keys = keys
         self._new_uid = new_uid
         self._scanner = HeaderScan(files, keys, threads)
-        self._threads = threads
+        self.threads = threads
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._index_lock = threading.Lock()  # one call to the index at a time
@@ -204,6 +206,7 @@ class NvmeTier:
         self._broken: Exception | None = None  # a batch may be half done in the index: nothing is written any more
         self._closed = False
         self._to_load: list[NvmeSlab] = []
+        self._unproven: set[int] = set()  # slabs
         self._ended_clean = False  # the run before: nothing that it wrote was cut short
         self._changes = 0
         self._index_uid = b""
@@ -355,7 +358,7 @@ class NvmeTier:
                 return
         try:
             self.settle()
-            self._write_stamp(clean=not self._to_load)
+            self._write_stamp(clean=not self._to_load and not self._unproven)
         except (TierUnavailable, OSError):
             pass  # the stamp says that this session has not ended
         with self._lock:
@@ -412,7 +415,9 @@ class NvmeTier:
         with self._lock:
             slab = self._ledger.remove(number)
         records = range(-(-slab.slots.capacity // SLOTS_PER_RECORD))
-        self._settle(_Request(changes=[(record_key(number, record), None) for record in records]))
+        names = [unproven_key(number), *(record_key(number, record) for record in records)]
+        self._settle(_Request(changes=[(name, None) for name in names]))
+        self._unproven.discard(number)
         try:
             self._files.remove(slab.name)
         except OSError as error:
@@ -493,7 +498,8 @@ class NvmeTier:
         total = sum(slab.slots.capacity for slab in self._to_load)
         done = 0
         try:
-            doubts, unread = self._read_doubts(), self._read_unread()
+            doubts, unread = self._read_doubts(), self._listed(UNREAD, unread_key)
+            self._unproven = self._listed(UNPROVEN, unproven_key)
         except IndexDoubtful as error:
             raise TierUnavailable(f"the index cannot be loaded: {error}") from error
         while self._to_load:
@@ -504,7 +510,7 @@ class NvmeTier:
                 entries = self._scan(slab, progress, done, total) if is_unread else self._records(slab, damaged)
             except (OSError, TierError) as error:
                 raise TierUnavailable(f"{slab.name} cannot be loaded: {error}") from error
-            is_proven = not is_unread or (self.rebuilds and self._ended_clean)
+            is_proven = slab.number not in self._unproven
             yield self._take_in(slab, entries, doubts, damaged)._replace(is_proven=is_proven)
             self._to_load.pop(0)
             done += slab.slots.capacity
@@ -521,6 +527,14 @@ class NvmeTier:
                 raise
         elif unread:
             self._settle(_Request())
+
+    def proved(self, slabs: Iterable[int]) -> None:
+        """All frames of these slabs that are not whole were given up, which is durable when this returns. Raises
+        `TierUnavailable`."""
+        numbers = [number for number in slabs if number in self._unproven]
+        if numbers:
+            self._settle(_Request(changes=[(unproven_key(number), None) for number in numbers]))
+            self._unproven.difference_update(numbers)
 
     def _take_in(
         self, slab: NvmeSlab, entries: Entries, doubts: dict[int, list[int]], damaged: Collection[int]
@@ -581,6 +595,9 @@ class NvmeTier:
         whole = entries.tobytes()
         size = SLOTS_PER_RECORD * ENTRY.itemsize
         changes: list[Change] = [(unread_key(slab.number), None)]
+        if not (self.rebuilds and self._ended_clean):
+            changes.append((unproven_key(slab.number), b""))
+            self._unproven.add(slab.number)
         for record in range(-(-slab.slots.capacity // SLOTS_PER_RECORD)):
             piece = whole[record * size : (record + 1) * size].ljust(size, b"\x00")
             if piece.strip(b"\x00"):
@@ -601,12 +618,12 @@ class NvmeTier:
             doubts.setdefault(extent_of(place), []).append(slot_of(place))
         return doubts
 
-    def _read_unread(self) -> set[int]:
-        """Slabs that were left alone when the index was built: their headers are read now."""
+    def _listed(self, prefix: bytes, name: Callable[[int], bytes]) -> set[int]:
+        """Slabs that stand in the index under that name: to be read, or to be proved, now."""
         slabs = {slab.number for slab in self._to_load}
         with self._index_lock:
-            keys = {key for key, _ in self._index.iterate(UNREAD)}
-        return {number for number in slabs if unread_key(number) in keys}
+            keys = {key for key, _ in self._index.iterate(prefix)}
+        return {number for number in slabs if name(number) in keys}
 
     # Opening -------------------------------------------------------------------------------------------------------
 
@@ -832,7 +849,7 @@ class NvmeTier:
     ) -> Sequence[int]:
         """All frames, several at once if they are large; returns what `meanwhile` does. Nothing is under way any more
         when it returns or raises."""
-        at_once = min(self._threads, len(places)) if sum(map(len, frames)) >= PARALLEL_BYTES else 1
+        at_once = min(self.threads, len(places)) if sum(map(len, frames)) >= PARALLEL_BYTES else 1
         faults: list[OSError] = []
         chosen: Sequence[int] = places
 

@@ -134,9 +134,9 @@ EMPTY, HELD, BAD = 0, 1, 2
 
 _RECORD_KEY = struct.Struct(">cII")
 _DOUBT_KEY = struct.Struct(">cQ")
-_UNREAD_KEY = struct.Struct(">cI")
+_SLAB_KEY = struct.Struct(">cI")
 _RUN = struct.Struct("<II")
-RECORDS, DOUBTS, UNREAD, META = b"r", b"d", b"u", b"m"
+RECORDS, DOUBTS, UNREAD, UNPROVEN, META = b"r", b"d", b"u", b"p", b"m"
 _ENTRIES_BYTES = SLOTS_PER_RECORD * ENTRY.itemsize
 
 Entries = np.ndarray[Any, Any]
@@ -179,7 +179,13 @@ def split_doubt_key(key: bytes) -> int:
 
 def unread_key(slab: int) -> bytes:
     """The index key under which a slab stands whose headers could not be read when the index was built."""
-    return _UNREAD_KEY.pack(UNREAD, slab)
+    return _SLAB_KEY.pack(UNREAD, slab)
+
+
+def unproven_key(slab: int) -> bytes:
+    """The index key under which a slab stands whose records were made of headers that a crash may have left in front of
+    frames that it cut short."""
+    return _SLAB_KEY.pack(UNPROVEN, slab)
 
 
 def pack_record(header: SlabHeader, record: int, entries: bytes, mac_key: bytes) -> bytes:

@@ -17,6 +17,7 @@ import torch
 import kvstore
 from kvstore import loading
 from kvstore.handle import NamespaceHandle
+from kvstore.loading import Loader
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import EmbeddedStore
 from kvstore.pages import Pages
@@ -222,6 +223,67 @@ def test_nothing_is_evicted_from_a_disk_that_is_not_known_yet(tmp_path: Path, mo
 @pytest.mark.parametrize("cut", [0, 3, BLOCKS - 1])
 def test_a_frame_that_a_crash_cut_short_is_never_called_durable(tmp_path: Path, cut: int) -> None:
     """The index is lost as well: a header says that the frame is there. A put must not believe it."""
+    _crash(tmp_path, cut)
+    with opened(tmp_path / "crashed") as store:
+        assert store.warmed(20)
+        handle = namespace(store)
+        assert handle.match(prompt(0)).blocks == cut
+        store.check()
+        assert put(handle, 0, durability="disk").reason is None
+        store.check()
+    with opened(tmp_path / "crashed") as store:
+        assert store.warmed(20)
+        assert delivered(namespace(store), 0, HitTier.NVME) == BLOCKS
+
+
+@pytest.mark.parametrize("end", ["crash", "close", "close, and the index is lost"])
+def test_frames_stay_unproven_until_all_are_verified(tmp_path: Path, end: str, monkeypatch: Any) -> None:
+    """A start that builds the index again and ends before it has read the frames leaves that to the next one."""
+    cut = 3
+    _crash(tmp_path, cut)
+    verdict, reached, go_on = Loader._verdict, threading.Event(), threading.Event()
+
+    def wait_at_first(self: Loader, *args: Any) -> Any:
+        reached.set()
+        assert go_on.wait(20)
+        return verdict(self, *args)
+
+    directory = tmp_path / "crashed"
+    with monkeypatch.context() as patch:
+        patch.setattr(Loader, "_verdict", wait_at_first)
+        with opened(directory) as store:
+            assert reached.wait(20)
+            progress = store.usage().loading
+            assert progress is not None and progress.slots == progress.all_slots
+            assert progress.to_verify_bytes == BLOCKS * (2 * 4096 + 4096) and progress.verified_bytes == 0
+            assert namespace(store).match(prompt(0)).reason is MissReason.WARMING
+            if end == "crash":
+                directory = tmp_path / "crashed again"
+                shutil.copytree(tmp_path / "crashed", directory)
+            else:
+                threading.Timer(0.5, go_on.set).start()
+                store._store._loader._closing.set()  # type: ignore[union-attr]
+            if end == "crash":
+                go_on.set()
+    if "lost" in end:
+        shutil.rmtree(directory / "nvme" / "index")
+    with opened(directory) as store:
+        assert store.warmed(20)
+        handle = namespace(store)
+        assert handle.match(prompt(0)).blocks == cut
+        progress = store.usage().loading
+        assert progress is not None and progress.verified_bytes == progress.to_verify_bytes > 0
+        assert put(handle, 0, durability="disk").reason is None
+        store.check()
+    with opened(directory) as store:
+        assert store.warmed(20)
+        progress = store.usage().loading
+        assert progress is not None and progress.to_verify_bytes == 0  # nothing is verified twice
+        assert delivered(namespace(store), 0, HitTier.NVME) == BLOCKS
+
+
+def _crash(tmp_path: Path, cut: int) -> None:
+    """A directory, "crashed", whose index is lost and in which the write of one frame was cut short."""
     with opened(tmp_path / "kv") as store:
         handle = namespace(store)
         assert put(handle, 0, durability="disk").reason is None
@@ -235,16 +297,6 @@ def test_a_frame_that_a_crash_cut_short_is_never_called_durable(tmp_path: Path, 
         file.seek(PAGE_BYTES + (slot_of(place) + 1) * frame_bytes - 4096)
         file.write(bytes(4096))
     shutil.rmtree(tmp_path / "crashed" / "nvme" / "index")
-    with opened(tmp_path / "crashed") as store:
-        assert store.warmed(20)
-        handle = namespace(store)
-        assert handle.match(prompt(0)).blocks == cut
-        store.check()
-        assert put(handle, 0, durability="disk").reason is None
-        store.check()
-    with opened(tmp_path / "crashed") as store:
-        assert store.warmed(20)
-        assert delivered(namespace(store), 0, HitTier.NVME) == BLOCKS
 
 
 def test_what_is_stored_meanwhile_is_not_evicted_before_all_is_known(tmp_path: Path, monkeypatch: Any) -> None:

@@ -38,6 +38,7 @@ from tiering.slab import (
     split_doubt_key,
     split_entries,
     split_record_key,
+    unproven_key,
     unread_key,
 )
 from tiering.tier import SlotClass
@@ -247,7 +248,8 @@ def test_the_keys_of_a_slab_stand_together_and_in_order() -> None:
 
 
 def test_kinds_of_keys_differ_in_their_first_byte() -> None:
-    assert len({record_key(1, 1)[:1], doubt_key(1)[:1], unread_key(1)[:1], b"m"}) == 4
+    keys = record_key(1, 1), doubt_key(1), unread_key(1), unproven_key(1), b"m"
+    assert len({key[:1] for key in keys}) == len(keys)
 
 
 @pytest.mark.parametrize("key", [b"", b"r", record_key(1, 1)[:-1], record_key(1, 1) + b"\x00"])

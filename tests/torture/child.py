@@ -6,7 +6,6 @@ put CALL NAME LETTERS    blocks are about to be stored
 durable CALL             the whole chain is acknowledged as durable
 ended CALL               nothing of that call will be stored any more
 gone NUMBER KEY          NVMe is about to give a block up
-torn NAME LETTERS        a block fails a check
 drop CALL NAME           a namespace is about to be dropped
 dropped CALL             it was dropped, for good
 closing, closed          the store is about to be closed; is closed
@@ -193,8 +192,7 @@ class Life:
         letters = random.choice(LETTERS)
         blocks, reason = space.read(letters, random.choice([0, 50, 1000]))
         assert self.closing or reason is not MissReason.TIER_DOWN
-        if reason is MissReason.CORRUPT:
-            self.say("torn", space.name, *letters[: blocks + 1])
+        assert reason is not MissReason.CORRUPT, f"block {blocks} of {letters} fails a check"
 
     def evict(self, random: Random, space: Space) -> None:
         self.store.evict(random.randrange(1, 12))

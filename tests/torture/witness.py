@@ -41,10 +41,6 @@ class Block(NamedTuple):
     space: str
     letters: tuple[int, ...]
 
-    def follows(self, other: Block) -> bool:
-        """Whether it is that block, or stands behind it in its chain."""
-        return self.space == other.space and self.letters[: len(other.letters)] == other.letters
-
 
 class Call(NamedTuple):
     """A put: what it offered, and the line in which it was begun."""
@@ -66,7 +62,6 @@ class Witness:
         self._names: dict[str, dict[bytes, Block]] = {}  # of each namespace, what its prefix keys stand for
         self._line = 0
         self._gone_at: dict[Block, int] = {}
-        self._cut_short: set[Block] = set()
         self._heard: list[list[str]] = []
         self._journal = os.open(directory / "journal", os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o600)
 
@@ -96,7 +91,6 @@ class Witness:
         """From all that was heard since the last comparison; keys can be named now."""
         for lines in self._heard:
             numbers: dict[int, str] = {}
-            at_opening: dict[Block, Standing] = {}
             calls: dict[str, Call] = {}
             ended: dict[Block, int] = {}  # the line in which the last put of a block was over
             drops: dict[str, tuple[str, int]] = {}
@@ -104,7 +98,7 @@ class Witness:
                 self._line += 1
                 what, *words = line.split()
                 if what == "opening":
-                    numbers, at_opening = {}, dict(self.standing)
+                    numbers = {}
                 elif what == "space":
                     numbers[int(words[0])] = words[1]
                 elif what == "put":
@@ -115,8 +109,6 @@ class Witness:
                     ended.update(dict.fromkeys(calls.pop(words[0]).blocks, self._line))
                 elif what == "gone":
                     self._gone(self._names[numbers[int(words[0])]][bytes.fromhex(words[1])])
-                elif what == "torn":
-                    self._torn(Block(words[0], tuple(map(int, words[1:]))), at_opening)
                 elif what == "drop":
                     drops[words[0]] = (words[1], self._line)
                     self._about_to_drop(words[1])
@@ -145,15 +137,6 @@ class Witness:
         self.standing[block] = Standing.OPEN
         self._gone_at[block] = self._line
         self.counts["evicted blocks"] += 1
-
-    def _torn(self, block: Block, standings: dict[Block, Standing]) -> None:
-        """A write that was cut short, and an index that was lost since: only a read tells that it is no frame.
-
-        The header may be found again; what stands behind it in the chain can not be reached, and may be there or not.
-        """
-        standing = standings.get(block, Standing.AWAY)
-        assert standing is Standing.OPEN, f"{block} fails a check, and {standing.value}"
-        self._cut_short.add(block)
 
     def _about_to_drop(self, space: str) -> None:
         """A drop counts as the record of every eviction that it causes."""
@@ -184,7 +167,6 @@ class Witness:
             indexes=LmdbMaker,
             gone=lambda number, key: gone.append((number, key)),
         )
-        torn = self.counts["torn blocks"]
         try:
             assert store.warmed(LOADED_WITHIN_SECONDS), "what is on disk was not taken in"
             lower = store._store._blocks.lower
@@ -196,15 +178,13 @@ class Witness:
             there = {block for space in spaces for block in self._readable(space)}
             self._hold_against(there)
             store.check()
-            torn = self.counts["torn blocks"] - torn
-            assert store.usage().counters.get("quarantined_blocks", 0) == torn, store.usage().counters
+            assert not store.usage().counters.get("quarantined_blocks"), store.usage().counters
             assert not gone, "reading gave something up"
             self.counts["rebuilds"] += lower.tier.rebuilds
         finally:
             store.close()
         for block in self.standing:
-            absent = Standing.OPEN if any(block.follows(one) for one in self._cut_short) else Standing.AWAY
-            self.standing[block] = Standing.OWED if block in there else absent
+            self.standing[block] = Standing.OWED if block in there else Standing.AWAY
         self.counts["comparisons"] += 1
         self.counts["blocks compared"] += len(there)
 
@@ -218,7 +198,6 @@ class Witness:
     def _readable(self, space: Space) -> Iterator[Block]:
         """All blocks that can be read, and every byte of them is compared."""
         chains: set[tuple[int, ...]] = set()
-        torn: set[Block] = set()
         for letters in LETTERS:
             match = space.handle.match(Prompt(letters).token_ids)
             assert match.reason is None or match.reason in ENDS, f"a chain ends with {match.reason}: {match.detail}"
@@ -227,14 +206,8 @@ class Witness:
             if any(other[: len(letters)] == letters for other in chains if other != letters):
                 continue  # a longer one says it all
             blocks, reason = space.read(letters, LEASE_DEADLINE_MS)
-            if reason is MissReason.CORRUPT:
-                torn.add(Block(space.name, letters[: blocks + 1]))
-            else:
-                assert blocks == len(letters), f"{space.name} {letters}: only {blocks} blocks can be read ({reason})"
+            assert blocks == len(letters), f"{space.name} {letters}: only {blocks} blocks can be read ({reason})"
             yield from (Block(space.name, letters[: depth + 1]) for depth in range(blocks))
-        for block in torn:
-            self._torn(block, self.standing)
-            self.counts["torn blocks"] += 1
 
     def _hold_against(self, there: set[Block]) -> None:
         owed = {block for block, standing in self.standing.items() if standing is Standing.OWED}
