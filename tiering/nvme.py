@@ -347,8 +347,12 @@ class NvmeTier:
             self._ledger.own_many(places, rows)
 
     def settle(self) -> None:
-        """Do what evictions left to be done, until every slot given up is free. Raises `TierUnavailable`."""
-        while self._is_unsettled():
+        """Do what evictions left to be done: slots that were given up before are free, durably, when this returns.
+        Raises `TierUnavailable`.
+        """
+        for _ in range(2):  # the first batch forgets frames and voids their headers, the second one frees the slots
+            if not self._is_unsettled():
+                return
             self._settle(_Request())
 
     def close(self) -> None:
@@ -357,7 +361,8 @@ class NvmeTier:
             if self._closed:
                 return
         try:
-            self.settle()
+            while self._is_unsettled():
+                self.settle()
             self._write_stamp(clean=not self._to_load and not self._unproven)
         except (TierUnavailable, OSError):
             pass  # the stamp says that this session has not ended
@@ -745,8 +750,8 @@ class NvmeTier:
     # Batches -------------------------------------------------------------------------------------------------------
 
     def _is_unsettled(self) -> bool:
-        with self._lock:
-            return bool(self._broken or self._edits or self._to_void or self._voided)
+        with self._lock:  # what a batch that is under way has taken up is not durable yet
+            return bool(self._leading or self._broken or self._edits or self._to_void or self._voided)
 
     def _settle(self, request: _Request) -> None:
         """Take part in the next batch, as its leader if nobody else leads. Raises `TierUnavailable`."""

@@ -33,8 +33,8 @@ ORDERS = {
     "a place that is given up is not in doubt": ("for place in (*doubts, *forgotten)]", "for place in doubts]"),
     "a doubt goes before the zeros are durable": ("for place in (*committed, *voided)})", "for place in committed})"),
     "the end is stamped before it is there": (
-        "self.settle()\n            self._write_stamp(clean=not self._to_load)",
-        "self._write_stamp(clean=not self._to_load)\n            self.settle()",
+        "while self._is_unsettled():\n                self.settle()\n            self._write_stamp(clean=",
+        "self._write_stamp(clean=True)\n            self.settle()\n            bool(",
     ),
 }
 """What is done in another order, or not at all: a piece of the source, and what stands there instead."""

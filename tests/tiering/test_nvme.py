@@ -414,16 +414,24 @@ def test_a_close_in_the_middle_of_commits(tmp_path: Path) -> None:
 
 
 class Gate(SimulatedFiles):
-    """Lets a chosen write pass and then holds its writer until it is told otherwise."""
+    """Lets a chosen write, or the next sync, pass and then holds its caller until it is told otherwise."""
 
     def __init__(self, power: Any) -> None:
         super().__init__(power)
         self.holds: bytes | None = None
+        self.holds_sync = False
         self.is_held, self.may_go = threading.Event(), threading.Event()
 
     def write(self, name: str, offset: int, data: memoryview) -> None:
         super().write(name, offset, data)
         if self.holds is not None and data.tobytes() == self.holds:
+            self.is_held.set()
+            assert self.may_go.wait(10)
+
+    def sync(self, name: str) -> None:
+        super().sync(name)
+        if self.holds_sync:
+            self.holds_sync = False
             self.is_held.set()
             assert self.may_go.wait(10)
 
@@ -463,6 +471,34 @@ def test_a_sync_that_fails_for_one_fails_all_that_were_written_before_it() -> No
     assert customer.tier.usage().reserved == 0
     customer.crash()
     customer.store(0, 1)
+
+
+def test_to_settle_is_to_wait_for_a_batch_of_others() -> None:
+    # A batch that somebody else leads has taken up what was given up: until it is durable, nothing is.
+    machine = Machine()
+    machine.files = gate = Gate(machine.power)
+    customer = opened(machine)
+    (given_up,) = customer.store(0, 1)
+    places, frame = customer.tier.reserve(CLASSES[0], 1), customer.frame()
+    customer.leaving.add(frame.name)
+    customer.tier.commit(places, [frame.bytes], lambda: [])  # written, and in doubt: only the batch is missing
+    customer.tier.abort(places)
+    customer.evict([given_up])
+    gate.holds_sync = True
+    leader = threading.Thread(target=lambda: customer.store(0, 1))
+    leader.start()
+    assert gate.is_held.wait(10)
+    assert not customer.tier._edits  # taken up
+    is_settled = threading.Event()
+    waiter = threading.Thread(target=lambda: (customer.tier.settle(), is_settled.set()))
+    waiter.start()
+    assert not is_settled.wait(0.2)
+    gate.may_go.set()
+    waiter.join()
+    leader.join()
+    usage = customer.tier.usage()
+    assert is_settled.is_set() and usage.deleting == usage.reserved == 0
+    customer.crash()
 
 
 def test_the_tier_keeps_nothing_of_what_it_was_given() -> None:
