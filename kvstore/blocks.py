@@ -86,6 +86,7 @@ class Blocks:
         self.older: dict[tuple[int, bytes], list[int]] = {}  # places of copies from before a restart that nobody finds
         self.sinking: set[int] = set()  # rows on their way down, with a place there or not yet
         self.dropping: set[int] = set()  # namespaces that are about to be dropped
+        self.unverified: set[int] = set()  # rows whose frames in DRAM were not read since they were taken over
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Space:
         """Make a namespace of a tenant known."""
@@ -159,6 +160,7 @@ class Blocks:
         for row, generation in zip(rows, generations, strict=True):
             is_new = index.publish(row)
             residency.published(row, generation)
+            self.unverified.discard(row)
             if is_new:
                 residency.listed(row, index.depth(row))
         for part in range(len(self.spaces[number].classes)):
@@ -188,6 +190,8 @@ class Blocks:
             helps = number is None or self.index.namespace_of(row) == number
             if gone and not helps:
                 break
+            if number is not None and self.dram.is_guarded(self.residency.place(row, 0)):
+                continue  # its slots would be of use to nobody yet
             stays = below is not None and below.is_listed(row)
             if below is not None and not stays and self.index.children(row):
                 continue  # quarantined, and the way to blocks that NVMe alone has
@@ -377,7 +381,28 @@ class Blocks:
             self.dram.own([place], [row])
         residency.published(row, self.lower.residency.generation(row))
         residency.listed(row, self.index.depth(row))
+        self.unverified.discard(row)
         self.counters["promoted_blocks"] += 1
+
+    def taken_over(self, row: int, generation: int, places: Sequence[int], header_digests: Sequence[bytes]) -> None:
+        """A block's frames were found in the DRAM of an earlier process, one per part. Nobody read them yet.
+
+        row: pending, just begun; or readable from NVMe alone, with the same generation there.
+        """
+        residency = self.residency
+        if self.index.state(row) is RowState.VISIBLE:
+            parent = self.index.parent(row)
+            if parent != NO_ROW:
+                residency.child_came(parent)
+        else:
+            self.index.publish(row)
+        for part, (place, header_digest) in enumerate(zip(places, header_digests, strict=True)):
+            residency.reserved([row], part, [place])
+            residency.part_sealed(row, part, header_digest)
+        residency.published(row, generation)
+        residency.listed(row, self.index.depth(row))
+        self.dram.own(places, [row] * len(places))
+        self.unverified.add(row)
 
     def not_promoted(self, row: int) -> None:
         """It could not be read: its slots in DRAM go back."""

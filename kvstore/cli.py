@@ -179,13 +179,19 @@ def serve(
         str | None, typer.Option(metavar="PATH", help="UNIX socket of the default tenant.  [default: DIR/kvstore.sock]")
     ] = None,
     http: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Serve liveness and readiness there.")] = None,
+    kept_at: Annotated[
+        int | None, typer.Option(hidden=True, help="For the keeper alone: where it can be told.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Serve a store to the engines of this host, through a UNIX socket and shared memory, until SIGTERM.
 
-    Prints one line once connections are taken. Logs go to standard error.
+    A small parent process holds the memory and starts the sidecar again after a crash. SIGHUP to it has the sidecar
+    begin again with what is installed by then. Prints one line once connections are taken; logs go to standard error.
     """
     from kvstore.node import RUNS, SystemClock
+    from kvstore.service import keeper
+    from kvstore.service.kept import KeeperWire
     from kvstore.service.serve import Outside
     from kvstore.service.serve import serve as run
     from kvstore.service.settings import read_settings
@@ -197,13 +203,19 @@ def serve(
         "http": {"listen": http},
     }
     settings = read_settings(Path(config).read_text() if config is not None else "", flags)
+    if kept_at is None and settings.store.keeper:
+        seconds = str(2 * settings.limits.close_seconds)
+        sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]
+        os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, seconds, settings.log.format, *sidecar])
+    wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
     # No run has a connection for every microsecond, so this one's are numbered above those of all before it.
     first_number = time.time_ns() // 1000
     outside = Outside(
-        SystemClock(), secrets.randbelow(RUNS), first_number, secrets.token_bytes, LmdbMaker, _health_pages
+        SystemClock(), secrets.randbelow(RUNS), first_number, secrets.token_bytes, LmdbMaker, _health_pages, wire
     )
-    run(settings, outside, lambda sockets, port: _say_serving(sockets, port, as_json))
-    return OK
+    keeper_pid = os.getppid() if wire is not None else None
+    begins_again = run(settings, outside, lambda sockets, port: _say_serving(sockets, port, keeper_pid, as_json))
+    return keeper.AGAIN if begins_again else OK
 
 
 def _health_pages(host: str, port: int, daemon: Any) -> Any:
@@ -212,9 +224,10 @@ def _health_pages(host: str, port: int, daemon: Any) -> Any:
     return Health(host, port, daemon.readiness, daemon.is_alive)
 
 
-def _say_serving(sockets: list[str], port: int | None, as_json: bool) -> None:
+def _say_serving(sockets: list[str], port: int | None, keeper_pid: int | None, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"serving": sockets, "http_port": port, "pid": os.getpid()}), flush=True)
+        said = {"serving": sockets, "http_port": port, "pid": os.getpid(), "keeper_pid": keeper_pid}
+        print(json.dumps(said), flush=True)
     else:
         print(f"serving {', '.join(sockets)}" + (f", health on port {port}" if port else ""), flush=True)
 

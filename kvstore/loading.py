@@ -124,8 +124,8 @@ class Loader:
         """How far it has come."""
         return self._progress
 
-    def start(self, tenants: Mapping[bytes, TenantKeys]) -> None:
-        """`load` in a thread of its own."""
+    def start(self, tenants: Mapping[bytes, TenantKeys], afterwards: Callable[[], None]) -> None:
+        """`load` in a thread of its own, and then what else there is to do."""
 
         def run() -> None:
             try:
@@ -138,6 +138,7 @@ class Loader:
                 with self._lock:
                     self._blocks.is_loading = False
                 self._over.set()
+            afterwards()
 
         self._thread = threading.Thread(target=run, name="kv-load", daemon=True)
         self._thread.start()
@@ -184,25 +185,12 @@ class Loader:
         undecided = []
         for (tenant, namespace), group in groups.items():
             with self._lock:
-                space = self._space(tenants.get(tenant), namespace, group[0].header.about)
+                space = space_of(self._blocks, tenants.get(tenant), namespace, group[0].header.about)
             if space is not None:
                 undecided.append(self._take_in(space, group))
         self._look_again([one for one in undecided if one is not None and one.blocks])
         with self._lock:
             self._blocks.all_known = not self._closing.is_set()
-
-    def _space(self, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes) -> Space | None:
-        for space in self._blocks.spaces:
-            if keys is not None and space.tenant == keys.tenant:
-                if space.classes[0].namespace == digest_of_namespace:
-                    return space
-        try:
-            payloads, namespace = unpack_about(about)
-        except ValueError:
-            return None
-        if keys is None or namespace.digest() != digest_of_namespace:
-            return None
-        return self._blocks.add_space(keys, namespace, payloads)
 
     def _take_in(self, space: Space, group: Sequence[Found]) -> _Undecided | None:
         """What could not be decided; nothing is said where the store closes meanwhile."""
@@ -387,6 +375,23 @@ _WAITING = -2
 def _can_lead(state: RowState) -> bool:
     """Whether a row may have readable children. A pending one may go yet, and would leave them in the air."""
     return state in (RowState.VISIBLE, RowState.HOLLOW)
+
+
+def space_of(blocks: Blocks, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes) -> Space | None:
+    """The namespace that stored frames belong to, made known if it is not yet. about: what was kept beside them.
+
+    None where its keys are not at hand, or what was kept is another one's.
+    """
+    for space in blocks.spaces:
+        if keys is not None and space.tenant == keys.tenant and space.classes[0].namespace == digest_of_namespace:
+            return space
+    try:
+        payloads, namespace = unpack_about(about)
+    except ValueError:
+        return None
+    if keys is None or namespace.digest() != digest_of_namespace:
+        return None
+    return blocks.add_space(keys, namespace, payloads)
 
 
 def pack_about(space: Space) -> bytes:

@@ -51,6 +51,7 @@ from tiering.files import (
     read_text_files,
     write_secret_file,
 )
+from tiering.keeping import Keeper, Kept
 from tiering.move_queue import MoveQueue, QueueLimits
 from tiering.mover import Mover
 from tiering.nvme import IndexMaker, NvmeTier, slab_name
@@ -297,14 +298,17 @@ def open_embedded(
     gone: Callable[[int, bytes], None] | None = None,
     reach: Reach = go_on,
     run: int = 0,
+    keeper: Keeper | None = None,
+    kept: Sequence[Kept] = (),
+    guard: int = 0,
 ) -> EmbeddedStore:
     """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
     `KeysUnusable`, each with one line that says what to do.
 
     scrub: how fast the NVMe tier is read and verified again in the background, or all its limits. indexes: makes the
     index of an NVMe tier; needed with `nvme` only. files, gone, reach: for tests; what holds the
-    slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints. run: as in
-    `build_store`.
+    slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints. run, keeper,
+    kept, guard: as in `build_store`.
     """
     if nvme is None and slab is not None:
         raise BadInput(f"slab={slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out")
@@ -341,7 +345,18 @@ def open_embedded(
         if nvme is not None:
             assert indexes is not None
             tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring)
-        store = build_store(dram_config, limits, ring, tier=tier, gone=gone, scrub=scrub_limits, run=run)
+        store = build_store(
+            dram_config,
+            limits,
+            ring,
+            tier=tier,
+            gone=gone,
+            scrub=scrub_limits,
+            run=run,
+            keeper=keeper,
+            kept=kept,
+            guard=guard,
+        )
         store.start_loading({one.tenant: one for one in known})
     except BaseException:
         lock.release()
@@ -459,20 +474,27 @@ def build_store(
     gone: Callable[[int, bytes], None] | None = None,
     scrub: ScrubLimits | None = None,
     run: int = 0,
+    keeper: Keeper | None = None,
+    kept: Sequence[Kept] = (),
+    guard: int = 0,
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none.
 
     run: below `RUNS`. Extents, leases and reservations are numbered from it on, so that what a client of an earlier run
-    remembers names nothing in this one.
+    remembers names nothing in this one. keeper: holds DRAM for the next process. kept: what it held of the one before,
+    and guard: holders below that may be clients of that one (`DramTier.take_over`).
     """
     clock = clock or SystemClock()
     assert 0 <= run < RUNS
-    dram = DramTier(ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes), run << EXTENT_BITS)
+    pool = ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes, keeper)
+    dram = DramTier(pool, run << EXTENT_BITS, keeper)
+    taken_over = dram.take_over(kept, guard)
     pins = Pins()
     lower = Lower(tier, Residency(LeafFirstLru(), pins)) if tier is not None else None
     first_generation = (tier.session << SESSION_BITS) + 1 if tier is not None else 1
+    first_generation = max(first_generation, dram.newest_generation() + 1)
     index, residency = PrefixIndex(limits.forgotten), Residency(LeafFirstLru(), pins)
     blocks = Blocks(index, residency, dram, ring, lower, first_generation, gone)
     # Writes that hang leave a thread for reads.
     queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
-    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, (run << LEASE_BITS) + 1)
+    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, (run << LEASE_BITS) + 1, taken_over)

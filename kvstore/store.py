@@ -24,10 +24,11 @@ from kvstore.errors import BadInput, StoreClosed
 from kvstore.identity import Namespace, TenantKeys, root_key
 from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
 from kvstore.levels import Levels, Lift
-from kvstore.loading import Loader, LoadProgress
+from kvstore.loading import Loader, LoadProgress, pack_about
 from kvstore.miss import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
 from kvstore.scrubbing import Scrubbing
+from kvstore.takeover import Takeover
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import MAX_SLICES, frame_bytes
 from tiering.move_queue import MoveQueue
@@ -101,10 +102,11 @@ class Store:
         queue: MoveQueue | None = None,
         scrub: ScrubLimits | None = None,
         first_number: int = 1,
+        taken_over: Sequence[int] = (),
     ) -> None:
         """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed.
 
-        first_number: of a lease, and of a reservation.
+        first_number: of a lease, and of a reservation. taken_over: extents of an earlier process, in the DRAM tier.
         """
         self._blocks = blocks
         self._mover = mover
@@ -121,6 +123,7 @@ class Store:
         self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
         self._levels: Levels | None = None
         self._loader: Loader | None = None
+        self._takeover: Takeover | None = None
         self._scrubbing: Scrubbing | None = None
         self.direct: DirectReader | None = None
         if blocks.lower is not None:
@@ -160,6 +163,8 @@ class Store:
                     scrub,
                     lambda: loader.warming,
                 )
+        if taken_over:
+            self._takeover = Takeover(blocks, taken_over, mover.keys, self._lock, self._levels)
         self._closed = False
         self._closer: threading.Thread | None = None
 
@@ -197,7 +202,7 @@ class Store:
 
     def _drop(self, number: int) -> int:
         with self._lock:
-            while self._jobs or self._is_moving(number) or (self._loader is not None and self._loader.warming):
+            while self._jobs or self._is_moving(number) or self._is_warming:
                 self._moves_done.wait(DROP_LOOKS_SECONDS)
                 self._check_open()
             if self._loader is not None and self._loader.failed:
@@ -263,13 +268,19 @@ class Store:
             tiers = self._tiers(chain)  # where they were found: a block that has to be brought up is a hit of its tier
             self._pin(number, wanted)
             missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
-            if not missing:
+            unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
+            if not missing and not unverified:
                 return self._grant(number, first_block, chain, wanted, tiers, reason, detail)
             waiting = (number, wanted)
             self._lifting.append(waiting)
-        assert self._levels is not None
+        deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
+        late = None
         try:
-            late = self._levels.bring_up(number, missing, self._clock.monotonic_seconds() + deadline_ms / 1000)
+            if missing:
+                assert self._levels is not None
+                late = self._levels.bring_up(number, missing, deadline)
+            if unverified and not self._verify(number, unverified, deadline):
+                late = late or MissReason.DEADLINE
         except BaseException:  # interrupted: nobody waits for these any more
             with self._lock:
                 self._end_lifting(waiting)
@@ -278,6 +289,27 @@ class Store:
         with self._lock:
             self._end_lifting(waiting)
             return self._grant_what_is_up(number, first_block, chain, wanted, tiers, reason, detail, late)
+
+    def _verify(self, number: int, rows: Sequence[int], deadline: float) -> bool:
+        """Read blocks that were taken over for the first time, while they are pinned; bad ones are quarantined.
+
+        False where there was no time for all of them: those behind the first stay unverified.
+        """
+        parts = range(len(self._blocks.spaces[number].classes))
+        for position, row in enumerate(rows):
+            if position and self._clock.monotonic_seconds() > deadline:
+                return False
+            try:
+                is_sound = all(self._blocks.verify(row, part) for part in parts)
+            except BlockMissing:  # condemned by another reader, and its extent given back
+                is_sound = False
+            with self._lock:
+                if row not in self._blocks.unverified:
+                    continue  # somebody else was faster
+                self._blocks.unverified.discard(row)
+                if not is_sound and self._blocks.is_above(row):
+                    self._blocks.quarantine(row)
+        return True
 
     def release(self, lease: int) -> None:
         """Unpin; a lease that ran out lets go of the slots that were kept for it."""
@@ -447,20 +479,31 @@ class Store:
 
     def start_loading(self, tenants: Mapping[bytes, TenantKeys]) -> None:
         """Take in what is on disk, in a thread of its own; until it is done, a miss may be called warming."""
+        takeover = self._takeover
         if self._loader is not None:
             self._blocks.dram.prepare()  # what is on disk will be brought up
-            self._loader.start(tenants)
+            self._loader.start(tenants, lambda: takeover.run(tenants) if takeover is not None else None)
+        elif takeover is not None:
+            threading.Thread(target=takeover.run, args=(tenants,), name="kv-takeover", daemon=True).start()
         if self._scrubbing is not None:
             self._scrubbing.start()
 
     @property
     def is_loaded(self) -> bool:
         """Whether what was on disk is not being taken in any more, all of it or as far as that could be done."""
-        return self._loader is None or not self._loader.warming
+        return not self._is_warming
 
     def warmed(self, timeout_seconds: float) -> bool:
         """Whether what was on disk can be found after at most that long."""
-        return self._loader is None or self._loader.wait(timeout_seconds)
+        deadline = self._clock.monotonic_seconds() + timeout_seconds
+        if self._loader is not None and not self._loader.wait(timeout_seconds):
+            return False
+        return self._takeover is None or self._takeover.wait(max(0.0, deadline - self._clock.monotonic_seconds()))
+
+    @property
+    def _is_warming(self) -> bool:
+        is_loading = self._loader is not None and self._loader.warming
+        return is_loading or (self._takeover is not None and self._takeover.warming)
 
     # Operations ----------------------------------------------------------------------------------------------------
 
@@ -493,6 +536,8 @@ class Store:
     def close(self) -> None:
         """Write down what DRAM alone holds, as far as there is time; then let nothing in any more and give the memory
         back. Readers keep what they still map."""
+        if self._takeover is not None:
+            self._takeover.stop()
         if self._scrubbing is not None and not self._closed:
             self._scrubbing.close()
         if self._loader is not None and self._levels is not None and not self._closed:
@@ -567,8 +612,8 @@ class Store:
         finding = self._blocks.index.why_not(number, key, parent)
         reason = MissReason.DIVERGED if finding is None else REASON_OF_FINDING[finding]
         if reason in (MissReason.DIVERGED, MissReason.ABSENT, MissReason.EVICTED):
-            if self._loader is not None and self._loader.warming:
-                return MissReason.WARMING, "what is on disk is still being taken in"
+            if self._is_warming:
+                return MissReason.WARMING, "what was there before a restart is still being taken in"
         if reason in (MissReason.DIVERGED, MissReason.ABSENT):
             if self._loader is not None and self._loader.failed:
                 return MissReason.TIER_DOWN, "some of what is on disk could not be taken in at the start"
@@ -674,6 +719,8 @@ class Store:
         index, blocks = self._blocks.index, self._blocks
         ready = 0
         while ready < len(rows) and index.state(rows[ready]) is RowState.VISIBLE and blocks.is_above(rows[ready]):
+            if rows[ready] in blocks.unverified:
+                break
             ready += 1
         self._unpin(number, rows[ready:])
         if ready < len(rows):
@@ -821,6 +868,9 @@ class Store:
                     column += places
                 record.filled += len(taken)
                 continue
+            blocks.dram.look_at_guarded()
+            if all([blocks.dram.free_slots(slot_class) for slot_class in classes]):
+                continue
             if blocks.dram.awaits_memory():  # to give back more would help nobody before others unmap what was
                 if not blocks.evict_own(len(missing), record.namespace):
                     return MissReason.PINNED_FULL
@@ -910,7 +960,8 @@ class Store:
             return False
         self._blocks.dram.prepare()
         with self._lock:
-            self._blocks.dram.adopt(memory, slot_class)
+            space = next(space for space in self._blocks.spaces if slot_class in space.classes)
+            self._blocks.dram.adopt(memory, slot_class, pack_about(space))
         return True
 
     def _start_vacating(self, move: Vacate) -> _Job:

@@ -12,12 +12,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 
-from tiering.errors import BlockMissing, TierFull
-from tiering.extents import Extent, ExtentPool
+from tiering.errors import BlockCorrupt, BlockMissing, TierFull
+from tiering.extents import Extent, ExtentPool, found_extent
+from tiering.frame import HEADER_BYTES, generation_in
+from tiering.keeping import Keeper, Kept, Ledger
 from tiering.residency import FrameEvent, FrameState
 from tiering.slots import Piece, SlotLedger
-from tiering.tier import SLOT_BITS, FrameSpan, SlotClass, Usage, extent_of, slot_of
+from tiering.tier import SLOT_BITS, FrameSpan, SlotClass, Usage, extent_of, place_of, slot_of
 
+_FREE = int(FrameState.FREE)
 _RESERVED, _RESIDENT, _ZOMBIE = int(FrameState.RESERVED), int(FrameState.RESIDENT), int(FrameState.ZOMBIE)
 
 
@@ -27,6 +30,7 @@ class DramExtent(Piece):
     def __init__(self, number: int, slot_class: SlotClass, memory: Extent) -> None:
         super().__init__(number, slot_class, memory.size_bytes // slot_class.frame_bytes)
         self.memory = memory
+        self.ledger: Ledger | None = None
 
 
 class DramTier:
@@ -34,9 +38,12 @@ class DramTier:
 
     name = "dram"
 
-    def __init__(self, pool: ExtentPool, first_number: int = 0) -> None:
-        """first_number: of an extent."""
+    def __init__(self, pool: ExtentPool, first_number: int = 0, keeper: Keeper | None = None) -> None:
+        """first_number: of an extent. keeper: holds the extents for the next process."""
         self._pool = pool
+        self._keeper = keeper
+        self._guarded: list[int] = []  # taken over, and mapped by clients of an earlier process
+        self._guard = 0
         self._ledger: SlotLedger[DramExtent] = SlotLedger()
         self._extents = self._ledger.pieces
         self._next_number = first_number
@@ -71,6 +78,8 @@ class DramTier:
             extent.slots.apply(slot, FrameEvent.COMMIT)  # first: it refuses a place that is not reserved
             start = slot * extent.frame_bytes
             extent.memory.view[start : start + len(frame)] = frame
+            if extent.ledger is not None:
+                extent.ledger.write(slot, generation_in(extent.memory.view[start : start + HEADER_BYTES]))
 
     def abort(self, places: Sequence[int]) -> None:
         """Give reserved places back."""
@@ -81,7 +90,8 @@ class DramTier:
         into[:] = self.committed_span(place).view
 
     def delete(self, places: Sequence[int]) -> None:
-        """Free committed frames at once: nothing here outlives the process."""
+        """Free committed frames at once."""
+        self._strike(places)
         self._ledger.step(places, FrameEvent.EVICT, FrameEvent.DELETED)
 
     def usage(self) -> Usage:
@@ -92,6 +102,7 @@ class DramTier:
 
     def retain(self, places: Sequence[int]) -> None:
         """Evicted, but a reader may still have them mapped: not reused until `let_go`."""
+        self._strike(places)
         self._ledger.step(places, FrameEvent.RETAIN)
 
     def let_go(self, places: Sequence[int]) -> None:
@@ -102,6 +113,7 @@ class DramTier:
 
     def condemn(self, places: Sequence[int]) -> None:
         """A check failed: the slots are not used again before their extent is given back."""
+        self._strike(places)
         self._ledger.step(places, FrameEvent.CONDEMN)
 
     def committed_span(self, place: int) -> FrameSpan:
@@ -127,13 +139,103 @@ class DramTier:
         """Memory for one more extent, prefaulted. Slow: call it outside the lock. Raises `TierFull`."""
         return self._pool.create()
 
-    def adopt(self, memory: Extent, slot_class: SlotClass) -> None:
-        """Assign memory to a class. Memory that was still being made when the tier was closed goes back."""
+    def adopt(self, memory: Extent, slot_class: SlotClass, about: bytes = b"") -> None:
+        """Assign memory to a class. Memory that was still being made when the tier was closed goes back.
+
+        about: what a keeper's next process needs to name the namespace.
+        """
         if self._closed:
             self._pool.destroy(memory)
             return
-        self._ledger.add(DramExtent(self._next_number, slot_class, memory))
+        extent = DramExtent(self._next_number, slot_class, memory)
+        if self._keeper is not None:
+            self._have_kept(extent, about, self._keeper)
+        self._ledger.add(extent)
         self._next_number += 1
+
+    def _have_kept(self, extent: DramExtent, about: bytes, keeper: Keeper) -> None:
+        name = keeper.new_name()
+        try:
+            extent.ledger = Ledger.new(extent.slot_class, extent.slots.capacity, about, name)
+        except OSError:  # no memory for it: this extent goes with this process
+            return
+        extent.memory.name = name
+        keeper.keep(name, extent.memory.descriptor, extent.ledger.descriptor)
+
+    def take_over(self, kept: Iterable[Kept], guard: int) -> list[int]:
+        """Extents of an earlier process; returns the numbers of those that can be used, their frames readable.
+
+        What its clients may still map is not used for other frames before they let go: holders below `guard`.
+        """
+        self._guard = guard
+        numbers = []
+        for one in kept:
+            extent = self._taken_over(one)
+            if extent is None:
+                continue
+            if extent.memory.is_shared(0, guard - 1):
+                extent.closing = True
+                self._guarded.append(extent.number)
+            self._ledger.add(extent)
+            numbers.append(extent.number)
+        return numbers
+
+    def _taken_over(self, kept: Kept) -> DramExtent | None:
+        """None where it cannot be used; it is given back then."""
+        memory, books = found_extent(kept.extent), found_extent(kept.ledger)
+        if memory is not None:
+            memory.name = kept.name
+            if not self._pool.take_over(memory):
+                memory = None
+        if memory is None or books is None:
+            if memory is not None:
+                self._pool.destroy(memory)
+            if books is not None:
+                books.close()
+            return None
+        try:
+            ledger = Ledger.found(books, kept.name, memory.size_bytes)
+        except BlockCorrupt:
+            books.close()
+            self._pool.destroy(memory)
+            return None
+        extent = DramExtent(self._next_number, ledger.slot_class, memory)
+        self._next_number += 1
+        extent.ledger = ledger
+        extent.slots.load(bytes([_RESIDENT if generation else _FREE for generation in ledger.generations]))
+        return extent
+
+    def found_in(self, number: int) -> Iterator[tuple[int, int, bytes]]:
+        """Place, generation by the ledger, and header of every frame of an extent that was taken over."""
+        extent = self._extents[number]
+        assert extent.ledger is not None
+        for slot, generation in enumerate(extent.ledger.generations.tolist()):
+            if generation:
+                view = extent.memory.frame(slot, extent.frame_bytes).view
+                yield place_of(number, slot), generation, bytes(view[:HEADER_BYTES])
+
+    def newest_generation(self) -> int:
+        """The highest that a frame has which was taken over, or 0."""
+        ledgers = [extent.ledger for extent in self._extents.values() if extent.ledger is not None]
+        return max((max(ledger.generations, default=0) for ledger in ledgers), default=0)
+
+    def about(self, number: int) -> bytes:
+        """What was kept of an extent's namespace."""
+        ledger = self._extents[number].ledger
+        return ledger.about if ledger is not None else b""
+
+    def is_guarded(self, place: int) -> bool:
+        """Whether a slot would not be of use to anybody, for clients of an earlier process may still map it."""
+        return bool(self._guarded) and extent_of(place) in self._guarded
+
+    def look_at_guarded(self) -> None:
+        """Extents that clients of an earlier process mapped can be used for other frames once they let go."""
+        for number in list(self._guarded):
+            extent = self._extents.get(number)
+            if extent is None or not extent.memory.is_shared(0, self._guard - 1):
+                self._guarded.remove(number)
+                if extent is not None:
+                    self._ledger.stop_closing(number)
 
     def start_vacating(self, number: int, count: int) -> list[int]:
         """Take an extent's free slots out of use and reserve `count` places elsewhere in its class."""
@@ -152,7 +254,10 @@ class DramTier:
 
     def retire(self, number: int) -> None:
         """Give back an extent that holds nothing readable; its memory goes with the last mapping."""
-        self._pool.destroy(self._ledger.remove(number).memory)
+        extent = self._ledger.remove(number)
+        self._pool.destroy(extent.memory)
+        if extent.ledger is not None:
+            extent.ledger.close()
         self.retired += 1
 
     def share(self, number: int, holder: int, *, writable: bool) -> int:
@@ -239,7 +344,25 @@ class DramTier:
         parts = (usage.free, usage.reserved, usage.used, usage.deleting, usage.quarantined, usage.zombie)
         assert sum(parts) == usage.capacity and min(parts) >= 0
         assert usage.taken_bytes >= len(self._extents) * self.extent_bytes
-        assert usage.taken_bytes <= usage.budget_bytes
+        assert len(self._extents) * self.extent_bytes <= usage.budget_bytes
+        for extent in self._extents.values():
+            self._check_ledger(extent)
+
+    def _check_ledger(self, extent: DramExtent) -> None:
+        """It names exactly what is readable, by its generation."""
+        if extent.ledger is None:
+            return
+        for slot, generation in enumerate(extent.ledger.generations.tolist()):
+            assert (extent.slots.states[slot] == _RESIDENT) == bool(generation), slot
+
+    def _strike(self, places: Iterable[int]) -> None:
+        """Before anything else happens to them: the next process must not find them."""
+        if self._keeper is None:
+            return
+        for place in places:
+            extent = self._extents[extent_of(place)]
+            if extent.ledger is not None:
+                extent.ledger.strike(slot_of(place))
 
     def _extent(self, place: int) -> DramExtent:
         extent = self._extents.get(extent_of(place))

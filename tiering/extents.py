@@ -20,6 +20,7 @@ import os
 import struct
 import threading
 import weakref
+from typing import Protocol
 
 from tiering.errors import TierFull, TierUnavailable
 from tiering.files import open_again
@@ -43,15 +44,27 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Extent:
-    """`size_bytes` of zeroed shared memory. `view` is all of it; `address` is where it starts in this process."""
+    """`size_bytes` of shared memory, zeroed if new. `view` is all of it; `address` is where it starts in this process.
 
-    def __init__(self, size_bytes: int) -> None:
+    name: under which a keeper holds it for the next process (`tiering.keeping`), or nothing.
+    """
+
+    def __init__(self, size_bytes: int, descriptor: int | None = None) -> None:
+        """descriptor: of memory that an earlier process made, and others may have mapped; it is taken over."""
         self.size_bytes = size_bytes
-        self._was_shared = False
-        self.descriptor = os.memfd_create("kv-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.name = b""
+        self._was_shared = descriptor is not None
+        is_new = descriptor is None
+        if descriptor is None:
+            descriptor = os.memfd_create("kv-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor = descriptor
         self._give_back = weakref.finalize(self, os.close, self.descriptor)  # also where nobody closes it
         self._give_back.atexit = False
         try:
+            if not is_new:
+                self.address, self.view = _mapped(self.descriptor, size_bytes)
+                _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)
+                return
             os.fchmod(self.descriptor, 0o600)  # else whoever is given it, as any user, can reopen it for writing
             os.ftruncate(self.descriptor, size_bytes)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -131,6 +144,14 @@ class MappedExtent:
         return FrameSpan(self.address + start, self.view[start : start + frame_bytes])
 
 
+class Forgetful(Protocol):
+    """A keeper, as far as a pool knows it."""
+
+    def forget(self, name: bytes) -> None:
+        """What was kept under that name is not needed any more."""
+        ...
+
+
 class ExtentPool:
     """Extents of one size, never more than the budget allows. Thread-safe; creation runs outside the lock.
 
@@ -139,10 +160,12 @@ class ExtentPool:
     another process has it mapped counts as taken until that process lets go.
     """
 
-    def __init__(self, budget_bytes: int, extent_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, extent_bytes: int, keeper: Forgetful | None = None) -> None:
+        """keeper: told when an extent that it keeps is given back for good."""
         assert extent_bytes % _PAGE_BYTES == 0 and 0 < extent_bytes <= budget_bytes
         self.budget_bytes = budget_bytes
         self.extent_bytes = extent_bytes
+        self._keeper = keeper
         self._lock = threading.Lock()
         self._prepared = threading.Condition(self._lock)
         self._taken_bytes = 0
@@ -179,8 +202,8 @@ class ExtentPool:
         """What nobody maps any more. Under the lock."""
         for extent in [one for one in self._lingering if not one.is_shared()] if self._lingering else ():
             self._lingering.remove(extent)
-            extent.close()
-            self._taken_bytes -= self.extent_bytes
+            self._close(extent)
+            self._taken_bytes -= extent.size_bytes
 
     def prepare(self) -> None:
         """From now on have the next extent ready before it is asked for, as far as budget and memory allow."""
@@ -201,15 +224,25 @@ class ExtentPool:
             self._prepare()
         return spare if spare is not None else self._make()
 
+    def take_over(self, extent: Extent) -> bool:
+        """Memory of an earlier process: whether it is of this pool's size and within the budget. If not, it is given
+        back, and counts until nobody maps it."""
+        with self._lock:
+            self._taken_bytes += extent.size_bytes
+            if extent.size_bytes == self.extent_bytes and self._taken_bytes <= self.budget_bytes:
+                return True
+        self.destroy(extent)
+        return False
+
     def destroy(self, extent: Extent) -> None:
         """Take an extent back; its bytes are free for another, at once or when no other process maps it."""
         with self._lock:
             if extent.is_shared() and not self._closed:
                 self._lingering.append(extent)
                 return
-        extent.close()
+        self._close(extent)
         with self._lock:
-            self._taken_bytes -= self.extent_bytes
+            self._taken_bytes -= extent.size_bytes
 
     def close(self) -> None:
         """Refuse further extents. One that is being made ahead is given back when it is there: nobody waits for it."""
@@ -217,9 +250,14 @@ class ExtentPool:
             self._closed = True
             spare, self._spare = self._spare, None
             unused, self._lingering = self._lingering, []
-            self._taken_bytes -= self.extent_bytes * len(unused)
+            self._taken_bytes -= sum(extent.size_bytes for extent in unused)
         for extent in [*unused, *([spare] if spare is not None else [])]:
-            extent.close()
+            self._close(extent)
+
+    def _close(self, extent: Extent) -> None:
+        extent.close()
+        if extent.name and self._keeper is not None:
+            self._keeper.forget(extent.name)
 
     def _await_prepared(self) -> None:
         """If one is being made, it is ready before one that is begun now; but for one caller only. Under the lock."""
@@ -272,6 +310,22 @@ class ExtentPool:
             threading.Thread(target=run, name="kv-extent", daemon=True).start()
         except RuntimeError:  # no more threads
             self._preparing = False
+
+
+def found_extent(descriptor: int) -> Extent | None:
+    """Shared memory of an earlier process, mapped for writing; None, and closed, where it is no such memory."""
+    size_bytes = os.fstat(descriptor).st_size
+    try:
+        is_ours = size_bytes > 0 and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # no shared memory at all
+        is_ours = False
+    if not is_ours:
+        os.close(descriptor)
+        return None
+    try:
+        return Extent(size_bytes, descriptor)
+    except OSError:  # it cannot be mapped, and was closed
+        return None
 
 
 def _lock_of(kind: int, first: int, last: int) -> bytes:

@@ -47,6 +47,8 @@ _STAMP = struct.Struct("<8sHH8sI16s32s16sHHIIQ")
 _IDENTITY = struct.Struct("<32s32sIiQQ")
 _FIXED_BYTES = _STAMP.size + _IDENTITY.size
 _PREFIX_KEY_AT = _STAMP.size
+_GENERATION = struct.Struct("<Q")
+_GENERATION_AT = _STAMP.size + struct.calcsize("<32s32sIi")
 MAX_SLICES = (HEADER_BYTES - _FIXED_BYTES - MAC_BYTES) // DIGEST_BYTES
 """Most layer slices in one frame; a part with more layers is cut into several parts."""
 
@@ -198,6 +200,12 @@ def parse_header(raw: bytes) -> FrameHeader:
 def names_block(raw: bytes, stamp: bytes, prefix_key: bytes) -> bool:
     """Whether a header is one of this slot class (its packed stamp) for this block."""
     return raw.startswith(stamp) and raw[_PREFIX_KEY_AT : _PREFIX_KEY_AT + KEY_BYTES] == prefix_key
+
+
+def generation_in(header: memoryview) -> int:
+    """The generation that a header names, whose bytes are already trusted."""
+    generation: int = _GENERATION.unpack_from(header, _GENERATION_AT)[0]
+    return generation
 
 
 def split_digests(raw: bytes, slices: int) -> tuple[bytes, ...]:

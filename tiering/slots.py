@@ -202,7 +202,7 @@ class SlotLedger(Generic[P]):
         assert sum(len(owner.pieces) for owner in self._classes.values()) == len(self.pieces)
 
     def _use(self, piece: P) -> None:
-        if piece.slots.free:
+        if piece.slots.free and not piece.closing:
             owner = self._class_of[piece.number]
             owner.with_free[piece.number] = piece
             owner.free += piece.slots.free

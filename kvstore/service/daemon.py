@@ -47,6 +47,7 @@ class Daemon:
         self._store = store
         self._settings = settings
         self._stopping = threading.Event()
+        self.begins_again = False
         sessions = Sessions(store.core, first_number, new_token)
         handlers = Handlers(store.core, sessions, new_token(RUN_BYTES))
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits)
@@ -81,15 +82,18 @@ class Daemon:
         """Whether the door is served."""
         return self.door.is_served
 
-    def stop(self) -> None:
-        """Ask for the end; may be called by a signal's handler."""
+    def stop(self, *, begin_again: bool = False) -> None:
+        """Ask for the end; may be called by a signal's handler. begin_again: for another process that goes on."""
+        self.begins_again = begin_again and not self._stopping.is_set()
         self._stopping.set()
 
-    def wait(self) -> None:
-        """Until somebody asks for the end; then drain."""
+    def wait(self, drained: Callable[[], None]) -> None:
+        """Until somebody asks for the end; then drain. drained: called when no client is served any more, and memory is
+        as the next process is to find it."""
         self._stopping.wait()
         _log.info("draining")
         self.door.close(self._settings.limits.close_seconds)
+        drained()
         self._store.close()
         _log.info("stopped")
 

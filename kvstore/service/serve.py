@@ -11,6 +11,7 @@ from typing import NoReturn, Protocol
 
 from kvstore.node import EmbeddedStore, open_embedded
 from kvstore.service.daemon import Daemon, budgets
+from kvstore.service.kept import KeeperWire
 from kvstore.service.local_door import Clock
 from kvstore.service.logs import log_to_stderr
 from kvstore.service.settings import Settings, host_and_port
@@ -38,6 +39,7 @@ class Health(Protocol):
 class Outside:
     """What a sidecar is handed. run: below `node.RUNS`, of this run. first_number: of a connection, above those of
     every earlier run. new_token: random bytes, that many. health: makes the pages, from host, port and the daemon.
+    keeper: who holds the memory for the next process, if anybody does.
     """
 
     clock: Clock
@@ -46,10 +48,13 @@ class Outside:
     new_token: Callable[[int], bytes]
     indexes: Callable[[Path], IndexMaker]
     health: Callable[[str, int, Daemon], Health]
+    keeper: KeeperWire | None = None
 
 
-def serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> None:
-    """Until SIGTERM or SIGINT. started: told the sockets and health's port once connections are taken.
+def serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> bool:
+    """Until SIGTERM or SIGINT, or SIGHUP where a keeper starts the next process: whether it is to.
+
+    started: told the sockets and health's port once connections are taken.
 
     Raises `BadInput`, `DirectoryInUse` and `KeysUnusable`.
     """
@@ -57,16 +62,22 @@ def serve(settings: Settings, outside: Outside, started: Callable[[list[str], in
     sys.setswitchinterval(SWITCH_SECONDS)
     with _open(settings, outside) as store:
         daemon = Daemon(store, settings, outside.clock, outside.first_number, outside.new_token)
+        keeper = outside.keeper
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: daemon.stop())
+        signal.signal(signal.SIGHUP, lambda *_: daemon.stop(begin_again=keeper is not None))
         health = None
         try:
             if settings.http.listen is not None:
                 health = outside.health(*host_and_port(settings.http.listen), daemon)
                 health.start()
             daemon.start()
+            if keeper is not None:
+                keeper.start(daemon.stop)
+                keeper.ready()
             started(daemon.sockets, health.port if health is not None else None)
-            daemon.wait()
+            daemon.wait(lambda: keeper.freeze() if keeper is not None and daemon.begins_again else None)
+            return daemon.begins_again
         finally:
             daemon.door.close(settings.limits.close_seconds)
             if health is not None:
@@ -86,6 +97,9 @@ def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
         scrub=settings.store.scrub,
         indexes=outside.indexes if nvme is not None else None,
         run=outside.run,
+        keeper=outside.keeper,
+        kept=outside.keeper.receive() if outside.keeper is not None else (),
+        guard=outside.first_number,
     )
 
 

@@ -1,6 +1,6 @@
 """What an operator may set: one TOML file, and the flags of `kvstore serve` above it (floor 2).
 
-    [store]    data dram nvme extent slab scrub          [limits]  see `kvstore.config.Limits`
+    [store]    data dram nvme extent slab scrub keeper   [limits]  see `kvstore.config.Limits`
     [door]     socket mode users, and see `DoorLimits`   [tenants.NAME]  socket users
     [http]     listen                                    [log]     level format
 
@@ -34,7 +34,8 @@ _MAX_SOCKET_BYTES = 107
 class StoreSettings:
     """data: the directory of keys and slabs. dram, nvme: budgets; "auto" is half of the memory that this process may
     have, and four fifths of what the disk has free. nvme: "off" for none. extent, slab: sizes of the pieces; chosen
-    from the budgets if not given. scrub: how fast what is on disk is verified again.
+    from the budgets if not given. scrub: how fast what is on disk is verified again. keeper: whether a parent process
+    holds the memory, and starts the sidecar again after a crash.
     """
 
     data: str = "./kv"
@@ -43,6 +44,7 @@ class StoreSettings:
     extent: str | None = None
     slab: str | None = None
     scrub: str = "8MiB/s"
+    keeper: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +210,10 @@ def _check_type(value: Any, wanted: str, name: str) -> None:
         "int": ((int,), "a whole number"),
         "float": ((int, float), "a number"),
         "list[int]": ((list,), "a list of whole numbers"),
+        "bool": ((bool,), "true or false"),
     }
     allowed, described = kinds[wanted.removesuffix(" | None")]
-    is_right = isinstance(value, allowed) and not isinstance(value, bool)
+    is_right = isinstance(value, allowed) and isinstance(value, bool) == (bool in allowed)
     if isinstance(value, list):
         is_right = is_right and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
     if not is_right:

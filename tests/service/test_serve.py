@@ -55,6 +55,13 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]]]:
     return process.returncode, [json.loads(line) for line in errors.splitlines()]
 
 
+def crash(process: subprocess.Popen[str], said: dict[str, Any]) -> None:
+    """The sidecar and its keeper are killed, and neither gets to do anything about it."""
+    process.send_signal(signal.SIGSTOP)  # else it starts another one
+    os.kill(said["pid"], signal.SIGKILL)
+    process.kill()
+
+
 CLIENT = """
 import sys
 import kvstore
@@ -84,7 +91,9 @@ def client(socket: str, what: str) -> str:
 def test_two_processes_share_blocks_and_a_third_finds_them_after_a_restart(tmp_path: Path) -> None:
     flags = ["--nvme", "64MiB"]
     with serving(tmp_path, *flags) as (process, said):
-        assert said["pid"] == process.pid and said["serving"] == [str(tmp_path / "kv" / "kvstore.sock")]
+        assert said["keeper_pid"] == process.pid != said["pid"] and said["serving"] == [
+            str(tmp_path / "kv" / "kvstore.sock")
+        ]
         (socket,) = said["serving"]
         assert client(socket, "put") == "10"
         assert client(socket, "get") == "640 True"
@@ -105,6 +114,8 @@ def test_a_client_outlives_its_sidecar(tmp_path: Path, end: signal.Signals) -> N
         handle = store.namespace(model=MODEL, layout=layout)
         assert handle.put(ids(640), pages, durability="disk").stored == 10
         lease = handle.lease(handle.match(ids(640)))
+        if end == signal.SIGKILL:
+            crash(process, said)
         process.send_signal(end)
         process.communicate(timeout=20)
     match = handle.match(ids(640))
@@ -213,14 +224,15 @@ def test_wrong_settings_are_one_clear_line(
 
 
 def test_a_socket_that_is_in_use_is_not_taken_over_and_one_that_was_left_is(tmp_path: Path) -> None:
-    with serving(tmp_path, "--nvme", "off") as (_, said):
+    with serving(tmp_path, "--nvme", "off") as (process, said):
         command = [*SERVE, "--data", str(tmp_path / "kv2"), "--nvme", "off", "--dram", "16MiB"]
         done = subprocess.run(
             [*command, "--socket", said["serving"][0]], capture_output=True, text=True, env={**os.environ, **PATHS}
         )
         assert done.returncode == 2 and "Address already in use" in done.stderr
         assert kvstore.open(f"unix:{said['serving'][0]}").namespace(model=MODEL, layout=small_layout())
-    assert Path(said["serving"][0]).exists(), "it was killed"
+        crash(process, said)
+    assert Path(said["serving"][0]).exists()
     with serving(tmp_path, "--nvme", "off") as (_, said):
         assert kvstore.open(f"unix:{said['serving'][0]}").namespace(model=MODEL, layout=small_layout())
 

@@ -1,0 +1,233 @@
+"""The keeper: a small process that holds the sidecar's memory, and starts the sidecar again when it ends (floor 2).
+
+    keeper  ->  sidecar     what was kept: name, descriptors; then "that is all"
+    sidecar ->  keeper      keep (name, descriptors of an extent and its ledger), forget (name), ready
+
+It knows nothing of what it holds. It is run as a program of its own, from this very file, and imports the standard
+library alone, so that it stays small and has nothing to crash on. SIGTERM and SIGINT end both, SIGHUP has the sidecar
+end in order and begin again, as an upgrade wants it, SIGKILL to it ends the sidecar too.
+
+A sidecar that ends with a status of its own, before any was ever ready, cannot be started: the keeper ends with that
+status. One that was killed, or crashed, is started again; what it crashes of might be what it finds in memory, so that
+after `FAILURES_WITH_MEMORY` starts in a row that were never ready it begins with none.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+
+NAME_BYTES = 16
+KEEP, FORGET, READY, ALL = b"k", b"f", b"r", b"a"
+DESCRIPTORS = 2
+AGAIN = 75
+"""The sidecar's status that asks for another start (EX_TEMPFAIL of sysexits.h)."""
+CANNOT_START = 2
+"""The sidecar's status where what it was given cannot be used: not what it found in memory."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 5.0
+FAILURES_WITH_MEMORY = 3
+MOST_FAILURES = 20
+"""Starts in a row that never became ready."""
+END_SECONDS = 10.0
+"""For which it waits beyond what the sidecar says that it needs to end in order."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+class Keeper:
+    """Holds descriptors, and one child at a time."""
+
+    def __init__(self, command: list[str], end_seconds: float, text: bool) -> None:
+        """command: of the sidecar, to which `--kept-at FD` is added. end_seconds: for an orderly end of it."""
+        self._command = command
+        self._end_seconds = end_seconds
+        self._text = text
+        self._kept: dict[bytes, list[int]] = {}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._wire: socket.socket | None = None
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        self._is_ready = False
+        self._was_ready = False
+        self._failures = 0
+        self._ending = False
+        self._kill_at: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._signals, self._signalled = socket.socketpair()
+        self._signals.setblocking(False)
+        self._signalled.setblocking(False)
+        self._selector.register(self._signals, selectors.EVENT_READ)
+
+    def run(self) -> int:
+        """Until the sidecar has ended for good; its status."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            self._start()
+            status = self._attend()
+            self._drain()
+            if self._ending or status == 0:
+                return status if status >= 0 else 128 - status
+            if status == AGAIN:
+                self._failures, pause = 0, FIRST_PAUSE_SECONDS
+                continue
+            if status > 0 and not self._was_ready:
+                return status
+            self._failures = 0 if self._is_ready else self._failures + 1
+            if self._is_ready:
+                pause = FIRST_PAUSE_SECONDS
+            if self._failures >= MOST_FAILURES:
+                self._say("error", "the sidecar cannot be started any more", status=status)
+                return status if status > 0 else 128 - status
+            if self._failures >= FAILURES_WITH_MEMORY and self._kept and status != CANNOT_START:
+                self._say("error", "the sidecar begins with empty memory", extents=len(self._kept))
+                for name in list(self._kept):
+                    self._forget(name)
+            self._say("error", "the sidecar ended and is started again", status=status, extents=len(self._kept))
+            if self._is_told_to_end(pause):
+                return 128 - status if status < 0 else status
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    # The child -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._is_ready, self._kill_at = False, None
+        self._child = subprocess.Popen([*self._command, "--kept-at", str(its.fileno())], pass_fds=[its.fileno()])
+        its.close()
+        mine.setblocking(False)
+        self._wire = mine
+        self._unsent = deque((KEEP + name, descriptors) for name, descriptors in self._kept.items())
+        self._unsent.append((ALL, []))
+        self._selector.register(mine, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _attend(self) -> int:
+        """Until the child has ended; its status, negative for a signal."""
+        assert self._child is not None and self._wire is not None
+        while True:
+            for key, events in self._selector.select(1.0):
+                if key.fileobj is self._signals:
+                    self._take_signals()
+                    continue
+                if events & selectors.EVENT_WRITE:
+                    self._send()
+                if events & selectors.EVENT_READ and not self._receive():
+                    self._selector.unregister(self._wire)  # it hung up: it is about to end
+            status = self._child.poll()
+            if status is not None:
+                return status
+            if self._kill_at is not None and time.monotonic() > self._kill_at:
+                self._say("error", "the sidecar did not end in time and is killed")
+                self._child.kill()
+                self._kill_at = None
+
+    def _take_signals(self) -> None:
+        assert self._child is not None
+        for number in self._signals.recv(4096):
+            if number in (signal.SIGTERM, signal.SIGINT):
+                self._ending = True
+                self._kill_at = time.monotonic() + self._end_seconds + END_SECONDS
+                self._child.send_signal(signal.SIGTERM)
+            elif number == signal.SIGHUP:
+                self._kill_at = time.monotonic() + self._end_seconds + END_SECONDS
+                self._child.send_signal(signal.SIGHUP)
+
+    def _is_told_to_end(self, seconds: float) -> bool:
+        """Wait, unless it is to end meanwhile. There is no child."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for _ in self._selector.select(max(0.0, end - time.monotonic())):
+                if {signal.SIGTERM, signal.SIGINT} & set(self._signals.recv(4096)):
+                    return True
+        return False
+
+    # What it holds -------------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        assert self._wire is not None
+        try:
+            while self._unsent:
+                message, descriptors = self._unsent[0]
+                socket.send_fds(self._wire, [message], descriptors)
+                self._unsent.popleft()
+            self._selector.modify(self._wire, selectors.EVENT_READ)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # so many descriptors are on their way that it has to read some
+                time.sleep(0.001)
+            else:
+                self._unsent.clear()  # it is gone
+
+    def _receive(self) -> bool:
+        """One message; False where there will be no more."""
+        assert self._wire is not None
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._wire, 64, DESCRIPTORS)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        kind, name = message[:1], message[1:]
+        if kind == KEEP and len(descriptors) == DESCRIPTORS:
+            self._forget(name)
+            self._kept[name] = descriptors
+            return True
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if kind == FORGET:
+            self._forget(name)
+        elif kind == READY:
+            self._is_ready = self._was_ready = True
+            self._kill_at = None
+        return bool(message)
+
+    def _forget(self, name: bytes) -> None:
+        for descriptor in self._kept.pop(name, ()):
+            os.close(descriptor)
+
+    def _drain(self) -> None:
+        """What the child had said before it ended counts."""
+        assert self._wire is not None
+        while self._has_more():
+            if not self._receive():
+                break
+        if self._wire in (key.fileobj for key in self._selector.get_map().values()):
+            self._selector.unregister(self._wire)
+        self._wire.close()
+
+    def _has_more(self) -> bool:
+        assert self._wire is not None
+        try:
+            return bool(self._wire.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def _say(self, level: str, message: str, **more: object) -> None:
+        now = time.time()
+        if self._text:
+            line = (
+                f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))} {level.upper()} kvstore.keeper: {message}"
+            )
+            line += "".join(f" {name}={value}" for name, value in more.items())
+        else:
+            line = json.dumps(
+                {"time": round(now, 3), "level": level, "logger": "kvstore.keeper", "message": message} | more
+            )
+        print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    _, seconds, style, *command = sys.argv
+    sys.exit(Keeper(command, float(seconds), style == "text").run())

@@ -1,0 +1,121 @@
+"""The sidecar's end of the wire to its keeper: what was kept, and what is to be (floor 2).
+
+Sending is done by a thread of its own, in order, so that nobody who holds a lock waits for the keeper. When the keeper
+is gone the sidecar ends too: whoever starts it next would find the directory in use.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from kvstore.service.keeper import ALL, DESCRIPTORS, FORGET, KEEP, READY
+from tiering.keeping import NAME_BYTES, Kept
+
+RECEIVE_SECONDS = 10.0
+_ENDED: tuple[bytes, list[int]] = (b"", [])
+
+
+class KeeperWire:
+    """`tiering.keeping.Keeper` over a socket. Thread-safe."""
+
+    def __init__(self, descriptor: int, new_token: Callable[[int], bytes]) -> None:
+        """Takes the descriptor over. new_token: random bytes, that many."""
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.settimeout(RECEIVE_SECONDS)
+        os.set_inheritable(descriptor, False)
+        self._new_token = new_token
+        self._lock = threading.Lock()
+        self._frozen = False
+        self._queue: SimpleQueue[tuple[bytes, list[int]]] = SimpleQueue()
+
+    def receive(self) -> list[Kept]:
+        """What an earlier process left, once. Raises `OSError` where the keeper does not say."""
+        kept = []
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(self._socket, 64, DESCRIPTORS)
+            if message[:1] == KEEP and len(descriptors) == DESCRIPTORS:
+                for one in descriptors:
+                    os.set_inheritable(one, False)
+                kept.append(Kept(message[1:], *descriptors))
+                continue
+            for one in descriptors:
+                os.close(one)
+            if not message:
+                raise ConnectionResetError("the keeper is gone")
+            if message[:1] == ALL:
+                return kept
+
+    def start(self, gone: Callable[[], None]) -> None:
+        """From now on send, and watch over the keeper. gone: called when it is."""
+        self._socket.settimeout(None)
+        threading.Thread(target=self._send_all, name="kv-keep", daemon=True).start()
+        threading.Thread(target=self._watch, args=(gone,), name="kv-keeper", daemon=True).start()
+
+    # The contract --------------------------------------------------------------------------------------------------
+
+    def new_name(self) -> bytes:
+        """Random."""
+        return self._new_token(NAME_BYTES)
+
+    def keep(self, name: bytes, extent: int, ledger: int) -> None:
+        """As `Keeper.keep`."""
+        copies: list[int] = []
+        try:
+            for one in (extent, ledger):
+                copies.append(os.dup(one))
+        except OSError:  # no descriptors left: it is not kept
+            for one in copies:
+                os.close(one)
+            return
+        self._put(KEEP + name, copies)
+
+    def forget(self, name: bytes) -> None:
+        """As `Keeper.forget`."""
+        self._put(FORGET + name, [])
+
+    # Beyond it -----------------------------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """The start went well."""
+        self._put(READY, [])
+
+    def freeze(self) -> None:
+        """What is kept by now stays kept, whatever becomes of it in this process: another one begins where it ends."""
+        with self._lock:
+            self._frozen = True
+
+    def close(self) -> None:
+        """Send what there is, and end."""
+        self._queue.put(_ENDED)
+
+    def _put(self, message: bytes, descriptors: list[int]) -> None:
+        with self._lock:
+            if not self._frozen:
+                self._queue.put((message, descriptors))
+                return
+        for one in descriptors:
+            os.close(one)
+
+    def _send_all(self) -> None:
+        while True:
+            message, descriptors = self._queue.get()
+            if not message:
+                return
+            try:
+                socket.send_fds(self._socket, [message], descriptors)
+            except OSError:  # the keeper is gone, and this process is about to end
+                pass
+            for one in descriptors:
+                os.close(one)
+
+    def _watch(self, gone: Callable[[], None]) -> None:
+        try:
+            while self._socket.recv(64):
+                pass
+        except OSError:
+            pass
+        gone()

@@ -1,0 +1,247 @@
+"""Memory of an earlier process, taken over: what was readable is again, and nothing else ever is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvstore.config import DramConfig, Limits
+from kvstore.handle import NamespaceHandle
+from kvstore.identity import KeyRing
+from kvstore.layout import Layout
+from kvstore.miss import MissReason
+from kvstore.node import build_store
+from tiering.extents import MappedExtent
+from tiering.keeping import NAME_BYTES, Kept
+from workbench import Bench, FakeClock, blank_pages, ids, random_pages, same_tokens, small_layout
+
+LAYOUT = small_layout()
+SHARDED = small_layout(layer_shards=2)
+BLOCKS = 6
+GUARD = 1000
+"""Holders below it are clients of an earlier process."""
+
+
+class Holder:
+    """A keeper in this process."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, tuple[int, int]] = {}
+        self._names = 0
+
+    def new_name(self) -> bytes:
+        self._names += 1
+        return self._names.to_bytes(NAME_BYTES, "big")
+
+    def keep(self, name: bytes, extent: int, ledger: int) -> None:
+        assert name not in self.kept
+        self.kept[name] = os.dup(extent), os.dup(ledger)
+
+    def forget(self, name: bytes) -> None:
+        for descriptor in self.kept.pop(name):
+            os.close(descriptor)
+
+    def handed_over(self) -> list[Kept]:
+        """As the next process gets it."""
+        return [Kept(name, *map(os.dup, descriptors)) for name, descriptors in self.kept.items()]
+
+
+@contextmanager
+def holder() -> Iterator[Holder]:
+    one = Holder()
+    try:
+        yield one
+    finally:
+        for name in list(one.kept):
+            one.forget(name)
+
+
+def begun(holder: Holder, run: int, ring: KeyRing | None = None, **options: Any) -> Bench:
+    """A process's store, after whatever holder has; what came before it is not asked any more."""
+    clock, ring = FakeClock(), ring or KeyRing()
+    dram = DramConfig(options.get("dram", 1 << 20), options.get("extent", 64 << 10))
+    store = build_store(
+        dram, Limits(), ring, clock, run=run, keeper=holder, kept=holder.handed_over(), guard=GUARD * run
+    )
+    made = Bench(store, clock, ring)
+    ring.add(made.keys)
+    store.start_loading({made.keys.tenant: made.keys})
+    assert store.warmed(10)
+    return made
+
+
+def stored(handle: NamespaceHandle, number: int, blocks: int = BLOCKS, layout: Layout = LAYOUT) -> int:
+    pages = random_pages(layout, BLOCKS, seed=number)
+    return handle.put(ids(64 * blocks, 10_000 * number), pages).stored
+
+
+def readable(handle: NamespaceHandle, number: int, layout: Layout = LAYOUT) -> int:
+    """Blocks that are there; each byte of them is right."""
+    blank = blank_pages(layout, BLOCKS)
+    with handle.lease(handle.match(ids(64 * BLOCKS, 10_000 * number)), deadline_ms=1000) as lease:
+        loaded = handle.get(lease, blank)
+    assert loaded.tokens == lease.tokens
+    assert same_tokens(random_pages(layout, BLOCKS, seed=number), blank, range(loaded.tokens))
+    return loaded.tokens // 64
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, SHARDED], ids=["one part", "two parts"])
+def test_what_was_readable_is_again(layout: Layout) -> None:
+    with holder() as keeper:
+        first = begun(keeper, 1)
+        handle = first.namespace(layout)
+        for number in range(4):
+            assert stored(handle, number, layout=layout) == BLOCKS
+        for run in (2, 3):
+            after = begun(keeper, run)
+            handle = after.namespace(layout)
+            after.store.check()
+            assert [readable(handle, number, layout) for number in range(4)] == [BLOCKS] * 4
+            assert stored(handle, 10 + run, layout=layout) == BLOCKS
+            after.store.check()
+
+
+def test_what_was_being_filled_is_not(tmp_path: Any) -> None:
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        handle = before.namespace()
+        assert stored(handle, 1) == BLOCKS
+        keys = handle.match(ids(64 * BLOCKS, 20_000)).keys
+        reply = before.store.reserve(handle.number, keys, 0, 0, None)
+        assert before.store.commit(reply.reservation, 0, [[bytes(16)] * 2] * 2) == 2  # two blocks of six are visible
+        after = begun(keeper, 2)
+        handle = after.namespace()
+        assert handle.match(ids(64 * BLOCKS, 20_000)).blocks == 2
+        assert after.store.usage().dram.used == BLOCKS + 2 and after.store.usage().dram.reserved == 0
+        # Their payloads are not what their producer said: nobody gets them.
+        with handle.lease(handle.match(ids(64 * BLOCKS, 20_000)), deadline_ms=1000) as lease:
+            assert lease.blocks == 0 and lease.reason is MissReason.CORRUPT
+        assert readable(handle, 1) == BLOCKS
+        after.store.check()
+
+
+def test_what_was_dropped_or_evicted_stays_away() -> None:
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        dropped, evicted = before.namespace(), before.namespace(model="1" * 40)
+        assert stored(dropped, 1) == stored(evicted, 2) == BLOCKS
+        lease = dropped.lease(dropped.match(ids(64 * BLOCKS, 10_000)))  # its frames are kept from reuse
+        assert before.store.drop(dropped.number) == BLOCKS and before.store.evict(2) == 2
+        after = begun(keeper, 2)
+        dropped, evicted = after.namespace(), after.namespace(model="1" * 40)
+        assert readable(dropped, 1) == 0 and readable(evicted, 2) == BLOCKS - 2
+        after.store.check()
+        lease.release()
+
+
+def test_a_damaged_block_is_found_out_at_its_first_lease() -> None:
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        handle = before.namespace()
+        assert stored(handle, 1) == BLOCKS
+        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
+        payload, header = (before.store.spans([lease.reply.places[0][at]])[0].view for at in (2, 4))
+        payload[4096 + 77] ^= 1
+        header[40] ^= 1
+        after = begun(keeper, 2)
+        handle = after.namespace()
+        assert handle.match(ids(64 * BLOCKS, 10_000)).blocks == 4, "a header that fails its MAC is not taken over"
+        assert readable(handle, 1) == 2 and after.store.usage().counters["quarantined_blocks"] == 1
+        after.store.check()
+
+
+def test_a_slot_that_a_client_of_the_process_before_maps_is_not_used_for_other_blocks() -> None:
+    with holder() as keeper:
+        before = begun(keeper, 1, dram=64 << 10)  # one extent of five frames
+        handle = before.namespace()
+        assert stored(handle, 1, 4) == 4
+        (extent,) = before.store._blocks.dram.all_extents(before.store._blocks.spaces[0].classes[0])
+        mapped = MappedExtent(extent.memory.share(GUARD, writable=True), 64 << 10, writable=True)
+        after = begun(keeper, 2, dram=64 << 10)
+        handle = after.namespace()
+        assert readable(handle, 1) == 4
+        assert handle.put(ids(64, 50_000), random_pages(LAYOUT, 1)).reason is MissReason.PINNED_FULL
+        assert readable(handle, 1) == 4, "nothing was evicted for what it would not have helped"
+        after.store.check()
+        del mapped
+        assert stored(handle, 5, 1) == 1 and readable(handle, 1) == 4
+        assert stored(handle, 6, 2) == 2
+        after.store.check()
+
+
+def test_memory_that_does_not_fit_is_given_back_when_nobody_maps_it() -> None:
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        handle = before.namespace()
+        for number in range(4):
+            assert stored(handle, number) == BLOCKS
+        assert len(keeper.kept) == 5
+        (extent, *_) = before.store._blocks.dram.all_extents(before.store._blocks.spaces[0].classes[0])
+        mapped = MappedExtent(extent.memory.share(GUARD, writable=False), 64 << 10, writable=False)
+        smaller = begun(keeper, 2, dram=128 << 10)  # two of the five extents fit
+        handle = smaller.namespace()
+        assert 0 < sum(readable(handle, number) for number in range(4)) <= 10
+        smaller.store.check()
+        assert len(keeper.kept) == 2
+        other = begun(keeper, 3, extent=128 << 10)
+        assert len(keeper.kept) == 1, "the one that is mapped counts until it is not"
+        assert other.store.usage().dram.taken_bytes == 64 << 10 and other.store.usage().dram.capacity == 0
+        del mapped
+        assert other.store.usage().dram.taken_bytes == 0 and not keeper.kept
+
+
+def test_memory_of_a_tenant_without_keys_is_used_for_others() -> None:
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        assert stored(before.namespace(), 1) == BLOCKS
+        clock, ring = FakeClock(), KeyRing()
+        dram = DramConfig(1 << 20, 64 << 10)
+        store = build_store(dram, Limits(), ring, clock, run=2, keeper=keeper, kept=keeper.handed_over(), guard=2)
+        store.start_loading({})
+        assert store.warmed(10) and store.usage().dram.used == 0
+        store.check()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_life_over_many_processes(seed: int) -> None:
+    """Each process ends at a random moment; the next one has a part of what was readable, right to the byte, and every
+    block of it that fits."""
+    random = Random(seed)
+    with holder() as keeper:
+        ring = KeyRing()
+        visible: dict[int, int] = {}
+        for run in range(1, 7):
+            made = begun(keeper, run, ring, dram=random.choice([512 << 10, 1 << 20]))
+            spaces = [made.namespace(layout) for layout in (LAYOUT, SHARDED)]
+            there = {number: readable(spaces[number % 2], number, (LAYOUT, SHARDED)[number % 2]) for number in range(8)}
+            assert all(there[number] <= visible.get(number, 0) for number in there), f"seed {seed}"
+            made.store.check()
+            for _ in range(random.randrange(20)):
+                number = random.randrange(8)
+                handle, layout = spaces[number % 2], (LAYOUT, SHARDED)[number % 2]
+                act = random.random()
+                if act < 0.6:
+                    stored(handle, number, random.randrange(1, BLOCKS + 1), layout)
+                elif act < 0.8:
+                    made.store.evict(random.randrange(4))
+                elif act < 0.85:
+                    made.store.drop(handle.number)
+                else:
+                    readable(handle, number, layout)
+                made.store.check()
+            visible = {
+                number: spaces[number % 2].match(ids(64 * BLOCKS, 10_000 * number)).blocks for number in range(8)
+            }
+
+
+def test_an_orderly_end_leaves_nothing() -> None:
+    with holder() as keeper:
+        made = begun(keeper, 1)
+        assert stored(made.namespace(), 1) == BLOCKS and keeper.kept
+        made.store.close()
+        assert not keeper.kept

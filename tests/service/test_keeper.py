@@ -1,0 +1,129 @@
+"""The keeper: memory that outlives a sidecar, and a sidecar that comes back, under clients that go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import HitTier, MissReason
+from kvstore.service.client import SidecarStore
+from service.sidecar import patient
+from service.test_serve import ended, serving
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+
+LAYOUT = small_layout()
+BLOCKS = 10
+TOKENS = 64 * BLOCKS
+AWAY = (MissReason.UNREACHABLE, MissReason.WARMING, MissReason.DEADLINE)
+
+
+def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    import json
+
+    assert process.stdout is not None
+    line: dict[str, Any] = json.loads(process.stdout.readline())
+    return line
+
+
+@contextmanager
+def connected(said: dict[str, Any]) -> Iterator[tuple[SidecarStore, NamespaceHandle]]:
+    with patient(kvstore.open(f"unix:{said['serving'][0]}", engine="test 1.0")) as store:
+        yield store, store.namespace(model=MODEL, layout=LAYOUT)
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def stored(handle: NamespaceHandle, number: int) -> Any:
+    return handle.put(ids(TOKENS, 10_000 * number), random_pages(LAYOUT, BLOCKS, seed=number))
+
+
+def got(handle: NamespaceHandle, number: int) -> int:
+    """Tokens that are there and right; a miss counts as none."""
+    prompt, blank = ids(TOKENS, 10_000 * number), blank_pages(LAYOUT, BLOCKS)
+    match = handle.match(prompt)
+    assert match.reason is None or match.blocks < BLOCKS, match
+    with handle.lease(match, deadline_ms=5000) as lease:
+        loaded = handle.get(lease, blank)
+    assert same_tokens(random_pages(LAYOUT, BLOCKS, seed=number), blank, range(loaded.tokens))
+    return loaded.tokens
+
+
+@pytest.mark.parametrize("nvme", ["off", "64MiB"])
+def test_what_memory_held_is_there_after_a_crash(tmp_path: Path, nvme: str) -> None:
+    with serving(tmp_path, "--nvme", nvme) as (process, said), connected(said) as (_, handle):
+        assert all(stored(handle, number).stored == BLOCKS for number in range(5))
+        for lap in range(3):
+            os.kill(said["pid"], signal.SIGKILL)
+            said = next_line(process)
+            for number in range(5 + lap):
+                until(lambda number=number: got(handle, number) == TOKENS)
+                assert handle.match(ids(TOKENS, 10_000 * number)).tiers == ((HitTier.DRAM, BLOCKS),)
+            assert stored(handle, 5 + lap).stored == BLOCKS
+        status, log = ended(process)
+        messages = [line["message"] for line in log]
+        assert status == 0 and messages.count("serving") == 4 and messages[-2:] == ["draining", "stopped"]
+        taken = [line for line in log if "taken over" in line["message"]]
+        assert [line["blocks"] for line in taken] == [BLOCKS * count for count in (5, 6, 7)]
+
+
+def test_an_upgrade_keeps_memory_and_ends_in_order(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "off") as (process, said), connected(said) as (_, handle):
+        assert stored(handle, 1).stored == BLOCKS
+        process.send_signal(signal.SIGHUP)
+        again = next_line(process)
+        assert again["pid"] != said["pid"] and again["keeper_pid"] == said["keeper_pid"]
+        until(lambda: got(handle, 1) == TOKENS)
+        status, log = ended(process)
+        assert status == 0
+        assert [line["message"] for line in log].count("stopped") == 2
+
+
+def test_a_flipped_bit_in_memory_that_was_taken_over_is_a_miss(tmp_path: Path) -> None:
+    """Nobody has read it since the crash: it is verified when it is leased for the first time."""
+    with serving(tmp_path, "--nvme", "off") as (process, said), connected(said) as (_, handle):
+        assert stored(handle, 1).stored == BLOCKS
+        lease = handle.lease(handle.match(ids(TOKENS, 10_000)))
+        handle.get(lease, blank_pages(LAYOUT, BLOCKS))
+        place = lease.reply.places[0][4]
+        with open(f"/proc/{said['pid']}/fd/{extent_descriptor(said['pid'])}", "r+b", buffering=0) as memory:
+            offset = (place & 0xFFFFFF) * 12288 + 4096 + 100
+            memory.seek(offset)
+            byte = memory.read(1)
+            memory.seek(offset)
+            memory.write(bytes([byte[0] ^ 4]))
+        os.kill(said["pid"], signal.SIGKILL)
+        next_line(process)
+        until(lambda: handle.match(ids(TOKENS, 10_000)).reason not in AWAY)
+        with handle.lease(handle.match(ids(TOKENS, 10_000)), deadline_ms=5000) as lease:
+            assert lease.blocks == 4 and lease.reason is MissReason.CORRUPT
+            assert handle.get(lease, blank_pages(LAYOUT, BLOCKS)).tokens == 4 * 64
+        assert stored(handle, 1).stored == 1  # what hangs below it stayed
+        assert got(handle, 1) == TOKENS
+
+
+def extent_descriptor(pid: int) -> int:
+    """The descriptor of the one extent of a sidecar that has frames."""
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        if "kv-extent" in os.readlink(path):
+            with open(path, "rb") as memory:
+                if memory.read(7) == b"KVFRAME":
+                    found[os.stat(path).st_ino] = int(name)
+    assert len(found) == 1, found
+    return next(iter(found.values()))
