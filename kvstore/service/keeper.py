@@ -104,7 +104,14 @@ class Keeper:
     def _start(self) -> None:
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_ready, self._kill_at = False, None
-        self._child = subprocess.Popen([*self._command, "--kept-at", str(its.fileno())], pass_fds=[its.fileno()])
+        command = [*self._command, "--kept-at", str(its.fileno())]
+        while True:
+            try:
+                self._child = subprocess.Popen(command, pass_fds=[its.fileno()])
+                break
+            except BlockingIOError:  # the machine has no process for it now
+                self._say("error", "the sidecar cannot be started now")
+                time.sleep(LONGEST_PAUSE_SECONDS)
         its.close()
         mine.setblocking(False)
         self._wire = mine

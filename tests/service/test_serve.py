@@ -256,4 +256,5 @@ def test_every_setting_is_documented_with_its_default() -> None:
     for key, default in known.items():
         if default not in (None, ""):
             written = default if isinstance(default, str) else str(default).removesuffix(".0")
+            written = written.lower() if isinstance(default, bool) else written
             assert rows[key].strip("`") == written, key
