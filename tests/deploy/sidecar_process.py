@@ -1,0 +1,55 @@
+"""`kvstore serve` as a process, as deploy/ starts it, and what its help says it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
+SERVE = [sys.executable, "-m", "kvstore.cli", "serve"]
+AROUND_SECONDS = 15
+"""For what surrounds draining and writing down, each of which takes up to `limits.close_seconds`."""
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """Of `kvstore serve`, from its help."""
+    wide = {**os.environ, **PATHS, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    done = subprocess.run([*SERVE, "--help"], capture_output=True, text=True, env=wide, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return frozenset(re.findall(r"--[a-z][a-z-]*", done.stdout))
+
+
+def flags_in(arguments: Sequence[str]) -> set[str]:
+    """What is a flag among them."""
+    return {one.split("=")[0] for one in arguments if one.startswith("-")}
+
+
+@contextmanager
+def serving(*flags: str, under: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A sidecar, and what it printed once it took connections. under: a command that starts the command behind it."""
+    process = subprocess.Popen(
+        [*under, *SERVE, "--json", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **PATHS},
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
