@@ -125,6 +125,10 @@ class Door(Protocol):
         """The longest readable prefix. Pins and changes nothing."""
         ...
 
+    def present(self, number: int, keys: Sequence[bytes]) -> int:
+        """How many leading blocks a put need not bring. No look-up, which would be counted."""
+        ...
+
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix; frames of the blocks from `first_block` on."""
         ...

@@ -276,12 +276,12 @@ class NamespaceHandle:
                 f"pages cover the prompt up to token {first_token + pages.tokens}, its full blocks go up to "
                 f"{len(keys) * self.block_tokens}; give more pages or fewer token ids"
             )
-        found = self._door.match(self.number, keys)
-        if found.blocks == len(keys):
+        present = self._door.present(self.number, keys)
+        if present == len(keys):
             return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability)
         # Unusable pages must show before anything is evicted for them.
         coders = [self._codec.bind(pages, self.layout, part) for part in self.layout.parts]
-        present, stop = found.blocks, found.blocks
+        stop = present
         stored: set[int] = set()
         while stop < len(keys):
             stop = min(stop + WINDOW_BLOCKS, len(keys))

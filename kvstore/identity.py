@@ -81,6 +81,10 @@ class KeyRing:
         """Know one more tenant, or one more epoch of a tenant."""
         self._mac[keys.tenant, keys.key_id, keys.epoch] = keys.mac
 
+    def remove(self, keys: TenantKeys) -> None:
+        """Know these no more: what they signed cannot be verified from now on."""
+        self._mac.pop((keys.tenant, keys.key_id, keys.epoch), None)
+
     def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
         """The key, or None where this store does not hold it."""
         return self._mac.get((tenant, key_id, epoch))

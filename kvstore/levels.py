@@ -23,9 +23,9 @@ from kvstore.config import Limits
 from kvstore.loading import pack_about
 from kvstore.miss import REASON_OF_FINDING, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
-from tiering.errors import BlockMissing, TierFull
+from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import HEADER_BYTES, MacKeys, digest, verify_frame
-from tiering.move_queue import Clock, Move, MoveQueue, Priority
+from tiering.move_queue import Clock, Move, MoveCounts, MoveQueue, Priority
 from tiering.tier import Finding
 
 LOADING_LOOK_SECONDS = 0.05
@@ -503,6 +503,34 @@ class Levels:
             if self._blocks.is_above(row) and self._blocks.index.state(row) is RowState.VISIBLE:
                 self.stored([row])
             return True
+
+    # Giving up -----------------------------------------------------------------------------------------------------
+
+    def settle(self, deadline: float) -> bool:
+        """Whether the disk has forgotten, by then and for good, all that was given up."""
+        return self._done(self._lower.tier.settle, deadline)
+
+    def retire_slabs(self, tenant: bytes, deadline: float) -> bool:
+        """Whether every slab of a tenant was given back by then. Nothing readable may be left in them."""
+
+        def retire() -> None:
+            tier = self._lower.tier
+            with self._making_room:
+                for number in tier.slabs_of(tenant):
+                    if number not in tier.empty_slabs():
+                        raise TierUnavailable("a slab is still in use")
+                    tier.retire(number)
+
+        return self._done(retire, deadline)
+
+    def _done(self, work: Callable[[], None], deadline: float) -> bool:
+        """In a thread of the queue, since a disk that hangs must not keep whoever waits."""
+        move = self._queue.submit(("give up", next(self._numbers)), WRITES, Priority.SAVE, work)
+        return move.wait(max(0.0, deadline - self._clock.monotonic_seconds())) and move.finding is None
+
+    def moves(self) -> list[MoveCounts]:
+        """What waits, runs and has ended."""
+        return self._queue.counts()
 
     # Ends ----------------------------------------------------------------------------------------------------------
 

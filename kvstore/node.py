@@ -35,7 +35,7 @@ from kvstore.layout import Layout
 from kvstore.levels import WRITES
 from kvstore.pages import Codec
 from kvstore.prefix_index import PrefixIndex
-from kvstore.store import Clock, Store, StoreUsage
+from kvstore.store import DROP_SECONDS, Clock, Store, StoreUsage
 from tiering.dram import DramTier
 from tiering.errors import TierError
 from tiering.extents import ExtentPool
@@ -97,6 +97,7 @@ class TenantDoor:
         self._store = store
         self._keys = keys
         self.match = store.match
+        self.present = store.present
         self.lease = store.lease
         self.release = store.release
         self.abandon = store.abandon
@@ -171,12 +172,31 @@ class EmbeddedStore:
         """The same store as another tenant, which shares memory with this one and nothing else."""
         return EmbeddedStore(self._store, self._ring, self._keys, self._lock, self._codecs, tenant)
 
-    def drop(self, namespace: NamespaceHandle) -> int:
-        """Evict a namespace of this store and tenant from every tier; returns how many blocks it had."""
+    def tenant_names(self) -> dict[bytes, str]:
+        """The name of every tenant that has keys, by its opaque id."""
+        return self._keys.names()
+
+    def purge(self, tenant: str, seconds: float = DROP_SECONDS) -> tuple[TenantKeys, int]:
+        """Void all blocks of a tenant durably, then retire its key; returns the retired keys and how many blocks were
+        readable. A crash leaves the old key with nothing to be found, or no key. Handles of it are of no use any more.
+
+        Raises `BadInput` for a tenant without keys, and `TierUnavailable` where its blocks are not all void yet: it is
+        served on. Raises `KeysUnusable` where the key file could not be written: nobody knows whether the key would be
+        there after a crash, so the tenant is not served before it is purged again, or the store opened again.
+        """
+        keys = self._keys.known(tenant)
+        blocks = self._store.purge(keys.tenant, seconds)
+        self._keys.retire(tenant)
+        self._ring.remove(keys)
+        return keys, blocks
+
+    def drop(self, namespace: NamespaceHandle, seconds: float = DROP_SECONDS) -> int:
+        """Evict a namespace of this store and tenant from every tier; returns how many blocks it had. Raises
+        `TierUnavailable` where that was not over in time."""
         door = namespace.door if isinstance(namespace, NamespaceHandle) else None
         if not isinstance(door, TenantDoor) or not door.leads_to(self._store, self._keys.tenant(self.tenant)):
             raise BadInput("give a namespace that this store opened for this tenant; drop others where they are from")
-        return self._store.drop(namespace.number)
+        return self._store.drop(namespace.number, seconds)
 
     def evict(self, blocks: int) -> int:
         """Evict that many of the worst blocks; returns how many could go."""
@@ -262,6 +282,28 @@ class KeyFile:
         with self._lock:
             return self._tenants.get(name) or self._new_tenant(name)
 
+    def names(self) -> dict[bytes, str]:
+        """Names by tenants' ids."""
+        with self._lock:
+            return {keys.tenant: name for name, keys in self._tenants.items()}
+
+    def known(self, name: str) -> TenantKeys:
+        """The keys of a tenant that has some. Raises `BadInput`."""
+        with self._lock:
+            keys = self._tenants.get(name)
+            if keys is None:
+                raise BadInput(f"tenant {name!r} has no keys here; there are: {', '.join(sorted(self._tenants))}")
+            return keys
+
+    def retire(self, name: str) -> None:
+        """A tenant's secret is gone when this returns; if it ever comes again it gets a new one. Raises
+        `KeysUnusable`; after a crash it may then be there or not."""
+        with self._lock:
+            left = {one: entry for one, entry in self._secrets.items() if one != name}
+            self._write(left, "a retired key must be gone from there")
+            self._secrets = left
+            self._tenants.pop(name, None)
+
     def _new_tenant(self, name: str) -> TenantKeys:
         if not isinstance(name, str) or not name or len(name) > 64 or not name.isprintable():
             raise BadInput(f"tenant={name!r}; give 1 to 64 printable characters")
@@ -269,17 +311,20 @@ class KeyFile:
             raise BadInput(f"{len(self._tenants)} tenants have keys, which is the limit")
         secret = secrets.token_bytes(SECRET_BYTES)
         tenants = {**self._secrets, name: {"secret": secret.hex(), "epoch": 1}}
-        contents = json.dumps({"version": KEY_FILE_VERSION, "tenants": tenants}, indent=1).encode()
+        self._write(tenants, "a new tenant's keys must be there before they are used")
+        self._secrets = tenants
+        self._tenants[name] = TenantKeys.derive(secret)
+        return self._tenants[name]
+
+    def _write(self, secrets_by_name: Mapping[str, Mapping[str, object]], why: str) -> None:
+        contents = json.dumps({"version": KEY_FILE_VERSION, "tenants": secrets_by_name}, indent=1).encode()
         try:
             write_secret_file(self._path, contents, self._reach)
         except OSError as error:
             raise KeysUnusable(
-                f"{self._path} cannot be written ({error.strerror}), and a new tenant's keys must be there before they "
-                "are used; make room on that disk, or make the directory yours"
+                f"{self._path} cannot be written ({error.strerror}), and {why}; make room on that disk, or make the "
+                "directory yours"
             ) from None
-        self._secrets = tenants
-        self._tenants[name] = TenantKeys.derive(secret)
-        return self._tenants[name]
 
 
 def open_embedded(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from numbers import Integral
@@ -26,12 +26,13 @@ from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
 from kvstore.levels import Levels, Lift
 from kvstore.loading import Loader, LoadProgress, pack_about
 from kvstore.miss import REASON_OF_FINDING, HitTier, MissReason
+from kvstore.occupancy import SpaceUsage, occupancy
 from kvstore.prefix_index import NO_ROW, RowState
 from kvstore.scrubbing import Scrubbing
 from kvstore.takeover import Takeover
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import MAX_SLICES, frame_bytes
-from tiering.move_queue import MoveQueue
+from tiering.move_queue import MoveCounts, MoveQueue
 from tiering.mover import Copy, MoveDone, Mover, Outcome
 from tiering.residency import Evict, Grow, Vacate
 from tiering.scrub import ScrubLimits, ScrubUsage
@@ -41,6 +42,10 @@ from tiering.tier import FrameSpan, SlotClass, Usage, extent_of
 SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
 DROP_LOOKS_SECONDS = 0.1
 """How often a drop looks again whether moves of its namespace are over."""
+DROP_SECONDS = 30.0
+"""How long a drop or a purge takes before it says that it was not over in time."""
+
+_ASK_AGAIN = "ask again, or give it more time"
 
 
 class Clock(Protocol):
@@ -165,6 +170,7 @@ class Store:
                 )
         if taken_over:
             self._takeover = Takeover(blocks, taken_over, mover.keys, self._lock, self._levels)
+        self._leaving: set[bytes] = set()  # tenants that are purged, or were
         self._closed = False
         self._closer: threading.Thread | None = None
 
@@ -174,6 +180,8 @@ class Store:
         """Make a namespace known to a tenant; the same one again gives the same number."""
         with self._lock:
             self._check_open()
+            if keys.tenant in self._leaving:
+                raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
             space = self._find_space(keys.tenant, namespace)
             if space is None:
                 self._check_fits(namespace, payload_bytes)
@@ -186,30 +194,49 @@ class Store:
                 durable=self._levels is not None,
             )
 
-    def drop(self, number: int) -> int:
+    def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
         """Forget every block of a namespace, for good; returns how many were readable. Readers finish what they hold.
 
-        Waits until what is on disk was taken in. Raises `TierUnavailable` where the disk does not forget.
+        Waits until what is on disk was taken in. Raises `TierUnavailable` where it was not over in that time, or where
+        the disk does not forget; the line says how far it came, and it may be asked for again.
         """
+        deadline = self._clock.monotonic_seconds() + seconds
         with self._lock:
             self._check_open()
             self._blocks.dropping.add(number)
         try:
-            return self._drop(number)
+            return self._drop(number, deadline)
         finally:
             with self._lock:
-                self._blocks.dropping.discard(number)
+                if self._blocks.spaces[number].tenant not in self._leaving:
+                    self._blocks.dropping.discard(number)
 
-    def _drop(self, number: int) -> int:
+    def purge(self, tenant: bytes, seconds: float = DROP_SECONDS) -> int:
+        """Void every block of a tenant durably, give back its slabs, and serve it no more under these keys; returns
+        how many blocks were readable. Raises `TierUnavailable` as `drop` does; the tenant is served on then."""
+        deadline = self._clock.monotonic_seconds() + seconds
         with self._lock:
-            while self._jobs or self._is_moving(number) or self._is_warming:
-                self._moves_done.wait(DROP_LOOKS_SECONDS)
-                self._check_open()
-            if self._loader is not None and self._loader.failed:
-                raise TierUnavailable(
-                    "some of what is on disk could not be taken in at the start, and would be back; mend the disk, "
-                    "open the store again, and drop the namespace then"
-                )
+            self._check_open()
+            self._leaving.add(tenant)
+        try:
+            with self._lock:
+                self._await_taken_in(lambda: False, deadline)
+                numbers = [space.number for space in self._blocks.spaces if space.tenant == tenant]
+                self._blocks.dropping.update(numbers)
+            readable = sum([self._drop(number, deadline) for number in numbers])
+            if self._levels is not None and not self._levels.retire_slabs(tenant, deadline):
+                raise TierUnavailable(f"the tenant's slabs were not given back; {_ASK_AGAIN}")
+            return readable
+        except BaseException:
+            with self._lock:
+                self._leaving.discard(tenant)
+                mine = [space.number for space in self._blocks.spaces if space.tenant == tenant]
+                self._blocks.dropping.difference_update(mine)
+            raise
+
+    def _drop(self, number: int, deadline: float) -> int:
+        with self._lock:
+            self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
             self._run_out()
             for record in list(self._leases.lapse_all(number)):
                 self._lapse(record)
@@ -224,9 +251,24 @@ class Store:
             if self._loader is not None and self.direct is not None:
                 self._loader.forget(number)
                 self.direct.forget(number)
-        if self._blocks.lower is not None:
-            self._blocks.lower.tier.settle()
+        if self._levels is not None and not self._levels.settle(deadline):
+            raise TierUnavailable(f"the blocks are gone from memory, but not durably from the disk; {_ASK_AGAIN}")
         return readable
+
+    def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
+        """Until what is on disk was taken in and nothing moves any more. Under the lock. Raises `TierUnavailable`."""
+        while (is_warming := self._loader is not None and self._loader.warming) or is_busy():
+            left = deadline - self._clock.monotonic_seconds()
+            if left <= 0:
+                what = "what is on disk is still being taken in" if is_warming else "blocks are still on the move"
+                raise TierUnavailable(f"{what}, and nothing was dropped; {_ASK_AGAIN}")
+            self._moves_done.wait(min(DROP_LOOKS_SECONDS, left))
+            self._check_open()
+        if self._loader is not None and self._loader.failed:
+            raise TierUnavailable(
+                "some of what is on disk could not be taken in at the start, and would be back; mend the disk, "
+                "open the store again, and drop the namespace then"
+            )
 
     # Get -----------------------------------------------------------------------------------------------------------
 
@@ -243,6 +285,11 @@ class Store:
                 blocks, tiers = len(rows), self._tiers(rows)
             reason, detail = self._why(number, keys, blocks)
             return MatchReply(blocks, tiers, reason, detail)
+
+    def present(self, number: int, keys: Sequence[bytes]) -> int:
+        """How many leading blocks are readable."""
+        with self._lock:
+            return self._blocks.index.matched(number, keys) if not self._closed else 0
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix, brought up to DRAM as far as that can be done before the deadline."""
@@ -532,6 +579,15 @@ class Store:
                 counters=dict(self._blocks.counters) | (scrub.counters if scrub is not None else {}),
                 scrub=scrub,
             )
+
+    def namespaces(self) -> list[SpaceUsage]:
+        """Every namespace and what it takes up. What is on disk is among them once it was taken in."""
+        with self._lock:
+            return occupancy(self._blocks) if not self._closed else []
+
+    def moves(self) -> list[MoveCounts]:
+        """Moves between the tiers."""
+        return self._levels.moves() if self._levels is not None else []
 
     def close(self) -> None:
         """Write down what DRAM alone holds, as far as there is time; then let nothing in any more and give the memory

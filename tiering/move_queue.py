@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -83,6 +83,19 @@ class QueueLimits:
             raise ValueError(f"{self}; waiting_moves, attempts and breaker_faults are at least 1")
         if not min(self.breaker_seconds, self.stall_seconds) >= 0:
             raise ValueError(f"{self}; breaker_seconds and stall_seconds are at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCounts:
+    """Moves of one tier and priority: waiting and running now, and how they ended since the start. A refused one has
+    ended in `failed`."""
+
+    tier: str
+    priority: Priority
+    waiting: int
+    running: int
+    done: int
+    failed: int
 
 
 class Move:
@@ -206,6 +219,8 @@ class MoveQueue:
         self._passes = dict.fromkeys(Priority, 0)
         self._breakers: dict[str, _Breaker] = {}
         self._bugs: deque[str] = deque(maxlen=BUGS_KEPT)
+        self._done: Counter[tuple[str, Priority]] = Counter()
+        self._failed_moves: Counter[tuple[str, Priority]] = Counter()
         self._closed = False
 
     def submit(
@@ -232,6 +247,7 @@ class MoveQueue:
             task = _Task(key, tier, priority, work, deadline)
             refusal = self._refusal(task)
             if refusal is not None:
+                self._failed_moves[tier, priority] += 1
                 task.end(refusal)
                 return Move(self, task)
             breaker = self._breakers.setdefault(tier, _Breaker())
@@ -259,6 +275,15 @@ class MoveQueue:
         """Moves of each priority that have not begun."""
         with self._lock:
             return {priority: len(queue) for priority, queue in self._queues.items()}
+
+    def counts(self) -> list[MoveCounts]:
+        """What waits, runs and has ended, for every tier and priority that ever had a move."""
+        with self._lock:
+            waiting = Counter((task.tier, task.priority) for task in self._tasks.values() if not task.begun)
+            running = Counter((task.tier, task.priority) for task in self._running)
+            kinds = sorted({*waiting, *running, *self._done, *self._failed_moves})
+            columns = (waiting, running, self._done, self._failed_moves)
+            return [MoveCounts(*kind, *(column[kind] for column in columns)) for kind in kinds]
 
     def bugs(self) -> list[str]:
         """The last `BUGS_KEPT` stack traces of what moves and callbacks raised that is no `TierError`.
@@ -455,6 +480,7 @@ class MoveQueue:
         """Take a move out of the books, under the lock; returns the calls to make outside of it."""
         assert self._tasks[task.key] is task
         del self._tasks[task.key]
+        (self._done if finding is None else self._failed_moves)[task.tier, task.priority] += 1
         if not task.begun:
             del self._queues[task.priority][task.key]
         breaker = self._breakers[task.tier]

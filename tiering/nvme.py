@@ -436,6 +436,16 @@ class NvmeTier:
         """Free slots of a class."""
         return self._ledger.free_slots(slot_class)
 
+    def frames_of(self, slot_class: SlotClass) -> int:
+        """Readable frames of a class."""
+        with self._lock:
+            return sum(slab.slots.live for slab in self._ledger.all_pieces(slot_class))
+
+    def slabs_of(self, tenant: bytes) -> list[int]:
+        """Every slab in use of a tenant's frames, lowest first."""
+        with self._lock:
+            return sorted(number for number, slab in self._ledger.pieces.items() if slab.slot_class.tenant == tenant)
+
     def slab_numbers(self) -> list[int]:
         """Every slab in use, lowest first."""
         with self._lock:

@@ -40,7 +40,8 @@ _OTHER_KIND = "an answer of another kind"
 @dataclass(frozen=True, slots=True)
 class CallLimits:
     """How long a call may take, in seconds. connect: until the sidecar says welcome. match: for a look-up. lease:
-    beyond the deadline of the lease itself. fill: for room, which may have to be made, and for commits. open: how long
+    beyond the deadline of the lease itself. fill: for room, which may have to be made, and for commits. drop: for a
+    namespace to be forgotten. open: how long
     a new namespace waits for a sidecar that is not there yet. first_pause, longest_pause: before it is called again.
     ping: how often it is asked, by a thread, what memory is to be let go of.
     """
@@ -49,6 +50,7 @@ class CallLimits:
     match: float = 0.05
     lease: float = 0.05
     fill: float = 5.0
+    drop: float = m.DROP_SECONDS
     open: float = 10.0
     first_pause: float = 0.02
     longest_pause: float = 1.0
@@ -138,6 +140,15 @@ class RemoteDoor:
             return self._ask(run, m.Match(self._number(run, number), list(keys)), m.Matched, self._limits.match).reply
         except _Away as away:
             return MatchReply(0, reason=away.reason, detail=away.detail)
+
+    def present(self, number: int, keys: Sequence[bytes]) -> int:
+        """As `Door.present`."""
+        try:
+            run = self._running()
+            verb = m.Match(self._number(run, number), list(keys), counts=False)
+            return self._ask(run, verb, m.Matched, self._limits.match).reply.blocks
+        except _Away:
+            return 0
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """As `Door.lease`."""
@@ -241,10 +252,11 @@ class RemoteDoor:
     # Beyond it -----------------------------------------------------------------------------------------------------
 
     def drop(self, number: int) -> int:
-        """Forget every block of a namespace. Raises `Unreachable`."""
+        """Forget every block of a namespace. Raises `Unreachable`, also where that was not over in time."""
         try:
             run = self._running()
-            return self._ask(run, m.Drop(self._number(run, number)), m.Counted, self._limits.fill).blocks
+            verb = m.Drop(self._number(run, number), self._limits.drop)
+            return self._ask(run, verb, m.Counted, self._limits.drop + self._limits.fill).blocks
         except _Away as away:
             raise Unreachable(f"{self._path}: {away.detail}") from None
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kvstore.config import memory_limit, memory_limit_files
 from kvstore.errors import BadInput
 from kvstore.node import EmbeddedStore
+from kvstore.service.admin import Admin
+from kvstore.service.counting import Counting
 from kvstore.service.handlers import Handlers
 from kvstore.service.health import Readiness
 from kvstore.service.local_door import Clock, LocalDoor
@@ -49,17 +52,22 @@ class Daemon:
         self._stopping = threading.Event()
         self.begins_again = False
         sessions = Sessions(store.core, first_number, new_token)
-        handlers = Handlers(store.core, sessions, new_token(RUN_BYTES))
+        run, counting = new_token(RUN_BYTES), Counting(clock)
+        handlers = Handlers(store.core, sessions, run, counting)
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits)
         self.sockets: list[str] = []
         try:
             for name, one in settings.sockets().items():
-                self.door.listen(Path(one.socket), store.tenant_keys(name), settings.door.mode_bits, one.users)
-                self.sockets.append(one.socket)
+                where, renew = one.socket, partial(store.tenant_keys, name)
+                self.door.listen(Path(where), renew(), settings.door.mode_bits, one.users, renew)
+                self.sockets.append(where)
+            where = settings.admin_socket
+            admin = Admin(store, sessions, counting, self.door, run, lambda: self.readiness().value)
+            self.door.listen_admin(Path(where), admin)
         except OSError as error:
             self.door.close(0)
             raise BadInput(
-                f"socket={one.socket} cannot be used: {error.strerror}; give another path, or end who listens there"
+                f"socket={where} cannot be used: {error.strerror}; give another path, or end who listens there"
             ) from None
 
     def start(self) -> None:
@@ -68,7 +76,8 @@ class Daemon:
         usage = self._store.usage()
         nvme = usage.nvme.budget_bytes if usage.nvme is not None else 0
         budgets = {"dram_bytes": usage.dram.budget_bytes, "nvme_bytes": nvme}
-        _log.info("serving", extra={"sockets": self.sockets, "data": self._settings.store.data, **budgets})
+        sockets = {"sockets": self.sockets, "admin_socket": self._settings.admin_socket}
+        _log.info("serving", extra={**sockets, "data": self._settings.store.data, **budgets})
 
     def readiness(self) -> Readiness:
         """Whether it serves all that it has."""

@@ -16,6 +16,7 @@ from kvstore.errors import BadInput, StoreClosed
 from kvstore.handle import MAX_PRIORITY
 from kvstore.identity import Namespace, TenantKeys
 from kvstore.service import messages as m
+from kvstore.service.counting import Counting
 from kvstore.service.sessions import Caller, Filling, Sessions
 from kvstore.store import Store
 from tiering.errors import BlockMissing, TierError
@@ -29,6 +30,8 @@ MAX_LEASED_BLOCKS = 1 << 19
 MAX_RESERVATIONS = 64
 """Of one connection, under way at a time."""
 MAX_DEADLINE_MS = 60_000.0
+MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
+"""Namespaces in one answer: it ends with the first that makes it as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,10 @@ class Served:
 class Handlers:
     """The verbs for connections. Thread-safe."""
 
-    def __init__(self, store: Store, sessions: Sessions, run: bytes) -> None:
+    def __init__(self, store: Store, sessions: Sessions, run: bytes, counting: Counting) -> None:
         """run: names this run of the sidecar."""
         self._store = store
+        self._counting = counting
         self._sessions = sessions
         self._run = run
         self._verbs: dict[type, Callable[[Caller, Any], Served | m.Answer]] = {
@@ -61,15 +65,15 @@ class Handlers:
             m.Persist: self._persist,
             m.Extents: self._extents,
             m.Drop: self._drop,
+            m.Namespaces: self._namespaces,
             m.Ping: lambda caller, verb: m.Done(),
         }
 
     def greet(self, tenant: TenantKeys, hello: m.Hello) -> tuple[Caller | None, m.Answer]:
         """The first message of a connection: who it is from now on, or why it may not come in."""
-        version = min(hello.newest, m.NEWEST_VERSION)
-        if version < max(hello.oldest, m.OLDEST_VERSION):
-            spoken = f"this sidecar speaks {m.OLDEST_VERSION} to {m.NEWEST_VERSION}"
-            return None, m.Failed(m.Fault.VERSION, f"versions {hello.oldest} to {hello.newest}; {spoken}")
+        version = version_in_common(hello)
+        if isinstance(version, m.Failed):
+            return None, version
         if hello.session:
             caller = self._sessions.join(tenant, hello.session)
             if caller is None:
@@ -77,11 +81,12 @@ class Handlers:
         else:
             engine = "".join(one for one in hello.engine[:MAX_ENGINE_CHARACTERS] if one.isprintable())
             caller = self._sessions.open(tenant, engine)
+            caller.session.since = self._counting.now()
         return caller, m.Welcome(version, self._run, caller.session.token)
 
     def is_slow(self, verb: m.Verb) -> bool:
         """Whether a request may wait for memory, for a disk or for others."""
-        return isinstance(verb, m.Lease | m.Reserve | m.Report | m.Persist | m.Drop)
+        return isinstance(verb, m.Lease | m.Reserve | m.Report | m.Persist | m.Drop | m.Namespaces)
 
     def is_long(self, verb: m.Verb) -> bool:
         """Whether it may wait for many seconds."""
@@ -90,8 +95,8 @@ class Handlers:
     def serve(self, caller: Caller, verb: m.Verb) -> Served:
         """Do what is asked. Never raises for what a client can cause."""
         handler = self._verbs.get(type(verb))
-        if handler is None:
-            return Served(m.Failed(m.Fault.MALFORMED, "a connection begins once"))
+        if handler is None:  # hello comes once, and the door sees to it
+            return Served(m.Failed(m.Fault.BAD_INPUT, "a verb of the admin socket; tenants' sockets do not have it"))
         try:
             answer = handler(caller, verb)
         except BadInput as error:
@@ -120,11 +125,15 @@ class Handlers:
             )
         grant = self._store.open_namespace(caller.session.tenant, namespace, verb.payload_bytes)
         caller.namespaces[grant.number] = slices
+        self._counting.opened(grant.number, namespace.layout.block_tokens)
         return m.Granted(grant)
 
     def _match(self, caller: Caller, verb: m.Match) -> m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
-        return m.Matched(self._store.match(verb.namespace, verb.keys))
+        reply = self._store.match(verb.namespace, verb.keys)
+        if verb.counts:
+            self._counting.looked_up(verb.namespace, verb.keys, reply)
+        return m.Matched(reply)
 
     def _lease(self, caller: Caller, verb: m.Lease) -> m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
@@ -137,6 +146,8 @@ class Handlers:
             text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"
             return m.Failed(m.Fault.BUSY, f"{text} (at most {MAX_LEASES}, of {MAX_LEASED_BLOCKS})")
         reply = self._store.lease(verb.namespace, verb.keys, verb.first_block, min(verb.deadline_ms, MAX_DEADLINE_MS))
+        if verb.counts:
+            self._counting.leased(verb.namespace, verb.keys, reply)
         if reply.lease:
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations))
         return m.Leased(reply)
@@ -154,6 +165,7 @@ class Handlers:
 
     def _report(self, caller: Caller, verb: m.Report) -> m.Answer:
         if self._sessions.holds(caller, verb.lease):
+            self._counting.reported(verb.lease, verb.block)
             self._store.report(verb.lease, verb.block, verb.part)
         return m.Done()
 
@@ -172,6 +184,7 @@ class Handlers:
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.Fault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
         reply = self._store.reserve(verb.namespace, verb.keys, verb.first_block, verb.priority, ttl)
+        self._counting.stored(verb.namespace)
         if reply.reservation:
             filling = Filling(verb.namespace, len(reply.blocks), [0] * len(slices))
             self._sessions.reserved(caller, reply.reservation, filling)
@@ -203,10 +216,7 @@ class Handlers:
 
     def _persist(self, caller: Caller, verb: m.Persist) -> m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
-        if not 0 <= verb.seconds <= MAX_SECONDS:
-            raise BadInput(f"seconds={verb.seconds}; give 0 to {MAX_SECONDS}")
-        seconds = min(verb.seconds, MAX_DEADLINE_MS / 1000)
-        return m.Persisted(*self._store.persist(verb.namespace, verb.keys, seconds))
+        return m.Persisted(*self._store.persist(verb.namespace, verb.keys, checked_seconds(verb.seconds)))
 
     # Memory and the rest -------------------------------------------------------------------------------------------
 
@@ -233,7 +243,35 @@ class Handlers:
 
     def _drop(self, caller: Caller, verb: m.Drop) -> m.Answer:
         _check_asked(caller, verb.namespace, ())
-        return m.Counted(self._store.drop(verb.namespace))
+        return m.Counted(self._store.drop(verb.namespace, checked_seconds(verb.seconds)))
+
+    def _namespaces(self, caller: Caller, verb: m.Namespaces) -> m.Answer:
+        mine = [one for one in self._store.namespaces() if one.tenant == caller.session.tenant.tenant]
+        listed: list[m.Opened] = []
+        size = 0
+        for one in mine[max(0, verb.first) :]:
+            packed = one.namespace.pack()
+            if len(listed) == MAX_LISTED or (listed and size + len(packed) > MAX_LISTED_BYTES):
+                return m.NamespacesReply(listed, max(0, verb.first) + len(listed))
+            listed.append(m.Opened(one.digest.hex(), packed, list(one.payload_bytes), one.blocks))
+            size += len(packed)
+        return m.NamespacesReply(listed, 0)
+
+
+def version_in_common(hello: m.Hello) -> int | m.Failed:
+    """The version that both will speak."""
+    version = min(hello.newest, m.NEWEST_VERSION)
+    if version >= max(hello.oldest, m.OLDEST_VERSION):
+        return version
+    spoken = f"this sidecar speaks {m.OLDEST_VERSION} to {m.NEWEST_VERSION}"
+    return m.Failed(m.Fault.VERSION, f"versions {hello.oldest} to {hello.newest}; {spoken}")
+
+
+def checked_seconds(seconds: float) -> float:
+    """How long something may take. Raises `BadInput`."""
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise BadInput(f"seconds={seconds}; give 0 to {MAX_SECONDS}")
+    return min(seconds, MAX_DEADLINE_MS / 1000)
 
 
 def _check_asked(caller: Caller, namespace: int, keys: Sequence[bytes]) -> tuple[int, ...]:

@@ -5,7 +5,9 @@ message of each connection, so that whoever floods the door waits for himself. W
 too much under way, is not read from; whoever is silent in the middle of a message, or never says hello, is shown out.
 What a connection can make the sidecar keep is bounded by `DoorLimits`.
 
-Possession of a tenant's socket is the credential, since pods share user ids; the peer's user id is checked as well.
+Possession of a tenant's socket is the credential, since pods share user ids; the peer's user id is checked as well. The
+admin socket belongs to no tenant: it has verbs, connections and threads of its own, so that an operator is let in while
+tenants take up all that they may.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import selectors
 import socket
 import struct
 import threading
-from collections import deque
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvstore.errors import StoreError
 from kvstore.identity import TenantKeys
 from kvstore.service import messages as m
 from kvstore.service.handlers import Handlers, Served
@@ -33,6 +36,11 @@ _READ_BYTES = 256 << 10
 _TOKEN_SECONDS = 0.001
 """How soon it is looked again at those who have to wait for the rate."""
 _PEER = struct.Struct("iII")  # struct ucred
+ADMIN_CONNECTIONS, ADMIN_THREADS = 8, 4
+ADMIN_MODE = 0o600
+WAITS_KEPT = 4096
+"""Of the last requests, for how long they waited."""
+SHOW_OUT_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +50,10 @@ class Clock(Protocol):
 
     def monotonic_seconds(self) -> float:
         """For deadlines and rates."""
+        ...
+
+    def wall_seconds(self) -> float:
+        """Unix time, for people."""
         ...
 
 
@@ -70,30 +82,71 @@ class DoorLimits:
     sweep_seconds: float = 0.05
 
 
-class _Listener:
-    """A tenant's socket."""
+class AdminCaller:
+    """A connection of the admin socket; it holds nothing."""
 
-    def __init__(self, path: Path, sock: socket.socket, tenant: TenantKeys, users: Collection[int] | None) -> None:
+
+class AdminVerbs(Protocol):
+    """What the admin socket serves; see `kvstore.service.admin`."""
+
+    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
+        """The first message of a connection."""
+        ...
+
+    def serve(self, verb: m.Verb) -> Served:
+        """Do what is asked. Never raises for what a client can cause."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoorUsage:
+    """Connections now; since the start: those that were refused, messages that were none, and requests by verb. waits:
+    of the last requests, in seconds, from the moment one was read until it was begun."""
+
+    connections: int
+    admin_connections: int
+    refused: int
+    malformed: int
+    served: dict[str, int]
+    waits: list[float]
+
+
+class _Listener:
+    """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them."""
+
+    def __init__(
+        self,
+        path: Path,
+        sock: socket.socket,
+        tenant: TenantKeys | None,
+        users: Collection[int] | None,
+        renew: Callable[[], TenantKeys] | None = None,
+        admin: AdminVerbs | None = None,
+    ) -> None:
         self.path = path
         self.socket = sock
         self.tenant = tenant
         self.users = users
+        self.renew = renew
+        self.admin = admin
 
 
 class _Connection:
     """A peer, and what of him was read and not served, or answered and not sent."""
 
-    def __init__(self, sock: socket.socket, tenant: TenantKeys, now: float, burst: int) -> None:
+    def __init__(self, sock: socket.socket, listener: _Listener, now: float, burst: int) -> None:
         self.socket = sock
-        self.tenant = tenant
-        self.caller: Caller | None = None
+        self.listener = listener
+        self.admin = listener.admin
+        self.caller: Caller | AdminCaller | None = None
         self.read = bytearray()
         self.unsent: deque[tuple[memoryview, list[int]]] = deque()
         self.unsent_bytes = 0
         self.in_flight = 0
         self.in_flight_bytes = 0
         self.running = self.long_running = 0
-        self.waiting: deque[tuple[m.Request, int]] = deque()
+        self.waiting: deque[tuple[m.Request, int, float]] = deque()  # with its length, and since when it is here
+        self.ready_at = now
         self.tokens = float(burst)
         self.filled_at = now
         self.heard_at = now
@@ -132,19 +185,55 @@ class LocalDoor:
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
+        self._admin_pool = ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin")
+        self._to_show_out: deque[tuple[bytes, threading.Event]] = deque()
+        self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
+        self._served: Counter[str] = Counter()
+        self.refused_connections = 0
         self.malformed_messages = 0
 
     # Life ----------------------------------------------------------------------------------------------------------
 
-    def listen(self, path: Path, tenant: TenantKeys, mode: int = 0o660, users: Collection[int] | None = None) -> None:
-        """A socket for a tenant. users: who may connect, by user id; whoever can open the socket if None.
-
-        Raises `OSError`.
+    def listen(
+        self,
+        path: Path,
+        tenant: TenantKeys,
+        mode: int = 0o660,
+        users: Collection[int] | None = None,
+        renew: Callable[[], TenantKeys] | None = None,
+    ) -> None:
+        """A socket for a tenant. users: who may connect, by user id; whoever can open the socket if None. renew: makes
+        new keys, once `show_out` has taken these away. Raises `OSError`.
         """
-        sock = listening_socket(path, mode)
-        listener = _Listener(path, sock, tenant, users)
+        self._listen(_Listener(path, listening_socket(path, mode), tenant, users, renew))
+
+    def listen_admin(self, path: Path, admin: AdminVerbs) -> None:
+        """The admin socket. Raises `OSError`."""
+        self._listen(_Listener(path, listening_socket(path, ADMIN_MODE), None, None, admin=admin))
+
+    def _listen(self, listener: _Listener) -> None:
         self._listeners.append(listener)
-        self._selector.register(sock, selectors.EVENT_READ, listener)
+        self._selector.register(listener.socket, selectors.EVENT_READ, listener)
+
+    def show_out(self, tenant: bytes) -> bool:
+        """End all connections of a tenant, and let the next ones in with other keys; whether that is done now. May be
+        called by any thread but the door's own."""
+        done = threading.Event()
+        self._to_show_out.append((tenant, done))
+        self._wake()
+        return done.wait(SHOW_OUT_SECONDS)
+
+    def usage(self) -> DoorUsage:
+        """Who is here, and what was done since the start."""
+        admin = [one.admin is not None for one in list(self._connections)]
+        return DoorUsage(
+            len(admin) - sum(admin),
+            sum(admin),
+            self.refused_connections,
+            self.malformed_messages,
+            dict(self._served),
+            list(self._waits),
+        )
 
     def start(self) -> None:
         """Serve in a thread of its own."""
@@ -184,8 +273,9 @@ class LocalDoor:
                     self._woken.recv(_READ_BYTES)
                 else:
                     self._exchange(key.data, events)
-                    if key.data.has_message():
-                        ready.setdefault(key.data)
+                    if key.data.has_message() and key.data not in ready:
+                        key.data.ready_at = self._clock.monotonic_seconds()
+                        ready[key.data] = None
             self._deliver()
             is_busy = False
             for connection in list(ready) if not self._closing else ():
@@ -210,6 +300,8 @@ class LocalDoor:
         if now - self._swept_at < self._limits.sweep_seconds:
             return
         self._swept_at = now
+        while self._to_show_out:
+            self._show_out_tenant(*self._to_show_out.popleft())
         for listener in self._deaf:
             self._selector.register(listener.socket, selectors.EVENT_READ, listener)
         self._deaf.clear()
@@ -219,6 +311,14 @@ class LocalDoor:
             waits_for_him = one.caller is None or one.unsent or (one.read and one not in ready and not one.in_flight)
             if waits_for_him and now - one.heard_at > self._limits.silence_seconds:
                 self._show_out(one)
+
+    def _show_out_tenant(self, tenant: bytes, done: threading.Event) -> None:
+        for listener in self._listeners:
+            if listener.tenant is not None and listener.tenant.tenant == tenant:
+                listener.tenant = None
+                for one in [one for one in self._connections if one.listener is listener]:
+                    self._show_out(one)
+        done.set()
 
     def _accept(self, listener: _Listener) -> None:
         try:
@@ -231,25 +331,31 @@ class LocalDoor:
             return
         sock.setblocking(False)
         _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        if len(self._connections) >= self._limits.connections:
-            nameless = [one for one in self._connections if one.caller is None]
+        most = self._limits.connections if listener.admin is None else ADMIN_CONNECTIONS
+        if len(self._like(listener)) >= most:
+            nameless = [one for one in self._like(listener) if one.caller is None]
             if nameless:  # whoever said nothing yet makes room first
                 self._show_out(min(nameless, key=lambda one: one.heard_at))
         refusal = None
         if listener.users is not None and user not in listener.users:
             refusal = m.Failed(m.Fault.BAD_INPUT, f"user {user} may not use this socket")
-        elif len(self._connections) >= self._limits.connections or self._closing:
+        elif len(self._like(listener)) >= most or self._closing:
             refusal = m.Failed(m.Fault.BUSY, "there are as many connections as may be")
         if refusal is not None:
+            self.refused_connections += 1
             try:
                 sock.send(m.pack(m.Reply(0, refusal)))
             except OSError:
                 pass
             sock.close()
             return
-        connection = _Connection(sock, listener.tenant, self._clock.monotonic_seconds(), self._limits.burst)
+        connection = _Connection(sock, listener, self._clock.monotonic_seconds(), self._limits.burst)
         self._connections.add(connection)
         self._watch(connection)
+
+    def _like(self, listener: _Listener) -> list[_Connection]:
+        """Connections that share a limit with those of a socket."""
+        return [one for one in self._connections if (one.admin is None) is (listener.admin is None)]
 
     def _exchange(self, connection: _Connection, events: int) -> None:
         if connection.closed:
@@ -273,6 +379,8 @@ class LocalDoor:
     def _may_ask(self, connection: _Connection) -> bool:
         """Whether his next message may be taken now: a bucket of tokens, filled at the rate of the limits."""
         limits = self._limits
+        if connection.caller is None and connection.in_flight:  # his hello waits for keys
+            return False
         if connection.in_flight >= limits.in_flight or connection.in_flight_bytes >= limits.in_flight_bytes:
             return False
         if connection.unsent_bytes >= limits.unread_bytes or any(held for _, held in connection.unsent):
@@ -307,28 +415,53 @@ class LocalDoor:
             self._answer(connection, 0, Served(m.Failed(m.Fault.MALFORMED, str(error))))
             connection.ending = True
             return
-        if connection.caller is None:
-            assert isinstance(request.verb, m.Hello)
-            connection.caller, answer = self._handlers.greet(connection.tenant, request.verb)
-            connection.ending = connection.caller is None
-            self._answer(connection, request.number, Served(answer))
-        elif self._handlers.is_slow(request.verb):
-            if self._handlers.is_long(request.verb) and connection.long_running >= self._limits.long_running:
+        self._served[m.name_of(request.verb)] += 1
+        if self._is_slow(connection, request.verb):
+            if self._is_long(connection, request.verb) and connection.long_running >= self._limits.long_running:
                 text = f"{connection.long_running} requests that may take long are under way; wait for one of them"
                 self._answer(connection, request.number, Served(m.Failed(m.Fault.BUSY, text)))
                 return
             connection.in_flight += 1
             connection.in_flight_bytes += length
-            connection.waiting.append((request, length))
+            connection.waiting.append((request, length, connection.ready_at))
             self._begin(connection)
-        else:
-            self._answer(connection, request.number, self._handlers.serve(connection.caller, request.verb))
+            return
+        self._waits.append(self._clock.monotonic_seconds() - connection.ready_at)
+        served = self._serve_verb(connection, request.verb)
+        connection.ending = connection.caller is None
+        self._answer(connection, request.number, served)
+
+    def _is_slow(self, connection: _Connection, verb: m.Verb) -> bool:
+        if connection.admin is not None:
+            return not isinstance(verb, m.Hello)
+        return connection.listener.tenant is None or self._handlers.is_slow(verb)
+
+    def _is_long(self, connection: _Connection, verb: m.Verb) -> bool:
+        return connection.admin is None and self._handlers.is_long(verb)
+
+    def _serve_verb(self, connection: _Connection, verb: m.Verb) -> Served:
+        """By whoever serves connections of that kind, in whatever thread."""
+        caller, listener = connection.caller, connection.listener
+        if isinstance(verb, m.Hello):
+            if listener.admin is not None:
+                connection.caller, answer = listener.admin.greet(verb)
+            else:
+                tenant = listener.tenant
+                if tenant is None:
+                    assert listener.renew is not None
+                    tenant = listener.tenant = listener.renew()
+                connection.caller, answer = self._handlers.greet(tenant, verb)
+            return Served(answer)
+        if listener.admin is not None:
+            return listener.admin.serve(verb)
+        assert isinstance(caller, Caller)
+        return self._handlers.serve(caller, verb)
 
     def _begin(self, connection: _Connection) -> None:
         """Have the next slow request of a connection served, as many at a time as one may have."""
         while connection.waiting and not connection.closed:
-            request, length = connection.waiting[0]
-            is_long = self._handlers.is_long(request.verb)
+            request, length, since = connection.waiting[0]
+            is_long = self._is_long(connection, request.verb)
             if not is_long and connection.running >= self._limits.running:
                 return
             connection.waiting.popleft()
@@ -337,17 +470,21 @@ class LocalDoor:
             else:
                 connection.running += 1
             pool = self._long_pool if is_long else self._pool
+            if connection.admin is not None:
+                pool = self._admin_pool
             try:
-                pool.submit(self._serve_slowly, connection, request, length)
+                pool.submit(self._serve_slowly, connection, request, length, since)
             except RuntimeError:  # the machine has no thread for it
                 self._done.append((connection, request, length, Served(m.Failed(m.Fault.BUSY, "no thread is free"))))
                 self._wake()
 
-    def _serve_slowly(self, connection: _Connection, request: m.Request, length: int) -> None:
+    def _serve_slowly(self, connection: _Connection, request: m.Request, length: int, since: float) -> None:
         """In a thread of a pool."""
-        assert connection.caller is not None
+        self._waits.append(self._clock.monotonic_seconds() - since)
         try:
-            served = self._handlers.serve(connection.caller, request.verb)
+            served = self._serve_verb(connection, request.verb)
+        except StoreError as error:  # no keys for him
+            served = Served(m.Failed(m.Fault.BUSY, str(error)))
         except Exception:
             _log.exception("a request could not be served")
             served = Served(m.Failed(m.Fault.BUSY, "a fault of the sidecar; it is in its log"))
@@ -359,10 +496,14 @@ class LocalDoor:
             connection, request, length, served = self._done.popleft()
             connection.in_flight -= 1
             connection.in_flight_bytes -= length
-            if self._handlers.is_long(request.verb):
+            if self._is_long(connection, request.verb):
                 connection.long_running -= 1
             else:
                 connection.running -= 1
+            if isinstance(request.verb, m.Hello):
+                connection.ending = connection.caller is None
+                if connection.closed and isinstance(connection.caller, Caller):
+                    self._sessions.left(connection.caller)  # he was gone before he was let in
             self._answer(connection, request.number, served)
             self._begin(connection)
             self._watch(connection)
@@ -371,7 +512,7 @@ class LocalDoor:
         if connection.closed:
             _close_all(served.descriptors)
             return
-        retired = self._sessions.gone(connection.caller) if connection.caller is not None else ()
+        retired = self._sessions.gone(connection.caller) if isinstance(connection.caller, Caller) else ()
         frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
         connection.unsent.append((frame, list(served.descriptors)))
         connection.unsent_bytes += len(frame)
@@ -429,7 +570,7 @@ class LocalDoor:
             _close_all(descriptors)
         connection.unsent.clear()
         self._connections.discard(connection)
-        if connection.caller is None:
+        if not isinstance(connection.caller, Caller):
             return
         try:  # it may have held much
             self._pool.submit(self._sessions.left, connection.caller)
@@ -442,7 +583,10 @@ class LocalDoor:
             if listener not in self._deaf:
                 self._selector.unregister(listener.socket)
             listener.socket.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        while self._to_show_out:
+            self._to_show_out.popleft()[1].set()
+        for pool in (self._pool, self._admin_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self._connections):
             self._show_out(connection)
         self._long_pool.shutdown(wait=False, cancel_futures=True)

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.miss import MissReason
+from kvstore.service.facts import Facts
 
 OLDEST_VERSION, NEWEST_VERSION = 1, 1
 
@@ -35,6 +36,9 @@ MAX_KEYS = 30_000
 MAX_LEASES = 4096
 MAX_COMMITTED = 8192
 MAX_PARTS = 4096
+DROP_SECONDS = 30.0
+MAX_NAME = 128
+"""Characters of a tenant's name, or of a namespace's id."""
 
 Keys = Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(max_length=MAX_KEYS)]
 Numbers = Annotated[list[int], Meta(max_length=MAX_LEASES)]
@@ -72,20 +76,23 @@ class OpenNamespace(msgspec.Struct, array_like=True, frozen=True, tag="namespace
 
 
 class Match(msgspec.Struct, array_like=True, frozen=True, tag="match"):
-    """As `Door.match`."""
+    """As `Door.match`. counts: whether it is a look-up for an engine's request, which people want to see counted."""
 
     namespace: int
     keys: Keys
+    counts: bool = True
 
 
 class Lease(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
-    """As `Door.lease`. request: the engine's own name for what it serves, by which all its leases can be released."""
+    """As `Door.lease`. request: the engine's own name for what it serves, by which all its leases can be released.
+    counts: as in `Match`."""
 
     namespace: int
     keys: Keys
     first_block: int
     deadline_ms: float
     request: str = ""
+    counts: bool = True
 
 
 class Attach(msgspec.Struct, array_like=True, frozen=True, tag="attach"):
@@ -158,9 +165,36 @@ class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
 
 
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
-    """Forget every block of a namespace."""
+    """Forget every block of a namespace; `Failed` where that is not over in so many seconds."""
 
     namespace: int
+    seconds: float = DROP_SECONDS
+
+
+class Namespaces(msgspec.Struct, array_like=True, frozen=True, tag="namespaces"):
+    """The tenant's own namespaces, from that place of the list on."""
+
+    first: int = 0
+
+
+class Stat(msgspec.Struct, array_like=True, frozen=True, tag="stat"):
+    """Admin: what the sidecar holds and has served."""
+
+
+class DropAny(msgspec.Struct, array_like=True, frozen=True, tag="drop_any"):
+    """Admin: forget every block of a namespace, by the first digits of its digest. tenant: whose, where several have
+    it."""
+
+    id: Annotated[str, Meta(max_length=MAX_NAME)]
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    seconds: float = DROP_SECONDS
+
+
+class Purge(msgspec.Struct, array_like=True, frozen=True, tag="purge"):
+    """Admin: void every block of a tenant durably, retire its key, and show its connections out."""
+
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)]
+    seconds: float = DROP_SECONDS
 
 
 Verb = (
@@ -179,6 +213,10 @@ Verb = (
     | Extents
     | Drop
     | Ping
+    | Namespaces
+    | Stat
+    | DropAny
+    | Purge
 )
 
 
@@ -231,7 +269,8 @@ class Reserved(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
 
 
 class Counted(msgspec.Struct, array_like=True, frozen=True, tag="counted"):
-    """A number of blocks: to `Commit`, those visible by now; to `Drop`, those that were readable."""
+    """A number of blocks: to `Commit`, those visible by now; to `Drop`, `DropAny` and `Purge`, those that were
+    readable."""
 
     blocks: int
 
@@ -261,6 +300,29 @@ class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
     """To what has nothing to say."""
 
 
+class Opened(msgspec.Struct, array_like=True, frozen=True):
+    """A namespace that can be opened. id: its whole digest in hexadecimal. packed, payload_bytes: for
+    `OpenNamespace`."""
+
+    id: str
+    packed: bytes
+    payload_bytes: list[int]
+    blocks: int
+
+
+class NamespacesReply(msgspec.Struct, array_like=True, frozen=True, tag="namespaces"):
+    """Some of the tenant's namespaces. next: where to go on, or 0 where there are no more."""
+
+    namespaces: list[Opened]
+    next: int
+
+
+class StatReply(msgspec.Struct, array_like=True, frozen=True, tag="stat"):
+    """To `Stat`."""
+
+    facts: Facts
+
+
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     """The request was not served. text: one line for people."""
 
@@ -268,7 +330,21 @@ class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     text: str
 
 
-Answer = Welcome | Granted | Matched | Leased | Attached | Reserved | Counted | Persisted | ExtentsReply | Done | Failed
+Answer = (
+    Welcome
+    | Granted
+    | Matched
+    | Leased
+    | Attached
+    | Reserved
+    | Counted
+    | Persisted
+    | ExtentsReply
+    | Done
+    | Failed
+    | NamespacesReply
+    | StatReply
+)
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
@@ -277,6 +353,11 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     number: int
     answer: Answer
     retired: list[int] = []
+
+
+def name_of(verb: Verb) -> str:
+    """A verb as it is called on the wire, and in `kvstore stat`."""
+    return str(verb.__struct_config__.tag)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -40,6 +40,7 @@ class Session:
     connections: set[int] = field(default_factory=set)
     leases: dict[int, HeldLease] = field(default_factory=dict)
     leased_blocks: int = 0
+    since: float = 0.0  # Unix time, for people
 
 
 @dataclass(slots=True)
@@ -237,6 +238,15 @@ class Sessions:
         """Every session, with or without connections."""
         with self._lock:
             return iter(list(self._sessions.values()))
+
+    def reservations(self) -> dict[bytes, int]:
+        """How many each session has under way, by its token."""
+        with self._lock:
+            counts: dict[bytes, int] = {}
+            for caller in (*self._callers.values(), *self._departed.values()):
+                token = caller.session.token
+                counts[token] = counts.get(token, 0) + len(caller.reservations)
+            return counts
 
     @property
     def departed(self) -> int:

@@ -2,7 +2,8 @@
 
     [store]    data dram nvme extent slab scrub keeper   [limits]  see `kvstore.config.Limits`
     [door]     socket mode users, and see `DoorLimits`   [tenants.NAME]  socket users
-    [http]     listen                                    [log]     level format
+    [admin]    socket                                    [http]    listen
+    [log]      level format
 
 Every key has a default but none has two names. What is wrong is said at the start, with the key's full name, what was
 given and what is allowed. The environment sets nothing.
@@ -24,6 +25,7 @@ from kvstore.service.local_door import DoorLimits
 
 T = TypeVar("T")
 AUTO, OFF = "auto", "off"
+TENANT_SOCKET, ADMIN_SOCKET = "kvstore.sock", "admin.sock"
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
 _MAX_SOCKET_BYTES = 107
@@ -73,6 +75,13 @@ class TenantSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class AdminSettings:
+    """socket: of the operator; beside the data if not given."""
+
+    socket: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HttpSettings:
     """listen: HOST:PORT of liveness and readiness; none if not given."""
 
@@ -95,12 +104,18 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     door: DoorSettings = field(default_factory=DoorSettings)
     tenants: Mapping[str, TenantSettings] = field(default_factory=dict)
+    admin: AdminSettings = field(default_factory=AdminSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
+    @property
+    def admin_socket(self) -> str:
+        """Of the operator."""
+        return self.admin.socket or default_socket(self.store.data, ADMIN_SOCKET)
+
     def sockets(self) -> dict[str, TenantSettings]:
         """Of every tenant. Raises `BadInput` where two have one, or where a path is too long."""
-        default = self.door.socket or str(Path(self.store.data) / "kvstore.sock")
+        default = self.door.socket or default_socket(self.store.data, TENANT_SOCKET)
         found = {DEFAULT_TENANT: TenantSettings(default, self.door.users), **self.tenants}
         taken: dict[str, str] = {}
         for name, one in found.items():
@@ -112,6 +127,11 @@ class Settings:
                     "blocks they are, so give each its own"
                 )
             taken[one.socket] = name
+        admin = self.admin_socket
+        if len(admin.encode()) > _MAX_SOCKET_BYTES:
+            raise BadInput(f"admin.socket={admin} is longer than {_MAX_SOCKET_BYTES} bytes; give a shorter path")
+        if admin in taken:
+            raise BadInput(f"admin.socket={admin} is tenant {taken[admin]}'s socket too; give the operator his own")
         return found
 
 
@@ -138,6 +158,7 @@ def read_settings(text: str, flags: Mapping[str, Mapping[str, Any]] | None = Non
         limits=_section(Limits, _table(given, "limits"), "limits."),
         door=DoorSettings(**_checked(DoorSettings, door, "door."), limits=_section(DoorLimits, limits, "door.")),
         tenants={name: _section(TenantSettings, _table(tenants, name), f"tenants.{name}.") for name in tenants},
+        admin=_section(AdminSettings, _table(given, "admin"), "admin."),
         http=_section(HttpSettings, _table(given, "http"), "http."),
         log=_section(LogSettings, _table(given, "log"), "log."),
     )
@@ -160,6 +181,11 @@ def _check(settings: Settings) -> None:
         if not getattr(limits, one.name) > 0:
             raise BadInput(f"door.{one.name}={getattr(limits, one.name)}; give more than 0")
     settings.sockets()
+
+
+def default_socket(data: str, name: str) -> str:
+    """Where a socket is that no setting names."""
+    return str(Path(data) / name)
 
 
 def host_and_port(listen: str) -> tuple[str, int]:

@@ -8,7 +8,9 @@ from typing import Any
 
 from kvstore.codec import codec_named
 from kvstore.node import RUNS, EmbeddedStore, SystemClock, open_embedded
+from kvstore.service.admin import Admin
 from kvstore.service.client import CallLimits, SidecarStore, open_sidecar
+from kvstore.service.counting import Counting
 from kvstore.service.handlers import Handlers
 from kvstore.service.local_door import DoorLimits, LocalDoor
 from kvstore.service.sessions import Sessions
@@ -30,9 +32,17 @@ class Sidecar:
         self.core = self.store._store
         clock = SystemClock()
         self.sessions = Sessions(self.core, 1, secrets.token_bytes)
-        self.handlers = Handlers(self.core, self.sessions, secrets.token_bytes(16))
+        run, self.counting = secrets.token_bytes(16), Counting(clock)
+        self.handlers = Handlers(self.core, self.sessions, run, self.counting)
         self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
-        self.door.listen(self.path, self.store._keys.tenant(self.store.tenant))
+        self.door.listen(
+            self.path,
+            self.store.tenant_keys(self.store.tenant),
+            renew=lambda: self.store.tenant_keys(self.store.tenant),
+        )
+        self.admin = Admin(self.store, self.sessions, self.counting, self.door, run, lambda: "ready")
+        self.admin_path = directory / "admin.sock"
+        self.door.listen_admin(self.admin_path, self.admin)
         self.door.start()
 
     def client(self) -> SidecarStore:

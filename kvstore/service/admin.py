@@ -1,0 +1,234 @@
+"""The verbs of the admin socket: what the sidecar holds and has served, and giving up what it holds (floor 2).
+
+Whoever can open that socket is the operator: he sees all tenants by name, their counts and the text that their engines
+gave, never a key, a token or a byte of KV. Text of clients is made printable before it goes out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from kvstore.errors import BadInput, StoreClosed, StoreError
+from kvstore.node import EmbeddedStore
+from kvstore.occupancy import SpaceUsage
+from kvstore.service import messages as m
+from kvstore.service.counting import Counting
+from kvstore.service.facts import (
+    DoorFacts,
+    Facts,
+    LoadingFacts,
+    Looked,
+    MoveFacts,
+    NamespaceFacts,
+    ScrubFacts,
+    SessionFacts,
+    TierFacts,
+    layout_in_words,
+    looked,
+    printable,
+)
+from kvstore.service.handlers import Served, checked_seconds, version_in_common
+from kvstore.service.local_door import AdminCaller, LocalDoor
+from kvstore.service.sessions import Sessions
+from tiering.errors import TierError
+from tiering.tier import Usage
+
+ID_DIGITS = 12
+MAX_NAMESPACES, MAX_SESSIONS = 4096, 1024
+"""In one answer; the others are counted."""
+MOST_NAMED = 8
+"""Namespaces that a line about a wrong id names."""
+_STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
+
+
+class Admin:
+    """`AdminVerbs` over a store, its sessions and its door. Thread-safe."""
+
+    def __init__(
+        self,
+        store: EmbeddedStore,
+        sessions: Sessions,
+        counting: Counting,
+        door: LocalDoor,
+        run: bytes,
+        state: Callable[[], str],
+    ) -> None:
+        """run: names this run of the sidecar. state: what it is up to, in a word."""
+        self._store = store
+        self._sessions = sessions
+        self._counting = counting
+        self._door = door
+        self._run = run
+        self._state = state
+        self._began_at = counting.now()
+
+    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
+        """As `AdminVerbs.greet`."""
+        version = version_in_common(hello)
+        if isinstance(version, m.Failed):
+            return None, version
+        return AdminCaller(), m.Welcome(version, self._run, b"")
+
+    def serve(self, verb: m.Verb) -> Served:
+        """As `AdminVerbs.serve`."""
+        try:
+            if isinstance(verb, m.Stat):
+                return Served(m.StatReply(self.facts()))
+            if isinstance(verb, m.DropAny):
+                return Served(m.Counted(self._drop(verb)))
+            if isinstance(verb, m.Purge):
+                return Served(m.Counted(self._purge(verb)))
+            if isinstance(verb, m.Ping):
+                return Served(m.Done())
+        except BadInput as error:
+            return Served(m.Failed(m.Fault.BAD_INPUT, str(error)))
+        except StoreClosed:
+            return Served(m.Failed(m.Fault.CLOSED, "the sidecar is going down"))
+        except (TierError, StoreError) as error:
+            return Served(m.Failed(m.Fault.BUSY, str(error)))
+        return Served(m.Failed(m.Fault.BAD_INPUT, "not a verb of the admin socket; ask at a tenant's socket"))
+
+    # Giving up -----------------------------------------------------------------------------------------------------
+
+    def _drop(self, verb: m.DropAny) -> int:
+        space = chosen_space(self._spaces(), verb.id, verb.tenant)
+        return self._store.core.drop(space.number, checked_seconds(verb.seconds))
+
+    def _purge(self, verb: m.Purge) -> int:
+        keys, blocks = self._store.purge(verb.tenant, checked_seconds(verb.seconds))
+        self._door.show_out(keys.tenant)
+        return blocks
+
+    # Facts ---------------------------------------------------------------------------------------------------------
+
+    def _spaces(self) -> list[tuple[str, SpaceUsage]]:
+        """Every namespace with its tenant's name; those of retired keys are none any more."""
+        names = self._store.tenant_names()
+        return [(names[one.tenant], one) for one in self._store.core.namespaces() if one.tenant in names]
+
+    def facts(self) -> Facts:
+        """What `kvstore stat` shows."""
+        usage, spaces, counts = self._store.usage(), self._spaces(), self._counting.all()
+        tiers = [_tier("dram", usage.dram)] + ([_tier("nvme", usage.nvme)] if usage.nvme is not None else [])
+        sessions = self._session_facts()
+        now = self._counting.now()
+        return Facts(
+            run=self._run.hex(),
+            pid=os.getpid(),
+            state=self._state(),
+            at=now,
+            up_seconds=now - self._began_at,
+            tiers=tiers,
+            blocks=usage.blocks,
+            leases=usage.leases,
+            reservations=usage.reservations,
+            pinned_bytes=usage.pinned_bytes,
+            looked=looked(list(counts.values())),
+            namespaces=[
+                _namespace(name, one, looked([counts[one.number]] if one.number in counts else []), used_at)
+                for name, one in spaces[:MAX_NAMESPACES]
+                for used_at in [counts[one.number].last_used if one.number in counts else None]
+            ],
+            moves=[
+                MoveFacts(one.tier, one.priority.name.lower(), one.waiting, one.running, one.done, one.failed)
+                for one in self._store.core.moves()
+            ],
+            sessions=sessions[:MAX_SESSIONS],
+            departed=self._sessions.departed,
+            counters=usage.counters,
+            door=self._door_facts(),
+            loading=LoadingFacts(**asdict(usage.loading)) if usage.loading is not None else None,
+            scrub=ScrubFacts(**asdict(usage.scrub)) if usage.scrub is not None else None,
+            hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),
+            hidden_sessions=max(0, len(sessions) - MAX_SESSIONS),
+        )
+
+    def _session_facts(self) -> list[SessionFacts]:
+        names, reservations = self._store.tenant_names(), self._sessions.reservations()
+        return [
+            SessionFacts(
+                printable(one.engine),
+                names.get(one.tenant.tenant, ""),
+                len(one.connections),
+                len(one.leases),
+                one.leased_blocks,
+                reservations.get(one.token, 0),
+                one.since,
+            )
+            for one in self._sessions.sessions()
+        ]
+
+    def _door_facts(self) -> DoorFacts:
+        usage = self._door.usage()
+        waits = sorted(usage.waits)
+        return DoorFacts(
+            usage.connections,
+            usage.admin_connections,
+            usage.refused,
+            usage.malformed,
+            usage.served,
+            _percentile_ms(waits, 50),
+            _percentile_ms(waits, 99),
+        )
+
+
+def chosen_space(spaces: Sequence[tuple[str, SpaceUsage]], id: str, tenant: str) -> SpaceUsage:
+    """The one namespace whose digest begins so. Raises `BadInput` with what there is."""
+    wanted = id.lower()
+    mine = [one for one in spaces if not tenant or one[0] == tenant]
+    found = [one for one in mine if wanted and one[1].digest.hex().startswith(wanted)]
+    if len(found) == 1:
+        return found[0][1]
+    whose = f" of tenant {tenant!r}" if tenant else ""
+    if not found:
+        raise BadInput(f"no namespace{whose} begins with {id!r}; there {_are(mine)}")
+    more = "give --tenant" if len({one.digest for _, one in found}) == 1 else "give more digits"
+    raise BadInput(f"{len(found)} namespaces{whose} begin with {id!r}: {_named(found)}; {more}")
+
+
+def _are(spaces: Sequence[tuple[str, SpaceUsage]]) -> str:
+    if not spaces:
+        return "are none"
+    return f"{'is' if len(spaces) == 1 else 'are'}: {_named(spaces)}"
+
+
+def _named(spaces: Sequence[tuple[str, SpaceUsage]]) -> str:
+    named = [
+        f"{one.digest.hex()[:ID_DIGITS]} ({tenant}, {printable(one.namespace.model)})"
+        for tenant, one in spaces[:MOST_NAMED]
+    ]
+    return ", ".join(named) + (f" and {len(spaces) - MOST_NAMED} more" if len(spaces) > MOST_NAMED else "")
+
+
+def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | None) -> NamespaceFacts:
+    namespace, digest = usage.namespace, usage.digest.hex()
+    return NamespaceFacts(
+        digest[:ID_DIGITS],
+        digest,
+        tenant,
+        printable(namespace.model),
+        layout_in_words(namespace.layout),
+        printable(namespace.codec),
+        namespace.weights_epoch,
+        namespace.layout.block_tokens,
+        usage.blocks,
+        usage.dram.blocks,
+        usage.dram.frame_bytes,
+        usage.nvme.blocks if usage.nvme is not None else None,
+        usage.nvme.frame_bytes if usage.nvme is not None else None,
+        used_at,
+        asked,
+    )
+
+
+def _tier(name: str, usage: Usage) -> TierFacts:
+    slots = {state: getattr(usage, state) for state in _STATES}
+    return TierFacts(name, usage.budget_bytes, usage.taken_bytes, slots)
+
+
+def _percentile_ms(waits: Sequence[float], percent: int) -> float | None:
+    if not waits:
+        return None
+    return round(1000 * waits[min(len(waits) - 1, len(waits) * percent // 100)], 3)

@@ -1,0 +1,205 @@
+"""What a running sidecar says of itself: to `kvstore stat`, and to whoever reads its JSON (floor 2).
+
+Plain values under names that scripts may rely on: fields are only ever appended, with defaults. Sizes are in bytes,
+times in seconds, instants in Unix time. Text that a client gave is cut and printable. Knows no keys and no tokens.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstore.layout import Layout
+from kvstore.service.counting import Counts
+
+MAX_TEXT = 128
+
+
+class TierFacts(msgspec.Struct, frozen=True):
+    """Slots by state, bytes taken from the tier's budget."""
+
+    name: str
+    budget_bytes: int
+    taken_bytes: int
+    slots: dict[str, int]
+
+
+class Looked(msgspec.Struct, frozen=True):
+    """asked == sum of hits + sum of misses + found, in tokens and in blocks. found: looked up, and not leased (yet).
+    hit_rate: tokens granted by leases from the store's own tiers / tokens asked for; None where nothing was."""
+
+    asked_tokens: int = 0
+    hit_tokens: dict[str, int] = {}
+    miss_tokens: dict[str, int] = {}
+    found_tokens: int = 0
+    asked_blocks: int = 0
+    hit_blocks: dict[str, int] = {}
+    miss_blocks: dict[str, int] = {}
+    found_blocks: int = 0
+    lookups: int = 0
+    leases: int = 0
+    reports: int = 0
+    granted_tokens: int = 0
+    hit_rate: float | None = None
+
+
+class NamespaceFacts(msgspec.Struct, frozen=True):
+    """id: the first digits of the digest. nvme: None without such a tier. used_at: of the last request, in this run."""
+
+    id: str
+    digest: str
+    tenant: str
+    model: str
+    layout: str
+    codec: str
+    weights_epoch: int
+    block_tokens: int
+    blocks: int
+    dram_blocks: int
+    dram_bytes: int
+    nvme_blocks: int | None
+    nvme_bytes: int | None
+    used_at: float | None
+    looked: Looked
+
+
+class MoveFacts(msgspec.Struct, frozen=True):
+    """failed: refused, given up before it began, or failed."""
+
+    kind: str
+    priority: str
+    waiting: int
+    running: int
+    done: int
+    failed: int
+
+
+class SessionFacts(msgspec.Struct, frozen=True):
+    """One engine. since: when it came."""
+
+    engine: str
+    tenant: str
+    connections: int
+    leases: int
+    leased_blocks: int
+    reservations: int
+    since: float
+
+
+class DoorFacts(msgspec.Struct, frozen=True):
+    """refused: connections that were turned away. malformed: messages that ended theirs. served: requests by verb.
+    wait_ms_p50, wait_ms_p99: of the last requests, from the moment that one was read until it was begun."""
+
+    connections: int
+    admin_connections: int
+    refused: int
+    malformed: int
+    served: dict[str, int]
+    wait_ms_p50: float | None
+    wait_ms_p99: float | None
+
+
+class LoadingFacts(msgspec.Struct, frozen=True):
+    """What an earlier run left on disk, as far as it was taken in."""
+
+    slots: int
+    all_slots: int
+    blocks: int
+    verified_bytes: int
+    to_verify_bytes: int
+
+
+class ScrubFacts(msgspec.Struct, frozen=True):
+    """Since the start."""
+
+    bytes_per_second: int
+    passes: int
+    frames: int
+    bytes: int
+    damaged: int
+    unreadable: int
+    mended: int
+    in_pass: bool
+    last_pass_seconds: float | None
+    last_pass_ended: float | None
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """All of it. counters: events since the start. departed: connections that are gone and may still map memory.
+    hidden_namespaces, hidden_sessions: that are there and left out, so that this stays of a size."""
+
+    run: str
+    pid: int
+    state: str
+    at: float
+    up_seconds: float
+    tiers: list[TierFacts]
+    blocks: int
+    leases: int
+    reservations: int
+    pinned_bytes: int
+    looked: Looked
+    namespaces: list[NamespaceFacts]
+    moves: list[MoveFacts]
+    sessions: list[SessionFacts]
+    departed: int
+    counters: dict[str, int]
+    door: DoorFacts
+    loading: LoadingFacts | None
+    scrub: ScrubFacts | None
+    hidden_namespaces: int = 0
+    hidden_sessions: int = 0
+
+
+def looked(all_counts: list[Counts]) -> Looked:
+    """Counts of several namespaces in sum."""
+    totals: dict[str, int] = dict.fromkeys(("asked", "found", "lookups", "leases", "reports", "granted"), 0)
+    tokens: dict[str, dict[str, int]] = {"hits": {}, "misses": {}}
+    blocks: dict[str, dict[str, int]] = {"hits": {}, "misses": {}}
+    asked_tokens = found_tokens = 0
+    for counts in all_counts:
+        for name in ("asked", "found", "lookups", "leases", "reports"):
+            totals[name] += getattr(counts, name)
+        asked_tokens += counts.asked * counts.block_tokens
+        found_tokens += counts.found * counts.block_tokens
+        for kind, counter in (("hits", counts.hits), ("misses", counts.misses)):
+            for origin, count in counter.items():
+                name = str(origin)
+                blocks[kind][name] = blocks[kind].get(name, 0) + count
+                tokens[kind][name] = tokens[kind].get(name, 0) + count * counts.block_tokens
+    granted = sum(count for name, count in tokens["hits"].items() if name != "engine")
+    return Looked(
+        asked_tokens,
+        tokens["hits"],
+        tokens["misses"],
+        found_tokens,
+        totals["asked"],
+        blocks["hits"],
+        blocks["misses"],
+        totals["found"],
+        totals["lookups"],
+        totals["leases"],
+        totals["reports"],
+        granted,
+        granted / asked_tokens if asked_tokens else None,
+    )
+
+
+def layout_in_words(layout: Layout) -> str:
+    """As people say it: "32 layers x 8 heads x (128 + 128) bfloat16, 64 tokens"."""
+    groups = [
+        f"{len(group.layers)} layers x {group.kv_heads} heads x ({' + '.join(map(str, group.plane_widths))}) "
+        f"{group.dtype}"
+        for group in layout.groups
+    ]
+    shards = "".join(
+        f", {count} {what} shards"
+        for count, what in ((layout.head_shards, "head"), (layout.layer_shards, "layer"))
+        if count > 1
+    )
+    return printable(f"{'; '.join(groups)}, {layout.block_tokens} tokens{shards}")
+
+
+def printable(text: str) -> str:
+    """What a client gave, fit for a terminal and not too long."""
+    kept = "".join(one for one in text[: MAX_TEXT + 1] if one.isprintable())
+    return kept if len(kept) <= MAX_TEXT else f"{kept[: MAX_TEXT - 3]}..."
