@@ -1,4 +1,9 @@
-"""The command line: `kvstore demo`, `kvstore fsck`, `kvstore bench` with `tiers`, `lookup`, `restart`, `all` (floor 4).
+"""The command line (floor 4).
+
+    demo, bench             the main job, and its measurements
+    serve                   a store for all engines of a host
+    stat, namespaces, drop, purge, warm      an operator and a sidecar that runs
+    fsck                    a directory that nobody uses
 
 Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was
 given, what is allowed and how to mend it. Long work shows its progress on a terminal and nowhere else.
@@ -35,7 +40,9 @@ def _needs(module: str) -> str:
 
 try:
     import typer
+    import typer.core
     from rich.console import Console
+    from rich.live import Live
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 except ModuleNotFoundError as absent:
     if absent.name not in _EXTRA_OF:
@@ -45,6 +52,7 @@ except ModuleNotFoundError as absent:
 
 OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PLAIN_WIDTH = 120
+WATCH_SECONDS = 2
 _TRACEBACK = "KVSTORE_TRACEBACK"
 # Typer brings a copy of click of its own, or uses the installed one, by version: this is either's usage error.
 _UsageError: Any = typer.BadParameter.__base__
@@ -216,6 +224,146 @@ def serve(
     keeper_pid = os.getppid() if wire is not None else None
     begins_again = run(settings, outside, lambda sockets, port: _say_serving(sockets, port, keeper_pid, as_json))
     return keeper.AGAIN if begins_again else OK
+
+
+Data = Annotated[
+    str, typer.Option("--data", metavar="DIR", envvar="KVSTORE_DATA", help="Directory that the sidecar serves.")
+]
+AdminSocket = Annotated[
+    str | None, typer.Option("--socket", metavar="PATH", help="Its admin socket.  [default: DIR/admin.sock]")
+]
+Seconds = Annotated[float, typer.Option("--seconds", metavar="N", help="How long it may take.")]
+
+
+class _Watchable(typer.core.TyperCommand):
+    """A command whose --watch may be followed by a number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for at, one in enumerate(args):
+            if one == "--watch" and not "".join(args[at + 1 : at + 2]).replace(".", "", 1).isdigit():
+                args[at] = f"--watch={WATCH_SECONDS}"
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_Watchable)
+def stat(
+    data: Data = "./kv",
+    socket: AdminSocket = None,
+    watch: Annotated[
+        float | None,
+        typer.Option(metavar="[SECONDS]", help=f"Draw it again and again, every {WATCH_SECONDS} seconds if left out."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """What a running sidecar holds and has served: tiers, namespaces, hits and misses, moves, sessions.
+
+    With --watch and --json it prints one object per line.
+    """
+    from kvstore.node import SystemClock
+    from kvstore.service import operate, report
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+
+    if watch is not None and not 0.1 <= watch <= 86400:
+        raise typer.BadParameter(f"--watch {watch:g}: give 0.1 to 86400 seconds")
+    clock = SystemClock()
+
+    def found() -> report.StatReport:
+        return report.StatReport(operate.stat(socket or default_socket(data, ADMIN_SOCKET), clock))
+
+    if watch is None:
+        return _print(found(), as_json)
+    if as_json:
+        while True:
+            print(json.dumps(found().to_dict()), flush=True)
+            clock.sleep(watch)
+    first, console = found(), Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    with Live(first.group(), console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        while True:
+            live.refresh()
+            clock.sleep(watch)
+            live.update(found().group())
+
+
+@app.command()
+def namespaces(data: Data = "./kv", socket: AdminSocket = None, as_json: Json = False) -> int:
+    """The namespaces of a running sidecar: whose, of which model, layout and codec, and what they take up."""
+    from kvstore.node import SystemClock
+    from kvstore.service import operate, report
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+
+    facts = operate.stat(socket or default_socket(data, ADMIN_SOCKET), SystemClock())
+    return _print(report.NamespacesReport(facts), as_json)
+
+
+@app.command()
+def drop(
+    namespace: Annotated[str, typer.Argument(metavar="NAMESPACE_ID", help="Or its first digits.")],
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose, where several tenants have it.")] = "",
+    data: Data = "./kv",
+    socket: AdminSocket = None,
+    seconds: Seconds = 30.0,
+    as_json: Json = False,
+) -> int:
+    """Evict a namespace from every tier of a running sidecar."""
+    from kvstore.node import SystemClock
+    from kvstore.service import operate, report
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+
+    path = socket or default_socket(data, ADMIN_SOCKET)
+    blocks = operate.drop(path, SystemClock(), namespace, tenant, seconds)
+    return _print(report.GoneReport(f"Namespace {namespace} is gone", "namespace", namespace, blocks), as_json)
+
+
+@app.command()
+def purge(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    data: Data = "./kv",
+    socket: AdminSocket = None,
+    seconds: Seconds = 30.0,
+    as_json: Json = False,
+) -> int:
+    """Void all of a tenant's blocks durably and retire its key. There is no way back.
+
+    The tenant's connections end; when it comes again it gets a new key.
+    """
+    from kvstore.node import SystemClock
+    from kvstore.service import operate, report
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+
+    if not yes:
+        if not sys.stdin.isatty():
+            raise typer.BadParameter("a purge cannot be undone, and there is no terminal to ask at; give --yes")
+        typer.confirm(f"Void all blocks of tenant {tenant} and retire its key?", abort=True, err=True)
+    blocks = operate.purge(socket or default_socket(data, ADMIN_SOCKET), SystemClock(), tenant, seconds)
+    done = report.GoneReport(f"Tenant {tenant} is purged and its key retired", "tenant", tenant, blocks)
+    return _print(done, as_json)
+
+
+@app.command()
+def warm(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", help='JSON lines: [1, 2, ...], or {"token_ids": [...], "extra_keys": [...]}.'),
+    ],
+    namespace: Annotated[str, typer.Option(metavar="ID", help="Its id, or the first digits.")],
+    data: Data = "./kv",
+    socket: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The tenant's socket.  [default: DIR/kvstore.sock]")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Bring the stored prefixes of prompts up to DRAM, before engines ask for them."""
+    from kvstore.node import SystemClock
+    from kvstore.service import operate, report
+    from kvstore.service.settings import TENANT_SOCKET, default_socket
+
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        prompts = operate.read_prompts(file, lines)
+    with _progress() as show:
+        path = socket or default_socket(data, TENANT_SOCKET)
+        warmed = operate.warm(path, SystemClock(), namespace, file, prompts, show)
+    return _print(report.WarmReport(warmed), as_json)
 
 
 def _health_pages(host: str, port: int, daemon: Any) -> Any:

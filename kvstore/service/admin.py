@@ -16,6 +16,7 @@ from kvstore.occupancy import SpaceUsage
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
 from kvstore.service.facts import (
+    ID_DIGITS,
     DoorFacts,
     Facts,
     LoadingFacts,
@@ -27,19 +28,19 @@ from kvstore.service.facts import (
     TierFacts,
     layout_in_words,
     looked,
+    pick,
     printable,
 )
-from kvstore.service.handlers import Served, checked_seconds, version_in_common
+from kvstore.service.handlers import Served, version_in_common
 from kvstore.service.local_door import AdminCaller, LocalDoor
 from kvstore.service.sessions import Sessions
 from tiering.errors import TierError
 from tiering.tier import Usage
 
-ID_DIGITS = 12
 MAX_NAMESPACES, MAX_SESSIONS = 4096, 1024
 """In one answer; the others are counted."""
-MOST_NAMED = 8
-"""Namespaces that a line about a wrong id names."""
+MAX_SECONDS = 3600.0
+"""That a drop or a purge may take."""
 _STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
 
 
@@ -94,10 +95,10 @@ class Admin:
 
     def _drop(self, verb: m.DropAny) -> int:
         space = chosen_space(self._spaces(), verb.id, verb.tenant)
-        return self._store.core.drop(space.number, checked_seconds(verb.seconds))
+        return self._store.core.drop(space.number, _checked(verb.seconds))
 
     def _purge(self, verb: m.Purge) -> int:
-        keys, blocks = self._store.purge(verb.tenant, checked_seconds(verb.seconds))
+        keys, blocks = self._store.purge(verb.tenant, _checked(verb.seconds))
         self._door.show_out(keys.tenant)
         return blocks
 
@@ -176,30 +177,18 @@ class Admin:
 
 def chosen_space(spaces: Sequence[tuple[str, SpaceUsage]], id: str, tenant: str) -> SpaceUsage:
     """The one namespace whose digest begins so. Raises `BadInput` with what there is."""
-    wanted = id.lower()
     mine = [one for one in spaces if not tenant or one[0] == tenant]
-    found = [one for one in mine if wanted and one[1].digest.hex().startswith(wanted)]
-    if len(found) == 1:
-        return found[0][1]
-    whose = f" of tenant {tenant!r}" if tenant else ""
-    if not found:
-        raise BadInput(f"no namespace{whose} begins with {id!r}; there {_are(mine)}")
-    more = "give --tenant" if len({one.digest for _, one in found}) == 1 else "give more digits"
-    raise BadInput(f"{len(found)} namespaces{whose} begin with {id!r}: {_named(found)}; {more}")
+    digests = [one.digest.hex() for _, one in mine]
+    words = [f"{name}, {printable(one.namespace.model)}" for name, one in mine]
+    is_shared = len({one for one in digests if one.startswith(id.lower())}) == 1
+    whose = f" of tenant {printable(tenant)!r}" if tenant else ""
+    return mine[pick(id, digests, words, whose, "give --tenant" if is_shared else "give more digits")][1]
 
 
-def _are(spaces: Sequence[tuple[str, SpaceUsage]]) -> str:
-    if not spaces:
-        return "are none"
-    return f"{'is' if len(spaces) == 1 else 'are'}: {_named(spaces)}"
-
-
-def _named(spaces: Sequence[tuple[str, SpaceUsage]]) -> str:
-    named = [
-        f"{one.digest.hex()[:ID_DIGITS]} ({tenant}, {printable(one.namespace.model)})"
-        for tenant, one in spaces[:MOST_NAMED]
-    ]
-    return ", ".join(named) + (f" and {len(spaces) - MOST_NAMED} more" if len(spaces) > MOST_NAMED else "")
+def _checked(seconds: float) -> float:
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise BadInput(f"seconds={seconds:g}; give 0 to {MAX_SECONDS:g}")
+    return seconds
 
 
 def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | None) -> NamespaceFacts:

@@ -6,12 +6,18 @@ times in seconds, instants in Unix time. Text that a client gave is cut and prin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from kvstore.errors import BadInput
 from kvstore.layout import Layout
 from kvstore.service.counting import Counts
 
 MAX_TEXT = 128
+ID_DIGITS = 12
+MOST_NAMED = 8
+"""Namespaces that a line about a wrong id names."""
 
 
 class TierFacts(msgspec.Struct, frozen=True):
@@ -203,3 +209,18 @@ def printable(text: str) -> str:
     """What a client gave, fit for a terminal and not too long."""
     kept = "".join(one for one in text[: MAX_TEXT + 1] if one.isprintable())
     return kept if len(kept) <= MAX_TEXT else f"{kept[: MAX_TEXT - 3]}..."
+
+
+def pick(wanted: str, digests: Sequence[str], words: Sequence[str], whose: str, more: str) -> int:
+    """Which of these digests begins so. words: on each. whose, more: for messages. Raises `BadInput`."""
+    found = [at for at, digest in enumerate(digests) if wanted and digest.startswith(wanted.lower())]
+    if len(found) == 1:
+        return found[0]
+    listed = found or range(len(digests))
+    named = ", ".join(f"{digests[at][:ID_DIGITS]} ({words[at]})" for at in listed[:MOST_NAMED])
+    if len(listed) > MOST_NAMED:
+        named += f" and {len(listed) - MOST_NAMED} more"
+    if not found:
+        there = f"there {'is' if len(digests) == 1 else 'are'}: {named}" if digests else "there are none"
+        raise BadInput(f"no namespace{whose} begins with {printable(wanted)!r}; {there}")
+    raise BadInput(f"{len(found)} namespaces{whose} begin with {printable(wanted)!r}: {named}; {more}")
