@@ -168,7 +168,7 @@ def looked(all_counts: list[Counts]) -> Looked:
         asked_tokens += counts.asked * counts.block_tokens
         found_tokens += counts.found * counts.block_tokens
         for kind, counter in (("hits", counts.hits), ("misses", counts.misses)):
-            for origin, count in counter.items():
+            for origin, count in (+counter).items():  # those above 0
                 name = str(origin)
                 blocks[kind][name] = blocks[kind].get(name, 0) + count
                 tokens[kind][name] = tokens[kind].get(name, 0) + count * counts.block_tokens
@@ -207,7 +207,7 @@ def layout_in_words(layout: Layout) -> str:
 
 def printable(text: str) -> str:
     """What a client gave, fit for a terminal and not too long."""
-    kept = "".join(one for one in text[: MAX_TEXT + 1] if one.isprintable())
+    kept = "".join(one for one in text[: 8 * MAX_TEXT] if one.isprintable())
     return kept if len(kept) <= MAX_TEXT else f"{kept[: MAX_TEXT - 3]}..."
 
 

@@ -194,7 +194,7 @@ def namespace_table(namespaces: Sequence[NamespaceFacts], now: float, most: int 
 
 def _looked_parts(looked: Looked) -> Iterator[RenderableType]:
     rate = f"{looked.granted_tokens:,} of {looked.asked_tokens:,} tokens ({_percent(looked.hit_rate)})"
-    yield Text(f"hit rate: {rate}; {_count(looked.lookups, 'look-up')}, {_count(looked.leases, "lease")}")
+    yield Text(f"hit rate: {rate}; {_count(looked.lookups, 'look-up')}, {_count(looked.leases, 'lease')}")
     rows: list[tuple[object, ...]] = []
     for what, tokens, blocks in (
         ("hit", looked.hit_tokens, looked.hit_blocks),

@@ -1,0 +1,282 @@
+"""The admin socket of a door: who may ask what there, what it says, and what a drop or a purge does to tenants."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.codec import codec_named
+from kvstore.errors import BadInput, Unreachable
+from kvstore.miss import MissReason
+from kvstore.node import SystemClock
+from kvstore.service import messages as m
+from kvstore.service import operate
+from kvstore.service.client import CallLimits, open_sidecar
+from kvstore.service.facts import pick, printable
+from kvstore.service.local_door import ADMIN_CONNECTIONS, DoorLimits
+from kvstore.service.wire import Wire
+from service.sidecar import Sidecar, patient
+from tiering.lmdb_index import LmdbMaker
+from workbench import MODEL, ids, one_line, random_pages, small_layout
+
+CLOCK = SystemClock()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, nvme="16MiB", indexes=LmdbMaker) as sidecar:
+        assert sidecar.store.warmed(20)
+        yield sidecar
+
+
+def asked(path: Path, *verbs: m.Verb) -> list[m.Answer]:
+    wire = Wire(str(path), "test", b"", CLOCK, 10)
+    try:
+        return [wire.call(verb, 20).answer for verb in verbs]
+    finally:
+        wire.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# Who may ask what -----------------------------------------------------------------------------------------------------
+
+
+def test_only_its_owner_may_open_it(sidecar: Sidecar) -> None:
+    assert stat.S_IMODE(os.stat(sidecar.admin_path).st_mode) == 0o600
+
+
+def test_a_tenant_has_no_admin_verb(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(640), random_pages(handle.layout, 10))
+        one = handle.namespace.digest().hex()
+        answers = asked(sidecar.path, m.Stat(), m.DropAny(one), m.DropAny(one, "default"), m.Purge("default"))
+        assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.Fault.BAD_INPUT] * 4
+        assert handle.match(ids(640)).blocks == 10 and len(sidecar.store.tenant_names()) == 1
+
+
+def test_an_operator_has_no_verb_of_a_tenant(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(640), random_pages(handle.layout, 10))
+        keys = handle.match(ids(640)).keys
+        verbs: list[m.Verb] = [
+            m.OpenNamespace(handle.namespace.pack(), [8192]),
+            m.Match(handle.number, keys),
+            m.Lease(handle.number, keys, 0, 0),
+            m.Extents([0], False),
+            m.Drop(handle.number),
+            m.Namespaces(),
+        ]
+        answers = asked(sidecar.admin_path, *verbs)
+        assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.Fault.BAD_INPUT] * 6
+        (refused,) = asked_raw(sidecar.admin_path, m.Hello(9, 9))
+        assert isinstance(refused, m.Failed) and refused.fault is m.Fault.VERSION
+
+
+def asked_raw(path: Path, *verbs: m.Verb) -> list[m.Answer]:
+    """Without a hello."""
+    answers = []
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(str(path))
+        for number, verb in enumerate(verbs, 1):
+            sock.sendall(m.pack(m.Request(number, verb)))
+            answers.append(m.unpack_reply(sock.recv(1 << 16)[4:]).answer)
+    return answers
+
+
+def test_what_is_no_hello_ends_an_admin_connection_too(sidecar: Sidecar) -> None:
+    (answer,) = asked_raw(sidecar.admin_path, m.Stat())
+    assert isinstance(answer, m.Failed) and answer.fault is m.Fault.MALFORMED
+    assert operate.stat(str(sidecar.admin_path), CLOCK).door.malformed == 1
+
+
+def test_an_operator_is_let_in_where_tenants_take_up_all_that_they_may(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, DoorLimits(connections=2, threads=1, long_threads=1)) as sidecar:
+        wires = [Wire(str(sidecar.path), "test", b"", CLOCK, 10) for _ in range(2)]
+        admins = [Wire(str(sidecar.admin_path), "test", b"", CLOCK, 10) for _ in range(ADMIN_CONNECTIONS - 1)]
+        gate = threading.Event()
+        for pool in (sidecar.door._pool, sidecar.door._long_pool):
+            pool.submit(gate.wait, 30)
+        try:
+            with pytest.raises(Unreachable):
+                Wire(str(sidecar.path), "test", b"", CLOCK, 10)
+            facts = operate.stat(str(sidecar.admin_path), CLOCK)
+            assert (facts.door.connections, facts.door.admin_connections, facts.door.refused) == (2, 8, 1)
+            admins.append(Wire(str(sidecar.admin_path), "test", b"", CLOCK, 10))
+            with pytest.raises(Unreachable):
+                Wire(str(sidecar.admin_path), "test", b"", CLOCK, 10)
+        finally:
+            gate.set()
+            for wire in (*wires, *admins):
+                wire.close()
+
+
+# What it says ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_held_and_served_is_seen(sidecar: Sidecar) -> None:
+    with patient(open_sidecar(str(sidecar.path), codecs=codec_named, clock=CLOCK, engine="eng\x1b[31m 1.0")) as store:
+        layout = small_layout(head_shards=2)
+        handle = store.namespace(model=MODEL, layout=layout, weights_epoch=3)
+        handle.put(ids(640), random_pages(layout, 10), durability="disk")
+        with handle.lease(handle.match(ids(640 + 64))):
+            keys = handle.match(ids(128, 9)).keys
+            reply = handle.door.reserve(handle.number, keys, 0, 0, None)
+            facts = operate.stat(str(sidecar.admin_path), CLOCK)
+            handle.door.abort(reply.reservation)
+    frame = 4096 + 4096  # each of two parts: a header and half of 8 KiB
+    (one,) = facts.namespaces
+    assert (one.tenant, one.model, one.codec, one.weights_epoch) == ("default", MODEL, "raw", 3)
+    assert one.digest == handle.namespace.digest().hex() and one.digest.startswith(one.id) and len(one.id) == 12
+    assert one.layout == "2 layers x 2 heads x (8 + 8) bfloat16, 64 tokens, 2 head shards"
+    assert (one.blocks, one.dram_blocks, one.dram_bytes) == (10, 10, 20 * frame)
+    assert (one.nvme_blocks, one.nvme_bytes) == (10, 20 * frame)
+    assert (facts.blocks, facts.leases, facts.reservations, facts.pinned_bytes) == (10, 1, 1, 20 * frame)
+    dram, nvme = facts.tiers
+    assert (dram.slots["used"], dram.slots["reserved"], nvme.slots["used"]) == (20, 4, 20)
+    assert dram.budget_bytes == nvme.budget_bytes == 16 << 20 and 0 < dram.taken_bytes <= dram.budget_bytes
+    (session,) = facts.sessions
+    assert (session.engine, session.tenant, session.connections) == ("eng[31m 1.0", "default", 1)
+    assert (session.leases, session.leased_blocks, session.reservations) == (1, 10, 1)
+    assert facts.at - 60 < session.since <= facts.at
+    (move,) = facts.moves
+    assert (move.kind, move.priority, move.waiting, move.running, move.failed) == ("nvme writes", "save", 0, 0, 0)
+    assert move.done >= 1 and facts.counters["stored_blocks"] == 10
+    assert facts.looked.hit_blocks == {"dram": 10} and facts.looked.miss_blocks == {"absent": 3}
+    assert facts.door.served["match"] == 3 and facts.door.served["lease"] == 1
+    assert facts.door.wait_ms_p50 is not None and facts.door.wait_ms_p99 is not None
+    assert 0 <= facts.door.wait_ms_p50 <= facts.door.wait_ms_p99
+    assert facts.scrub is not None and facts.loading is not None
+
+
+def test_a_tenant_sees_its_own_namespaces_alone_and_all_of_them(sidecar: Sidecar) -> None:
+    theirs = sidecar.store.for_tenant("guest").namespace(model="secret", layout=small_layout())
+    with sidecar.client() as store:
+        mine = [store.namespace(model=f"model-{number}", layout=small_layout()) for number in range(70)]
+        found: list[m.Opened] = []
+        first, answers = 0, 0
+        while True:
+            (reply,) = asked(sidecar.path, m.Namespaces(first))
+            assert isinstance(reply, m.NamespacesReply)
+            found += reply.namespaces
+            answers += 1
+            first = reply.next
+            if not first:
+                break
+    assert answers == 2 and [one.id for one in found] == [one.namespace.digest().hex() for one in mine]
+    assert theirs.namespace.digest().hex() not in {one.id for one in found}
+    assert found[0].packed == mine[0].namespace.pack() and found[0].payload_bytes == [8192]
+
+
+def test_an_id_is_right_or_the_line_says_what_there_is() -> None:
+    digests, words = ["aa11" * 16, "aa22" * 16, "bb33" * 16], ["one", "two", "three"]
+    assert pick("BB", digests, words, "", "more") == 2 and pick(digests[0], digests, words, "", "more") == 0
+    for wanted, fragments in {
+        "aa": ("2 namespaces begin with 'aa'", "aa11aa11aa11 (one), aa22aa22aa22 (two)", "more"),
+        "cc": ("no namespace begins with 'cc'", "there are:", "bb33bb33bb33 (three)"),
+        "": ("no namespace begins with ''",),
+    }.items():
+        with pytest.raises(BadInput) as wrong:
+            pick(wanted, digests, words, "", "more")
+        assert one_line(wrong.value, *fragments)
+    with pytest.raises(BadInput, match="there are none"):
+        pick("a", [], [], "", "")
+    with pytest.raises(BadInput, match="and 12 more"):
+        pick("a", [f"b{number:063}" for number in range(20)], ["x"] * 20, "", "")
+    assert printable("a\x1b[2J\n" + "b" * 500) == "a[2J" + "b" * 121 + "..."  # 128 in all
+
+
+# What it does ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_drop_names_its_tenant_where_two_have_the_namespace(sidecar: Sidecar) -> None:
+    theirs = sidecar.store.for_tenant("guest").namespace(model=MODEL, layout=small_layout())
+    theirs.put(ids(192), random_pages(theirs.layout, 3))
+    with sidecar.client() as store:
+        mine = store.namespace(model=MODEL, layout=small_layout())
+        mine.put(ids(640), random_pages(mine.layout, 10), durability="disk")
+        one, path = mine.namespace.digest().hex()[:6], str(sidecar.admin_path)
+        with pytest.raises(BadInput, match=r"2 namespaces .*give --tenant"):
+            operate.drop(path, CLOCK, one, "", 20)
+        with pytest.raises(BadInput, match=r"no namespace of tenant 'nobody' begins with .*there are none"):
+            operate.drop(path, CLOCK, one, "nobody", 20)
+        with pytest.raises(BadInput, match="seconds=-1"):
+            operate.drop(path, CLOCK, one, "default", -1)
+        assert operate.drop(path, CLOCK, one, "default", 20) == 10
+        assert mine.match(ids(640)).blocks == 0 and theirs.match(ids(192)).blocks == 3
+        assert mine.put(ids(640), random_pages(mine.layout, 10)).stored == 10
+
+
+def test_a_drop_that_is_not_over_in_time_says_so(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
+        sidecar.core._lifting.append((handle.number, []))  # a lease that waits for blocks on their way up
+        handle.door._limits = CallLimits(match=10.0, drop=0.2)  # type: ignore[attr-defined]
+        with pytest.raises(Unreachable, match="nothing was dropped; ask again"):
+            store.drop(handle)
+        with pytest.raises(Exception, match="nothing was dropped; ask again") as wrong:
+            operate.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 0.2)
+        assert one_line(wrong.value)
+        assert handle.match(ids(640)).blocks == 10
+        sidecar.core._lifting.clear()
+        settle = sidecar.core._levels._lower.tier.settle  # type: ignore[union-attr]
+        gate = threading.Event()
+        sidecar.core._levels._lower.tier.settle = lambda: gate.wait(30) and settle()  # type: ignore
+        with pytest.raises(Exception, match="gone from memory, but not durably from the disk") as wrong:
+            operate.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 0.2)
+        assert handle.match(ids(640)).blocks == 0
+        gate.set()
+        assert operate.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 20) == 0
+        assert sidecar.store.usage().nvme.used == 0  # type: ignore[union-attr]
+
+
+def test_a_purged_tenant_is_shown_out_and_comes_again_with_other_keys(sidecar: Sidecar) -> None:
+    theirs = sidecar.store.for_tenant("guest").namespace(model=MODEL, layout=small_layout())
+    theirs.put(ids(192), random_pages(theirs.layout, 3))
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
+        before, wire = handle._grant.identity_key, handle.door._run.wire  # type: ignore[attr-defined]
+        assert operate.purge(str(sidecar.admin_path), CLOCK, "default", 20) == 10
+        assert len(sidecar.sessions) == 0 and set(sidecar.store.tenant_names().values()) == {"guest"}
+        wait_until(lambda: handle.match(ids(640)).reason is MissReason.KEY_MISMATCH)
+        assert wire.closed and set(sidecar.store.tenant_names().values()) == {"guest", "default"}
+        again = store.namespace(model=MODEL, layout=small_layout())
+        assert again._grant.identity_key != before and again.match(ids(640)).blocks == 0
+        assert again.put(ids(640), random_pages(handle.layout, 10), durability="disk").stored == 10
+        facts = operate.stat(str(sidecar.admin_path), CLOCK)
+        assert {(one.tenant, one.blocks) for one in facts.namespaces} == {("default", 10), ("guest", 3)}
+    assert theirs.match(ids(192)).blocks == 3
+    wait_until(lambda: sidecar.sessions.departed == 0)
+
+
+def test_keys_that_cannot_be_made_keep_a_purged_tenant_out_and_nobody_else(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operate.purge(str(sidecar.admin_path), CLOCK, "default", 20)
+    with monkeypatch.context() as patched:
+
+        def full(*_: object) -> None:
+            raise OSError(28, os.strerror(28))
+
+        patched.setattr("kvstore.node.write_secret_file", full)
+        with pytest.raises(Exception, match="cannot be written"):
+            Wire(str(sidecar.path), "test", b"", CLOCK, 10)
+        assert operate.stat(str(sidecar.admin_path), CLOCK).state == "ready"
+    Wire(str(sidecar.path), "test", b"", CLOCK, 10).close()
