@@ -334,7 +334,10 @@ def purge(
     if not yes:
         if not sys.stdin.isatty():
             raise typer.BadParameter("a purge cannot be undone, and there is no terminal to ask at; give --yes")
-        typer.confirm(f"Void all blocks of tenant {tenant} and retire its key?", abort=True, err=True)
+        # Not typer's own question, which writes to standard output as well.
+        print(f"Void all blocks of tenant {tenant} and retire its key? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise typer.Abort()
     blocks = operate.purge(socket or default_socket(data, ADMIN_SOCKET), SystemClock(), tenant, seconds)
     done = report.GoneReport(f"Tenant {tenant} is purged and its key retired", "tenant", tenant, blocks)
     return _print(done, as_json)

@@ -1,0 +1,247 @@
+"""The operator's commands as people and scripts run them, against `kvstore serve` in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.errors import BadInput
+from kvstore.service.operate import read_prompts
+from service.sidecar import patient
+from service.test_serve import PATHS, ended, serving
+from workbench import MODEL, ids, one_line, random_pages, small_layout
+
+CLI = [sys.executable, "-m", "kvstore.cli"]
+NO_TORCH = "import sys; sys.modules['torch'] = None; from kvstore.cli import main; main()"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Without torch, which none of these commands needs."""
+    command = [sys.executable, "-c", NO_TORCH, *arguments]
+    env = {**os.environ, **PATHS}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, stdin=subprocess.DEVNULL)
+
+
+def told(*arguments: str) -> Any:
+    """The one object that a command prints."""
+    done = run(*arguments, "--json")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return json.loads(done.stdout)
+
+
+def refused(*arguments: str) -> str:
+    """The one line of a command that fails."""
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvstore: ")
+    return line
+
+
+def client(directory: Path) -> kvstore.SidecarStore:
+    store = kvstore.open(f"unix:{directory / 'kv' / 'kvstore.sock'}", engine="test 1.0")
+    assert isinstance(store, kvstore.SidecarStore)
+    return patient(store)
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[tuple[str, kvstore.SidecarStore, subprocess.Popen[str]]]:
+    """Its directory, and a client."""
+    with serving(tmp_path, "--nvme", "64MiB") as (process, _), client(tmp_path) as store:
+        yield str(tmp_path / "kv"), store, process
+
+
+Running = tuple[str, kvstore.SidecarStore, "subprocess.Popen[str]"]
+
+
+def test_stat_and_namespaces(sidecar: Running) -> None:
+    data, store, process = sidecar
+    handle = store.namespace(model=MODEL, layout=small_layout())
+    handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
+    handle.lease(handle.match(ids(700))).release()
+    handle.match(ids(128, 9))
+    found = told("stat", "--data", data)
+    assert found["pid"] == process.pid and found["state"] == "ready" and found["up_seconds"] > 0
+    assert found["looked"]["asked_tokens"] == 768 and found["looked"]["hit_tokens"] == {"dram": 640}
+    assert found["looked"]["miss_tokens"] == {"absent": 128} and found["looked"]["hit_rate"] == 640 / 768
+    assert [one["name"] for one in found["tiers"]] == ["dram", "nvme"] and found["sessions"][0]["engine"] == "test 1.0"
+    shown = run("stat", "--socket", f"{data}/admin.sock")
+    assert shown.returncode == 0 and "hit rate: 640 of 768 tokens (83.3 %)" in shown.stdout
+    assert "miss: absent" in shown.stdout and "test 1.0" in shown.stdout and "nvme writes" in shown.stdout
+    (one,) = told("namespaces", "--data", data)["namespaces"]
+    assert one["digest"] == handle.namespace.digest().hex() and (one["tenant"], one["blocks"]) == ("default", 10)
+    shown = run("namespaces", "--data", data)
+    assert one["id"] in shown.stdout and "2 layers x 2 heads x (8 + 8) bfloat16, 64 tokens" in shown.stdout
+
+
+def test_watch_draws_again_and_again(sidecar: Running) -> None:
+    data, store, _ = sidecar
+    command = [*CLI, "stat", "--data", data]
+    env = {**os.environ, **PATHS}
+    with subprocess.Popen([*command, "--watch", "0.2", "--json"], stdout=subprocess.PIPE, text=True, env=env) as watch:
+        assert watch.stdout is not None
+        assert json.loads(watch.stdout.readline())["namespaces"] == []
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        deadline = time.monotonic() + 30
+        while not (found := json.loads(watch.stdout.readline()))["namespaces"]:
+            assert time.monotonic() < deadline
+        assert found["namespaces"][0]["model"] == handle.model
+        watch.send_signal(signal.SIGINT)
+        assert watch.wait(20) == 130
+    terminal, theirs = pty.openpty()
+    with subprocess.Popen([*command, "--watch"], stdout=theirs, stderr=theirs, stdin=theirs, env=env) as watch:
+        os.close(theirs)
+        seen = b""
+        deadline = time.monotonic() + 30
+        while seen.count(b"up ") < 2:  # every two seconds
+            assert time.monotonic() < deadline, seen
+            if select.select([terminal], [], [], 1)[0]:
+                seen += os.read(terminal, 1 << 16)
+        watch.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + 20
+        while watch.poll() is None and time.monotonic() < deadline:
+            if select.select([terminal], [], [], 0.1)[0]:
+                try:
+                    os.read(terminal, 1 << 16)
+                except OSError:
+                    break
+        assert watch.wait(5) == 130
+    os.close(terminal)
+
+
+def test_warm_promotes_what_is_on_disk(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "64MiB") as (process, _):
+        with client(tmp_path) as store:
+            handle = store.namespace(model=MODEL, layout=small_layout())
+            other = store.namespace(model="other", layout=small_layout())
+            assert handle.put(ids(640), random_pages(handle.layout, 10), durability="disk").stored == 10
+            pages = random_pages(handle.layout, 2)
+            assert handle.put(ids(128), pages, extra_keys=["salt"], durability="disk").stored == 2
+            one = handle.namespace.digest().hex()[:8]
+        assert ended(process)[0] == 0
+    file, data = tmp_path / "prompts.jsonl", str(tmp_path / "kv")
+    lines = [ids(704), {"token_ids": ids(128), "extra_keys": ["salt"]}, ids(320), ids(64, 5000)]
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+    with serving(tmp_path, "--nvme", "64MiB") as (_, said):
+        deadline = time.monotonic() + 20
+        while told("stat", "--data", data)["state"] != "ready":
+            assert time.monotonic() < deadline
+        found = told("warm", str(file), "--namespace", one, "--data", data)
+        assert (found["prompts"], found["asked"], found["promoted"], found["warm"]) == (4, 19, 12, 5)
+        assert found["left"] == {} and sum(found["absent"].values()) == 2
+        assert found["namespace"].startswith(one)
+        again = told("warm", str(file), "--namespace", one, "--socket", said["serving"][0])
+        assert (again["promoted"], again["warm"], again["asked"]) == (0, 17, 19)
+        stat = told("stat", "--data", data)
+        assert stat["looked"]["asked_tokens"] == 0, "that was no engine"
+        assert stat["leases"] == 0 and stat["counters"]["promoted_blocks"] == 12
+        assert stat["namespaces"][0]["dram_blocks"] == 12
+        shown = run("warm", str(file), "--namespace", one, "--data", data)
+        assert "warm already" in shown.stdout and "not there: " in shown.stdout
+        assert "no namespace begins with 'ffff'; there" in refused(
+            "warm", str(file), "--namespace", "ffff", "--data", data
+        )
+        assert other.namespace.digest().hex() != handle.namespace.digest().hex()
+        file.write_text("[1, 2]\n[1, -2]\n")
+        assert f"{file} line 2: token ids must be" in refused("warm", str(file), "--namespace", one, "--data", data)
+
+
+@pytest.mark.parametrize(
+    ("line", "fragment"),
+    [
+        ("[1, 2", "not JSON"),
+        ("7", "give a list of token ids"),
+        ('{"tokens": [1]}', "give a list of token ids"),
+        ('{"token_ids": [1], "salt": 1}', "'salt' is not known"),
+        ("[true]", "true or false"),
+        ('["a"]', "token ids must be"),
+        ('{"token_ids": [1], "extra_keys": "x"}', "must be a list"),
+        ('{"token_ids": [1], "extra_keys": [7]}', "an extra key is text"),
+        ('{"token_ids": [1], "extra_keys": [{"hex": "zz"}]}', "an extra key is text"),
+        ('{"token_ids": [1], "extra_keys": [{"hex": "00", "first_token": -1}]}', "from token 0 on"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_wrong_line_is_named(line: str, fragment: str) -> None:
+    with pytest.raises(BadInput) as wrong:
+        read_prompts("f.jsonl", ["[1]\n", "\n", line])
+    assert one_line(wrong.value, "f.jsonl line 3: ", fragment)
+
+
+def test_drop_and_purge(sidecar: Running, tmp_path: Path) -> None:
+    data, store, process = sidecar
+    handle = store.namespace(model=MODEL, layout=small_layout())
+    handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
+    one = handle.namespace.digest().hex()[:8]
+    assert told("drop", one, "--data", data) == {"namespace": one, "blocks": 10}
+    assert handle.match(ids(640)).blocks == 0
+    assert f"there is: {one}" in refused("drop", "zz", "--data", data)
+    assert "there are none" in refused("drop", one, "--tenant", "nobody", "--data", data)
+    handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
+    assert "no terminal to ask at; give --yes" in refused("purge", "default", "--data", data)
+    assert "tenant 'nobody' has no keys here; there are: default" in refused("purge", "nobody", "--yes", "--data", data)
+    assert handle.match(ids(640)).blocks == 10
+    secret = json.loads((tmp_path / "kv" / "keys").read_text())["tenants"]["default"]["secret"]
+    assert told("purge", "default", "--yes", "--data", data) == {"tenant": "default", "blocks": 10}
+    assert json.loads((tmp_path / "kv" / "keys").read_text())["tenants"] == {}
+    process.kill()
+    process.communicate()
+    with serving(tmp_path, "--nvme", "64MiB"), client(tmp_path) as again:
+        found = again.namespace(model=MODEL, layout=small_layout())
+        deadline = time.monotonic() + 20
+        while told("stat", "--data", data)["state"] != "ready":
+            assert time.monotonic() < deadline
+        assert found.match(ids(640)).blocks == 0
+        assert json.loads((tmp_path / "kv" / "keys").read_text())["tenants"]["default"]["secret"] != secret
+
+
+@pytest.mark.parametrize(("answer", "is_purged"), [(b"n\n", False), (b"y\n", True)])
+def test_a_purge_asks_at_a_terminal(sidecar: Running, answer: bytes, is_purged: bool) -> None:
+    data, store, _ = sidecar
+    store.namespace(model=MODEL, layout=small_layout())
+    terminal, theirs = pty.openpty()
+    command = [*CLI, "purge", "default", "--data", data, "--json"]
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **PATHS}
+    ) as process:
+        os.write(terminal, answer)
+        out, error = process.communicate(timeout=30)
+    os.close(terminal)
+    os.close(theirs)
+    assert b"Void all blocks of tenant default and retire its key? [y/N]" in error
+    assert (process.returncode, bool(out)) == ((0, True) if is_purged else (130, False))
+    assert ("default" in json.loads((Path(data) / "keys").read_text())["tenants"]) is not is_purged
+
+
+@pytest.mark.parametrize(
+    "arguments", [("stat",), ("namespaces",), ("drop", "ab"), ("purge", "a", "--yes"), ("stat", "--watch", "--json")]
+)
+def test_without_a_sidecar_there_is_one_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    line = refused(*arguments, "--data", str(tmp_path))
+    assert f"no sidecar to talk to: {tmp_path}/admin.sock does not answer (No such file or directory)" in line
+    assert "kvstore serve" in line and "--socket" in line and "--data" in line
+
+
+def test_other_wrong_things_are_one_line(sidecar: Running, tmp_path: Path) -> None:
+    data, _, _ = sidecar
+    (tmp_path / "f").write_text("[1]\n")
+    assert "admin socket" in refused("stat", "--socket", f"{data}/kvstore.sock")
+    assert "tenant's socket" in refused(
+        "warm", str(tmp_path / "f"), "--namespace", "a", "--socket", f"{data}/admin.sock"
+    )
+    assert "does not answer" in refused("warm", str(tmp_path / "f"), "--namespace", "a", "--data", str(tmp_path))
+    assert "No such file" in refused("warm", str(tmp_path / "none"), "--namespace", "a", "--data", data)
+    assert "there are none" in refused("warm", str(tmp_path / "f"), "--namespace", "a", "--data", data)
+    assert "give 0.1 to 86400" in refused("stat", "--watch", "0", "--data", data)
