@@ -828,3 +828,19 @@ def test_every_move_ends_once_whatever_happens(queues: Queues, seed: int) -> Non
         assert {"ran 1: None", "ran 2: None", "joined or refused: None"} <= set(counts), "the soak soaks nothing"
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_what_waits_runs_and_ended_is_counted(queues: Queues) -> None:
+    queue = queues.new(waiting_moves=1)
+    gate = queues.busy(queue, DISK)
+    waiting = queue.submit("a", DISK, Priority.SAVE, lambda: None)
+    assert queue.submit("b", DISK, Priority.SAVE, lambda: None).finding is Finding.PINNED_FULL
+    joined = queue.submit("a", DISK, Priority.SCRUB, lambda: None)
+    late = queue.submit("c", DISK, Priority.SCRUB, lambda: None)
+    assert late.cancel()
+    counts = {one.priority: (one.waiting, one.running, one.done, one.failed) for one in queue.counts()}
+    assert counts == {Priority.WAITING: (0, 1, 0, 0), Priority.SAVE: (1, 0, 0, 1), Priority.SCRUB: (0, 0, 0, 1)}
+    gate.opened.set()
+    assert finished(waiting, joined) == [None, None]
+    counts = {one.priority: (one.waiting, one.running, one.done, one.failed) for one in queue.counts()}
+    assert counts == {Priority.WAITING: (0, 0, 1, 0), Priority.SAVE: (0, 0, 1, 1), Priority.SCRUB: (0, 0, 0, 1)}
