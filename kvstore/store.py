@@ -257,7 +257,7 @@ class Store:
 
     def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
         """Until what is on disk was taken in and nothing moves any more. Under the lock. Raises `TierUnavailable`."""
-        while (is_warming := self._loader is not None and self._loader.warming) or is_busy():
+        while (is_warming := self._is_warming) or is_busy():
             left = deadline - self._clock.monotonic_seconds()
             if left <= 0:
                 what = "what is on disk is still being taken in" if is_warming else "blocks are still on the move"

@@ -351,8 +351,10 @@ def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar) -> None:
         limits = handle.door._limits
         handle.door._limits = replace(limits, lease=0.0, fill=0.0)
         for _ in range(20):
-            assert handle.door.lease(handle.number, keys, 0, 0).reason in (None, MissReason.DEADLINE)
-            handle.door.reserve(handle.number, unknown, 0, 0, None)
+            leased = handle.door.lease(handle.number, keys, 0, 0)
+            assert leased.reason in (None, MissReason.DEADLINE)
+            handle.door.release(leased.lease)  # if it was in time
+            handle.door.abort(handle.door.reserve(handle.number, unknown, 0, 0, None).reservation)
         handle.door._limits = limits
         wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
 
