@@ -12,6 +12,8 @@ Importing this module needs neither torch nor a GPU; opening a store in this pro
 
 from __future__ import annotations
 
+import secrets
+
 from kvstore.config import DEFAULT_SCRUB, Limits
 from kvstore.errors import (
     BadInput,
@@ -29,6 +31,7 @@ from kvstore.miss import Account, HitTier, MissReason
 from kvstore.node import DEFAULT_TENANT, EmbeddedStore, SystemClock, open_embedded
 from kvstore.pages import Pages
 from kvstore.service.client import SidecarStore, open_sidecar
+from kvstore.service.messages import MIN_SESSION_BYTES
 
 __version__ = "0.1.0"
 __all__ = [
@@ -66,17 +69,19 @@ def open(
     limits: Limits | None = None,
     scrub: str | int = DEFAULT_SCRUB,
     engine: str = "",
+    session: str | None = None,
 ) -> EmbeddedStore | SidecarStore:
     """Open a store.
 
     url: "unix:PATH" for the sidecar behind that socket, "embedded:DIRECTORY" for a store in this process; its keys are
-    kept in DIRECTORY/keys. engine: name and version of whoever asks, which a sidecar shows; all other options are those
-    of a store in this process, which a sidecar was given when it was started. dram: the memory budget,
-    as a size ("2GiB"). nvme: the budget on disk, in DIRECTORY/nvme; without it blocks live in memory only. slab,
-    extent: size of the pieces that disk and memory are shared out in, chosen from the budgets if not given. tenant:
-    whose blocks these are. limits: the store's named upper bounds. scrub: bytes per second at which what is on disk is
-    read and verified again in the background, once a day; "off" for never. Raises `BadInput`, `DirectoryInUse` or
-    `KeysUnusable`, each with one line that says what to do.
+    kept in DIRECTORY/keys. engine: name and version of whoever asks, which a sidecar shows. session: for a sidecar, the
+    `session` of the store that another process of the same engine opened: leases can be handed between such processes.
+    All other options are those of a store in this process, which a sidecar was given when it was started. dram: the
+    memory budget, as a size ("2GiB"). nvme: the budget on disk, in DIRECTORY/nvme; without it blocks live in memory
+    only. slab, extent: size of the pieces that disk and memory are shared out in, chosen from the budgets if not given.
+    tenant: whose blocks these are. limits: the store's named upper bounds. scrub: bytes per second at which what is on
+    disk is read and verified again in the background, once a day; "off" for never. Raises `BadInput`, `DirectoryInUse`
+    or `KeysUnusable`, each with one line that says what to do.
     """
     scheme, _, rest = str(url).partition(":")
     if scheme not in ("embedded", "unix") or not rest:
@@ -92,7 +97,12 @@ def open(
         for name, value in given.items():
             if value != usual.get(name):
                 raise BadInput(f"{name}={value!r} is the sidecar's to know; give it to kvstore serve, and not to open")
-        return open_sidecar(rest, codecs=codec_named, clock=SystemClock(), engine=engine)
+        token = secrets.token_hex(MIN_SESSION_BYTES) if session is None else session
+        return open_sidecar(rest, codecs=codec_named, clock=SystemClock(), session=token, engine=engine)
+    if session is not None:
+        raise BadInput(
+            "session= is for processes that share a sidecar, unix:PATH; leave it out for a store in this one"
+        )
     return embedded(rest, dram=dram, nvme=nvme, slab=slab, extent=extent, tenant=tenant, limits=limits, scrub=scrub)
 
 

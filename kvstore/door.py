@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from kvstore.identity import Namespace
 from kvstore.miss import HitTier, MissReason
+from kvstore.requests import Requests
 from tiering.tier import FrameSpan
+
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -109,8 +112,29 @@ class ReserveReply(msgspec.Struct, frozen=True):
     reason: MissReason | None = None
 
 
+class Submitted(Protocol[R_co]):
+    """An answer that is on its way. Nothing here waits for anything."""
+
+    def poll(self) -> R_co | None:
+        """The answer, once; None while it is not there. After the deadline it is a miss. Never raises."""
+        ...
+
+    def cancel(self) -> None:
+        """What comes later is given back. Nothing else is called afterwards."""
+        ...
+
+    def forsake(self) -> None:
+        """The same, called by a finalizer, at any point of any thread."""
+        ...
+
+
 class Door(Protocol):
     """A store as one tenant's client sees it."""
+
+    @property
+    def requests(self) -> Requests:
+        """What this process holds for each request of its engine."""
+        ...
 
     @property
     def direct(self) -> DirectDoor | None:
@@ -129,8 +153,29 @@ class Door(Protocol):
         """How many leading blocks a put need not bring. No look-up, which would be counted."""
         ...
 
-    def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
+    def lease(
+        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
+    ) -> LeaseReply:
         """Pin the longest readable prefix; frames of the blocks from `first_block` on."""
+        ...
+
+    def submit_match(self, number: int, keys: Sequence[bytes]) -> Submitted[MatchReply]:
+        """`match`, without waiting for its answer."""
+        ...
+
+    def submit_lease(
+        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
+    ) -> Submitted[LeaseReply]:
+        """`lease`, without waiting for its answer."""
+        ...
+
+    def named(self, lease: int) -> tuple[bytes, int]:
+        """The run of the store that granted a lease, and its number there; ("", 0) where it means nothing any more."""
+        ...
+
+    def attach(self, run: bytes, reply: LeaseReply) -> LeaseReply:
+        """Hold a lease that is held already, by the number that it has in the store's run; it ends with the last of its
+        holders. The reply is the same under a number of this door, or empty with a reason."""
         ...
 
     def release(self, lease: int) -> None:

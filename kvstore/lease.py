@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class LeaseRecord:
-    """rows: the pinned blocks, in chain order, the first of them block `first_block`. held: places, once run out."""
+    """rows: the pinned blocks, in chain order, the first of them block `first_block`. held: places, once run out.
+    holders: how many have to let go before it ends."""
 
     number: int
     namespace: int
@@ -25,6 +26,7 @@ class LeaseRecord:
     places: tuple[list[int], ...]
     expires_at: float
     held: list[int] | None = None
+    holders: int = 1
 
 
 @dataclass(slots=True)
@@ -78,8 +80,24 @@ class LeaseTable:
         """A lease, live or run out."""
         return self._live.get(number) or self._lapsed.get(number)
 
+    def is_live(self, number: int) -> bool:
+        """Whether a lease still pins."""
+        return number in self._live
+
+    def attach(self, number: int) -> bool:
+        """One more holder, of a lease that still pins."""
+        record = self._live.get(number)
+        if record is not None:
+            record.holders += 1
+        return record is not None
+
     def take(self, number: int) -> LeaseRecord | None:
-        """Remove a lease, live or run out; the record tells which by `held`."""
+        """A holder lets go of a lease, live or run out; with the last one it is removed. The record tells by `held`
+        which it was."""
+        record = self.get(number)
+        if record is not None and record.holders > 1:
+            record.holders -= 1
+            return None
         return self._live.pop(number, None) or self._lapsed.pop(number, None)
 
     def run_out(self, now: float) -> Iterator[LeaseRecord]:

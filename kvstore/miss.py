@@ -42,15 +42,13 @@ class MissReason(StrEnum):
     UNREACHABLE = "unreachable"  # the store itself does not answer
     CORRUPT = "corrupt"  # a check failed; the frame is quarantined
     KEY_MISMATCH = "key_mismatch"  # it was written under a key that this store does not hold
-    STALE_HINT = "stale_hint"  # a directory said it was there, and it was not
+    STALE_HINT = "stale_hint"  # a directory or a ticket said it was there, and it was not
     QUOTA = "quota"  # the tenant's limit
     NOT_ADMITTED = "not_admitted"  # the policy chose not to keep it
     CHEAPER_TO_COMPUTE = "cheaper_to_compute"  # loading would take longer than computing
     AUDIT = "audit"  # computed on purpose, to compare with what is stored
     UNSUPPORTED = "unsupported"  # the engine or the model cannot take it
-    DISABLED = (
-        "disabled"  # nothing was asked of the store: it is closed, or not used, or the namespace was just dropped
-    )
+    DISABLED = "disabled"  # nothing was asked: the store is closed or not used, the namespace dropped, the request over
 
 
 # What a tier reports about a block, as a reason for its tokens. Total: a test walks over every member of `Finding`.

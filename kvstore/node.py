@@ -27,14 +27,17 @@ from kvstore.config import (
     memory_limit_files,
     parse_rate,
 )
-from kvstore.door import Grant
+from kvstore.door import Grant, LeaseReply, MatchReply, Submitted
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
 from kvstore.layout import Layout
 from kvstore.levels import WRITES
+from kvstore.miss import MissReason
 from kvstore.pages import Codec
+from kvstore.pending import Answered, LeaseThreads
 from kvstore.prefix_index import PrefixIndex
+from kvstore.requests import Requests
 from kvstore.store import DROP_SECONDS, Clock, Store, StoreUsage
 from tiering.dram import DramTier
 from tiering.errors import TierError
@@ -93,12 +96,17 @@ class SystemClock:
 class TenantDoor:
     """A store as one tenant sees it, in this process: `Door` with that tenant's keys."""
 
-    def __init__(self, store: Store, keys: TenantKeys) -> None:
+    def __init__(
+        self, store: Store, keys: TenantKeys, requests: Requests | None = None, threads: LeaseThreads | None = None
+    ) -> None:
+        """requests: what is held for an engine's requests, for all doors that `release_request` is to reach. threads:
+        for leases that are submitted, shared by doors to one store."""
         self._store = store
         self._keys = keys
+        self.requests = requests if requests is not None else Requests()
+        self._threads = threads or LeaseThreads(store.clock)
         self.match = store.match
         self.present = store.present
-        self.lease = store.lease
         self.release = store.release
         self.abandon = store.abandon
         self.report = store.report
@@ -108,6 +116,38 @@ class TenantDoor:
         self.abort = store.abort
         self.spans = self.spans_to_fill = store.spans
         self.direct = store.direct
+
+    def lease(
+        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
+    ) -> LeaseReply:
+        """As `Door.lease`."""
+        return self._store.lease(number, keys, first_block, deadline_ms)
+
+    def submit_match(self, number: int, keys: Sequence[bytes]) -> Submitted[MatchReply]:
+        """As `Door.submit_match`: tables in memory answer at once."""
+        return Answered(self._store.match(number, keys))
+
+    def submit_lease(
+        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
+    ) -> Submitted[LeaseReply]:
+        """As `Door.submit_lease`, in a thread."""
+        if self._store.closed:
+            return Answered(self._store.lease(number, keys, first_block, 0))
+
+        def lease(remaining_ms: float) -> LeaseReply:
+            return self._store.lease(number, keys, first_block, remaining_ms)
+
+        return self._threads.submit(lease, self.release, self.abandon, first_block, deadline_ms)
+
+    def named(self, lease: int) -> tuple[bytes, int]:
+        """As `Door.named`."""
+        return self._store.name, lease
+
+    def attach(self, run: bytes, reply: LeaseReply) -> LeaseReply:
+        """As `Door.attach`."""
+        if run == self._store.name and self._store.attach(reply.lease):
+            return reply
+        return LeaseReply(0, reply.first_block, 0, reason=MissReason.STALE_HINT, detail="nobody holds it any more")
 
     def leads_to(self, store: Store, keys: TenantKeys) -> bool:
         """Whether this is that tenant's door to that store."""
@@ -129,8 +169,11 @@ class EmbeddedStore:
         lock: DirectoryLock,
         codecs: Callable[[str], Codec],
         tenant: str = DEFAULT_TENANT,
+        threads: LeaseThreads | None = None,
     ) -> None:
         self._store = store
+        self._requests = Requests()
+        self._threads = threads or LeaseThreads(store.clock)
         self._ring = ring
         self._keys = keys
         self._lock = lock
@@ -155,7 +198,7 @@ class EmbeddedStore:
         return NamespaceHandle(self._door(), namespace, chosen)
 
     def _door(self) -> TenantDoor:
-        return TenantDoor(self._store, self.tenant_keys(self.tenant))
+        return TenantDoor(self._store, self.tenant_keys(self.tenant), self._requests, self._threads)
 
     def tenant_keys(self, tenant: str) -> TenantKeys:
         """A tenant's keys, made and kept if it is new: for doors to other processes."""
@@ -170,7 +213,11 @@ class EmbeddedStore:
 
     def for_tenant(self, tenant: str) -> EmbeddedStore:
         """The same store as another tenant, which shares memory with this one and nothing else."""
-        return EmbeddedStore(self._store, self._ring, self._keys, self._lock, self._codecs, tenant)
+        return EmbeddedStore(self._store, self._ring, self._keys, self._lock, self._codecs, tenant, self._threads)
+
+    def release_request(self, request: str) -> None:
+        """End every lease, and every submitted one, that was taken or attached to for a request of the engine."""
+        self._requests.release(request)
 
     def tenant_names(self) -> dict[bytes, str]:
         """The name of every tenant that has keys, by its opaque id."""
@@ -219,6 +266,7 @@ class EmbeddedStore:
 
         With a disk that hangs, the directory stays locked for as long as a write may yet reach it.
         """
+        self._threads.close()
         self._store.close()
         if not self._store.is_stuck:
             self._lock.release()
@@ -542,4 +590,5 @@ def build_store(
     blocks = Blocks(index, residency, dram, ring, lower, first_generation, gone)
     # Writes that hang leave a thread for reads.
     queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
-    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, (run << LEASE_BITS) + 1, taken_over)
+    first_number = (run << LEASE_BITS) + 1
+    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, first_number, taken_over, new_uid())

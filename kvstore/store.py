@@ -108,13 +108,16 @@ class Store:
         scrub: ScrubLimits | None = None,
         first_number: int = 1,
         taken_over: Sequence[int] = (),
+        name: bytes = b"",
     ) -> None:
         """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed.
 
         first_number: of a lease, and of a reservation. taken_over: extents of an earlier process, in the DRAM tier.
+        name: of this run, unlike that of any other store.
         """
         self._blocks = blocks
         self._mover = mover
+        self.name = name
         self._clock = clock
         self._limits = limits
         self._lock = threading.Lock()
@@ -371,6 +374,22 @@ class Store:
             if record is not None:
                 self._lapse(record)
 
+    def attach(self, lease: int) -> bool:
+        """One more holder of a lease that still pins; it ends when as many have released it."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._run_out()
+            return self._leases.attach(lease)
+
+    def is_leased(self, lease: int) -> bool:
+        """Whether a lease still pins."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._run_out()
+            return self._leases.is_live(lease)
+
     def abandon(self, lease: int) -> None:
         """Release at the next call: a finalizer may run inside this very lock."""
         self._abandoned.append(lease)
@@ -611,6 +630,11 @@ class Store:
             self._closer = threading.Thread(target=self._blocks.lower.tier.close, name="kv-close", daemon=True)
             self._closer.start()
             self._closer.join(self._limits.close_seconds)
+
+    @property
+    def clock(self) -> Clock:
+        """For whoever waits for this store."""
+        return self._clock
 
     @property
     def closed(self) -> bool:

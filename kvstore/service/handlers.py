@@ -15,6 +15,7 @@ from kvstore.config import MAX_SECONDS
 from kvstore.errors import BadInput, StoreClosed
 from kvstore.handle import MAX_PRIORITY
 from kvstore.identity import Namespace, TenantKeys
+from kvstore.requests import MAX_REQUEST_CHARACTERS
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
 from kvstore.service.sessions import Caller, Filling, Sessions
@@ -74,14 +75,15 @@ class Handlers:
         version = version_in_common(hello)
         if isinstance(version, m.Failed):
             return None, version
-        if hello.session:
-            caller = self._sessions.join(tenant, hello.session)
-            if caller is None:
-                return None, m.Failed(m.Fault.BAD_INPUT, "there is no such session (any more); begin a new one")
-        else:
-            engine = "".join(one for one in hello.engine[:MAX_ENGINE_CHARACTERS] if one.isprintable())
+        engine = "".join(one for one in hello.engine[:MAX_ENGINE_CHARACTERS] if one.isprintable())
+        if not hello.session:
             caller = self._sessions.open(tenant, engine)
-            caller.session.since = self._counting.now()
+        elif m.MIN_SESSION_BYTES <= len(hello.session) <= m.MAX_SESSION_BYTES:
+            caller = self._sessions.join(tenant, hello.session, engine)
+        else:
+            text = f"a session's token of {len(hello.session)} bytes"
+            return None, m.Failed(m.Fault.BAD_INPUT, f"{text}; give {m.MIN_SESSION_BYTES} to {m.MAX_SESSION_BYTES}")
+        caller.session.since = caller.session.since or self._counting.now()
         return caller, m.Welcome(version, self._run, caller.session.token)
 
     def is_slow(self, verb: m.Verb) -> bool:
@@ -141,6 +143,8 @@ class Handlers:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
             )
+        if len(verb.request) > MAX_REQUEST_CHARACTERS:
+            raise BadInput(f"a request's name of {len(verb.request)} characters; at most {MAX_REQUEST_CHARACTERS}")
         held = self._sessions.leased_blocks(caller)
         if len(caller.session.leases) >= MAX_LEASES or held + len(verb.keys) > MAX_LEASED_BLOCKS:
             text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"

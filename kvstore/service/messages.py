@@ -31,6 +31,9 @@ MAX_BODY_BYTES = 1 << 20
 MAX_EXTENTS = 32
 """Descriptors beside one frame; the kernel takes at most 253."""
 
+MIN_SESSION_BYTES, MAX_SESSION_BYTES = 16, 64
+"""Of a session's token."""
+
 
 MAX_KEYS = 30_000
 MAX_LEASES = 4096
@@ -59,8 +62,9 @@ class Fault(StrEnum):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
-    """The first message. session: of the connection that this one joins, or nothing for a new one. engine: name and
-    version, for people."""
+    """The first message. session: a token of the engine's making, 16 to 64 random bytes, by which all its connections
+    are one session, whoever comes first; without it the connection is a session of its own. engine: name and version,
+    for people."""
 
     oldest: int
     newest: int
@@ -108,7 +112,8 @@ class Release(msgspec.Struct, array_like=True, frozen=True, tag="release"):
 
 
 class ReleaseRequest(msgspec.Struct, array_like=True, frozen=True, tag="release_request"):
-    """Let go of every lease that this session took for a request of the engine."""
+    """Let go of every lease of the session that this connection holds and that was taken for a request of the engine.
+    (The client of this house keeps books of its own: it must not let go of what it is reading at the moment.)"""
 
     request: str
 

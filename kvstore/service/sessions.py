@@ -1,8 +1,10 @@
 """Who is at the door, and what each of them holds (floor 2).
 
-A session is one engine: a scheduler and its workers, each with a connection of its own. A lease belongs to the session;
-every connection that took it or attached to it is one of its holders, and it ends with the last of them. A reservation
-belongs to one connection.
+A session is one engine: a scheduler and its workers, each with a connection of its own. They find each other by a token
+of the engine's making: whoever says it first begins the session, also after a restart of the sidecar. It counts beside
+the tenant only, so that no token leads to another tenant's session. A lease belongs to the session; every connection
+that took it or attached to it is one of its holders, and it ends with the last of them. A reservation belongs to one
+connection.
 
 A connection that breaks off says nothing about the process behind it, which may still be copying. What it held pins
 nothing from then on and is kept from any other use until the kernel says that no mapping of that connection is left
@@ -16,9 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstore.identity import TenantKeys
+from kvstore.service.messages import MIN_SESSION_BYTES
 from kvstore.store import Store
-
-SESSION_BYTES = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -83,15 +84,17 @@ class Sessions:
     def open(self, tenant: TenantKeys, engine: str) -> Caller:
         """The first connection of a new session."""
         with self._lock:
-            session = Session(self._new_token(SESSION_BYTES), tenant, engine)
+            session = Session(self._new_token(MIN_SESSION_BYTES), tenant, engine)
             self._sessions[tenant.tenant, session.token] = session
             return self._enter(session)
 
-    def join(self, tenant: TenantKeys, token: bytes) -> Caller | None:
-        """A further connection of a session; None where that tenant has no such session."""
+    def join(self, tenant: TenantKeys, token: bytes, engine: str) -> Caller:
+        """A connection of the session of that name, which begins with it if the tenant has none."""
         with self._lock:
             session = self._sessions.get((tenant.tenant, token))
-            return self._enter(session) if session is not None else None
+            if session is None:
+                session = self._sessions[tenant.tenant, token] = Session(token, tenant, engine)
+            return self._enter(session)
 
     def _enter(self, session: Session) -> Caller:
         caller = Caller(self._next_number, session)
@@ -117,9 +120,9 @@ class Sessions:
         self._store.lapse(lease)
 
     def attach(self, caller: Caller, leases: Iterable[int]) -> list[int]:
-        """Which of the session's leases the connection holds too from now on."""
+        """Which of the session's leases the connection holds too from now on: those that still pin."""
         with self._lock:
-            held = [lease for lease in leases if lease in caller.session.leases]
+            held = [lease for lease in leases if lease in caller.session.leases and self._store.is_leased(lease)]
             for lease in held:
                 caller.session.leases[lease].holders.add(caller.number)
             return held
@@ -212,7 +215,9 @@ class Sessions:
                 aborted, caller.reservations = list(caller.reservations), {}
                 session = caller.session
                 if not session.connections and not any(one.session is session for one in self._departed.values()):
-                    self._sessions.pop((session.tenant.tenant, session.token), None)
+                    name = session.tenant.tenant, session.token
+                    if self._sessions.get(name) is session:  # a later one may have the same name
+                        del self._sessions[name]
             self._end(ended, lapsed)
             for reservation in aborted:
                 self._store.abort(reservation)

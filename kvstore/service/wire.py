@@ -1,8 +1,10 @@
 """One connection to the sidecar: requests out, answers in, from any thread (floor 2).
 
 There is no thread behind it. Of those that wait for an answer one reads the socket for all: what is not its own it puts
-down for whoever waits for it. An answer that came too late for its asker is undone where it stands for something (a
-lease, a reservation, descriptors).
+down for whoever asked for it. Who must not wait submits and polls: a poll reads what there is, unless somebody reads
+already, and never waits for the socket or for whoever does. What is submitted while the socket takes no more is sent
+by whoever sends or polls next, in the order in which it was submitted. An answer that came too late for its asker is
+undone where it stands for something (a lease, a reservation, descriptors).
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import socket
 import struct
 import threading
 from collections import deque
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
 
 from kvstore.errors import Unreachable
 from kvstore.service import messages as m
 
+T = TypeVar("T")
 _READ_BYTES = 256 << 10
-_POST_SECONDS = 0.05
+MAX_UNSENT_BYTES = 4 << 20
+"""Submitted, and not taken by the socket yet: beyond it the sidecar is taken to be stuck."""
 _DESCRIPTOR = struct.Struct("i")
 _MAX_ANSWER_BYTES = 64 << 20
 """More than the sidecar ever sends; a length beyond it means that the two do not understand each other."""
@@ -51,6 +56,23 @@ class Answered:
         self.descriptors = descriptors
 
 
+class TooMuch(Exception):
+    """The sidecar does not read what was submitted; no more is kept for it. The connection is as it was."""
+
+
+class _Frame:
+    """A message on its way out. rest: what the socket has not taken."""
+
+    __slots__ = ("rest", "size")
+
+    def __init__(self, number: int, verb: m.Verb) -> None:
+        """Raises `TooLong`."""
+        self.rest = memoryview(m.pack(m.Request(number, verb)))
+        self.size = len(self.rest)
+        if self.size > m.LENGTH_BYTES + m.MAX_BODY_BYTES:
+            raise TooLong(self.size)
+
+
 class Wire:
     """A connection that has said hello. Every method may raise `Unreachable`; from then on it is closed."""
 
@@ -62,6 +84,8 @@ class Wire:
         self._reading = False
         self._asked: dict[int, Answered | None] = {}  # by number: an answer that somebody waits for
         self._next_number = 1
+        self._unsent: deque[_Frame] = deque()  # whoever has the send lock sends the first of them
+        self._unsent_bytes = 0
         self._read = bytearray()
         self._descriptors: deque[int] = deque()
         self._retired: list[int] = []
@@ -91,28 +115,76 @@ class Wire:
     def call(self, verb: m.Verb, seconds: float) -> Answered:
         """Ask, and wait for the answer. Raises `TooLate`."""
         deadline = self._clock.monotonic_seconds() + seconds
+        number = self._new_number()
+        frame = _Frame(number, verb)
         with self._state:
-            number = self._next_number
-            self._next_number += 1
             self._asked[number] = None
         try:
-            self._send(number, verb, deadline)
+            self._send(frame, deadline)
             return self._await(number, deadline)
         except BaseException:
-            with self._state:
-                answered = self._asked.pop(number)
-            if answered is not None:  # it came just now
-                self._undo(answered.answer, answered.descriptors)
+            self.cancel(number)
             raise
 
-    def post(self, verb: m.Verb) -> None:
-        """Ask, and wait for nothing."""
+    def submit(self, verb: m.Verb) -> int:
+        """Ask, and wait for nothing; `poll` or `wait` has the answer to that number. Raises `TooMuch`."""
+        number = self._new_number()
+        frame = _Frame(number, verb)
         with self._state:
-            number = self._next_number
-            self._next_number += 1
+            self._asked[number] = None
         try:
-            self._send(number, verb, self._clock.monotonic_seconds() + _POST_SECONDS)
-        except TooLate:
+            self._submit(frame)
+        except BaseException:
+            self.cancel(number)
+            raise
+        return number
+
+    def poll(self, number: int) -> Answered | None:
+        """The answer to what was submitted, if it is there. Waits for nothing; the number is for `cancel` after it
+        raised."""
+        if self._unsent:
+            self._push()
+        if not self._state.acquire(blocking=False):
+            return None
+        try:
+            answered = self._take_answer(number)
+            if answered is not None or self._reading:
+                return answered
+            self._reading = True
+        finally:
+            self._state.release()
+        try:
+            self._receive(None)
+        finally:
+            with self._state:
+                self._reading = False
+                self._state.notify_all()
+        with self._state:
+            return self._take_answer(number)
+
+    def wait(self, number: int, seconds: float) -> Answered:
+        """The answer to what was submitted. Raises `TooLate`."""
+        deadline = self._clock.monotonic_seconds() + seconds
+        try:
+            if self._unsent:
+                self._send(None, deadline)
+            return self._await(number, deadline)
+        except BaseException:
+            self.cancel(number)
+            raise
+
+    def cancel(self, number: int) -> None:
+        """Nobody asks for that answer any more; where it stands for something it is undone."""
+        with self._state:
+            answered = self._asked.pop(number, None)
+        if answered is not None:
+            self._undo(answered.answer, answered.descriptors)
+
+    def post(self, verb: m.Verb) -> None:
+        """Ask, wait for nothing, and want no answer."""
+        try:
+            self._submit(_Frame(self._new_number(), verb))
+        except TooMuch:
             self._hang_up()  # it must not be forgotten: with the connection all that is held ends
 
     def retired(self) -> list[int]:
@@ -125,10 +197,7 @@ class Wire:
 
     def too_late(self) -> list[m.Verb]:
         """What undoes answers that nobody waited for any more; the caller posts it."""
-        undo = []
-        while self._too_late:
-            undo.append(self._too_late.popleft())
-        return undo
+        return list(drained(self._too_late))
 
     def close(self) -> None:
         """Hang up. Whoever waits is told."""
@@ -145,37 +214,86 @@ class Wire:
             os.close(self._descriptors.popleft())
 
     def forget(self) -> None:
-        """In a forked child: the connection is the parent's."""
+        """In a forked child: the connection is the parent's, and so was whoever held its locks."""
         self.closed = True
+        self._send_lock, self._state = threading.Lock(), threading.Condition()
         os.close(self._socket.detach())
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
     # Out -----------------------------------------------------------------------------------------------------------
 
-    def _send(self, number: int, verb: m.Verb, deadline: float) -> None:
-        frame = memoryview(m.pack(m.Request(number, verb)))
-        if len(frame) > m.LENGTH_BYTES + m.MAX_BODY_BYTES:
-            raise TooLong(len(frame))
+    def _new_number(self) -> int:
+        with self._state:
+            number = self._next_number
+            self._next_number += 1
+            return number
+
+    def _submit(self, frame: _Frame) -> None:
+        """Have a message sent as soon as the socket takes it."""
+        with self._state:
+            if self.closed:
+                raise Unreachable("the connection is closed")
+            if self._unsent_bytes > MAX_UNSENT_BYTES:
+                raise TooMuch
+            self._unsent_bytes += frame.size
+            self._unsent.append(frame)
+        self._push()
+
+    def _push(self) -> None:
+        """Send what the socket takes now. Who holds the lock does the same after he let go of it, so that nothing is
+        left behind."""
+        while self._unsent and not self.closed and self._send_lock.acquire(blocking=False):
+            try:
+                if not self._flush(None, None):
+                    return
+            finally:
+                self._send_lock.release()
+
+    def _send(self, frame: _Frame | None, deadline: float) -> None:
+        """Send a message, or what was submitted, and wait until the socket has taken it. Raises `TooLate`."""
         if not self._send_lock.acquire(timeout=max(0.0, deadline - self._clock.monotonic_seconds())):
             raise TooLate
         try:
             if self.closed:
                 raise Unreachable("the connection is closed")
-            try:
-                while frame:
-                    try:
-                        frame = frame[self._socket.send(frame, socket.MSG_NOSIGNAL) :]
-                    except BlockingIOError:
-                        if not self._wait(select.POLLOUT, deadline):  # in the middle of a message there is no way back
-                            raise TimeoutError from None
-            except OSError as error:
-                self._break(error)
-            except BaseException:  # interrupted in the middle of a message
-                self._hang_up()
-                raise
+            if frame is not None:
+                with self._state:
+                    self._unsent_bytes += frame.size
+                    self._unsent.append(frame)
+            if not self._flush(frame, deadline):
+                if frame is not None and len(frame.rest) == frame.size:
+                    self._sent(frame)  # it need not be sent any more; one that was begun must be
+                raise TooLate
         finally:
             self._send_lock.release()
+        if self._unsent:
+            self._push()
+
+    def _flush(self, last: _Frame | None, deadline: float | None) -> bool:
+        """Send what waits, up to that message if one is given. False where the socket takes no more before the
+        deadline, which without one is now. Under the send lock."""
+        try:
+            while self._unsent if last is None else last.rest:
+                frame = self._unsent[0]
+                try:
+                    frame.rest = frame.rest[self._socket.send(frame.rest, socket.MSG_NOSIGNAL) :]
+                except BlockingIOError:
+                    if deadline is None or not self._wait(select.POLLOUT, deadline):
+                        return False
+                if not frame.rest:
+                    self._sent(frame)
+        except OSError as error:
+            self._break(error)
+        except BaseException:  # interrupted in the middle of a message
+            self._hang_up()
+            raise
+        return True
+
+    def _sent(self, frame: _Frame) -> None:
+        with self._state:
+            self._unsent.remove(frame)
+            self._unsent_bytes -= frame.size
 
     # In ------------------------------------------------------------------------------------------------------------
 
@@ -183,12 +301,9 @@ class Wire:
         while True:
             with self._state:
                 while True:
-                    answered = self._asked[number]
+                    answered = self._take_answer(number)
                     if answered is not None:
-                        del self._asked[number]
                         return answered
-                    if self.closed:
-                        raise Unreachable("the connection is closed")
                     if not self._reading:
                         self._reading = True
                         break
@@ -203,13 +318,23 @@ class Wire:
             if not came:
                 raise TooLate
 
-    def _receive(self, deadline: float) -> bool:
-        """Read what there is, at least one piece; False if nothing came before the deadline."""
+    def _take_answer(self, number: int) -> Answered | None:
+        """An answer that is there. Under the state's lock."""
+        answered = self._asked[number]
+        if answered is not None:
+            del self._asked[number]
+        elif self.closed:
+            raise Unreachable("the connection is closed")
+        return answered
+
+    def _receive(self, deadline: float | None) -> bool:
+        """Read what there is, at least one piece; False if nothing came before the deadline, which without one is
+        now."""
         try:
             try:
                 piece = self._receive_piece()
             except BlockingIOError:
-                if not self._wait(select.POLLIN, deadline):
+                if deadline is None or not self._wait(select.POLLIN, deadline):
                     return False
                 piece = self._receive_piece()
             if not piece:
@@ -263,6 +388,8 @@ class Wire:
             os.close(descriptor)
         if isinstance(answer, m.Leased) and answer.reply.lease:
             self._too_late.append(m.Release([answer.reply.lease]))
+        elif isinstance(answer, m.Attached) and answer.leases:
+            self._too_late.append(m.Release(answer.leases))
         elif isinstance(answer, m.Reserved) and answer.reply.reservation:
             self._too_late.append(m.Abort(answer.reply.reservation))
 
@@ -280,6 +407,16 @@ class Wire:
     def _break(self, error: Exception) -> None:
         self._hang_up()
         raise Unreachable(f"the connection broke ({type(error).__name__})") from None
+
+
+def drained(queue: deque[T]) -> Iterator[T]:
+    """What is in a queue, each taken by one of all threads that empty it."""
+    while True:
+        try:
+            one = queue.popleft()
+        except IndexError:
+            return
+        yield one
 
 
 class TooLong(Exception):

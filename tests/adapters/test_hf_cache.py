@@ -397,7 +397,7 @@ class DyingDoor(TenantDoor):
         self.calls_left = 1 << 30
         for verb in ("match", "lease", "release", "report", "reserve", "commit", "abort", "spans", "spans_to_fill"):
             setattr(self, verb, self._counted(getattr(door, verb)))
-        self.abandon, self.direct = door.abandon, door.direct
+        self.abandon, self.direct, self.requests = door.abandon, door.direct, door.requests
         self.open_namespace = door.open_namespace  # type: ignore[method-assign]
 
     def _counted(self, call: Any) -> Any:

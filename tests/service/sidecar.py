@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.codec import codec_named
+from kvstore.handle import Lease
 from kvstore.node import RUNS, EmbeddedStore, SystemClock, open_embedded
 from kvstore.service.admin import Admin
-from kvstore.service.client import CallLimits, SidecarStore, open_sidecar
+from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.counting import Counting
 from kvstore.service.handlers import Handlers
 from kvstore.service.local_door import DoorLimits, LocalDoor
+from kvstore.service.remote_door import CallLimits
 from kvstore.service.sessions import Sessions
 
 
@@ -20,6 +22,11 @@ def patient(store: SidecarStore) -> SidecarStore:
     """A store whose answers may be as late as a busy machine makes them; a test of deadlines sets its own."""
     store._door._limits = CallLimits(match=10.0, lease=10.0)
     return store
+
+
+def number_of(lease: Lease) -> int:
+    """The sidecar's number of a client's lease."""
+    return lease._door.named(lease.reply.lease)[1]
 
 
 class Sidecar:
@@ -45,8 +52,9 @@ class Sidecar:
         self.door.listen_admin(self.admin_path, self.admin)
         self.door.start()
 
-    def client(self) -> SidecarStore:
-        return patient(open_sidecar(str(self.path), codecs=codec_named, clock=SystemClock(), engine="test 1.0"))
+    def client(self, session: str | None = None) -> SidecarStore:
+        token = session or secrets.token_hex(16)
+        return patient(open_sidecar(str(self.path), codecs=codec_named, clock=SystemClock(), session=token, engine="t"))
 
     def __enter__(self) -> Sidecar:
         return self

@@ -130,7 +130,8 @@ def test_an_operator_is_let_in_where_tenants_take_up_all_that_they_may(tmp_path:
 
 
 def test_what_is_held_and_served_is_seen(sidecar: Sidecar) -> None:
-    with patient(open_sidecar(str(sidecar.path), codecs=codec_named, clock=CLOCK, engine="eng\x1b[31m 1.0")) as store:
+    path, token = str(sidecar.path), "5e" * 16
+    with patient(open_sidecar(path, codecs=codec_named, clock=CLOCK, session=token, engine="eng\x1b[31m 1.0")) as store:
         layout = small_layout(head_shards=2)
         handle = store.namespace(model=MODEL, layout=layout, weights_epoch=3)
         handle.put(ids(640), random_pages(layout, 10), durability="disk")
@@ -253,8 +254,9 @@ def test_a_purged_tenant_is_shown_out_and_comes_again_with_other_keys(sidecar: S
         handle = store.namespace(model=MODEL, layout=small_layout())
         handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
         before, wire = handle._grant.identity_key, handle.door._run.wire  # type: ignore[attr-defined]
+        connections = set(sidecar.sessions._callers)
         assert operate.purge(str(sidecar.admin_path), CLOCK, "default", 20) == 10
-        assert len(sidecar.sessions) == 0 and set(sidecar.store.tenant_names().values()) == {"guest"}
+        assert not connections & set(sidecar.sessions._callers), "it may be back by now, with another connection"
         wait_until(lambda: handle.match(ids(640)).reason is MissReason.KEY_MISMATCH)
         assert wire.closed and set(sidecar.store.tenant_names().values()) == {"guest", "default"}
         again = store.namespace(model=MODEL, layout=small_layout())

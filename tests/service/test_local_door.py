@@ -23,7 +23,7 @@ from kvstore.config import Limits
 from kvstore.errors import StoreClosed
 from kvstore.miss import HitTier, MissReason
 from kvstore.service import messages as m
-from service.sidecar import Sidecar
+from service.sidecar import Sidecar, number_of
 from tiering.extents import MappedExtent
 from tiering.frame import HEADER_BYTES
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
@@ -123,7 +123,7 @@ from kvstore.service.client import open_sidecar
 from service.sidecar import patient
 from workbench import MODEL, ids, random_pages, small_layout
 
-store = patient(open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock()))
+store = patient(open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), session="5e" * 16))
 handle = store.namespace(model=MODEL, layout=small_layout())
 handle.put(ids(512), random_pages(handle.layout, 8))
 lease = handle.lease(handle.match(ids(512)))
@@ -209,15 +209,18 @@ def test_a_lease_is_held_by_all_who_attached_to_it(sidecar: Sidecar) -> None:
         handle.put(ids(512), random_pages(handle.layout, 8))
         lease = handle.lease(handle.match(ids(512)))
         (session,) = sidecar.sessions.sessions()
-        worker = sidecar.sessions.join(tenant, session.token)
-        assert worker is not None and sidecar.sessions.join(tenant, b"x" * 16) is None
-        assert sidecar.sessions.attach(worker, [lease.reply.lease, 12345]) == [lease.reply.lease]
+        number = number_of(lease)
+        worker, stranger = (sidecar.sessions.join(tenant, token, "test") for token in (session.token, b"x" * 16))
+        assert worker.session is session and stranger.session is not session
+        assert sidecar.sessions.attach(stranger, [number]) == []
+        assert sidecar.sessions.attach(worker, [number, 12345]) == [number]
         lease.release()
         handle.match(ids(512))
         assert sidecar.store.usage().leases == 1, "the worker holds it"
-        sidecar.sessions.release(worker, [lease.reply.lease])
+        sidecar.sessions.release(worker, [number])
         assert is_at_rest(sidecar)
         sidecar.sessions.left(worker)
+        sidecar.sessions.left(stranger)
 
 
 # What cannot be -------------------------------------------------------------------------------------------------------
@@ -303,12 +306,13 @@ def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
         lease = handle.lease(handle.match(ids(64)))
         reservation = handle.door.reserve(handle.number, handle.match(ids(128)).keys, 0, 0, None)
         assert reservation.reservation
+        number = number_of(lease)
     with Sidecar(tmp_path, run=5) as sidecar, sidecar.client() as other:  # the very same numbers
         theirs = other.namespace(model=MODEL, layout=layout)
         theirs.put(ids(64, 9), random_pages(layout, 1, seed=9))
         held = theirs.lease(theirs.match(ids(64, 9)))
         filling = theirs.door.reserve(theirs.number, theirs.match(ids(128, 9)).keys, 0, 0, None)
-        assert (held.reply.lease, filling.reservation) == (lease.reply.lease, reservation.reservation)
+        assert (number_of(held), filling.reservation) == (number, reservation.reservation)
         wait_until(lambda: handle.match(ids(64)).reason is not MissReason.UNREACHABLE)
         with pytest.raises(StoreClosed):
             handle.door.spans_to_fill(reservation.places[0])
@@ -336,7 +340,7 @@ def test_memory_is_not_inherited_by_programs_that_a_client_starts(
             inheritable.append(os.get_inheritable(descriptor))
             super().__init__(descriptor, size_bytes, writable=writable)
 
-    monkeypatch.setattr("kvstore.service.client.MappedExtent", Watched)
+    monkeypatch.setattr("kvstore.service.run.MappedExtent", Watched)
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
@@ -353,7 +357,7 @@ def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar) -> None:
         for _ in range(20):
             leased = handle.door.lease(handle.number, keys, 0, 0)
             assert leased.reason in (None, MissReason.DEADLINE)
-            handle.door.release(leased.lease)  # if it was in time
+            handle.door.release(leased.lease)  # now and then it was there in time
             handle.door.abort(handle.door.reserve(handle.number, unknown, 0, 0, None).reservation)
         handle.door._limits = limits
         wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
@@ -368,12 +372,12 @@ def test_numbers_of_others_name_nothing(sidecar: Sidecar) -> None:
         extent = lease.reply.places[0][0] >> 24
         verbs: list[m.Verb] = [
             m.Match(0, [key]),
-            m.Release([lease.reply.lease]),
-            m.Report(lease.reply.lease, 0, 0),
+            m.Release([number_of(lease)]),
+            m.Report(number_of(lease), 0, 0),
             m.Commit(1, 0, [[b"x" * 16] * 2]),
             m.Abort(1),
             m.Drop(0),
-            m.Attach([lease.reply.lease]),
+            m.Attach([number_of(lease)]),
             m.Extents([extent + 1000], True),
         ]
         replies = talk(sidecar, HELLO, *[m.pack(m.Request(number, verb)) for number, verb in enumerate(verbs, 2)])

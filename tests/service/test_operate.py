@@ -20,7 +20,7 @@ import kvstore
 from kvstore.errors import BadInput
 from kvstore.service.operate import read_prompts
 from service.sidecar import patient
-from service.test_serve import PATHS, ended, serving
+from service.test_serve import PATHS, crash, ended, serving
 from workbench import MODEL, ids, one_line, random_pages, small_layout
 
 CLI = [sys.executable, "-m", "kvstore.cli"]
@@ -57,23 +57,23 @@ def client(directory: Path) -> kvstore.SidecarStore:
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[tuple[str, kvstore.SidecarStore, subprocess.Popen[str]]]:
-    """Its directory, and a client."""
-    with serving(tmp_path, "--nvme", "64MiB") as (process, _), client(tmp_path) as store:
-        yield str(tmp_path / "kv"), store, process
+def sidecar(tmp_path: Path) -> Iterator[Running]:
+    """Its directory, a client, and what `serving` gives."""
+    with serving(tmp_path, "--nvme", "64MiB") as served, client(tmp_path) as store:
+        yield str(tmp_path / "kv"), store, served
 
 
-Running = tuple[str, kvstore.SidecarStore, "subprocess.Popen[str]"]
+Running = tuple[str, kvstore.SidecarStore, "tuple[subprocess.Popen[str], dict[str, Any]]"]
 
 
 def test_stat_and_namespaces(sidecar: Running) -> None:
-    data, store, process = sidecar
+    data, store, (_, said) = sidecar
     handle = store.namespace(model=MODEL, layout=small_layout())
     handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
     handle.lease(handle.match(ids(700))).release()
     handle.match(ids(128, 9))
     found = told("stat", "--data", data)
-    assert found["pid"] == process.pid and found["state"] == "ready" and found["up_seconds"] > 0
+    assert found["pid"] == said["pid"] and found["state"] == "ready" and found["up_seconds"] > 0
     assert found["looked"]["asked_tokens"] == 768 and found["looked"]["hit_tokens"] == {"dram": 640}
     assert found["looked"]["miss_tokens"] == {"absent": 128} and found["looked"]["hit_rate"] == 640 / 768
     assert [one["name"] for one in found["tiers"]] == ["dram", "nvme"] and found["sessions"][0]["engine"] == "test 1.0"
@@ -181,7 +181,7 @@ def test_a_wrong_line_is_named(line: str, fragment: str) -> None:
 
 
 def test_drop_and_purge(sidecar: Running, tmp_path: Path) -> None:
-    data, store, process = sidecar
+    data, store, (process, said) = sidecar
     handle = store.namespace(model=MODEL, layout=small_layout())
     handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
     one = handle.namespace.digest().hex()[:8]
@@ -196,7 +196,7 @@ def test_drop_and_purge(sidecar: Running, tmp_path: Path) -> None:
     secret = json.loads((tmp_path / "kv" / "keys").read_text())["tenants"]["default"]["secret"]
     assert told("purge", "default", "--yes", "--data", data) == {"tenant": "default", "blocks": 10}
     assert json.loads((tmp_path / "kv" / "keys").read_text())["tenants"] == {}
-    process.kill()
+    crash(process, said)
     process.communicate()
     with serving(tmp_path, "--nvme", "64MiB"), client(tmp_path) as again:
         found = again.namespace(model=MODEL, layout=small_layout())

@@ -1,0 +1,184 @@
+"""Questions that nobody waits for: a look-up or a lease that is submitted and polled for (floor 2).
+
+    submit > poll, poll, ... > the same that the blocking verb returns
+           > cancel, or forget it: what comes later is given back
+
+A poll never waits: not for a socket, a disk, a lock that is held across either, or another thread. In a store of this
+process a lease may wait for its disk, so `LeaseThreads` has a few threads for that; a store behind a socket needs none.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
+
+from kvstore.door import LeaseReply, Submitted
+from kvstore.holding import Lease
+from kvstore.miss import MissReason
+
+R = TypeVar("R")
+T = TypeVar("T")
+LEASE_THREADS = 4
+MAX_SUBMITTED = 1024
+"""Leases that a store of this process works on, or has not begun."""
+GRACE_SECONDS = 0.05
+"""Beyond a lease's deadline, at which it is cut short: how long its answer may take."""
+
+
+class Clock(Protocol):
+    """Time, handed in."""
+
+    def monotonic_seconds(self) -> float:
+        """For deadlines."""
+        ...
+
+
+class Pending(Generic[T]):
+    """An answer that is on its way. One thread polls; any thread may cancel."""
+
+    def __init__(self, submitted: Submitted[R], finish: Callable[[R], T], cancelled: Callable[[], T]) -> None:
+        """finish: makes the answer of a reply. cancelled: the answer where nobody wants one any more."""
+        self._lock = threading.Lock()
+        self._result: T | None = None
+        self._poll: Callable[[], T | None] = lambda: _finished(submitted.poll(), finish)
+        self._cancel = submitted.cancel
+        self._cancelled = cancelled
+        self._forsake = weakref.finalize(self, submitted.forsake)
+        self._forsake.atexit = False
+
+    def poll(self) -> T | None:
+        """The answer, the same one each time, or None while it is not there. Never waits, and never raises."""
+        if self._result is None and self._lock.acquire(blocking=False):
+            try:
+                if self._result is None:
+                    self._result = self._poll()
+                    if self._result is not None:
+                        self._forsake.detach()
+            finally:
+                self._lock.release()
+        return self._result
+
+    def cancel(self) -> None:
+        """Give back what comes later; `poll` returns a miss, `disabled`. An answer that was polled already is its
+        owner's, and nothing happens to it."""
+        with self._lock:
+            if self._result is None:
+                self._forsake.detach()
+                self._cancel()
+                self._result = self._cancelled()
+
+    def end(self) -> None:
+        """The request that it serves is over: cancelled, and what it led to ends as well."""
+        self.cancel()
+        if isinstance(self._result, Lease):
+            self._result.end()
+
+
+def _finished(reply: R | None, finish: Callable[[R], T]) -> T | None:
+    return finish(reply) if reply is not None else None
+
+
+class Answered(Generic[R]):
+    """A question whose answer was there at once: `Submitted`."""
+
+    def __init__(self, reply: R) -> None:
+        self._reply = reply
+
+    def poll(self) -> R | None:
+        """The answer."""
+        return self._reply
+
+    def cancel(self) -> None:
+        """Nothing is held for it."""
+
+    def forsake(self) -> None:
+        """Nothing is held for it."""
+
+
+class LeaseThreads:
+    """A few threads that wait for the leases of one store in this process. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(LEASE_THREADS, "kv-lease")
+        self._under_way = threading.BoundedSemaphore(MAX_SUBMITTED)
+
+    def submit(
+        self,
+        lease: Callable[[float], LeaseReply],
+        release: Callable[[int], None],
+        abandon: Callable[[int], None],
+        first_block: int,
+        deadline_ms: float,
+    ) -> Submitted[LeaseReply]:
+        """lease: asks the store, for at most that many milliseconds. release, abandon: as in `Door`."""
+        asked = _AskedInThread(lease, release, abandon, first_block, deadline_ms, self._clock)
+        if not self._under_way.acquire(blocking=False):
+            text = f"{MAX_SUBMITTED} leases are under way, which is the limit"
+            return Answered(LeaseReply(0, first_block, 0, reason=MissReason.DEADLINE, detail=text))
+        try:
+            self._pool.submit(self._run, asked)
+        except RuntimeError:  # it was closed, or the machine has no thread for it
+            self._under_way.release()
+            return Answered(LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed"))
+        return asked
+
+    def _run(self, asked: _AskedInThread) -> None:
+        try:
+            asked.run()
+        finally:
+            self._under_way.release()
+
+    def close(self) -> None:
+        """Begin no more; what is under way ends with the store."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _AskedInThread:
+    """`Submitted`: one lease. Each side says what it has done before it looks at what the other did, so that without a
+    lock a reply that nobody wants is given back by one of them, or by both, which is once."""
+
+    def __init__(
+        self,
+        lease: Callable[[float], LeaseReply],
+        release: Callable[[int], None],
+        abandon: Callable[[int], None],
+        first_block: int,
+        deadline_ms: float,
+        clock: Clock,
+    ) -> None:
+        self._lease = lease
+        self._release = release
+        self._abandon = abandon
+        self._first_block = first_block
+        self._clock = clock
+        self._deadline = clock.monotonic_seconds() + deadline_ms / 1000
+        self._reply: LeaseReply | None = None
+        self._is_unwanted = False
+
+    def run(self) -> None:
+        if self._is_unwanted:
+            return
+        remaining = self._deadline - self._clock.monotonic_seconds()
+        self._reply = reply = self._lease(max(0.0, remaining) * 1000)
+        if self._is_unwanted:
+            self._release(reply.lease)
+
+    def poll(self) -> LeaseReply | None:
+        if self._reply is not None or self._clock.monotonic_seconds() < self._deadline + GRACE_SECONDS:
+            return self._reply
+        self.cancel()
+        return LeaseReply(0, self._first_block, 0, reason=MissReason.DEADLINE, detail="it was not there in time")
+
+    def cancel(self) -> None:
+        self._is_unwanted = True
+        if self._reply is not None:
+            self._release(self._reply.lease)
+
+    def forsake(self) -> None:
+        self._is_unwanted = True
+        if self._reply is not None:
+            self._abandon(self._reply.lease)

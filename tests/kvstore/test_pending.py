@@ -1,0 +1,112 @@
+"""Leases that a store of this process is asked for without waiting: deadlines, limits, and what nobody wants."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+
+from kvstore.door import LeaseReply, Submitted
+from kvstore.miss import MissReason
+from kvstore.pending import GRACE_SECONDS, LEASE_THREADS, MAX_SUBMITTED, LeaseThreads, Pending
+from kvstore.requests import SWEEP_REQUESTS, Requests
+from workbench import FakeClock
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class SlowStore:
+    """Grants leases, numbered from 1 on, when it is let."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.threads = LeaseThreads(self.clock)
+        self.may_grant = threading.Event()
+        self.granted: list[int] = []
+        self.released: list[int] = []
+        self.given_ms: list[float] = []
+
+    def lease(self, remaining_ms: float) -> LeaseReply:
+        self.given_ms.append(remaining_ms)
+        assert self.may_grant.wait(20)
+        self.granted.append(len(self.granted) + 1)
+        return LeaseReply(self.granted[-1], 0, 1)
+
+    def submit(self, deadline_ms: float = 10) -> Submitted[LeaseReply]:
+        return self.threads.submit(self.lease, self.released.append, self.released.append, 0, deadline_ms)
+
+
+def test_a_lease_that_is_late_is_a_miss_and_given_back() -> None:
+    store = SlowStore()
+    asked = store.submit()
+    assert asked.poll() is None
+    store.clock.advance(0.01 + GRACE_SECONDS / 2)
+    assert asked.poll() is None, "the store may be about to cut it short"
+    store.clock.advance(GRACE_SECONDS)
+    reply = asked.poll()
+    assert reply is not None and (reply.lease, reply.reason) == (0, MissReason.DEADLINE)
+    store.may_grant.set()
+    wait_until(lambda: store.released == [1])
+
+
+def test_who_waited_for_a_thread_has_less_time_left() -> None:
+    store = SlowStore()
+    asked = [store.submit(100) for _ in range(LEASE_THREADS + 1)]
+    wait_until(lambda: len(store.given_ms) == LEASE_THREADS)
+    store.clock.advance(0.06)
+    store.may_grant.set()
+    wait_until(lambda: all(one.poll() is not None for one in asked))
+    assert [round(ms) for ms in store.given_ms] == [100] * LEASE_THREADS + [40] and not store.released
+
+
+def test_what_is_cancelled_or_forgotten_is_given_back_before_and_after_it_is_granted() -> None:
+    for is_granted_first in (False, True):
+        store = SlowStore()
+        cancelled, forsaken = store.submit(), store.submit()
+        pending = Pending(store.submit(), lambda reply: reply, lambda: None)
+        if is_granted_first:
+            store.may_grant.set()
+            wait_until(lambda store=store: len(store.granted) == 3)  # type: ignore[misc]
+        cancelled.cancel()
+        forsaken.forsake()
+        del pending
+        gc.collect()
+        store.may_grant.set()
+        wait_until(lambda store=store: sorted(set(store.released)) == store.granted)  # type: ignore[misc]
+        store.threads.close()
+
+
+def test_so_many_at_a_time_and_none_when_it_is_closed() -> None:
+    store = SlowStore()
+    asked = [store.submit() for _ in range(MAX_SUBMITTED)]
+    refused = store.submit().poll()
+    assert refused is not None and refused.reason is MissReason.DEADLINE and str(MAX_SUBMITTED) in refused.detail
+    store.may_grant.set()
+    wait_until(lambda: all(one.poll() is not None for one in asked))
+    wait_until(lambda: store.submit().poll() is None)
+    store.threads.close()
+    closed = store.submit().poll()
+    assert closed is not None and closed.reason is MissReason.DISABLED
+
+
+def test_books_of_requests_keep_nothing_alive() -> None:
+    class Held:
+        ended = False
+
+        def end(self) -> None:
+            self.ended = True
+
+    requests, kept = Requests(), Held()
+    requests.add("kept", kept)
+    requests.add("", Held())
+    for number in range(10 * SWEEP_REQUESTS):
+        requests.add(str(number), Held())
+    assert len(requests) <= 2 * SWEEP_REQUESTS
+    requests.release("kept")
+    assert kept.ended and not requests._held.get("kept")

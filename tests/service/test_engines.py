@@ -1,0 +1,328 @@
+"""An engine of several processes and a real sidecar: a scheduler that submits and polls, workers that read."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import MissReason
+from kvstore.pending import Pending
+from service.sidecar import Sidecar, patient
+from service.test_serve import crash, serving
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+
+LAYOUT = small_layout()
+PAGES = random_pages(LAYOUT, 8)
+SPAWN = multiprocessing.get_context("spawn")
+SECONDS = 30
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def polled(pending: Pending[Any]) -> Any:
+    deadline = time.monotonic() + SECONDS
+    while (answer := pending.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+    return answer
+
+
+def work(socket: str, session: str, wires: Connection) -> None:
+    """A worker: attaches to each ticket and says how much of it is right; holds the last one until told."""
+    with patient(kvstore.open(f"unix:{socket}", session=session)) as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        wires.send("ready")
+        held = None
+        while (order := wires.recv()) is not None:
+            if order == "release":
+                assert held is not None
+                held.release()
+                wires.send("released")
+                continue
+            held = handle.attach(order)
+            blank = blank_pages(LAYOUT, 8)
+            loaded = handle.get(held, blank)
+            is_right = same_tokens(PAGES, blank, range(loaded.tokens))
+            wires.send((held.blocks, loaded.tokens, is_right, str(held.reason)))
+
+
+class Worker:
+    def __init__(self, socket: str, session: str) -> None:
+        self.wires, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=work, args=(socket, session, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hears(self) -> Any:
+        assert self.wires.poll(SECONDS)
+        return self.wires.recv()
+
+    def tell(self, order: Any) -> Any:
+        self.wires.send(order)
+        return self.hears()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join(SECONDS)
+
+
+@contextmanager
+def workers(socket: str, session: str, count: int = 2) -> Iterator[list[Worker]]:
+    started = [Worker(socket, session) for _ in range(count)]
+    try:
+        assert [one.hears() for one in started] == ["ready"] * count
+        yield started
+    finally:
+        for one in started:
+            one.end()
+
+
+READ = (8, 512, True, "None")
+MISSED = (0, 0, True, "stale_hint")
+
+
+def lease_of(handle: NamespaceHandle, **options: Any) -> Any:
+    match = polled(handle.submit_match(ids(512)))
+    assert match.blocks == 8
+    lease = polled(handle.submit_lease(match, deadline_ms=5000, **options))
+    assert lease.blocks == 8
+    return lease
+
+
+def test_workers_read_what_the_scheduler_leased_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
+        scheduler = store.namespace(model=MODEL, layout=LAYOUT)
+        scheduler.put(ids(512), PAGES)
+        with workers(str(sidecar.path), store.session) as (one, two):
+            assert len(list(sidecar.sessions.sessions())) == 1
+            ticket = lease_of(scheduler, request="r").ticket()
+            gc.collect()
+            assert one.tell(ticket) in (READ, MISSED), "the lease was forgotten; it may be there still"
+            lease = lease_of(scheduler, request="r")
+            ticket = lease.ticket()
+            assert one.tell(ticket) == READ and two.tell(ticket) == READ
+            store.release_request("r")
+            assert lease.released
+            scheduler.match(ids(64))
+            assert sidecar.store.evict(100) == 0, "the workers hold it"
+            two.process.kill()
+            two.process.join(SECONDS)
+            wait_until(lambda: sidecar.sessions.departed == 0 and len(sidecar.sessions) == 2)
+            assert sidecar.store.evict(100) == 0, "one of them still does"
+            assert one.tell("release") == "released"
+            wait_until(lambda: sidecar.store.usage().leases == 0 and sidecar.store.usage().pinned_bytes == 0)
+            assert one.tell(ticket) == MISSED
+            assert sidecar.store.evict(100) == 8
+
+
+def test_a_worker_that_is_stopped_in_the_middle_of_a_copy_keeps_its_slots(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
+        scheduler = store.namespace(model=MODEL, layout=LAYOUT)
+        scheduler.put(ids(512), PAGES)
+        with workers(str(sidecar.path), store.session, 1) as (worker,):
+            lease = lease_of(scheduler)
+            assert worker.tell(lease.ticket()) == READ
+            os.kill(worker.process.pid or 0, signal.SIGSTOP)
+            lease.release()
+            for number in range(20):
+                scheduler.put(ids(512, 1000 * (1 + number)), random_pages(LAYOUT, 8, seed=number))
+            assert scheduler.match(ids(512)).blocks == 8 and sidecar.store.usage().leases == 1
+            os.kill(worker.process.pid or 0, signal.SIGKILL)
+            wait_until(lambda: sidecar.store.usage().leases == 0)
+
+
+def test_one_ticket_of_a_session_is_good_across_restarts_of_the_sidecar(tmp_path: Path) -> None:
+    flags = ["--nvme", "64MiB"]
+    with serving(tmp_path, *flags) as (process, said):
+        (socket,) = said["serving"]
+        store = patient(kvstore.open(f"unix:{socket}"))
+        scheduler = store.namespace(model=MODEL, layout=LAYOUT)
+        assert scheduler.put(ids(512), PAGES, durability="disk").stored == 8
+        with workers(socket, store.session) as (one, two):
+            old = lease_of(scheduler)
+            assert one.tell(old.ticket()) == READ
+            ticket = old.ticket()
+            crash(process, said)
+            process.communicate(timeout=SECONDS)
+            wait_until(lambda: polled(scheduler.submit_match(ids(512))).reason is MissReason.UNREACHABLE)
+            assert polled(scheduler.submit_lease(scheduler.match(ids(512)))).blocks == 0
+            assert two.tell(ticket)[:3] == (0, 0, True)
+            with serving(tmp_path, *flags):
+                # The worker may be the first to come back: it begins the session anew.
+                wait_until(lambda: two.tell(ticket) == MISSED)
+                wait_until(lambda: polled(scheduler.submit_match(ids(512))).blocks == 8)
+                lease = lease_of(scheduler)
+                wait_until(lambda: two.tell(lease.ticket()) == READ)
+                wait_until(lambda: one.tell(lease.ticket()) == READ)
+                assert one.tell(ticket) == MISSED
+                store.close()
+
+
+def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        handle.put(ids(512), PAGES)
+        lease = lease_of(handle)
+        ticket = lease.ticket()
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                polled(handle.submit_match(ids(512)))
+                blank = blank_pages(LAYOUT, 8)
+                with handle.attach(ticket) as attached:
+                    code = 0 if handle.get(attached, blank).tokens == 512 else 2
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert handle.get(lease, blank_pages(LAYOUT, 8)).tokens == 512
+
+
+# Polls that never wait ------------------------------------------------------------------------------------------------
+
+
+def test_a_poll_never_waits_for_a_sidecar_that_is_stopped(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "off") as (_, said):
+        store = kvstore.open(f"unix:{said['serving'][0]}")
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        handle.put(ids(512), PAGES)
+        match = handle.match(ids(512))
+        os.kill(said["pid"], signal.SIGSTOP)
+        try:
+            took: list[float] = []
+            for number in range(20):  # also when the socket takes no more
+                start = time.perf_counter()
+                asked: list[Pending[Any]] = [handle.submit_match(ids(64 * 2000)) for _ in range(5)]
+                asked.append(handle.submit_lease(match, deadline_ms=20, request="a"))
+                submitted = time.monotonic()
+                store.release_request("b")
+                answers: list[Any] = [None]
+                while None in answers:
+                    one = time.perf_counter()
+                    answers = [pending.poll() for pending in asked]
+                    took.append((time.perf_counter() - one) / len(asked))
+                    assert time.monotonic() < submitted + 5, "it is due after 70 ms"
+                    time.sleep(0.001)
+                assert {answer.reason for answer in answers} <= {MissReason.DEADLINE, MissReason.UNREACHABLE}
+                assert answers[-1].account.asked == 512
+                if not number:
+                    assert {answer.reason for answer in answers} == {MissReason.DEADLINE}
+                    assert time.perf_counter() - start >= 0.05
+            assert statistics.quantiles(took, n=20)[-1] < 0.001, "19 of 20; the machine is not ours alone"
+            start = time.perf_counter()
+            store.release_request("a")
+            assert time.perf_counter() - start < 0.05
+        finally:
+            os.kill(said["pid"], signal.SIGCONT)
+        patient(store)
+        wait_until(lambda: polled(handle.submit_match(ids(512))).blocks == 8)
+        lease = lease_of(handle)
+        assert handle.get(lease, blank_pages(LAYOUT, 8)).tokens == 512
+        lease.release()
+        store.close()
+
+
+def test_nothing_that_is_submitted_waits_for_a_sidecar_that_is_not_there(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "64MiB") as (_, said):
+        store = kvstore.open(f"unix:{said['serving'][0]}")
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        handle.put(ids(512), PAGES, durability="disk")
+    took = []
+    for _ in range(200):
+        start = time.perf_counter()
+        match = handle.submit_match(ids(512)).poll()
+        took.append(time.perf_counter() - start)
+        time.sleep(0.002)
+        assert match is None or match.reason is MissReason.UNREACHABLE
+    assert statistics.quantiles(took, n=20)[-1] < 0.002
+    with serving(tmp_path, "--nvme", "64MiB"):
+        patient(store)
+        wait_until(lambda: polled(handle.submit_match(ids(512))).blocks == 8)  # and nobody made a blocking call
+        lease = polled(handle.submit_lease(polled(handle.submit_match(ids(512))), deadline_ms=5000))
+        blank = blank_pages(LAYOUT, 8)
+        assert handle.get(lease, blank).tokens == 512 and same_tokens(PAGES, blank, range(512))
+        lease.release()
+    store.close()
+
+
+def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        handle.put(ids(512), PAGES)
+        match = handle.match(ids(512))
+        handle.door._limits = type(handle.door._limits)(lease=0.0)  # type: ignore[attr-defined]
+        lock = sidecar.core._lock
+        with lock:  # no lease is granted meanwhile
+            pending = [handle.submit_lease(match, deadline_ms=1) for _ in range(10)]
+            time.sleep(0.02)
+            assert {polled(one).reason for one in pending} == {MissReason.DEADLINE}
+        time.sleep(0.05)
+        wait_until(lambda: sidecar.store.usage().leases == 0)
+        wait_until(lambda: not sidecar.sessions.leased_blocks(next(iter(sidecar.sessions._callers.values()))))
+        sidecar.store.check()
+
+
+def test_blocking_calls_and_polls_share_a_connection_while_it_breaks(tmp_path: Path) -> None:
+    """Nobody hangs, nobody raises."""
+    over, faults = threading.Event(), []
+
+    def block(handle: NamespaceHandle) -> None:
+        try:
+            while not over.is_set():
+                with handle.lease(handle.match(ids(512)), deadline_ms=100) as lease:
+                    handle.get(lease, blank_pages(LAYOUT, 8))
+        except BaseException as error:
+            faults.append(error)
+
+    processes: list[subprocess.Popen[str]] = []
+    with serving(tmp_path, "--nvme", "64MiB") as (_, said):
+        store = kvstore.open(f"unix:{said['serving'][0]}")
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        handle.put(ids(512), PAGES, durability="disk")
+        threads = [threading.Thread(target=block, args=(handle,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+    try:
+        for _ in range(2):
+            with serving(tmp_path, "--nvme", "64MiB") as (process, _):
+                processes.append(process)
+                for _ in range(100):
+                    match = polled(handle.submit_match(ids(512)))
+                    polled(handle.submit_lease(match, request="r"))
+                store.release_request("r")
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(SECONDS)
+    assert not faults and not any(thread.is_alive() for thread in threads)
+    store.close()
+
+
+@pytest.mark.parametrize("length", [1, 15, 65, 1000])
+def test_a_token_of_another_length_is_refused(tmp_path: Path, length: int) -> None:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
+        store._door.session = b"x" * length
+        store._door._limits = type(store._door._limits)(open=0.1)
+        with pytest.raises(kvstore.Unreachable, match="give 16 to 64"):
+            store.namespace(model=MODEL, layout=LAYOUT)
