@@ -386,15 +386,19 @@ def _say_serving(sockets: list[str], port: int | None, keeper_pid: int | None, a
 @bench.command("tiers")
 def bench_tiers(
     only: Annotated[
-        str | None, typer.Option(metavar="TIER", help="Measure this tier alone: dram or nvme. Both if left out.")
+        str | None,
+        typer.Option(
+            metavar="TIER", help="Measure this alone: dram, door (DRAM of a sidecar) or nvme. All if left out."
+        ),
     ] = None,
     data: BenchData = None,
     as_json: Json = False,
 ) -> int:
-    """How near put and get come to a plain memory copy, and to what fio gets out of the disk.
+    """How near put and get come to a plain memory copy, in this process and through a sidecar's socket, and to what fio
+    gets out of the disk.
 
     A plain loop of direct I/O is measured beside fio, and alone where fio is not on the path. The disk's part takes 1.5
-    GiB of it and about a minute; the other one up to half of the free memory and three minutes.
+    GiB of it and about a minute; the others up to half of the free memory and three minutes each.
     """
     with _progress() as show:
         show("loading torch")
@@ -407,7 +411,8 @@ def bench_tiers(
 
 @bench.command("lookup")
 def bench_lookup(as_json: Json = False) -> int:
-    """How long it takes to find the longest stored prefix of a prompt."""
+    """How long it takes to find the longest stored prefix of a prompt: in this process, through a sidecar's socket, and
+    by eight clients of a sidecar together."""
     with _progress() as show:
         show("loading torch")
         from kvstore.bench import lookup
@@ -422,7 +427,8 @@ def bench_restart(
     data: BenchData = None,
     as_json: Json = False,
 ) -> int:
-    """How long it takes until everything on disk can be found again, after a clean end and after a kill."""
+    """How long it takes until everything on disk can be found again, after a clean end and after a kill, and until a
+    sidecar takes connections."""
     with _progress() as show:
         show("loading torch")
         from kvstore.bench import restart

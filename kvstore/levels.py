@@ -107,6 +107,7 @@ class Levels:
         self._relieving = False
         self._making_room = threading.Lock()  # a slab must not be given back while somebody takes slots in it
         self._closing = False
+        self.is_over = False  # DRAM was given back, and its tables say nothing any more
 
     # Up ------------------------------------------------------------------------------------------------------------
 
@@ -202,7 +203,8 @@ class Levels:
                 verify_frame(target, self._keys, stamp, blocks.index.key(row), lower.residency.generation(row))
                 digests.append(digest(target[:HEADER_BYTES]))
             with self._lock:
-                blocks.promoted(row, digests)
+                if not self.is_over:
+                    blocks.promoted(row, digests)
                 self._end(rise)
 
         return read
@@ -212,9 +214,10 @@ class Levels:
             with self._lock:
                 if rise.settled:
                     return
-                self._blocks.not_promoted(rise.row)
-                if move.finding is Finding.CORRUPT:
-                    self._blocks.quarantine_below(rise.row)
+                if not self.is_over:
+                    self._blocks.not_promoted(rise.row)
+                    if move.finding is Finding.CORRUPT:
+                        self._blocks.quarantine_below(rise.row)
                 self._end(rise)
 
         return settle

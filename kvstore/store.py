@@ -624,6 +624,8 @@ class Store:
             self._closed = True
             if self.direct is not None:
                 self.direct.close()
+            if self._levels is not None:
+                self._levels.is_over = True
             self._blocks.dram.close()
         if self._blocks.lower is not None:
             # In a thread of its own, because a disk that hangs must not keep whoever closes.

@@ -103,7 +103,7 @@ def test_a_bug_is_one_line_unless_a_traceback_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("arguments", "hints"),
     [
-        (("tiers", "--only", "tape"), ("only='tape'", "dram, nvme")),
+        (("tiers", "--only", "tape"), ("only='tape'", "dram, door, nvme")),
         (("restart", "--blocks", "7"), ("blocks=7", "give 33 to")),
     ],
 )

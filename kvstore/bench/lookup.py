@@ -6,6 +6,7 @@ the user's own call, for a prompt given as an array, and all of the prompt is st
 over the same bytes by itself, taken right before and right after.
 
 A prompt that is asked for again and again finds its part of the index in the caches; so prompts also take turns.
+Matches through a sidecar's socket are in `lookup_door`.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
+from kvstore.bench import lookup_door
+from kvstore.bench.lookup_prompts import Chain, Options, Prompts
 from kvstore.bench.measure import Against, Cost, Progress, against, machine, resident_bytes
 from kvstore.blocks import Blocks
 from kvstore.codec import RawCodec
 from kvstore.config import Limits
-from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import KeyRing, Namespace, PrefixHasher, TenantKeys, token_bytes
 from kvstore.layout import Layout
@@ -52,27 +53,6 @@ PAUSE_TARGET_MS = 50.0
 _TOGETHER = 64  # prompts that are being stored at the same time, so that their blocks come mixed
 _STEP_BLOCKS = 8  # how many blocks one of them adds at a time
 _SLOTS_OF_EXTENT = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """prompt_tokens, block_tokens: of every prompt. small_blocks, large_blocks: in the two indexes, whole prompts.
-
-    laps: how often each match is measured.
-    """
-
-    prompt_tokens: int = 32768
-    block_tokens: int = 64
-    small_blocks: int = 10_000
-    large_blocks: int = 2_000_000
-    laps: int = 200
-
-    def __post_init__(self) -> None:
-        if not 0 < self.prompt_tokens // self.block_tokens <= self.small_blocks <= self.large_blocks:
-            raise BadInput(
-                f"prompts of {self.prompt_tokens} tokens in indexes of {self.small_blocks} and {self.large_blocks} "
-                "blocks: give prompts of at least one block, indexes of at least one prompt, the larger one last"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +115,7 @@ class LookupResult:
     growth: float
     footprint: Footprint
     pauses: Pauses
+    door: lookup_door.DoorResult
 
     def targets(self) -> list[tuple[str, float, float]]:
         """(what, measured, at most)."""
@@ -143,6 +124,7 @@ class LookupResult:
             ("match, large / small index", self.growth, GROWTH_TARGET),
             ("bytes per block", max(self.footprint.counted, self.footprint.process), BYTES_TARGET),
             ("garbage collection, ms", self.pauses.tables_ms, PAUSE_TARGET_MS),
+            *self.door.targets(),
         ]
 
     def to_dict(self) -> dict[str, object]:
@@ -155,6 +137,7 @@ class LookupResult:
             "growth": self.growth,
             "bytes_per_block": {**asdict(self.footprint), "counted": self.footprint.counted},
             "pauses": asdict(self.pauses),
+            "door": self.door.to_dict(),
             "targets": [
                 {"what": what, "measured": measured, "at_most": most, "met": measured <= most}
                 for what, measured, most in self.targets()
@@ -162,7 +145,7 @@ class LookupResult:
         }
 
     def render(self, console: Any) -> None:
-        """Three small tables."""
+        """Five small tables."""
         table = Table("blocks", "prompts", "match p50", "chain p50", "match / chain", "quartiles")
         for row in self.matches:
             table.add_row(
@@ -174,6 +157,7 @@ class LookupResult:
                 f"{row.times_chain_low:.2f} .. {row.times_chain_high:.2f}",
             )
         console.print(f"match of {self.options.prompt_tokens:,} tokens, all stored", table, sep="\n")
+        self.door.render(console)
         names = [name for name in asdict(self.footprint) if name != "process"]
         table = Table(*names, "together", "by the process")
         sizes = [getattr(self.footprint, name) for name in names]
@@ -190,7 +174,7 @@ class LookupResult:
 
 
 def run(options: Options | None = None, progress: Progress = None) -> LookupResult:
-    """Fill both indexes, then match in both, turn by turn."""
+    """Fill both indexes, then match in both, turn by turn; then the same through the door of a sidecar."""
     options = options or Options()
     say = progress or _say_nothing
     program_ms = longest_collection_ms()
@@ -205,7 +189,7 @@ def run(options: Options | None = None, progress: Progress = None) -> LookupResu
     finally:
         gc.unfreeze()
     say(f"matching, {options.laps} laps")
-    limit = _Chain(options)
+    limit = Chain(options)
     contenders = {
         (filled.blocks, prompts): filled.match(rotating=rotating)
         for filled in (small, large)
@@ -219,6 +203,7 @@ def run(options: Options | None = None, progress: Progress = None) -> LookupResu
         measured[large.blocks, "in turn"].seconds / measured[small.blocks, "in turn"].seconds,
         large.footprint(grown),
         Pauses(program_ms, tables_ms, large.longest_insert * 1e3),
+        lookup_door.run(options, say),
     )
 
 
@@ -243,26 +228,14 @@ def longest_collection_ms(times: int = 3) -> float:
     return max(pauses) * 1e3
 
 
-class _Prompts:
-    """Prompt number n: 0, 1, 2, ... but for the first token, which is n and so in every key of its chain."""
-
-    def __init__(self, options: Options) -> None:
-        self._tokens = np.arange(options.prompt_tokens, dtype=np.uint32)
-
-    def __getitem__(self, number: int) -> np.ndarray[Any, Any]:
-        tokens = self._tokens.copy()
-        tokens[0] = number
-        return tokens
-
-
 class _Filled:
     """A store whose tables hold that many blocks of whole prompts, and a handle on it."""
 
     def __init__(self, options: Options, blocks: int, say: Callable[[str], None]) -> None:
         self.blocks = blocks
         self.longest_insert = 0.0
-        self._prompts = _Prompts(options)
-        self._chain_blocks = options.prompt_tokens // options.block_tokens
+        self._prompts = Prompts(options)
+        self._chain_blocks = options.prompt_blocks
         self._chains = blocks // self._chain_blocks
         keys = TenantKeys.derive(os.urandom(32))
         ring = KeyRing([keys])
@@ -337,26 +310,6 @@ class _Filled:
             parent = row
             self.longest_insert = max(self.longest_insert, perf_counter() - start)
         return parent
-
-
-class _Chain:
-    """The limit: one keyed BLAKE2b-256 per block over the one before and the block's tokens, and nothing else."""
-
-    def __init__(self, options: Options) -> None:
-        self._raw = token_bytes(_Prompts(options)[0])
-        self._step = options.block_tokens * 4
-        self._base = blake2b(digest_size=32, key=bytes(32), person=b"kv-bench")
-
-    def turn(self) -> Cost:
-        """The keys of one prompt."""
-        raw, step, base = self._raw, self._step, self._base
-        cpu, start = thread_time(), perf_counter()
-        parent = bytes(32)
-        for at in range(0, len(raw) - step + 1, step):
-            state = base.copy()
-            state.update(parent + raw[at : at + step])
-            parent = state.digest()
-        return Cost(perf_counter() - start, thread_time() - cpu)
 
 
 def _row(blocks: int, prompts: str, found: Against) -> MatchRow:

@@ -41,7 +41,7 @@ from kvstore.bench.disk import (
 )
 from kvstore.bench.measure import Against, Cost, Turn, against_each, available_bytes
 from kvstore.bench.rig import EXTENT_BYTES, PagePool, Shape
-from kvstore.bench.rows import HEAD_MAJOR, NO_PAGES, TARGETED_BYTES, Row, row_of
+from kvstore.bench.rows import HEAD_MAJOR, NO_PAGES, NVME, TARGETED_BYTES, Row, row_of
 from kvstore.config import format_size
 from kvstore.errors import BadInput
 from kvstore.handle import Match
@@ -226,10 +226,10 @@ class _Measured:
         is_targeted = self.direct and self.file_system not in IN_MEMORY and shape.payload_bytes >= TARGETED_BYTES
         return row_of(
             found,
-            blocks * shape.payload_bytes,
-            tier="nvme",
+            shape,
+            blocks,
+            tier=NVME,
             path=path,
-            payload_bytes=shape.payload_bytes,
             page_order=HEAD_MAJOR if path == "get" else NO_PAGES,
             verified=True,
             threads=1,

@@ -8,7 +8,8 @@ until the first match is answered, whatever the answer, and until everything can
     killed    it was ended by SIGKILL with the store open: the index is walked by another process before it is trusted
     cold      closed, and the index is not in the page cache, as after a boot
 
-The limit is one pass over the same index with LMDB alone, in this process, before and after each of them.
+The limit is one pass over the same index with LMDB alone, in this process, before and after each of them. How long a
+sidecar takes on the same directory is in `restart_sidecar`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rich.table import Table
 
 import kvstore
 from kvstore import codec
+from kvstore.bench import restart_sidecar
 from kvstore.bench.measure import Progress, machine, quantile, resident_bytes
 from kvstore.bench.restart_directory import DRAM_BYTES, MODEL, REAL_BLOCKS, SHAPE, Plan, build, real_pages, real_prompt
 from kvstore.config import format_size
@@ -51,7 +53,8 @@ _NEEDED_BEFORE_OPEN = (codec, lmdb_index)  # `open` imports them itself, once
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """blocks: on disk. prompt_blocks: of a prompt. laps: restarts after a clean end, and as many after a kill.
+    """blocks: on disk. prompt_blocks: of a prompt. laps: restarts after a clean end, and as many after a kill;
+    sidecar_laps: the same of sidecars.
 
     data: a directory on the disk to measure on; that of temporary files if None.
     """
@@ -59,6 +62,7 @@ class Options:
     blocks: int = TARGET_BLOCKS
     prompt_blocks: int = 512
     laps: int = 5
+    sidecar_laps: int = 5
     data: str | None = None
 
     def __post_init__(self) -> None:
@@ -107,10 +111,12 @@ class RestartRow:
 
 @dataclass(frozen=True)
 class RestartResult:
-    """All rows, and what was restarted. bytes_per_block: of memory. index_bytes: of the index's file."""
+    """All rows, and what was restarted. sidecar: rows of its own. bytes_per_block: of memory. index_bytes: of the
+    index's file."""
 
     options: Options
     rows: list[RestartRow]
+    sidecar: list[restart_sidecar.SidecarRow]
     bytes_per_block: float
     index_bytes: int
 
@@ -121,12 +127,13 @@ class RestartResult:
             "machine": machine(),
             "options": asdict(self.options),
             "rows": [{**asdict(row), "met": row.met} for row in self.rows],
+            "sidecar": [row.to_dict() for row in self.sidecar],
             "bytes_per_block": self.bytes_per_block,
             "index_bytes": self.index_bytes,
         }
 
     def render(self, console: Any) -> None:
-        """One table, and what its words mean."""
+        """Two tables, and what their words mean."""
         table = Table(
             "restart",
             "laps",
@@ -161,6 +168,7 @@ class RestartResult:
             f"{self.bytes_per_block:.0f} bytes per block. A start does not read frames; those of the bench are holes, "
             "but for one prompt, which was loaded and verified after each start."
         )
+        restart_sidecar.render(self.sidecar, console)
 
 
 def run(options: Options | None = None, progress: Progress = None) -> RestartResult:
@@ -205,10 +213,13 @@ def _restart_all(options: Options, plan: Plan, directory: Path, say: Callable[[s
     alone = _pass_over(index)
     _forget(data)
     found["cold"].append((_start(directory, plan), alone))
+    is_targeted = options.blocks >= TARGET_BLOCKS
+    sidecar = restart_sidecar.run(directory, plan, options.sidecar_laps, is_targeted=is_targeted, say=say)
     everything = [started for laps in found.values() for started, _ in laps]
     return RestartResult(
         options,
         [_row(how, laps, options) for how, laps in found.items()],
+        sidecar,
         median(started.grown_bytes for started in everything) / plan.blocks,
         data.stat().st_size,
     )

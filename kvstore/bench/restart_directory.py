@@ -23,6 +23,7 @@ import torch
 from kvstore.bench.rig import PagePool, Shape
 from kvstore.codec import codec_named
 from kvstore.config import MAX_SLAB_BYTES
+from kvstore.handle import NamespaceHandle
 from kvstore.identity import PrefixHasher, root_key, token_bytes
 from kvstore.node import SESSION_BITS, open_embedded
 from tiering.files import DirectFiles
@@ -100,6 +101,7 @@ def build(directory: Path, plan: Plan, say: Callable[[str], None]) -> None:
                 tier._write_records(slab, split_entries(whole))
             done += len(found)
             say(f"naming blocks: {done:,} of {plan.blocks:,}")
+        tier.proved(tier.slab_numbers())  # written by what builds a lost index again, which trusts no frame
         with tier._index_lock:
             tier._index.sync()
 
@@ -112,6 +114,13 @@ def real_prompt() -> np.ndarray:
 def real_pages() -> PagePool:
     """Pages that it fits into."""
     return PagePool(SHAPE, REAL_BLOCKS, 0, prompts=1)
+
+
+def found_blocks(handle: NamespaceHandle, plan: Plan) -> int:
+    """How many blocks of the directory matches find, over all of its prompts."""
+    others = -(-(plan.blocks - REAL_BLOCKS) // plan.prompt_blocks) + _TOGETHER  # the last of them are cut short
+    prompts = (_prompt(number, plan.prompt_blocks) for number in range(1, 1 + others))
+    return handle.match(real_prompt()).blocks + sum(handle.match(prompt).blocks for prompt in prompts)
 
 
 class _FilesWithHoles(DirectFiles):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -25,7 +25,7 @@ from kvstore.layout import Layout
 from kvstore.node import TenantDoor, build_store
 from kvstore.pages import Digest, Pages
 from tiering.extents import Extent
-from tiering.frame import DIGEST_BYTES, frame_bytes
+from tiering.frame import DIGEST_BYTES, digest, frame_bytes
 
 EXTENT_BYTES = 64 << 20
 PROMPTS = 4
@@ -80,29 +80,17 @@ class PagePool:
         return Pages(self.planes, range(first, first + self._pages_of_prompt), self.page_tokens)
 
 
-class Side:
-    """A store filled to its last slot, and a handle for each thread, with digests or without."""
+class Traffic:
+    """Whole prompts through handles, one for each thread: what a user calls."""
 
-    def __init__(self, shape: Shape, blocks: int, pool: PagePool, threads: int, digest: Digest) -> None:
+    def __init__(self, shape: Shape, blocks: int, pool: PagePool, handles: Sequence[NamespaceHandle]) -> None:
         """blocks: of a prompt."""
-        keys = TenantKeys.derive(secrets.token_bytes(32))
-        size = frame_bytes(shape.payload_bytes)
-        extent = size * max(1, EXTENT_BYTES // size)
-        extents = -(-PROMPTS * blocks * size // extent)
-        self.store = build_store(DramConfig(extents * extent, extent), Limits(), KeyRing([keys]))
-        namespace = Namespace("0" * 40, shape.layout, RawCodec.name)
-        self._handles = [
-            NamespaceHandle(TenantDoor(self.store, keys), namespace, RawCodec(), digest) for _ in range(threads)
-        ]
+        self._handles = handles
         self._pool = pool
         self._prompt_tokens = blocks * shape.block_tokens
         self._numbers = count()
         self._rounds = count()
-        while not self.store.usage().counters.get("evicted_blocks"):
-            self.put(0)
-        self._stored = [self._prompt(next(self._numbers)) for _ in range(PROMPTS)]
-        for prompt in self._stored:
-            self._handles[0].put(prompt, pool.take())
+        self._stored: list[np.ndarray] = []
 
     def get(self, thread: int) -> None:
         """Match, lease, get and release the next stored prompt, whole."""
@@ -115,15 +103,17 @@ class Side:
 
     def put(self, thread: int) -> None:
         """Store a prompt that was never seen, whole."""
-        prompt = self._prompt(next(self._numbers))
+        self._put(self._prompt(next(self._numbers)), thread)
+
+    def stock(self, prompts: int) -> None:
+        """Store new prompts, which are those that `get` asks for from now on."""
+        self._stored = [self._prompt(next(self._numbers)) for _ in range(prompts)]
+        for prompt in self._stored:
+            self._put(prompt, 0)
+
+    def _put(self, prompt: np.ndarray, thread: int) -> None:
         result = self._handles[thread].put(prompt, self._pool.take())
         assert result.reason is None and result.stored, f"stored {result.stored} blocks: {result.reason}"
-
-    def check(self) -> None:
-        """Nothing failed on the way: every invariant holds and no frame was called bad."""
-        self.store.check()
-        counters = self.store.usage().counters
-        assert not counters.get("quarantined_blocks") and not counters.get("reported_frames"), counters
 
     def _prompt(self, number: int) -> np.ndarray:
         tokens = np.arange(self._prompt_tokens, dtype=np.uint32)
@@ -131,14 +121,38 @@ class Side:
         return tokens
 
 
+class Side(Traffic):
+    """A store in this process, filled to its last slot, with digests or without."""
+
+    def __init__(self, shape: Shape, blocks: int, pool: PagePool, threads: int, digest: Digest) -> None:
+        """blocks: of a prompt."""
+        keys = TenantKeys.derive(secrets.token_bytes(32))
+        size = frame_bytes(shape.payload_bytes)
+        extent = size * max(1, EXTENT_BYTES // size)
+        extents = -(-PROMPTS * blocks * size // extent)
+        self.store = build_store(DramConfig(extents * extent, extent), Limits(), KeyRing([keys]))
+        namespace = Namespace("0" * 40, shape.layout, RawCodec.name)
+        handles = [NamespaceHandle(TenantDoor(self.store, keys), namespace, RawCodec(), digest) for _ in range(threads)]
+        super().__init__(shape, blocks, pool, handles)
+        while not self.store.usage().counters.get("evicted_blocks"):
+            self.put(0)
+        self.stock(PROMPTS)
+
+    def check(self) -> None:
+        """Nothing failed on the way: every invariant holds and no frame was called bad."""
+        self.store.check()
+        counters = self.store.usage().counters
+        assert not counters.get("quarantined_blocks") and not counters.get("reported_frames"), counters
+
+
 class Memcpy:
     """The limit: `memmove` of whole payloads between an extent of shared memory and private memory, one thread."""
 
-    def __init__(self, shape: Shape, blocks: int) -> None:
-        """blocks: of a prompt."""
+    def __init__(self, shape: Shape, blocks: int, prompts: int = PROMPTS) -> None:
+        """blocks: of a prompt. prompts: in each of the two memories."""
         self._payload = shape.payload_bytes
         self._turn_bytes = blocks * self._payload
-        self._bytes = PROMPTS * self._turn_bytes
+        self._bytes = prompts * self._turn_bytes
         self._extent = Extent(self._bytes)
         self._private = torch.ones(self._bytes, dtype=torch.uint8)
         self._next = count()
@@ -164,6 +178,10 @@ class Memcpy:
 def no_digest(*_: object) -> bytes:
     """Stands for a digest where none is taken."""
     return bytes(DIGEST_BYTES)
+
+
+DIGESTS: dict[bool, Digest] = {True: digest, False: no_digest}
+"""What is taken with verification, and without."""
 
 
 def turn_of(team: Together, work: Callable[[int], None], threads: int) -> Turn:

@@ -9,7 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.bench.measure import Against
+from kvstore.bench.rig import Shape
 from kvstore.config import format_size
+
+DRAM, DOOR, NVME = TIERS = ("dram", "door", "nvme")
 
 HEAD_MAJOR = "[head, token, dim]"
 TOKEN_MAJOR = "[token, head, dim]"
@@ -18,20 +21,36 @@ NO_PAGES = ""
 TARGETED_BYTES = 2 << 20
 """The targets hold for payloads from this size on."""
 
+TARGETS: dict[tuple[str, str, bool, int], float] = {
+    (DRAM, "get", True, 1): 0.70,
+    (DRAM, "put", True, 1): 0.70,
+    (DRAM, "get", True, 2): 0.85,
+    (DRAM, "put", True, 2): 0.85,
+    (DRAM, "get", False, 1): 0.92,
+    (DRAM, "put", False, 1): 0.90,
+    (DOOR, "get", True, 1): 0.68,
+    (DOOR, "put", True, 1): 0.68,
+    (DOOR, "get", False, 1): 0.90,
+    (DOOR, "put", False, 1): 0.88,
+}
+"""(tier, path, with verification, threads): share of one thread's memcpy, for pages in the payload's own order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One path at one frame size: decimal GB/s of payload, and that of the limit in the same run.
 
-    tier: dram or nvme. path: get, put, or memcpy itself on several threads, in the direction of the rows above it;
-    promote, get or persist. page_order: of the pages that bytes come from or go to. threads: that call the store.
-    limit: memcpy, fio or loop. ratio: of the two, the median over laps; ratio_low and ratio_high are its quartiles.
-    cpu_ratio: the same of processor time over all threads. target: the ratio to reach.
+    tier: dram, door (the same through a sidecar's socket) or nvme. path: get, put, or memcpy itself on several threads,
+    in the direction of the rows above it; promote, get or persist. prompt_tokens: what one thread moves in one turn.
+    page_order: of the pages that bytes come from or go to. threads: that call the store. limit: memcpy, fio or loop.
+    ratio: of the two, the median over laps; ratio_low and ratio_high are its quartiles. cpu_ratio: the same of
+    processor time over all threads of this process. target: the ratio to reach.
     """
 
     tier: str
     path: str
     payload_bytes: int
+    prompt_tokens: int
     page_order: str
     verified: bool
     threads: int
@@ -56,22 +75,24 @@ class Row:
 
 def row_of(
     found: Against,
-    turn_bytes: int,
+    shape: Shape,
+    blocks: int,
     *,
     tier: str,
     path: str,
-    payload_bytes: int,
     page_order: str,
     verified: bool,
     threads: int,
     limit: str,
     target: float | None,
 ) -> Row:
-    """What was measured, as a row. turn_bytes: payload that one thread moves in one turn."""
+    """What was measured, as a row. blocks: that one thread moves in one turn."""
+    turn_bytes = blocks * shape.payload_bytes
     return Row(
         tier,
         path,
-        payload_bytes,
+        shape.payload_bytes,
+        blocks * shape.block_tokens,
         page_order,
         verified,
         threads,
@@ -83,6 +104,25 @@ def row_of(
         found.high,
         found.cpu_ratio,
         target,
+    )
+
+
+def memcpy_row(
+    tier: str, path: str, shape: Shape, order: str, verified: bool, threads: int, blocks: int, found: Against
+) -> Row:
+    """The same beside memcpy, with its target where there is one."""
+    is_targeted = order == HEAD_MAJOR and shape.payload_bytes >= TARGETED_BYTES
+    return row_of(
+        found,
+        shape,
+        blocks,
+        tier=tier,
+        path=path,
+        page_order=order,
+        verified=verified,
+        threads=threads,
+        limit="memcpy",
+        target=TARGETS.get((tier, path, verified, threads)) if is_targeted else None,
     )
 
 
@@ -101,6 +141,7 @@ _MARKS = {True: " met", False: " missed", None: ""}
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "path": lambda row: row.path,
     "payload": lambda row: format_size(row.payload_bytes),
+    "tokens": lambda row: f"{row.prompt_tokens:,}",
     "pages": lambda row: escape(row.page_order),
     "verified": lambda row: "yes" if row.verified else "no",
     "threads": lambda row: str(row.threads),

@@ -1,9 +1,9 @@
 """`kvstore bench tiers`: how near put and get of the DRAM tier come to memcpy, and the NVMe tier to fio (floor 4).
 
-The rows of NVMe are in `nvme`; this is about those of DRAM. What is measured is what a user calls: `put`, and `match`,
-`lease`, `get`, `release`, on the product's own store and handle, prompt after prompt. What it is compared with is
-`memmove` of whole payloads on one thread, between the same two kinds of memory in the same direction, right before and
-right after.
+The rows of NVMe are in `nvme`, those through a sidecar in `door`; this is about those of DRAM in this process. What is
+measured is what a user calls: `put`, and `match`, `lease`, `get`, `release`, on the product's own store and handle,
+prompt after prompt. What it is compared with is `memmove` of whole payloads on one thread, between the same two kinds
+of memory in the same direction, right before and right after.
 
 Stores, pages and the limit's own buffers are each many times the last-level cache. A put always stores new blocks into
 a full store, so every block stored evicts one: the steady state of a cache.
@@ -18,31 +18,17 @@ from typing import Any
 
 from rich.markup import escape
 
-from kvstore.bench import nvme
-from kvstore.bench.measure import Against, Progress, Together, against, available_bytes, machine
+from kvstore.bench import door, nvme
+from kvstore.bench.measure import Progress, Together, against, available_bytes, machine
 from kvstore.bench.nvme import WORDS, Disk
-from kvstore.bench.rig import PROMPTS, Memcpy, PagePool, Shape, Side, no_digest, turn_of
-from kvstore.bench.rows import HEAD_MAJOR, TARGETED_BYTES, TOKEN_MAJOR, Row, row_of, table_of
+from kvstore.bench.rig import DIGESTS, PROMPTS, Memcpy, PagePool, Shape, Side, turn_of
+from kvstore.bench.rows import DOOR, DRAM, HEAD_MAJOR, NVME, TIERS, TOKEN_MAJOR, Row, memcpy_row, table_of
 from kvstore.config import format_size
 from kvstore.errors import BadInput
-from kvstore.pages import Digest
-from tiering.frame import digest
 
-DRAM, NVME = TIERS = ("dram", "nvme")
 BUFFERS = 5
 """Two stores, the pages, and the limit's source and target: a working set each."""
 
-TARGETS: dict[tuple[str, bool, int], float] = {
-    ("get", True, 1): 0.70,
-    ("put", True, 1): 0.70,
-    ("get", True, 2): 0.85,
-    ("put", True, 2): 0.85,
-    ("get", False, 1): 0.92,
-    ("put", False, 1): 0.90,
-}
-"""(path, with verification, threads): share of one thread's memcpy, for pages in the payload's own order."""
-
-DIGESTS: dict[bool, Digest] = {True: digest, False: no_digest}
 WITHOUT = (
     "without verification: put takes no xxh3_128 digests of the payload's layer slices and get compares none. The rest "
     "stays: prompts are hashed, put seals each header with its MAC, get compares each header's digest and its name."
@@ -55,7 +41,7 @@ class Options:
 
     working_set_bytes: of each of two stores, of the pages and of each of the limit's two buffers; less where five times
     as much is not to be had. A quarter of it is one prompt, which a thread moves in one turn. laps: turns of each.
-    nvme: of the rows of that tier.
+    door, nvme: of their rows.
     """
 
     shapes: tuple[Shape, ...] = (Shape(8, 64), Shape(32, 64), Shape(32, 256))
@@ -63,6 +49,7 @@ class Options:
     working_set_bytes: int = 1 << 30
     laps: int = 16
     threads: tuple[int, ...] = (1, 2)
+    door: door.Options = field(default_factory=door.Options)
     nvme: nvme.Options = field(default_factory=nvme.Options)
 
 
@@ -87,33 +74,48 @@ class TiersResult:
 
     def render(self, console: Any) -> None:
         """A table for each tier, and what its words mean."""
-        dram = [row for row in self.rows if row.tier == DRAM]
-        if dram:
-            console.print(table_of(dram))
+        by_tier = {tier: [row for row in self.rows if row.tier == tier] for tier in TIERS}
+        if by_tier[DRAM]:
+            console.print(table_of(by_tier[DRAM], "tokens"))
             console.print(
                 f"ratio: to memcpy of whole payloads on one thread, median over {self.options.laps} laps, by wall "
                 "time; cpu: the same by processor time, summed over threads."
             )
+        if by_tier[DOOR]:
+            console.print(table_of(by_tier[DOOR], "pages", "threads"))
+            console.print(
+                f"door: through the socket of a sidecar, a process of its own. tokens: of a prompt, "
+                f"{self.options.door.prompt_tokens:,} or as many as there is memory for. ratio: to memcpy of whole "
+                f"payloads on one thread, median over {self.options.door.laps} laps, by wall time; cpu: the same by "
+                "processor time, without the sidecar's."
+            )
+        if by_tier[DRAM] or by_tier[DOOR]:
             console.print(WITHOUT)
         if self.disk is not None:
-            console.print(table_of([row for row in self.rows if row.tier == NVME], "pages", "verified", "threads"))
+            console.print(table_of(by_tier[NVME], "tokens", "pages", "verified", "threads"))
             console.print(escape(self.disk.describe()))
             console.print(f"ratio: to the limit of the same row, median over {self.options.nvme.laps} laps. {WORDS}")
 
 
 def run(options: Options | None = None, progress: Progress = None, only: str | None = None) -> TiersResult:
-    """Measure the tiers, or `only` one of them. Raises `BadInput` where there is too little memory or disk."""
+    """Measure all rows, or those of `only` one tier. Raises `BadInput` where there is too little memory or disk."""
     options = options or Options()
     if only not in (None, *TIERS):
-        raise BadInput(f"only={only!r}; allowed: {', '.join(TIERS)}, or leave it out for both")
-    if only == DRAM and options.nvme.data is not None:
-        raise BadInput(f"--data {options.nvme.data} names a disk, and --only dram measures none; leave one of them out")
-    if only != DRAM:
-        nvme.check_directory(options.nvme)  # before minutes are spent on the other tier
-    result = _run_dram(options, progress) if only != NVME else TiersResult(options)
-    if only == DRAM:
+        raise BadInput(f"only={only!r}; allowed: {', '.join(TIERS)}, or leave it out for all")
+    if only not in (None, NVME) and options.nvme.data is not None:
+        raise BadInput(
+            f"--data {options.nvme.data} names a disk, and --only {only} measures none; leave one of them out"
+        )
+    wanted = TIERS if only is None else (only,)
+    if NVME in wanted:
+        nvme.check_directory(options.nvme)  # before minutes are spent on other tiers
+    say = partial(_tell, progress)
+    result = _run_dram(options, progress) if DRAM in wanted else TiersResult(options)
+    if DOOR in wanted:
+        result.rows.extend(door.run(options.door, say))
+    if NVME not in wanted:
         return result
-    rows, disk = nvme.run(options.nvme, partial(_tell, progress))
+    rows, disk = nvme.run(options.nvme, say)
     return replace(result, rows=[*result.rows, *rows], disk=disk)
 
 
@@ -157,7 +159,7 @@ def _measure(
                         turns["memcpy", False] = turn_of(team, moved, threads)
                     measured = against(turn_of(alone, moved, 1), turns, options.laps)
                 for (what, verified), found in measured.items():
-                    rows.append(_row(what, shape, order, verified, threads, blocks, found))
+                    rows.append(memcpy_row(DRAM, what, shape, order, verified, threads, blocks, found))
         for side in sides.values():
             side.check()
     finally:
@@ -165,22 +167,6 @@ def _measure(
         for side in sides.values():
             side.store.close()
     return rows
-
-
-def _row(path: str, shape: Shape, order: str, verified: bool, threads: int, blocks: int, found: Against) -> Row:
-    targeted = order == HEAD_MAJOR and shape.payload_bytes >= TARGETED_BYTES
-    return row_of(
-        found,
-        blocks * shape.payload_bytes,
-        tier=DRAM,
-        path=path,
-        payload_bytes=shape.payload_bytes,
-        page_order=order,
-        verified=verified,
-        threads=threads,
-        limit="memcpy",
-        target=TARGETS.get((path, verified, threads)) if targeted else None,
-    )
 
 
 def _tell(progress: Progress, what: str, subject: str = "") -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvstore.bench import lookup, measure, rig, tiers
+from kvstore.bench import lookup, measure, rig, rows, tiers
 from kvstore.errors import BadInput
 from tiering.frame import digest
 
@@ -79,13 +79,15 @@ def test_tiers_as_json_and_as_text(tiers_result: tuple[tiers.TiersResult, list[s
 def test_targets_are_set_where_they_hold() -> None:
     large = rig.Shape(8, 64)
     found = measure.Against(1.0, 0.8, 0.8, 0.7, 0.9, 0.8)
-    row = tiers._row("get", large, tiers.HEAD_MAJOR, True, 1, 4, found)
-    assert large.payload_bytes == 2 << 20
+    row = rows.memcpy_row("dram", "get", large, rows.HEAD_MAJOR, True, 1, 4, found)
+    assert large.payload_bytes == 2 << 20 and row.prompt_tokens == 4 * 64
     assert (row.target, row.met) == (0.70, True)
     assert row.gb_per_second == pytest.approx(4 * (2 << 20) / 1e9)
-    assert tiers._row("get", large, tiers.HEAD_MAJOR, True, 2, 4, found).met is False
-    assert tiers._row("get", large, tiers.TOKEN_MAJOR, True, 1, 4, found).target is None
-    assert tiers._row("get", SHAPE, tiers.HEAD_MAJOR, True, 1, 4, found).target is None
+    assert rows.memcpy_row("dram", "get", large, rows.HEAD_MAJOR, True, 2, 4, found).met is False
+    assert rows.memcpy_row("door", "get", large, rows.HEAD_MAJOR, True, 1, 4, found).target == 0.68
+    assert rows.memcpy_row("door", "put", large, rows.HEAD_MAJOR, False, 1, 4, found).met is False
+    assert rows.memcpy_row("dram", "get", large, rows.TOKEN_MAJOR, True, 1, 4, found).target is None
+    assert rows.memcpy_row("dram", "get", SHAPE, rows.HEAD_MAJOR, True, 1, 4, found).target is None
 
 
 def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +234,16 @@ def test_the_machine_is_described() -> None:
 
 # lookup ---------------------------------------------------------------------------------------------------------------
 
-FEW = lookup.Options(prompt_tokens=1024, small_blocks=32, large_blocks=400, laps=3)
+FEW = lookup.Options(
+    prompt_tokens=1024,
+    small_blocks=32,
+    large_blocks=400,
+    laps=3,
+    door_laps=5,
+    clients=2,
+    client_laps=1,
+    client_seconds=0.2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -259,10 +270,17 @@ def test_lookup_as_json_and_as_text(lookup_result: tuple[lookup.LookupResult, li
     result, said = lookup_result
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["bench"] == "lookup" and len(plain["matches"]) == 4
-    assert {target["what"].split(",")[0] for target in plain["targets"]} >= {"bytes per block", "garbage collection"}
+    assert {target["what"].split(",")[0] for target in plain["targets"]} >= {
+        "bytes per block",
+        "garbage collection",
+        "match through the door / chain",
+        "2 clients",
+    }
+    assert plain["door"]["match"]["blocks"] == 32 and plain["door"]["clients"]["clients"] == 2
     assert all({"measured", "at_most", "met"} <= target.keys() for target in plain["targets"])
-    assert "bytes per block" in rendered(result) and "1,024 tokens" in rendered(result)
-    assert any("400" in line for line in said)
+    text = rendered(result)
+    assert "bytes per block" in text and "1,024 tokens" in text and "client processes together" in text
+    assert any("400" in line for line in said) and any("2 clients" in line for line in said)
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 

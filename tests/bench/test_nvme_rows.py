@@ -22,6 +22,7 @@ from rich.console import Console
 
 from kvstore.bench import measure, nvme, rig, tiers
 from kvstore.bench.disk import file_system
+from kvstore.bench.rows import HEAD_MAJOR, memcpy_row
 from kvstore.errors import BadInput
 from tiering.frame import frame_bytes
 
@@ -73,7 +74,7 @@ def test_both_tiers_have_the_same_fields_in_json(measured: tuple[tiers.TiersResu
     plain = json.loads(json.dumps(measured[0].to_dict()))
     assert plain["bench"] == "tiers" and len(plain["rows"]) == len(PATHS)
     assert plain["disk"]["direct"] in (True, False) and plain["disk"]["file_system"]
-    dram = tiers._row("get", SHAPE, tiers.HEAD_MAJOR, True, 1, 4, measure.Against(1.0, 0.8, 0.8, 0.7, 0.9, 0.8))
+    dram = memcpy_row("dram", "get", SHAPE, HEAD_MAJOR, True, 1, 4, measure.Against(1.0, 0.8, 0.8, 0.7, 0.9, 0.8))
     assert plain["rows"][0].keys() == dram.to_dict().keys()
 
 
@@ -225,5 +226,5 @@ def test_a_directory_that_is_a_file_is_said(tmp_path: Path) -> None:
 
 
 def test_a_tier_that_is_none_is_said() -> None:
-    with pytest.raises(BadInput, match=r"only='tape'.*dram, nvme"):
+    with pytest.raises(BadInput, match=r"only='tape'.*dram, door, nvme"):
         tiers.run(only="tape")

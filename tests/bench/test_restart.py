@@ -56,6 +56,7 @@ def test_a_store_takes_every_block_in(directory: Path) -> None:
         chains = [handle.match(restart_directory._prompt(number, PLAN.prompt_blocks)) for number in range(1, 40)]
         found = [match.blocks for match in chains if match.blocks]
         assert sum(found) == PLAN.blocks - restart_directory.REAL_BLOCKS
+        assert restart_directory.found_blocks(handle, PLAN) == PLAN.blocks
         assert found[0] == PLAN.prompt_blocks and chains[0].tiers == ((HitTier.NVME, PLAN.prompt_blocks),)
 
 
@@ -119,7 +120,9 @@ def test_all_kinds_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(restart, "_start", watched)
     said: list[str] = []
-    result = restart.run(restart.Options(blocks=700, prompt_blocks=64, laps=2, data=str(tmp_path)), said.append)
+    result = restart.run(
+        restart.Options(blocks=700, prompt_blocks=64, laps=2, sidecar_laps=1, data=str(tmp_path)), said.append
+    )
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
     assert left == [True, False, False, True, True], "those that were killed did not close their store"
     assert [(row.how, row.laps) for row in result.rows] == [("clean", 2), ("killed", 2), ("cold", 1)]
@@ -129,8 +132,12 @@ def test_all_kinds_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert row.target is None and row.met is None, "the target is for a million blocks"
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["bench"] == "restart" and plain["index_bytes"] > 0 and len(plain["rows"]) == 3
+    assert [(row["how"], row["laps"], row["target"]) for row in plain["sidecar"]] == [
+        ("clean", 1, None),
+        ("killed", 1, None),
+    ]
     text = rendered(result)
-    assert "700 blocks" in text and "killed" in text and "holes" in text
+    assert "700 blocks" in text and "killed" in text and "holes" in text and "kvstore serve" in text
     assert any("700 of 700" in line for line in said) and any("kill" in line for line in said)
 
 

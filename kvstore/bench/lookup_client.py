@@ -1,0 +1,70 @@
+"""One of the processes that match together in `kvstore bench lookup` (floor 4).
+
+It says `ready` once its namespace is open. Then each line that it reads is a turn, and each line that it writes how the
+turn went:
+
+    > {"work": "match" or "hash", "start": seconds, "end": seconds}      by the clock that all processes of a host share
+    < {"seconds": [of each match or chain that ended in time], "cpu": seconds}
+
+It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import cycle
+from time import perf_counter, process_time, sleep
+from typing import Any
+
+import numpy as np
+
+from kvstore.bench.lookup_prompts import Chain, Options, Prompts
+from kvstore.bench.rig import Shape
+from kvstore.bench.sidecar import open_patiently
+
+READY = "ready"
+MODEL = "0" * 40
+
+
+def shape_of(options: Options) -> Shape:
+    """A block of a page of payload or less: a match does not look at it."""
+    return Shape(layers=1, block_tokens=options.block_tokens, kv_heads=1, head_dim=8)
+
+
+def main(job: dict[str, Any]) -> None:
+    """job: `socket`, `number` of this client, how many `prompts` are stored, and the `options`."""
+    options = Options(**job["options"])
+    order = np.random.default_rng(job["number"]).permutation(job["prompts"])
+    prompts = Prompts(options)
+    with open_patiently(job["socket"]) as store:
+        handle = store.namespace(model=MODEL, layout=shape_of(options).layout)
+        wanted = cycle([prompts[number] for number in order.tolist()])
+
+        def match() -> None:
+            found = handle.match(next(wanted))
+            assert found.blocks == options.prompt_blocks and found.reason is None, found
+
+        work = {"match": match, "hash": Chain(options).turn}
+        print(READY, flush=True)
+        for line in sys.stdin:
+            turn = json.loads(line)
+            print(json.dumps(_turn(work[turn["work"]], turn["start"], turn["end"])), flush=True)
+
+
+def _turn(work: Callable[[], object], start: float, end: float) -> dict[str, object]:
+    seconds: list[float] = []
+    sleep(max(0.0, start - perf_counter()))
+    cpu, before = process_time(), perf_counter()
+    while True:
+        work()
+        now = perf_counter()
+        if now > end:
+            return {"seconds": seconds, "cpu": process_time() - cpu}
+        seconds.append(now - before)
+        before = now
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

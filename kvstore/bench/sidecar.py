@@ -1,0 +1,168 @@
+"""The sidecar that a bench measures: `kvstore serve` in a process of its own, started and ended here (floor 4).
+
+Its socket, configuration and log lie in a folder of temporary files. It logs warnings only, and a bench does nothing
+that it would have to warn of: what it logged makes `end` fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from http.client import HTTPConnection
+from pathlib import Path
+from time import perf_counter, sleep
+from types import TracebackType
+
+import kvstore
+from kvstore.errors import StoreError, Unreachable
+from kvstore.node import SystemClock
+from kvstore.service.client import CallLimits, SidecarStore
+from kvstore.service.health import Readiness
+from kvstore.service.wire import Wire
+
+ENGINE = f"kvstore bench {kvstore.__version__}"
+LONGEST_SECONDS = 120.0
+"""For whatever a bench waits for from a sidecar."""
+CALL_SECONDS = 0.005
+"""How often it is called until it is there."""
+LOOK_SECONDS = 0.05
+"""How often it is asked whether it is ready."""
+_HOST = "127.0.0.1"
+_PATIENT = CallLimits(match=LONGEST_SECONDS, lease=LONGEST_SECONDS, fill=LONGEST_SECONDS)
+
+
+class Sidecar:
+    """A sidecar from its start on. A context: it is ended in order, or killed where something failed."""
+
+    def __init__(self, store: Mapping[str, str | int], *, has_health: bool = False) -> None:
+        """store: settings of that section; `data` is a folder that goes with the sidecar if not given."""
+        self._scratch = tempfile.TemporaryDirectory(prefix="kvstore-")
+        scratch = Path(self._scratch.name)
+        self.socket = str(scratch / "door")
+        self._log = scratch / "log"
+        config = scratch / "config.toml"
+        config.write_text(
+            _as_toml(
+                {
+                    "store": {"data": str(scratch / "kv"), **store},
+                    "door": {"socket": self.socket},
+                    "http": {"listen": f"{_HOST}:0"} if has_health else {},
+                    "log": {"level": "warning"},
+                }
+            )
+        )
+        command = [sys.executable, "-m", "kvstore.cli", "serve", "--json", "--config", os.fspath(config)]
+        with self._log.open("wb") as log:
+            self._started = perf_counter()
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+
+    def greeted(self) -> float:
+        """Call until a hello is answered, and hang up; seconds from the start of the process to the answer.
+
+        Raises `StoreError` where it cannot start.
+        """
+        while True:
+            try:
+                wire = Wire(self.socket, ENGINE, b"", SystemClock(), LONGEST_SECONDS)
+            except Unreachable as error:
+                self._check_alive(str(error))
+                sleep(CALL_SECONDS)
+                continue
+            seconds = perf_counter() - self._started
+            wire.close()
+            return seconds
+
+    def ready(self) -> float:
+        """Ask until all that is on disk can be found; seconds from the start of the process until it said so.
+
+        Once it was `greeted`. Raises `StoreError`, also where some of it could not be taken in.
+        """
+        assert self._process.stdout is not None
+        port = json.loads(self._process.stdout.readline() or "{}").get("http_port")
+        while True:
+            try:
+                connection = HTTPConnection(_HOST, port, timeout=LONGEST_SECONDS)
+                connection.request("GET", "/readyz")
+                state = json.load(connection.getresponse())["state"]
+                connection.close()
+            except OSError as error:
+                state = str(error)
+            if state == Readiness.READY:
+                return perf_counter() - self._started
+            if state == Readiness.DEGRADED:
+                raise StoreError("a sidecar could not take in all that is on disk")
+            self._check_alive(state)
+            sleep(LOOK_SECONDS)
+
+    def client(self) -> SidecarStore:
+        """A store behind its socket."""
+        self.greeted()
+        return open_patiently(self.socket)
+
+    def end(self) -> None:
+        """SIGTERM. Raises `StoreError` where it does not end in order, or had something to warn of."""
+        self._process.terminate()
+        try:
+            self._process.wait(LONGEST_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise StoreError("a sidecar did not end") from None
+        if self._process.returncode or self._logged():
+            raise self._failure()
+
+    def kill(self) -> None:
+        """SIGKILL to the keeper and to the sidecar, neither of which gets to do anything about it."""
+        keeper = self._process.pid
+        self._process.send_signal(signal.SIGSTOP)
+        for sidecar in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
+            os.kill(int(sidecar), signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
+
+    def __enter__(self) -> Sidecar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._process.returncode is None:
+                self.end()
+        finally:
+            if self._process.returncode is None:
+                self.kill()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._scratch.cleanup()
+
+    def _check_alive(self, answer: str) -> None:
+        if self._process.poll() is not None:
+            raise self._failure()
+        if perf_counter() - self._started > LONGEST_SECONDS:
+            raise StoreError(f"a sidecar was waited for in vain for {LONGEST_SECONDS:.0f} s: {answer}")
+
+    def _failure(self) -> StoreError:
+        return StoreError(f"a sidecar ended with {self._process.returncode}: {self._logged()[-500:]}")
+
+    def _logged(self) -> str:
+        return self._log.read_text(errors="replace").strip()
+
+
+def open_patiently(socket: str) -> SidecarStore:
+    """As an engine opens it; but what is late is slow here, and not a miss."""
+    store = kvstore.open(f"unix:{socket}", engine=ENGINE)
+    assert isinstance(store, SidecarStore)
+    store._door._limits = _PATIENT
+    return store
+
+
+def _as_toml(sections: Mapping[str, Mapping[str, str | int]]) -> str:
+    """Every value as text: a string of JSON is one of TOML."""
+    return "\n".join(
+        f"[{name}]\n" + "".join(f"{key} = {json.dumps(str(value))}\n" for key, value in section.items())
+        for name, section in sections.items()
+    )

@@ -1,0 +1,121 @@
+"""Matches through the door are whole, by real clients in processes of their own; how fast, no test asserts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from time import perf_counter
+
+import pytest
+
+from kvstore.bench import lookup_door
+from kvstore.bench.lookup_client import MODEL, _turn, shape_of
+from kvstore.bench.lookup_prompts import Options, Prompts
+from kvstore.bench.measure import WARM_UP_LAPS, Cost
+from kvstore.bench.rig import PagePool
+from kvstore.bench.sidecar import Sidecar
+from kvstore.errors import StoreError
+
+FEW = Options(
+    prompt_tokens=1024,
+    small_blocks=40,
+    large_blocks=40,
+    door_laps=5,
+    clients=2,
+    client_laps=2,
+    client_seconds=0.2,
+)
+STORED = 2  # whole prompts of 16 blocks in 40
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[lookup_door.DoorResult, list[str]]:
+    said: list[str] = []
+    return lookup_door.run(FEW, said.append), said
+
+
+def test_one_client_and_many_together_are_measured(measured: tuple[lookup_door.DoorResult, list[str]]) -> None:
+    result, said = measured
+    one, together = result.one, result.together
+    assert one.blocks == STORED * 16, "whole prompts only"
+    assert 0 < one.match_ms <= one.match_ms_p99 and 0 < one.chain_ms <= one.chain_ms_p99
+    assert 0 < one.times_chain_low <= one.times_chain <= one.times_chain_high
+    assert together.clients == 2 and 0 < together.match_ms <= together.match_ms_p99 <= 1e3 * FEW.client_seconds
+    assert together.matches_per_second > 0 and together.chains_per_second > 0
+    assert 0 < together.share_low <= together.share <= together.share_high
+    assert together.times_chain == pytest.approx(1e3 / together.matches_per_second / one.chain_ms)
+    assert [line.split()[0] for line in said] == ["filling", "matching", "starting", "matching"]
+
+
+def test_targets_are_in_chains(measured: tuple[lookup_door.DoorResult, list[str]]) -> None:
+    assert [(what, most) for what, _, most in measured[0].targets()] == [
+        ("match through the door / chain", pytest.approx(0.8 / 0.27, rel=0.01)),
+        ("2 clients, time per match / chain", pytest.approx(1 / 0.27, rel=0.01)),
+    ]
+    assert Options().clients == 8 and Options().prompt_tokens == 32768
+
+
+def test_door_as_json(measured: tuple[lookup_door.DoorResult, list[str]]) -> None:
+    plain = json.loads(json.dumps(measured[0].to_dict()))
+    assert {"match_ms", "match_ms_p99", "chain_ms", "times_chain"} <= plain["match"].keys()
+    assert {"clients", "matches_per_second", "chains_per_second", "share"} <= plain["clients"].keys()
+
+
+# The clients ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def filled() -> Iterator[str]:
+    with Sidecar({"dram": "4MiB", "nvme": "off"}) as sidecar, sidecar.client() as client:
+        handle = client.namespace(model=MODEL, layout=shape_of(FEW).layout)
+        pages = PagePool(shape_of(FEW), FEW.prompt_blocks, 0, prompts=1).take()
+        for number in range(STORED):
+            assert handle.put(Prompts(FEW)[number], pages).stored == FEW.prompt_blocks
+        yield sidecar.socket
+
+
+def test_clients_are_processes_that_do_as_they_are_told(filled: str) -> None:
+    with lookup_door.Clients(FEW, filled, STORED) as clients:
+        numbers = [process.pid for process in clients._processes]
+        assert len({*numbers, os.getpid()}) == 1 + FEW.clients
+        started = perf_counter()
+        costs = [clients.match(), clients.hash(), clients.match()]
+        assert perf_counter() - started >= 3 * FEW.client_seconds
+        assert [cost.wall for cost in costs[::2]] == [FEW.client_seconds / len(waits) for waits in clients.waits]
+        assert all(0 < cost.wall <= FEW.client_seconds and cost.cpu > 0 for cost in costs)
+        assert max(map(max, clients.waits)) <= FEW.client_seconds
+    assert [process.returncode for process in clients._processes] == [0, 0]
+    assert not clients._errors.exists()
+
+
+def test_a_match_that_is_not_whole_is_no_measurement(filled: str) -> None:
+    with (
+        pytest.raises(StoreError, match=r"a client ended with 1:(?s:.*)AssertionError: Match\(blocks=0"),
+        lookup_door.Clients(FEW, filled, 30 * STORED) as clients,
+    ):
+        for _ in range(100):
+            clients.match()
+
+
+def test_a_turn_counts_what_ended_in_time() -> None:
+    calls: list[float] = []
+    start = perf_counter() + 0.02
+
+    def work() -> None:
+        assert perf_counter() >= start
+        calls.append(perf_counter())
+
+    turn = _turn(work, start, start + 0.02)
+    counted = turn["seconds"]
+    assert isinstance(counted, list) and len(counted) == len(calls) - 1, "the last one came too late"
+    assert sum(counted) <= 0.02
+    assert _turn(work, 0.0, 0.0)["seconds"] == []
+
+
+def test_percentiles_leave_the_warm_up_out() -> None:
+    walls = iter([9.0] * WARM_UP_LAPS + [1.0, 2.0, 3.0])
+    kept = lookup_door._Kept(lambda: Cost(next(walls), 0.0))
+    for _ in range(WARM_UP_LAPS + 3):
+        kept()
+    assert kept.last(3) == [1.0, 2.0, 3.0]
