@@ -439,6 +439,10 @@ class RemoteDoor:
     def look_after(self) -> float:
         """What the thread does each time; returns the seconds until it is called again."""
         run = self._run
+        if run is not None and run.wire.closed:
+            # Its memory is let go of also while nobody asks: a sidecar that came back waits for that.
+            self._hang_up(run)
+            self._touch.wanted = not self.closed
         if run is not None and not run.wire.closed and not self._touch.wanted:
             self._ping(run)
         elif self._touch.wanted:
@@ -448,6 +452,12 @@ class RemoteDoor:
         return min(
             self._limits.ping, max(self._limits.first_pause, self._next_call_at - self._clock.monotonic_seconds())
         )
+
+    def _hang_up(self, run: Run) -> None:
+        with self._lock:
+            if self._run is run:
+                self._run = None
+        run.wire.close()
 
     def _ping(self, run: Run) -> None:
         """Let go of memory also while nobody asks for anything: others may be waiting for it."""
