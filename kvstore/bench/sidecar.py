@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from time import perf_counter, sleep
@@ -32,6 +33,8 @@ CALL_SECONDS = 0.005
 """How often it is called until it is there."""
 LOOK_SECONDS = 0.05
 """How often it is asked whether it is ready."""
+END_SECONDS = 2.0
+"""How often it is told to end."""
 _HOST = "127.0.0.1"
 _PATIENT = CallLimits(match=LONGEST_SECONDS, lease=LONGEST_SECONDS, fill=LONGEST_SECONDS)
 
@@ -106,11 +109,13 @@ class Sidecar:
 
     def end(self) -> None:
         """SIGTERM. Raises `StoreError` where it does not end in order, or had something to warn of."""
-        self._process.terminate()
-        try:
-            self._process.wait(LONGEST_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise StoreError("a sidecar did not end") from None
+        give_up_at = perf_counter() + LONGEST_SECONDS
+        while self._process.poll() is None:
+            if perf_counter() > give_up_at:
+                raise StoreError("a sidecar did not end")
+            self._process.terminate()  # again and again: Python sees one late that comes while its main thread blocks
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
         if self._process.returncode or self._logged():
             raise self._failure()
 
