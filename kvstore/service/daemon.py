@@ -9,7 +9,6 @@ holds, and takes no longer than `Limits.close_seconds` for each of the two.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Daemon:
-    """Serves a store that is open, until `stop`."""
+    """Serves a store that is open, until `drain`."""
 
     def __init__(
         self,
@@ -49,8 +48,7 @@ class Daemon:
         """
         self._store = store
         self._settings = settings
-        self._stopping = threading.Event()
-        self.begins_again = False
+        self._stopping = False
         sessions = Sessions(store.core, first_number, new_token)
         run, counting = new_token(RUN_BYTES), Counting(clock)
         handlers = Handlers(store.core, sessions, run, counting)
@@ -81,7 +79,7 @@ class Daemon:
 
     def readiness(self) -> Readiness:
         """Whether it serves all that it has."""
-        if self._stopping.is_set():
+        if self._stopping:
             return Readiness.STOPPING
         if not self._store.core.is_loaded:
             return Readiness.WARMING
@@ -91,15 +89,9 @@ class Daemon:
         """Whether the door is served."""
         return self.door.is_served
 
-    def stop(self, *, begin_again: bool = False) -> None:
-        """Ask for the end; may be called by a signal's handler. begin_again: for another process that goes on."""
-        self.begins_again = begin_again and not self._stopping.is_set()
-        self._stopping.set()
-
-    def wait(self, drained: Callable[[], None]) -> None:
-        """Until somebody asks for the end; then drain. drained: called when no client is served any more, and memory is
-        as the next process is to find it."""
-        self._stopping.wait()
+    def drain(self, drained: Callable[[], None]) -> None:
+        """Serve no more. drained: called when no client is served, and memory is as the next process is to find it."""
+        self._stopping = True
         _log.info("draining")
         self.door.close(self._settings.limits.close_seconds)
         drained()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from kvstore.service.logs import log_to_stderr
 from kvstore.service.settings import Settings, host_and_port
 from tiering.nvme import IndexMaker
 
+ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 SWITCH_SECONDS = 0.0005
 """For which a thread keeps the interpreter while others want it; the door must not wait ten times as long for it."""
 
@@ -58,14 +61,12 @@ def serve(settings: Settings, outside: Outside, started: Callable[[list[str], in
 
     Raises `BadInput`, `DirectoryInUse` and `KeysUnusable`.
     """
+    signals = _Signals()
     log_to_stderr(settings.log.level, settings.log.format)
     sys.setswitchinterval(SWITCH_SECONDS)
     with _open(settings, outside) as store:
         daemon = Daemon(store, settings, outside.clock, outside.first_number, outside.new_token)
         keeper = outside.keeper
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: daemon.stop())
-        signal.signal(signal.SIGHUP, lambda *_: daemon.stop(begin_again=keeper is not None))
         health = None
         try:
             if settings.http.listen is not None:
@@ -73,15 +74,35 @@ def serve(settings: Settings, outside: Outside, started: Callable[[list[str], in
                 health.start()
             daemon.start()
             if keeper is not None:
-                keeper.start(daemon.stop)
+                keeper.start(lambda: os.kill(os.getpid(), signal.SIGTERM))
                 keeper.ready()
             started(daemon.sockets, health.port if health is not None else None)
-            daemon.wait(lambda: keeper.freeze() if keeper is not None and daemon.begins_again else None)
-            return daemon.begins_again
+            begins_again = signals.wait() == signal.SIGHUP and keeper is not None
+            daemon.drain(lambda: keeper.freeze() if keeper is not None and begins_again else None)
+            return begins_again
         finally:
             daemon.door.close(settings.limits.close_seconds)
             if health is not None:
                 health.close(1.0)
+
+
+class _Signals:
+    """What asks for the end. The system's own handler writes each signal down, in whichever thread: none is lost, as
+    one may be that Python's handler is told of while the main thread goes to sleep."""
+
+    def __init__(self) -> None:
+        self._heard, self._told = socket.socketpair()
+        self._told.setblocking(False)
+        signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        for number in ENDS:
+            signal.signal(number, lambda *_: None)
+
+    def wait(self) -> int:
+        """Until there is one, also one from before."""
+        while True:
+            for number in self._heard.recv(64):
+                if number in ENDS:
+                    return number
 
 
 def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
