@@ -554,6 +554,11 @@ class Store:
         if self._scrubbing is not None:
             self._scrubbing.start()
 
+    def prefault(self) -> None:
+        """Have all of DRAM ready before it is asked for, made behind whatever else goes on."""
+        dram = self._blocks.dram
+        dram.prepare(dram.budget_bytes // dram.extent_bytes)
+
     @property
     def is_loaded(self) -> bool:
         """Whether what was on disk is not being taken in any more, all of it or as far as that could be done."""

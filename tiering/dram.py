@@ -60,9 +60,9 @@ class DramTier:
         """Bytes of all extents that may be."""
         return self._pool.budget_bytes
 
-    def prepare(self) -> None:
-        """Have the next extent ready before it is asked for."""
-        self._pool.prepare()
+    def prepare(self, ahead: int = 1) -> None:
+        """Have the next extents ready before they are asked for."""
+        self._pool.prepare(ahead)
 
     # The contract --------------------------------------------------------------------------------------------------
 

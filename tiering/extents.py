@@ -155,9 +155,9 @@ class Forgetful(Protocol):
 class ExtentPool:
     """Extents of one size, never more than the budget allows. Thread-safe; creation runs outside the lock.
 
-    One extent may be made ahead (`prepare`), so that whoever needs one next does not wait for the kernel to clear its
-    pages. It is memory of this process within the budget, but nobody has taken it. An extent that was taken back while
-    another process has it mapped counts as taken until that process lets go.
+    Extents may be made ahead (`prepare`), so that whoever needs one next does not wait for the kernel to clear its
+    pages. They are memory of this process within the budget, but nobody has taken them. An extent that was taken back
+    while another process has it mapped counts as taken until that process lets go.
     """
 
     def __init__(self, budget_bytes: int, extent_bytes: int, keeper: Forgetful | None = None) -> None:
@@ -169,10 +169,10 @@ class ExtentPool:
         self._lock = threading.Lock()
         self._prepared = threading.Condition(self._lock)
         self._taken_bytes = 0
-        self._prepares = False
+        self._ahead = 0
         self._preparing = False
         self._awaiting = 0
-        self._spare: Extent | None = None
+        self._spares: list[Extent] = []
         self._lingering: list[Extent] = []  # taken back, and mapped elsewhere
         self._closed = False
 
@@ -205,10 +205,10 @@ class ExtentPool:
             self._close(extent)
             self._taken_bytes -= extent.size_bytes
 
-    def prepare(self) -> None:
-        """From now on have the next extent ready before it is asked for, as far as budget and memory allow."""
+    def prepare(self, ahead: int = 1) -> None:
+        """From now on have so many extents ready before they are asked for, as far as budget and memory allow."""
         with self._lock:
-            self._prepares = True
+            self._ahead = max(self._ahead, ahead)
             self._prepare()
 
     def create(self) -> Extent:
@@ -220,7 +220,7 @@ class ExtentPool:
             if not self._has_room():
                 raise TierFull(f"all {self.budget_bytes} bytes of the DRAM budget are taken")
             self._taken_bytes += self.extent_bytes
-            spare, self._spare = self._spare, None
+            spare = self._spares.pop() if self._spares else None
             self._prepare()
         return spare if spare is not None else self._make()
 
@@ -248,10 +248,11 @@ class ExtentPool:
         """Refuse further extents. One that is being made ahead is given back when it is there: nobody waits for it."""
         with self._lock:
             self._closed = True
-            spare, self._spare = self._spare, None
             unused, self._lingering = self._lingering, []
             self._taken_bytes -= sum(extent.size_bytes for extent in unused)
-        for extent in [*unused, *([spare] if spare is not None else [])]:
+            unused += self._spares
+            self._spares = []
+        for extent in unused:
             self._close(extent)
 
     def _close(self, extent: Extent) -> None:
@@ -266,6 +267,7 @@ class ExtentPool:
             self._prepared.wait_for(
                 lambda: (
                     not self._preparing
+                    or bool(self._spares)
                     or (self._awaiting > 1 and self._taken_bytes + 2 * self.extent_bytes <= self.budget_bytes)
                 )
             )
@@ -285,25 +287,35 @@ class ExtentPool:
                 with self._lock:
                     self._taken_bytes -= self.extent_bytes
 
+    def _wants_another(self) -> bool:
+        """Under the lock."""
+        self._take_back()
+        made = len(self._spares) + 1
+        return made <= self._ahead and self._taken_bytes + made * self.extent_bytes <= self.budget_bytes
+
     def _prepare(self) -> None:
-        """Begin to make the next extent, unless there is one or no room for it. Under the lock."""
-        if not self._prepares or self._closed or self._preparing or self._spare is not None or not self._has_room():
+        """Begin to make the next extent, unless there are enough or there is no room for it. Under the lock."""
+        if self._closed or self._preparing or not self._wants_another():
             return
 
         def run() -> None:
-            extent = None
-            try:
-                extent = Extent(self.extent_bytes)
-            except OSError:
-                pass  # whoever needs one is told
-            finally:
+            while True:
+                extent = None
+                try:
+                    extent = Extent(self.extent_bytes)
+                except (OSError, MemoryError):
+                    pass  # whoever needs one is told
                 with self._lock:
-                    self._preparing = False
-                    if not self._closed:
-                        self._spare, extent = extent, None
+                    goes_on = extent is not None and not self._closed
+                    if extent is not None and not self._closed:
+                        self._spares.append(extent)
+                        extent = None
+                    self._preparing = goes_on = goes_on and self._wants_another()
                     self._prepared.notify_all()
                 if extent is not None:
                     extent.close()
+                if not goes_on:
+                    return
 
         self._preparing = True
         try:

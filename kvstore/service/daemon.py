@@ -71,6 +71,8 @@ class Daemon:
     def start(self) -> None:
         """Take connections."""
         self.door.start()
+        if self._settings.store.prefault:
+            self._store.core.prefault()
         usage = self._store.usage()
         nvme = usage.nvme.budget_bytes if usage.nvme is not None else 0
         budgets = {"dram_bytes": usage.dram.budget_bytes, "nvme_bytes": nvme}

@@ -1,6 +1,7 @@
 """What an operator may set: one TOML file, and the flags of `kvstore serve` above it (floor 2).
 
-    [store]    data dram nvme extent slab scrub keeper   [limits]  see `kvstore.config.Limits`
+    [store]    data dram nvme extent slab scrub          [limits]  see `kvstore.config.Limits`
+               prefault keeper
     [door]     socket mode users, and see `DoorLimits`   [tenants.NAME]  socket users
     [admin]    socket                                    [http]    listen
     [log]      level format
@@ -36,8 +37,9 @@ _MAX_SOCKET_BYTES = 107
 class StoreSettings:
     """data: the directory of keys and slabs. dram, nvme: budgets; "auto" is half of the memory that this process may
     have, and four fifths of what the disk has free. nvme: "off" for none. extent, slab: sizes of the pieces; chosen
-    from the budgets if not given. scrub: how fast what is on disk is verified again. keeper: whether a parent process
-    holds the memory, and starts the sidecar again after a crash.
+    from the budgets if not given. scrub: how fast what is on disk is verified again. prefault: whether all of dram is
+    taken from the machine at the start, behind what is served. keeper: whether a parent process holds the memory, and
+    starts the sidecar again after a crash.
     """
 
     data: str = "./kv"
@@ -46,6 +48,7 @@ class StoreSettings:
     extent: str | None = None
     slab: str | None = None
     scrub: str = "8MiB/s"
+    prefault: bool = True
     keeper: bool = True
 
 

@@ -81,6 +81,17 @@ def test_what_memory_held_is_there_after_a_crash(tmp_path: Path, nvme: str) -> N
         assert [line["blocks"] for line in taken] == [BLOCKS * count for count in (5, 6, 7)]
 
 
+def test_all_of_memory_is_there_before_anybody_asks_for_it(tmp_path: Path) -> None:
+    def shared_bytes(pid: int) -> int:
+        paths = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+        return sum(
+            {os.stat(path).st_ino: os.stat(path).st_size for path in paths if "kv-ext" in os.readlink(path)}.values()
+        )
+
+    with serving(tmp_path, "--nvme", "off", "--dram", "32MiB") as (_, said):
+        until(lambda: shared_bytes(said["pid"]) == 32 << 20)
+
+
 def test_an_upgrade_keeps_memory_and_ends_in_order(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as (process, said), connected(said) as (_, handle):
         assert stored(handle, 1).stored == BLOCKS

@@ -416,6 +416,25 @@ def test_the_next_extent_is_ready_before_it_is_asked_for() -> None:
     assert extents_alive_since(before) == 0
 
 
+def test_several_may_be_ready_and_never_more_than_the_budget_allows() -> None:
+    before = open_files("kv-extent")
+    pool = ExtentPool(4 * MIB, MIB)
+    pool.prepare(10)
+    wait_until(lambda: extents_alive_since(before) == 4)
+    assert pool.taken_bytes == 0
+    extents = [pool.create() for _ in range(4)]
+    with pytest.raises(TierFull):
+        pool.create()
+    assert extents_alive_since(before) == 4 and pool.taken_bytes == 4 * MIB
+    for taken in (3, 2, 1, 0):
+        pool.destroy(extents.pop())
+        assert pool.taken_bytes == taken * MIB
+    pool.destroy(pool.create())
+    wait_until(lambda: extents_alive_since(before) == 4)
+    pool.close()
+    assert extents_alive_since(before) == 0
+
+
 def test_one_that_is_being_made_is_waited_for_and_comes_to_one_caller(monkeypatch: Any) -> None:
     goes_on = threading.Event()
     made: list[int] = []
