@@ -1,6 +1,7 @@
-"""Long runs against the promises of the disk, for as long as one likes; the suite runs the same in short forms.
+"""Long runs against the promises of disk and sidecar, for as long as one likes; the suite runs them in short forms.
 
     make torture ARGS="--flips 200000 --index-flips 5000 --power 1000 --kills 1000 --points 20 --stores 1000 --seed 7"
+    make torture ARGS="--clients 2000 --restarts 50"
 
     flips        damage to a stocked directory, that many single damages (attack/test_nvme_damage.py)
     index-flips  single bits of the index file, each opened and used by another process (attack/test_index_damage.py)
@@ -9,6 +10,8 @@
                  says what was acknowledged
     points       a process on a whole store, ended by SIGKILL at every failpoint, that many times each
     stores       a process on a whole store, ended by SIGKILL at a random moment
+    clients      a client of a sidecar, ended by SIGKILL or stopped by SIGSTOP at a random moment of a copy or fill
+    restarts     a sidecar, ended by SIGKILL under clients that go on, and started again by its keeper
 
 It ends with status 1 at the first broken promise and prints the seed that repeats it.
 """
@@ -25,6 +28,7 @@ from collections.abc import Callable
 from attack.test_index_damage import index_damage
 from attack.test_nvme_damage import damage
 from simulation.test_nvme_power import live
+from torture import clients as sidecar
 from torture import kill
 from torture.campaign import nursery, points, stores
 from torture.points import POINTS
@@ -45,13 +49,15 @@ class Progress:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="torture", description="Long runs against the promises of the disk.")
+    parser = argparse.ArgumentParser(prog="torture", description="Long runs against the promises of disk and sidecar.")
     parser.add_argument("--flips", type=int, default=100_000, help="single damages to a stocked directory")
     parser.add_argument("--index-flips", type=int, default=100, help="single bits of the index file")
     parser.add_argument("--power", type=int, default=200, help="lives on a disk that loses power")
     parser.add_argument("--kills", type=int, default=50, help="processes on a bare tier ended by SIGKILL")
     parser.add_argument("--points", type=int, default=1, help="processes ended by SIGKILL at each failpoint")
     parser.add_argument("--stores", type=int, default=50, help="processes on a whole store ended by SIGKILL")
+    parser.add_argument("--clients", type=int, default=100, help="clients of a sidecar ended by SIGKILL, or stopped")
+    parser.add_argument("--restarts", type=int, default=8, help="sidecars ended by SIGKILL under their clients")
     parser.add_argument("--seed", type=int, default=0, help="of all chance, except for the moment of a kill")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON and nothing else")
     options = parser.parse_args()
@@ -85,6 +91,14 @@ def main() -> int:
         with nursery() as children:
             return stores(children, options.stores, options.seed, progress)
 
+    def clients_killed(progress: Progress) -> dict[str, int]:
+        with sidecar.nursery() as children:
+            return sidecar.clients(children, options.clients, options.seed, progress)
+
+    def sidecars_killed(progress: Progress) -> dict[str, int]:
+        with sidecar.nursery() as children:
+            return sidecar.restarts(children, options.restarts, options.seed, progress)
+
     try:
         run("flips", options.flips, lambda progress: damage(options.flips, options.seed, progress))
         run("index flips", options.index_flips, lambda told: index_damage(options.index_flips, options.seed, told))
@@ -92,6 +106,8 @@ def main() -> int:
         run("kills", options.kills, lambda progress: kill(options.kills, options.seed, progress))
         run("points", options.points * len(POINTS), reached)
         run("stores", options.stores, killed)
+        run("clients", options.clients, clients_killed)
+        run("restarts", options.restarts, sidecars_killed)
     except AssertionError as error:
         print(f"a promise was broken: {error}", file=sys.stderr)
         return 1
