@@ -6,7 +6,8 @@ hundred the sidecar must have no more open than at first.
 
 In `restarts` four processes work through the life of a keeper, whose sidecar is killed again and again. Half of these
 lives are calm: nothing is evicted, so that what could be read before a kill must be hit after it; in the others frames
-are evicted and slots used again all the time. In half of either there is no disk.
+are evicted and slots used again all the time. In half of either there is no disk. What is dropped just before a kill
+must not be found after it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from kvstore.errors import StoreError
+from kvstore.holding import Lease
 from kvstore.miss import HitTier, MissReason
 from model.store_model import Prompt
 from torture.engine import DEPTH, LAYOUTS, LETTERS, Space, opened
@@ -89,7 +92,7 @@ def clients(nursery: Nursery, count: int, seed: int, report: Report | None = Non
                     counts["times nothing was left"] += 1
             counts["evictions from memory"] = _evicted(sidecar)
             assert sidecar.end() == 0, f"the sidecar does not end in order: {sidecar.log()}"
-    except AssertionError as error:
+    except (AssertionError, StoreError, OSError) as error:
         raise AssertionError(f"seed {seed}, after {done} clients: {error}") from error
     return dict(counts)
 
@@ -136,7 +139,7 @@ def restarts(nursery: Nursery, count: int, seed: int, report: Report | None = No
         try:
             life = Life(nursery, Random(seed * 1_000_003 + number), counts, is_calm=is_calm, has_disk=has_disk)
             life.run(kills, lambda: report(counts["restarts"]) if report is not None else None)
-        except AssertionError as error:
+        except (AssertionError, StoreError, OSError) as error:
             kind = f"{'calm' if is_calm else 'crowded'}, {'with' if has_disk else 'without'} a disk"
             raise AssertionError(f"seed {seed}, life {number} ({kind}), {counts['restarts']} kills: {error}") from error
     return dict(counts)
@@ -171,7 +174,9 @@ class Life:
             ]
             store = opened(self.sidecar.socket)
             try:
+                self.store = store
                 self.spaces = [Space.of(store, name) for name in self.steady]
+                self.dropped = Space.of(store, "small", "dropped")
                 for child in children:
                     _await(child, b"ready", 1, READY_WITHIN_SECONDS)
                 for _ in range(kills):
@@ -200,6 +205,7 @@ class Life:
             _stop(child, self.counts)
         self.listen(others, random.random() * 1.5 * LEASE_SECONDS)
         before = self.readable(())
+        void = self.drop_under_a_lease()
         _aim(random.choice(others), random)
         for child in others:
             child.listen(time.monotonic())
@@ -219,6 +225,9 @@ class Life:
             self.counts["most milliseconds until it was asked again"], int(1000 * (time.monotonic() - began))
         )
         self.compare(before, after)
+        back = self.found(self.dropped, AWAY)
+        assert not back, f"{len(back)} blocks are back that were dropped before the kill"
+        void.release()
         marks = [len(child.heard) for child in children]
         if not resumes_early:
             self.listen(others, random.random() * 2)
@@ -242,17 +251,34 @@ class Life:
 
     def readable(self, not_yet: tuple[MissReason, ...]) -> dict[tuple[str, tuple[int, ...]], HitTier]:
         """The tier of every block that a look-up finds. not_yet: reasons to ask again."""
-        found: dict[tuple[str, tuple[int, ...]], HitTier] = {}
+        return {
+            (space.name, chain): tier for space in self.spaces for chain, tier in self.found(space, not_yet).items()
+        }
+
+    def found(self, space: Space, not_yet: tuple[MissReason, ...]) -> dict[tuple[int, ...], HitTier]:
+        """The same of one namespace, by the chains of blocks."""
+        found: dict[tuple[int, ...], HitTier] = {}
         deadline = time.monotonic() + HITS_WITHIN_SECONDS
-        for space in self.spaces:
-            for letters in LETTERS:
-                while (match := space.handle.match(Prompt(letters).token_ids)).reason in not_yet:
-                    assert time.monotonic() < deadline, f"nothing can be found any more: {match.reason}"
-                    self.counts[f"asked again, {match.reason}"] += 1
-                    time.sleep(0.01)
-                for block, tier in enumerate(match.tier_of_block):
-                    found[space.name, letters[: block + 1]] = tier
+        for letters in LETTERS:
+            while (match := space.handle.match(Prompt(letters).token_ids)).reason in not_yet:
+                assert time.monotonic() < deadline, f"nothing can be found any more: {match.reason}"
+                self.counts[f"asked again, {match.reason}"] += 1
+                time.sleep(0.01)
+            for block, tier in enumerate(match.tier_of_block):
+                found[letters[: block + 1]] = tier
         return found
+
+    def drop_under_a_lease(self) -> Lease:
+        """Blocks whose memory cannot be given back at once, for somebody may read them still."""
+        for letters in LETTERS[::4]:
+            self.dropped.put(letters)
+        match = self.dropped.handle.match(Prompt(LETTERS[0]).token_ids)
+        lease = self.dropped.handle.lease(match, deadline_ms=1000)
+        try:
+            self.counts["blocks dropped before a kill"] += self.store.drop(self.dropped.handle)
+        except StoreError:  # moves were not over in time
+            self.store.drop(self.dropped.handle)
+        return lease
 
     def compare(
         self, before: dict[tuple[str, tuple[int, ...]], HitTier], after: dict[tuple[str, tuple[int, ...]], HitTier]

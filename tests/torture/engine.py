@@ -138,9 +138,9 @@ class Space:
     pages: EnginePages
 
     @classmethod
-    def of(cls, store: SidecarStore, name: str) -> Space:
-        """Opened in a sidecar."""
-        return cls(name, store.namespace(model=f"torture {name}", layout=LAYOUTS[name]), EnginePages(name))
+    def of(cls, store: SidecarStore, name: str, model: str = "torture") -> Space:
+        """Opened in a sidecar. name: of its layout."""
+        return cls(name, store.namespace(model=f"{model} {name}", layout=LAYOUTS[name]), EnginePages(name))
 
     def put(self, letters: tuple[int, ...], durability: str = "volatile") -> int:
         """How many blocks were stored."""

@@ -185,8 +185,8 @@ class Sidecar:
         deadline = time.monotonic() + SETTLES_WITHIN_SECONDS
         while True:
             try:
+                now = Baseline(opened_by(self.pid), opened_by(self.keeper_pid))  # without the connection of stat
                 facts = self.facts()
-                now = Baseline(opened_by(self.pid), opened_by(self.keeper_pid))
                 left = [*_left_in(facts), *now.wrong(facts, self.extent_bytes), *(now.beyond(baseline))]
             except (StoreError, OSError) as error:
                 left = [str(error)]
