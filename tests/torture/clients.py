@@ -384,6 +384,9 @@ def _await(child: Child, what: bytes, times: int, seconds: float) -> None:
     is_said = child.listen(time.monotonic() + seconds, what, times)
     said = child.lines()
     assert not child.ended, said[-1] if said else "a client ended and said nothing"
+    if not is_said:
+        os.kill(child.pid, signal.SIGUSR1)  # it prints where it is
+        time.sleep(1)
     assert is_said, f"a client does not say {what.decode().strip()!r}, but {said[-1:]}"
 
 

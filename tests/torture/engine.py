@@ -15,6 +15,7 @@ The KV of a block is a piece of random bytes that every process has, chosen by i
 
 from __future__ import annotations
 
+import faulthandler
 import signal
 import time
 from collections.abc import Iterator
@@ -188,6 +189,7 @@ class Client:
         self.say, self.random = say, random
         self.was_stopped = False
         signal.signal(signal.SIGCONT, self._continued)
+        faulthandler.register(signal.SIGUSR1)
         self.store = opened(socket)
         self.door = self.store._door
         self.spaces = {name: Space.of(self.store, name) for name in dict.fromkeys([*steady, *scratch])}
