@@ -11,17 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from kvstore.errors import BadInput
 from kvstore.node import EmbeddedStore, open_embedded
 from kvstore.service.daemon import Daemon, budgets
 from kvstore.service.kept import KeeperWire
 from kvstore.service.local_door import Clock
 from kvstore.service.logs import log_to_stderr
 from kvstore.service.settings import Settings, host_and_port
+from tiering.extents import Extent
 from tiering.nvme import IndexMaker
 
 ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 SWITCH_SECONDS = 0.0005
 """For which a thread keeps the interpreter while others want it; the door must not wait ten times as long for it."""
+
+PROBE_BYTES = 4096
 
 
 class Health(Protocol):
@@ -64,6 +68,7 @@ def serve(settings: Settings, outside: Outside, started: Callable[[list[str], in
     signals = _Signals()
     log_to_stderr(settings.log.level, settings.log.format)
     sys.setswitchinterval(SWITCH_SECONDS)
+    _try_shared_memory()
     with _open(settings, outside) as store:
         daemon = Daemon(store, settings, outside.clock, outside.first_number, outside.new_token)
         keeper = outside.keeper
@@ -103,6 +108,17 @@ class _Signals:
             for number in self._heard.recv(64):
                 if number in ENDS:
                     return number
+
+
+def _try_shared_memory() -> None:
+    """Have a page of it. Raises `BadInput` where there is none: a store without it would serve nothing."""
+    try:
+        Extent(PROBE_BYTES).close()
+    except OSError as error:
+        raise BadInput(
+            f"no shared memory can be made here (memfd_create and its seals: {error.strerror}); allow it in the "
+            "container's seccomp profile, or raise the memory limit"
+        ) from None
 
 
 def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
