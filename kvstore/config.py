@@ -7,7 +7,7 @@ read once, when a store is opened, and judged by `memory_limit`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstore.errors import BadInput
 
@@ -99,7 +99,8 @@ class Limits:
     lease_seconds: how long a lease pins. pinned_fraction: of the DRAM budget, what may be pinned at once. room_steps:
     evictions, new extents and moves one put may cause before it takes what it has. forgotten: evicted keys that are
     remembered so that a miss can be called evicted. close_seconds: how long closing writes down what DRAM alone holds;
-    with a disk that hangs it waits as long again for each of three things besides.
+    with a disk that hangs it waits as long again for each of three things besides. tenant_leases, tenant_namespaces:
+    of these, how many one tenant may have; all, or what `shared_by` says, if not given.
     """
 
     lease_seconds: float = 60.0
@@ -109,6 +110,26 @@ class Limits:
     room_steps: int = 1 << 20
     forgotten: int = 65536
     close_seconds: float = 30.0
+    tenant_leases: int | None = None
+    tenant_namespaces: int | None = None
+
+    @property
+    def most_leases(self) -> int:
+        """Of one tenant."""
+        return self.leases if self.tenant_leases is None else self.tenant_leases
+
+    @property
+    def most_namespaces(self) -> int:
+        """Of one tenant."""
+        return self.namespaces if self.tenant_namespaces is None else self.tenant_namespaces
+
+    def shared_by(self, tenants: int) -> Limits:
+        """The same for so many tenants: where no share was given, each has an equal one, which no other can take."""
+        return replace(
+            self,
+            tenant_leases=self.tenant_leases or max(1, self.leases // tenants),
+            tenant_namespaces=self.tenant_namespaces or max(1, self.namespaces // tenants),
+        )
 
     def __post_init__(self) -> None:
         for name in ("leases", "namespaces", "room_steps", "forgotten"):
@@ -124,6 +145,10 @@ class Limits:
                 f"leases={self.leases}, namespaces={self.namespaces}, room_steps={self.room_steps} and "
                 f"forgotten={self.forgotten}: give 1 or more of the first three, 0 or more of the last"
             )
+        for name in ("tenant_leases", "tenant_namespaces"):
+            given = getattr(self, name)
+            if given is not None and (not isinstance(given, int) or given < 1):
+                raise BadInput(f"{name}={given!r}; give 1 or more, or nothing for an equal share of each tenant")
         if self.namespaces > MAX_NAMESPACES:
             raise BadInput(f"namespaces={self.namespaces}; give at most {MAX_NAMESPACES}")
         if not 0 <= self.close_seconds <= MAX_SECONDS:

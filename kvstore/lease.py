@@ -10,6 +10,7 @@ and its parent is visible.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class LeaseRecord:
     """rows: the pinned blocks, in chain order, the first of them block `first_block`. held: places, once run out.
-    holders: how many have to let go before it ends."""
+    holders: how many have to let go before it ends. owner: the tenant."""
 
     number: int
     namespace: int
@@ -27,6 +28,7 @@ class LeaseRecord:
     expires_at: float
     held: list[int] | None = None
     holders: int = 1
+    owner: bytes = b""
 
 
 @dataclass(slots=True)
@@ -68,13 +70,28 @@ class LeaseTable:
         self._live: dict[int, LeaseRecord] = {}
         self._lapsed: dict[int, LeaseRecord] = {}
         self._next = first_number
+        self._of: Counter[bytes] = Counter()
 
-    def add(self, namespace: int, first_block: int, rows: list[int], places: tuple[list[int], ...], now: float) -> int:
+    def add(
+        self,
+        namespace: int,
+        first_block: int,
+        rows: list[int],
+        places: tuple[list[int], ...],
+        now: float,
+        owner: bytes = b"",
+    ) -> int:
         """A new lease; returns its number."""
         number = self._next
         self._next += 1
-        self._live[number] = LeaseRecord(number, namespace, first_block, rows, places, now + self.lease_seconds)
+        record = LeaseRecord(number, namespace, first_block, rows, places, now + self.lease_seconds, owner=owner)
+        self._live[number] = record
+        self._of[owner] += 1
         return number
+
+    def count_of(self, owner: bytes) -> int:
+        """How many of them a tenant has."""
+        return self._of[owner]
 
     def get(self, number: int) -> LeaseRecord | None:
         """A lease, live or run out."""
@@ -98,6 +115,8 @@ class LeaseTable:
         if record is not None and record.holders > 1:
             record.holders -= 1
             return None
+        if record is not None:
+            self._of[record.owner] -= 1
         return self._live.pop(number, None) or self._lapsed.pop(number, None)
 
     def run_out(self, now: float) -> Iterator[LeaseRecord]:

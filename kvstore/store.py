@@ -187,7 +187,7 @@ class Store:
                 raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
             space = self._find_space(keys.tenant, namespace)
             if space is None:
-                self._check_fits(namespace, payload_bytes)
+                self._check_fits(keys.tenant, namespace, payload_bytes)
                 space = self._blocks.add_space(keys, namespace, payload_bytes)
             return Grant(
                 space.number,
@@ -717,11 +717,17 @@ class Store:
                 return space
         return None
 
-    def _check_fits(self, namespace: Namespace, payload_bytes: Sequence[int]) -> None:
+    def _check_fits(self, tenant: bytes, namespace: Namespace, payload_bytes: Sequence[int]) -> None:
         if len(self._blocks.spaces) >= self._limits.namespaces:
             raise BadInput(
                 f"{len(self._blocks.spaces)} namespaces were opened, which is the limit until the store is opened "
                 "again; use fewer, or give a higher limits.namespaces"
+            )
+        mine, most = sum(space.tenant == tenant for space in self._blocks.spaces), self._limits.most_namespaces
+        if mine >= most:
+            raise BadInput(
+                f"{mine} namespaces of this tenant were opened, which is its share until the store is opened again; "
+                "use fewer, or give a higher limits.tenant_namespaces"
             )
         extent = self._blocks.dram.extent_bytes
         for part, payload in zip(namespace.layout.parts, payload_bytes, strict=True):
@@ -757,6 +763,8 @@ class Store:
         budget = int(self._limits.pinned_fraction * self._blocks.dram.budget_bytes) - self._pinned_bytes
         if len(self._leases) >= self._limits.leases:
             return 0
+        if self._leases.count_of(self._blocks.spaces[number].tenant) >= self._limits.most_leases:
+            return 0
         if not wanted:
             return 0
         return self._blocks.residency.pins.affordable(wanted, max(0, budget) // self._blocks.spaces[number].block_bytes)
@@ -776,7 +784,8 @@ class Store:
         parts = range(len(blocks.spaces[number].classes))
         self._touch(chain[::-1])
         places = tuple(residency.places_of(rows, part) for part in parts)
-        lease = self._leases.add(number, first_block, rows, places, self._clock.monotonic_seconds())
+        now, tenant = self._clock.monotonic_seconds(), blocks.spaces[number].tenant
+        lease = self._leases.add(number, first_block, rows, places, now, tenant)
         return LeaseReply(
             lease,
             first_block,

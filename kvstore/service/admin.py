@@ -34,6 +34,7 @@ from kvstore.service.facts import (
 from kvstore.service.handlers import Served, version_in_common
 from kvstore.service.local_door import AdminCaller, LocalDoor
 from kvstore.service.sessions import Sessions
+from kvstore.service.waits import percentile_ms
 from tiering.errors import TierError
 from tiering.tier import Usage
 
@@ -148,6 +149,7 @@ class Admin:
 
     def _session_facts(self) -> list[SessionFacts]:
         names, reservations = self._store.tenant_names(), self._sessions.reservations()
+        waited = self._door.usage().waited
         return [
             SessionFacts(
                 printable(one.engine),
@@ -157,8 +159,11 @@ class Admin:
                 one.leased_blocks,
                 reservations.get(one.token, 0),
                 one.since,
+                percentile_ms(waits, 50),
+                percentile_ms(waits, 99),
             )
             for one in self._sessions.sessions()
+            for waits in [[waited[number] for number in list(one.connections) if number in waited]]
         ]
 
     def _door_facts(self) -> DoorFacts:

@@ -80,7 +80,8 @@ class MoveFacts(msgspec.Struct, frozen=True):
 
 
 class SessionFacts(msgspec.Struct, frozen=True):
-    """One engine. since: when it came."""
+    """One engine. since: when it came. wait_ms_p50, wait_ms_p99: of all requests of the connections that it has, from
+    the moment that one may have been there until it was begun; rounded up, by at most a quarter."""
 
     engine: str
     tenant: str
@@ -89,11 +90,14 @@ class SessionFacts(msgspec.Struct, frozen=True):
     leased_blocks: int
     reservations: int
     since: float
+    wait_ms_p50: float | None = None
+    wait_ms_p99: float | None = None
 
 
 class DoorFacts(msgspec.Struct, frozen=True):
     """refused: connections that were turned away. malformed: messages that ended theirs. served: requests by verb.
-    wait_ms_p50, wait_ms_p99: of the last requests, from the moment that one was read until it was begun."""
+    wait_ms_p50, wait_ms_p99: of the last requests, from the moment that one may have been there until it was
+    begun."""
 
     connections: int
     admin_connections: int

@@ -283,7 +283,7 @@ def _check_asked(caller: Caller, namespace: int, keys: Sequence[bytes]) -> tuple
     slices = caller.namespaces.get(namespace)
     if slices is None:
         raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
-    if any([len(key) != KEY_BYTES for key in keys]):
+    if not {KEY_BYTES}.issuperset(map(len, keys)):
         raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
     if len(set(keys)) != len(keys):
         raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")

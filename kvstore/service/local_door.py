@@ -30,6 +30,7 @@ from kvstore.identity import TenantKeys
 from kvstore.service import messages as m
 from kvstore.service.handlers import Handlers, Served
 from kvstore.service.sessions import Caller, Sessions
+from kvstore.service.waits import Waits
 from tiering.files import listening_socket, remove_socket
 
 _READ_BYTES = 256 << 10
@@ -40,6 +41,14 @@ ADMIN_CONNECTIONS, ADMIN_THREADS = 8, 4
 ADMIN_MODE = 0o600
 WAITS_KEPT = 4096
 """Of the last requests, for how long they waited."""
+LARGE_BYTES = 64 << 10
+"""Of a message: taking one in holds up all others for half a millisecond and more, so that a turn has one of them."""
+_COST_BYTES = 8 << 10
+SLOW_COST, EXTENT_COST, NUMBER_COST = 10, 10, 1 / 16
+"""Messages that one counts for, against the rate: where a thread of the pool serves it, for each extent that is handed
+over, for each lease that is named."""
+TURNED_AWAY = 32
+"""Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
@@ -59,13 +68,13 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """Named upper bounds. connections: at a time. in_flight: requests of one connection that are not answered, and
-    in_flight_bytes, of their messages. running, long_running: of these, how many are worked on at a time; the
-    others wait, and of those that may take many seconds (long) the next one is refused. unread_bytes: answers that
-    one connection has not read. rate: messages per second of one connection, and burst: how many it may save up.
-    silence_seconds: how long a message, or a hello, may be unfinished. threads, long_threads: for what may wait,
-    and for what may wait for many seconds. sweep_seconds: how often it is looked whether those that are gone still
-    map anything.
+    """Named upper bounds. connections: at a time, in equal shares for the tenants. in_flight: requests of one
+    connection that are not answered, and in_flight_bytes, of their messages. running, long_running: of these, how many
+    are worked on at a time; the others wait, and of those that may take many seconds (long) the next one is refused.
+    unread_bytes: answers that one connection has not read. rate: messages per second of one connection, and burst: how
+    many it may save up; one that is long or slow counts for several. silence_seconds: how long a message, or a hello,
+    may be unfinished. threads, long_threads: for what may wait, and for what may wait for many seconds. sweep_seconds:
+    how often it is looked whether those that are gone still map anything.
     """
 
     connections: int = 256
@@ -101,7 +110,8 @@ class AdminVerbs(Protocol):
 @dataclass(frozen=True, slots=True)
 class DoorUsage:
     """Connections now; since the start: those that were refused, messages that were none, and requests by verb. waits:
-    of the last requests, in seconds, from the moment one was read until it was begun."""
+    of the last requests, in seconds, from the moment one may have been there until it was begun. waited: the same of
+    all requests of a connection, by its number."""
 
     connections: int
     admin_connections: int
@@ -109,6 +119,7 @@ class DoorUsage:
     malformed: int
     served: dict[str, int]
     waits: list[float]
+    waited: dict[int, Waits]
 
 
 class _Listener:
@@ -147,6 +158,8 @@ class _Connection:
         self.running = self.long_running = 0
         self.waiting: deque[tuple[m.Request, int, float]] = deque()  # with its length, and since when it is here
         self.ready_at = now
+        self.waited = Waits()
+        self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
         self.tokens = float(burst)
         self.filled_at = now
         self.heard_at = now
@@ -154,11 +167,15 @@ class _Connection:
         self.closed = False
         self.interest = 0
 
+    def next_length(self) -> int:
+        """Of the body of the next message, as it says; 0 where that is not known yet."""
+        return int.from_bytes(self.read[: m.LENGTH_BYTES], "little") if len(self.read) >= m.LENGTH_BYTES else 0
+
     def has_message(self) -> bool:
         """Whether a whole message was read, or the length of one that is too long."""
         if len(self.read) < m.LENGTH_BYTES:
             return False
-        length = int.from_bytes(self.read[: m.LENGTH_BYTES], "little")
+        length = self.next_length()
         return length > m.MAX_BODY_BYTES or len(self.read) >= m.LENGTH_BYTES + length
 
 
@@ -173,7 +190,8 @@ class LocalDoor:
         self._selector = selectors.DefaultSelector()
         self._listeners: list[_Listener] = []
         self._connections: set[_Connection] = set()
-        self._done: deque[tuple[_Connection, m.Request, int, Served]] = deque()
+        self._turned_away: deque[_Connection] = deque()
+        self._done: deque[tuple[_Connection, m.Request, int, Served, float]] = deque()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -225,14 +243,16 @@ class LocalDoor:
 
     def usage(self) -> DoorUsage:
         """Who is here, and what was done since the start."""
-        admin = [one.admin is not None for one in list(self._connections)]
+        there = [one for one in list(self._connections) if one.refusal is None]
+        admin = sum(one.admin is not None for one in there)
         return DoorUsage(
-            len(admin) - sum(admin),
-            sum(admin),
+            len(there) - admin,
+            admin,
             self.refused_connections,
             self.malformed_messages,
             dict(self._served),
             list(self._waits),
+            {one.caller.number: one.waited for one in there if isinstance(one.caller, Caller)},
         )
 
     def start(self) -> None:
@@ -256,7 +276,7 @@ class LocalDoor:
         return self._thread is not None and self._thread.is_alive()
 
     def __len__(self) -> int:
-        """Connections that are there."""
+        """Connections that are there, those included that are told why they may not come in."""
         return len(self._connections)
 
     # The loop ------------------------------------------------------------------------------------------------------
@@ -264,9 +284,16 @@ class LocalDoor:
     def _serve(self) -> None:
         ready: dict[_Connection, None] = {}  # with a whole message, in the order in which they had one
         is_busy = False  # somebody's message was taken in the last turn, and he has more
+        looked_at = self._clock.monotonic_seconds()
         while not self._is_over():
-            pause = 0.0 if is_busy else _TOKEN_SECONDS if ready else self._limits.sweep_seconds
-            for key, events in self._selector.select(pause):
+            # What is there at once came after the last look, and is taken to have come right after it; what is waited
+            # for has just come.
+            came_at, looked_at = looked_at, self._clock.monotonic_seconds()
+            found = self._selector.select(0)
+            if not found and not is_busy:
+                found = self._selector.select(_TOKEN_SECONDS if ready else self._limits.sweep_seconds)
+                came_at = looked_at = self._clock.monotonic_seconds()
+            for key, events in found:
                 if isinstance(key.data, _Listener):
                     self._accept(key.data)
                 elif key.data is None:
@@ -274,14 +301,18 @@ class LocalDoor:
                 else:
                     self._exchange(key.data, events)
                     if key.data.has_message() and key.data not in ready:
-                        key.data.ready_at = self._clock.monotonic_seconds()
+                        key.data.ready_at = came_at
                         ready[key.data] = None
             self._deliver()
-            is_busy = False
+            is_busy = was_large = False
             for connection in list(ready) if not self._closing else ():
-                if not connection.closed and not connection.ending and self._may_ask(connection):
+                is_large = connection.next_length() > LARGE_BYTES
+                if connection.closed or connection.ending or (is_large and was_large):
+                    pass
+                elif self._may_ask(connection):
                     self._take_message_safely(connection)
                     is_busy = True
+                    was_large = was_large or is_large
                 if connection.closed or connection.ending or not connection.has_message():
                     del ready[connection]
                 self._watch(connection)
@@ -331,7 +362,7 @@ class LocalDoor:
             return
         sock.setblocking(False)
         _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        most = self._limits.connections if listener.admin is None else ADMIN_CONNECTIONS
+        most = self._most(listener)
         if len(self._like(listener)) >= most:
             nameless = [one for one in self._like(listener) if one.caller is None]
             if nameless:  # whoever said nothing yet makes room first
@@ -341,21 +372,25 @@ class LocalDoor:
             refusal = m.Failed(m.Fault.BAD_INPUT, f"user {user} may not use this socket")
         elif len(self._like(listener)) >= most or self._closing:
             refusal = m.Failed(m.Fault.BUSY, "there are as many connections as may be")
+        connection = _Connection(sock, listener, self._clock.monotonic_seconds(), self._limits.burst)
+        connection.refusal = refusal
+        self._connections.add(connection)
         if refusal is not None:
             self.refused_connections += 1
-            try:
-                sock.send(m.pack(m.Reply(0, refusal)))
-            except OSError:
-                pass
-            sock.close()
-            return
-        connection = _Connection(sock, listener, self._clock.monotonic_seconds(), self._limits.burst)
-        self._connections.add(connection)
+            self._turned_away.append(connection)
+            if len(self._turned_away) > TURNED_AWAY:
+                self._show_out(self._turned_away[0])
         self._watch(connection)
 
     def _like(self, listener: _Listener) -> list[_Connection]:
-        """Connections that share a limit with those of a socket."""
-        return [one for one in self._connections if (one.admin is None) is (listener.admin is None)]
+        """Connections of a socket."""
+        return [one for one in self._connections if one.refusal is None and one.listener is listener]
+
+    def _most(self, listener: _Listener) -> int:
+        """How many those may be: each tenant has an equal share, which no other can take."""
+        if listener.admin is not None:
+            return ADMIN_CONNECTIONS
+        return max(1, self._limits.connections // sum(one.admin is None for one in self._listeners))
 
     def _exchange(self, connection: _Connection, events: int) -> None:
         if connection.closed:
@@ -377,7 +412,11 @@ class LocalDoor:
         self._watch(connection)
 
     def _may_ask(self, connection: _Connection) -> bool:
-        """Whether his next message may be taken now: a bucket of tokens, filled at the rate of the limits."""
+        """Whether his next message may be taken now: a bucket of tokens, filled at the rate of the limits.
+
+        A long message holds up everybody for as long as it takes to read it, so that it counts for many: by the square
+        of its length, and what the bucket does not have is owed.
+        """
         limits = self._limits
         if connection.caller is None and connection.in_flight:  # his hello waits for keys
             return False
@@ -390,7 +429,7 @@ class LocalDoor:
         connection.filled_at = now
         if connection.tokens < 1:
             return False
-        connection.tokens -= 1
+        connection.tokens -= 1 + (min(connection.next_length(), m.MAX_BODY_BYTES) / _COST_BYTES) ** 2
         return True
 
     def _take_message_safely(self, connection: _Connection) -> None:
@@ -401,7 +440,7 @@ class LocalDoor:
             self._show_out(connection)
 
     def _take_message(self, connection: _Connection) -> None:
-        length = int.from_bytes(connection.read[: m.LENGTH_BYTES], "little")
+        length = connection.next_length()
         try:
             if length > m.MAX_BODY_BYTES:
                 raise ValueError(f"a message of {length} bytes; at most {m.MAX_BODY_BYTES}")
@@ -415,18 +454,27 @@ class LocalDoor:
             self._answer(connection, 0, Served(m.Failed(m.Fault.MALFORMED, str(error))))
             connection.ending = True
             return
+        if connection.refusal is not None:
+            self._answer(connection, request.number, Served(connection.refusal))
+            connection.ending = True
+            return
         self._served[m.name_of(request.verb)] += 1
         if self._is_slow(connection, request.verb):
             if self._is_long(connection, request.verb) and connection.long_running >= self._limits.long_running:
                 text = f"{connection.long_running} requests that may take long are under way; wait for one of them"
                 self._answer(connection, request.number, Served(m.Failed(m.Fault.BUSY, text)))
                 return
+            connection.tokens -= SLOW_COST
             connection.in_flight += 1
             connection.in_flight_bytes += length
             connection.waiting.append((request, length, connection.ready_at))
             self._begin(connection)
             return
-        self._waits.append(self._clock.monotonic_seconds() - connection.ready_at)
+        if isinstance(request.verb, m.Extents):
+            connection.tokens -= EXTENT_COST * len(request.verb.numbers)
+        elif isinstance(request.verb, m.Attach | m.Release):
+            connection.tokens -= NUMBER_COST * len(request.verb.leases)
+        self._waited(connection, self._clock.monotonic_seconds() - connection.ready_at)
         served = self._serve_verb(connection, request.verb)
         connection.ending = connection.caller is None
         self._answer(connection, request.number, served)
@@ -475,12 +523,13 @@ class LocalDoor:
             try:
                 pool.submit(self._serve_slowly, connection, request, length, since)
             except RuntimeError:  # the machine has no thread for it
-                self._done.append((connection, request, length, Served(m.Failed(m.Fault.BUSY, "no thread is free"))))
+                busy = Served(m.Failed(m.Fault.BUSY, "no thread is free"))
+                self._done.append((connection, request, length, busy, 0.0))
                 self._wake()
 
     def _serve_slowly(self, connection: _Connection, request: m.Request, length: int, since: float) -> None:
         """In a thread of a pool."""
-        self._waits.append(self._clock.monotonic_seconds() - since)
+        waited = self._clock.monotonic_seconds() - since
         try:
             served = self._serve_verb(connection, request.verb)
         except StoreError as error:  # no keys for him
@@ -488,12 +537,13 @@ class LocalDoor:
         except Exception:
             _log.exception("a request could not be served")
             served = Served(m.Failed(m.Fault.BUSY, "a fault of the sidecar; it is in its log"))
-        self._done.append((connection, request, length, served))
+        self._done.append((connection, request, length, served, waited))
         self._wake()
 
     def _deliver(self) -> None:
         while self._done:
-            connection, request, length, served = self._done.popleft()
+            connection, request, length, served, waited = self._done.popleft()
+            self._waited(connection, waited)
             connection.in_flight -= 1
             connection.in_flight_bytes -= length
             if self._is_long(connection, request.verb):
@@ -507,6 +557,10 @@ class LocalDoor:
             self._answer(connection, request.number, served)
             self._begin(connection)
             self._watch(connection)
+
+    def _waited(self, connection: _Connection, seconds: float) -> None:
+        self._waits.append(seconds)
+        connection.waited.add(seconds)
 
     def _answer(self, connection: _Connection, number: int, served: Served) -> None:
         if connection.closed:
@@ -570,6 +624,8 @@ class LocalDoor:
             _close_all(descriptors)
         connection.unsent.clear()
         self._connections.discard(connection)
+        if connection.refusal is not None:
+            self._turned_away.remove(connection)
         if not isinstance(connection.caller, Caller):
             return
         try:  # it may have held much

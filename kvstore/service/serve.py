@@ -22,8 +22,8 @@ from tiering.extents import Extent
 from tiering.nvme import IndexMaker
 
 ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-SWITCH_SECONDS = 0.0005
-"""For which a thread keeps the interpreter while others want it; the door must not wait ten times as long for it."""
+SWITCH_SECONDS = 0.0001
+"""For which a thread keeps the interpreter while others want it; the door must not wait long for it."""
 
 PROBE_BYTES = 4096
 
@@ -130,7 +130,7 @@ def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
         nvme=nvme,
         slab=settings.store.slab if nvme is not None else None,
         extent=settings.store.extent,
-        limits=settings.limits,
+        limits=settings.limits.shared_by(len(settings.sockets())),
         scrub=settings.store.scrub,
         indexes=outside.indexes if nvme is not None else None,
         run=outside.run,

@@ -356,6 +356,27 @@ def test_leases_are_bounded_in_number() -> None:
     assert ns.lease(match).blocks == 1
 
 
+def test_a_tenant_leaves_the_others_their_share() -> None:
+    a = bench(limits=Limits(leases=4, namespaces=4).shared_by(2))
+    other = TenantKeys.derive(OTHER_SECRET)
+    greedy, modest = a.namespace(), a.namespace(keys=other)
+    for ns in (greedy, modest):
+        put(ns, 64)
+    match = greedy.match(ids(64))
+    leases = [greedy.lease(match) for _ in range(3)]
+    assert [lease.blocks for lease in leases] == [1, 1, 0]
+    assert leases[2].account.misses == {MissReason.PINNED_FULL: 64}
+    with modest.lease(modest.match(ids(64))) as lease:
+        assert lease.blocks == 1
+    leases[0].release()
+    assert greedy.lease(match).blocks == 1
+    a.namespace(model="another one")
+    with pytest.raises(BadInput) as caught:
+        a.namespace(model="one too many")
+    assert one_line(caught.value, "2 namespaces of this tenant", "limits.tenant_namespaces")
+    a.namespace(keys=other, model="another one")
+
+
 def test_a_block_that_another_put_is_storing_is_in_flight(a: Bench) -> None:
     ns = a.namespace()
     match = ns.match(ids(192))

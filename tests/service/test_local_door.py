@@ -20,9 +20,12 @@ from typing import Any
 import pytest
 
 from kvstore.config import Limits
-from kvstore.errors import StoreClosed
+from kvstore.errors import StoreClosed, Unreachable
 from kvstore.miss import HitTier, MissReason
+from kvstore.node import SystemClock
 from kvstore.service import messages as m
+from kvstore.service.local_door import TURNED_AWAY, DoorLimits
+from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, number_of
 from tiering.extents import MappedExtent
 from tiering.frame import HEADER_BYTES
@@ -120,6 +123,7 @@ import sys
 from kvstore.codec import codec_named
 from kvstore.node import SystemClock
 from kvstore.service.client import open_sidecar
+from kvstore.service.wire import Wire
 from service.sidecar import patient
 from workbench import MODEL, ids, random_pages, small_layout
 
@@ -390,3 +394,41 @@ def test_numbers_of_others_name_nothing(sidecar: Sidecar) -> None:
         )
         assert not sidecar.store.usage().counters.get("reported_frames") and sidecar.store.usage().leases == 1
         lease.release()
+
+
+def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
+    """Also where the hello comes late; and they are turned away for good, however many they are."""
+    with Sidecar(tmp_path, DoorLimits(connections=1)) as sidecar, sidecar.client() as store:
+        store.namespace(model=MODEL, layout=small_layout())
+        for _ in range(2 * TURNED_AWAY):
+            with pytest.raises(Unreachable, match="refused: there are as many connections as may be"):
+                Wire(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+        silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * TURNED_AWAY)]
+        for one in silent:
+            one.connect(str(sidecar.path))
+        wait_until(lambda: len(sidecar.door) == 1 + TURNED_AWAY)
+        assert sidecar.door.usage().connections == 1
+        assert sidecar.door.refused_connections == 4 * TURNED_AWAY
+        silent[-1].sendall(HELLO)
+        assert b"as many connections" in silent[-1].recv(1000)
+        for one in silent:
+            one.close()
+        wait_until(lambda: len(sidecar.door) == 1)
+
+
+def test_a_long_message_counts_for_many(sidecar: Sidecar) -> None:
+    """Its connection waits for the rate; others do not wait for it."""
+    with sidecar.client() as store, socket.socket(socket.AF_UNIX) as sock:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        sock.settimeout(10)
+        sock.connect(str(sidecar.path))
+        long = m.pack(m.Request(2, m.ReleaseRequest("x" * (m.MAX_BODY_BYTES - 100))))
+        began = time.monotonic()
+        sock.sendall(HELLO + long + long + m.pack(m.Request(3, m.Ping())))
+        handle.match(ids(64))
+        others = time.monotonic() - began
+        read = b""
+        while m.pack(m.Reply(3, m.Done())) not in read:
+            read += sock.recv(1 << 16)
+        owed = (m.MAX_BODY_BYTES / (8 << 10)) ** 2 / DoorLimits().rate
+        assert time.monotonic() - began > owed > 0.5 > others
