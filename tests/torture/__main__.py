@@ -2,6 +2,7 @@
 
     make torture ARGS="--flips 200000 --index-flips 5000 --power 1000 --kills 1000 --points 20 --stores 1000 --seed 7"
     make torture ARGS="--clients 2000 --restarts 50"
+    make torture ARGS="--messages 10000 --half-open 1000 --flood 60"
 
     flips        damage to a stocked directory, that many single damages (attack/test_nvme_damage.py)
     index-flips  single bits of the index file, each opened and used by another process (attack/test_index_damage.py)
@@ -12,6 +13,9 @@
     stores       a process on a whole store, ended by SIGKILL at a random moment
     clients      a client of a sidecar, ended by SIGKILL or stopped by SIGSTOP at a random moment of a copy or fill
     restarts     a sidecar, ended by SIGKILL under clients that go on, and started again by its keeper
+    messages     to a sidecar, none of them as it should be, with connections of all kinds around them
+    half-open    connections to a sidecar that say nothing, say half a hello, or never read
+    flood        seconds of clients that ask a sidecar as fast as they may; what others wait for meanwhile
 
 It ends with status 1 at the first broken promise and prints the seed that repeats it.
 """
@@ -23,7 +27,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from attack.test_index_damage import index_damage
 from attack.test_nvme_damage import damage
@@ -31,6 +35,8 @@ from simulation.test_nvme_power import live
 from torture import clients as sidecar
 from torture import kill
 from torture.campaign import nursery, points, stores
+from torture.door import half_open, messages
+from torture.flood import flood
 from torture.points import POINTS
 
 
@@ -58,15 +64,18 @@ def main() -> int:
     parser.add_argument("--stores", type=int, default=50, help="processes on a whole store ended by SIGKILL")
     parser.add_argument("--clients", type=int, default=100, help="clients of a sidecar ended by SIGKILL, or stopped")
     parser.add_argument("--restarts", type=int, default=8, help="sidecars ended by SIGKILL under their clients")
+    parser.add_argument("--messages", type=int, default=2_000, help="broken messages to a sidecar")
+    parser.add_argument("--half-open", type=int, default=200, help="connections to a sidecar that stop half way")
+    parser.add_argument("--flood", type=int, default=10, help="seconds of clients that flood a sidecar")
     parser.add_argument("--seed", type=int, default=0, help="of all chance, except for the moment of a kill")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON and nothing else")
     options = parser.parse_args()
-    sums: dict[str, dict[str, float]] = {}
+    sums: dict[str, dict[str, float | str]] = {}
 
-    def run(what: str, total: int, work: Callable[[Progress], dict[str, int]]) -> None:
+    def run(what: str, total: int, work: Callable[[Progress], Mapping[str, float | str]]) -> None:
         if total > 0:
             progress = Progress(what, total, quiet=options.json)
-            counts: dict[str, float] = dict(work(progress))
+            counts: dict[str, float | str] = dict(work(progress))
             counts["seconds"] = round(time.monotonic() - progress.started, 1)
             sums[what] = counts
             if not options.json:
@@ -108,6 +117,9 @@ def main() -> int:
         run("stores", options.stores, killed)
         run("clients", options.clients, clients_killed)
         run("restarts", options.restarts, sidecars_killed)
+        run("messages", options.messages, lambda progress: messages(options.messages, options.seed, progress))
+        run("half-open", 2 * options.half_open, lambda told: half_open(options.half_open, options.seed, report=told))
+        run("flood", options.flood, lambda progress: flood(options.flood, options.seed, report=progress))
     except AssertionError as error:
         print(f"a promise was broken: {error}", file=sys.stderr)
         return 1

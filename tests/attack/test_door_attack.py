@@ -1,0 +1,24 @@
+"""Attacks on the sockets of a real sidecar, in short; `make torture` runs them at length."""
+
+from __future__ import annotations
+
+from torture.door import half_open, messages
+from torture.flood import flood
+
+
+def test_messages_as_they_should_not_be() -> None:
+    counts = messages(600, seed=1)
+    assert counts["messages"] == 600 and counts["connections"] > 100
+    assert min(counts[what] for what in ("answered", "malformed", "refused", "unread")) > 10
+
+
+def test_connections_that_stop_half_way() -> None:
+    """More than are let in."""
+    counts = half_open(200, seed=1, silence_seconds=1.0)
+    assert counts["silent"] == 200 and 100 < counts["unread"] < 200 and counts["turned_away"] > 50
+
+
+def test_floods() -> None:
+    """How long others wait in two seconds of a machine that runs tests is no figure; that they are served is."""
+    told = flood(2, seed=1, most_ms=100.0)
+    assert int(told["messages"]) > 1000
