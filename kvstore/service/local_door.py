@@ -1,8 +1,9 @@
 """The local door: UNIX sockets, one per tenant, on which engines of this host talk to the sidecar (floor 2).
 
 One thread reads and writes all connections; requests that may wait go to a few others. A turn takes at most one
-message of each connection, so that whoever floods the door waits for himself. Whoever does not read his answers, or has
-too much under way, is not read from; whoever is silent in the middle of a message, or never says hello, is shown out.
+message of each connection, and those first who asked for least, so that whoever floods the door waits for himself.
+Whoever does not read his answers, or has too much under way, is not read from; whoever is silent in the middle of a
+message, or never says hello, is shown out.
 What a connection can make the sidecar keep is bounded by `DoorLimits`.
 
 Possession of a tenant's socket is the credential, since pods share user ids; the peer's user id is checked as well. The
@@ -41,6 +42,7 @@ ADMIN_CONNECTIONS, ADMIN_THREADS = 8, 4
 ADMIN_MODE = 0o600
 WAITS_KEPT = 4096
 """Of the last requests, for how long they waited."""
+TURN_SECONDS = 0.001
 LARGE_BYTES = 64 << 10
 """Of a message: taking one in holds up all others for half a millisecond and more, so that a turn has one of them."""
 _COST_BYTES = 8 << 10
@@ -304,20 +306,31 @@ class LocalDoor:
                         key.data.ready_at = came_at
                         ready[key.data] = None
             self._deliver()
-            is_busy = was_large = False
-            for connection in list(ready) if not self._closing else ():
-                is_large = connection.next_length() > LARGE_BYTES
-                if connection.closed or connection.ending or (is_large and was_large):
-                    pass
-                elif self._may_ask(connection):
-                    self._take_message_safely(connection)
-                    is_busy = True
-                    was_large = was_large or is_large
-                if connection.closed or connection.ending or not connection.has_message():
-                    del ready[connection]
-                self._watch(connection)
+            is_busy = self._take_turn(ready) if not self._closing else False
             self._look_around(ready)
         self._end()
+
+    def _take_turn(self, ready: dict[_Connection, None]) -> bool:
+        """At most one message of each, those first who asked for least; whether any was taken.
+
+        A turn that becomes long ends early: those who came meanwhile may have asked for less than whoever is left.
+        """
+        ends_at = self._clock.monotonic_seconds() + TURN_SECONDS
+        has_taken = was_large = False
+        for connection in sorted(ready, key=lambda one: one.tokens, reverse=True):
+            is_large = connection.next_length() > LARGE_BYTES
+            if connection.closed or connection.ending or (is_large and was_large):
+                pass
+            elif self._may_ask(connection):
+                self._take_message_safely(connection)
+                has_taken = True
+                was_large = was_large or is_large
+            if connection.closed or connection.ending or not connection.has_message():
+                del ready[connection]
+            self._watch(connection)
+            if has_taken and self._clock.monotonic_seconds() > ends_at:
+                break
+        return has_taken
 
     def _is_over(self) -> bool:
         if not self._closing:

@@ -406,9 +406,9 @@ def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
         silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * TURNED_AWAY)]
         for one in silent:
             one.connect(str(sidecar.path))
+        wait_until(lambda: sidecar.door.refused_connections == 4 * TURNED_AWAY)
         wait_until(lambda: len(sidecar.door) == 1 + TURNED_AWAY)
         assert sidecar.door.usage().connections == 1
-        assert sidecar.door.refused_connections == 4 * TURNED_AWAY
         silent[-1].sendall(HELLO)
         assert b"as many connections" in silent[-1].recv(1000)
         for one in silent:
