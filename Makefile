@@ -33,7 +33,7 @@ help:
 	@echo 'make test    run every test, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed with their reasons'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
 	@echo 'make bench   run every benchmark against its physical limit'
-	@echo 'make torture damage, power losses and kills for as long as ARGS say (tests/torture/)'
+	@echo 'make torture damage, power losses, kills and attacks for as long as ARGS say (tests/torture/)'
 	@echo 'make env     make $(VENV), or bring it up to date (each target above does so itself)'
 	@echo 'make clean   remove $(VENV) and everything built or cached'
 	@echo ''

@@ -7,8 +7,8 @@ from torture.flood import flood
 
 
 def test_messages_as_they_should_not_be() -> None:
-    counts = messages(600, seed=1)
-    assert counts["messages"] == 600 and counts["connections"] > 100
+    counts = messages(500, seed=1)
+    assert counts["messages"] == 500 and counts["connections"] > 100
     assert min(counts[what] for what in ("answered", "malformed", "refused", "unread")) > 10
 
 
@@ -19,6 +19,6 @@ def test_connections_that_stop_half_way() -> None:
 
 
 def test_floods() -> None:
-    """How long others wait in two seconds of a machine that runs tests is no figure; that they are served is."""
-    told = flood(2, seed=1, most_ms=100.0)
-    assert int(told["messages"]) > 1000
+    """How long others wait in a second of a machine that runs tests is no figure; that they are served is."""
+    told = flood(1, seed=1, most_ms=1000.0)
+    assert int(told["messages"]) > 500

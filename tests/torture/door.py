@@ -22,10 +22,12 @@ from dataclasses import replace
 from random import Random
 
 from kvstore.service import messages as m
+from service.sidecar import number_of
 from tiering.frame import KEY_BYTES
 from tiering.tier import SLOT_BITS
-from torture.doorstep import LONG_SECONDS, OTHER_TENANT, SLACK_BYTES, Household, Peer, Sidecar, visit
-from torture.mutations import ADMIN, OFTEN, VALID, Booty, attack, expected, packed_namespace
+from torture.doorstep import OTHER_TENANT, SLACK_BYTES, Household, Sidecar, visit
+from torture.mutations import ADMIN, OFTEN, VALID, Booty, attack, expected
+from torture.peer import LONG_SECONDS, Peer, packed_namespace
 
 Report = Callable[[int], None]
 BATCH = 500
@@ -50,7 +52,7 @@ class Victim(Household):
         run = self.handle.door._run  # type: ignore[attr-defined]
         self.booty = Booty(
             namespaces_of_others=[run.namespaces[self.handle.number]],
-            leases_of_others=[self.handle.door.named(self.lease.reply.lease)[1]],  # type: ignore[attr-defined]
+            leases_of_others=[number_of(self.lease)],
             reservations_of_others=sorted(run.reservations),
             extents_of_others=sorted({place >> SLOT_BITS for place in self.lease.reply.places[0]}),
             keys_of_others=[*self.lease.keys],
@@ -72,7 +74,7 @@ def messages(count: int, seed: int, report: Report | None = None) -> dict[str, i
         household = Household(sidecar.sockets["default"], HOUSEHOLD_MODEL)
         victim = Victim(sidecar.sockets[OTHER_TENANT])
         household.turn()
-        household.hold()
+        victim.booty.leases_of_others.append(number_of(household.hold()))  # of its own tenant, and of another session
         try:
             before = _of_tenant(sidecar, OTHER_TENANT)
             while counts["messages"] < count:

@@ -1,15 +1,13 @@
 """A real sidecar with two tenants, watched from outside, and who comes to its door.
 
 The keeper is the child of this process, the sidecar is the keeper's: a crash shows as another process id, and what the
-sidecar could not serve shows in its log. `Household` is what a well-behaved engine does, byte by byte; `Peer` is a bare
-connection.
+sidecar could not serve shows in its log. `Household` is what a well-behaved engine does, byte by byte.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,12 +27,11 @@ from kvstore.service.facts import Facts
 from kvstore.service.local_door import DoorLimits
 from kvstore.service.wire import Wire
 from service.sidecar import patient
+from torture.peer import LONG_SECONDS
 from workbench import blank_pages, ids, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
-LONG_SECONDS = 60.0
-"""For whatever must come in the end, on a busy machine."""
 DRAM_BYTES, NVME_BYTES = 32 << 20, 64 << 20
 SLACK_BYTES = 64 << 20
 """What a sidecar's process may grow by beside what its limits name: threads' stacks, arenas, rows of its index."""
@@ -104,6 +101,11 @@ class Sidecar:
         text = Path(f"/proc/{self.pid}/status").read_text()
         sizes = {line.split(":")[0]: line.split()[1] for line in text.splitlines() if line.startswith("Rss")}
         return (int(sizes["RssAnon"]) + int(sizes["RssFile"])) << 10
+
+    def waited_for_core(self) -> float:
+        """Seconds that all threads of the sidecar's process together were ready to run and had no core."""
+        tasks = Path(f"/proc/{self.pid}/task")
+        return sum(int((tasks / one / "schedstat").read_text().split()[1]) for one in os.listdir(tasks)) / 1e9
 
     def descriptors(self) -> int:
         """How many the sidecar's process has open, without those of extents and slabs."""
@@ -240,47 +242,3 @@ def visit(path: str, model: str, seconds: float) -> float:
     finally:
         household.close()
     return waited
-
-
-class Peer:
-    """A bare connection, which reads frames."""
-
-    def __init__(self, path: str, seconds: float = LONG_SECONDS) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(seconds)
-        self.read = bytearray()
-        try:
-            self.socket.connect(path)
-        except BaseException:
-            self.socket.close()
-            raise
-
-    def ask(self, verb: m.Verb, number: int = 1) -> m.Answer:
-        """One question, and its answer; descriptors are dropped."""
-        self.socket.sendall(m.pack(m.Request(number, verb)))
-        reply = self.reply()
-        assert reply is not None, f"no answer to {m.name_of(verb)}"
-        return reply.answer
-
-    def reply(self) -> m.Reply | None:
-        """The next answer, or None where the other side hung up. Raises `TimeoutError`."""
-        while True:
-            if len(self.read) >= m.LENGTH_BYTES:
-                length = m.LENGTH_BYTES + int.from_bytes(self.read[: m.LENGTH_BYTES], "little")
-                if len(self.read) >= length:
-                    body = bytes(self.read[m.LENGTH_BYTES : length])
-                    del self.read[:length]
-                    return m.unpack_reply(body)
-            try:
-                piece, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 18, m.MAX_EXTENTS)
-            except (ConnectionError, BrokenPipeError):
-                return None
-            for one in descriptors:
-                os.close(one)
-            if not piece:
-                return None
-            self.read += piece
-
-    def close(self) -> None:
-        """Hang up."""
-        self.socket.close()

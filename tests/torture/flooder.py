@@ -14,8 +14,7 @@ from collections.abc import Callable
 from random import Random
 
 from kvstore.service import messages as m
-from torture.doorstep import Peer
-from torture.mutations import packed_namespace
+from torture.peer import Peer, packed_namespace
 
 _BATCH_BYTES = 64 << 10
 
@@ -96,6 +95,7 @@ def main() -> None:
             stream = Stream(path, random, kind)
             streams[stream.peer.socket.fileno()] = stream
             poll.register(stream.peer.socket, select.POLLIN | select.POLLOUT)
+    os.write(1, b"x")  # it begins
     while True:
         for number, events in poll.poll(0 if "connections" in kinds else None):
             try:

@@ -14,11 +14,9 @@ from typing import Any
 
 import msgspec
 
-from kvstore.identity import Namespace
 from kvstore.service import messages as m
-from workbench import small_layout
+from torture.peer import packed_namespace
 
-ATTACKER_MODEL = "attacker"
 HUGE = (0, 1, -1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**31) - 1, -(2**63))
 ODD_FLOATS = (float("nan"), float("inf"), -float("inf"), -0.0, 1e308, 5e-324, -1.0)
 _encode = msgspec.msgpack.Encoder().encode
@@ -43,11 +41,6 @@ class Booty:
     def numbers_of_others(self) -> list[int]:
         """Whatever they name."""
         return self.namespaces_of_others + self.leases_of_others + self.reservations_of_others + self.extents_of_others
-
-
-def packed_namespace() -> bytes:
-    """The attacker's own."""
-    return Namespace(ATTACKER_MODEL, small_layout(), "raw").pack()
 
 
 def some_keys(random: Random, booty: Booty) -> list[bytes]:
