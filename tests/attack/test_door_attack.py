@@ -14,7 +14,7 @@ def test_messages_as_they_should_not_be() -> None:
 
 def test_connections_that_stop_half_way() -> None:
     """More than are let in."""
-    counts = half_open(200, seed=1, silence_seconds=1.0)
+    counts = half_open(200, seed=1, silence_seconds=2.0)
     assert counts["silent"] == 200 and 100 < counts["unread"] < 200 and counts["turned_away"] > 50
 
 
