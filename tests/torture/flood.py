@@ -75,6 +75,7 @@ def flood(
 
                     began, without_core = time.monotonic(), sidecar.waited_for_core()
                     told |= _served(sidecar, "flooded", seconds, look)
+                    told["flooders_core_share"] = round(sum(map(_core_seconds, flooders)) / seconds, 2)
                     told["without_core_share"] = round((sidecar.waited_for_core() - without_core) / seconds, 3)
                     for one in flooders:
                         assert one.poll() is None, f"a flooder ended by itself, with status {one.returncode}"
@@ -168,10 +169,17 @@ def _served(sidecar: Sidecar, name: str, seconds: float, look: Callable[[], None
             peer.close()
 
 
+def _core_seconds(process: subprocess.Popen[bytes]) -> float:
+    """What it has had so far, its start included."""
+    return int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[0]) / 1e9
+
+
 @contextmanager
 def _limited_group() -> Iterator[tuple[str, Callable[[int], None]]]:
     """A cgroup with a limit of CPU time, of either version; where none can be made, the scheduler's idle class."""
     for root in CGROUPS:
+        if not (root / "cgroup.procs").exists():  # a folder that only holds the hierarchies
+            continue
         group = root / f"kv-torture-{os.getpid()}"
         try:
             group.mkdir()
@@ -182,14 +190,17 @@ def _limited_group() -> Iterator[tuple[str, Callable[[int], None]]]:
             try:
                 if (group / "cpu.max").exists():
                     (group / "cpu.max").write_text(f"{quota} {period}")
-                else:
+                elif (group / "cpu.cfs_quota_us").exists():
                     (group / "cpu.cfs_period_us").write_text(str(period))
                     (group / "cpu.cfs_quota_us").write_text(str(quota))
+                else:  # without the controller
+                    continue
             except OSError:
                 continue
 
             def enter(pid: int, group: Path = group) -> None:
                 (group / "cgroup.procs").write_text(str(pid))
+                assert group.name in Path(f"/proc/{pid}/cgroup").read_text(), "a flooder is not in its cgroup"
 
             yield f"cgroup with {CPU_SHARE} of a core", enter
             return
