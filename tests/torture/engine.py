@@ -54,7 +54,8 @@ LAYOUTS: dict[str, Layout] = {
 
 LIMITS = CallLimits(connect=2.0, match=2.0, lease=2.0, fill=10.0, open=60.0)
 """A machine may be busy: what is late by a little is no miss here."""
-MOST_HELD = 2
+MOST_HELD, LONGEST_HELD_SECONDS = 2, 3.0
+"""Kept over other acts. What is mapped is not used again: whoever never lets go may leave nobody any room."""
 SENTINEL = 0xA5A5
 PIECE_BYTES = 64 << 10
 
@@ -203,6 +204,8 @@ class Client:
         weights = [40, 16, 30, 10, 3, 1 if self.drops else 0]
         while True:
             self.random.choices(acts, weights)[0]()
+            while self.held and time.monotonic() - self.held[0].since > LONGEST_HELD_SECONDS:
+                self.let_go(self.held.pop(0), reads=True)
             if self.was_stopped:
                 self.was_stopped = False
                 held = len(self.held)
