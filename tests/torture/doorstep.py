@@ -53,6 +53,7 @@ class Sidecar:
         config = scratch / "config.toml"
         config.write_text(
             f"[store]\ndata = '{scratch / 'kv'}'\ndram = '{DRAM_BYTES}'\nnvme = '{NVME_BYTES}'\n"
+            "prefault = false\n"
             "[limits]\nlease_seconds = 86400\n"
             f"[door]\nsocket = '{self.sockets['default']}'\n"
             + "".join(f"{name} = {value}\n" for name, value in asdict(self.limits).items())

@@ -70,7 +70,8 @@ class Sidecar:
             "\n".join(
                 f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())
                 for name, section in {
-                    "store": {"data": str(directory / "kv"), **store},
+                    # Not prefaulted: every extent that is there is somebody's.
+                    "store": {"data": str(directory / "kv"), "prefault": False, **store},
                     "door": {"socket": self.socket},
                     "admin": {"socket": self._admin},
                     "limits": {"lease_seconds": lease_seconds},
