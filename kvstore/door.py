@@ -189,6 +189,10 @@ class Door(Protocol):
         """
         ...
 
+    def is_within_reach(self, lease: int) -> bool:
+        """Whether the store that gave a lease is still the one behind this door: if not, its memory is gone."""
+        ...
+
     def report(self, lease: int, block: int, part: int) -> None:
         """A frame under this lease failed a check at the reader."""
         ...

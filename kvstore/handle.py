@@ -410,8 +410,9 @@ class NamespaceHandle:
         for at, block in enumerate(blocks):
             parts: _Opened = []
             for part, size, slices, stamp, spans, digests in columns:
-                if at >= len(spans):  # condemned meanwhile, and its extent given back
-                    return opened, MissReason.CORRUPT
+                if at >= len(spans):  # condemned meanwhile, and its extent given back; or the sidecar is another one
+                    is_there = self._door.is_within_reach(reply.lease)
+                    return opened, MissReason.CORRUPT if is_there else MissReason.UNREACHABLE
                 address, view = spans[at]
                 raw = bytes(view[:HEADER_BYTES])
                 if digest(raw) != digests[at] or not names_block(raw, stamp, keys[block]):

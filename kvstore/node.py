@@ -149,6 +149,10 @@ class TenantDoor:
             return reply
         return LeaseReply(0, reply.first_block, 0, reason=MissReason.STALE_HINT, detail="nobody holds it any more")
 
+    def is_within_reach(self, lease: int) -> bool:
+        """As `Door.is_within_reach`."""
+        return not self._store.closed
+
     def leads_to(self, store: Store, keys: TenantKeys) -> bool:
         """Whether this is that tenant's door to that store."""
         return self._store is store and self._keys.tenant == keys.tenant

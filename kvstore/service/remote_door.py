@@ -206,6 +206,11 @@ class RemoteDoor:
         """As `Door.abandon`."""
         self._abandoned.append(lease)
 
+    def is_within_reach(self, lease: int) -> bool:
+        """As `Door.is_within_reach`: whether the connection on which it was leased is there."""
+        held = self._held.get(lease)
+        return held is not None and held.run is self._run and not held.run.wire.closed
+
     def report(self, lease: int, block: int, part: int) -> None:
         """As `Door.report`. Waits for the answer: the lease must not be released before it is looked at."""
         held = self._held.get(lease)
