@@ -395,7 +395,8 @@ class DyingDoor(TenantDoor):
     def __init__(self, door: TenantDoor) -> None:
         self._door = door
         self.calls_left = 1 << 30
-        for verb in ("match", "lease", "release", "report", "reserve", "commit", "abort", "spans", "spans_to_fill"):
+        verbs = "match present lease release report reserve commit abort spans spans_to_fill is_within_reach"
+        for verb in verbs.split():
             setattr(self, verb, self._counted(getattr(door, verb)))
         self.abandon, self.direct, self.requests = door.abandon, door.direct, door.requests
         self.open_namespace = door.open_namespace  # type: ignore[method-assign]
