@@ -13,8 +13,10 @@ Importing this module needs neither torch nor a GPU; opening a store in this pro
 from __future__ import annotations
 
 import secrets
+from typing import TYPE_CHECKING, Any
 
-from kvstore.config import DEFAULT_SCRUB, Limits
+from kvstore.clock import SystemClock
+from kvstore.config import DEFAULT_SCRUB, DEFAULT_TENANT, Limits
 from kvstore.errors import (
     BadInput,
     DirectoryInUse,
@@ -28,10 +30,12 @@ from kvstore.errors import (
 from kvstore.identity import ExtraKey
 from kvstore.layout import KvGroup, Layout
 from kvstore.miss import Account, HitTier, MissReason
-from kvstore.node import DEFAULT_TENANT, EmbeddedStore, SystemClock, open_embedded
 from kvstore.pages import Pages
 from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.messages import MIN_SESSION_BYTES
+
+if TYPE_CHECKING:
+    from kvstore.node import EmbeddedStore
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,6 +60,15 @@ __all__ = [
     "embedded",
     "open",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`EmbeddedStore`, which a client of a sidecar need not load."""
+    if name != "EmbeddedStore":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvstore.node import EmbeddedStore
+
+    return EmbeddedStore
 
 
 def open(
@@ -119,6 +132,7 @@ def embedded(
 ) -> EmbeddedStore:
     """Open a store in this process: `open("embedded:DIRECTORY", ...)` for whoever needs to know its type."""
     from kvstore.codec import codec_named
+    from kvstore.node import open_embedded  # a client of a sidecar has no store in its process
 
     indexes = None
     if nvme is not None:

@@ -10,15 +10,16 @@ import logging
 import os
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from kvstore.blocks import Blocks, Lower
+from kvstore.clock import SystemClock
 from kvstore.config import (
     DEFAULT_SCRUB,
+    DEFAULT_TENANT,
     DramConfig,
     Limits,
     NvmeConfig,
@@ -63,7 +64,6 @@ from tiering.residency import Pins, Residency
 from tiering.scrub import ScrubLimits
 from tiering.slab import STAMP_SLAB, UID_BYTES, OtherFormat
 
-DEFAULT_TENANT = "default"
 KEY_FILE_VERSION = 1
 MAX_EPOCH = (1 << 32) - 1
 MAX_TENANTS = 1024
@@ -75,22 +75,6 @@ SESSION_BITS = 40
 """A session's blocks are numbered from its own number on: no number is used again after a restart."""
 
 _log = logging.getLogger(__name__)
-
-
-class SystemClock:
-    """The machine's clock."""
-
-    def monotonic_seconds(self) -> float:
-        """Seconds that never go back."""
-        return time.monotonic()
-
-    def wall_seconds(self) -> float:
-        """Unix time."""
-        return time.time()
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        time.sleep(seconds)
 
 
 class TenantDoor:
