@@ -459,7 +459,7 @@ class Levels:
                     raise TierFull("the disk has no room for a slab of each part")  # whatever else would go for them
                 continue
             # What was given up before may be enough; and a disk that takes nothing must not cost it any block.
-            tier.settle()
+            tier.settle(under_way=False)
             if all([tier.free_slots(slot_class) for slot_class in space.classes]):
                 continue
             spare = tier.spare_slab(space.classes)

@@ -346,12 +346,14 @@ class NvmeTier:
         with self._lock:
             self._ledger.own_many(places, rows)
 
-    def settle(self) -> None:
+    def settle(self, *, under_way: bool = True) -> None:
         """Do what evictions left to be done: slots that were given up before are free, durably, when this returns.
+
+        under_way: also those that a batch of others has taken up, which who only looks for room need not wait for.
         Raises `TierUnavailable`.
         """
         for _ in range(2):  # the first batch forgets frames and voids their headers, the second one frees the slots
-            if not self._is_unsettled():
+            if not self._is_unsettled(under_way):
                 return
             self._settle(_Request())
 
@@ -759,9 +761,9 @@ class NvmeTier:
 
     # Batches -------------------------------------------------------------------------------------------------------
 
-    def _is_unsettled(self) -> bool:
+    def _is_unsettled(self, under_way: bool = True) -> bool:
         with self._lock:  # what a batch that is under way has taken up is not durable yet
-            return bool(self._leading or self._broken or self._edits or self._to_void or self._voided)
+            return bool((under_way and self._leading) or self._broken or self._edits or self._to_void or self._voided)
 
     def _settle(self, request: _Request) -> None:
         """Take part in the next batch, as its leader if nobody else leads. Raises `TierUnavailable`."""
