@@ -138,7 +138,7 @@ class Loader:
                 with self._lock:
                     self._blocks.is_loading = False
                 self._over.set()
-            afterwards()
+                afterwards()
 
         self._thread = threading.Thread(target=run, name="kv-load", daemon=True)
         self._thread.start()

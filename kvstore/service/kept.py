@@ -16,7 +16,6 @@ from kvstore.service.keeper import ALL, DESCRIPTORS, FORGET, KEEP, READY
 from tiering.keeping import NAME_BYTES, Kept
 
 RECEIVE_SECONDS = 10.0
-_ENDED: tuple[bytes, list[int]] = (b"", [])
 
 
 class KeeperWire:
@@ -88,10 +87,6 @@ class KeeperWire:
         with self._lock:
             self._frozen = True
 
-    def close(self) -> None:
-        """Send what there is, and end."""
-        self._queue.put(_ENDED)
-
     def _put(self, message: bytes, descriptors: list[int]) -> None:
         with self._lock:
             if not self._frozen:
@@ -103,8 +98,6 @@ class KeeperWire:
     def _send_all(self) -> None:
         while True:
             message, descriptors = self._queue.get()
-            if not message:
-                return
             try:
                 socket.send_fds(self._socket, [message], descriptors)
             except OSError:  # the keeper is gone, and this process is about to end
