@@ -14,6 +14,7 @@ from kvstore.errors import BadInput, StoreClosed, StoreError
 from kvstore.node import EmbeddedStore
 from kvstore.occupancy import SpaceUsage
 from kvstore.service import messages as m
+from kvstore.service.connections import AdminCaller
 from kvstore.service.counting import Counting
 from kvstore.service.facts import (
     ID_DIGITS,
@@ -32,7 +33,7 @@ from kvstore.service.facts import (
     printable,
 )
 from kvstore.service.handlers import Served, version_in_common
-from kvstore.service.local_door import AdminCaller, LocalDoor
+from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.waits import percentile_ms
 from tiering.errors import TierError

@@ -17,10 +17,11 @@ from kvstore.config import memory_limit, memory_limit_files
 from kvstore.errors import BadInput
 from kvstore.node import EmbeddedStore
 from kvstore.service.admin import Admin
+from kvstore.service.connections import Clock
 from kvstore.service.counting import Counting
 from kvstore.service.handlers import Handlers
 from kvstore.service.health import Readiness
-from kvstore.service.local_door import Clock, LocalDoor
+from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import AUTO, OFF, Settings
 from tiering.files import disk_room, make_directory, read_text_files

@@ -199,14 +199,16 @@ class Handlers:
         if filling is None:
             return m.Counted(0)
         slices = caller.namespaces[filling.namespace]
-        if not 0 <= verb.part < len(slices) or filling.done[verb.part] + len(verb.digests) > filling.blocks:
-            raise BadInput(f"part {verb.part}, {len(verb.digests)} blocks: more than were reserved")
+        too_many = BadInput(f"part {verb.part}, {len(verb.digests)} blocks: more than were reserved")
+        if not 0 <= verb.part < len(slices):
+            raise too_many
         wanted = slices[verb.part]
         if any(len(block) != wanted or any(len(one) != DIGEST_BYTES for one in block) for block in verb.digests):
             raise BadInput(
                 f"digests of another form; give {wanted} of {DIGEST_BYTES} bytes for each block of that part"
             )
-        filling.done[verb.part] += len(verb.digests)
+        if not self._sessions.claim(filling, verb.part, len(verb.digests)):
+            raise too_many
         visible = self._store.commit(verb.reservation, verb.part, verb.digests)
         if visible == filling.blocks:
             self._sessions.ended(caller, verb.reservation)

@@ -1,7 +1,8 @@
 """The local door: UNIX sockets, one per tenant, on which engines of this host talk to the sidecar (floor 2).
 
-One thread reads and writes all connections; requests that may wait go to a few others. A turn takes at most one
-message of each connection, and those first who asked for least, so that whoever floods the door waits for himself.
+One thread reads and writes all connections; requests that may wait go to a few others, and large ones to one more. A
+turn takes at most one message of each connection, and those first who asked for least, so that whoever floods the door
+waits for himself.
 Whoever does not read his answers, or has too much under way, is not read from; whoever is silent in the middle of a
 message, or never says hello, is shown out.
 What a connection can make the sidecar keep is bounded by `DoorLimits`.
@@ -14,7 +15,6 @@ tenants take up all that they may.
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import socket
 import struct
@@ -24,17 +24,24 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from kvstore.errors import StoreError
 from kvstore.identity import TenantKeys
 from kvstore.service import messages as m
+from kvstore.service.connections import (
+    AdminVerbs,
+    Asked,
+    Clock,
+    Connection,
+    DoorLimits,
+    Listener,
+    close_all,
+)
 from kvstore.service.handlers import Handlers, Served
 from kvstore.service.sessions import Caller, Sessions
 from kvstore.service.waits import Waits
 from tiering.files import listening_socket, remove_socket
 
-_READ_BYTES = 256 << 10
 _TOKEN_SECONDS = 0.001
 """How soon it is looked again at those who have to wait for the rate."""
 _PEER = struct.Struct("iII")  # struct ucred
@@ -44,8 +51,8 @@ WAITS_KEPT = 4096
 """Of the last requests, for how long they waited."""
 TURN_SECONDS = 0.001
 LARGE_BYTES = 64 << 10
-"""Of a message: taking one in holds up all others for half a millisecond and more, so that a turn has one of them."""
-_COST_BYTES = 8 << 10
+"""Of a message: reading one as a request takes milliseconds, so that it is put off to a thread that reads one at a
+time."""
 SLOW_COST, EXTENT_COST, NUMBER_COST = 10, 10, 1 / 16
 """Messages that one counts for, against the rate: where a thread of the pool serves it, for each extent that is handed
 over, for each lease that is named."""
@@ -54,59 +61,6 @@ TURNED_AWAY = 32
 SHOW_OUT_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
-
-
-class Clock(Protocol):
-    """Time, handed in."""
-
-    def monotonic_seconds(self) -> float:
-        """For deadlines and rates."""
-        ...
-
-    def wall_seconds(self) -> float:
-        """Unix time, for people."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class DoorLimits:
-    """Named upper bounds. connections: at a time, in equal shares for the tenants. in_flight: requests of one
-    connection that are not answered, and in_flight_bytes, of their messages. running, long_running: of these, how many
-    are worked on at a time; the others wait, and of those that may take many seconds (long) the next one is refused.
-    unread_bytes: answers that one connection has not read. rate: messages per second of one connection, and burst: how
-    many it may save up; one that is long or slow counts for several. silence_seconds: how long a message, or a hello,
-    may be unfinished. threads, long_threads: for what may wait, and for what may wait for many seconds. sweep_seconds:
-    how often it is looked whether those that are gone still map anything.
-    """
-
-    connections: int = 256
-    in_flight: int = 64
-    in_flight_bytes: int = 4 << 20
-    running: int = 4
-    long_running: int = 2
-    unread_bytes: int = 8 << 20
-    rate: float = 20_000.0
-    burst: int = 2_000
-    silence_seconds: float = 10.0
-    threads: int = 16
-    long_threads: int = 8
-    sweep_seconds: float = 0.05
-
-
-class AdminCaller:
-    """A connection of the admin socket; it holds nothing."""
-
-
-class AdminVerbs(Protocol):
-    """What the admin socket serves; see `kvstore.service.admin`."""
-
-    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
-        """The first message of a connection."""
-        ...
-
-    def serve(self, verb: m.Verb) -> Served:
-        """Do what is asked. Never raises for what a client can cause."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,63 +78,6 @@ class DoorUsage:
     waited: dict[int, Waits]
 
 
-class _Listener:
-    """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them."""
-
-    def __init__(
-        self,
-        path: Path,
-        sock: socket.socket,
-        tenant: TenantKeys | None,
-        users: Collection[int] | None,
-        renew: Callable[[], TenantKeys] | None = None,
-        admin: AdminVerbs | None = None,
-    ) -> None:
-        self.path = path
-        self.socket = sock
-        self.tenant = tenant
-        self.users = users
-        self.renew = renew
-        self.admin = admin
-
-
-class _Connection:
-    """A peer, and what of him was read and not served, or answered and not sent."""
-
-    def __init__(self, sock: socket.socket, listener: _Listener, now: float, burst: int) -> None:
-        self.socket = sock
-        self.listener = listener
-        self.admin = listener.admin
-        self.caller: Caller | AdminCaller | None = None
-        self.read = bytearray()
-        self.unsent: deque[tuple[memoryview, list[int]]] = deque()
-        self.unsent_bytes = 0
-        self.in_flight = 0
-        self.in_flight_bytes = 0
-        self.running = self.long_running = 0
-        self.waiting: deque[tuple[m.Request, int, float]] = deque()  # with its length, and since when it is here
-        self.ready_at = now
-        self.waited = Waits()
-        self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
-        self.tokens = float(burst)
-        self.filled_at = now
-        self.heard_at = now
-        self.ending = False  # no more is read; it is closed when all is sent
-        self.closed = False
-        self.interest = 0
-
-    def next_length(self) -> int:
-        """Of the body of the next message, as it says; 0 where that is not known yet."""
-        return int.from_bytes(self.read[: m.LENGTH_BYTES], "little") if len(self.read) >= m.LENGTH_BYTES else 0
-
-    def has_message(self) -> bool:
-        """Whether a whole message was read, or the length of one that is too long."""
-        if len(self.read) < m.LENGTH_BYTES:
-            return False
-        length = self.next_length()
-        return length > m.MAX_BODY_BYTES or len(self.read) >= m.LENGTH_BYTES + length
-
-
 class LocalDoor:
     """Serves until it is closed. `listen` first, then `start`."""
 
@@ -190,17 +87,18 @@ class LocalDoor:
         self._clock = clock
         self._limits = limits
         self._selector = selectors.DefaultSelector()
-        self._listeners: list[_Listener] = []
-        self._connections: set[_Connection] = set()
-        self._turned_away: deque[_Connection] = deque()
-        self._done: deque[tuple[_Connection, m.Request, int, Served, float]] = deque()
+        self._listeners: list[Listener] = []
+        self._connections: set[Connection] = set()
+        self._turned_away: deque[Connection] = deque()
+        self._done: deque[Asked] = deque()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
+        self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
-        self._deaf: list[_Listener] = []  # there were no descriptors left for who wants to come in
+        self._deaf: list[Listener] = []  # there were no descriptors left for who wants to come in
         self._closing = False
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
@@ -225,13 +123,13 @@ class LocalDoor:
         """A socket for a tenant. users: who may connect, by user id; whoever can open the socket if None. renew: makes
         new keys, once `show_out` has taken these away. Raises `OSError`.
         """
-        self._listen(_Listener(path, listening_socket(path, mode), tenant, users, renew))
+        self._listen(Listener(path, listening_socket(path, mode), tenant, users, renew))
 
     def listen_admin(self, path: Path, admin: AdminVerbs) -> None:
         """The admin socket. Raises `OSError`."""
-        self._listen(_Listener(path, listening_socket(path, ADMIN_MODE), None, None, admin=admin))
+        self._listen(Listener(path, listening_socket(path, ADMIN_MODE), None, None, admin=admin))
 
-    def _listen(self, listener: _Listener) -> None:
+    def _listen(self, listener: Listener) -> None:
         self._listeners.append(listener)
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
@@ -284,7 +182,7 @@ class LocalDoor:
     # The loop ------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        ready: dict[_Connection, None] = {}  # with a whole message, in the order in which they had one
+        ready: dict[Connection, None] = {}  # with a whole message, in the order in which they had one
         is_busy = False  # somebody's message was taken in the last turn, and he has more
         looked_at = self._clock.monotonic_seconds()
         while not self._is_over():
@@ -296,10 +194,10 @@ class LocalDoor:
                 found = self._selector.select(_TOKEN_SECONDS if ready else self._limits.sweep_seconds)
                 came_at = looked_at = self._clock.monotonic_seconds()
             for key, events in found:
-                if isinstance(key.data, _Listener):
+                if isinstance(key.data, Listener):
                     self._accept(key.data)
                 elif key.data is None:
-                    self._woken.recv(_READ_BYTES)
+                    self._woken.recv(LARGE_BYTES)
                 else:
                     self._exchange(key.data, events)
                     if key.data.has_message() and key.data not in ready:
@@ -310,21 +208,19 @@ class LocalDoor:
             self._look_around(ready)
         self._end()
 
-    def _take_turn(self, ready: dict[_Connection, None]) -> bool:
+    def _take_turn(self, ready: dict[Connection, None]) -> bool:
         """At most one message of each, those first who asked for least; whether any was taken.
 
         A turn that becomes long ends early: those who came meanwhile may have asked for less than whoever is left.
         """
         ends_at = self._clock.monotonic_seconds() + TURN_SECONDS
-        has_taken = was_large = False
+        has_taken = False
         for connection in sorted(ready, key=lambda one: one.tokens, reverse=True):
-            is_large = connection.next_length() > LARGE_BYTES
-            if connection.closed or connection.ending or (is_large and was_large):
+            if connection.closed or connection.ending:
                 pass
-            elif self._may_ask(connection):
+            elif connection.may_ask(self._limits, self._clock.monotonic_seconds()):
                 self._take_message_safely(connection)
                 has_taken = True
-                was_large = was_large or is_large
             if connection.closed or connection.ending or not connection.has_message():
                 del ready[connection]
             self._watch(connection)
@@ -338,7 +234,7 @@ class LocalDoor:
         is_idle = not any(one.in_flight or one.unsent for one in self._connections)
         return is_idle or self._clock.monotonic_seconds() >= self._closes_at
 
-    def _look_around(self, ready: Collection[_Connection]) -> None:
+    def _look_around(self, ready: Collection[Connection]) -> None:
         """Now and then: what those who are gone left behind, and who has been silent for too long."""
         now = self._clock.monotonic_seconds()
         if now - self._swept_at < self._limits.sweep_seconds:
@@ -364,7 +260,7 @@ class LocalDoor:
                     self._show_out(one)
         done.set()
 
-    def _accept(self, listener: _Listener) -> None:
+    def _accept(self, listener: Listener) -> None:
         try:
             sock, _ = listener.socket.accept()
         except BlockingIOError:  # gone again
@@ -385,7 +281,7 @@ class LocalDoor:
             refusal = m.Failed(m.Fault.BAD_INPUT, f"user {user} may not use this socket")
         elif len(self._like(listener)) >= most or self._closing:
             refusal = m.Failed(m.Fault.BUSY, "there are as many connections as may be")
-        connection = _Connection(sock, listener, self._clock.monotonic_seconds(), self._limits.burst)
+        connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits.burst)
         connection.refusal = refusal
         self._connections.add(connection)
         if refusal is not None:
@@ -395,28 +291,24 @@ class LocalDoor:
                 self._show_out(self._turned_away[0])
         self._watch(connection)
 
-    def _like(self, listener: _Listener) -> list[_Connection]:
+    def _like(self, listener: Listener) -> list[Connection]:
         """Connections of a socket."""
         return [one for one in self._connections if one.refusal is None and one.listener is listener]
 
-    def _most(self, listener: _Listener) -> int:
+    def _most(self, listener: Listener) -> int:
         """How many those may be: each tenant has an equal share, which no other can take."""
         if listener.admin is not None:
             return ADMIN_CONNECTIONS
         return max(1, self._limits.connections // sum(one.admin is None for one in self._listeners))
 
-    def _exchange(self, connection: _Connection, events: int) -> None:
+    def _exchange(self, connection: Connection, events: int) -> None:
         if connection.closed:
             return
         try:
             if events & selectors.EVENT_WRITE:
-                self._flush(connection)
+                connection.flush(self._clock)
             if events & selectors.EVENT_READ and not connection.ending:
-                piece = connection.socket.recv(_READ_BYTES)
-                if not piece:
-                    raise ConnectionResetError
-                connection.read += piece
-                connection.heard_at = self._clock.monotonic_seconds()
+                connection.receive(self._clock.monotonic_seconds())
         except BlockingIOError:
             pass
         except OSError:
@@ -424,83 +316,69 @@ class LocalDoor:
             return
         self._watch(connection)
 
-    def _may_ask(self, connection: _Connection) -> bool:
-        """Whether his next message may be taken now: a bucket of tokens, filled at the rate of the limits.
-
-        A long message holds up everybody for as long as it takes to read it, so that it counts for many: by the square
-        of its length, and what the bucket does not have is owed.
-        """
-        limits = self._limits
-        if connection.caller is None and connection.in_flight:  # his hello waits for keys
-            return False
-        if connection.in_flight >= limits.in_flight or connection.in_flight_bytes >= limits.in_flight_bytes:
-            return False
-        if connection.unsent_bytes >= limits.unread_bytes or any(held for _, held in connection.unsent):
-            return False
-        now = self._clock.monotonic_seconds()
-        connection.tokens = min(limits.burst, connection.tokens + (now - connection.filled_at) * limits.rate)
-        connection.filled_at = now
-        if connection.tokens < 1:
-            return False
-        connection.tokens -= 1 + (min(connection.next_length(), m.MAX_BODY_BYTES) / _COST_BYTES) ** 2
-        return True
-
-    def _take_message_safely(self, connection: _Connection) -> None:
+    def _take_message_safely(self, connection: Connection) -> None:
         try:
             self._take_message(connection)
         except Exception:  # a fault of ours must not end the door for all
             _log.exception("a message could not be served")
             self._show_out(connection)
 
-    def _take_message(self, connection: _Connection) -> None:
-        length = connection.next_length()
+    def _take_message(self, connection: Connection) -> None:
         try:
-            if length > m.MAX_BODY_BYTES:
-                raise ValueError(f"a message of {length} bytes; at most {m.MAX_BODY_BYTES}")
-            body = bytes(memoryview(connection.read)[m.LENGTH_BYTES : m.LENGTH_BYTES + length])
-            del connection.read[: m.LENGTH_BYTES + length]
-            request = m.unpack_request(body)
-            if (connection.caller is None) is not isinstance(request.verb, m.Hello):
-                raise ValueError("a connection begins with one hello")
+            asked = Asked(connection, connection.take_body(), connection.ready_at)
+            is_large = asked.length > LARGE_BYTES
+            if is_large and connection.caller is None:
+                raise ValueError(f"a hello of {asked.length} bytes; at most {LARGE_BYTES}")
+            if not is_large:
+                _read(asked)
         except ValueError as error:
-            self.malformed_messages += 1
-            self._answer(connection, 0, Served(m.Failed(m.Fault.MALFORMED, str(error))))
-            connection.ending = True
+            self._refuse(connection, str(error))
             return
+        if is_large:
+            self._put_off(asked, self._large_pool)
+        else:
+            self._take(asked)
+
+    def _take(self, asked: Asked) -> None:
+        """What a message asks for, now or in a thread of the pool."""
+        connection, request = asked.connection, asked.request
+        assert request is not None
         if connection.refusal is not None:
             self._answer(connection, request.number, Served(connection.refusal))
             connection.ending = True
             return
-        self._served[m.name_of(request.verb)] += 1
-        if self._is_slow(connection, request.verb):
-            if self._is_long(connection, request.verb) and connection.long_running >= self._limits.long_running:
+        verb = request.verb
+        self._served[m.name_of(verb)] += 1
+        connection.tokens -= _cost_beyond_length(verb)
+        is_slow = self._is_slow(connection, verb)
+        if is_slow:
+            asked.is_long = connection.admin is None and self._handlers.is_long(verb)
+            if asked.is_long and connection.long_running >= self._limits.long_running:
                 text = f"{connection.long_running} requests that may take long are under way; wait for one of them"
                 self._answer(connection, request.number, Served(m.Failed(m.Fault.BUSY, text)))
                 return
             connection.tokens -= SLOW_COST
-            connection.in_flight += 1
-            connection.in_flight_bytes += length
-            connection.waiting.append((request, length, connection.ready_at))
-            self._begin(connection)
+        pool = self._pool_for(asked) if is_slow else self._large_pool
+        if is_slow or asked.length > LARGE_BYTES:
+            self._put_off(asked, pool)
             return
-        if isinstance(request.verb, m.Extents):
-            connection.tokens -= EXTENT_COST * len(request.verb.numbers)
-        elif isinstance(request.verb, m.Attach | m.Release):
-            connection.tokens -= NUMBER_COST * len(request.verb.leases)
-        self._waited(connection, self._clock.monotonic_seconds() - connection.ready_at)
-        served = self._serve_verb(connection, request.verb)
+        self._waited(connection, self._clock.monotonic_seconds() - asked.since)
+        served = self._serve_verb(connection, verb)
         connection.ending = connection.caller is None
         self._answer(connection, request.number, served)
 
-    def _is_slow(self, connection: _Connection, verb: m.Verb) -> bool:
+    def _refuse(self, connection: Connection, text: str) -> None:
+        """Whoever sends what is no message."""
+        self.malformed_messages += 1
+        self._answer(connection, 0, Served(m.Failed(m.Fault.MALFORMED, text)))
+        connection.ending = True
+
+    def _is_slow(self, connection: Connection, verb: m.Verb) -> bool:
         if connection.admin is not None:
             return not isinstance(verb, m.Hello)
         return connection.listener.tenant is None or self._handlers.is_slow(verb)
 
-    def _is_long(self, connection: _Connection, verb: m.Verb) -> bool:
-        return connection.admin is None and self._handlers.is_long(verb)
-
-    def _serve_verb(self, connection: _Connection, verb: m.Verb) -> Served:
+    def _serve_verb(self, connection: Connection, verb: m.Verb) -> Served:
         """By whoever serves connections of that kind, in whatever thread."""
         caller, listener = connection.caller, connection.listener
         if isinstance(verb, m.Hello):
@@ -518,95 +396,116 @@ class LocalDoor:
         assert isinstance(caller, Caller)
         return self._handlers.serve(caller, verb)
 
-    def _begin(self, connection: _Connection) -> None:
-        """Have the next slow request of a connection served, as many at a time as one may have."""
+    def _pool_for(self, asked: Asked) -> ThreadPoolExecutor:
+        if asked.connection.admin is not None:
+            return self._admin_pool
+        return self._long_pool if asked.is_long else self._pool
+
+    def _put_off(self, asked: Asked, pool: ThreadPoolExecutor) -> None:
+        """To when a thread of these has time for it."""
+        connection = asked.connection
+        asked.pool = pool
+        connection.in_flight += 1
+        connection.in_flight_bytes += asked.length
+        connection.waiting.append(asked)
+        self._begin(connection)
+
+    def _begin(self, connection: Connection) -> None:
+        """Have the next message of a connection that was put off served, as many at a time as one may have."""
         while connection.waiting and not connection.closed:
-            request, length, since = connection.waiting[0]
-            is_long = self._is_long(connection, request.verb)
-            if not is_long and connection.running >= self._limits.running:
+            asked = connection.waiting[0]
+            if not asked.is_long and connection.running >= self._limits.running:
                 return
             connection.waiting.popleft()
-            if is_long:
+            if asked.is_long:
                 connection.long_running += 1
             else:
                 connection.running += 1
-            pool = self._long_pool if is_long else self._pool
-            if connection.admin is not None:
-                pool = self._admin_pool
+            assert asked.pool is not None
+            work = self._read_slowly if asked.request is None else self._serve_slowly
             try:
-                pool.submit(self._serve_slowly, connection, request, length, since)
+                asked.pool.submit(work, asked)
             except RuntimeError:  # the machine has no thread for it
-                busy = Served(m.Failed(m.Fault.BUSY, "no thread is free"))
-                self._done.append((connection, request, length, busy, 0.0))
+                if asked.request is None:
+                    self._read_slowly(asked)
+                    continue
+                asked.served = Served(m.Failed(m.Fault.BUSY, "no thread is free"))
+                self._done.append(asked)
                 self._wake()
 
-    def _serve_slowly(self, connection: _Connection, request: m.Request, length: int, since: float) -> None:
-        """In a thread of a pool."""
-        waited = self._clock.monotonic_seconds() - since
+    def _read_slowly(self, asked: Asked) -> None:
+        """In the thread for large messages: reading one holds up whoever waits for the interpreter, and so they are
+        read one at a time."""
         try:
-            served = self._serve_verb(connection, request.verb)
+            _read(asked)
+        except ValueError as error:
+            asked.served = Served(m.Failed(m.Fault.MALFORMED, str(error)))
+        self._done.append(asked)
+        self._wake()
+
+    def _serve_slowly(self, asked: Asked) -> None:
+        """In a thread of a pool."""
+        asked.waited = self._clock.monotonic_seconds() - asked.since
+        assert asked.request is not None
+        try:
+            asked.served = self._serve_verb(asked.connection, asked.request.verb)
         except StoreError as error:  # no keys for him
-            served = Served(m.Failed(m.Fault.BUSY, str(error)))
+            asked.served = Served(m.Failed(m.Fault.BUSY, str(error)))
         except Exception:
             _log.exception("a request could not be served")
-            served = Served(m.Failed(m.Fault.BUSY, "a fault of the sidecar; it is in its log"))
-        self._done.append((connection, request, length, served, waited))
+            asked.served = Served(m.Failed(m.Fault.BUSY, "a fault of the sidecar; it is in its log"))
+        self._done.append(asked)
         self._wake()
 
     def _deliver(self) -> None:
         while self._done:
-            connection, request, length, served, waited = self._done.popleft()
-            self._waited(connection, waited)
+            asked = self._done.popleft()
+            connection = asked.connection
             connection.in_flight -= 1
-            connection.in_flight_bytes -= length
-            if self._is_long(connection, request.verb):
+            connection.in_flight_bytes -= asked.length
+            if asked.is_long:
                 connection.long_running -= 1
             else:
                 connection.running -= 1
-            if isinstance(request.verb, m.Hello):
-                connection.ending = connection.caller is None
-                if connection.closed and isinstance(connection.caller, Caller):
-                    self._sessions.left(connection.caller)  # he was gone before he was let in
-            self._answer(connection, request.number, served)
+            self._deliver_one(asked)
             self._begin(connection)
             self._watch(connection)
 
-    def _waited(self, connection: _Connection, seconds: float) -> None:
+    def _deliver_one(self, asked: Asked) -> None:
+        connection, request, served = asked.connection, asked.request, asked.served
+        if served is None:  # it was only read
+            if not connection.closed:
+                self._take(asked)
+            return
+        if request is None:
+            assert isinstance(served.answer, m.Failed)
+            self._refuse(connection, served.answer.text)
+            return
+        self._waited(connection, asked.waited)
+        if isinstance(request.verb, m.Hello):
+            connection.ending = connection.caller is None
+            if connection.closed and isinstance(connection.caller, Caller):
+                self._sessions.left(connection.caller)  # he was gone before he was let in
+        self._answer(connection, request.number, served)
+
+    def _waited(self, connection: Connection, seconds: float) -> None:
         self._waits.append(seconds)
         connection.waited.add(seconds)
 
-    def _answer(self, connection: _Connection, number: int, served: Served) -> None:
+    def _answer(self, connection: Connection, number: int, served: Served) -> None:
         if connection.closed:
-            _close_all(served.descriptors)
+            close_all(served.descriptors)
             return
         retired = self._sessions.gone(connection.caller) if isinstance(connection.caller, Caller) else ()
         frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
         connection.unsent.append((frame, list(served.descriptors)))
         connection.unsent_bytes += len(frame)
         try:
-            self._flush(connection)
+            connection.flush(self._clock)
         except OSError:
             self._show_out(connection)
 
-    def _flush(self, connection: _Connection) -> None:
-        while connection.unsent:
-            frame, descriptors = connection.unsent[0]
-            try:
-                if descriptors:
-                    sent = socket.send_fds(connection.socket, [frame], descriptors)
-                else:
-                    sent = connection.socket.send(frame)
-            except BlockingIOError:
-                return
-            _close_all(descriptors)
-            connection.unsent_bytes -= sent
-            connection.heard_at = self._clock.monotonic_seconds()
-            if sent < len(frame):
-                connection.unsent[0] = (frame[sent:], [])
-            else:
-                connection.unsent.popleft()
-
-    def _watch(self, connection: _Connection) -> None:
+    def _watch(self, connection: Connection) -> None:
         """Have the selector say what can be done for a connection now."""
         if connection.closed:
             return
@@ -626,16 +525,12 @@ class LocalDoor:
             self._selector.modify(connection.socket, interest, connection)
         connection.interest = interest
 
-    def _show_out(self, connection: _Connection) -> None:
+    def _show_out(self, connection: Connection) -> None:
         if connection.closed:
             return
-        connection.closed = True
         if connection.interest:
             self._selector.unregister(connection.socket)
-        connection.socket.close()
-        for _, descriptors in connection.unsent:
-            _close_all(descriptors)
-        connection.unsent.clear()
+        connection.discard()
         self._connections.discard(connection)
         if connection.refusal is not None:
             self._turned_away.remove(connection)
@@ -654,7 +549,7 @@ class LocalDoor:
             listener.socket.close()
         while self._to_show_out:
             self._to_show_out.popleft()[1].set()
-        for pool in (self._pool, self._admin_pool):
+        for pool in (self._pool, self._large_pool, self._admin_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self._connections):
             self._show_out(connection)
@@ -668,6 +563,17 @@ class LocalDoor:
             pass
 
 
-def _close_all(descriptors: Collection[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+def _read(asked: Asked) -> None:
+    """A body as a request. Raises `ValueError`."""
+    assert asked.body is not None
+    request = m.unpack_request(asked.body)
+    if (asked.connection.caller is None) is not isinstance(request.verb, m.Hello):
+        raise ValueError("a connection begins with one hello")
+    asked.request, asked.body = request, None
+
+
+def _cost_beyond_length(verb: m.Verb) -> float:
+    """Of what a verb names, against the rate."""
+    if isinstance(verb, m.Extents):
+        return EXTENT_COST * len(verb.numbers)
+    return NUMBER_COST * len(verb.leases) if isinstance(verb, m.Attach | m.Release) else 0.0

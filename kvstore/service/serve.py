@@ -13,9 +13,9 @@ from typing import NoReturn, Protocol
 
 from kvstore.errors import BadInput
 from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.service.connections import Clock
 from kvstore.service.daemon import Daemon, budgets
 from kvstore.service.kept import KeeperWire
-from kvstore.service.local_door import Clock
 from kvstore.service.logs import log_to_stderr
 from kvstore.service.settings import Settings, host_and_port
 from tiering.extents import Extent

@@ -179,6 +179,13 @@ class Sessions:
             self._departed.setdefault(caller.number, caller)
         self._store.cancel(reservation)
 
+    def claim(self, filling: Filling, part: int, blocks: int) -> bool:
+        """Whether there are so many more blocks of a part to commit; then they count as committed."""
+        with self._lock:
+            is_there = filling.done[part] + blocks <= filling.blocks
+            filling.done[part] += blocks if is_there else 0
+            return is_there
+
     def ended(self, caller: Caller, reservation: int) -> None:
         """It was aborted, or all of it was committed."""
         with self._lock:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from kvstore.config import Limits
 from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
-from kvstore.service.local_door import DoorLimits
+from kvstore.service.connections import DoorLimits
 
 T = TypeVar("T")
 AUTO, OFF = "auto", "off"

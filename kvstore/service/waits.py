@@ -1,4 +1,4 @@
-"""How long requests waited, counted by size: all of them, in a few hundred bytes (floor 2)."""
+"""How long requests waited, counted by size: all of them, in a kilobyte (floor 2)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
 
-_STEPS_PER_DECADE = 10
+_STEPS_PER_DECADE = 20
 BOUNDS_MS = tuple(0.01 * 10 ** (step / _STEPS_PER_DECADE) for step in range(7 * _STEPS_PER_DECADE + 1))
-"""From 10 microseconds to 100 seconds; each is a quarter above the one before."""
+"""From 10 microseconds to 100 seconds; each is an eighth above the one before."""
 
 
 class Waits:

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from deploy.sidecar_process import DEPLOY, ROOT, known_flags
 from kvstore.config import Limits
-from kvstore.service.local_door import DoorLimits
+from kvstore.service.connections import DoorLimits
 from kvstore.service.settings import DoorSettings, HttpSettings, StoreSettings
 
 PAGE = (ROOT / "docs" / "deploy.md").read_text()

@@ -11,9 +11,10 @@ from kvstore.handle import Lease
 from kvstore.node import RUNS, EmbeddedStore, SystemClock, open_embedded
 from kvstore.service.admin import Admin
 from kvstore.service.client import SidecarStore, open_sidecar
+from kvstore.service.connections import DoorLimits
 from kvstore.service.counting import Counting
 from kvstore.service.handlers import Handlers
-from kvstore.service.local_door import DoorLimits, LocalDoor
+from kvstore.service.local_door import LocalDoor
 from kvstore.service.remote_door import CallLimits
 from kvstore.service.sessions import Sessions
 

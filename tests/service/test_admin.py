@@ -19,8 +19,9 @@ from kvstore.node import SystemClock
 from kvstore.service import messages as m
 from kvstore.service import operate
 from kvstore.service.client import CallLimits, open_sidecar
+from kvstore.service.connections import DoorLimits
 from kvstore.service.facts import pick, printable
-from kvstore.service.local_door import ADMIN_CONNECTIONS, DoorLimits
+from kvstore.service.local_door import ADMIN_CONNECTIONS
 from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, patient
 from tiering.lmdb_index import LmdbMaker

@@ -21,14 +21,18 @@ import pytest
 
 from kvstore.config import Limits
 from kvstore.errors import StoreClosed, Unreachable
+from kvstore.identity import Namespace
+from kvstore.layout import Layout
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import SystemClock
 from kvstore.service import messages as m
-from kvstore.service.local_door import TURNED_AWAY, DoorLimits
+from kvstore.service.connections import DoorLimits
+from kvstore.service.local_door import LARGE_BYTES, TURNED_AWAY
 from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, number_of
 from tiering.extents import MappedExtent
-from tiering.frame import HEADER_BYTES
+from tiering.frame import HEADER_BYTES, KEY_BYTES
+from torture.peer import Peer
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +129,7 @@ from kvstore.node import SystemClock
 from kvstore.service.client import open_sidecar
 from kvstore.service.wire import Wire
 from service.sidecar import patient
+from torture.peer import Peer
 from workbench import MODEL, ids, random_pages, small_layout
 
 store = patient(open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), session="5e" * 16))
@@ -247,6 +252,7 @@ def talk(sidecar: Sidecar, *frames: bytes) -> list[m.Reply]:
 
 
 HELLO = m.pack(m.Request(1, m.Hello(1, 1, "test")))
+LARGE = LARGE_BYTES + 1
 
 
 @pytest.mark.parametrize(
@@ -259,6 +265,10 @@ HELLO = m.pack(m.Request(1, m.Hello(1, 1, "test")))
         [HELLO, HELLO],
         [HELLO, b"\x03\0\0\0\x92\x01\x90"],
         [b"\0\0\0\0"],
+        [HELLO, LARGE.to_bytes(4, "little") + bytes(LARGE)],
+        [HELLO, m.pack(m.Request(2, m.Hello(1, 1, "x" * LARGE)))],
+        [m.pack(m.Request(1, m.Hello(1, 1, "x" * LARGE)))],
+        [m.pack(m.Request(1, m.ReleaseRequest("x" * LARGE)))],
     ],
 )
 def test_what_is_no_message_ends_the_connection_and_nothing_else(sidecar: Sidecar, frames: list[bytes]) -> None:
@@ -414,6 +424,61 @@ def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
         for one in silent:
             one.close()
         wait_until(lambda: len(sidecar.door) == 1)
+
+
+def test_a_large_message_is_answered_as_a_small_one_is(sidecar: Sidecar) -> None:
+    """Whatever thread serves it; it is read apart from all others."""
+    space = Namespace("m", small_layout(), "raw").pack()
+    absent = [number.to_bytes(KEY_BYTES, "big") for number in range(LARGE // KEY_BYTES)]
+    peer = Peer(str(sidecar.path))
+    assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
+    granted = peer.ask(m.OpenNamespace(space, [8192]))
+    assert isinstance(granted, m.Granted)
+    number = granted.grant.number
+    asked: list[tuple[m.Verb, type]] = [
+        (m.Match(number, absent), m.Matched),
+        (m.ReleaseRequest("x" * LARGE), m.Done),
+        (m.Lease(number, absent, 0, 0.0), m.Leased),
+        (m.Reserve(number, absent, 0), m.Reserved),
+        (m.Match(number, [*absent, absent[0]]), m.Failed),
+    ]
+    for at, (verb, kind) in enumerate(asked, 2):
+        assert len(m.pack(m.Request(at, verb))) > LARGE
+        assert isinstance(peer.ask(verb, at), kind)
+    assert sidecar.door.usage().served == {
+        "hello": 1,
+        "namespace": 1,
+        "match": 2,
+        "release_request": 1,
+        "lease": 1,
+        "reserve": 1,
+    }
+    peer.close()
+    wait_until(lambda: is_at_rest(sidecar))
+
+
+def test_commits_that_are_under_way_together_fill_no_more_than_was_reserved(tmp_path: Path) -> None:
+    """Large ones and small ones are served by different threads."""
+    layout, blocks = Layout.gqa(layers=240, kv_heads=1, head_dim=8, dtype="bfloat16"), 24
+    with Sidecar(tmp_path, dram="32MiB") as sidecar:
+        peer = Peer(str(sidecar.path))
+        assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
+        granted = peer.ask(m.OpenNamespace(Namespace("m", layout, "raw").pack(), [240 * 2048]))
+        assert isinstance(granted, m.Granted)
+        keys = [number.to_bytes(KEY_BYTES, "big") for number in range(blocks)]
+        reserved = peer.ask(m.Reserve(granted.grant.number, keys, 0))
+        assert isinstance(reserved, m.Reserved) and len(reserved.reply.blocks) == blocks
+        digests = [[bytes(16)] * 240]
+        large, small = (m.Commit(reserved.reply.reservation, 0, digests * count) for count in (blocks - 4, 3))
+        frames = [m.pack(m.Request(at, verb)) for at, verb in enumerate([large, small, small, large], 2)]
+        assert len(frames[0]) > LARGE > len(frames[1])
+        peer.socket.sendall(b"".join(frames))
+        answers = [reply.answer for reply in (peer.reply() for _ in frames) if reply is not None]
+        counts = sorted(one.blocks for one in answers if isinstance(one, m.Counted))
+        assert len(answers) == 4 and counts and counts[-1] <= blocks
+        assert any(isinstance(one, m.Failed) and "more than were reserved" in one.text for one in answers)
+        peer.close()
+        wait_until(lambda: is_at_rest(sidecar))
 
 
 def test_a_long_message_counts_for_many(sidecar: Sidecar) -> None:

@@ -23,8 +23,8 @@ from kvstore.handle import Lease
 from kvstore.node import SystemClock
 from kvstore.service import messages as m
 from kvstore.service.client import SidecarStore
+from kvstore.service.connections import DoorLimits
 from kvstore.service.facts import Facts
-from kvstore.service.local_door import DoorLimits
 from kvstore.service.wire import Wire
 from service.sidecar import patient
 from torture.peer import LONG_SECONDS

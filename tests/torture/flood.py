@@ -25,7 +25,8 @@ Report = Callable[[int], None]
 QUEUE_WAIT_MS = 5.0
 """Of the others, at p99."""
 QUIET_TRIP_MS = 1.0
-"""At p99, without a flood: where it is more, other programs have the cores, and the wait is told but not judged."""
+"""At p99, without a flood, on a machine that does nothing else. Where other programs have the cores and it takes longer,
+the others may wait longer in proportion."""
 CPU_SHARE = 0.5
 """Of one core, for all who flood."""
 QUIET_SECONDS = 5.0
@@ -44,7 +45,7 @@ def flood(
     most_ms: float = QUEUE_WAIT_MS,
 ) -> dict[str, float | str]:
     """So many seconds of these kinds of floods together, of all if none is named; what the others waited for, in
-    milliseconds. most_ms: of their wait in the sidecar's queue, at p99."""
+    milliseconds. most_ms: of their wait in the sidecar's queue, at p99, where nothing else has the cores."""
     told: dict[str, float | str] = {}
     with Sidecar() as sidecar:
         household = Household(sidecar.sockets["default"], "household")
@@ -99,13 +100,8 @@ def flood(
         bound = sidecar.most_bytes(FLOODING_CONNECTIONS)
         assert most <= bound, f"{most} bytes of memory; at most {bound}"
         waited, quiet_trip = float(told["queue_wait_ms_p99"]), float(told["quiet_round_trip_ms_p99"])
-        told["judged"] = (
-            "yes"
-            if quiet_trip <= QUIET_TRIP_MS
-            else "no, since other programs have the cores: see quiet_round_trip_ms_p99"
-        )
-        is_right = waited < most_ms or quiet_trip > QUIET_TRIP_MS
-        assert is_right, f"others waited {waited} ms in the queue at p99, not below {most_ms}: {told}"
+        told["allowed_ms_p99"] = allowed = round(most_ms * max(1.0, quiet_trip / QUIET_TRIP_MS), 1)
+        assert waited < allowed, f"others waited {waited} ms in the queue at p99, not below {allowed}: {told}"
     return told
 
 

@@ -1,0 +1,223 @@
+"""Connections of the local door: who is there, what was read of him and not served, answered and not sent (floor 2).
+
+Each has a bucket of tokens, filled at the rate of the limits; what he asks for is taken out of it, and the door serves
+those first who have most.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvstore.identity import TenantKeys
+from kvstore.service import messages as m
+from kvstore.service.handlers import Served
+from kvstore.service.sessions import Caller
+from kvstore.service.waits import Waits
+
+_READ_BYTES = 256 << 10
+_COST_BYTES = 8 << 10
+
+
+class Clock(Protocol):
+    """Time, handed in."""
+
+    def monotonic_seconds(self) -> float:
+        """For deadlines and rates."""
+        ...
+
+    def wall_seconds(self) -> float:
+        """Unix time, for people."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """Named upper bounds. connections: at a time, in equal shares for the tenants. in_flight: requests of one
+    connection that are not answered, and in_flight_bytes, of their messages. running, long_running: of these, how many
+    are worked on at a time; the others wait, and of those that may take many seconds (long) the next one is refused.
+    unread_bytes: answers that one connection has not read. rate: messages per second of one connection, and burst: how
+    many it may save up; one that is long or slow counts for several. silence_seconds: how long a message, or a hello,
+    may be unfinished. threads, long_threads: for what may wait, and for what may wait for many seconds. sweep_seconds:
+    how often it is looked whether those that are gone still map anything.
+    """
+
+    connections: int = 256
+    in_flight: int = 64
+    in_flight_bytes: int = 4 << 20
+    running: int = 4
+    long_running: int = 2
+    unread_bytes: int = 8 << 20
+    rate: float = 20_000.0
+    burst: int = 2_000
+    silence_seconds: float = 10.0
+    threads: int = 16
+    long_threads: int = 8
+    sweep_seconds: float = 0.05
+
+
+class AdminCaller:
+    """A connection of the admin socket; it holds nothing."""
+
+
+class AdminVerbs(Protocol):
+    """What the admin socket serves; see `kvstore.service.admin`."""
+
+    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
+        """The first message of a connection."""
+        ...
+
+    def serve(self, verb: m.Verb) -> Served:
+        """Do what is asked. Never raises for what a client can cause."""
+        ...
+
+
+class Listener:
+    """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them."""
+
+    def __init__(
+        self,
+        path: Path,
+        sock: socket.socket,
+        tenant: TenantKeys | None,
+        users: Collection[int] | None,
+        renew: Callable[[], TenantKeys] | None = None,
+        admin: AdminVerbs | None = None,
+    ) -> None:
+        self.path = path
+        self.socket = sock
+        self.tenant = tenant
+        self.users = users
+        self.renew = renew
+        self.admin = admin
+
+
+class Asked:
+    """A message of a connection on its way. body: until it is read as a request. since: when it may first have been
+    there. pool: the threads it is put off to. served: None until it was; then waited says for how many seconds it was
+    not begun."""
+
+    __slots__ = ("body", "connection", "is_long", "length", "pool", "request", "served", "since", "waited")
+
+    def __init__(self, connection: Connection, body: bytes, since: float) -> None:
+        self.connection = connection
+        self.body: bytes | None = body
+        self.length = len(body)
+        self.request: m.Request | None = None
+        self.is_long = False  # it is, or may be, under way for many seconds
+        self.pool: ThreadPoolExecutor | None = None
+        self.since = since
+        self.served: Served | None = None
+        self.waited = 0.0
+
+
+class Connection:
+    """A peer, and what of him was read and not served, or answered and not sent."""
+
+    def __init__(self, sock: socket.socket, listener: Listener, now: float, burst: int) -> None:
+        self.socket = sock
+        self.listener = listener
+        self.admin = listener.admin
+        self.caller: Caller | AdminCaller | None = None
+        self.read = bytearray()
+        self.unsent: deque[tuple[memoryview, list[int]]] = deque()
+        self.unsent_bytes = 0
+        self.in_flight = 0
+        self.in_flight_bytes = 0
+        self.running = self.long_running = 0
+        self.waiting: deque[Asked] = deque()
+        self.ready_at = now
+        self.waited = Waits()
+        self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
+        self.tokens = float(burst)
+        self.filled_at = now
+        self.heard_at = now
+        self.ending = False  # no more is read; it is closed when all is sent
+        self.closed = False
+        self.interest = 0
+
+    def next_length(self) -> int:
+        """Of the body of the next message, as it says; 0 where that is not known yet."""
+        return int.from_bytes(self.read[: m.LENGTH_BYTES], "little") if len(self.read) >= m.LENGTH_BYTES else 0
+
+    def has_message(self) -> bool:
+        """Whether a whole message was read, or the length of one that is too long."""
+        if len(self.read) < m.LENGTH_BYTES:
+            return False
+        length = self.next_length()
+        return length > m.MAX_BODY_BYTES or len(self.read) >= m.LENGTH_BYTES + length
+
+    def take_body(self) -> bytes:
+        """Of the next message, of which `has_message` says that it is there. Raises `ValueError`."""
+        length = self.next_length()
+        if length > m.MAX_BODY_BYTES:
+            raise ValueError(f"a message of {length} bytes; at most {m.MAX_BODY_BYTES}")
+        body = bytes(memoryview(self.read)[m.LENGTH_BYTES : m.LENGTH_BYTES + length])
+        del self.read[: m.LENGTH_BYTES + length]
+        return body
+
+    def receive(self, now: float) -> None:
+        """What has come. Raises `OSError`; where he is gone, too."""
+        piece = self.socket.recv(_READ_BYTES)
+        if not piece:
+            raise ConnectionResetError
+        self.read += piece
+        self.heard_at = now
+
+    def flush(self, clock: Clock) -> None:
+        """Send what is to be sent, as far as he takes it. Raises `OSError`."""
+        while self.unsent:
+            frame, descriptors = self.unsent[0]
+            try:
+                if descriptors:
+                    sent = socket.send_fds(self.socket, [frame], descriptors)
+                else:
+                    sent = self.socket.send(frame)
+            except BlockingIOError:
+                return
+            close_all(descriptors)
+            self.unsent_bytes -= sent
+            self.heard_at = clock.monotonic_seconds()
+            if sent < len(frame):
+                self.unsent[0] = (frame[sent:], [])
+            else:
+                self.unsent.popleft()
+
+    def may_ask(self, limits: DoorLimits, now: float) -> bool:
+        """Whether his next message may be taken now, which is paid for if so.
+
+        A long message takes much work, so that it counts for many: by the square of its length, and what the bucket
+        does not have is owed.
+        """
+        if self.caller is None and self.in_flight:  # his hello waits for keys
+            return False
+        if self.in_flight >= limits.in_flight or self.in_flight_bytes >= limits.in_flight_bytes:
+            return False
+        if self.unsent_bytes >= limits.unread_bytes or any(held for _, held in self.unsent):
+            return False
+        self.tokens = min(limits.burst, self.tokens + (now - self.filled_at) * limits.rate)
+        self.filled_at = now
+        if self.tokens < 1:
+            return False
+        self.tokens -= 1 + (min(self.next_length(), m.MAX_BODY_BYTES) / _COST_BYTES) ** 2
+        return True
+
+    def discard(self) -> None:
+        """Close it; what was not sent is not."""
+        self.closed = True
+        self.socket.close()
+        for _, descriptors in self.unsent:
+            close_all(descriptors)
+        self.unsent.clear()
+
+
+def close_all(descriptors: Collection[int]) -> None:
+    """Descriptors that were to be sent."""
+    for descriptor in descriptors:
+        os.close(descriptor)
