@@ -25,8 +25,8 @@ Report = Callable[[int], None]
 QUEUE_WAIT_MS = 5.0
 """Of the others, at p99."""
 QUIET_TRIP_MS = 1.0
-"""At p99, without a flood, on a machine that does nothing else. Where other programs have the cores and it takes longer,
-the others may wait longer in proportion."""
+"""At p99, without a flood, on a machine that does nothing else. Where other programs have the cores and this takes
+longer, the others may wait longer in proportion."""
 CPU_SHARE = 0.5
 """Of one core, for all who flood."""
 QUIET_SECONDS = 5.0
