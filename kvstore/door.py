@@ -203,8 +203,18 @@ class Door(Protocol):
         """Slots for the blocks from `first_block` on that are not there yet."""
         ...
 
-    def commit(self, reservation: int, part: int, digests: Sequence[Sequence[bytes]]) -> int:
-        """Digests of every layer slice of the next reserved blocks, in their order; returns the blocks now visible."""
+    def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
+        """Digests of every layer slice of the next reserved blocks, in their order; returns the blocks now visible.
+
+        first: of these blocks, as the reservation counts them, which is how many of the part were committed before.
+        """
+        ...
+
+    commit_blocks: int
+    """How many blocks a put should fill before it commits them."""
+
+    def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
+        """The same, and wait for nothing: what came of it, the next `commit` says."""
         ...
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:

@@ -311,15 +311,24 @@ class NamespaceHandle:
         return PutResult(result.present, result.stored, done, reason)
 
     def _fill(self, reply: ReserveReply, coders: Sequence[Coder], first_token: int) -> int:
-        """Encode blocks straight into their slots, then commit each part; returns the blocks that are visible."""
-        visible = 0
+        """Encode blocks straight into their slots and commit each part; returns the blocks that are visible.
+
+        Those that are filled are sealed while the next ones are being filled: only the last few are waited for.
+        """
+        visible, step = 0, self._door.commit_blocks
         try:
             for part, coder in enumerate(coders):
                 size = self._grant.payload_bytes[part]
                 spans = [_payload(span, size) for span in self._door.spans_to_fill(reply.places[part])]
                 tokens = [block * self.block_tokens - first_token for block in reply.blocks]
-                digests = [coder.encode(token, span, self._digest) for token, span in zip(tokens, spans, strict=True)]
-                visible = self._door.commit(reply.reservation, part, digests)
+                first = 0
+                digests: list[Sequence[bytes]] = []
+                for token, span in zip(tokens, spans, strict=True):
+                    if len(digests) == step:
+                        self._door.post_commit(reply.reservation, part, first, digests)
+                        first, digests = first + step, []
+                    digests.append(coder.encode(token, span, self._digest))
+                visible = self._door.commit(reply.reservation, part, first, digests)
         except StoreClosed:
             return 0
         finally:

@@ -30,7 +30,7 @@ from kvstore.config import (
 )
 from kvstore.door import Grant, LeaseReply, MatchReply, Submitted
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
-from kvstore.handle import NamespaceHandle
+from kvstore.handle import WINDOW_BLOCKS, NamespaceHandle
 from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
 from kvstore.layout import Layout
 from kvstore.levels import WRITES
@@ -96,6 +96,7 @@ class TenantDoor:
         self.report = store.report
         self.reserve = store.reserve
         self.commit = store.commit
+        self.commit_blocks = WINDOW_BLOCKS
         self.persist = store.persist
         self.abort = store.abort
         self.spans = self.spans_to_fill = store.spans
@@ -122,6 +123,10 @@ class TenantDoor:
             return self._store.lease(number, keys, first_block, remaining_ms)
 
         return self._threads.submit(lease, self.release, self.abandon, first_block, deadline_ms)
+
+    def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
+        """As `Door.post_commit`."""
+        self._store.commit(reservation, part, first, digests)
 
     def named(self, lease: int) -> tuple[bytes, int]:
         """As `Door.named`."""

@@ -454,13 +454,14 @@ class Store:
             record.number, present, record.indexes[: record.filled], tuple(record.places), stopped_at, reason
         )
 
-    def commit(self, reservation: int, part: int, digests: Sequence[Sequence[bytes]]) -> int:
+    def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
         """Seal the next blocks of a part and publish what is complete; returns the blocks visible by now."""
         with self._lock:
             record = self._reservations.get(reservation)
             if record is None or record.cancelled or self._closed:
                 return 0
             start = record.done[part]
+            assert first == start, "blocks are committed in their order"
             assert start + len(digests) <= record.filled, "committed more blocks than were reserved"
             stop = start + len(digests)
             columns = (record.rows, record.parents, record.indexes, record.generations)

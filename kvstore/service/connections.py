@@ -131,6 +131,7 @@ class Connection:
         self.in_flight = 0
         self.in_flight_bytes = 0
         self.running = self.long_running = 0
+        self.large: Asked | None = None  # it is being read or served, and what comes behind it waits
         self.waiting: deque[Asked] = deque()
         self.ready_at = now
         self.waited = Waits()
@@ -195,7 +196,7 @@ class Connection:
         A long message takes much work, so that it counts for many: by the square of its length, and what the bucket
         does not have is owed.
         """
-        if self.caller is None and self.in_flight:  # his hello waits for keys
+        if self.large is not None or (self.caller is None and self.in_flight):  # or his hello waits for keys
             return False
         if self.in_flight >= limits.in_flight or self.in_flight_bytes >= limits.in_flight_bytes:
             return False

@@ -199,17 +199,20 @@ class Handlers:
         if filling is None:
             return m.Counted(0)
         slices = caller.namespaces[filling.namespace]
-        too_many = BadInput(f"part {verb.part}, {len(verb.digests)} blocks: more than were reserved")
+        wrong = BadInput(
+            f"part {verb.part}, blocks from {verb.first} on, {len(verb.digests)} of them: give those that follow the "
+            f"last ones, no more than the {filling.blocks} that were reserved"
+        )
         if not 0 <= verb.part < len(slices):
-            raise too_many
+            raise wrong
         wanted = slices[verb.part]
         if any(len(block) != wanted or any(len(one) != DIGEST_BYTES for one in block) for block in verb.digests):
             raise BadInput(
                 f"digests of another form; give {wanted} of {DIGEST_BYTES} bytes for each block of that part"
             )
-        if not self._sessions.claim(filling, verb.part, len(verb.digests)):
-            raise too_many
-        visible = self._store.commit(verb.reservation, verb.part, verb.digests)
+        if not self._sessions.claim(filling, verb.part, verb.first, len(verb.digests)):
+            raise wrong
+        visible = self._store.commit(verb.reservation, verb.part, verb.first, verb.digests)
         if visible == filling.blocks:
             self._sessions.ended(caller, verb.reservation)
         return m.Counted(visible)

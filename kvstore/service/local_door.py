@@ -358,9 +358,8 @@ class LocalDoor:
                 self._answer(connection, request.number, Served(m.Failed(m.Fault.BUSY, text)))
                 return
             connection.tokens -= SLOW_COST
-        pool = self._pool_for(asked) if is_slow else self._large_pool
         if is_slow or asked.length > LARGE_BYTES:
-            self._put_off(asked, pool)
+            self._put_off(asked, self._pool_for(asked) if is_slow else self._large_pool)
             return
         self._waited(connection, self._clock.monotonic_seconds() - asked.since)
         served = self._serve_verb(connection, verb)
@@ -405,6 +404,8 @@ class LocalDoor:
         """To when a thread of these has time for it."""
         connection = asked.connection
         asked.pool = pool
+        if pool is self._large_pool:
+            connection.large = asked
         connection.in_flight += 1
         connection.in_flight_bytes += asked.length
         connection.waiting.append(asked)
@@ -473,6 +474,8 @@ class LocalDoor:
 
     def _deliver_one(self, asked: Asked) -> None:
         connection, request, served = asked.connection, asked.request, asked.served
+        if connection.large is asked:
+            connection.large = None
         if served is None:  # it was only read
             if not connection.closed:
                 self._take(asked)

@@ -141,6 +141,7 @@ class Commit(msgspec.Struct, array_like=True, frozen=True, tag="commit"):
 
     reservation: int
     part: int
+    first: int
     digests: Annotated[list[Digests], Meta(max_length=MAX_COMMITTED)]
 
 

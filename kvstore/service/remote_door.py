@@ -131,6 +131,9 @@ class RemoteDoor:
             self._keep_in_touch()
         return Grant(number, grant.identity_key, grant.stamps, grant.payload_bytes, grant.durable)
 
+    commit_blocks = 16
+    """The sidecar seals these while the next ones are being filled: of a put, only the last few are waited for."""
+
     def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
         """As `Door.match`; a sidecar that does not answer has nothing."""
         try:
@@ -240,16 +243,22 @@ class RemoteDoor:
         except Away as away:
             return ReserveReply(0, 0, stopped_at=0, reason=away.reason)
 
-    def commit(self, reservation: int, part: int, digests: Sequence[Sequence[bytes]]) -> int:
+    def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
         """As `Door.commit`."""
         run = self._run
         if run is None or reservation not in run.reservations:
             return 0
         try:
-            verb = m.Commit(reservation, part, [list(block) for block in digests])
+            verb = m.Commit(reservation, part, first, [list(block) for block in digests])
             return run.ask(verb, m.Counted, self._limits.fill).blocks
         except Away:
             return 0
+
+    def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
+        """As `Door.post_commit`. The sidecar takes the messages of a connection in their order."""
+        run = self._run
+        if run is not None and reservation in run.reservations:
+            run.post(m.Commit(reservation, part, first, [list(block) for block in digests]))
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """As `Door.persist`."""

@@ -179,10 +179,10 @@ class Sessions:
             self._departed.setdefault(caller.number, caller)
         self._store.cancel(reservation)
 
-    def claim(self, filling: Filling, part: int, blocks: int) -> bool:
-        """Whether there are so many more blocks of a part to commit; then they count as committed."""
+    def claim(self, filling: Filling, part: int, first: int, blocks: int) -> bool:
+        """Whether so many blocks of a part are the next ones to commit; then they count as committed."""
         with self._lock:
-            is_there = filling.done[part] + blocks <= filling.blocks
+            is_there = first == filling.done[part] and first + blocks <= filling.blocks
             filling.done[part] += blocks if is_there else 0
             return is_there
 

@@ -421,8 +421,8 @@ def test_a_long_put_is_stored_in_pieces_that_others_see_early() -> None:
     door = a.door()
     commit = door.commit
 
-    def watched(reservation: int, part: int, digests: Sequence[Sequence[bytes]]) -> int:
-        visible = commit(reservation, part, digests)
+    def watched(reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
+        visible = commit(reservation, part, first, digests)
         seen.append(a.store.usage().blocks)
         return visible
 

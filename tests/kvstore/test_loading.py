@@ -138,7 +138,7 @@ def test_what_is_being_stored_meanwhile_is_left_to_the_next_start(
             handle.door.abort(reply.reservation)
         else:
             digests = [[b"d" * 16] * len(handle.layout.parts[0].layers)] * 2
-            assert handle.door.commit(reply.reservation, 0, digests) == 2
+            assert handle.door.commit(reply.reservation, 0, 0, digests) == 2
             assert store.drop(handle) == 2 * BLOCKS + 4
             put(handle, 0, blocks=4, durability="disk")
         store.check()
@@ -162,7 +162,7 @@ def test_loading_waits_for_what_is_being_stored(directory: Path, outcome: str, m
             handle.door.abort(reply.reservation)
         else:
             digests = [[b"d" * 16] * len(handle.layout.parts[0].layers)] * 2
-            assert handle.door.commit(reply.reservation, 0, digests) == 2
+            assert handle.door.commit(reply.reservation, 0, 0, digests) == 2
         assert store.warmed(20)
         store.check()
         usage = store.usage()

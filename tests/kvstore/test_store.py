@@ -85,7 +85,7 @@ def commit(a: Bench, reply: ReserveReply, part: int = 0, count: int | None = Non
     places = reply.places[part][first : None if count is None else first + count]
     for place in places:
         a.store.spans([place])[0].view[HEADER_BYTES:] = bytes(FRAME - HEADER_BYTES)
-    return a.store.commit(reply.reservation, part, [[digest(bytes(4 * KIB))] * 2 for _ in places])
+    return a.store.commit(reply.reservation, part, first, [[digest(bytes(4 * KIB))] * 2 for _ in places])
 
 
 # A put in steps -------------------------------------------------------------------------------------------------------
@@ -113,8 +113,8 @@ def test_a_block_is_visible_when_its_whole_family_is_committed() -> None:
         for place in reply.places[part]:
             a.store.spans([place])[0].view[HEADER_BYTES:] = bytes(8 * KIB)
     one = [[digest(bytes(8 * KIB))]]
-    assert a.store.commit(reply.reservation, 0, one * 2) == 0 and ns.match(ids(128)).blocks == 0
-    assert a.store.commit(reply.reservation, 1, one) == 1 and ns.match(ids(128)).blocks == 1
+    assert a.store.commit(reply.reservation, 0, 0, one * 2) == 0 and ns.match(ids(128)).blocks == 0
+    assert a.store.commit(reply.reservation, 1, 0, one) == 1 and ns.match(ids(128)).blocks == 1
     a.store.abort(reply.reservation)
     assert ns.match(ids(128)).blocks == 1 and a.store.usage().dram.reserved == 0
     a.store.check()
@@ -127,7 +127,7 @@ def test_what_is_aborted_never_was() -> None:
     a.store.abort(reply.reservation)
     a.store.abort(reply.reservation)
     assert a.store.usage().dram.reserved == 0 and a.store.usage().reservations == 0
-    assert a.store.commit(reply.reservation, 0, []) == 0
+    assert a.store.commit(reply.reservation, 0, 0, []) == 0
     assert ns.match(ids(192)).reason is MissReason.ABSENT
     a.store.check()
 
@@ -137,7 +137,9 @@ def test_more_than_was_reserved_is_a_bug() -> None:
     ns = a.namespace()
     reply = reserve(a, ns, 1)
     with pytest.raises(AssertionError, match="more blocks than were reserved"):
-        a.store.commit(reply.reservation, 0, [[bytes(16)] * 2] * 2)
+        a.store.commit(reply.reservation, 0, 0, [[bytes(16)] * 2] * 2)
+    with pytest.raises(AssertionError, match="in their order"):
+        a.store.commit(reply.reservation, 0, 1, [])
 
 
 def test_a_block_that_is_being_stored_keeps_its_chain() -> None:

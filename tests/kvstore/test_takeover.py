@@ -113,7 +113,7 @@ def test_what_was_being_filled_is_not(tmp_path: Any) -> None:
         assert stored(handle, 1) == BLOCKS
         keys = handle.match(ids(64 * BLOCKS, 20_000)).keys
         reply = before.store.reserve(handle.number, keys, 0, 0, None)
-        assert before.store.commit(reply.reservation, 0, [[bytes(16)] * 2] * 2) == 2  # two blocks of six are visible
+        assert before.store.commit(reply.reservation, 0, 0, [[bytes(16)] * 2] * 2) == 2  # two blocks of six are visible
         after = begun(keeper, 2)
         handle = after.namespace()
         assert handle.match(ids(64 * BLOCKS, 20_000)).blocks == 2

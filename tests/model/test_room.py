@@ -234,7 +234,7 @@ def half_stored(opened: OpenStore) -> tuple[Owned, ReserveReply]:
     """The first of four parts of a block is committed."""
     sharded = opened.namespace("b", SHARDED)
     reply = sharded.door.reserve(sharded.handle.number, sharded.match(UNDER_WAY).keys, 0, 0, None)
-    assert sharded.door.commit(reply.reservation, 0, fill_part(sharded, UNDER_WAY, reply, 0)) == 0
+    assert sharded.door.commit(reply.reservation, 0, 0, fill_part(sharded, UNDER_WAY, reply, 0)) == 0
     return sharded, reply
 
 
@@ -269,7 +269,7 @@ def test_a_part_of_a_block_under_way_is_left_where_it_is(wide: OpenStore, damage
     wide.core.check()
     assert wide.core.usage().counters["moved_frames"] == 2 and "quarantined_blocks" not in wide.core.usage().counters
     for part in (1, 2, 3):
-        visible = sharded.door.commit(reply.reservation, part, fill_part(sharded, UNDER_WAY, reply, part))
+        visible = sharded.door.commit(reply.reservation, part, 0, fill_part(sharded, UNDER_WAY, reply, part))
     assert visible == 1
     assert sharded.holds(UNDER_WAY) == (0 if damaged else 1)
     assert [sharded.holds(prompt) for prompt in kept] == [1, 1]

@@ -294,7 +294,7 @@ class StoreMachine(RuleBasedStateMachine):
             size = owned.layout.parts[index].raw_bytes
             payload = FrameSpan(span.address + HEADER_BYTES, span.view[HEADER_BYTES : HEADER_BYTES + size])
             digests.append(coder.encode(block * BLOCK_TOKENS, payload, owned.handle._digest))
-        visible = owned.door.commit(open_.number, index, digests)
+        visible = owned.door.commit(open_.number, index, open_.done[index], digests)
         if open_.cancelled:
             assert visible == 0
             return
@@ -313,7 +313,7 @@ class StoreMachine(RuleBasedStateMachine):
         open_ = self.reservations.pop(chosen % len(self.reservations))
         open_.space.door.abort(open_.number)
         open_.space.door.abort(open_.number)
-        assert open_.space.door.commit(open_.number, 0, []) == 0
+        assert open_.space.door.commit(open_.number, 0, 0, []) == 0
         self._look(open_.space, open_.prompt)
 
     # What else happens ------------------------------------------------------------------------------------------------

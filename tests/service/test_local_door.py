@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import pytest
 
 from kvstore.config import Limits
 from kvstore.errors import StoreClosed, Unreachable
+from kvstore.handle import PutResult
 from kvstore.identity import Namespace
 from kvstore.layout import Layout
 from kvstore.miss import HitTier, MissReason
@@ -28,6 +29,7 @@ from kvstore.node import SystemClock
 from kvstore.service import messages as m
 from kvstore.service.connections import DoorLimits
 from kvstore.service.local_door import LARGE_BYTES, TURNED_AWAY
+from kvstore.service.remote_door import RemoteDoor
 from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, number_of
 from tiering.extents import MappedExtent
@@ -127,6 +129,7 @@ import sys
 from kvstore.codec import codec_named
 from kvstore.node import SystemClock
 from kvstore.service.client import open_sidecar
+from kvstore.service.remote_door import RemoteDoor
 from kvstore.service.wire import Wire
 from service.sidecar import patient
 from torture.peer import Peer
@@ -330,7 +333,7 @@ def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
         wait_until(lambda: handle.match(ids(64)).reason is not MissReason.UNREACHABLE)
         with pytest.raises(StoreClosed):
             handle.door.spans_to_fill(reservation.places[0])
-        assert handle.door.commit(reservation.reservation, 0, [[b"x" * 16] * 2]) == 0
+        assert handle.door.commit(reservation.reservation, 0, 0, [[b"x" * 16] * 2]) == 0
         handle.door.abort(reservation.reservation)
         handle.door.report(lease.reply.lease, 0, 0)
         lease.release()
@@ -388,7 +391,7 @@ def test_numbers_of_others_name_nothing(sidecar: Sidecar) -> None:
             m.Match(0, [key]),
             m.Release([number_of(lease)]),
             m.Report(number_of(lease), 0, 0),
-            m.Commit(1, 0, [[b"x" * 16] * 2]),
+            m.Commit(1, 0, 0, [[b"x" * 16] * 2]),
             m.Abort(1),
             m.Drop(0),
             m.Attach([number_of(lease)]),
@@ -457,7 +460,29 @@ def test_a_large_message_is_answered_as_a_small_one_is(sidecar: Sidecar) -> None
     wait_until(lambda: is_at_rest(sidecar))
 
 
-def test_commits_that_are_under_way_together_fill_no_more_than_was_reserved(tmp_path: Path) -> None:
+def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        blocks = 2 * RemoteDoor.commit_blocks + 3
+        seen: list[int] = []
+        commit = store._door.commit
+
+        def watched(reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
+            wait_until(lambda: sidecar.store.usage().blocks == first)  # by what was posted
+            seen.append(first)
+            return commit(reservation, part, first, digests)
+
+        store._door.commit = watched  # type: ignore[method-assign]
+        pages = random_pages(handle.layout, blocks)
+        assert handle.put(ids(64 * blocks), pages) == PutResult(0, blocks, None, None)
+        assert seen == [2 * RemoteDoor.commit_blocks] and sidecar.door.usage().served["commit"] == 3
+        found = blank_pages(handle.layout, blocks)
+        with handle.lease(handle.match(ids(64 * blocks))) as lease:
+            assert handle.get(lease, found).tokens == 64 * blocks
+        assert same_tokens(found, pages, range(64 * blocks))
+
+
+def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> None:
     """Large ones and small ones are served by different threads."""
     layout, blocks = Layout.gqa(layers=240, kv_heads=1, head_dim=8, dtype="bfloat16"), 24
     with Sidecar(tmp_path, dram="32MiB") as sidecar:
@@ -469,14 +494,16 @@ def test_commits_that_are_under_way_together_fill_no_more_than_was_reserved(tmp_
         reserved = peer.ask(m.Reserve(granted.grant.number, keys, 0))
         assert isinstance(reserved, m.Reserved) and len(reserved.reply.blocks) == blocks
         digests = [[bytes(16)] * 240]
-        large, small = (m.Commit(reserved.reply.reservation, 0, digests * count) for count in (blocks - 4, 3))
-        frames = [m.pack(m.Request(at, verb)) for at, verb in enumerate([large, small, small, large], 2)]
+        number = reserved.reply.reservation
+        pieces = [(0, 20), (20, 3), (20, 3), (23, 20), (22, 1), (23, 1), (24, 1)]
+        verbs = [m.Commit(number, 0, first, digests * count) for first, count in pieces]
+        frames = [m.pack(m.Request(at, verb)) for at, verb in enumerate(verbs, 2)]
         assert len(frames[0]) > LARGE > len(frames[1])
         peer.socket.sendall(b"".join(frames))
-        answers = [reply.answer for reply in (peer.reply() for _ in frames) if reply is not None]
-        counts = sorted(one.blocks for one in answers if isinstance(one, m.Counted))
-        assert len(answers) == 4 and counts and counts[-1] <= blocks
-        assert any(isinstance(one, m.Failed) and "more than were reserved" in one.text for one in answers)
+        replies = [reply for reply in (peer.reply() for _ in frames) if reply is not None]
+        assert [reply.number for reply in replies] == list(range(2, 2 + len(frames)))
+        counts = [reply.answer.blocks if isinstance(reply.answer, m.Counted) else None for reply in replies]
+        assert counts == [20, 23, None, None, None, 24, 0]
         peer.close()
         wait_until(lambda: is_at_rest(sidecar))
 

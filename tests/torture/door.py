@@ -63,7 +63,7 @@ class Victim(Household):
 
     def settle(self) -> None:
         """What it began to store can be finished still."""
-        visible = self.handle.door.commit(self.reserved.reservation, 0, [[bytes(16)] * 2] * 2)
+        visible = self.handle.door.commit(self.reserved.reservation, 0, 0, [[bytes(16)] * 2] * 2)
         assert visible == 2, f"{visible} of 2 blocks of the other tenant's reservation are there"
 
 
@@ -165,7 +165,7 @@ def _come_in(peer: Peer, random: Random, others: Booty, is_admin: bool) -> Booty
         booty.reservation = reserved.reply.reservation
         booty.extent = reserved.reply.places[0][0] >> SLOT_BITS
         if random.random() < 0.5:
-            peer.ask(m.Commit(booty.reservation, 0, [[random.randbytes(16)] * 2] * len(reserved.reply.blocks)))
+            peer.ask(m.Commit(booty.reservation, 0, 0, [[random.randbytes(16)] * 2] * len(reserved.reply.blocks)))
             leased = peer.ask(m.Lease(booty.namespace, booty.keys[:2], 0, 100.0))
             booty.lease = leased.reply.lease if isinstance(leased, m.Leased) else 0
     return booty

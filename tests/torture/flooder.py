@@ -35,7 +35,7 @@ def _batches(random: Random, number: int, keys: list[bytes]) -> dict[str, Callab
         "large matches": lambda: _batch([m.Match(number, large())]),
         "leases": lambda: _batch([m.Lease(number, keys, 0, 0.0)] * 4 + [m.ReleaseRequest("")]),
         "stores": lambda: _batch([m.Reserve(number, [random.randbytes(32)], 0), m.Persist(number, keys, 0.0)]),
-        "commits": lambda: _batch([m.Commit(1 << 40, 0, [[bytes(16)] * 60] * 900)]),
+        "commits": lambda: _batch([m.Commit(1 << 40, 0, 0, [[bytes(16)] * 60] * 900)]),
         "lists": lambda: _batch([m.Namespaces(), m.Extents(list(range(32)), False), m.Attach([7] * 4096)]),
     }
 
@@ -51,7 +51,7 @@ class Stream:
         number, keys = granted.grant.number, [random.randbytes(32) for _ in range(4)]
         reserved = self.peer.ask(m.Reserve(number, keys, 0))
         if isinstance(reserved, m.Reserved) and reserved.reply.reservation:
-            self.peer.ask(m.Commit(reserved.reply.reservation, 0, [[bytes(16)] * 2] * len(reserved.reply.blocks)))
+            self.peer.ask(m.Commit(reserved.reply.reservation, 0, 0, [[bytes(16)] * 2] * len(reserved.reply.blocks)))
         self.batch = memoryview(_batches(random, number, keys)[kind]())
         self.left = self.batch
         self.peer.socket.setblocking(False)

@@ -66,7 +66,10 @@ VALID: dict[str, Callable[[Random, Booty], m.Verb]] = {
     "report": lambda r, b: m.Report(_some(r, b.lease, b.leases_of_others), r.randint(0, 3), 0),
     "reserve": lambda r, b: m.Reserve(_some(r, b.namespace, b.namespaces_of_others), some_keys(r, b), 0, 0, None),
     "commit": lambda r, b: m.Commit(
-        _some(r, b.reservation, b.reservations_of_others), 0, [[r.randbytes(16)] * 2] * r.randint(0, 2)
+        _some(r, b.reservation, b.reservations_of_others),
+        0,
+        r.choice([0, 0, 1]),
+        [[r.randbytes(16)] * 2] * r.randint(0, 2),
     ),
     "abort": lambda r, b: m.Abort(_some(r, b.reservation, b.reservations_of_others)),
     "persist": lambda r, b: m.Persist(_some(r, b.namespace, b.namespaces_of_others), some_keys(r, b), 0.01),
