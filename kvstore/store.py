@@ -296,6 +296,18 @@ class Store:
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix, brought up to DRAM as far as that can be done before the deadline."""
+        reply = self._lease(number, keys, first_block, deadline_ms)
+        assert reply is not None
+        return reply
+
+    def lease_at_once(self, number: int, keys: Sequence[bytes], first_block: int) -> LeaseReply | None:
+        """The same where it is all in DRAM already, or a miss; None, and nothing is done, where it would take time."""
+        return self._lease(number, keys, first_block, None)
+
+    def _lease(
+        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float | None
+    ) -> LeaseReply | None:
+        """deadline_ms: None where there is no time for anything."""
         with self._lock:
             if self._closed:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
@@ -316,13 +328,16 @@ class Store:
                 )
             chain = rows[: first_block + len(wanted)]
             tiers = self._tiers(chain)  # where they were found: a block that has to be brought up is a hit of its tier
-            self._pin(number, wanted)
             missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
             unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
+            if deadline_ms is None and (missing or unverified):
+                return None
+            self._pin(number, wanted)
             if not missing and not unverified:
                 return self._grant(number, first_block, chain, wanted, tiers, reason, detail)
             waiting = (number, wanted)
             self._lifting.append(waiting)
+        assert deadline_ms is not None
         deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
         late = None
         try:

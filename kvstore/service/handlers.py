@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.config import MAX_SECONDS
+from kvstore.door import LeaseReply
 from kvstore.errors import BadInput, StoreClosed
 from kvstore.handle import MAX_PRIORITY
 from kvstore.identity import Namespace, TenantKeys
@@ -99,6 +100,17 @@ class Handlers:
         handler = self._verbs.get(type(verb))
         if handler is None:  # hello comes once, and the door sees to it
             return Served(m.Failed(m.Fault.BAD_INPUT, "a verb of the admin socket; tenants' sockets do not have it"))
+        served = self._served(handler, caller, verb)
+        assert served is not None
+        return served
+
+    def serve_at_once(self, caller: Caller, verb: m.Verb) -> Served | None:
+        """The same for a request that may wait, and need not this time; None, and nothing is done, where it has to."""
+        return self._served(self._lease_at_once, caller, verb) if isinstance(verb, m.Lease) else None
+
+    def _served(
+        self, handler: Callable[[Caller, Any], Served | m.Answer | None], caller: Caller, verb: m.Verb
+    ) -> Served | None:
         try:
             answer = handler(caller, verb)
         except BadInput as error:
@@ -107,7 +119,7 @@ class Handlers:
             return Served(m.Failed(m.Fault.CLOSED, "the sidecar is going down"))
         except TierError as error:
             return Served(m.Failed(m.Fault.BUSY, str(error)))
-        return answer if isinstance(answer, Served) else Served(answer)
+        return answer if isinstance(answer, Served) or answer is None else Served(answer)
 
     # Looking up ----------------------------------------------------------------------------------------------------
 
@@ -138,6 +150,21 @@ class Handlers:
         return m.Matched(reply)
 
     def _lease(self, caller: Caller, verb: m.Lease) -> m.Answer:
+        refused = self._check_lease(caller, verb)
+        if refused is not None:
+            return refused
+        deadline_ms = min(verb.deadline_ms, MAX_DEADLINE_MS)
+        return self._leased(caller, verb, self._store.lease(verb.namespace, verb.keys, verb.first_block, deadline_ms))
+
+    def _lease_at_once(self, caller: Caller, verb: m.Lease) -> m.Answer | None:
+        refused = self._check_lease(caller, verb)
+        if refused is not None:
+            return refused
+        reply = self._store.lease_at_once(verb.namespace, verb.keys, verb.first_block)
+        return self._leased(caller, verb, reply) if reply is not None else None
+
+    def _check_lease(self, caller: Caller, verb: m.Lease) -> m.Failed | None:
+        """Raises `BadInput`."""
         _check_asked(caller, verb.namespace, verb.keys)
         if not 0 <= verb.first_block <= len(verb.keys) or not verb.deadline_ms >= 0:
             raise BadInput(
@@ -149,7 +176,9 @@ class Handlers:
         if len(caller.session.leases) >= MAX_LEASES or held + len(verb.keys) > MAX_LEASED_BLOCKS:
             text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"
             return m.Failed(m.Fault.BUSY, f"{text} (at most {MAX_LEASES}, of {MAX_LEASED_BLOCKS})")
-        reply = self._store.lease(verb.namespace, verb.keys, verb.first_block, min(verb.deadline_ms, MAX_DEADLINE_MS))
+        return None
+
+    def _leased(self, caller: Caller, verb: m.Lease, reply: LeaseReply) -> m.Answer:
         if verb.counts:
             self._counting.leased(verb.namespace, verb.keys, reply)
         if reply.lease:

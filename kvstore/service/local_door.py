@@ -358,11 +358,14 @@ class LocalDoor:
                 self._answer(connection, request.number, Served(m.Failed(m.Fault.BUSY, text)))
                 return
             connection.tokens -= SLOW_COST
-        if is_slow or asked.length > LARGE_BYTES:
+        begun_at = self._clock.monotonic_seconds()
+        served = None
+        if asked.length <= LARGE_BYTES:
+            served = self._serve_at_once(connection, verb) if is_slow else self._serve_verb(connection, verb)
+        if served is None:
             self._put_off(asked, self._pool_for(asked) if is_slow else self._large_pool)
             return
-        self._waited(connection, self._clock.monotonic_seconds() - asked.since)
-        served = self._serve_verb(connection, verb)
+        self._waited(connection, begun_at - asked.since)
         connection.ending = connection.caller is None
         self._answer(connection, request.number, served)
 
@@ -376,6 +379,11 @@ class LocalDoor:
         if connection.admin is not None:
             return not isinstance(verb, m.Hello)
         return connection.listener.tenant is None or self._handlers.is_slow(verb)
+
+    def _serve_at_once(self, connection: Connection, verb: m.Verb) -> Served | None:
+        """A request that may wait, where it need not."""
+        caller = connection.caller
+        return self._handlers.serve_at_once(caller, verb) if isinstance(caller, Caller) else None
 
     def _serve_verb(self, connection: Connection, verb: m.Verb) -> Served:
         """By whoever serves connections of that kind, in whatever thread."""

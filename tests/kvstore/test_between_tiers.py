@@ -139,6 +139,29 @@ def test_what_waits_to_be_written_down_is_no_more_than_what_there_is(place: Plac
     assert len(place.levels._unsunk) <= rows + 10
 
 
+def test_what_has_to_be_brought_up_is_not_leased_at_once(place: Place) -> None:
+    """And asking so changes nothing; what is in DRAM, or nowhere, is answered."""
+    core, number = place.opened.core, place.space.handle.number
+    assert put(place.space, A, "disk") is None
+    keys = place.space.match(A).keys
+    at_once = core.lease_at_once(number, keys, 0)
+    assert at_once is not None and at_once.blocks == len(keys)
+    core.release(at_once.lease)
+    place.restart()
+    core, number = place.opened.core, place.space.handle.number
+    assert core.lease_at_once(number, keys, 0) is None
+    assert core.usage().pinned_bytes == 0 and core.usage().leases == 0
+    absent = core.lease_at_once(number, [bytes(32)], 0)
+    assert absent is not None and (absent.blocks, absent.reason) == (0, MissReason.ABSENT)
+    lease = core.lease(number, keys, 0, 60_000)
+    assert lease.blocks == len(keys) and lease.tiers == ((HitTier.NVME, len(keys)),)
+    core.release(lease.lease)
+    again = core.lease_at_once(number, keys, 0)
+    assert again is not None and again.tiers == ((HitTier.DRAM, len(keys)),)
+    core.release(again.lease)
+    place.is_well()
+
+
 def test_slots_in_doubt_after_a_crash_are_free_when_somebody_needs_them(tmp_path: Path) -> None:
     """All slots were about to be written: the next start has nothing that it could evict for a put."""
     place = Place(tmp_path, Sizes(nvme=640 << 10, slab=128 << 10))
