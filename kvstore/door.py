@@ -210,8 +210,8 @@ class Door(Protocol):
         """
         ...
 
-    commit_blocks: int
-    """How many blocks a put should fill before it commits them."""
+    commits_early: bool
+    """Whether a put gains by committing blocks while it fills the next ones."""
 
     def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
         """The same, and wait for nothing: what came of it, the next `commit` says."""

@@ -37,6 +37,9 @@ DIRECT_BLOCKS = 16
 """Read past DRAM at a time: each needs memory of its own."""
 DIRECT_MS = 1000.0
 """How long a get waits for these."""
+EARLY_BLOCKS, LAST_BLOCKS = 48, 16
+"""Where it helps, so many blocks at a time are committed while the next ones are being filled; the last few are waited
+for."""
 WINDOW_BLOCKS = 128
 """Long prompts go in pieces of this many blocks. Others see the first blocks of a put early, and wait at most about a
 millisecond for the lock. Of a piece, what is small is done for all blocks, then the copies: after a copy of megabytes
@@ -315,7 +318,8 @@ class NamespaceHandle:
 
         Those that are filled are sealed while the next ones are being filled: only the last few are waited for.
         """
-        visible, step = 0, self._door.commit_blocks
+        visible, count = 0, len(reply.blocks)
+        cuts = set(range(count - LAST_BLOCKS, 0, -EARLY_BLOCKS)) if self._door.commits_early else set()
         try:
             for part, coder in enumerate(coders):
                 size = self._grant.payload_bytes[part]
@@ -323,10 +327,10 @@ class NamespaceHandle:
                 tokens = [block * self.block_tokens - first_token for block in reply.blocks]
                 first = 0
                 digests: list[Sequence[bytes]] = []
-                for token, span in zip(tokens, spans, strict=True):
-                    if len(digests) == step:
+                for at, (token, span) in enumerate(zip(tokens, spans, strict=True)):
+                    if at in cuts:
                         self._door.post_commit(reply.reservation, part, first, digests)
-                        first, digests = first + step, []
+                        first, digests = at, []
                     digests.append(coder.encode(token, span, self._digest))
                 visible = self._door.commit(reply.reservation, part, first, digests)
         except StoreClosed:

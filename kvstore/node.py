@@ -30,7 +30,7 @@ from kvstore.config import (
 )
 from kvstore.door import Grant, LeaseReply, MatchReply, Submitted
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
-from kvstore.handle import WINDOW_BLOCKS, NamespaceHandle
+from kvstore.handle import NamespaceHandle
 from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
 from kvstore.layout import Layout
 from kvstore.levels import WRITES
@@ -96,7 +96,7 @@ class TenantDoor:
         self.report = store.report
         self.reserve = store.reserve
         self.commit = store.commit
-        self.commit_blocks = WINDOW_BLOCKS
+        self.commits_early = False
         self.persist = store.persist
         self.abort = store.abort
         self.spans = self.spans_to_fill = store.spans

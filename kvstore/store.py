@@ -65,6 +65,8 @@ class StoreUsage:
     """What a store holds: slots and bytes of each tier, readable blocks, live leases, and event counts since the start.
 
     nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
+    guarded_bytes: of DRAM that was taken over and that clients of an earlier process still map: readable, and not used
+    for anything else before they let go.
     """
 
     dram: Usage
@@ -76,6 +78,7 @@ class StoreUsage:
     pinned_bytes: int
     counters: dict[str, int]
     scrub: ScrubUsage | None = None
+    guarded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,6 +518,7 @@ class Store:
                 self._blocks.free_orphans(record.orphans)
                 self._blocks.retire_empty(record.namespace)
             else:
+                self._touch_published(record)
                 self._give_up(record, record.published)
 
     def cancel(self, reservation: int) -> None:
@@ -608,6 +612,8 @@ class Store:
         with self._lock:
             lower = self._blocks.lower if not self._closed else None  # in a forked child its lock may never be free
             scrub = self._scrubbing.usage() if self._scrubbing is not None else None
+            if not self._closed:
+                self._blocks.dram.look_at_guarded()
             return StoreUsage(
                 dram=self._blocks.dram.usage(),
                 nvme=lower.tier.usage() if lower is not None else None,
@@ -618,6 +624,7 @@ class Store:
                 pinned_bytes=self._pinned_bytes,
                 counters=dict(self._blocks.counters) | (scrub.counters if scrub is not None else {}),
                 scrub=scrub,
+                guarded_bytes=self._blocks.dram.guarded_bytes(),
             )
 
     def namespaces(self) -> list[SpaceUsage]:
@@ -1029,12 +1036,17 @@ class Store:
             self._unpin(record.namespace, sorted(refilled))
         record.published = complete
         if complete > start:
-            self._touch(blocks.index.chain(record.rows[complete - 1]))
             if self._levels is not None:
                 self._levels.stored(rows)
             blocks.counters["stored_blocks"] += complete - start
         if complete == len(record.rows):
             del self._reservations[record.number]
+            self._touch_published(record)
+
+    def _touch_published(self, record: ReservationRecord) -> None:
+        """A chain was stored, as far as it is readable. Once for a reservation: until then its rows keep the chain."""
+        if record.published:
+            self._touch(self._blocks.index.chain(record.rows[record.published - 1]))
 
     def _give_up(self, record: ReservationRecord, start: int) -> None:
         """End the rows from `start` on, the deepest first."""

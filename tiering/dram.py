@@ -228,6 +228,10 @@ class DramTier:
         """Whether a slot would not be of use to anybody, for clients of an earlier process may still map it."""
         return bool(self._guarded) and extent_of(place) in self._guarded
 
+    def guarded_bytes(self) -> int:
+        """Of extents that are readable and not used for other frames, as `is_guarded` says; as of the last look."""
+        return len(self._guarded) * self.extent_bytes
+
     def look_at_guarded(self) -> None:
         """Extents that clients of an earlier process mapped can be used for other frames once they let go."""
         for number in list(self._guarded):

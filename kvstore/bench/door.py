@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 
 from kvstore.bench.measure import Together, against, available_bytes
 from kvstore.bench.rig import DIGESTS, EXTENT_BYTES, Memcpy, PagePool, Shape, Traffic, turn_of
@@ -25,15 +26,18 @@ from kvstore.pages import Digest
 from kvstore.service.client import SidecarStore
 from tiering.frame import frame_bytes
 
-PROMPTS = 2
-"""In the sidecar: one alone would be more than may be pinned. Pages and the limit's buffers have one each."""
-BUFFERS = PROMPTS + 3
+ROOM = 1.3
+"""In the sidecar, in prompts: one that fills it would be more than may be pinned. The pages have one, and each of the
+limit's two buffers."""
+BUFFERS = ROOM + 3
+MEMORY_SHARE = 0.8
+"""Of the memory that is available, how much may be taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """shapes: the frames to measure. prompt_tokens: of a prompt, which is what a turn moves; fewer where five times as
-    much is more than half of the memory that is available. laps: turns of each.
+    """shapes: the frames to measure. prompt_tokens: of a prompt, which is what a turn moves; fewer where
+    `BUFFERS` times as much is more than `MEMORY_SHARE` of the memory that is available. laps: turns of each.
     """
 
     shapes: tuple[Shape, ...] = (Shape(8, 64), Shape(32, 64))
@@ -65,17 +69,17 @@ class DoorSide(Traffic):
             self.put(0)
         first = handle.match(self._prompt(0))
         assert first.blocks < blocks and first.reason is MissReason.EVICTED, f"not full: {first.reason}"
-        self.stock(PROMPTS)
-        for _ in range(PROMPTS):
-            self.get(0)  # a page that is mapped is not touched before somebody reads it
+        self.stock(1)
+        self.get(0)  # a page that is mapped is not touched before somebody reads it
 
 
 def memory_of(shape: Shape, blocks: int) -> tuple[int, int]:
     """Of a sidecar for prompts of so many blocks: its budget, and the size of its extents, which frames fill."""
     size = frame_bytes(shape.payload_bytes)
-    frames = max(min(PROMPTS * blocks, EXTENT_BYTES // size), -(-MIN_EXTENT_BYTES // size), 1)
+    wanted = ceil(ROOM * blocks)
+    frames = max(min(wanted, EXTENT_BYTES // size), -(-MIN_EXTENT_BYTES // size), 1)
     extent = frames * size
-    return -(-max(PROMPTS * blocks * size, MIN_DRAM_BYTES) // extent) * extent, extent
+    return -(-max(wanted * size, MIN_DRAM_BYTES) // extent) * extent, extent
 
 
 def _measure(shape: Shape, options: Options, say: Callable[[str], None]) -> list[Row]:
@@ -104,11 +108,11 @@ def _measure(shape: Shape, options: Options, say: Callable[[str], None]) -> list
 
 def _blocks(shape: Shape, options: Options) -> int:
     """Of a prompt: as many as are wanted, or as memory allows."""
-    spare = available_bytes() // 2
-    fit = spare // (BUFFERS * frame_bytes(shape.payload_bytes))
+    spare, each = int(MEMORY_SHARE * available_bytes()), int(BUFFERS * frame_bytes(shape.payload_bytes))
+    fit = spare // each
     if not fit:
         raise BadInput(
-            f"the rows of the door need {format_size(BUFFERS * frame_bytes(shape.payload_bytes))} of memory and may "
-            f"take {format_size(spare)}, half of what is available; free some, or leave them out with --only"
+            f"the rows of the door need {format_size(each)} of memory and may take {format_size(spare)}, "
+            f"{MEMORY_SHARE:.0%} of what is available; free some, or leave them out with --only"
         )
     return min(options.prompt_tokens // shape.block_tokens, fit)

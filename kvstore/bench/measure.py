@@ -17,6 +17,9 @@ from statistics import median
 from time import perf_counter, thread_time
 from typing import NamedTuple, TypeVar
 
+from kvstore.config import memory_limit, memory_limit_files
+from tiering.files import read_text_files
+
 
 class Cost(NamedTuple):
     """What a piece of work cost, in seconds: on the wall, and of processors' time over all threads."""
@@ -185,8 +188,10 @@ def machine() -> dict[str, object]:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, as the kernel estimates it."""
-    return int((_field("/proc/meminfo", "MemAvailable") or "0 kB").split()[0]) * 1024
+    """Memory that can be had without swapping, as the kernel estimates it, and at most what the cgroup allows."""
+    cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
+    available = int((_field("/proc/meminfo", "MemAvailable") or "0 kB").split()[0]) * 1024
+    return min(available, memory_limit(read_text_files(memory_limit_files(cgroups))))
 
 
 def resident_bytes() -> int:

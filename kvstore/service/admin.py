@@ -128,6 +128,7 @@ class Admin:
             leases=usage.leases,
             reservations=usage.reservations,
             pinned_bytes=usage.pinned_bytes,
+            guarded_bytes=usage.guarded_bytes,
             looked=looked(list(counts.values())),
             namespaces=[
                 _namespace(name, one, looked([counts[one.number]] if one.number in counts else []), used_at)

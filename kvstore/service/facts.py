@@ -81,7 +81,7 @@ class MoveFacts(msgspec.Struct, frozen=True):
 
 class SessionFacts(msgspec.Struct, frozen=True):
     """One engine. since: when it came. wait_ms_p50, wait_ms_p99: of all requests of the connections that it has, from
-    the moment that one may have been there until it was begun; rounded up, by at most a quarter."""
+    the moment that one may have been there until it was begun; rounded up, by at most an eighth."""
 
     engine: str
     tenant: str
@@ -158,6 +158,7 @@ class Facts(msgspec.Struct, frozen=True):
     scrub: ScrubFacts | None
     hidden_namespaces: int = 0
     hidden_sessions: int = 0
+    guarded_bytes: int = 0
 
 
 def looked(all_counts: list[Counts]) -> Looked:

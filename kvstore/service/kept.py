@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from kvstore.service.keeper import ALL, DESCRIPTORS, FORGET, KEEP, READY
 from tiering.keeping import NAME_BYTES, Kept
 
-RECEIVE_SECONDS = 10.0
+RECEIVE_SECONDS = FREEZE_SECONDS = 10.0
 
 
 class KeeperWire:
@@ -29,7 +29,8 @@ class KeeperWire:
         self._new_token = new_token
         self._lock = threading.Lock()
         self._frozen = False
-        self._queue: SimpleQueue[tuple[bytes, list[int]]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[bytes, list[int]] | threading.Event] = SimpleQueue()
+        self._is_sending = False
 
     def receive(self) -> list[Kept]:
         """What an earlier process left, once. Raises `OSError` where the keeper does not say."""
@@ -51,6 +52,7 @@ class KeeperWire:
     def start(self, gone: Callable[[], None]) -> None:
         """From now on send, and watch over the keeper. gone: called when it is."""
         self._socket.settimeout(None)
+        self._is_sending = True
         threading.Thread(target=self._send_all, name="kv-keep", daemon=True).start()
         threading.Thread(target=self._watch, args=(gone,), name="kv-keeper", daemon=True).start()
 
@@ -83,9 +85,16 @@ class KeeperWire:
         self._put(READY, [])
 
     def freeze(self) -> None:
-        """What is kept by now stays kept, whatever becomes of it in this process: another one begins where it ends."""
+        """What is kept by now stays kept, whatever becomes of it in this process: another one begins where it ends.
+
+        The keeper has been told all of it when this returns, or does not read.
+        """
+        told = threading.Event()
         with self._lock:
             self._frozen = True
+            self._queue.put(told)
+        if self._is_sending:
+            told.wait(FREEZE_SECONDS)
 
     def _put(self, message: bytes, descriptors: list[int]) -> None:
         with self._lock:
@@ -97,7 +106,11 @@ class KeeperWire:
 
     def _send_all(self) -> None:
         while True:
-            message, descriptors = self._queue.get()
+            asked = self._queue.get()
+            if isinstance(asked, threading.Event):
+                asked.set()
+                continue
+            message, descriptors = asked
             try:
                 socket.send_fds(self._socket, [message], descriptors)
             except OSError:  # the keeper is gone, and this process is about to end

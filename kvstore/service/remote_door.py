@@ -131,8 +131,8 @@ class RemoteDoor:
             self._keep_in_touch()
         return Grant(number, grant.identity_key, grant.stamps, grant.payload_bytes, grant.durable)
 
-    commit_blocks = 16
-    """The sidecar seals these while the next ones are being filled: of a put, only the last few are waited for."""
+    commits_early = True
+    """The sidecar seals them while the next ones are being filled."""
 
     def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
         """As `Door.match`; a sidecar that does not answer has nothing."""
@@ -233,7 +233,7 @@ class RemoteDoor:
             verb = m.Reserve(self._number(run, number), list(keys), int(first_block), int(priority), ttl)
             reply = run.ask(verb, m.Reserved, self._limits.fill).reply
             if reply.reservation:
-                run.reservations.add(reply.reservation)
+                run.reservations[reply.reservation] = len(reply.blocks)
                 try:
                     run.walk(run.mapping(reply.places, writable=True), self._limits.fill, self._limits.fill)
                 except BaseException:
@@ -250,9 +250,12 @@ class RemoteDoor:
             return 0
         try:
             verb = m.Commit(reservation, part, first, [list(block) for block in digests])
-            return run.ask(verb, m.Counted, self._limits.fill).blocks
+            visible = run.ask(verb, m.Counted, self._limits.fill).blocks
         except Away:
             return 0
+        if visible == run.reservations.get(reservation):  # it ended with its last block
+            del run.reservations[reservation]
+        return visible
 
     def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
         """As `Door.post_commit`. The sidecar takes the messages of a connection in their order."""
@@ -274,7 +277,7 @@ class RemoteDoor:
         """As `Door.abort`."""
         run = self._run
         if run is not None and reservation in run.reservations:
-            run.reservations.discard(reservation)
+            del run.reservations[reservation]
             run.post(m.Abort(reservation))
 
     def spans(self, places: Sequence[int]) -> list[FrameSpan]:

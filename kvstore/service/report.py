@@ -58,6 +58,11 @@ class StatReport:
         yield from _looked_parts(facts.looked)
         pinned = f"pinned: {format_size(facts.pinned_bytes)} by {_count(facts.leases, 'lease')}"
         yield Text(f"{pinned}, {_count(facts.reservations, 'reservation')} under way")
+        if facts.guarded_bytes:
+            yield Text(
+                f"guarded: {format_size(facts.guarded_bytes)} that clients of an earlier run still map; not used again "
+                "before they let go"
+            )
         if facts.namespaces:
             yield namespace_table(facts.namespaces, facts.at)
         if facts.hidden_namespaces:

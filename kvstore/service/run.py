@@ -46,7 +46,7 @@ class Run:
         self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
         self.writable: dict[int, tuple[MappedExtent, int]] = {}
-        self.reservations: set[int] = set()
+        self.reservations: dict[int, int] = {}  # and how many blocks each has
         self._holding = threading.Lock()
         self._held: dict[int, int] = {}  # by the sidecar's number of a lease: how often it is held here
 

@@ -115,22 +115,22 @@ def test_without_verification_no_payload_is_digested(served: sidecar.Sidecar, po
     assert rig.DIGESTS[True] is digest and rig.DIGESTS[False] is rig.no_digest
 
 
-def test_frames_fill_extents_and_two_prompts_fit() -> None:
+def test_frames_fill_extents_and_a_prompt_may_be_pinned() -> None:
     for shape, blocks in ((SHAPE, 1), (SHAPE, BLOCKS), (rig.Shape(8, 64), 512), (rig.Shape(32, 64), 273)):
         dram, extent = door.memory_of(shape, blocks)
         size = frame_bytes(shape.payload_bytes)
         assert extent % size == 0 and dram % extent == 0 and extent >= 64 << 10 and dram >= 1 << 20
-        assert dram // size >= door.PROMPTS * blocks
-        assert dram < door.PROMPTS * blocks * size + extent + (1 << 20)
+        assert dram // size >= door.ROOM * blocks
+        assert dram < door.ROOM * blocks * size + extent + (1 << 20)
 
 
 def test_prompts_are_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     block = door.BUFFERS * frame_bytes(SHAPE.payload_bytes)
-    monkeypatch.setattr(door, "available_bytes", lambda: 2 * 5 * block)
+    monkeypatch.setattr(door, "available_bytes", lambda: int(5 * block / door.MEMORY_SHARE) + 1)
     assert door._blocks(SHAPE, SMALL) == 5
     monkeypatch.setattr(door, "available_bytes", lambda: 1 << 40)
     assert door._blocks(SHAPE, SMALL) == BLOCKS
-    monkeypatch.setattr(door, "available_bytes", lambda: block)
+    monkeypatch.setattr(door, "available_bytes", lambda: int(block))
     with pytest.raises(BadInput, match=r"of memory.*free some.*--only"):
         tiers.run(tiers.Options(door=SMALL), only="door")
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +20,17 @@ import pytest
 import kvstore
 from kvstore.handle import NamespaceHandle
 from kvstore.miss import HitTier, MissReason
+from kvstore.node import SystemClock
+from kvstore.service import messages as m
 from kvstore.service.client import SidecarStore
+from kvstore.service.keeper import FORGET
+from kvstore.service.kept import KeeperWire
+from kvstore.service.wire import Wire
 from service.sidecar import patient
 from service.test_serve import ended, serving
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
+ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = small_layout()
 BLOCKS = 10
 TOKENS = 64 * BLOCKS
@@ -139,6 +148,65 @@ def test_an_idle_client_lets_go_of_what_is_gone(tmp_path: Path) -> None:
         until(lambda: not mapped_extents() - others)
         next_line(process)
         until(lambda: got(handle, 1) == TOKENS)
+
+
+def test_what_clients_of_an_earlier_run_still_map_is_told(tmp_path: Path) -> None:
+    """A process stopped over the crash still maps it; once it is gone nothing is guarded."""
+    with serving(tmp_path, "--nvme", "off") as (process, said):
+        with connected(said) as (_, handle):
+            assert stored(handle, 1).stored == BLOCKS
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLD, said["serving"][0]],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"},
+        )
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == f"{TOKENS}\n"
+            holder.send_signal(signal.SIGSTOP)
+            os.kill(said["pid"], signal.SIGKILL)
+            next_line(process)
+            assert guarded_bytes(tmp_path) > 0
+        finally:
+            holder.kill()
+            holder.communicate()
+        until(lambda: guarded_bytes(tmp_path) == 0)
+
+
+HOLD = """
+import sys, time
+from service.test_keeper import connected, got
+with connected({"serving": sys.argv[1:]}) as (_, handle):
+    print(got(handle, 1), flush=True)
+    time.sleep(600)
+"""
+
+
+def guarded_bytes(directory: Path) -> int:
+    """As `kvstore stat` says."""
+    wire = Wire(str(directory / "kv" / "admin.sock"), "test", b"", SystemClock(), 20.0)
+    try:
+        answer = wire.call(m.Stat(), 20.0).answer
+        assert isinstance(answer, m.StatReply), answer
+        return answer.facts.guarded_bytes
+    finally:
+        wire.close()
+
+
+def test_what_was_said_before_a_hand_over_is_said() -> None:
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with mine:
+        wire = KeeperWire(its.detach(), secrets.token_bytes)
+        wire.start(lambda: None)
+        names = [wire.new_name() for _ in range(100)]
+        for name in names:
+            wire.forget(name)
+        wire.freeze()
+        wire.forget(names[0])
+        mine.setblocking(False)
+        assert [mine.recv(64) for _ in names] == [FORGET + name for name in names]
+        with pytest.raises(BlockingIOError):
+            mine.recv(64)
 
 
 def mapped_extents() -> set[str]:

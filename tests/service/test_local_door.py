@@ -21,7 +21,7 @@ import pytest
 
 from kvstore.config import Limits
 from kvstore.errors import StoreClosed, Unreachable
-from kvstore.handle import PutResult
+from kvstore.handle import EARLY_BLOCKS, LAST_BLOCKS, PutResult
 from kvstore.identity import Namespace
 from kvstore.layout import Layout
 from kvstore.miss import HitTier, MissReason
@@ -29,7 +29,6 @@ from kvstore.node import SystemClock
 from kvstore.service import messages as m
 from kvstore.service.connections import DoorLimits
 from kvstore.service.local_door import LARGE_BYTES, TURNED_AWAY
-from kvstore.service.remote_door import RemoteDoor
 from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, number_of
 from tiering.extents import MappedExtent
@@ -132,7 +131,6 @@ from kvstore.service.client import open_sidecar
 from kvstore.service.remote_door import RemoteDoor
 from kvstore.service.wire import Wire
 from service.sidecar import patient
-from torture.peer import Peer
 from workbench import MODEL, ids, random_pages, small_layout
 
 store = patient(open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), session="5e" * 16))
@@ -463,7 +461,7 @@ def test_a_large_message_is_answered_as_a_small_one_is(sidecar: Sidecar) -> None
 def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar) -> None:
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
-        blocks = 2 * RemoteDoor.commit_blocks + 3
+        blocks = LAST_BLOCKS + EARLY_BLOCKS + 3
         seen: list[int] = []
         commit = store._door.commit
 
@@ -475,7 +473,7 @@ def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar) -> None:
         store._door.commit = watched  # type: ignore[method-assign]
         pages = random_pages(handle.layout, blocks)
         assert handle.put(ids(64 * blocks), pages) == PutResult(0, blocks, None, None)
-        assert seen == [2 * RemoteDoor.commit_blocks] and sidecar.door.usage().served["commit"] == 3
+        assert seen == [EARLY_BLOCKS + 3] and sidecar.door.usage().served["commit"] == 3
         found = blank_pages(handle.layout, blocks)
         with handle.lease(handle.match(ids(64 * blocks))) as lease:
             assert handle.get(lease, found).tokens == 64 * blocks
