@@ -202,12 +202,16 @@ class Connection:
             return False
         if self.unsent_bytes >= limits.unread_bytes or any(held for _, held in self.unsent):
             return False
-        self.tokens = min(limits.burst, self.tokens + (now - self.filled_at) * limits.rate)
-        self.filled_at = now
-        if self.tokens < 1:
+        if self.fill(limits, now) < 1:
             return False
         self.tokens -= 1 + (min(self.next_length(), m.MAX_BODY_BYTES) / _COST_BYTES) ** 2
         return True
+
+    def fill(self, limits: DoorLimits, now: float) -> float:
+        """The tokens that he has now."""
+        self.tokens = min(limits.burst, self.tokens + (now - self.filled_at) * limits.rate)
+        self.filled_at = now
+        return self.tokens
 
     def discard(self) -> None:
         """Close it; what was not sent is not."""

@@ -97,6 +97,8 @@ class LocalDoor:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
         self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
+        self._large: list[Asked] = []  # that wait for it
+        self._large_now: Asked | None = None
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
         self._deaf: list[Listener] = []  # there were no descriptors left for who wants to come in
         self._closing = False
@@ -412,12 +414,31 @@ class LocalDoor:
         """To when a thread of these has time for it."""
         connection = asked.connection
         asked.pool = pool
-        if pool is self._large_pool:
-            connection.large = asked
         connection.in_flight += 1
         connection.in_flight_bytes += asked.length
+        if pool is self._large_pool:
+            connection.large = asked
+            self._large.append(asked)
+            self._begin_large()
+            return
         connection.waiting.append(asked)
         self._begin(connection)
+
+    def _begin_large(self) -> None:
+        """Have the next large message read or served, of whoever asked for least. They wait here and not in the
+        thread's own queue, where one would wait behind all that a flooder sent before."""
+        while self._large_now is None and self._large:
+            now = self._clock.monotonic_seconds()
+            asked = max(self._large, key=lambda one: one.connection.fill(self._limits, now))
+            self._large.remove(asked)
+            self._large_now = asked
+            work = self._read_slowly if asked.request is None else self._serve_slowly
+            if self._submitted(self._large_pool, work, asked):
+                return
+            if asked.request is None:
+                self._read_slowly(asked)
+            else:
+                self._say_busy(asked)
 
     def _begin(self, connection: Connection) -> None:
         """Have the next message of a connection that was put off served, as many at a time as one may have."""
@@ -431,16 +452,35 @@ class LocalDoor:
             else:
                 connection.running += 1
             assert asked.pool is not None
-            work = self._read_slowly if asked.request is None else self._serve_slowly
+            if not self._submitted(asked.pool, self._serve_slowly, asked):
+                self._say_busy(asked)
+
+    def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[Asked], None], asked: Asked) -> bool:
+        """Whether a thread of these does it. What the machine has no new thread for may be in the pool's queue all the
+        same, for one that there is: only one of the two sides takes it from here."""
+        unbegun = [asked]
+
+        def begin() -> None:
             try:
-                asked.pool.submit(work, asked)
-            except RuntimeError:  # the machine has no thread for it
-                if asked.request is None:
-                    self._read_slowly(asked)
-                    continue
-                asked.served = Served(m.Failed(m.Fault.BUSY, "no thread is free"))
-                self._done.append(asked)
-                self._wake()
+                one = unbegun.pop()
+            except IndexError:
+                return
+            work(one)
+
+        try:
+            pool.submit(begin)
+        except RuntimeError:
+            try:
+                unbegun.pop()
+            except IndexError:
+                return True
+            return False
+        return True
+
+    def _say_busy(self, asked: Asked) -> None:
+        asked.served = Served(m.Failed(m.Fault.BUSY, "no thread is free"))
+        self._done.append(asked)
+        self._wake()
 
     def _read_slowly(self, asked: Asked) -> None:
         """In the thread for large messages: reading one holds up whoever waits for the interpreter, and so they are
@@ -449,6 +489,9 @@ class LocalDoor:
             _read(asked)
         except ValueError as error:
             asked.served = Served(m.Failed(m.Fault.MALFORMED, str(error)))
+        except Exception:  # all others wait for the next one
+            _log.exception("a message could not be read")
+            asked.served = Served(m.Failed(m.Fault.MALFORMED, "a fault of the sidecar; it is in its log"))
         self._done.append(asked)
         self._wake()
 
@@ -472,18 +515,19 @@ class LocalDoor:
             connection = asked.connection
             connection.in_flight -= 1
             connection.in_flight_bytes -= asked.length
-            if asked.is_long:
+            if connection.large is asked:
+                connection.large = self._large_now = None
+            elif asked.is_long:
                 connection.long_running -= 1
             else:
                 connection.running -= 1
             self._deliver_one(asked)
+            self._begin_large()
             self._begin(connection)
             self._watch(connection)
 
     def _deliver_one(self, asked: Asked) -> None:
         connection, request, served = asked.connection, asked.request, asked.served
-        if connection.large is asked:
-            connection.large = None
         if served is None:  # it was only read
             if not connection.closed:
                 self._take(asked)
@@ -543,6 +587,8 @@ class LocalDoor:
             self._selector.unregister(connection.socket)
         connection.discard()
         self._connections.discard(connection)
+        if connection.large in self._large:
+            self._large.remove(connection.large)
         if connection.refusal is not None:
             self._turned_away.remove(connection)
         if not isinstance(connection.caller, Caller):

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from kvstore.node import SystemClock
 from kvstore.service import messages as m
 from kvstore.service.connections import DoorLimits
 from kvstore.service.local_door import LARGE_BYTES, TURNED_AWAY
+from kvstore.service.sessions import Caller
 from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, number_of
 from tiering.extents import MappedExtent
@@ -454,6 +456,89 @@ def test_a_large_message_is_answered_as_a_small_one_is(sidecar: Sidecar) -> None
         "lease": 1,
         "reserve": 1,
     }
+    peer.close()
+    wait_until(lambda: is_at_rest(sidecar))
+
+
+def said_hello(sidecar: Sidecar) -> Peer:
+    peer = Peer(str(sidecar.path))
+    assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
+    return peer
+
+
+def opened(peer: Peer) -> int:
+    granted = peer.ask(m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192]))
+    assert isinstance(granted, m.Granted)
+    return granted.grant.number
+
+
+def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sidecar) -> None:
+    """They are read one at a time, those of whoever asked for least first; of who is gone, none."""
+    served: list[str] = []
+    release_request = sidecar.sessions.release_request
+
+    def watched(caller: Caller, request: str) -> None:
+        served.append(request[0])
+        release_request(caller, request)
+
+    sidecar.sessions.release_request = watched  # type: ignore[method-assign]
+    first, *flooders, other = [said_hello(sidecar) for _ in range(8)]
+    absent = [at.to_bytes(KEY_BYTES, "big") for at in range(LARGE // KEY_BYTES)]
+    match = m.Match(opened(first), absent)
+    with sidecar.core._lock:  # which the first one waits for, and all behind it
+        first.socket.sendall(m.pack(m.Request(2, match)))
+        wait_until(lambda: sidecar.door.usage().served.get("match") == 1)
+        for at, flooder in enumerate(flooders):
+            flooder.socket.sendall(m.pack(m.Request(2, m.ReleaseRequest(str(at) * (m.MAX_BODY_BYTES - 100)))))
+        wait_until(lambda: len(sidecar.door._large) == len(flooders))
+        other.socket.sendall(m.pack(m.Request(2, m.ReleaseRequest("x" * LARGE))))
+        wait_until(lambda: len(sidecar.door._large) == len(flooders) + 1)
+        flooders[0].close()
+        wait_until(lambda: len(sidecar.door._large) == len(flooders))
+    for peer in (first, *flooders[1:], other):
+        assert peer.reply() is not None
+    assert served[0] == "x" and sorted(served) == ["1", "2", "3", "4", "5", "x"]
+    for peer in (first, *flooders, other):
+        peer.close()
+    wait_until(lambda: is_at_rest(sidecar))
+
+
+def test_a_large_message_does_not_wait_for_slow_ones_of_its_connection(sidecar: Sidecar) -> None:
+    peer = said_hello(sidecar)
+    number = opened(peer)
+    slow = [m.Reserve(number, [at.to_bytes(KEY_BYTES, "big")], 0) for at in range(DoorLimits().running + 1)]
+    with sidecar.core._lock:  # which the slow ones wait for
+        for at, verb in enumerate(slow, 3):
+            peer.socket.sendall(m.pack(m.Request(at, verb)))
+        assert isinstance(peer.ask(m.ReleaseRequest("x" * LARGE), 2), m.Done)
+    numbers = {reply.number for reply in (peer.reply() for _ in slow) if reply is not None}
+    assert numbers == set(range(3, 3 + len(slow)))
+    peer.close()
+    wait_until(lambda: is_at_rest(sidecar))
+
+
+def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None:
+    """A pool keeps it for its other threads, and it must not be done by one of them after that answer."""
+    peer = said_hello(sidecar)
+    number = opened(peer)
+    verbs = [m.Reserve(number, [at.to_bytes(KEY_BYTES, "big")], 0) for at in range(2)]
+    before = threading.stack_size()
+    with sidecar.core._lock:
+        peer.socket.sendall(m.pack(m.Request(2, verbs[0])))
+        wait_until(lambda: sidecar.door.usage().served.get("reserve") == 1)
+        threading.stack_size(1 << 46)  # the machine has no thread of that size
+        try:
+            answer = peer.ask(verbs[1], 3)
+        finally:
+            threading.stack_size(before)
+    assert answer == m.Failed(m.Fault.BUSY, "no thread is free")
+    reply = peer.reply()
+    assert reply is not None and reply.number == 2 and isinstance(reply.answer, m.Reserved)
+    wait_until(lambda: sidecar.door._pool._work_queue.empty())
+    peer.ask(m.ReleaseRequest(""), 4)
+    assert sidecar.store.usage().reservations == 1
+    (connection,) = sidecar.door._connections
+    assert (connection.in_flight, connection.in_flight_bytes, connection.running) == (0, 0, 0)
     peer.close()
     wait_until(lambda: is_at_rest(sidecar))
 
