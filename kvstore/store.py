@@ -526,6 +526,7 @@ class Store:
         with self._lock:
             record = self._reservations.get(reservation) if not self._closed else None
             if record is not None and not record.cancelled:
+                self._touch_published(record)
                 self._cancel(record)
 
     def spans(self, places: Sequence[int]) -> list[FrameSpan]:

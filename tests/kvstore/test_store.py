@@ -104,6 +104,23 @@ def test_blocks_become_visible_one_after_the_other() -> None:
     a.store.check()
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_is_readable_of_a_put_that_was_given_up_is_evicted_as_a_chain(is_cancelled: bool) -> None:
+    """From its end, before what was stored later: an ancestor stands nearer to the recent end than its descendants."""
+    a = bench()
+    ns = a.namespace()
+    for start in (0, 1000):
+        reply = reserve(a, ns, 4, start)
+        for first in range(3):
+            assert commit(a, reply, count=1, first=first) == first + 1
+        if is_cancelled:
+            a.store.cancel(reply.reservation)
+        a.store.abort(reply.reservation)
+    assert a.store.evict(3) == 3
+    assert (ns.match(ids(192)).blocks, ns.match(ids(192, 1000)).blocks) == (0, 3)
+    a.store.check()
+
+
 def test_a_block_is_visible_when_its_whole_family_is_committed() -> None:
     a = bench()
     ns = a.namespace(small_layout(layer_shards=2, head_dim=16))
