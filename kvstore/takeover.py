@@ -96,25 +96,29 @@ class Takeover:
     # What is there -------------------------------------------------------------------------------------------------
 
     def _found(self, tenants: Mapping[bytes, TenantKeys]) -> Iterator[tuple[Space, list[_Family]]]:
-        groups: dict[tuple[bytes, bytes], list[int]] = {}
-        for number in self._extents:
-            slot_class = self._blocks.dram.class_of(number)
-            groups.setdefault((slot_class.tenant, slot_class.namespace), []).append(number)
+        dram = self._blocks.dram
+        groups: dict[tuple[bytes, bytes], list[tuple[int, SlotClass]]] = {}
+        abouts: dict[tuple[bytes, bytes], bytes] = {}
+        with self._lock:
+            gone = set(dram.gone(self._extents))  # those without a frame, meanwhile
+            for number in [one for one in self._extents if one not in gone]:
+                slot_class = dram.class_of(number)
+                name = slot_class.tenant, slot_class.namespace
+                groups.setdefault(name, []).append((number, slot_class))
+                abouts[name] = dram.about(number)
         for (tenant, namespace), extents in groups.items():
             with self._lock:
-                about = self._blocks.dram.about(extents[0])
-                space = space_of(self._blocks, tenants.get(tenant), namespace, about)
+                space = space_of(self._blocks, tenants.get(tenant), namespace, abouts[tenant, namespace])
             families: dict[tuple[bytes, int], _Family] = {}
-            for number in extents:
-                self._read(number, families)
+            for number, slot_class in extents:
+                self._read(number, slot_class, families)
             if space is None:  # its keys are gone
                 self._give_up(frame.place for family in families.values() for frame in family.frames.values())
                 continue
             yield space, list(families.values())
 
-    def _read(self, number: int, families: dict[tuple[bytes, int], _Family]) -> None:
+    def _read(self, number: int, slot_class: SlotClass, families: dict[tuple[bytes, int], _Family]) -> None:
         """Sort an extent's frames; those that are not what the ledger says are given up."""
-        slot_class = self._blocks.dram.class_of(number)
         useless = []
         for place, generation, raw in self._blocks.dram.found_in(number):
             header = self._header(raw, generation, slot_class)

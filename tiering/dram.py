@@ -44,6 +44,7 @@ class DramTier:
         self._keeper = keeper
         self._guarded: list[int] = []  # taken over, and mapped by clients of an earlier process
         self._guard = 0
+        self._left: dict[int, bytes] = {}  # by extent that was taken over, the states of its slots then
         self._ledger: SlotLedger[DramExtent] = SlotLedger()
         self._extents = self._ledger.pieces
         self._next_number = first_number
@@ -202,17 +203,20 @@ class DramTier:
         extent = DramExtent(self._next_number, ledger.slot_class, memory)
         self._next_number += 1
         extent.ledger = ledger
-        extent.slots.load(bytes([_RESIDENT if generation else _FREE for generation in ledger.generations]))
+        states = bytes([_RESIDENT if generation else _FREE for generation in ledger.generations])
+        self._left[extent.number] = states
+        extent.slots.load(states)
         return extent
 
     def found_in(self, number: int) -> Iterator[tuple[int, int, bytes]]:
-        """Place, generation by the ledger, and header of every frame of an extent that was taken over."""
-        extent = self._extents[number]
-        assert extent.ledger is not None
-        for slot, generation in enumerate(extent.ledger.generations.tolist()):
-            if generation:
+        """Place, generation by the ledger, and header of every frame that an extent had when it was taken over, once:
+        its free slots are in use since. One that had none may be gone."""
+        for slot, state in enumerate(self._left.pop(number, b"")):
+            if state == _RESIDENT:
+                extent = self._extents[number]
+                assert extent.ledger is not None
                 view = extent.memory.frame(slot, extent.frame_bytes).view
-                yield place_of(number, slot), generation, bytes(view[:HEADER_BYTES])
+                yield place_of(number, slot), extent.ledger.generations[slot], bytes(view[:HEADER_BYTES])
 
     def newest_generation(self) -> int:
         """The highest that a frame has which was taken over, or 0."""
@@ -259,6 +263,7 @@ class DramTier:
     def retire(self, number: int) -> None:
         """Give back an extent that holds nothing readable; its memory goes with the last mapping."""
         extent = self._ledger.remove(number)
+        self._left.pop(number, None)
         self._pool.destroy(extent.memory)
         if extent.ledger is not None:
             extent.ledger.close()

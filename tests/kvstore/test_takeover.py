@@ -18,6 +18,7 @@ from kvstore.miss import MissReason
 from kvstore.node import build_store
 from tiering.extents import MappedExtent
 from tiering.keeping import NAME_BYTES, Kept
+from tiering.tier import SLOT_BITS
 from workbench import Bench, FakeClock, blank_pages, ids, random_pages, same_tokens, small_layout
 
 LAYOUT = small_layout()
@@ -63,6 +64,18 @@ def holder() -> Iterator[Holder]:
 
 def begun(holder: Holder, run: int, ring: KeyRing | None = None, **options: Any) -> Bench:
     """A process's store, after whatever holder has; what came before it is not asked any more."""
+    made = opened(holder, run, ring, **options)
+    take_over(made)
+    return made
+
+
+def take_over(made: Bench) -> None:
+    made.store.start_loading({made.keys.tenant: made.keys})
+    assert made.store.warmed(10)
+
+
+def opened(holder: Holder, run: int, ring: KeyRing | None = None, **options: Any) -> Bench:
+    """The same before anything was taken over."""
     clock, ring = FakeClock(), ring or KeyRing()
     dram = DramConfig(options.get("dram", 1 << 20), options.get("extent", 64 << 10))
     store = build_store(
@@ -70,8 +83,6 @@ def begun(holder: Holder, run: int, ring: KeyRing | None = None, **options: Any)
     )
     made = Bench(store, clock, ring)
     ring.add(made.keys)
-    store.start_loading({made.keys.tenant: made.keys})
-    assert store.warmed(10)
     return made
 
 
@@ -122,6 +133,42 @@ def test_what_was_being_filled_is_not(tmp_path: Any) -> None:
         with handle.lease(handle.match(ids(64 * BLOCKS, 20_000)), deadline_ms=1000) as lease:
             assert lease.blocks == 0 and lease.reason is MissReason.CORRUPT
         assert readable(handle, 1) == BLOCKS
+        after.store.check()
+
+
+def test_what_is_stored_before_anything_is_taken_over_stays() -> None:
+    """Also where it went into slots of the memory that is taken over."""
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        assert stored(before.namespace(), 1) == BLOCKS
+        after = opened(keeper, 2)
+        handle = after.namespace()
+        assert stored(handle, 2, 3) == 3
+        with handle.lease(handle.match(ids(64 * 3, 20_000))) as lease:
+            taken_over = after.store._blocks.dram._extents.keys() & {
+                place >> SLOT_BITS for place in lease.reply.places[0]
+            }
+            assert len(taken_over) == 1 and len(after.store._blocks.dram._extents) == 2
+            take_over(after)
+            after.store.check()
+            assert stored(handle, 3) == BLOCKS, "which would be in the same slots"
+            blank = blank_pages(LAYOUT, BLOCKS)
+            assert handle.get(lease, blank).tokens == 64 * 3
+            assert same_tokens(random_pages(LAYOUT, BLOCKS, seed=2), blank, range(64 * 3))
+        assert [readable(handle, number) for number in (1, 2, 3)] == [BLOCKS, 3, BLOCKS]
+        after.store.check()
+
+
+def test_memory_without_a_block_may_go_before_anything_is_taken_over() -> None:
+    with holder() as keeper:
+        before = begun(keeper, 1, dram=128 << 10)
+        empty, full = before.namespace(), before.namespace(model="1" * 40)
+        assert stored(empty, 1, 1) == stored(full, 2, 1) == 1
+        assert before.store.evict(1) == 1 and len(keeper.kept) == 2
+        after = opened(keeper, 2, dram=128 << 10)
+        assert stored(after.namespace(model="2" * 40), 3, 1) == 1, "it has the extent that is empty"
+        take_over(after)
+        assert readable(after.namespace(model="1" * 40), 2) == 1
         after.store.check()
 
 
