@@ -233,7 +233,7 @@ class RemoteDoor:
             verb = m.Reserve(self._number(run, number), list(keys), int(first_block), int(priority), ttl)
             reply = run.ask(verb, m.Reserved, self._limits.fill).reply
             if reply.reservation:
-                run.reservations[reply.reservation] = len(reply.blocks)
+                run.reservations[reply.reservation] = reply
                 try:
                     run.walk(run.mapping(reply.places, writable=True), self._limits.fill, self._limits.fill)
                 except BaseException:
@@ -246,15 +246,16 @@ class RemoteDoor:
     def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
         """As `Door.commit`."""
         run = self._run
-        if run is None or reservation not in run.reservations:
+        reply = run.reservations.get(reservation) if run is not None else None
+        if run is None or reply is None:
             return 0
         try:
             verb = m.Commit(reservation, part, first, [list(block) for block in digests])
             visible = run.ask(verb, m.Counted, self._limits.fill).blocks
         except Away:
             return 0
-        if visible == run.reservations.get(reservation):  # it ended with its last block
-            del run.reservations[reservation]
+        if visible == len(reply.blocks):  # it ended with its last block
+            run.reservations.pop(reservation, None)
         return visible
 
     def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
@@ -290,8 +291,13 @@ class RemoteDoor:
     def spans_to_fill(self, places: Sequence[int]) -> list[FrameSpan]:
         """As `Door.spans_to_fill`; see `spans`."""
         run = self._run
-        found = spans(run.writable, places) if run is not None else []
-        if len(found) < len(places):  # reserved on another connection, or the sidecar went on without waiting
+        held = (
+            [column for reply in list(run.reservations.values()) for column in reply.places] if run is not None else []
+        )
+        # Those very lists: what was reserved on another connection may be another put's by now, with the same places.
+        is_held = any(places is column for column in held)
+        found = spans(run.writable, places) if run is not None and is_held else []
+        if len(found) < len(places):  # or the sidecar went on without waiting
             raise StoreClosed("the memory of the reservation is gone")
         return found
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from kvstore.door import LeaseReply
+from kvstore.door import LeaseReply, ReserveReply
 from kvstore.errors import Unreachable
 from kvstore.miss import MissReason
 from kvstore.service import messages as m
@@ -46,7 +46,7 @@ class Run:
         self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
         self.writable: dict[int, tuple[MappedExtent, int]] = {}
-        self.reservations: dict[int, int] = {}  # and how many blocks each has
+        self.reservations: dict[int, ReserveReply] = {}
         self._holding = threading.Lock()
         self._held: dict[int, int] = {}  # by the sidecar's number of a lease: how often it is held here
 

@@ -565,6 +565,27 @@ def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar) -> None:
         assert same_tokens(found, pages, range(64 * blocks))
 
 
+def test_what_was_reserved_on_a_connection_that_broke_is_not_filled(sidecar: Sidecar) -> None:
+    """Its slots may be somebody else's by now, in memory that is mapped here for another put."""
+    with sidecar.client() as store:
+        handle, door = store.namespace(model=MODEL, layout=small_layout()), store._door
+        keys = [number.to_bytes(KEY_BYTES, "big") for number in range(2)]
+        assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1  # in the same memory, which stays
+        before = door.reserve(handle.number, keys[:1], 0, 0, None)
+        assert len(door.spans_to_fill(before.places[0])) == 1
+        assert door._run is not None
+        door._run.wire.close()
+        wait_until(lambda: is_at_rest(sidecar))
+        after = door.reserve(handle.number, keys[1:], 0, 0, None)
+        assert after.places == before.places and len(door.spans_to_fill(after.places[0])) == 1
+        with pytest.raises(StoreClosed):
+            door.spans_to_fill(before.places[0])
+        door.abort(after.reservation)
+        with pytest.raises(StoreClosed):
+            door.spans_to_fill(after.places[0])
+        wait_until(lambda: is_at_rest(sidecar))
+
+
 def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> None:
     """Large ones and small ones are served by different threads."""
     layout, blocks = Layout.gqa(layers=240, kv_heads=1, head_dim=8, dtype="bfloat16"), 24
