@@ -210,7 +210,7 @@ def serve(
         "door": {"socket": socket},
         "http": {"listen": http},
     }
-    settings = read_settings(Path(config).read_text() if config is not None else "", flags)
+    settings = read_settings(Path(config).read_bytes() if config is not None else "", flags)
     if kept_at is None and settings.store.keeper:
         seconds = str(2 * settings.limits.close_seconds)
         sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]

@@ -139,8 +139,8 @@ class Limits:
         for name in ("lease_seconds", "pinned_fraction", "close_seconds"):
             if not isinstance(getattr(self, name), int | float):
                 raise BadInput(f"{name}={getattr(self, name)!r} is not a number")
-        if not self.lease_seconds > 0:
-            raise BadInput(f"lease_seconds={self.lease_seconds}; give more than 0")
+        if not 0 < self.lease_seconds <= MAX_SECONDS:
+            raise BadInput(f"lease_seconds={self.lease_seconds}; give more than 0, at most {MAX_SECONDS}")
         if min(self.leases, self.namespaces, self.room_steps) < 1 or self.forgotten < 0:
             raise BadInput(
                 f"leases={self.leases}, namespaces={self.namespaces}, room_steps={self.room_steps} and "

@@ -23,7 +23,7 @@ from kvstore.service.handlers import Handlers
 from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
-from kvstore.service.settings import AUTO, OFF, Settings
+from kvstore.service.settings import AUTO, OFF, Settings, socket_key
 from tiering.files import disk_room, make_directory, read_text_files
 
 RUN_BYTES = 16
@@ -57,16 +57,17 @@ class Daemon:
         self.sockets: list[str] = []
         try:
             for name, one in settings.sockets().items():
-                where, renew = one.socket, partial(store.tenant_keys, name)
+                key, where, renew = socket_key(name), one.socket, partial(store.tenant_keys, name)
                 self.door.listen(Path(where), renew(), settings.door.mode_bits, one.users, renew)
                 self.sockets.append(where)
-            where = settings.admin_socket
+            key, where = "admin.socket", settings.admin_socket
             admin = Admin(store, sessions, counting, self.door, run, lambda: self.readiness().value)
             self.door.listen_admin(Path(where), admin)
         except OSError as error:
             self.door.close(0)
             raise BadInput(
-                f"socket={where} cannot be used: {error.strerror}; give another path, or end who listens there"
+                f"{key}={where} cannot be used: {error.strerror}; give a path in a directory that is there and can be "
+                "written to, where nobody listens"
             ) from None
 
     def start(self) -> None:

@@ -54,7 +54,9 @@ class Health:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family)
         except OSError as error:
-            raise BadInput(f"{host}:{port} cannot be listened on: {error.strerror}; give another --http") from None
+            raise BadInput(
+                f"{host}:{port} cannot be listened on: {error.strerror}; give another http.listen (--http)"
+            ) from None
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="kv-http", daemon=True)
 

@@ -1,4 +1,4 @@
-"""What an operator may set: one TOML file, and the flags of `kvstore serve` above it (floor 2).
+"""What an operator may set: one TOML file, and the flags of `kvstore serve`, which override it (floor 2).
 
     [store]    data dram nvme extent slab scrub          [limits]  see `kvstore.config.Limits`
                prefault keeper
@@ -13,13 +13,14 @@ given and what is allowed. The environment sets nothing.
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvstore.config import Limits
+from kvstore.config import MAX_SECONDS, Limits, parse_rate, parse_size
 from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
 from kvstore.service.connections import DoorLimits
@@ -31,6 +32,10 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
 _MAX_SOCKET_BYTES = 107
 """What the kernel takes for a socket's path (unix(7))."""
+MAX_SWEEP_SECONDS = 10.0
+"""Memory of those who are gone comes back no sooner than it is looked for."""
+MAX_USER = (1 << 32) - 2
+"""The highest user id; the one above it means none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,8 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class DoorSettings:
-    """socket: of the default tenant; beside the data if not given. mode: of every socket, in octal. users: who may
-    connect, by user id; whoever can open the socket if not given.
+    """socket: of the default tenant; beside the data if not given. mode: of every tenant's socket, in octal. users:
+    who may connect, by user id; whoever can open the socket if not given, and nobody if empty.
     """
 
     socket: str | None = None
@@ -122,8 +127,7 @@ class Settings:
         found = {DEFAULT_TENANT: TenantSettings(default, self.door.users), **self.tenants}
         taken: dict[str, str] = {}
         for name, one in found.items():
-            if len(one.socket.encode()) > _MAX_SOCKET_BYTES:
-                raise BadInput(f"socket={one.socket} is longer than {_MAX_SOCKET_BYTES} bytes; give a shorter path")
+            _check_socket(socket_key(name), one.socket)
             if one.socket in taken:
                 raise BadInput(
                     f"tenants {taken[one.socket]} and {name} have one socket, {one.socket}; the socket says whose "
@@ -131,20 +135,21 @@ class Settings:
                 )
             taken[one.socket] = name
         admin = self.admin_socket
-        if len(admin.encode()) > _MAX_SOCKET_BYTES:
-            raise BadInput(f"admin.socket={admin} is longer than {_MAX_SOCKET_BYTES} bytes; give a shorter path")
+        _check_socket("admin.socket", admin)
         if admin in taken:
             raise BadInput(f"admin.socket={admin} is tenant {taken[admin]}'s socket too; give the operator his own")
         return found
 
 
-def read_settings(text: str, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Settings:
-    """What TOML says, with flags above it. flags: section -> key -> value, None where a flag was not given.
+def read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Settings:
+    """What TOML (in UTF-8) says, with flags above it. flags: section -> key -> value, None where a flag was not given.
 
     Raises `BadInput`.
     """
     try:
-        given = tomllib.loads(text)
+        given = tomllib.loads(text if isinstance(text, str) else text.decode())
+    except UnicodeDecodeError as error:
+        raise BadInput(f"the configuration is not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"the configuration is not TOML: {error}") from None
     for section, values in (flags or {}).items():
@@ -179,11 +184,44 @@ def _check(settings: Settings) -> None:
             raise BadInput(f"log.{key}={value!r}; allowed: {', '.join(allowed)}")
     if settings.http.listen is not None:
         host_and_port(settings.http.listen)
-    limits = settings.door.limits
+    _check_sizes(settings.store)
     for one in fields(DoorLimits):
-        if not getattr(limits, one.name) > 0:
-            raise BadInput(f"door.{one.name}={getattr(limits, one.name)}; give more than 0")
+        value = getattr(settings.door.limits, one.name)
+        most = {"sweep_seconds": MAX_SWEEP_SECONDS, "silence_seconds": MAX_SECONDS}.get(one.name, math.inf)
+        if not 0 < value <= most or value == math.inf:
+            more = "" if most == math.inf else f", at most {most:.0f}"
+            raise BadInput(f"door.{one.name}={value}; give more than 0{more}")
+    if DEFAULT_TENANT in settings.tenants:
+        raise BadInput(f"tenants.{DEFAULT_TENANT} is the tenant of [door]; give door.socket and door.users instead")
+    users = {"door": settings.door.users, **{f"tenants.{name}": one.users for name, one in settings.tenants.items()}}
+    for section, ids in users.items():
+        wrong = [one for one in ids or () if not 0 <= one <= MAX_USER]
+        if wrong:
+            raise BadInput(f"{section}.users={ids!r}: {wrong[0]} is no user id; give numbers from 0 to {MAX_USER}")
     settings.sockets()
+
+
+def _check_sizes(store: StoreSettings) -> None:
+    """What can be told of them without the machine."""
+    for key, words in (("dram", (AUTO,)), ("nvme", (AUTO, OFF)), ("extent", ()), ("slab", ())):
+        value = getattr(store, key)
+        if value is None or value in words:
+            continue
+        try:
+            parse_size(value, f"store.{key}")
+        except BadInput as error:
+            raise BadInput(f"{error}" + "".join(f", or {word}" for word in words)) from None
+    parse_rate(store.scrub, "store.scrub")
+
+
+def _check_socket(key: str, path: str) -> None:
+    if len(path.encode()) > _MAX_SOCKET_BYTES:
+        raise BadInput(f"{key}={path} is longer than {_MAX_SOCKET_BYTES} bytes; give a shorter path")
+
+
+def socket_key(tenant: str) -> str:
+    """The setting that names a tenant's socket."""
+    return "door.socket" if tenant == DEFAULT_TENANT else f"tenants.{tenant}.socket"
 
 
 def default_socket(data: str, name: str) -> str:
@@ -194,8 +232,10 @@ def default_socket(data: str, name: str) -> str:
 def host_and_port(listen: str) -> tuple[str, int]:
     """The two of HOST:PORT. Raises `BadInput`."""
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise BadInput(f"http.listen={listen!r}; give HOST:PORT, e.g. 127.0.0.1:9797")
+    if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
+        raise BadInput(
+            f"http.listen={listen!r}; give HOST:PORT, e.g. 127.0.0.1:9797, with a port up to 65535 (0: any free one)"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -235,7 +275,7 @@ def _checked(kind: type[Any], given: Mapping[str, Any], prefix: str) -> dict[str
 
 def _check_type(value: Any, wanted: str, name: str) -> None:
     kinds: dict[str, tuple[tuple[type, ...], str]] = {
-        "str": ((str,), "text"),
+        "str": ((str,), "text, in quotes and not empty"),
         "int": ((int,), "a whole number"),
         "float": ((int, float), "a number"),
         "list[int]": ((list,), "a list of whole numbers"),
@@ -243,6 +283,8 @@ def _check_type(value: Any, wanted: str, name: str) -> None:
     }
     allowed, described = kinds[wanted.removesuffix(" | None")]
     is_right = isinstance(value, allowed) and isinstance(value, bool) == (bool in allowed)
+    if isinstance(value, str):
+        is_right = is_right and bool(value) and "\0" not in value
     if isinstance(value, list):
         is_right = is_right and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
     if not is_right:

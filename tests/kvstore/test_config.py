@@ -152,6 +152,7 @@ def test_every_accepted_budget_holds_an_extent_of_whole_pages(dram: int, extent:
         ({"lease_seconds": 0}, ("lease_seconds=0", "more than 0")),
         ({"lease_seconds": -1.5}, ("lease_seconds=-1.5",)),
         ({"lease_seconds": math.nan}, ("lease_seconds=nan",)),
+        ({"lease_seconds": math.inf}, ("lease_seconds=inf", "at most 1000000000")),
         ({"pinned_fraction": 0}, ("pinned_fraction=0", "at most 1")),
         ({"pinned_fraction": 1.01}, ("pinned_fraction=1.01",)),
         ({"pinned_fraction": math.nan}, ("pinned_fraction=nan",)),

@@ -1,0 +1,49 @@
+"""The sidecar's configuration: what people may write, and what they are told. `test_serve.py` has the flags."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.errors import BadInput
+from kvstore.service.settings import MAX_USER, read_settings
+from workbench import one_line
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        (b'[store]\ndata = "\xff"\n', ("not UTF-8 at byte 16",)),
+        ("[store]\ndata = ''\n", ("store.data=''", "not empty")),
+        ('[store]\ndata = "a\\u0000b"\n', ("store.data='a\\x00b'", "give text")),
+        ("[store]\ndram = 'AUTO'\n", ("store.dram='AUTO'", "or auto")),
+        ("[store]\nnvme = 'none'\n", ("store.nvme='none'", "or auto", "or off")),
+        ("[store]\nnvme = 'off'\nslab = 'large'\n", ("store.slab='large'",)),
+        ("[store]\nextent = 'auto'\n", ("store.extent='auto'",)),
+        ("[store]\nscrub = 'fast'\n", ("store.scrub='fast'", "or off")),
+        ("[store]\nkeeper = 'yes'\n", ("store.keeper='yes'", "true or false")),
+        ("[door]\nmode = 660\n", ("door.mode=660", "in quotes")),
+        ("[door]\nsocket = ''\n", ("door.socket=''",)),
+        (f"[door]\nsocket = '{'x' * 120}'\n", ("door.socket=xxx", "107 bytes")),
+        (f"[tenants.a]\nsocket = '{'x' * 120}'\n", ("tenants.a.socket=xxx", "107 bytes")),
+        ("[door]\nusers = [1, -1]\n", ("door.users=[1, -1]", "-1 is no user id", str(MAX_USER))),
+        (f"[tenants.a]\nsocket = 's'\nusers = [{1 << 32}]\n", ("tenants.a.users=", "no user id")),
+        ("[tenants.default]\nsocket = 's'\n", ("tenants.default", "door.socket")),
+        ("[door]\nrate = inf\n", ("door.rate=inf", "more than 0")),
+        ("[door]\nsweep_seconds = inf\n", ("door.sweep_seconds=inf", "at most 10")),
+        ("[door]\nsweep_seconds = 11\n", ("door.sweep_seconds=11", "at most 10")),
+        ("[door]\nsilence_seconds = 1e300\n", ("door.silence_seconds=1e+300", "at most")),
+        ("[limits]\nlease_seconds = inf\n", ("limits.lease_seconds=inf", "at most")),
+        ("[http]\nlisten = '127.0.0.1:\u00b2'\n", ("http.listen=", "HOST:PORT")),
+        ("[http]\nlisten = '127.0.0.1:65536'\n", ("http.listen='127.0.0.1:65536'", "65535")),
+        ('[http]\nlisten = "a\\u0000:1"\n', ("http.listen=",)),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_its_full_name(text: str | bytes, fragments: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput) as caught:
+        read_settings(text)
+    assert one_line(caught.value, *fragments)
+
+
+def test_nobody_may_be_let_in() -> None:
+    """What shuts the default tenant's socket where only others are served."""
+    assert read_settings("[door]\nusers = []\n").door.users == []
