@@ -106,7 +106,8 @@ def open(
         from kvstore.codec import codec_named  # imports torch, which is none of a sidecar's business
 
         given = {"dram": dram, "nvme": nvme, "slab": slab, "extent": extent, "tenant": tenant, "limits": limits}
-        usual = {"dram": "1GiB", "tenant": DEFAULT_TENANT}
+        given["scrub"] = scrub
+        usual = {"dram": "1GiB", "tenant": DEFAULT_TENANT, "scrub": DEFAULT_SCRUB}
         for name, value in given.items():
             if value != usual.get(name):
                 raise BadInput(f"{name}={value!r} is the sidecar's to know; give it to kvstore serve, and not to open")

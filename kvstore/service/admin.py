@@ -27,6 +27,7 @@ from kvstore.service.facts import (
     ScrubFacts,
     SessionFacts,
     TierFacts,
+    checked_seconds,
     layout_in_words,
     looked,
     pick,
@@ -41,8 +42,6 @@ from tiering.tier import Usage
 
 MAX_NAMESPACES, MAX_SESSIONS = 4096, 1024
 """In one answer; the others are counted."""
-MAX_SECONDS = 3600.0
-"""That a drop or a purge may take."""
 _STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
 
 
@@ -97,10 +96,10 @@ class Admin:
 
     def _drop(self, verb: m.DropAny) -> int:
         space = chosen_space(self._spaces(), verb.id, verb.tenant)
-        return self._store.core.drop(space.number, _checked(verb.seconds))
+        return self._store.core.drop(space.number, checked_seconds(verb.seconds))
 
     def _purge(self, verb: m.Purge) -> int:
-        keys, blocks = self._store.purge(verb.tenant, _checked(verb.seconds))
+        keys, blocks = self._store.purge(verb.tenant, checked_seconds(verb.seconds))
         self._door.show_out(keys.tenant)
         return blocks
 
@@ -190,12 +189,6 @@ def chosen_space(spaces: Sequence[tuple[str, SpaceUsage]], id: str, tenant: str)
     is_shared = len({one for one in digests if one.startswith(id.lower())}) == 1
     whose = f" of tenant {printable(tenant)!r}" if tenant else ""
     return mine[pick(id, digests, words, whose, "give --tenant" if is_shared else "give more digits")][1]
-
-
-def _checked(seconds: float) -> float:
-    if not 0 <= seconds <= MAX_SECONDS:
-        raise BadInput(f"seconds={seconds:g}; give 0 to {MAX_SECONDS:g}")
-    return seconds
 
 
 def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | None) -> NamespaceFacts:

@@ -14,7 +14,7 @@ from kvstore.handle import NamespaceHandle
 from kvstore.identity import Namespace
 from kvstore.layout import Layout
 from kvstore.pages import Codec
-from kvstore.service.messages import MAX_SESSION_BYTES, MIN_SESSION_BYTES
+from kvstore.service.messages import MAX_SESSION_BYTES, MAX_SOCKET_BYTES, MIN_SESSION_BYTES
 from kvstore.service.remote_door import CallLimits, RemoteDoor
 from kvstore.service.wire import Clock
 
@@ -47,7 +47,7 @@ class SidecarStore:
 
     @property
     def session(self) -> str:
-        """The ticket of this engine's session, as text, for `kvstore.open(session=...)` in its other processes."""
+        """The token of this engine's session, as text, for `kvstore.open(session=...)` in its other processes."""
         return self._door.session.hex()
 
     def release_request(self, request: str) -> None:
@@ -82,13 +82,15 @@ def open_sidecar(
 
     session: the engine's own token as hexadecimal digits, made at random by its first process.
     """
+    if "\0" in path or len(path.encode()) > MAX_SOCKET_BYTES:
+        raise BadInput(f"unix:{path!r} is no socket's path; give one of at most {MAX_SOCKET_BYTES} bytes, without NUL")
     try:
         token = bytes.fromhex(session)
     except (TypeError, ValueError):
         token = b""
     if not MIN_SESSION_BYTES <= len(token) <= MAX_SESSION_BYTES:
         raise BadInput(
-            f"session of type {type(session).__name__} is not a session's ticket; give the `session` of another store "
-            f"of this engine, or {2 * MIN_SESSION_BYTES} to {2 * MAX_SESSION_BYTES} random hexadecimal digits"
+            f"session= is not a session's token; give the `session` of another store of this engine, which is text, or "
+            f" {2 * MIN_SESSION_BYTES} to {2 * MAX_SESSION_BYTES} random hexadecimal digits"
         )
     return SidecarStore(RemoteDoor(path, engine, token, clock, CallLimits()), codecs)

@@ -16,6 +16,8 @@ from kvstore.service.counting import Counts
 
 MAX_TEXT = 128
 ID_DIGITS = 12
+MAX_SECONDS = 3600.0
+"""That a drop or a purge may take."""
 MOST_NAMED = 8
 """Namespaces that a line about a wrong id names."""
 
@@ -193,6 +195,13 @@ def looked(all_counts: list[Counts]) -> Looked:
         granted,
         granted / asked_tokens if asked_tokens else None,
     )
+
+
+def checked_seconds(seconds: float) -> float:
+    """How long a drop or a purge may take. Raises `BadInput`."""
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise BadInput(f"seconds={seconds:g}; give 0 to {MAX_SECONDS:g}")
+    return seconds
 
 
 def layout_in_words(layout: Layout) -> str:

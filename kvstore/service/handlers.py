@@ -99,7 +99,8 @@ class Handlers:
         """Do what is asked. Never raises for what a client can cause."""
         handler = self._verbs.get(type(verb))
         if handler is None:  # hello comes once, and the door sees to it
-            return Served(m.Failed(m.Fault.BAD_INPUT, "a verb of the admin socket; tenants' sockets do not have it"))
+            text = "a verb of the admin socket (DATA/admin.sock); this is a tenant's, so ask there"
+            return Served(m.Failed(m.Fault.BAD_INPUT, text))
         served = self._served(handler, caller, verb)
         assert served is not None
         return served

@@ -26,7 +26,7 @@ OLDEST_VERSION, NEWEST_VERSION = 1, 1
 
 LENGTH_BYTES = 4
 MAX_BODY_BYTES = 1 << 20
-"""Of one message: keys of 30,000 blocks, or the digests of a thousand blocks of 60 layers."""
+"""Of one message: keys of 30,000 blocks, or 57,000 digests (950 blocks of 60 layers)."""
 
 MAX_EXTENTS = 32
 """Descriptors beside one frame; the kernel takes at most 253."""
@@ -34,6 +34,8 @@ MAX_EXTENTS = 32
 MIN_SESSION_BYTES, MAX_SESSION_BYTES = 16, 64
 """Of a session's token."""
 
+MAX_SOCKET_BYTES = 107
+"""Of a socket's path, which the kernel takes (unix(7))."""
 
 MAX_KEYS = 30_000
 MAX_LEASES = 4096

@@ -16,7 +16,7 @@ from kvstore.errors import BadInput, StoreError, Unreachable
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.miss import HitTier, MissReason
 from kvstore.service import messages as m
-from kvstore.service.facts import Facts, pick, printable
+from kvstore.service.facts import Facts, checked_seconds, pick, printable
 from kvstore.service.wire import Clock, TooLate, Wire
 
 A = TypeVar("A")
@@ -39,14 +39,25 @@ def stat(socket: str, clock: Clock) -> Facts:
 
 def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float) -> int:
     """Evict a namespace from every tier; returns how many blocks it had."""
+    checked_seconds(seconds)
+    _check_name("a namespace's id", namespace)
+    _check_name("a tenant's name", tenant)
     with _connection(socket, clock, "give --socket (its admin.socket) or --data") as ask:
         return ask(m.DropAny(namespace, tenant, seconds), m.Counted, seconds + MARGIN_SECONDS).blocks
 
 
 def purge(socket: str, clock: Clock, tenant: str, seconds: float) -> int:
     """Void all blocks of a tenant and retire its key; returns how many blocks it had."""
+    checked_seconds(seconds)
+    _check_name("a tenant's name", tenant)
     with _connection(socket, clock, "give --socket (its admin.socket) or --data") as ask:
         return ask(m.Purge(tenant, seconds), m.Counted, seconds + 3 * MARGIN_SECONDS).blocks
+
+
+def _check_name(what: str, given: str) -> None:
+    """What is longer is no message to a sidecar. Raises `BadInput`."""
+    if len(given) > m.MAX_NAME:
+        raise BadInput(f"{what} of {len(given)} characters; see kvstore namespaces for what there is")
 
 
 # Warming --------------------------------------------------------------------------------------------------------------

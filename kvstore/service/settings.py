@@ -24,14 +24,13 @@ from kvstore.config import MAX_SECONDS, Limits, parse_rate, parse_size
 from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
 from kvstore.service.connections import DoorLimits
+from kvstore.service.messages import MAX_SOCKET_BYTES
 
 T = TypeVar("T")
 AUTO, OFF = "auto", "off"
 TENANT_SOCKET, ADMIN_SOCKET = "kvstore.sock", "admin.sock"
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
-_MAX_SOCKET_BYTES = 107
-"""What the kernel takes for a socket's path (unix(7))."""
 MAX_SWEEP_SECONDS = 10.0
 """Memory of those who are gone comes back no sooner than it is looked for."""
 MAX_USER = (1 << 32) - 2
@@ -215,8 +214,8 @@ def _check_sizes(store: StoreSettings) -> None:
 
 
 def _check_socket(key: str, path: str) -> None:
-    if len(path.encode()) > _MAX_SOCKET_BYTES:
-        raise BadInput(f"{key}={path} is longer than {_MAX_SOCKET_BYTES} bytes; give a shorter path")
+    if len(path.encode()) > MAX_SOCKET_BYTES:
+        raise BadInput(f"{key}={path} is longer than {MAX_SOCKET_BYTES} bytes; give a shorter path")
 
 
 def socket_key(tenant: str) -> str:

@@ -103,7 +103,8 @@ class Wire:
             answer = self.call(hello, seconds).answer
         except (OSError, TooLate) as error:
             self.close()
-            raise Unreachable(f"{path} does not answer ({getattr(error, 'strerror', None) or 'too late'})") from None
+            why = getattr(error, "strerror", None) or str(error) or "too late"
+            raise Unreachable(f"{path} does not answer ({why})") from None
         except BaseException:
             self.close()
             raise

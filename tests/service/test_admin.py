@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
@@ -217,8 +218,17 @@ def test_a_drop_names_its_tenant_where_two_have_the_namespace(sidecar: Sidecar) 
             operate.drop(path, CLOCK, one, "", 20)
         with pytest.raises(BadInput, match=r"no namespace of tenant 'nobody' begins with .*there are none"):
             operate.drop(path, CLOCK, one, "nobody", 20)
-        with pytest.raises(BadInput, match="seconds=-1"):
-            operate.drop(path, CLOCK, one, "default", -1)
+        for seconds in (-1.0, math.nan, 3601.0):
+            with pytest.raises(BadInput, match=r"seconds=.*give 0 to 3600"):
+                operate.drop(path, CLOCK, one, "default", seconds)
+            answer = sidecar.admin.serve(m.DropAny(one, "default", seconds)).answer  # whoever asks it
+            assert isinstance(answer, m.Failed) and "give 0 to 3600" in answer.text
+        with pytest.raises(BadInput, match=r"namespace's id of 129 characters"):
+            operate.drop(path, CLOCK, "a" * 129, "", 20)
+        with pytest.raises(BadInput, match=r"tenant's name of 129 characters"):
+            operate.purge(path, CLOCK, "a" * 129, 20)
+        with pytest.raises(BadInput, match=r"this is a tenant's, so ask there"):
+            operate.stat(str(sidecar.path), CLOCK)
         assert operate.drop(path, CLOCK, one, "default", 20) == 10
         assert mine.match(ids(640)).blocks == 0 and theirs.match(ids(192)).blocks == 3
         assert mine.put(ids(640), random_pages(mine.layout, 10)).stored == 10

@@ -21,10 +21,12 @@ import pytest
 import kvstore
 from kvstore.handle import NamespaceHandle
 from kvstore.miss import MissReason
+from kvstore.node import SystemClock
 from kvstore.pending import Pending
+from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, patient
 from service.test_serve import crash, serving
-from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
 
 LAYOUT = small_layout()
 PAGES = random_pages(LAYOUT, 8)
@@ -326,3 +328,22 @@ def test_a_token_of_another_length_is_refused(tmp_path: Path, length: int) -> No
         store._door._limits = type(store._door._limits)(open=0.1)
         with pytest.raises(kvstore.Unreachable, match="give 16 to 64"):
             store.namespace(model=MODEL, layout=LAYOUT)
+
+
+@pytest.mark.parametrize("path", ["x" * 108, "a\0b"])
+def test_what_is_no_sockets_path_is_refused_when_the_store_is_opened(path: str) -> None:
+    with pytest.raises(kvstore.BadInput) as caught:
+        kvstore.open(f"unix:{path}")
+    assert one_line(caught.value, "no socket's path", "107 bytes")
+
+
+def test_a_socket_whose_path_is_too_long_is_called_so() -> None:
+    with pytest.raises(kvstore.Unreachable) as caught:
+        Wire("x" * 200, "test", b"", SystemClock(), 1.0)
+    assert one_line(caught.value, "path too long")
+
+
+def test_how_fast_a_sidecar_scrubs_is_not_a_clients_to_say() -> None:
+    with pytest.raises(kvstore.BadInput) as caught:
+        kvstore.open("unix:/run/kvstore.sock", scrub="off")
+    assert one_line(caught.value, "scrub='off'", "kvstore serve")
