@@ -77,6 +77,8 @@ class Keeper:
             self._start()
             status = self._attend()
             self._drain()
+            if self._ending and status in (AGAIN, -signal.SIGTERM):
+                return 0  # it had drained to begin again, or had opened nothing yet
             if self._ending or status == 0:
                 return status if status >= 0 else 128 - status
             if status == AGAIN:
@@ -197,7 +199,6 @@ class Keeper:
             self._forget(name)
         elif kind == READY:
             self._is_ready = self._was_ready = True
-            self._kill_at = None
         return bool(message)
 
     def _forget(self, name: bytes) -> None:

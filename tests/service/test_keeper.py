@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,40 @@ def test_an_idle_client_lets_go_of_what_is_gone(tmp_path: Path) -> None:
         until(lambda: not mapped_extents() - others)
         next_line(process)
         until(lambda: got(handle, 1) == TOKENS)
+
+
+CHILD = """
+import signal, socket, sys, time
+wire = socket.socket(fileno=int(sys.argv[-1]))
+{body}
+"""
+IGNORES = "signal.signal(signal.SIGTERM, lambda *_: wire.send(b'r')); print('up', flush=True); time.sleep(600)"
+AGAIN_AT_TERM = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(600)"
+DIES_OF_TERM = "print('up', flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(AGAIN_AT_TERM, 0), (DIES_OF_TERM, 0), (IGNORES, 128 + signal.SIGKILL)],
+    ids=["in an upgrade", "before it had begun", "goes on"],
+)
+def test_a_keeper_that_is_told_to_end_ends(body: str, status: int) -> None:
+    """Also in the middle of another start of the sidecar, and where that says that it is ready and goes on."""
+    command = [sys.executable, "-c", "from kvstore.service import keeper; import sys; keeper.END_SECONDS = 0.5;"]
+    command[-1] += "sys.exit(keeper.Keeper(sys.argv[1:], 0.0, False).run())"
+    child = [sys.executable, "-c", CHILD.format(body=body)]
+    process = subprocess.Popen(
+        [*command, *child], stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)}, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == status
+    finally:
+        process.kill()
+        with suppress(ProcessLookupError):  # its child
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def test_what_clients_of_an_earlier_run_still_map_is_told(tmp_path: Path) -> None:
