@@ -9,7 +9,8 @@ end in order and begin again, as an upgrade wants it, SIGKILL to it ends the sid
 
 A sidecar that ends with a status of its own, before any was ever ready, cannot be started: the keeper ends with that
 status. One that was killed, or crashed, is started again; what it crashes of might be what it finds in memory, so that
-after `FAILURES_WITH_MEMORY` starts in a row that were never ready it begins with none.
+after `FAILURES_WITH_MEMORY` starts in a row that were never ready it begins with none; not where they ended with
+`CANNOT_START`.
 """
 
 from __future__ import annotations

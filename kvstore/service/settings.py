@@ -6,7 +6,7 @@
     [admin]    socket                                    [http]    listen
     [log]      level format
 
-Every key has a default but none has two names. What is wrong is said at the start, with the key's full name, what was
+Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the key's full name, what was
 given and what is allowed. The environment sets nothing.
 """
 
