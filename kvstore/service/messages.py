@@ -162,7 +162,7 @@ class Persist(msgspec.Struct, array_like=True, frozen=True, tag="persist"):
 
 
 class Extents(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
-    """Descriptors of extents that a lease or a reservation of this connection named. writable: to fill slots in."""
+    """Descriptors of extents of the tenant's; others are left out, as if they were gone. writable: to fill slots in."""
 
     numbers: Annotated[list[int], Meta(max_length=MAX_EXTENTS)]
     writable: bool

@@ -80,7 +80,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert "kill mode" in done.stdout + done.stderr, "it would not have noticed"
 
 
-def test_little_is_left_exposed(tmp_path: Path) -> None:
+def test_little_is_left_exposed() -> None:
     command = [_systemd_analyze(), "security", "--offline=true", "--no-pager", "--threshold=20", str(UNIT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if "Unknown" in done.stderr or "unrecognized" in done.stderr:

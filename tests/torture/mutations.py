@@ -237,10 +237,6 @@ def _noise(random: Random, body: bytes) -> bytes:
     return random.randbytes(random.choice([0, 1, 7, 64, 4000]))
 
 
-def _same(random: Random, body: bytes) -> bytes:
-    return body
-
-
 # Frames ---------------------------------------------------------------------------------------------------------------
 
 
