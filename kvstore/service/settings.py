@@ -6,8 +6,8 @@
     [admin]    socket                                    [http]    listen
     [log]      level format
 
-Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the key's full name, what was
-given and what is allowed. The environment sets nothing.
+Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
+key's full name, what was given and what is allowed. The environment sets nothing.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def _checked(kind: type[Any], given: Mapping[str, Any], prefix: str) -> dict[str
 
 def _check_type(value: Any, wanted: str, name: str) -> None:
     kinds: dict[str, tuple[tuple[type, ...], str]] = {
-        "str": ((str,), "text, in quotes and not empty"),
+        "str": ((str,), "text in quotes, not empty and without NUL"),
         "int": ((int,), "a whole number"),
         "float": ((int, float), "a number"),
         "list[int]": ((list,), "a list of whole numbers"),
