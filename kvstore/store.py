@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from numbers import Integral
@@ -537,14 +537,21 @@ class Store:
 
     # Other processes -----------------------------------------------------------------------------------------------
 
-    def share(self, extent: int, tenant: bytes, holder: int, *, writable: bool) -> SharedExtent:
-        """Open an extent for another process. Raises `BlockMissing` where it is gone, or is another tenant's."""
+    def share(self, extent: int, tenant: bytes, holder: int, fills: Collection[int] | None = None) -> SharedExtent:
+        """Open an extent for another process, to read, or to write if `fills` is given: namespaces that it stores into.
+
+        Raises `BlockMissing` where it is gone, is another tenant's, or to be written and none of theirs.
+        """
         with self._lock:
             self._check_open()
             dram = self._blocks.dram
             if dram.gone([extent]) or dram.class_of(extent).tenant != tenant:
                 raise BlockMissing("no extent of that number")
-            descriptor = dram.share(extent, holder, writable=writable)
+            spaces = self._blocks.spaces
+            namespaces = {spaces[number].classes[0].namespace for number in fills or ()}
+            if fills is not None and dram.class_of(extent).namespace not in namespaces:
+                raise BlockMissing("no extent of a namespace that is being stored into")
+            descriptor = dram.share(extent, holder, writable=fills is not None)
             return SharedExtent(descriptor, dram.extent_bytes, dram.class_of(extent).frame_bytes)
 
     def is_shared(self, extents: Iterable[int], holder: int) -> bool:

@@ -42,8 +42,10 @@ class Daemon:
         clock: Clock,
         first_number: int,
         new_token: Callable[[int], bytes],
+        failed: Callable[[], None],
     ) -> None:
-        """first_number: of a connection, above those of every earlier run. new_token: random bytes, that many.
+        """first_number: of a connection, above those of every earlier run. new_token: random bytes, that many. failed:
+        called where nobody is served any more, by a fault of its own.
 
         Raises `BadInput` where a socket cannot be had.
         """
@@ -53,7 +55,7 @@ class Daemon:
         sessions = Sessions(store.core, first_number, new_token)
         run, counting = new_token(RUN_BYTES), Counting(clock)
         handlers = Handlers(store.core, sessions, run, counting)
-        self.door = LocalDoor(handlers, sessions, clock, settings.door.limits)
+        self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed)
         self.sockets: list[str] = []
         try:
             for name, one in settings.sockets().items():

@@ -261,14 +261,13 @@ class Handlers:
 
     def _extents(self, caller: Caller, verb: m.Extents) -> Served:
         extents, descriptors = [], []
+        fills = {one.namespace for one in list(caller.reservations.values())} if verb.writable else None
         try:
             for number in dict.fromkeys(verb.numbers):
                 was_shared = number in caller.extents
                 caller.extents.add(number)  # before it is shared: from then on a mapping may be somewhere
                 try:
-                    shared = self._store.share(
-                        number, caller.session.tenant.tenant, caller.number, writable=verb.writable
-                    )
+                    shared = self._store.share(number, caller.session.tenant.tenant, caller.number, fills)
                 except BlockMissing:
                     if not was_shared:
                         caller.extents.discard(number)
@@ -276,7 +275,8 @@ class Handlers:
                 extents.append(m.Extent(number, shared.size_bytes, shared.frame_bytes))
                 descriptors.append(shared.descriptor)
         except BaseException:
-            _close_all(descriptors)
+            for one in descriptors:
+                os.close(one)
             raise
         return Served(m.ExtentsReply(extents), descriptors)
 
@@ -323,8 +323,3 @@ def _check_asked(caller: Caller, namespace: int, keys: Sequence[bytes]) -> tuple
     if len(set(keys)) != len(keys):
         raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")
     return slices
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -81,11 +81,20 @@ class DoorUsage:
 class LocalDoor:
     """Serves until it is closed. `listen` first, then `start`."""
 
-    def __init__(self, handlers: Handlers, sessions: Sessions, clock: Clock, limits: DoorLimits) -> None:
+    def __init__(
+        self,
+        handlers: Handlers,
+        sessions: Sessions,
+        clock: Clock,
+        limits: DoorLimits,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """failed: called where a fault of its own ends it, after that was logged."""
         self._handlers = handlers
         self._sessions = sessions
         self._clock = clock
         self._limits = limits
+        self._failed = failed
         self._selector = selectors.DefaultSelector()
         self._listeners: list[Listener] = []
         self._connections: set[Connection] = set()
@@ -184,6 +193,13 @@ class LocalDoor:
     # The loop ------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        try:
+            self._take_turns()
+        except Exception:
+            _log.exception("the door has failed")
+            self._failed()
+
+    def _take_turns(self) -> None:
         ready: dict[Connection, None] = {}  # with a whole message, in the order in which they had one
         is_busy = False  # somebody's message was taken in the last turn, and he has more
         looked_at = self._clock.monotonic_seconds()
@@ -374,7 +390,7 @@ class LocalDoor:
     def _refuse(self, connection: Connection, text: str) -> None:
         """Whoever sends what is no message."""
         self.malformed_messages += 1
-        self._answer(connection, 0, Served(m.Failed(m.Fault.MALFORMED, text)))
+        self._answer(connection, m.NO_NUMBER, Served(m.Failed(m.Fault.MALFORMED, text)))
         connection.ending = True
 
     def _is_slow(self, connection: Connection, verb: m.Verb) -> bool:

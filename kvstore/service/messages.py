@@ -28,6 +28,9 @@ LENGTH_BYTES = 4
 MAX_BODY_BYTES = 1 << 20
 """Of one message: keys of 30,000 blocks, or 57,000 digests (950 blocks of 60 layers)."""
 
+NO_NUMBER = 0
+"""Of an answer to what was no request: the connection ends with it."""
+
 MAX_EXTENTS = 32
 """Descriptors beside one frame; the kernel takes at most 253."""
 

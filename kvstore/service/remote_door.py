@@ -119,7 +119,7 @@ class RemoteDoor:
         payloads = tuple(payload_bytes)
         try:
             run = self._running(waits=True)
-            grant = self._open(run, namespace, payloads)
+            grant = self._open(run, namespace, payloads, self._limits.connect)
         except Away as away:
             raise Unreachable(f"{away.detail}; start the sidecar (kvstore serve), or check the path") from None
         if grant.payload_bytes != payloads:
@@ -138,7 +138,9 @@ class RemoteDoor:
         """As `Door.match`; a sidecar that does not answer has nothing."""
         try:
             run = self._running()
-            return run.ask(m.Match(self._number(run, number), list(keys)), m.Matched, self._limits.match).reply
+            return run.ask(
+                m.Match(self._number(run, number, self._limits.match), list(keys)), m.Matched, self._limits.match
+            ).reply
         except Away as away:
             return MatchReply(0, reason=away.reason, detail=away.detail)
 
@@ -146,7 +148,7 @@ class RemoteDoor:
         """As `Door.present`."""
         try:
             run = self._running()
-            verb = m.Match(self._number(run, number), list(keys), counts=False)
+            verb = m.Match(self._number(run, number, self._limits.match), list(keys), counts=False)
             return run.ask(verb, m.Matched, self._limits.match).reply.blocks
         except Away:
             return 0
@@ -158,8 +160,10 @@ class RemoteDoor:
         try:
             run = self._running()
             wait_ms = min(float(deadline_ms), MAX_DEADLINE_MS)
-            verb = m.Lease(self._number(run, number), list(keys), int(first_block), wait_ms, request)
-            return run.walk(self._leasing(run, verb), wait_ms / 1000 + self._limits.lease, self._limits.fill)
+            seconds = wait_ms / 1000 + self._limits.lease
+            known = self._number(run, number, seconds)
+            verb = m.Lease(known, list(keys), int(first_block), wait_ms, request)
+            return run.walk(self._leasing(run, verb), seconds, self._limits.fill)
         except Away as away:
             return _no_lease(first_block, away.reason, away.detail)
 
@@ -230,7 +234,9 @@ class RemoteDoor:
         try:
             run = self._running()
             ttl = float(ttl_seconds) if ttl_seconds is not None else None
-            verb = m.Reserve(self._number(run, number), list(keys), int(first_block), int(priority), ttl)
+            verb = m.Reserve(
+                self._number(run, number, self._limits.fill), list(keys), int(first_block), int(priority), ttl
+            )
             reply = run.ask(verb, m.Reserved, self._limits.fill).reply
             if reply.reservation:
                 run.reservations[reply.reservation] = reply
@@ -268,7 +274,7 @@ class RemoteDoor:
         """As `Door.persist`."""
         try:
             run = self._running()
-            verb = m.Persist(self._number(run, number), list(keys), seconds)
+            verb = m.Persist(self._number(run, number, self._limits.fill), list(keys), seconds)
             answer = run.ask(verb, m.Persisted, seconds + self._limits.fill)
             return answer.blocks, answer.reason
         except Away as away:
@@ -307,7 +313,7 @@ class RemoteDoor:
         """Forget every block of a namespace. Raises `Unreachable`, also where that was not over in time."""
         try:
             run = self._running()
-            verb = m.Drop(self._number(run, number), self._limits.drop)
+            verb = m.Drop(self._number(run, number, self._limits.connect), self._limits.drop)
             return run.ask(verb, m.Counted, self._limits.drop + self._limits.fill).blocks
         except Away as away:
             raise Unreachable(f"{self._path}: {away.detail}") from None
@@ -427,14 +433,17 @@ class RemoteDoor:
         finally:
             self._lock.release()
 
-    def _number(self, run: Run, number: int) -> int:
-        """The sidecar's number of a namespace, which is opened first on a new connection. Raises `Away`."""
+    def _number(self, run: Run, number: int, seconds: float) -> int:
+        """The sidecar's number of a namespace, which is opened first on a new connection, in that time at most.
+
+        Raises `Away`.
+        """
         known = run.namespaces.get(number)
         if known is not None:
             return known
         opened = self._opened[number]
         try:
-            grant = self._open(run, opened.namespace, opened.payload_bytes)
+            grant = self._open(run, opened.namespace, opened.payload_bytes, min(seconds, self._limits.connect))
         except BadInput as error:
             raise Away(MissReason.UNSUPPORTED, str(error)) from None
         same = (grant.identity_key, grant.stamps, grant.payload_bytes)
@@ -443,9 +452,9 @@ class RemoteDoor:
         run.namespaces[number] = grant.number
         return grant.number
 
-    def _open(self, run: Run, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+    def _open(self, run: Run, namespace: Namespace, payload_bytes: Sequence[int], seconds: float) -> Grant:
         verb = m.OpenNamespace(namespace.pack(), list(payload_bytes))
-        answered = run.answer(verb, self._limits.connect)
+        answered = run.answer(verb, seconds)
         if isinstance(answered.answer, m.Failed) and answered.answer.fault is m.Fault.BAD_INPUT:
             raise BadInput(answered.answer.text)
         return taken(answered, m.Granted).grant
@@ -502,7 +511,7 @@ class RemoteDoor:
             for number in range(len(self._opened) if run is not None else 0):
                 assert run is not None
                 try:
-                    self._number(run, number)
+                    self._number(run, number, self._limits.connect)
                 except Away as away:
                     if away.reason not in (MissReason.UNSUPPORTED, MissReason.KEY_MISMATCH):
                         raise

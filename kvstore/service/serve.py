@@ -24,6 +24,8 @@ from tiering.nvme import IndexMaker
 ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 SWITCH_SECONDS = 0.0001
 """For which a thread keeps the interpreter while others want it; the door must not wait long for it."""
+FAILED = 70
+"""The status of a sidecar that ends by a fault of its own (EX_SOFTWARE of sysexits.h)."""
 
 PROBE_BYTES = 4096
 
@@ -70,7 +72,7 @@ def serve(settings: Settings, outside: Outside, started: Callable[[list[str], in
     sys.setswitchinterval(SWITCH_SECONDS)
     _try_shared_memory()
     with _open(settings, outside) as store:
-        daemon = Daemon(store, settings, outside.clock, outside.first_number, outside.new_token)
+        daemon = Daemon(store, settings, outside.clock, outside.first_number, outside.new_token, _end_at_once)
         keeper = outside.keeper
         health = None
         try:
@@ -89,6 +91,11 @@ def serve(settings: Settings, outside: Outside, started: Callable[[list[str], in
             daemon.door.close(settings.limits.close_seconds)
             if health is not None:
                 health.close(1.0)
+
+
+def _end_at_once() -> None:
+    """A sidecar that serves nobody is of no use, and a keeper starts another one on the same memory."""
+    os._exit(FAILED)
 
 
 class _Signals:

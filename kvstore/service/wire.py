@@ -382,6 +382,8 @@ class Wire:
             if reply.number in self._asked:
                 self._asked[reply.number] = Answered(answer, descriptors)
                 return
+        if reply.number == m.NO_NUMBER and isinstance(answer, m.Failed):  # and it hangs up
+            raise ConnectionRefusedError(answer.text)
         self._undo(answer, descriptors)
 
     def _undo(self, answer: m.Answer, descriptors: list[int]) -> None:
@@ -407,7 +409,8 @@ class Wire:
 
     def _break(self, error: Exception) -> None:
         self._hang_up()
-        raise Unreachable(f"the connection broke ({type(error).__name__})") from None
+        why = f"the sidecar ended it: {error}" if isinstance(error, ConnectionRefusedError) else type(error).__name__
+        raise Unreachable(f"the connection broke ({why})") from None
 
 
 def drained(queue: deque[T]) -> Iterator[T]:

@@ -543,6 +543,49 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
     wait_until(lambda: is_at_rest(sidecar))
 
 
+def test_memory_is_writable_for_whoever_stores_into_its_namespace(sidecar: Sidecar) -> None:
+    """And for nobody else of its tenant; all of them may read it."""
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(64), random_pages(handle.layout, 1))
+        (extent,) = sidecar.core._blocks.dram.all_extents(sidecar.core._blocks.spaces[0].classes[0])
+    peer = Peer(str(sidecar.path))
+
+    def is_handed_over(*, writable: bool) -> bool:
+        answer = peer.ask(m.Extents([extent.number], writable))
+        assert isinstance(answer, m.ExtentsReply)
+        return bool(answer.extents)
+
+    assert isinstance(peer.ask(m.Hello(1, 1, "test")), m.Welcome)
+    assert is_handed_over(writable=False) and not is_handed_over(writable=True)
+    for model in ("another", MODEL):
+        granted = peer.ask(m.OpenNamespace(Namespace(model, small_layout(), "raw").pack(), [8192]))
+        assert isinstance(granted, m.Granted)
+        reserved = peer.ask(m.Reserve(granted.grant.number, [bytes([1] * KEY_BYTES)], 0))
+        assert isinstance(reserved, m.Reserved) and reserved.reply.reservation
+        assert is_handed_over(writable=True) is (model == MODEL)
+        peer.ask(m.Abort(reserved.reply.reservation))
+        assert not is_handed_over(writable=True)
+    peer.close()
+    wait_until(lambda: is_at_rest(sidecar))
+
+
+def test_a_fault_of_the_door_is_logged_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        told = threading.Event()
+        sidecar.door._failed = told.set
+        sidecar.door._look_around = lambda ready: 1 / 0  # type: ignore[assignment, method-assign]
+        assert told.wait(20)
+        wait_until(lambda: not sidecar.door.is_served)
+    assert "the door has failed" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_the_reason_why_a_connection_was_ended_is_told(sidecar: Sidecar) -> None:
+    wire = Wire(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+    with pytest.raises(Unreachable, match="the sidecar ended it: a connection begins with one hello"):
+        wire.call(m.Hello(1, 1), 10.0)
+
+
 def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar) -> None:
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
