@@ -196,6 +196,8 @@ class NamespaceHandle:
         lease's first block. Loads up to the lease's end or the pages', whichever comes first, in whole blocks.
         Raises `LeaseExpired` for a lease that was released; where `release_request` did that, it is a miss.
         """
+        _check_kind("lease", lease, Lease, "what `lease` returned")
+        _check_kind("into", into, Pages, "kvstore.Pages(planes=..., table=..., page_tokens=...)")
         if lease.released and not lease.ended:
             raise LeaseExpired("the lease was released; take a new one")
         if first_token < lease.first_token or first_token % into.page_tokens:
@@ -281,6 +283,7 @@ class NamespaceHandle:
         self, match: Match, first_token: int, deadline_ms: float, request: str
     ) -> tuple[list[bytes], int, float, str]:
         """What a lease asks for: keys, first block, milliseconds, request. Raises `BadInput`."""
+        _check_kind("match", match, Match, "what `match` or `submit_match(...).poll` returned")
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
         if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
@@ -448,6 +451,7 @@ class NamespaceHandle:
         return account
 
     def _check_put(self, pages: Pages, first_token: int, durability: str, ttl: float | None, priority: int) -> None:
+        _check_kind("pages", pages, Pages, "kvstore.Pages(planes=..., table=..., page_tokens=...)")
         if durability not in DURABILITIES:
             raise BadInput(f"durability={durability!r}; allowed: {', '.join(DURABILITIES)}")
         if durability == "disk" and not self._grant.durable:
@@ -458,6 +462,11 @@ class NamespaceHandle:
             raise BadInput(f"ttl={ttl!r}; give seconds above 0, or None")
         if not isinstance(priority, Integral) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
+def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
+    if not isinstance(value, kind):
+        raise BadInput(f"{name} of type {type(value).__name__}; give {wanted}")
 
 
 def _payload(span: FrameSpan, payload_bytes: int) -> FrameSpan:

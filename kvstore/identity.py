@@ -161,10 +161,8 @@ def token_bytes(token_ids: Any) -> bytes:
     if values.ndim == 1 and not values.size:
         return b""  # an empty array has no type to speak of
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise BadInput(
-            f"token ids of shape {values.shape} and type {values.dtype}; give one dimension of integers "
-            "(take one prompt of a batch at a time)"
-        )
+        given = f"shape {values.shape} and type {values.dtype}" if values.ndim else f"type {type(token_ids).__name__}"
+        raise BadInput(f"token ids of {given}; give one dimension of integers (take one prompt of a batch at a time)")
     if values.dtype != np.uint32 and values.size and (int(values.min()) < 0 or int(values.max()) > 0xFFFFFFFF):
         raise BadInput("token ids must lie between 0 and 4294967295")
     return _little_endian(values)
@@ -214,6 +212,8 @@ class Namespace:
                 f"model of {type(self.model).__name__}, weights_epoch of {type(self.weights_epoch).__name__}; give "
                 "text and a whole number"
             )
+        if not isinstance(self.layout, Layout):
+            raise BadInput(f"layout of type {type(self.layout).__name__}; give a kvstore.Layout, e.g. Layout.gqa(...)")
         if not self.model or len(self.model) > 256 or self.model.startswith(("/", "./", "../", "~")):
             raise BadInput(
                 f"model={self.model!r} is not a fingerprint of weights; give a commit id or a content digest "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -659,6 +659,21 @@ def test_the_same_namespace_twice_is_one(a: Bench) -> None:
     one, two = a.namespace(), a.namespace()
     put(one, 64)
     assert one.number == two.number and two.match(ids(64)).blocks == 1
+
+
+def test_what_is_no_match_lease_or_pages_is_refused_in_one_line(a: Bench) -> None:
+    mine = a.namespace()
+    match = mine.match(ids(64))
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("match of type list", lambda: mine.lease(ids(64))),  # type: ignore[arg-type]
+        ("lease of type Match", lambda: mine.get(match, into=blank_pages(mine.layout, 1))),  # type: ignore[arg-type]
+        ("into of type dict", lambda: mine.get(mine.lease(match), into={})),  # type: ignore[arg-type]
+        ("pages of type NoneType", lambda: mine.put(ids(64), None)),  # type: ignore[arg-type]
+    ]
+    for fragment, call in calls:
+        with pytest.raises(BadInput) as caught:
+            call()
+        assert one_line(caught.value, fragment, "; give ")
 
 
 def test_a_lease_of_another_namespace_loads_nothing(a: Bench) -> None:
