@@ -31,7 +31,10 @@ import kvstore
 from kvstore.errors import StoreError
 from tiering.errors import TierError
 
-_EXTRA_OF = {"typer": "server", "rich": "server", "lmdb": "server", "torch": "hf", "transformers": "hf"}
+_EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "server") | {
+    "torch": "hf",
+    "transformers": "hf",
+}
 
 
 def _needs(module: str) -> str:

@@ -43,6 +43,8 @@ MAX_SLAB_BYTES = 1 << 30
 SLABS_PER_BUDGET = 16
 MIN_RATE_BYTES = 64 << 10
 DEFAULT_TENANT = "default"
+MAX_SOCKET_BYTES = 107
+"""What the kernel takes for a socket's path (unix(7))."""
 DEFAULT_SCRUB = "8MiB/s"
 """Seven hours for 200 GiB, and less than a hundredth of what an NVMe disk can read."""
 MOST_EXTENTS = 512

@@ -36,5 +36,9 @@ class Unreachable(StoreError):
     """The sidecar does not answer. Raised when a namespace is opened; afterwards that is a miss."""
 
 
+class TurnedAway(Unreachable):
+    """There is a sidecar, and it or its socket's mode turns this process away. The text says what to do."""
+
+
 class StoreClosed(StoreError):
     """The store was closed."""

@@ -6,15 +6,17 @@ quickly.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
+from kvstore.config import MAX_SOCKET_BYTES
 from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import Namespace
 from kvstore.layout import Layout
 from kvstore.pages import Codec
-from kvstore.service.messages import MAX_SESSION_BYTES, MAX_SOCKET_BYTES, MIN_SESSION_BYTES
+from kvstore.service.messages import MAX_SESSION_BYTES, MIN_SESSION_BYTES
 from kvstore.service.remote_door import CallLimits, RemoteDoor
 from kvstore.service.wire import Clock
 
@@ -82,8 +84,10 @@ def open_sidecar(
 
     session: the engine's own token as hexadecimal digits, made at random by its first process.
     """
-    if "\0" in path or len(path.encode()) > MAX_SOCKET_BYTES:
-        raise BadInput(f"unix:{path!r} is no socket's path; give one of at most {MAX_SOCKET_BYTES} bytes, without NUL")
+    if "\0" in path:
+        raise BadInput(f"unix:{path!r} is no socket's path; give a path without NUL")
+    if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
+        raise BadInput(f"unix:{path} is longer than {MAX_SOCKET_BYTES} bytes; give a shorter path, or a relative one")
     try:
         token = bytes.fromhex(session)
     except (TypeError, ValueError):

@@ -8,6 +8,7 @@ holds, and takes no longer than `Limits.close_seconds` for each of the two.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -67,9 +68,10 @@ class Daemon:
             self.door.listen_admin(Path(where), admin)
         except OSError as error:
             self.door.close(0)
+            mend = {errno.ENOENT: "make its directory first", errno.EACCES: "let this user write to its directory"}
             raise BadInput(
-                f"{key}={where} cannot be used: {error.strerror}; give a path in a directory that is there and can be "
-                "written to, where nobody listens"
+                f"{key}={where} cannot be used: {error.strerror}; "
+                f"{mend.get(error.errno or 0, 'end who listens there')}, or give another path"
             ) from None
 
     def start(self) -> None:

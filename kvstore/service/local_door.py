@@ -296,9 +296,12 @@ class LocalDoor:
                 self._show_out(min(nameless, key=lambda one: one.heard_at))
         refusal = None
         if listener.users is not None and user not in listener.users:
-            refusal = m.Failed(m.Fault.BAD_INPUT, f"user {user} may not use this socket")
+            text = f"user {user} may not use this socket; name it in the socket's `users`, or use another one"
+            refusal = m.Failed(m.Fault.BAD_INPUT, text)
         elif len(self._like(listener)) >= most or self._closing:
-            refusal = m.Failed(m.Fault.BUSY, "there are as many connections as may be")
+            refusal = m.Failed(
+                m.Fault.BUSY, "there are as many connections as may be; end some, or raise door.connections"
+            )
         connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits.burst)
         connection.refusal = refusal
         self._connections.add(connection)

@@ -20,15 +20,29 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line |= {key: value for key, value in record.__dict__.items() if key not in _KNOWN}
+        line |= _extra(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
+class TextLines(logging.Formatter):
+    """Time, level, logger, message, and what a call gave as `extra` as name=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line; an exception comes below it."""
+        return super().formatMessage(record) + "".join(f" {key}={value}" for key, value in _extra(record).items())
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in record.__dict__.items() if key not in _KNOWN}
+
+
 def log_to_stderr(level: str, style: str) -> None:
     """For the whole process. style: "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonLines() if style == "json" else text)
+    handler.setFormatter(JsonLines() if style == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -37,9 +37,6 @@ MAX_EXTENTS = 32
 MIN_SESSION_BYTES, MAX_SESSION_BYTES = 16, 64
 """Of a session's token."""
 
-MAX_SOCKET_BYTES = 107
-"""Of a socket's path, which the kernel takes (unix(7))."""
-
 MAX_KEYS = 30_000
 MAX_LEASES = 4096
 MAX_COMMITTED = 8192

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvstore.errors import BadInput, StoreError, Unreachable
+from kvstore.errors import BadInput, StoreError, TurnedAway, Unreachable
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.miss import HitTier, MissReason
 from kvstore.service import messages as m
@@ -230,6 +230,8 @@ class _Ask:
 def _connection(socket: str, clock: Clock, hint: str) -> Iterator[_Ask]:
     try:
         wire = Wire(socket, "kvstore command line", b"", clock, CALL_SECONDS)
+    except TurnedAway:
+        raise
     except Unreachable as error:
         raise Unreachable(f"no sidecar to talk to: {error}; start it (kvstore serve), or {hint}") from None
     try:

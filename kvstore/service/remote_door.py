@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply, Submitted
-from kvstore.errors import BadInput, StoreClosed, Unreachable
+from kvstore.errors import BadInput, StoreClosed, TurnedAway, Unreachable
 from kvstore.identity import Namespace
 from kvstore.miss import MissReason
 from kvstore.pending import Answered
@@ -109,6 +109,7 @@ class RemoteDoor:
         self._touch = _Touch()
         self._touching: threading.Thread | None = None
         self._why = "it was not called yet"
+        self._turned_away = False
         self.closed = False
         _doors.add(self)
 
@@ -121,7 +122,8 @@ class RemoteDoor:
             run = self._running(waits=True)
             grant = self._open(run, namespace, payloads, self._limits.connect)
         except Away as away:
-            raise Unreachable(f"{away.detail}; start the sidecar (kvstore serve), or check the path") from None
+            hint = "" if self._turned_away else "; start the sidecar (kvstore serve), or check the path"
+            raise Unreachable(f"{away.detail}{hint}") from None
         if grant.payload_bytes != payloads:
             raise BadInput(f"the sidecar knows this namespace with payloads of {grant.payload_bytes}, not {payloads}")
         with self._lock:
@@ -427,6 +429,7 @@ class RemoteDoor:
                 return run
             except Unreachable as error:
                 self._why = str(error)
+                self._turned_away = isinstance(error, TurnedAway)
                 self._next_call_at = self._clock.monotonic_seconds() + self._pause
                 self._pause = min(2 * self._pause, self._limits.longest_pause)
                 return None

@@ -20,11 +20,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvstore.config import MAX_SECONDS, Limits, parse_rate, parse_size
+from kvstore.config import MAX_SECONDS, MAX_SOCKET_BYTES, Limits, parse_rate, parse_size
 from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
 from kvstore.service.connections import DoorLimits
-from kvstore.service.messages import MAX_SOCKET_BYTES
 
 T = TypeVar("T")
 AUTO, OFF = "auto", "off"

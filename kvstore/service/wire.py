@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol, TypeVar
 
-from kvstore.errors import Unreachable
+from kvstore.errors import TurnedAway, Unreachable
 from kvstore.service import messages as m
 
 T = TypeVar("T")
@@ -101,6 +101,12 @@ class Wire:
             self._socket.setblocking(False)
             hello = m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION, engine, session)
             answer = self.call(hello, seconds).answer
+        except PermissionError:
+            self.close()
+            raise TurnedAway(
+                f"{path} cannot be opened (Permission denied); run as the sidecar's user or, for a tenant's socket, "
+                "as a member of its group (door.mode), who may also enter its directory"
+            ) from None
         except (OSError, TooLate) as error:
             self.close()
             why = getattr(error, "strerror", None) or str(error) or "too late"
@@ -110,7 +116,7 @@ class Wire:
             raise
         if not isinstance(answer, m.Welcome):
             self.close()
-            raise Unreachable(f"{path} refused: {answer.text if isinstance(answer, m.Failed) else 'not a welcome'}")
+            raise TurnedAway(f"{path} refused: {answer.text if isinstance(answer, m.Failed) else 'not a welcome'}")
         self.welcome = answer
 
     def call(self, verb: m.Verb, seconds: float) -> Answered:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import pytest
 
 import kvstore
 from kvstore.miss import HitTier, MissReason
+from kvstore.service.logs import TextLines
 from kvstore.service.settings import TenantSettings, read_settings
 from service.sidecar import patient
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
@@ -148,6 +150,39 @@ def test_nobody_waits_long_for_a_sidecar_that_is_not_there(tmp_path: Path) -> No
     assert 0.2 <= time.monotonic() - start < 5
 
 
+def test_a_socket_that_this_user_may_not_open_is_told_as_that(tmp_path: Path) -> None:
+    nobody = 65534
+    socket = tmp_path / "kv" / "kvstore.sock"
+    call = f"""
+import os, sys
+import kvstore
+from kvstore.service.wire import Wire
+from kvstore.clock import SystemClock
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setuid({nobody})
+try:
+    Wire({str(socket)!r}, "test", bytes(16), SystemClock(), 5)
+except kvstore.Unreachable as error:
+    print(error)
+"""
+    config = tmp_path / "kvstore.toml"
+    config.write_text('[door]\nmode = "0"\n')
+    with serving(tmp_path, "--config", str(config), "--nvme", "off"):
+        done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, env={**os.environ, **PATHS})
+    assert f"{socket} cannot be opened (Permission denied)" in done.stdout and "door.mode" in done.stdout, done
+
+
+def test_a_path_that_is_no_sockets_is_refused_at_once() -> None:
+    with pytest.raises(kvstore.BadInput, match="is longer than 107 bytes; give a shorter path"):
+        kvstore.open(f"unix:/{'x' * 107}")
+
+
+def test_a_line_of_text_in_the_log_says_what_one_of_json_does() -> None:
+    record = logging.makeLogRecord({"levelname": "INFO", "name": "a.b", "msg": "serving", "data": "./kv", "bytes": 5})
+    assert TextLines().format(record).endswith(" INFO a.b: serving data=./kv bytes=5")
+
+
 def test_each_tenant_comes_in_by_a_socket_of_its_own(tmp_path: Path) -> None:
     config = tmp_path / "kvstore.toml"
     config.write_text(f'[tenants.other]\nsocket = "{tmp_path / "other.sock"}"\n[log]\nlevel = "warning"\n')
@@ -188,7 +223,7 @@ def test_it_says_that_it_lives_and_when_it_is_ready(tmp_path: Path) -> None:
     [
         ("[stor]\n", [], ("stor is not a setting", "did you mean store?")),
         ("[store]\ndrm = 1\n", [], ("store.drm is not a setting", "did you mean store.dram?")),
-        ("[store]\ndram = 5\n", [], ("store.dram=5", "give text")),
+        ("[store]\ndram = 5\n", [], ("store.dram=5", "give text in quotes")),
         ("[store]\ndram = 'lots'\n", [], ("store.dram='lots'", "e.g. store.dram=2GiB", "or auto")),
         ("store = 1\n", [], ("store=1", "[store]")),
         ("[limits]\nlease_seconds = 'x'\n", [], ("limits.lease_seconds='x'", "a number")),
@@ -207,7 +242,7 @@ def test_it_says_that_it_lives_and_when_it_is_ready(tmp_path: Path) -> None:
         ("", ["--dram", "900TiB"], ("dram=900TiB", "cgroup")),
         ("", ["--http", "nowhere.invalid:1"], ("nowhere.invalid:1", "cannot be listened on")),
         ("", ["--socket", "x" * 120], ("longer than 107 bytes",)),
-        ("", ["--socket", "/nonexistent/dir/s"], ("door.socket=/nonexistent/dir/s", "cannot be used")),
+        ("", ["--socket", "/nonexistent/dir/s"], ("door.socket=/nonexistent/dir/s", "make its directory first")),
         ("", ["--config", "/nonexistent.toml"], ("/nonexistent.toml",)),
     ],
 )
