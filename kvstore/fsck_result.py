@@ -276,7 +276,9 @@ class FsckResult:
         room = SHOWN_SLABS
         for (tenant, namespace), slabs in self.by_namespace().items():
             title = f"tenant {tenant}, namespace {namespace}"
-            table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+            table = Table(
+                title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False
+            )
             for name in ("slab", "part", "frame"):
                 table.add_column(name)
             for name in ("slots", "good", "empty", "in doubt", "given up", "damaged"):

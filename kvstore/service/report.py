@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +20,8 @@ from kvstore.service.operate import Warmed
 
 _SHOWN = 20
 """Rows of a table for people; the others are counted."""
+_WIDE = 110
+"""Columns of a terminal that has room for all that is told of a namespace in one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,18 @@ class WarmReport:
         console.print(_table("|*blocks", rows))
 
 
-def namespace_table(namespaces: Sequence[NamespaceFacts], now: float, most: int = _SHOWN) -> Table:
+@dataclass(frozen=True, slots=True)
+class _ByWidth:
+    """One table where the terminal is wide enough, else two, so that no figure and no id is cut."""
+
+    wide: Table
+    narrow: Sequence[Table]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from (self.wide,) if options.max_width >= _WIDE else self.narrow
+
+
+def namespace_table(namespaces: Sequence[NamespaceFacts], now: float, most: int = _SHOWN) -> RenderableType:
     """A row for each; those with the most blocks if there are too many."""
     shown = namespaces
     if len(namespaces) > most:
@@ -194,7 +207,12 @@ def namespace_table(namespaces: Sequence[NamespaceFacts], now: float, most: int 
     ]
     if len(namespaces) > most:
         rows.append((f"and {len(namespaces) - most} more", *[""] * 10))
-    return _table("namespace|tenant|model|codec|*blocks|*dram|*bytes|*nvme|*bytes|*hit rate|used", rows)
+    names = "namespace|~tenant|~model|codec|*blocks|*dram|*bytes|*nvme|*bytes|*hit rate|used".split("|")
+
+    def cut(columns: Sequence[int]) -> Table:
+        return _table("|".join(names[at] for at in columns), [[row[at] for at in columns] for row in rows])
+
+    return _ByWidth(cut(range(len(names))), (cut((0, 1, 2, 3, 10)), cut((0, 4, 5, 6, 7, 8, 9))))
 
 
 def _looked_parts(looked: Looked) -> Iterator[RenderableType]:
@@ -226,12 +244,14 @@ def _tier_row(one: TierFacts) -> tuple[object, ...]:
 
 
 def _table(head: str, rows: Iterable[Sequence[object]]) -> Table:
-    """head: names of columns; one that begins with a star, and every number, stands to the right."""
-    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+    """head: names of columns: one that begins with a star stands to the right, one with a tilde is cut if it must."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left")
     for name in head.split("|"):
-        table.add_column(name.removeprefix("*"), justify="right" if name.startswith("*") else "left", no_wrap=True)
+        justify: Literal["right", "left"] = "right" if name.startswith("*") else "left"
+        table.add_column(name.lstrip("*~"), justify=justify, no_wrap=not name.startswith("~"))
     for row in rows:
-        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
+        cells = (f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row)
+        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -15,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import kvstore
 from kvstore.errors import BadInput
+from kvstore.service.facts import Looked, NamespaceFacts
 from kvstore.service.operate import read_prompts
+from kvstore.service.report import namespace_table
 from service.sidecar import patient
 from service.test_serve import PATHS, crash, ended, serving
 from workbench import MODEL, ids, one_line, random_pages, small_layout
@@ -84,6 +88,31 @@ def test_stat_and_namespaces(sidecar: Running) -> None:
     assert one["digest"] == handle.namespace.digest().hex() and (one["tenant"], one["blocks"]) == ("default", 10)
     shown = run("namespaces", "--data", data)
     assert one["id"] in shown.stdout and "2 layers x 2 heads x (8 + 8) bfloat16, 64 tokens" in shown.stdout
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_table_of_namespaces_cuts_no_id_and_no_figure(width: int) -> None:
+    looked = Looked(asked_tokens=10, hit_tokens={"dram": 10}, granted_tokens=10, hit_rate=1.0)
+    one = NamespaceFacts(
+        *("645350dde047", "64" * 32, "default", "3f5e1c0d9a" * 4, "a layout", "raw"),
+        *(0, 64, 1_000_000, 12_000, 12 << 30, 988_000, 1 << 40, 28.0, looked),
+    )
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(namespace_table([one], 100.0))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    words = (
+        "645350dde047",
+        "default",
+        "3f5e1c0d9a",
+        "1,000,000",
+        "12,000",
+        "12.0 GiB",
+        "988,000",
+        "100.0 %",
+        "1 min 12 s ago",
+    )
+    assert all(word in shown for word in words) and shown.count("\u2026") == 1, shown
+    assert shown.count("645350dde047") == (2 if width == 80 else 1)
 
 
 def test_watch_draws_again_and_again(sidecar: Running) -> None:
