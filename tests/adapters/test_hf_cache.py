@@ -399,6 +399,7 @@ class DyingDoor(TenantDoor):
         for verb in verbs.split():
             setattr(self, verb, self._counted(getattr(door, verb)))
         self.abandon, self.direct, self.requests = door.abandon, door.direct, door.requests
+        self.commits_early = door.commits_early
         self.open_namespace = door.open_namespace  # type: ignore[method-assign]
 
     def _counted(self, call: Any) -> Any:

@@ -266,7 +266,7 @@ def test_without_a_sidecar_there_is_one_line(tmp_path: Path, arguments: tuple[st
 def test_other_wrong_things_are_one_line(sidecar: Running, tmp_path: Path) -> None:
     data, _, _ = sidecar
     (tmp_path / "f").write_text("[1]\n")
-    assert "ask at DATA/admin.sock" in refused("stat", "--socket", f"{data}/kvstore.sock")
+    assert "admin socket (DATA/admin.sock)" in refused("stat", "--socket", f"{data}/kvstore.sock")
     assert "tenant's socket" in refused(
         "warm", str(tmp_path / "f"), "--namespace", "a", "--socket", f"{data}/admin.sock"
     )
