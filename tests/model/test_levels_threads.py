@@ -36,6 +36,7 @@ LONG_MS = 30_000
 OF_A_PUT = {MissReason.IN_FLIGHT, MissReason.PINNED_FULL, MissReason.EVICTED, MissReason.DISABLED}
 OF_A_PUT |= {MissReason.ABSENT, MissReason.DIVERGED, MissReason.OTHER_NAMESPACE}  # its namespace was dropped meanwhile
 OF_A_LEASE = {MissReason.PINNED_FULL, MissReason.EVICTED, MissReason.DEADLINE, MissReason.DISABLED}
+OF_A_LEASE |= {MissReason.IN_FLIGHT}  # it was evicted since the match, and somebody stores it again
 
 
 @pytest.fixture(autouse=True)
