@@ -1,0 +1,166 @@
+"""KV in 8 bits: how a layer slice lies in a payload, and what its numbers become, in plain torch (floor 0).
+
+Two codecs. `int8-kc64` keeps K asymmetric per channel over 64 tokens and V symmetric per token and head (the axes of
+KIVI, arXiv 2402.02750, at 8 bits); `int8-th` keeps both symmetric per token and head. One latent plane (MLA) is kept by
+both symmetric per token in groups of 64 along its width, of which the last may be shorter. A layer slice, C order:
+
+    int8-kc64                                   int8-th                             one latent plane, both
+    K codes  int8 [head, token, width]          K codes  int8 [head, token, width]  codes  int8 [head, token, width]
+    V codes  int8 [head, token, width]          V codes  int8 [head, token, width]  scale  fp16 [head, token, group]
+    K scale  fp16 [head, token / 64, width]     K scale  fp16 [head, token]         zeros up to a multiple of 16
+    K zero   the pool's dtype, as K scale       V scale  fp16 [head, token]
+    V scale  fp16 [head, token]                 zeros up to a multiple of 16
+    zeros up to a multiple of 16
+
+All arithmetic is float32 and every operation rounds to nearest even, none is fused with another: two routes that keep
+to that agree bit by bit. A scale s is (max - min) / 255 or max|x| / 127, rounded up to fp16; a code is
+floor((x - z) * (1 / s) + 0.5), clamped, and K's is kept minus 128; a number comes back as code * s + z in the pool's
+dtype, and is at most its largest finite number. So for every number of a block
+
+    |x - decoded x| <= s / 2 * (1 + 2**-12) + e * |decoded x|     e: 2**-8 bfloat16, 2**-11 float16, 2**-23 float32
+
+Where s is 0 all numbers were equal (K), or zero, and come back exactly; -0.0 comes back as 0.0. A block with a NaN or
+an infinity, or whose scale is beyond fp16, cannot be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+
+KC64, TH = "int8-kc64", "int8-th"
+GROUP = 64
+"""Tokens of a group of K's, or numbers along a latent's width."""
+ALIGN_BYTES = 16
+SCALE_BYTES = 2
+LARGEST = {torch.float16: 65504.0}
+"""Of the dtypes in which a decoded number could be beyond what the block held: half a scale above fp16's largest."""
+
+
+class Axis(IntEnum):
+    """Over what a plane's numbers share a scale."""
+
+    CHANNEL = 0  # 64 tokens of a channel; with a zero point
+    TOKEN = 1  # the width of a token
+    LATENT = 2  # 64 numbers along the width of a token
+
+
+class PlaneForm(NamedTuple):
+    """Of one plane in a layer slice: offsets in bytes. zeros_at: 0 without zero points. groups: scales of a head."""
+
+    axis: Axis
+    width: int
+    codes_at: int
+    scales_at: int
+    zeros_at: int
+    groups: int
+
+
+class SliceForm(NamedTuple):
+    """A layer slice: its planes, its bytes, and where the padding at its end begins."""
+
+    heads: int
+    tokens: int
+    planes: tuple[PlaneForm, ...]
+    size_bytes: int
+    padding_at: int
+
+
+def slice_form(codec: str, heads: int, tokens: int, widths: Sequence[int], element_bytes: int) -> SliceForm:
+    """widths: of each plane. element_bytes: of a number of the pool, which is 2 or 4. tokens: a multiple of 64."""
+    assert codec in (KC64, TH) and tokens % GROUP == 0 and element_bytes in (2, 4)
+    axes = _axes(codec, len(widths))
+    codes_at = [sum(widths[:index]) * heads * tokens for index in range(len(widths))]
+    at = sum(widths) * heads * tokens
+    planes = []
+    for axis, width, codes in zip(axes, widths, codes_at, strict=True):
+        groups = {Axis.CHANNEL: tokens // GROUP * width, Axis.TOKEN: tokens, Axis.LATENT: tokens * -(-width // GROUP)}[
+            axis
+        ]
+        scales_at, at = at, at + heads * groups * SCALE_BYTES
+        zeros_at = 0
+        if axis is Axis.CHANNEL:
+            at = -(-at // element_bytes) * element_bytes
+            zeros_at, at = at, at + heads * groups * element_bytes
+        planes.append(PlaneForm(axis, width, codes, scales_at, zeros_at, groups))
+    return SliceForm(heads, tokens, tuple(planes), -(-at // ALIGN_BYTES) * ALIGN_BYTES, at)
+
+
+def _axes(codec: str, planes: int) -> tuple[Axis, ...]:
+    if planes == 1:
+        return (Axis.LATENT,)
+    return (Axis.CHANNEL if codec == KC64 else Axis.TOKEN, Axis.TOKEN)
+
+
+class Unwritable(ValueError):
+    """A block that the codec cannot write: NaN, infinity, or a scale beyond fp16."""
+
+
+class Quantized(NamedTuple):
+    """codes: int8 [heads, tokens, width]. scales: fp16, zeros: the pool's dtype, as `SliceForm` has them."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+
+def quantize(numbers: torch.Tensor, axis: Axis) -> Quantized:
+    """numbers: [heads, tokens, width] of a 16- or 32-bit float dtype. Raises `Unwritable`."""
+    if not bool(torch.isfinite(numbers).all()):
+        raise Unwritable("a NaN or an infinity")
+    x = numbers.float()
+    _, tokens, width = x.shape
+    if axis is Axis.CHANNEL:
+        grouped = x.unflatten(1, (tokens // GROUP, GROUP))
+        low, high = grouped.amin(2), grouped.amax(2)
+        scales = _scale_up((high - low) / 255.0)
+        codes = _steps((grouped - low.unsqueeze(2)) * _inverse(scales).unsqueeze(2)).clamp(0, 255) - 128
+        return Quantized(codes.to(torch.int8).flatten(1, 2), scales, low.to(numbers.dtype))
+    step = width if axis is Axis.TOKEN else GROUP
+    pieces = [x[..., at : at + step] for at in range(0, width, step)]
+    scales = torch.stack([_scale_up(piece.abs().amax(2) / 127.0) for piece in pieces], 2)
+    codes = torch.cat(
+        [
+            _steps(piece * _inverse(scales[..., at]).unsqueeze(2)).clamp(-127, 127).to(torch.int8)
+            for at, piece in enumerate(pieces)
+        ],
+        2,
+    )
+    return Quantized(codes, scales.squeeze(2) if axis is Axis.TOKEN else scales, None)
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype) -> Any:
+    """The mirror of `quantize`: [heads, tokens, width] in the pool's dtype. zeros: where the axis is a channel."""
+    _, tokens, width = codes.shape
+    if zeros is not None:
+        grouped = codes.float().unflatten(1, (tokens // GROUP, GROUP)) + 128.0
+        x = (grouped * scales.float().unsqueeze(2) + zeros.float().unsqueeze(2)).flatten(1, 2)
+    elif scales.dim() == 2:
+        x = codes.float() * scales.float().unsqueeze(2)
+    else:
+        x = codes.float() * scales.float().repeat_interleave(GROUP, 2)[..., :width]
+    if dtype in LARGEST:
+        x = x.clamp(-LARGEST[dtype], LARGEST[dtype])
+    return x.to(dtype)
+
+
+def _scale_up(exact: torch.Tensor) -> torch.Tensor:
+    """In fp16, not below the exact one. Raises `Unwritable`."""
+    nearest = exact.to(torch.float16)
+    above = (nearest.view(torch.int16) + 1).view(torch.float16)
+    scales = torch.where(nearest.float() < exact, above, nearest)
+    if not bool(torch.isfinite(scales).all()):
+        raise Unwritable("numbers too far apart for a scale in fp16")
+    return scales
+
+
+def _inverse(scales: torch.Tensor) -> torch.Tensor:
+    exact = scales.float()
+    return torch.where(exact > 0, 1.0 / exact, torch.zeros_like(exact))
+
+
+def _steps(y: torch.Tensor) -> torch.Tensor:
+    return torch.floor(y + 0.5)
