@@ -95,6 +95,6 @@ def open_sidecar(
     if not MIN_SESSION_BYTES <= len(token) <= MAX_SESSION_BYTES:
         raise BadInput(
             f"session= is not a session's token; give the `session` of another store of this engine, which is text, or "
-            f" {2 * MIN_SESSION_BYTES} to {2 * MAX_SESSION_BYTES} random hexadecimal digits"
+            f"{2 * MIN_SESSION_BYTES} to {2 * MAX_SESSION_BYTES} random hexadecimal digits"
         )
     return SidecarStore(RemoteDoor(path, engine, token, clock, CallLimits()), codecs)
