@@ -262,7 +262,9 @@ class Store:
         return readable
 
     def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
-        """Until what is on disk was taken in and nothing moves any more. Under the lock. Raises `TierUnavailable`."""
+        """Until what is on disk was taken in and nothing moves any more. Under the lock. Raises `TierUnavailable`, and
+        `StoreClosed` where it was closed since the caller last held the lock."""
+        self._check_open()
         while (is_warming := self._is_warming) or is_busy():
             left = deadline - self._clock.monotonic_seconds()
             if left <= 0:

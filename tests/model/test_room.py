@@ -6,7 +6,7 @@ Memory is four extents of 64 KiB. A block of the layout WHOLE takes 20 KiB, so a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -362,3 +362,31 @@ def test_a_store_that_closes_under_a_drop(opened: OpenStore) -> None:
     assert other.put(single(0)).reason is MissReason.DISABLED
     dropper.join(30)
     assert [type(error) for error in raised] == [StoreClosed]
+
+
+class Opens:
+    """A lock that lets somebody else in, once, as soon as it is free."""
+
+    def __init__(self, lock: threading.Lock, enter: Callable[[], None]) -> None:
+        self._lock = lock
+        self._enter: Callable[[], None] | None = enter
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        enter, self._enter = self._enter, None
+        if enter is not None:
+            enter()
+
+
+def test_a_store_that_closes_where_a_drop_lets_go_of_it(opened: OpenStore) -> None:
+    """A drop notes that nothing may be stored, and takes the lock again for what is there."""
+    space = opened.namespace("a", WHOLE)
+    fill(space)
+    core = opened.core
+    core._lock = Opens(core._lock, core.close)
+    with pytest.raises(StoreClosed):
+        opened.drop(space)
+    assert core.closed
