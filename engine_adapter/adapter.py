@@ -10,15 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from logging import getLogger
 from math import ceil
 from typing import Protocol
 
+from kvstore.codec import default_codec
 from kvstore.errors import StoreClosed
 from kvstore.handle import Lease, NamespaceHandle
 from kvstore.identity import ExtraKey
 from kvstore.layout import Layout
 from kvstore.miss import Account, HitTier, MissReason
 from kvstore.pages import Pages
+
+_log = getLogger(__name__)
 
 
 class OpenStore(Protocol):
@@ -74,12 +78,17 @@ class BlockPool(Protocol):
         """How many of these blocks, from the first on, are here."""
         ...
 
+    def computed(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, are here as the engine computed them."""
+        ...
+
     def load(self, keys: Sequence[bytes], pages: Pages) -> None:
         """Copy these blocks, all of which are here, into pages that begin with the first of them."""
         ...
 
-    def save(self, keys: Sequence[bytes], pages: Pages) -> None:
-        """Keep what fits of these blocks, whose KV is in pages that begin with the first of them."""
+    def save(self, keys: Sequence[bytes], pages: Pages, decoded: range) -> None:
+        """Keep what fits of these blocks, whose KV is in pages that begin with the first of them; `decoded` of them
+        are not as the engine computed them."""
         ...
 
 
@@ -179,6 +188,8 @@ class StoreRequest:
         self._lease: Lease | None = None
         self._keys: list[bytes] = []
         self._pooled_tokens = 0
+        self._decoded = range(0)
+        """Blocks in the request's pages that are not as the engine computed them: they are not offered."""
 
     def matched_tokens(self, token_ids: Sequence[int]) -> int:
         """Match; take from the pool what it has; lease the rest, as far as the grid can use it."""
@@ -209,17 +220,20 @@ class StoreRequest:
 
     def save(self, token_ids: Sequence[int], pages: Pages) -> None:
         """Put. The whole prefix is offered each time, not only what is new: what is there is skipped without a copy,
-        and what was evicted or refused a moment ago gets another chance."""
+        and what was evicted or refused a moment ago gets another chance. What an inexact codec decoded is left out."""
         if self._namespace is None:
             return
         report, start = self.report, self._clock()
         try:
-            result = self._namespace.put(token_ids, pages, extra_keys=self._extra_keys)
-            report.saved_blocks += result.stored
-            if result.reason is not None:
-                self._count(result.reason)
+            for first_token, stop in self._offered(self._namespace.block_tokens, len(token_ids)):
+                part = _cut_pages(pages, first_token, stop)
+                result = self._namespace.put(token_ids[:stop], part, first_token, extra_keys=self._extra_keys)
+                report.saved_blocks += result.stored
+                if result.reason is not None:
+                    self._count(result.reason)
+                    break
             if self._pool is not None:
-                self._pool.save(self._namespace.match(token_ids, self._extra_keys).keys, pages)
+                self._pool.save(self._namespace.match(token_ids, self._extra_keys).keys, pages, self._decoded)
         except Exception as error:
             self._count(self._fail(error))
         report.save_ms += 1e3 * (self._clock() - start)
@@ -262,6 +276,7 @@ class StoreRequest:
 
     def _bring(self, namespace: NamespaceHandle, pages: Pages) -> Account:
         block, account = namespace.block_tokens, self.report.account
+        computed = self._pool.computed(self._keys) if self._pool is not None else 0
         valid = pooled = min(self._pooled_tokens, pages.tokens // block * block)
         if pooled < self._pooled_tokens:
             account = account.cut(pooled, MissReason.GRID)
@@ -276,8 +291,22 @@ class StoreRequest:
             valid = max(pooled, loaded.tokens)
             account = account.cut(valid, loaded.reason or MissReason.GRID)
             if self._pool is not None:
-                self._pool.save(self._keys[: valid // block], pages)
-        return cut_to_grid(account, self.report.chunk_tokens)
+                self._pool.save(self._keys[: valid // block], pages, self._decodes(computed, valid // block))
+        account = cut_to_grid(account, self.report.chunk_tokens)
+        self._decoded = self._decodes(computed, account.hit_tokens // block)
+        return account
+
+    def _decodes(self, computed: int, blocks: int) -> range:
+        """Of that many blocks that were restored, which are not as the engine computed them."""
+        is_exact = self._namespace is not None and self._namespace.is_exact
+        return range(blocks, blocks) if is_exact else range(min(computed, blocks), blocks)
+
+    def _offered(self, block_tokens: int, tokens: int) -> list[tuple[int, int]]:
+        """Runs of a prefix, in tokens, that may be put."""
+        start, stop = self._decoded.start * block_tokens, self._decoded.stop * block_tokens
+        if start == stop:
+            return [(0, tokens)]
+        return [run for run in ((0, min(start, tokens)), (min(stop, tokens), tokens)) if run[0] < run[1]]
 
     def _fail(self, error: Exception) -> MissReason:
         """The store failed: it is not asked again in this request. Returns the reason for what is a miss by that."""
@@ -291,6 +320,17 @@ class StoreRequest:
 
     def _count(self, reason: MissReason) -> None:
         self.report.put_reasons[reason] = self.report.put_reasons.get(reason, 0) + 1
+
+
+def chosen_codec(given: str | None, layout: Layout) -> str:
+    """The codec of an adapter: the given one, else 8 bits wherever these numbers can be kept so."""
+    if given is not None:
+        return given
+    codec = default_codec(layout)
+    if codec == "raw":
+        dtypes = sorted({group.dtype for group in layout.groups})
+        _log.warning("KV of dtype %s is kept as it is (codec 'raw'): 8-bit codecs write 16- and 32-bit floats", dtypes)
+    return codec
 
 
 # The grid ---------------------------------------------------------------------------------------------------------
@@ -328,6 +368,12 @@ def grid_chunks(start: int, stop: int, chunk_tokens: int) -> Iterator[tuple[int,
         end = min((start // chunk_tokens + 1) * chunk_tokens, stop)
         yield start, end
         start = end
+
+
+def _cut_pages(pages: Pages, first_token: int, stop: int) -> Pages:
+    """Those that hold the tokens from `first_token`, a block boundary, up to `stop`."""
+    page = pages.page_tokens
+    return Pages(pages.planes, pages.table[first_token // page : -(-stop // page)], page)
 
 
 def _with_pool(account: Account, pooled_tokens: int) -> Account:

@@ -15,6 +15,8 @@ from kvstore.layout import Layout
 from kvstore.pages import Pages
 from tiering.hbm import HbmPool, HbmUsage
 
+_DECODED = b"decoded"
+"""Behind a prefix key: the block as an inexact codec restored it."""
 WINDOW_BLOCKS = 32
 """Blocks gathered at once: what a copy needs beside the pool, and how many copies a long prefix takes."""
 
@@ -37,6 +39,10 @@ class HbmBlocks:
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """How many of a prompt's blocks, from the first on, are here."""
+        return self._pool.leading([self._found(key) for key in keys])
+
+    def computed(self, keys: Sequence[bytes]) -> int:
+        """How many of a prompt's blocks, from the first on, are here as the engine computed them."""
         return self._pool.leading(keys)
 
     def load(self, keys: Sequence[bytes], pages: Pages) -> None:
@@ -50,10 +56,11 @@ class HbmBlocks:
                 pages.planes[layer][number].index_copy_(0, index, values.permute(0, 2, 3, 1, 4).flatten(0, 1))
         self._touch(keys)
 
-    def save(self, keys: Sequence[bytes], pages: Pages) -> None:
-        """Keep as many of these blocks as fit, the first ones first; pages begin with the first of them."""
+    def save(self, keys: Sequence[bytes], pages: Pages, decoded: range) -> None:
+        """Keep as many of these blocks as fit, the first ones first; pages begin with the first of them. `decoded` of
+        them are not as the engine computed them."""
         count = min(len(keys), self._pool.usage().capacity_blocks)
-        first = self._pool.leading(keys[:count])
+        first = self.leading(keys[:count])
         for start in range(first, count, WINDOW_BLOCKS):
             window = keys[start : min(start + WINDOW_BLOCKS, count)]
             index, pages_per_block = self._pages_of(pages, start, len(window))
@@ -64,7 +71,8 @@ class HbmBlocks:
                 columns.append(values.permute(0, 3, 1, 2, 4).flatten(1))
             rows = torch.cat(columns, dim=1)
             self._touch(keys[:start])
-            for key, row in zip(window, rows, strict=True):
+            for block, (key, row) in enumerate(zip(window, rows, strict=True), start):
+                key = key + _DECODED if block in decoded else key
                 memory = self._pool.put(key)
                 if memory is None:
                     continue
@@ -80,14 +88,18 @@ class HbmBlocks:
         return self._pool.usage()
 
     def _row(self, key: bytes) -> torch.Tensor:
-        row = self._pool.get(key)
+        row = self._pool.get(self._found(key))
         assert row is not None, "a block that was found is here until something is put"
         return row
 
     def _touch(self, keys: Sequence[bytes]) -> None:
         """Use blocks from the last to the first: the first becomes the most recent."""
         for key in reversed(keys):
-            self._pool.get(key)
+            self._pool.get(self._found(key))
+
+    def _found(self, key: bytes) -> bytes:
+        """By which of a block's two names the pool has it, if it has it at all."""
+        return key if self._pool.leading([key]) else key + _DECODED
 
     def _pages_of(self, pages: Pages, block: int, blocks: int) -> tuple[torch.Tensor, int]:
         each = self._block_tokens // pages.page_tokens

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine_adapter.adapter import OpenStore, Report, StoreRequest, grid_chunks
+from engine_adapter.adapter import OpenStore, Report, StoreRequest, chosen_codec, grid_chunks
 from engine_adapter.hbm_blocks import HbmBlocks
 from engine_adapter.hf_attention import ChunkMask
 from engine_adapter.hf_buffers import BufferSet, FreeList
@@ -68,6 +68,10 @@ class Generation:
 class PrefixCache:
     """Generates with a model, reusing the KV of prompts from a store and keeping new KV there.
 
+    Size. Where no codec is given, KV is kept in 8 bits ("int8-kc64"): half the memory of 16-bit numbers, each of them
+    within half a step of what was computed. An answer can then leave the cold one where two tokens are close. What was
+    restored is never put again, so errors do not add up.
+
     Exactness. With codec "raw", a prompt asked again is answered from the same numbers, bit for bit: chunks have the
     same shapes cold and warm, and what is restored is what those chunks produced. Two things produce KV in shapes that
     a cold run would not use, and so with other last bits: decoding, one token at a time, and the tail behind a prompt's
@@ -91,7 +95,7 @@ class PrefixCache:
         store: OpenStore | None = None,
         *,
         namespace: NamespaceHandle | None = None,
-        codec: str = "raw",
+        codec: str | None = None,
         block_tokens: int = 0,
         chunk_tokens: int | None = None,
         kept: Kept | str = Kept.EVERYTHING,
@@ -99,7 +103,8 @@ class PrefixCache:
         deadline_ms: float = 50,
     ) -> None:
         """store: without one, or with a closed one, the same code computes everything. namespace: to use instead of the
-        one that is made for this model in `store`. chunk_tokens: the prefill grid, a multiple of the block. hbm: the
+        one that is made for this model in `store`. codec: "raw", or "int8-kc64".
+        chunk_tokens: the prefill grid, a multiple of the block. hbm: the
         size of a pool of decoded blocks on the model's device, asked before the store. deadline_ms: how long a lookup
         may wait for blocks. Raises `BadInput` or `LayoutMismatch`, with one line.
         """
@@ -279,10 +284,10 @@ class PrefixCache:
             if not torch.allclose(one, other, rtol=1e-2, atol=1e-2 * float(one.abs().max()), equal_nan=True):
                 raise refusal(name, "the KV of a token depends on the tokens behind it")
 
-    def _opened(self, store: OpenStore | None, codec: str) -> NamespaceHandle | None:
+    def _opened(self, store: OpenStore | None, given: str | None) -> NamespaceHandle | None:
         if store is None:
             return None
-        model = fingerprint(self.model)
+        model, codec = fingerprint(self.model), chosen_codec(given, self.layout)
         try:
             return store.namespace(model=model, layout=self.layout, codec=codec, config=self._namespace_config())
         except StoreClosed:

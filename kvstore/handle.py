@@ -16,12 +16,13 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
+from kv_kernels.flaws import Flaw
 from kvstore.config import MAX_SECONDS
 from kvstore.door import DirectReply, Door, Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.holding import Lease
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
-from kvstore.miss import Account, HitTier, MissReason
+from kvstore.miss import REASON_OF_FLAW, Account, HitTier, MissReason
 from kvstore.pages import Codec, Coder, Digest, Pages
 from kvstore.pending import Pending
 from kvstore.requests import check_request
@@ -113,11 +114,18 @@ class NamespaceHandle:
             namespace, [codec.payload_bytes(part) for part in namespace.layout.parts]
         )
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
+        codec.prepare(namespace.layout)
 
     @property
     def door(self) -> Door:
         """The store behind this handle, as its tenant sees it."""
         return self._door
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `get` delivers bit for bit what was put. If not, what it delivered must not be put again: every
+        further encoding would add its own error."""
+        return self._codec.is_exact
 
     @property
     def number(self) -> int:
@@ -258,10 +266,14 @@ class NamespaceHandle:
             stop = min(stop + WINDOW_BLOCKS, len(keys))
             reply = self._door.reserve(self.number, keys[:stop], min(first_block, stop), priority, ttl)
             present = min(present, reply.present)
-            filled = self._fill(reply, coders, first_token) if reply.reservation else 0
+            filled, flaw = self._fill(reply, coders, first_token) if reply.reservation else (0, None)
             stored.update(reply.blocks[:filled])
             if filled < len(reply.blocks):
-                return PutResult(present, len(stored), reply.blocks[filled], MissReason.DISABLED)
+                stopped_at = reply.blocks[filled]
+                ended = PutResult(
+                    present, len(stored), stopped_at, REASON_OF_FLAW[flaw] if flaw else MissReason.DISABLED
+                )
+                return self._made_durable(ended, keys[:stopped_at], durability) if flaw else ended
             if reply.reason is not None:
                 ended = PutResult(present, len(stored), reply.stopped_at, reply.reason)
                 return self._made_durable(ended, keys[: reply.stopped_at], durability)
@@ -316,31 +328,37 @@ class NamespaceHandle:
             return result
         return PutResult(result.present, result.stored, done, reason)
 
-    def _fill(self, reply: ReserveReply, coders: Sequence[Coder], first_token: int) -> int:
-        """Encode blocks straight into their slots and commit each part; returns the blocks that are visible.
+    def _fill(self, reply: ReserveReply, coders: Sequence[Coder], first_token: int) -> tuple[int, Flaw | None]:
+        """Encode blocks straight into their slots and commit each part; returns the blocks that are visible, and what
+        the codec found in the first block that it could not write.
 
         Those that are filled are sealed while the next ones are being filled: only the last few are waited for.
         """
         visible, count = 0, len(reply.blocks)
+        flaw: Flaw | None = None
         cuts = set(range(count - LAST_BLOCKS, 0, -EARLY_BLOCKS)) if self._door.commits_early else set()
         try:
             for part, coder in enumerate(coders):
                 size = self._grant.payload_bytes[part]
                 spans = [_payload(span, size) for span in self._door.spans_to_fill(reply.places[part])]
-                tokens = [block * self.block_tokens - first_token for block in reply.blocks]
+                tokens = [block * self.block_tokens - first_token for block in reply.blocks[:count]]
                 first = 0
                 digests: list[Sequence[bytes]] = []
-                for at, (token, span) in enumerate(zip(tokens, spans, strict=True)):
+                for at, (token, span) in enumerate(zip(tokens, spans, strict=False)):
                     if at in cuts:
                         self._door.post_commit(reply.reservation, part, first, digests)
                         first, digests = at, []
-                    digests.append(coder.encode(token, span, self._digest))
+                    encoded = coder.encode(token, span, self._digest)
+                    if isinstance(encoded, Flaw):  # the blocks behind it are not stored either: a put stores a prefix
+                        flaw, count = encoded, at
+                        break
+                    digests.append(encoded)
                 visible = self._door.commit(reply.reservation, part, first, digests)
         except StoreClosed:
-            return 0
+            return 0, None
         finally:
             self._door.abort(reply.reservation)
-        return visible
+        return visible, flaw if visible == count else None
 
     def _get(self, lease: Lease, start: int, stop: int, coders: Sequence[Coder], first_token: int) -> Loaded:
         first = start

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kv_kernels.flaws import Flaw
 from tiering.tier import Finding
 
 
@@ -49,6 +50,8 @@ class MissReason(StrEnum):
     AUDIT = "audit"  # computed on purpose, to compare with what is stored
     UNSUPPORTED = "unsupported"  # the engine or the model cannot take it
     DISABLED = "disabled"  # nothing was asked: the store is closed or not used, the namespace dropped, the request over
+    NONFINITE = "nonfinite"  # not stored: it holds a NaN or an infinity, which the codec cannot write
+    OUT_OF_RANGE = "out_of_range"  # not stored: its numbers are too far apart for the codec's scales
 
 
 # What a tier reports about a block, as a reason for its tokens. Total: a test walks over every member of `Finding`.
@@ -60,6 +63,12 @@ REASON_OF_FINDING: dict[Finding, MissReason] = {
     Finding.TIMED_OUT: MissReason.DEADLINE,
     Finding.DOWN: MissReason.TIER_DOWN,
     Finding.PINNED_FULL: MissReason.PINNED_FULL,
+}
+
+# Why a codec could not write a block, as the reason for which it is not stored. Total likewise.
+REASON_OF_FLAW: dict[Flaw, MissReason] = {
+    Flaw.NONFINITE: MissReason.NONFINITE,
+    Flaw.OUT_OF_RANGE: MissReason.OUT_OF_RANGE,
 }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kv_kernels.flaws import Flaw
 from kvstore.errors import BadInput
 from kvstore.layout import Layout, Part
 from tiering.tier import FrameSpan
@@ -51,8 +52,9 @@ class Pages:
 class Coder(Protocol):
     """A codec bound to pages and to one part. Not thread-safe; bind one per thread."""
 
-    def encode(self, token: int, into: FrameSpan, digest: Digest) -> list[bytes]:
-        """Encode the block that starts `token` tokens into the pages; returns the digest of every layer slice.
+    def encode(self, token: int, into: FrameSpan, digest: Digest) -> list[bytes] | Flaw:
+        """Encode the block that starts `token` tokens into the pages; returns the digest of every layer slice, or why
+        the codec cannot write this block: what it left in `into` is garbage then.
 
         into: the frame's payload, exactly `Codec.payload_bytes(part)` long.
         """
@@ -71,9 +73,16 @@ class Codec(Protocol):
     """One way to write a block's numbers as bytes. A namespace has exactly one codec."""
 
     name: str
+    is_exact: bool
+    """Whether what comes back is bit for bit what was given. What any other codec decoded must not be encoded again."""
 
     def payload_bytes(self, part: Part) -> int:
         """Bytes of a part's payload: the same for every block, and a whole number per layer slice."""
+        ...
+
+    def prepare(self, layout: Layout) -> None:
+        """What takes time at first, as compiling does, so that no request waits for it. Called when a namespace is
+        opened; safe to call again."""
         ...
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:

@@ -125,11 +125,11 @@ class Bench:
         return TenantDoor(self.store, keys)
 
     def namespace(
-        self, layout: Layout | None = None, *, model: str = MODEL, keys: TenantKeys | None = None
+        self, layout: Layout | None = None, *, model: str = MODEL, keys: TenantKeys | None = None, codec: str = "raw"
     ) -> NamespaceHandle:
-        """A namespace with the raw codec."""
-        namespace = Namespace(model, layout or small_layout(), "raw")
-        return NamespaceHandle(self.door(keys), namespace, codec_named("raw"))
+        """A namespace."""
+        namespace = Namespace(model, layout or small_layout(), codec)
+        return NamespaceHandle(self.door(keys), namespace, codec_named(codec))
 
     def header_of(self, place: int) -> FrameHeader:
         """The verified header of a frame."""

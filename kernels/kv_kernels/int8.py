@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kv_kernels.flaws import Flaw
+
 KC64, TH = "int8-kc64", "int8-th"
 GROUP = 64
 """Tokens of a group of K's, or numbers along a latent's width."""
@@ -96,7 +98,11 @@ def _axes(codec: str, planes: int) -> tuple[Axis, ...]:
 
 
 class Unwritable(ValueError):
-    """A block that the codec cannot write: NaN, infinity, or a scale beyond fp16."""
+    """A block that the codec cannot write."""
+
+    def __init__(self, flaw: Flaw) -> None:
+        super().__init__(flaw.name.lower())
+        self.flaw = flaw
 
 
 class Quantized(NamedTuple):
@@ -110,12 +116,12 @@ class Quantized(NamedTuple):
 def quantize(numbers: torch.Tensor, axis: Axis) -> Quantized:
     """numbers: [heads, tokens, width] of a 16- or 32-bit float dtype. Raises `Unwritable`."""
     if not bool(torch.isfinite(numbers).all()):
-        raise Unwritable("a NaN or an infinity")
+        raise Unwritable(Flaw.NONFINITE)
     x = numbers.float()
     _, tokens, width = x.shape
     if axis is Axis.CHANNEL:
         grouped = x.unflatten(1, (tokens // GROUP, GROUP))
-        low, high = grouped.amin(2), grouped.amax(2)
+        low, high = grouped.amin(2) + 0.0, grouped.amax(2)  # + 0.0: of two zeros the positive one, on every route
         scales = _scale_up((high - low) / 255.0)
         codes = _steps((grouped - low.unsqueeze(2)) * _inverse(scales).unsqueeze(2)).clamp(0, 255) - 128
         return Quantized(codes.to(torch.int8).flatten(1, 2), scales, low.to(numbers.dtype))
@@ -153,7 +159,7 @@ def _scale_up(exact: torch.Tensor) -> torch.Tensor:
     above = (nearest.view(torch.int16) + 1).view(torch.float16)
     scales = torch.where(nearest.float() < exact, above, nearest)
     if not bool(torch.isfinite(scales).all()):
-        raise Unwritable("numbers too far apart for a scale in fp16")
+        raise Unwritable(Flaw.OUT_OF_RANGE)
     return scales
 
 

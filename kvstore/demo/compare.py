@@ -107,7 +107,8 @@ class _ReversedCoder:
         self.decode = raw.decode
 
     def encode(self, token: int, into: FrameSpan, digest: Digest) -> list[bytes]:
-        self._raw.encode(token, into, digest)
+        encoded = self._raw.encode(token, into, digest)
+        assert isinstance(encoded, list), "`raw` writes every block"
         step = len(into.view) // self._slices
         digests = []
         for start in range(0, len(into.view), step):
@@ -122,8 +123,8 @@ def answers_from_reversed(
 ) -> list[list[int]]:
     """Answers whose prompts are restored from a store that holds reversed payloads."""
     answers = []
-    with open_embedded(str(directory), codecs=lambda name: ReversedCodec(), dram=REVERSED_DRAM) as store:
-        cache = PrefixCache(model, store)
+    with open_embedded(str(directory), codecs=lambda _: ReversedCodec(), dram=REVERSED_DRAM) as store:
+        cache = PrefixCache(model, store, codec="raw")
         for number, prompt in enumerate(prompts):
             progress("answering from reversed blocks", number, len(prompts))
             cache.generate(prompt, max_new_tokens=1)

@@ -68,12 +68,12 @@ def main(path: str) -> None:
     torch.set_num_threads(job["threads"])
     model = build_model(job["seed"], job["positions"], layers=job["layers"])
     with kvstore.embedded(f"{job['directory']}-closed", dram="64MiB") as closed:
-        first_use = PrefixCache(model, closed)
+        first_use = PrefixCache(model, closed, codec="raw")
     first_use.generate(job["prompts"][0], max_new_tokens=2)  # code and memory are used for the first time
     with kvstore.embedded(job["directory"], dram=job["dram"], nvme=job["nvme"]) as store:
         if not store.warmed(WARM_SECONDS):
             raise StoreError("what is on disk could not be taken in")
-        cache = PrefixCache(model, store)
+        cache = PrefixCache(model, store, codec="raw")
         result = run_pass(NAME, cache, job["prompts"], job["answer_tokens"], _silent)
         read_bytes = store.usage().counters.get("promoted_blocks", 0) * cache.layout.raw_bytes
     answer = {"answers": result.answers, "reports": [_plain(one) for one in result.reports], "read_bytes": read_bytes}

@@ -52,7 +52,7 @@ def run(
         if model is None:
             model = build_model(options.seed, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS)
         cold_cache = _closed_cache(model, scratch / "closed")
-        warm_cache = PrefixCache(model, store)
+        warm_cache = PrefixCache(model, store, codec="raw")
         plain = PlainGenerate(model)
         plain.warm_up(list(asked[0].text))
         cold_cache.generate(list(asked[0].text), max_new_tokens=2)  # code and memory are used for the first time
@@ -94,7 +94,7 @@ def run(
 def _closed_cache(model: torch.nn.Module, directory: Path) -> PrefixCache:
     """On a store that is closed before the first request: the same code runs, and every look-up is `disabled`."""
     with kvstore.embedded(str(directory), dram="64MiB") as store:
-        return PrefixCache(model, store)
+        return PrefixCache(model, store, codec="raw")
 
 
 @contextmanager

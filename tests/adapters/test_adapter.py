@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,13 +12,16 @@ from engine_adapter.adapter import (
     EngineAdapter,
     Report,
     StoreRequest,
+    chosen_codec,
     cut_to_grid,
     grid_chunks,
     reusable_tokens,
 )
+from engine_adapter.hbm_blocks import HbmBlocks
+from kvstore.layout import Layout
 from kvstore.miss import Account, HitTier, MissReason
 from kvstore.pages import Pages
-from workbench import bench, blank_pages, random_pages, same_tokens, small_layout
+from workbench import bench, blank_pages, blank_planes, random_pages, same_tokens, small_layout
 
 CHUNK = 128
 
@@ -148,3 +153,70 @@ def test_percentiles_are_of_the_nearest_rank() -> None:
     report.itl_ms = [10.0, 30.0]
     assert report.tokens_per_second == 50
     assert (report.restored_tokens, report.computed_tokens) == (0, 1)
+
+
+def plausible(blocks: int) -> Pages:
+    """Pages of finite numbers."""
+    torch.manual_seed(0)
+    planes = blank_planes(small_layout(), blocks, 64)
+    for tensors in planes.values():
+        for tensor in tensors:
+            tensor.copy_(torch.randn(tensor.shape))
+    return Pages(planes, range(blocks), 64)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8-kc64"])
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_what_was_decoded_is_not_encoded_again(codec: str, is_pooled: bool) -> None:
+    """Six blocks are restored and go meanwhile; two are computed behind them. With an inexact codec the six are not
+    offered, so the two cannot be stored; with an exact one all are."""
+    parts = bench()
+    namespace = parts.namespace(codec=codec)
+    tokens, pages = list(range(8 * 64 + 1)), plausible(8)
+    request_on(namespace, 385).save(tokens[:384], Pages(pages.planes, range(6), 64))
+    pool = HbmBlocks(small_layout(), torch.device("cpu"), 100 * small_layout().raw_bytes) if is_pooled else None
+    request = request_on(namespace, len(tokens), pool=pool)
+    assert request.matched_tokens(tokens) == 384 == request.load(pages)
+    parts.store.evict(6)
+    request.save(tokens[:512], pages)
+    if codec == "raw":
+        assert (request.report.saved_blocks, request.report.put_reasons) == (8, {})
+    else:
+        assert (request.report.saved_blocks, request.report.put_reasons) == (0, {MissReason.EVICTED: 1})
+    if pool is not None:  # the next request finds them there, and must not offer them either
+        other = request_on(namespace, len(tokens), pool=pool)
+        assert other.matched_tokens(tokens) == 512 == other.load(pages)
+        assert other.report.account.hits == {HitTier.HBM: 512}
+        parts.store.evict(8)
+        other.save(tokens[:512], pages)
+        assert other.report.saved_blocks == (8 if codec == "raw" else 0)
+    parts.store.check()
+
+
+def test_what_the_pool_has_as_it_was_computed_is_offered_again() -> None:
+    """Two blocks are computed here, two more come from the store, two are computed behind them."""
+    parts = bench()
+    namespace = parts.namespace(codec="int8-kc64")
+    tokens, pages = list(range(6 * 64 + 1)), plausible(6)
+    pool = HbmBlocks(small_layout(), torch.device("cpu"), 100 * small_layout().raw_bytes)
+    request_on(namespace, 257).save(tokens[:256], Pages(pages.planes, range(4), 64))
+    request_on(namespace, 129, pool=pool).save(tokens[:128], Pages(pages.planes, range(2), 64))
+    request = request_on(namespace, len(tokens), pool=pool)
+    assert request.matched_tokens(tokens) == 256 == request.load(pages)
+    assert request.report.account.hits == {HitTier.HBM: 128, HitTier.DRAM: 128}
+    parts.store.evict(4)
+    request.save(tokens[:384], pages)
+    assert (request.report.saved_blocks, request.report.put_reasons) == (2, {MissReason.EVICTED: 1})
+    assert namespace.match(tokens).blocks == 2
+    request_on(namespace, 257).save(tokens[:256], Pages(pages.planes, range(4), 64))
+    request.save(tokens[:384], pages)
+    assert namespace.match(tokens).blocks == 6
+
+
+def test_the_codec_that_an_adapter_takes(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen_codec(None, small_layout()) == "int8-kc64"
+    assert chosen_codec("raw", small_layout()) == "raw"
+    assert not caplog.messages
+    opaque = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float8_e4m3fn")
+    assert chosen_codec(None, opaque) == "raw"
+    assert "float8_e4m3fn" in caplog.text and "'raw'" in caplog.text

@@ -28,7 +28,7 @@ def test_what_comes_out_is_what_went_in(page_tokens: int, dtype: str, blocks: in
     order = torch.randperm(count + 3, generator=torch.Generator().manual_seed(1))[:count].tolist()
     source = Pages(random_planes(layout, count + 3, page_tokens), order, page_tokens)
     target = Pages(blank_planes(layout, count + 3, page_tokens), order[::-1], page_tokens)
-    pool.save(KEYS[:blocks], source)
+    pool.save(KEYS[:blocks], source, range(0))
     assert pool.leading(KEYS) == blocks
     pool.load(KEYS[:blocks], target)
     assert same_tokens(source, target, range(64 * blocks))
@@ -40,7 +40,7 @@ def test_a_prompt_larger_than_the_pool_keeps_its_beginning() -> None:
     pool = pool_of(4)
     pages = Pages(random_planes(small_layout(), 10, 64), range(10), 64)
     for blocks in (2, 6, 10):
-        pool.save(KEYS[:blocks], pages)
+        pool.save(KEYS[:blocks], pages, range(0))
         assert pool.leading(KEYS) == min(blocks, 4)
     assert pool.usage().blocks == 4
 
@@ -48,15 +48,15 @@ def test_a_prompt_larger_than_the_pool_keeps_its_beginning() -> None:
 def test_the_ends_of_old_prompts_make_room_first() -> None:
     pool = pool_of(6)
     pages = Pages(random_planes(small_layout(), 10, 64), range(10), 64)
-    pool.save(KEYS[:4], pages)
-    pool.save(KEYS[40:44], pages)
+    pool.save(KEYS[:4], pages, range(0))
+    pool.save(KEYS[40:44], pages, range(0))
     assert pool.leading(KEYS[40:]) == 4
     assert pool.leading(KEYS) == 2
 
 
 def test_a_pool_that_is_too_small_for_one_block_holds_nothing() -> None:
     pool = pool_of(0)
-    pool.save(KEYS[:3], Pages(random_planes(small_layout(), 3, 64), range(3), 64))
+    pool.save(KEYS[:3], Pages(random_planes(small_layout(), 3, 64), range(3), 64), range(0))
     assert pool.leading(KEYS) == 0
 
 
@@ -75,9 +75,22 @@ def test_a_block_whose_filling_failed_is_not_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.Tensor, "copy_", failing)
     with pytest.raises(KeyboardInterrupt):
-        pool.save(KEYS[:4], pages)
+        pool.save(KEYS[:4], pages, range(0))
     monkeypatch.undo()
     assert pool.leading(KEYS) == 2
     target = Pages(blank_planes(small_layout(), 2, 64), range(2), 64)
     pool.load(KEYS[:2], target)
     assert same_tokens(pages, target, range(128))
+
+
+def test_what_was_decoded_is_found_but_is_not_as_computed() -> None:
+    pool = pool_of(6)
+    pages = Pages(random_planes(small_layout(), 6, 64), range(6), 64)
+    pool.save(KEYS[:5], pages, range(2, 4))
+    assert (pool.leading(KEYS), pool.computed(KEYS)) == (5, 2)
+    target = Pages(blank_planes(small_layout(), 5, 64), range(5), 64)
+    pool.load(KEYS[:5], target)
+    assert same_tokens(pages, target, range(320))
+    pool.save(KEYS[:5], pages, range(0))
+    assert pool.usage().blocks == 5, "a block has one of its two names"
+    assert (pool.leading(KEYS), pool.computed(KEYS)) == (5, 2)

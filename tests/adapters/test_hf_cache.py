@@ -48,8 +48,8 @@ FAMILIES = {
 
 
 def cache_of(model: Any, store: Any = None, **options: Any) -> PrefixCache:
-    """A cache on a grid of 256 tokens, whatever the default is: the figures below are counted on it."""
-    return PrefixCache(model, store, **{"chunk_tokens": 256, **options})
+    """A cache on a grid of 256 tokens, whatever the default is: the figures below are counted on it. Bit for bit."""
+    return PrefixCache(model, store, **{"chunk_tokens": 256, "codec": "raw", **options})
 
 
 def model_of(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:

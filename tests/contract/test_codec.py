@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.codec import RawCodec
-from kvstore.errors import LayoutMismatch
+from kv_kernels.flaws import Flaw
+from kvstore.codec import RawCodec, codec_named
+from kvstore.errors import BadInput, LayoutMismatch
 from kvstore.layout import KvGroup, Layout, Part
 from kvstore.pages import Codec, Pages
 from tiering.frame import digest
@@ -179,6 +180,59 @@ class CodecContract:
         with pytest.raises(LayoutMismatch) as caught:
             self.make().bind(bad, layout, layout.parts[0])
         assert one_line(caught.value, *fragments)
+
+
+class Int8Contract(CodecContract):
+    """The bound of every number is in kernels/test_int8.py; here a number only has to be the one that was written."""
+
+    def close(self, decoded: torch.Tensor, original: torch.Tensor) -> bool:
+        half_a_step = 2 * original.float().abs().max() / 255
+        apart = (decoded.float() - original.float()).abs()
+        return bool((apart <= half_a_step + 2**-8 * decoded.float().abs()).all()) and not same_bits(decoded, original)
+
+    @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "uint8", "int8"])
+    def test_numbers_that_it_cannot_write_are_one_clear_line(self, dtype: str) -> None:
+        with pytest.raises(BadInput) as caught:
+            self.make().payload_bytes(small_layout(dtype=dtype).parts[0])
+        assert one_line(caught.value, self.make().name, dtype, "bfloat16, float16, float32", "codec='raw'")
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_it_is_nearly_half_of_sixteen_bits(self, name: str) -> None:
+        for part in LAYOUTS[name].parts:
+            slices = len(part.layers)
+            numbers = part.raw_bytes // part.group.element_bytes
+            size = self.make().payload_bytes(part)
+            assert numbers < size <= 1.5 * numbers + 16 * slices and size // slices % 16 == 0
+
+    def test_a_block_that_it_cannot_write_says_why(self) -> None:
+        layout = small_layout()
+        for value, flaw in ((float("nan"), Flaw.NONFINITE), (float("-inf"), Flaw.NONFINITE), (3e38, Flaw.OUT_OF_RANGE)):
+            planes = self.values(layout, 2, 64, 6)
+            planes[1][1][1, 7, 1, 3] = value
+            coder = self.make().bind(Pages(planes, [0, 1], 64), layout, layout.parts[0])
+            assert isinstance(coder.encode(0, room_for(self.make(), layout.parts[0]), digest), list)
+            assert coder.encode(64, room_for(self.make(), layout.parts[0]), digest) is flaw
+
+    def test_memory_that_was_used_before_leaves_nothing_in_the_padding(self) -> None:
+        layout = Layout.mla(layers=1, latent_dim=60, rope_dim=5, dtype="float16")
+        payloads = []
+        for filler in (0x00, 0xFF):
+            span = room_for(self.make(), layout.parts[0])
+            span.view[:] = bytes([filler]) * len(span.view)
+            pages = Pages(self.values(layout, 1, 64, 8), [0], 64)
+            self.make().bind(pages, layout, layout.parts[0]).encode(0, span, digest)
+            payloads.append(bytes(span.view))
+        assert payloads[0] == payloads[1]
+
+
+class TestInt8Kc64(Int8Contract):
+    def make(self) -> Codec:
+        return codec_named("int8-kc64")
+
+
+class TestInt8Th(Int8Contract):
+    def make(self) -> Codec:
+        return codec_named("int8-th")
 
 
 class TestRawCodec(CodecContract):

@@ -721,7 +721,9 @@ def test_a_store_that_closes_under_a_put_is_a_put_of_nothing(a: Bench) -> None:
         """A codec obeying its contract, in a process that closes the store at an unlucky moment."""
 
         name = "raw"
+        is_exact = True
         payload_bytes = staticmethod(codec_named("raw").payload_bytes)
+        prepare = staticmethod(codec_named("raw").prepare)
 
         def bind(self, pages: Pages, layout: Layout, part: Any) -> Any:
             a.store.close()

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.miss import REASON_OF_FINDING, Account, HitTier, MissReason, Segment
+from kv_kernels.flaws import Flaw
+from kvstore.miss import REASON_OF_FINDING, REASON_OF_FLAW, Account, HitTier, MissReason, Segment
 from tiering.tier import Finding
 
 # Appended to, never renamed, never sorted: dashboards and alerts name them.
 REASONS = """
     absent evicted diverged other_namespace partial_block last_token grid warming in_flight pinned_full deadline
     tier_down unreachable corrupt key_mismatch stale_hint quota not_admitted cheaper_to_compute audit unsupported
-    disabled
+    disabled nonfinite out_of_range
 """.split()
 
 hits = st.lists(st.tuples(st.sampled_from(HitTier), st.integers(0, 500)), max_size=5)
@@ -39,6 +40,11 @@ def test_a_reason_is_its_name_in_lower_case() -> None:
 def test_everything_a_tier_reports_has_a_reason() -> None:
     assert set(REASON_OF_FINDING) == set(Finding)
     assert len(set(REASON_OF_FINDING.values())) == len(Finding)
+
+
+def test_everything_that_a_codec_cannot_write_has_a_reason() -> None:
+    assert set(REASON_OF_FLAW) == set(Flaw)
+    assert len(set(REASON_OF_FLAW.values())) == len(Flaw)
 
 
 @given(hits, misses)

@@ -1,0 +1,126 @@
+"""The 8-bit codecs between pages in host memory and a payload, through compiled loops (floor 0).
+
+A payload is one layer slice after another, each as `int8.SliceForm` has it. Encoding writes straight into the payload
+and takes the digest of a slice while it is in the cache. Decoding copies a slice, compares the digest of that copy, and
+only then writes pages from it: pages never see a byte that was not compared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from kv_kernels.flaws import Flaw
+from kv_kernels.int8 import SliceForm
+from kv_kernels.int8_loops import Field, Finding, Loops
+
+Digest = Callable[..., bytes]
+Array = np.ndarray[Any, Any]
+
+_FLAW_OF = {Finding.NONFINITE: Flaw.NONFINITE, Finding.OUT_OF_RANGE: Flaw.OUT_OF_RANGE}
+
+
+class Span(Protocol):
+    """A payload in this process's memory."""
+
+    @property
+    def address(self) -> int:
+        """Where it starts."""
+        ...
+
+    @property
+    def view(self) -> memoryview:
+        """All of its bytes."""
+        ...
+
+
+class Int8Copy:
+    """Encodes and decodes blocks between host pages and payloads. Holds the tensors for as long as it lives."""
+
+    def __init__(
+        self, loops: Loops, form: SliceForm, planes: Sequence[Sequence[Any]], table: Sequence[int], page_tokens: int
+    ) -> None:
+        """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width] of the dtype for which the
+        loops were compiled, or of integers of its width; table: physical pages. Raises `ValueError` where strides are
+        not whole numbers of elements."""
+        self._loops = loops
+        self._form = form
+        self._planes = [list(layer) for layer in planes]
+        self._table = np.array(table, np.int64)
+        self._page_tokens = page_tokens
+        self._fields = [_fields(layer, form) for layer in self._planes]
+
+    @cached_property
+    def _writable(self) -> bool:
+        flat = [plane for layer in self._planes for plane in layer]
+        return all([not isinstance(plane, np.ndarray) or bool(plane.flags.writeable) for plane in flat])
+
+    @cached_property
+    def _scratch(self) -> Array:
+        """Room for a layer slice."""
+        return np.empty(self._form.size_bytes, np.uint8)
+
+    def encode(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
+        """Encode the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
+        form, view = self._form, into.view
+        pages = self._pages(token, 0)
+        digests = []
+        start = 0
+        for fields in self._fields:
+            stop = start + form.size_bytes
+            found = self._loops.encode(fields, pages, self._page_tokens, form.heads, form.tokens, into.address + start)
+            if found:
+                return _FLAW_OF[Finding(found)]
+            view[start + form.padding_at : stop] = bytes(form.size_bytes - form.padding_at)
+            digests.append(digest(view[start:stop]))
+            start = stop
+        return digests
+
+    def decode(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
+        """Decode a payload into the block at `token`, without its first `skip` tokens; False if any digest differs."""
+        if not self._writable:
+            raise ValueError("pages that are read-only cannot be loaded into")
+        form, scratch = self._form, self._scratch
+        private, source = scratch.ctypes.data, payload.address
+        pages = self._pages(token, skip)
+        for fields, want in zip(self._fields, expected, strict=True):
+            ctypes.memmove(private, source, form.size_bytes)
+            if digest(scratch) != want:
+                return False
+            self._loops.decode(fields, pages, self._page_tokens, form.heads, form.tokens, private, skip)
+            source += form.size_bytes
+        return True
+
+    def _pages(self, token: int, skip: int) -> Array:
+        """Physical pages of the block at `token`; those before its `skip`-th token need not be in the table."""
+        count = self._form.tokens // self._page_tokens
+        first, rest = divmod(token, self._page_tokens)
+        missing = max(0, -first)
+        assert not rest and missing * self._page_tokens <= skip, "the block is not inside the pages"
+        assert first + count <= len(self._table), "the block is not inside the pages"
+        if not missing:
+            return self._table[first : first + count]
+        return np.concatenate([np.zeros(missing, np.int64), self._table[: first + count]])
+
+
+def _fields(layer: Sequence[Any], form: SliceForm) -> Array:
+    """A table of planes, as the loops have it."""
+    rows = np.zeros((len(layer), len(Field)), np.int64)
+    for row, plane, of_plane in zip(rows, layer, form.planes, strict=True):
+        if isinstance(plane, np.ndarray):
+            address, bytes_apart, size = plane.ctypes.data, plane.strides, plane.itemsize
+            if any(stride % size for stride in bytes_apart):
+                raise ValueError(f"strides of {bytes_apart} bytes are not whole numbers of {size} bytes")
+            strides: Sequence[int] = [stride // size for stride in bytes_apart]
+        else:
+            address, strides = plane.data_ptr(), plane.stride()
+        row[Field.ADDRESS] = address
+        row[Field.PAGE], row[Field.TOKEN], row[Field.HEAD], row[Field.NUMBER] = strides
+        row[Field.WIDTH], row[Field.AXIS] = of_plane.width, of_plane.axis
+        row[Field.CODES_AT], row[Field.SCALES_AT] = of_plane.codes_at, of_plane.scales_at
+        row[Field.ZEROS_AT] = of_plane.zeros_at
+    return rows

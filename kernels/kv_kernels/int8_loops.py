@@ -1,0 +1,508 @@
+"""The 8-bit forms between pages in host memory and a payload, as loops that numba compiles (floor 0).
+
+One call encodes or decodes one layer slice, without the interpreter lock. The arithmetic is that of `int8`, operation
+by operation: float32, rounded to nearest even, nothing fused; fp16 is widened and narrowed in integers, so that no mode
+of the processor matters. What a row of numbers needs is done while it is in the cache: its extremes (as integers that
+sort as the numbers do, sixteen or thirty-two at a time), its scale, its codes.
+
+Everything is an address. A caller must have checked shapes, bounds and alignment, and must hold the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, config, float32, int8, int16, int32, int64, njit, types, uint32
+from numba.extending import intrinsic, overload
+
+
+class Field(IntEnum):
+    """Columns of a table of planes, int64 [planes, fields]. Strides in numbers, offsets in the layer slice in bytes."""
+
+    ADDRESS = 0
+    PAGE = 1
+    TOKEN = 2
+    HEAD = 3
+    NUMBER = 4
+    WIDTH = 5
+    AXIS = 6
+    CODES_AT = 7
+    SCALES_AT = 8
+    ZEROS_AT = 9
+
+
+class Finding(IntEnum):
+    """What an encoder found in a layer slice."""
+
+    FINE = 0
+    NONFINITE = 1  # a NaN or an infinity
+    OUT_OF_RANGE = 2  # a scale beyond fp16
+
+
+class Loops(NamedTuple):
+    """Compiled for one dtype.
+
+    encode(planes, pages, page_tokens, heads, tokens, into) -> a `Finding` as a number. planes: see `Field`; pages:
+    int64, those of the block, page_tokens each; into: the address of the layer slice. Padding is left alone.
+    decode(planes, pages, page_tokens, heads, tokens, source, skip): the mirror, without the block's first `skip`
+    tokens, whose pages are not touched.
+    """
+
+    encode: Callable[..., int]
+    decode: Callable[..., None]
+
+
+def is_usable() -> bool:
+    """Whether numba compiles here: it can be told not to (NUMBA_DISABLE_JIT)."""
+    return not config.DISABLE_JIT
+
+
+def prepare(dtype: str) -> Loops:
+    """Compile for `bfloat16`, `float16` or `float32`. Seconds the first time on a machine: later processes find the
+    result on disk, where numba has a place to keep it."""
+    loops = _LOOPS[dtype]
+    for loop, arguments in zip(loops, (_ENCODED, _DECODED), strict=True):
+        loop.compile(arguments)  # type: ignore[attr-defined]
+    return loops
+
+
+# Compiled code. Integers are cast at every step, because numba computes in 64 bits otherwise -------------------------
+
+GROUP = 64
+CHANNEL, LATENT = 0, 2
+BFLOAT16, FLOAT16, FLOAT32 = types.int8, types.int16, types.int32
+"""Kinds of numbers. `kind` is an argument whose type says which, so that the choice is made while compiling."""
+
+_ADDRESS, _PAGE, _TOKEN, _HEAD, _NUMBER, _WIDTH, _AXIS, _CODES_AT, _SCALES_AT, _ZEROS_AT = (int(f) for f in Field)
+_FINE, _NONFINITE, _OUT_OF_RANGE = (int(finding) for finding in Finding)
+_LARGEST_HALF = np.float32(65504.0)
+_UP_112 = 112 << 23  # from fp16's exponent to float32's
+_STEPS_HALF = np.float32(2.0**24)  # of fp16's smallest number in 1
+
+
+@intrinsic
+def _pointer(_typing: Any, address: Any) -> Any:
+    """An address as a pointer for `carray`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(address), generate
+
+
+@intrinsic
+def _as_bits(_typing: Any, _number: Any) -> Any:
+    """The bits of a float32."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(types.uint32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def _as_float(_typing: Any, _bits: Any) -> Any:
+    """The float32 of these bits."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(types.float32))
+
+    return types.float32(types.uint32), generate
+
+
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
+_INLINED = {"forceinline": True, **_OPTIONS}
+_inlined = njit(**_INLINED)
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Compiled when first asked for, and kept on disk where there is a place that can be written."""
+    try:
+        return njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError:  # no such place: each process compiles for itself
+        return njit(**_OPTIONS)(function)
+
+
+@_inlined
+def _narrow_scale(exact):
+    """The bits of the smallest fp16 that is not below a float32 >= 0; from 0x7C00 on there is none."""
+    steps = exact * _STEPS_HALF if exact < np.float32(2.0**-14) else np.float32(0.0)
+    whole = int32(steps)
+    small = uint32(whole + int32(1)) if float32(whole) < steps else uint32(whole)
+    normal = uint32(uint32(uint32(_as_bits(exact) + uint32(0x1FFF)) >> uint32(13)) - uint32(_UP_112 >> 13))
+    return small if exact < np.float32(2.0**-14) else normal
+
+
+@_inlined
+def _widen_half(half):
+    """A finite fp16, given as its bits."""
+    wide = uint32(uint32(uint32(half & uint32(0x7FFF)) << uint32(13)) + uint32(_UP_112))
+    small = uint32(wide + uint32(1 << 23))
+    is_small = uint32(half & uint32(0x7C00)) == uint32(0)
+    magnitude = _as_float(small) - np.float32(2.0**-14) if is_small else _as_float(wide)
+    return _as_float(uint32(_as_bits(magnitude) | uint32(uint32(half & uint32(0x8000)) << uint32(16))))
+
+
+@_inlined
+def _narrow_half(number):
+    """A float32 as the bits of the nearest fp16, ties to even, at most the largest one."""
+    bits = _as_bits(number)
+    sign = uint32(uint32(bits >> uint32(16)) & uint32(0x8000))
+    magnitude = _as_float(uint32(bits & uint32(0x7FFFFFFF)))
+    magnitude = magnitude if magnitude < _LARGEST_HALF else _LARGEST_HALF
+    small = uint32(_as_bits(magnitude + np.float32(0.5)) - uint32(0x3F000000))
+    normal = uint32(_as_bits(magnitude) - uint32(_UP_112))
+    even = uint32(uint32(normal >> uint32(13)) & uint32(1))
+    normal = uint32(uint32(uint32(normal + uint32(0xFFF)) + even) >> uint32(13))
+    return uint32(sign | (small if magnitude < np.float32(2.0**-14) else normal))
+
+
+@_inlined
+def _narrow_bfloat(number):
+    """A finite float32 as the bits of the nearest bfloat16, ties to even."""
+    bits = _as_bits(number)
+    even = uint32(uint32(bits >> uint32(16)) & uint32(1))
+    return uint32(uint32(uint32(bits + uint32(0x7FFF)) + even) >> uint32(16))
+
+
+def _row(kind, address, count):
+    """Numbers side by side, as their bits."""
+
+
+@overload(_row, jit_options=_INLINED)
+def _row_of(kind, address, count):
+    word = int32 if kind is FLOAT32 else int16
+
+    def row(kind, address, count):
+        return carray(_pointer(address), (count,), word)
+
+    return row
+
+
+def _empty(kind, count):
+    """Room for the bits of so many numbers."""
+
+
+@overload(_empty, jit_options=_INLINED)
+def _empty_of(kind, count):
+    word = np.int32 if kind is FLOAT32 else np.int16
+
+    def empty(kind, count):
+        return np.empty(count, word)
+
+    return empty
+
+
+def _number(kind, bits):
+    """A finite number as float32."""
+
+
+@overload(_number, jit_options=_INLINED)
+def _number_of(kind, bits):
+    if kind is FLOAT32:
+        return lambda kind, bits: _as_float(uint32(bits))
+    if kind is FLOAT16:
+        return lambda kind, bits: _widen_half(uint32(bits))
+    return lambda kind, bits: _as_float(uint32(uint32(bits) << uint32(16)))
+
+
+def _narrow(kind, number):
+    """A float32 in the pool's dtype, as its bits."""
+
+
+@overload(_narrow, jit_options=_INLINED)
+def _narrow_of(kind, number):
+    if kind is FLOAT32:
+        return lambda kind, number: int32(_as_bits(number))
+    if kind is FLOAT16:
+        return lambda kind, number: int16(_narrow_half(number))
+    return lambda kind, number: int16(_narrow_bfloat(number))
+
+
+def _infinity(kind):
+    """Its bits; above are NaNs."""
+
+
+@overload(_infinity, jit_options=_INLINED)
+def _infinity_of(kind):
+    if kind is FLOAT32:
+        return lambda kind: int32(0x7F800000)
+    if kind is FLOAT16:
+        return lambda kind: int16(0x7C00)
+    return lambda kind: int16(0x7F80)
+
+
+def _ordered(kind, bits):
+    """The bits of a number as an integer that sorts as the numbers do; it is its own mirror."""
+
+
+@overload(_ordered, jit_options=_INLINED)
+def _ordered_of(kind, bits):
+    if kind is FLOAT32:
+        return lambda kind, bits: int32(bits ^ int32(int32(bits >> int32(31)) & int32(0x7FFFFFFF)))
+    return lambda kind, bits: int16(bits ^ int16(int16(bits >> int16(15)) & int16(0x7FFF)))
+
+
+def _magnitude(kind, bits):
+    """Without the sign."""
+
+
+@overload(_magnitude, jit_options=_INLINED)
+def _magnitude_of(kind, bits):
+    if kind is FLOAT32:
+        return lambda kind, bits: int32(bits & int32(0x7FFFFFFF))
+    return lambda kind, bits: int16(bits & int16(0x7FFF))
+
+
+@_inlined
+def _places(plane, pages, page_tokens, size, places):
+    """Where each token of the block begins in a plane."""
+    token = 0
+    for page in pages:
+        place = plane[_ADDRESS] + plane[_PAGE] * page * size
+        for _ in range(page_tokens):
+            places[token] = place
+            place += plane[_TOKEN] * size
+            token += 1
+
+
+@_inlined
+def _collect(kind, address, step, row, count):
+    """Numbers `step` apart, put side by side."""
+    numbers = _row(kind, address, count * step)
+    for i in range(count):
+        row[i] = numbers[i * step]
+
+
+@_inlined
+def _spread(kind, row, address, step, count):
+    """The mirror of `_collect`."""
+    numbers = _row(kind, address, count * step)
+    for i in range(count):
+        numbers[i * step] = row[i]
+
+
+@_inlined
+def _extremes(kind, rows, width, low, high):
+    """The least and the largest number of each channel, as ordered integers. Four rows at a time: each time low and
+    high are read and written once."""
+    row = _row(kind, rows[0], width)
+    for i in range(width):
+        low[i] = _ordered(kind, row[i])
+        high[i] = low[i]
+    for token in range(0, GROUP, 4):
+        one, two = _row(kind, rows[token], width), _row(kind, rows[token + 1], width)
+        three, four = _row(kind, rows[token + 2], width), _row(kind, rows[token + 3], width)
+        for i in range(width):
+            a, b = _ordered(kind, one[i]), _ordered(kind, two[i])
+            c, d = _ordered(kind, three[i]), _ordered(kind, four[i])
+            low[i] = min(low[i], min(min(a, b), min(c, d)))
+            high[i] = max(high[i], max(max(a, b), max(c, d)))
+
+
+@_inlined
+def _parameters(kind, low, high, width, zeros, inverse, scales, kept):
+    """Of each channel, from its extremes: kept zero points and scales, and what the codes are made with."""
+    infinite = False
+    for i in range(width):
+        infinite |= high[i] >= _infinity(kind) or low[i] <= ~_infinity(kind)
+    if infinite:
+        return _NONFINITE
+    worst = uint32(0)
+    for i in range(width):
+        zero = _number(kind, _ordered(kind, low[i])) + np.float32(0.0)
+        scale = _narrow_scale((_number(kind, _ordered(kind, high[i])) - zero) / np.float32(255.0))
+        worst = max(worst, scale)
+        zeros[i] = zero
+        kept[i] = _narrow(kind, zero)
+        scales[i] = int16(scale)
+        inverse[i] = np.float32(1.0) / _widen_half(scale) if scale > uint32(0) else np.float32(0.0)
+    return _OUT_OF_RANGE if worst >= uint32(0x7C00) else _FINE
+
+
+@_inlined
+def _encode_channels(kind, rows, width, codes_at, zeros, inverse):
+    """GROUP tokens. No clamp: with a scale that was rounded up no step is beyond 255."""
+    for token in range(GROUP):
+        row = _row(kind, rows[token], width)
+        codes = carray(_pointer(codes_at + token * width), (width,), int8)
+        for i in range(width):
+            step = int32((_number(kind, row[i]) - zeros[i]) * inverse[i] + np.float32(0.5))
+            codes[i] = int8(int32(step - int32(128)))
+
+
+@_inlined
+def _encode_tokens(kind, rows, width, share, codes_at, scales_at):
+    """GROUP tokens. No clamp: with a scale that was rounded up no step is beyond 127."""
+    size = _empty(kind, 0).itemsize
+    groups = -(-width // share)
+    for token in range(GROUP):
+        scales = carray(_pointer(scales_at + 2 * groups * token), (groups,), int16)
+        for group in range(groups):
+            first = group * share
+            count = min(share, width - first)
+            row = _row(kind, rows[token] + first * size, count)
+            top = _top(kind, row, count)
+            if top >= _infinity(kind):
+                return _NONFINITE
+            scale = _narrow_scale(_number(kind, top) / np.float32(127.0))
+            if scale >= uint32(0x7C00):
+                return _OUT_OF_RANGE
+            scales[group] = int16(scale)
+            inverse = np.float32(1.0) / _widen_half(scale) if scale > uint32(0) else np.float32(0.0)
+            codes = carray(_pointer(codes_at + token * width + first), (count,), int8)
+            for i in range(count):
+                y = _number(kind, row[i]) * inverse + np.float32(0.5)
+                step = int32(y)
+                codes[i] = int8(int32(step - int32(1)) if float32(step) > y else step)
+    return _FINE
+
+
+@_inlined
+def _top(kind, row, count):
+    """The largest magnitude, as bits."""
+    top = _magnitude(kind, row[0])
+    for i in range(count):
+        top = max(top, _magnitude(kind, row[i]))
+    return top
+
+
+@_inlined
+def _decode_channels(kind, rows, start, width, codes_at, zeros, scales):
+    for token in range(start, GROUP):
+        codes = carray(_pointer(codes_at + token * width), (width,), int8)
+        row = _row(kind, rows[token], width)
+        for i in range(width):
+            row[i] = _narrow(kind, (float32(int32(codes[i])) + np.float32(128.0)) * scales[i] + zeros[i])
+
+
+@_inlined
+def _decode_tokens(kind, rows, start, width, share, codes_at, scales_at):
+    size = _empty(kind, 0).itemsize
+    groups = -(-width // share)
+    for token in range(start, GROUP):
+        halves = carray(_pointer(scales_at + 2 * groups * token), (groups,), int16)
+        for group in range(groups):
+            first = group * share
+            count = min(share, width - first)
+            scale = _widen_half(uint32(halves[group]))
+            codes = carray(_pointer(codes_at + token * width + first), (count,), int8)
+            row = _row(kind, rows[token] + first * size, count)
+            for i in range(count):
+                row[i] = _narrow(kind, float32(int32(codes[i])) * scale)
+
+
+@_inlined
+def _encode(kind, planes, pages, page_tokens, heads, tokens, out):
+    size = _empty(kind, 0).itemsize
+    widest = planes[:, _WIDTH].max()
+    low, high = _empty(kind, widest), _empty(kind, widest)
+    zeros, inverse = np.empty(widest, np.float32), np.empty(widest, np.float32)
+    tile = np.empty((GROUP, widest * size), np.uint8)
+    places, rows = np.empty(tokens, np.int64), np.empty(GROUP, np.int64)
+    for plane in planes:
+        width, step = plane[_WIDTH], plane[_NUMBER]
+        share = GROUP if plane[_AXIS] == LATENT else width
+        _places(plane, pages, page_tokens, size, places)
+        for head in range(heads):
+            for group in range(tokens // GROUP):
+                for token in range(GROUP):
+                    rows[token] = places[group * GROUP + token] + plane[_HEAD] * head * size
+                    if step != 1:
+                        _collect(kind, rows[token], step, _row(kind, tile[token].ctypes.data, width), width)
+                        rows[token] = tile[token].ctypes.data
+                codes_at = out + plane[_CODES_AT] + (head * tokens + group * GROUP) * width
+                if plane[_AXIS] == CHANNEL:
+                    at = (head * (tokens // GROUP) + group) * width
+                    _extremes(kind, rows, width, low, high)
+                    scales = carray(_pointer(out + plane[_SCALES_AT] + 2 * at), (width,), int16)
+                    kept = _row(kind, out + plane[_ZEROS_AT] + size * at, width)
+                    found = _parameters(kind, low, high, width, zeros, inverse, scales, kept)
+                    if found == _FINE:
+                        _encode_channels(kind, rows, width, codes_at, zeros, inverse)
+                else:
+                    at = (head * tokens + group * GROUP) * -(-width // share)
+                    found = _encode_tokens(kind, rows, width, share, codes_at, out + plane[_SCALES_AT] + 2 * at)
+                if found != _FINE:
+                    return found
+    return _FINE
+
+
+@_inlined
+def _decode(kind, planes, pages, page_tokens, heads, tokens, skip, source):
+    size = _empty(kind, 0).itemsize
+    widest = planes[:, _WIDTH].max()
+    zeros, scales = np.empty(widest, np.float32), np.empty(widest, np.float32)
+    tile = np.empty((GROUP, widest * size), np.uint8)
+    places, rows = np.empty(tokens, np.int64), np.empty(GROUP, np.int64)
+    for plane in planes:
+        width, step = plane[_WIDTH], plane[_NUMBER]
+        share = GROUP if plane[_AXIS] == LATENT else width
+        _places(plane, pages, page_tokens, size, places)
+        for head in range(heads):
+            for group in range(skip // GROUP, tokens // GROUP):
+                start = max(0, skip - group * GROUP)
+                for token in range(start, GROUP):
+                    rows[token] = places[group * GROUP + token] + plane[_HEAD] * head * size
+                    if step != 1:
+                        rows[token] = tile[token].ctypes.data
+                codes_at = source + plane[_CODES_AT] + (head * tokens + group * GROUP) * width
+                if plane[_AXIS] == CHANNEL:
+                    at = (head * (tokens // GROUP) + group) * width
+                    halves = carray(_pointer(source + plane[_SCALES_AT] + 2 * at), (width,), int16)
+                    kept = _row(kind, source + plane[_ZEROS_AT] + size * at, width)
+                    for i in range(width):
+                        scales[i] = _widen_half(uint32(halves[i]))
+                        zeros[i] = _number(kind, kept[i])
+                    _decode_channels(kind, rows, start, width, codes_at, zeros, scales)
+                else:
+                    at = (head * tokens + group * GROUP) * -(-width // share)
+                    scales_at = source + plane[_SCALES_AT] + 2 * at
+                    _decode_tokens(kind, rows, start, width, share, codes_at, scales_at)
+                if step != 1:
+                    for token in range(start, GROUP):
+                        place = places[group * GROUP + token] + plane[_HEAD] * head * size
+                        _spread(kind, _row(kind, rows[token], width), place, step, width)
+
+
+@_compiled
+def _encode_bfloat16(planes, pages, page_tokens, heads, tokens, out):
+    return _encode(int8(0), planes, pages, page_tokens, heads, tokens, out)
+
+
+@_compiled
+def _decode_bfloat16(planes, pages, page_tokens, heads, tokens, source, skip):
+    _decode(int8(0), planes, pages, page_tokens, heads, tokens, skip, source)
+
+
+@_compiled
+def _encode_float16(planes, pages, page_tokens, heads, tokens, out):
+    return _encode(int16(0), planes, pages, page_tokens, heads, tokens, out)
+
+
+@_compiled
+def _decode_float16(planes, pages, page_tokens, heads, tokens, source, skip):
+    _decode(int16(0), planes, pages, page_tokens, heads, tokens, skip, source)
+
+
+@_compiled
+def _encode_float32(planes, pages, page_tokens, heads, tokens, out):
+    return _encode(int32(0), planes, pages, page_tokens, heads, tokens, out)
+
+
+@_compiled
+def _decode_float32(planes, pages, page_tokens, heads, tokens, source, skip):
+    _decode(int32(0), planes, pages, page_tokens, heads, tokens, skip, source)
+
+
+_TABLE, _PAGES = int64[:, ::1], int64[::1]
+_ENCODED = (_TABLE, _PAGES, int64, int64, int64, int64)
+_DECODED = (*_ENCODED, int64)
+_LOOPS = {
+    "bfloat16": Loops(_encode_bfloat16, _decode_bfloat16),
+    "float16": Loops(_encode_float16, _decode_float16),
+    "float32": Loops(_encode_float32, _decode_float32),
+}

@@ -1,0 +1,263 @@
+"""The compiled route of the 8-bit codecs against plain torch: every byte of a payload, every bit of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_kernels import int8, int8_host, int8_loops, int8_plain
+from kv_kernels.flaws import Flaw
+from kv_kernels.int8 import Axis, SliceForm, slice_form
+from kv_kernels.int8_loops import Field
+from tiering.frame import digest
+from tiering.tier import FrameSpan
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+CANARY = 0xA5
+
+Shape = tuple[int, int, int, int]
+
+
+def _separate(planes: list[torch.Tensor]) -> list[torch.Tensor]:
+    """[pages, page_tokens, heads, width]."""
+    return [plane.clone() for plane in planes]
+
+
+def _head_major(planes: list[torch.Tensor]) -> list[torch.Tensor]:
+    """[pages, heads, page_tokens, width]."""
+    return [plane.transpose(1, 2).contiguous().transpose(1, 2) for plane in planes]
+
+
+def _fused(planes: list[torch.Tensor]) -> list[torch.Tensor]:
+    """K and V of a head side by side, with room between the pages."""
+    joined = torch.cat(planes, 3)
+    pages, tokens, heads, width = joined.shape
+    room = joined.new_zeros(pages, tokens + 3, heads, width + 5)
+    room[:, :tokens, :, :width] = joined
+    return list(room[:, :tokens, :, :width].split([plane.shape[3] for plane in planes], 3))
+
+
+def _transposed(planes: list[torch.Tensor]) -> list[torch.Tensor]:
+    """K of a head as [width, token], as vLLM's pages on a CPU have it."""
+    first = planes[0].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    return [first, *_head_major(planes[1:])]
+
+
+LAYOUTS: dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {
+    "separate": _separate,
+    "head major": _head_major,
+    "fused": _fused,
+    "transposed": _transposed,
+}
+
+
+def numbers(kind: str, shape: Shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A plane of pages."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    if kind == "outlier":
+        x[..., -1] *= 40
+        x[..., 0] += 300
+    elif kind == "heavy-tailed":
+        x = torch.sinh(4 * x)
+    elif kind == "tiny":
+        x *= 1e-6
+    elif kind == "denormal":
+        x *= 1e-39 if dtype is not torch.float16 else 1e-7
+    elif kind == "zeros of both signs":
+        x = torch.where(x > 0.5, 0.0, torch.where(x > 0, -0.0, x))
+    elif kind == "equal":
+        x[:] = -1.2345
+    elif kind == "steps":  # ties, and both ends of the range
+        x = torch.randint(-255, 256, shape, generator=generator) / 2.0
+    elif kind == "large":
+        x *= 9000 if dtype is torch.float16 else 1e6
+    return (x.clamp(-65504, 65504) if dtype is torch.float16 else x).to(dtype)
+
+
+KINDS = ("plain", "outlier", "heavy-tailed", "tiny", "denormal", "zeros of both signs", "equal", "steps", "large")
+
+
+def room(form: SliceForm, layers: int) -> tuple[FrameSpan, np.ndarray[Any, Any]]:
+    """A payload, and the memory around it."""
+    memory = np.full(form.size_bytes * layers + 128, CANARY, np.uint8)
+    return FrameSpan(memory.ctypes.data + 64, memoryview(memory)[64:-64]), memory
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@given(
+    codec=st.sampled_from([int8.KC64, int8.TH]),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    kind=st.sampled_from(KINDS),
+    widths=st.sampled_from([(8, 8), (72, 64), (128, 128), (1, 3), (80, 200), (576,), (65,), (16,)]),
+    heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    page_tokens=st.sampled_from([1, 16, 32, 64, 192]),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=80, deadline=None)
+def test_both_routes_write_the_same_bytes_and_the_same_pages(
+    codec: str,
+    dtype: str,
+    layout: str,
+    kind: str,
+    widths: tuple[int, ...],
+    heads: int,
+    groups: int,
+    page_tokens: int,
+    seed: int,
+) -> None:
+    tokens = max(64 * groups, page_tokens)
+    per_block = tokens // page_tokens
+    chance = Random(seed)
+    pages = 2 * per_block + 2
+    table = chance.sample(range(pages), 2 * per_block)
+    layers = [
+        LAYOUTS[layout]([
+            numbers(kind, (pages, page_tokens, heads, width), DTYPES[dtype], seed + 7 * layer + at)
+            for at, width in enumerate(widths)
+        ])
+        for layer in range(2)
+    ]  # fmt: skip
+    form = slice_form(codec, heads, tokens, widths, DTYPES[dtype].itemsize)
+    loops = int8_loops.prepare(dtype)
+    block = chance.randrange(2)
+    spans, around = zip(*[room(form, len(layers)) for _ in range(2)], strict=True)
+    compiled = int8_host.Int8Copy(loops, form, layers, table, page_tokens)
+    plain = int8_plain.Int8Copy(form, layers, table, page_tokens)
+    digests = compiled.encode(block * tokens, spans[0], digest)
+    assert digests == plain.encode(block * tokens, spans[1], digest)
+    assert all((memory[:64] == CANARY).all() and (memory[-64:] == CANARY).all() for memory in around)
+    if not isinstance(digests, list):
+        return  # what is in such a payload is garbage
+    assert bytes(around[0]) == bytes(around[1])
+    skip = chance.randrange(per_block) * page_tokens
+    landed = []
+    for route in range(2):
+        into = [
+            [LAYOUTS[layout]([torch.full_like(p, float("nan")) for p in layer])[at] for at in range(len(widths))]
+            for layer in layers
+        ]
+        copy: Any = (
+            int8_host.Int8Copy(loops, form, into, table, page_tokens)
+            if route == 0
+            else int8_plain.Int8Copy(form, into, table, page_tokens)
+        )
+        assert copy.decode(spans[0], block * tokens, skip, digests, digest)
+        landed.append(into)
+    wanted = table[block * per_block + skip // page_tokens : (block + 1) * per_block]
+    for one, other in zip(*landed, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert torch.equal(bits(mine), bits(theirs))
+            written = (~torch.isnan(mine)).flatten(1).any(1)
+            assert written.nonzero().flatten().tolist() == sorted(wanted)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("codec", [int8.KC64, int8.TH])
+@pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf"])
+@pytest.mark.parametrize("plane", [0, 1])
+def test_a_block_that_is_not_finite_has_a_flaw(dtype: str, codec: str, value: str, plane: int) -> None:
+    seed = 5
+    chance = Random(f"{seed} {dtype} {codec} {value} {plane}")
+    form = slice_form(codec, 2, 128, (72, 80), DTYPES[dtype].itemsize)
+    for _ in range(4):
+        layer = [numbers("plain", (4, 64, 2, width), DTYPES[dtype], seed) for width in (72, 80)]
+        at = (chance.randrange(4), chance.randrange(64), chance.randrange(2), chance.randrange((72, 80)[plane]))
+        bad = torch.tensor(float(value.strip("-")))
+        layer[plane][at] = -bad if value.startswith("-") else bad
+        copy = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [layer], [0, 1, 2, 3], 64)
+        found = [copy.encode(token, room(form, 1)[0], digest) for token in (0, 128)]
+        assert found[at[0] // 2] is Flaw.NONFINITE
+        assert isinstance(found[1 - at[0] // 2], list), "the block beside it was not concerned"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("axis", list(Axis))
+def test_numbers_beyond_the_scales_have_a_flaw(dtype: str, axis: Axis) -> None:
+    """The largest that can be written is 127 or 255 times the largest fp16; float32's whole range is beyond."""
+    codec, widths = {
+        Axis.CHANNEL: (int8.KC64, (8, 8)),
+        Axis.TOKEN: (int8.TH, (8, 8)),
+        Axis.LATENT: (int8.TH, (8,)),
+    }[axis]
+    form = slice_form(codec, 1, 64, widths, DTYPES[dtype].itemsize)
+    steps = 255 if axis is Axis.CHANNEL else 127
+    for top, fits in ((0.99 * steps * 65504, True), (1.01 * steps * 65504, False), (3e38, False)):
+        layer = [torch.zeros(1, 64, 1, width, dtype=DTYPES[dtype]) for width in widths]
+        layer[0][0, 5, 0, 3] = top
+        if axis is Axis.CHANNEL and top > 1e38:
+            layer[0][0, 6, 0, 3] = -top  # their distance is beyond float32
+        copy = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [layer], [0], 64)
+        found = copy.encode(0, room(form, 1)[0], digest)
+        assert isinstance(found, list) if fits else found is Flaw.OUT_OF_RANGE
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> None:
+    """Engines switch that on (torch.set_flush_denormal); of bfloat16 only what is no float32 denormal can be kept."""
+    kind = "tiny" if dtype == "bfloat16" else "denormal"
+    form = slice_form(int8.KC64, 2, 64, (72, 80), 2)
+    layer = [numbers(kind, (1, 64, 2, width), DTYPES[dtype], 3) for width in (72, 80)]
+    copy = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [layer], [0], 64)
+    payloads = []
+    pages = []
+    try:
+        for flush in (False, True):
+            if not torch.set_flush_denormal(flush):
+                pytest.skip("this processor cannot flush denormals")
+            span, memory = room(form, 1)
+            digests = copy.encode(0, span, digest)
+            assert isinstance(digests, list)
+            into = [torch.zeros_like(plane) for plane in layer]
+            back = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [into], [0], 64)
+            assert back.decode(span, 0, 0, digests, digest)
+            payloads.append(bytes(memory))
+            pages.append(b"".join(bits(plane).numpy().tobytes() for plane in into))
+    finally:
+        torch.set_flush_denormal(False)
+    assert payloads[0] == payloads[1] and pages[0] == pages[1]
+
+
+def test_a_damaged_slice_reaches_no_page() -> None:
+    form = slice_form(int8.KC64, 2, 64, (16, 16), 2)
+    layers = [[numbers("plain", (1, 64, 2, 16), torch.bfloat16, seed) for seed in (1, 2)] for _ in range(2)]
+    span, _ = room(form, 2)
+    digests = int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, layers, [0], 64).encode(0, span, digest)
+    assert isinstance(digests, list)
+    span.view[form.size_bytes + 100] ^= 4
+    into = [[torch.zeros_like(plane) for plane in layer] for layer in layers]
+    assert not int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, into, [0], 64).decode(
+        span, 0, 0, digests, digest
+    )
+    assert into[0][0].any() and not into[1][0].any() and not into[1][1].any()
+
+
+def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
+    form = slice_form(int8.TH, 1, 64, (4, 4), 2)
+    plane = np.zeros((1, 64, 1, 4), np.uint16)
+    plane.flags.writeable = False
+    copy = int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, [[plane, plane]], [0], 64)
+    span, _ = room(form, 1)
+    digests = copy.encode(0, span, digest)
+    assert isinstance(digests, list)
+    with pytest.raises(ValueError, match="read-only"):
+        copy.decode(span, 0, 0, digests, digest)
+    odd = np.zeros((64, 9), np.uint8)[:, 1:].view(np.uint16).reshape(1, 64, 1, 4, order="A")
+    with pytest.raises(ValueError, match="whole numbers"):
+        int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, [[odd, odd]], [0], 64)
+
+
+def test_the_fields_are_those_that_the_loops_read() -> None:
+    assert [field.value for field in Field] == list(range(len(Field)))
