@@ -1,4 +1,12 @@
-"""What holds for every test: no deadline per example, and a failing example comes with the line that repeats it."""
+"""What holds for every test: no deadline per example, and a failing example comes with the line that repeats it.
+
+Without a GPU the kernels run in triton's interpreter. Triton decides that when it is first imported, and transformers
+imports it, so the variable is set here: pytest reads this file before any test. What needs triton's compiler takes it
+out of the environment of a process of its own (kernels/test_ahead_of_time.py).
+"""
+
+import os
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
@@ -9,3 +17,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.differing_executors],  # a contract's tests are run by every implementation
 )
 settings.load_profile("kvstore")
+
+if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")

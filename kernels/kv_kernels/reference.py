@@ -1,7 +1,9 @@
 """Plain torch versions of the transfer operations, on any device (floor 0).
 
-What every faster route is compared with: `host` on the CPU, the kernels on a GPU. Written for reading, one index
-operation per plane; the only file in this folder that must be right by inspection.
+What every faster route is compared with: `host` on the CPU (`RawCopy`), the kernels of `paged` and `paged_int8` on a
+GPU (`gather`, `scatter`, `gather_quantize`, `dequantize_scatter`: the same signatures and the same bits). Also the
+route of devices that have no triton. Written for reading, one index operation per plane; the only file in this folder
+that must be right by inspection.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+
+from kv_kernels.int8 import GROUP, Axis, PlaneForm, Unwritable, dequantize, quantize
+from kv_kernels.pools import PoolTable, check_launch, check_status
 
 Digest = Callable[..., bytes]
 
@@ -23,19 +28,150 @@ class Span(Protocol):
         ...
 
 
-def gather(plane: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
+NOT_FINITE, BEYOND_FP16 = 1, 2
+"""What `gather_quantize` reports of a block; 0: it was written."""
+
+
+def gather(
+    pools: PoolTable,
+    table: torch.Tensor,
+    payloads: torch.Tensor,
+    payload_at: int = 0,
+    first: int = 0,
+    last: int | None = None,
+) -> None:
+    """The twin of `paged.gather`."""
+    launch = check_launch(pools, None, table, payloads, payload_at, first, last)
+    for row, pages in zip(payloads, table.tolist(), strict=True):
+        at = payload_at + launch.first * launch.slice_bytes
+        for layer in pools.planes[launch.first : launch.last]:
+            for plane in layer:
+                at = _put(row, at, gather_plane(_as_integers(plane), pages))
+
+
+def scatter(
+    pools: PoolTable,
+    table: torch.Tensor,
+    payloads: torch.Tensor,
+    payload_at: int = 0,
+    first: int = 0,
+    last: int | None = None,
+) -> None:
+    """The twin of `paged.scatter`."""
+    launch = check_launch(pools, None, table, payloads, payload_at, first, last)
+    for row, pages in zip(payloads, table.tolist(), strict=True):
+        at = payload_at + launch.first * launch.slice_bytes
+        for layer in pools.planes[launch.first : launch.last]:
+            for plane in map(_as_integers, layer):
+                block, at = _take(row, at, plane.dtype, pools.heads, launch.block_tokens, plane.shape[3])
+                scatter_plane(block, plane, pages)
+
+
+def gather_quantize(
+    pools: PoolTable,
+    codec: str,
+    table: torch.Tensor,
+    payloads: torch.Tensor,
+    status: torch.Tensor,
+    payload_at: int = 0,
+    first: int = 0,
+    last: int | None = None,
+) -> None:
+    """The twin of `paged_int8.gather_quantize`."""
+    launch = check_launch(pools, codec, table, payloads, payload_at, first, last)
+    check_status(status, launch, pools.device)
+    assert launch.form is not None
+    for index, pages in enumerate(table.tolist()):
+        for number in range(launch.first, launch.last):
+            at = payload_at + number * launch.slice_bytes
+            layer_slice = payloads[index, at : at + launch.slice_bytes].zero_()
+            for plane, form in zip(pools.planes[number], launch.form.planes, strict=True):
+                block = gather_plane(plane, pages)
+                try:
+                    made = quantize(block, form.axis)
+                except Unwritable:
+                    status[index] = max(int(status[index]), _flaw(block, form.axis))
+                    continue
+                _put(layer_slice, form.codes_at, made.codes)
+                _put(layer_slice, form.scales_at, made.scales)
+                if made.zeros is not None:
+                    _put(layer_slice, form.zeros_at, made.zeros + 0.0)  # the minimum of 0.0 and -0.0 may be either
+
+
+def dequantize_scatter(
+    pools: PoolTable,
+    codec: str,
+    table: torch.Tensor,
+    payloads: torch.Tensor,
+    payload_at: int = 0,
+    first: int = 0,
+    last: int | None = None,
+) -> None:
+    """The twin of `paged_int8.dequantize_scatter`."""
+    launch = check_launch(pools, codec, table, payloads, payload_at, first, last)
+    assert launch.form is not None
+    for row, pages in zip(payloads, table.tolist(), strict=True):
+        for number in range(launch.first, launch.last):
+            layer_slice = row[payload_at + number * launch.slice_bytes :]
+            for plane, form in zip(pools.planes[number], launch.form.planes, strict=True):
+                scatter_plane(_dequantized(layer_slice, form, pools, launch.block_tokens), plane, pages)
+
+
+def _dequantized(layer_slice: torch.Tensor, form: PlaneForm, pools: PoolTable, tokens: int) -> Any:
+    heads = pools.heads
+    codes, _ = _take(layer_slice, form.codes_at, torch.int8, heads, tokens, form.width)
+    if form.axis is Axis.CHANNEL:
+        scales, _ = _take(layer_slice, form.scales_at, torch.float16, heads, tokens // GROUP, form.width)
+        zeros, _ = _take(layer_slice, form.zeros_at, pools.dtype, heads, tokens // GROUP, form.width)
+        return dequantize(codes, scales, zeros, pools.dtype)
+    shape = (heads, tokens) if form.axis is Axis.TOKEN else (heads, tokens, form.groups // tokens)
+    scales, _ = _take(layer_slice, form.scales_at, torch.float16, *shape)
+    return dequantize(codes, scales, None, pools.dtype)
+
+
+def _flaw(block: torch.Tensor, axis: Axis) -> int:
+    """The worst of the groups of numbers of a block that share a scale."""
+    x = block.float()
+    if axis is Axis.CHANNEL:
+        groups, divisor = list(x.unflatten(1, (-1, GROUP)).transpose(2, 3).unbind(1)), 255.0
+    else:
+        groups, divisor = list(x.split(GROUP if axis is Axis.LATENT else x.shape[2], 2)), 127.0
+    worst = 0
+    for group in groups:  # [heads, groups, numbers of a group]
+        finite = group.isfinite().all(2)
+        reach = group.amax(2) - group.amin(2) if axis is Axis.CHANNEL else group.abs().amax(2)
+        beyond = finite & (reach / divisor > torch.finfo(torch.float16).max)
+        worst = max(worst, NOT_FINITE * int(not finite.all()), BEYOND_FP16 * int(beyond.any()))
+    return worst
+
+
+def _put(row: torch.Tensor, at: int, numbers: torch.Tensor) -> int:
+    """Write numbers into bytes in C order; returns where they end."""
+    data = _bytes(numbers.contiguous())
+    row[at : at + data.numel()] = data
+    return at + data.numel()
+
+
+def _take(row: torch.Tensor, at: int, dtype: torch.dtype, *shape: int) -> tuple[torch.Tensor, int]:
+    """The mirror of `_put`: a copy, and where its bytes end."""
+    end = at + torch.Size(shape).numel() * dtype.itemsize
+    return row[at:end].clone().view(dtype).view(shape), end
+
+
+def gather_plane(plane: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
     """Pages [pages, page_tokens, heads, width] named by `pages` as one block [heads, tokens, width], contiguous."""
     index = torch.tensor(list(pages), dtype=torch.int64, device=plane.device)
     chosen = plane.index_select(0, index)
     return chosen.flatten(0, 1).transpose(0, 1).contiguous()
 
 
-def scatter(block: torch.Tensor, plane: torch.Tensor, pages: Sequence[int]) -> None:
-    """The mirror of `gather`: [heads, tokens, width] into the pages named, and into no other."""
+def scatter_plane(block: torch.Tensor, plane: torch.Tensor, pages: Sequence[int]) -> None:
+    """The mirror: [heads, tokens, width] into the pages named, and into no other. -1 leaves a page out."""
     heads, tokens, width = block.shape
     chosen = block.transpose(0, 1).reshape(len(pages), tokens // len(pages), heads, width)
     for position, page in enumerate(pages):
-        plane[page].copy_(chosen[position])
+        if page >= 0:
+            plane[page].copy_(chosen[position])
 
 
 class RawCopy:
@@ -58,7 +194,7 @@ class RawCopy:
         for layer in self._planes:
             start = offset
             for plane in layer:
-                block = _bytes(gather(plane, pages)).cpu()
+                block = _bytes(gather_plane(plane, pages)).cpu()
                 torch.frombuffer(into.view, dtype=torch.uint8, count=block.numel(), offset=offset).copy_(block)
                 offset += block.numel()
             digests.append(digest(into.view[start:offset]))
@@ -81,7 +217,7 @@ class RawCopy:
             for plane, data in zip(layer, private.split(sizes), strict=True):
                 block = data.to(plane.device).view(plane.dtype)
                 block = block.view(plane.shape[2], self._block_tokens, plane.shape[3])
-                scatter(block[:, skip:], plane, pages)
+                scatter_plane(block[:, skip:], plane, pages)
         return True
 
 

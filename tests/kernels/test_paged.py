@@ -1,0 +1,232 @@
+"""Raw copies between paged pools and payloads: the kernels against their twins in plain torch, bit for bit.
+
+On a machine with a GPU the kernels run on it, elsewhere in triton's interpreter, which tests/conftest.py asks for. What
+is compared is all of memory, also what no launch should have reached.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kv_kernels import paged, paged_int8, reference
+from kv_kernels.pools import PoolTable
+from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table, random_bits
+
+__all__ = ["kernels_can_run"]
+
+pytestmark = pytest.mark.usefixtures("kernels_can_run")
+
+HEADER, TAIL = 4096, 64
+"""Of a frame before its payload, and bytes behind it that nobody may touch."""
+
+CASES = [
+    Case("token-major", "bfloat16", 16, 4, 2, (128, 128), layers=4, layers_launched=(1, 3)),
+    Case("head-major", "float16", 1, 64, 3, (72, 80), table=torch.int32),
+    Case("fused", "float32", 48, 4, 2, (96, 64)),
+    Case("transposed", "bfloat16", 32, 2, 2, (64, 192), layers=3, layers_launched=(2, 3)),
+    Case("gaps", "uint8", 256, 1, 3, (7, 5), layers=1),
+    Case("head-range", "bfloat16", 3, 64, 2, (80, 128), layers=1, blocks=1),
+    Case("token-major", "bfloat16", 64, 1, 1, (576,), blocks=3),
+    Case("gaps", "float8_e4m3fn", 128, 1, 1, (567,), layers=1),
+]
+
+
+def payloads_for(case: Case, bits: int | None = None) -> torch.Tensor:
+    """[blocks, header, payload and tail]; filled with a pattern, or at random."""
+    payloads = torch.full((case.blocks, HEADER + case.raw_bytes + TAIL), 0xA5, dtype=torch.uint8)
+    if bits is not None:
+        payloads.random_(0, 256, generator=torch.Generator().manual_seed(bits))
+    return payloads
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gather_is_the_twin_bit_for_bit(case: Case) -> None:
+    memory, table = Memory.of(case, random_bits(1)), page_table(case, 2)
+    want, got = payloads_for(case), payloads_for(case).to(DEVICE)
+    reference.gather(memory.pools, table, want, HEADER, *case.span)
+    there = memory.copy(DEVICE)
+    paged.gather(there.pools, _on_device(table), got, HEADER, *case.span)
+    assert torch.equal(got.cpu(), want)
+    assert torch.equal(there.bits(), memory.bits()), "a gather writes no page"
+    layer_bytes = case.raw_bytes // case.layers
+    first, last = (HEADER + layer * layer_bytes for layer in case.span)
+    for row in want:
+        assert bool((row[:first] == 0xA5).all()) and bool((row[last:] == 0xA5).all()), "nothing but its layers"
+        assert len(row[first:last].unique()) > 64
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_scatter_is_the_twin_and_touches_nothing_else(case: Case) -> None:
+    table, payloads = page_table(case, 3, left_out=True), payloads_for(case, 4)
+    want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
+    reference.scatter(want.pools, table, payloads, HEADER, *case.span)
+    sent = payloads.to(DEVICE, copy=True)
+    paged.scatter(got.pools, _on_device(table), sent, HEADER, *case.span)
+    assert torch.equal(got.bits(), want.bits())
+    assert torch.equal(sent.cpu(), payloads)
+    named = set(table.flatten().tolist())
+    for layer, planes in enumerate(want.planes):
+        for plane in planes:
+            for page in range(case.pages):
+                filled = bool((plane[page].contiguous().view(torch.uint8) == 0xFF).all())
+                assert filled == (page not in named or not case.span[0] <= layer < case.span[1])
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[5]], ids=str)
+def test_there_and_back(case: Case) -> None:
+    """scatter(gather(x)) == x in other pages, and gather(scatter(y)) == y."""
+    memory, table = Memory.of(case, random_bits(5)).copy(DEVICE), _on_device(page_table(case, 6))
+    payloads = payloads_for(case).to(DEVICE)
+    paged.gather(memory.pools, table, payloads, HEADER)
+    other, elsewhere = Memory.of(case, ones).copy(DEVICE), _on_device(page_table(case, 7))
+    paged.scatter(other.pools, elsewhere, payloads, HEADER)
+    for planes, copies in zip(memory.planes, other.planes, strict=True):
+        for plane, copy in zip(planes, copies, strict=True):
+            assert torch.equal(_bits(plane[table.flatten().long()]), _bits(copy[elsewhere.flatten().long()]))
+    again = payloads_for(case).to(DEVICE)
+    paged.gather(other.pools, elsewhere, again, HEADER)
+    assert torch.equal(again, payloads)
+
+
+def test_no_blocks_and_no_layers_launch_nothing() -> None:
+    case = CASES[0]
+    memory, payloads = Memory.of(case, ones).copy(DEVICE), payloads_for(case, 1).to(DEVICE)
+    table = _on_device(page_table(case, 1))
+    paged.scatter(memory.pools, table, payloads, HEADER, 2, 2)
+    paged.scatter(memory.pools, table[:0], payloads[:0], HEADER)
+    assert bool((memory.bits() == 0xFF).all())
+
+
+# What a launch costs, and what it refuses -----------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+class Launched:
+    """Stands where a kernel stands, since the interpreter copies its arguments by torch; notes what it is given."""
+
+    def __init__(self) -> None:
+        self.grids: list[Any] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.grids.append(grid)
+        return lambda *args, **kwargs: None
+
+
+def test_a_launch_asks_torch_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No allocation, no copy, no view, whatever the strides: one launch, for all blocks, layers, heads and planes."""
+    case = Case("transposed", "bfloat16", 16, 8, 3, (64, 64), layers=5, blocks=4)
+    pools, table = Memory.of(case, ones).copy(DEVICE).pools, _on_device(page_table(case, 1))
+    payloads = payloads_for(case).to(DEVICE)
+    status = torch.zeros(case.blocks, dtype=torch.int32, device=DEVICE)
+    kernels = {}
+    for module, name in ((paged, "gather"), (paged, "scatter")):
+        kernels[name] = Launched()
+        monkeypatch.setattr(module, f"_{name}", kernels[name])
+    for name in ("gather_quantize", "dequantize_scatter"):
+        kernels[name] = Launched()
+        monkeypatch.setattr(paged_int8, f"_{name}", kernels[name])
+    with Operations() as operations:
+        paged.gather(pools, table, payloads, HEADER)
+        paged.scatter(pools, table, payloads, HEADER, 1, 5)
+        paged_int8.gather_quantize(pools, "int8-kc64", table, payloads, status, HEADER)
+        paged_int8.dequantize_scatter(pools, "int8-th", table, payloads, HEADER)
+    assert operations.seen == []
+    assert [kernel.grids for kernel in kernels.values()] == [[(120,)], [(96,)], [(120,)], [(120,)]]
+
+
+def plane(pages: int = 4, tokens: int = 16, heads: int = 2, width: int = 64, **options: Any) -> torch.Tensor:
+    return torch.zeros(pages, tokens, heads, width, **options)
+
+
+@pytest.mark.parametrize(
+    ("planes", "said"),
+    [
+        ([], "at least one layer"),
+        ([[]], "at least one layer"),
+        ([[plane(), plane(), plane()]], r"one \(MLA\) or two planes"),
+        ([[plane()[0]]], "give a view"),
+        ([[plane(pages=0)]], "give a view"),
+        ([[plane(width=4097)]], "at most 4096"),
+        ([[plane(), plane()], [plane()]], "layer 1 has 1 planes, layer 0 has 2; make one table"),
+        ([[plane(), plane(tokens=32)]], "plane 1 of layer 0 has the shape"),
+        ([[plane()], [plane(width=32)]], "layer 0 has .4, 16, 2, 64.; make one table"),
+        (
+            [[plane()], [plane(dtype=torch.float16)]],
+            r"plane 0 of layer 1 is torch.float16 on cpu, others torch.float32",
+        ),
+        ([[plane()], [plane(heads=16, tokens=2).transpose(1, 2)]], r"strides \(2048, 64, 1024, 1\), layer 0 has"),
+    ],
+)
+def test_planes_that_make_no_table(planes: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PoolTable.of(planes)
+
+
+GOOD = {
+    "pools": PoolTable.of([[plane(), plane()]] * 2),
+    "table": torch.zeros(3, 4, dtype=torch.int64),
+    "payloads": torch.zeros(3, HEADER + 2 * 65536, dtype=torch.uint8),
+    "payload_at": HEADER,
+}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"table": torch.zeros(3, 4)}, r"the page table is torch.float32 \[3, 4\]"),
+    ({"table": torch.zeros(4, dtype=torch.int64)}, "give int32 or int64"),
+    ({"table": torch.zeros(4, 3, dtype=torch.int64).t()}, "with rows in a run"),
+    ({"table": torch.zeros(3, 3, dtype=torch.int64)}, "3 pages of 16 tokens are a block of 48 tokens"),
+    ({"table": torch.zeros(3, 0, dtype=torch.int64)}, "a block has a multiple of 64"),
+    ({"payloads": torch.zeros(3, HEADER + 2 * 65536)}, "the payloads are torch.float32"),
+    ({"payloads": torch.zeros(2, HEADER + 2 * 65536, dtype=torch.uint8)}, "3 rows of the page table and 2 payloads"),
+    (
+        {"payloads": torch.zeros(3, HEADER, dtype=torch.uint8)},
+        "end at byte 135168 of rows of 4096; give rows of at least",
+    ),
+    (
+        {"payloads": torch.zeros(3, HEADER + 2 * 65536 + 8, dtype=torch.uint8)},
+        "stride 135176; each has to be a multiple",
+    ),
+    ({"payload_at": HEADER - 8}, "payload_at 4088, stride"),
+    ({"payload_at": -16}, "payloads at byte -16"),
+    ({"first": 1, "last": 3}, r"layers \[1, 3\) of a pool table of 2"),
+    ({"first": -1}, r"layers \[-1, 2\)"),
+    ({"table": torch.zeros(3, 4, dtype=torch.int64, device="meta")}, "all of them belong on one device"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD, ids=[said for _, said in BAD])
+def test_arguments_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
+    """By kernel and twin alike, in one line, before anything is touched."""
+    for operation in (paged.gather, paged.scatter, reference.gather, reference.scatter):
+        with pytest.raises(ValueError, match=said) as caught:
+            operation(**{**GOOD, **changes})
+        assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_eight_bytes_are_not_moved() -> None:
+    pools = PoolTable.of([[plane(dtype=torch.float64)]])
+    with pytest.raises(ValueError, match="raw moves 1, 2 or 4"):
+        paged.gather(**{**GOOD, "pools": pools})
+
+
+def _on_device(table: torch.Tensor) -> torch.Tensor:
+    """With its strides: the rows of an engine's table are wider than a block's part of them."""
+    whole = table._base if table._base is not None else table
+    return whole.to(DEVICE)[: table.shape[0], : table.shape[1]]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

@@ -1,0 +1,285 @@
+"""8-bit payloads from paged pools and back: the kernels against their twins, and the twins against `int8`, bit for bit.
+
+Codes, scales, zero points, padding and decoded numbers are all compared as bits. See test_paged.py for where the
+kernels run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kv_kernels import int8, paged_int8, reference
+from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize, slice_form
+from paged_memory import DEVICE, Case, Memory, kernels_can_run, ones, page_table
+
+__all__ = ["kernels_can_run"]
+
+pytestmark = pytest.mark.usefixtures("kernels_can_run")
+
+HEADER, TAIL = 4096, 64
+CASES = [
+    (KC64, Case("token-major", "bfloat16", 16, 4, 2, (128, 128), layers=3, layers_launched=(1, 3))),
+    (KC64, Case("head-major", "float16", 1, 128, 3, (72, 80), layers=1, table=torch.int32)),
+    (KC64, Case("fused", "float32", 48, 4, 1, (96, 65), layers=2)),
+    (KC64, Case("transposed", "bfloat16", 32, 2, 2, (64, 192), layers=2, layers_launched=(0, 1))),
+    (KC64, Case("gaps", "float32", 64, 1, 3, (7, 5), layers=3)),
+    (TH, Case("head-range", "float16", 3, 64, 2, (80, 128), layers=1, blocks=1)),
+    (TH, Case("transposed", "float32", 128, 1, 1, (64, 64), layers=1)),
+    (TH, Case("gaps", "bfloat16", 64, 1, 3, (5, 192), layers=2)),
+    (KC64, Case("token-major", "bfloat16", 64, 1, 1, (576,), layers=1)),
+    (TH, Case("gaps", "float16", 16, 8, 1, (567,), layers=2, blocks=1)),
+    (TH, Case("token-major", "bfloat16", 64, 1, 1, (2304, 3), layers=1, blocks=1)),
+]
+cases = pytest.mark.parametrize(("codec", "case"), CASES, ids=[f"{codec}-{case}" for codec, case in CASES])
+
+
+def numbers(case: Case, seed: int) -> Callable[[torch.Tensor], object]:
+    """All numbers of a buffer: most of them normal, and in each plane some of what goes wrong easily (`_trouble`)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def fill(buffer: torch.Tensor) -> object:
+        values = buffer.view(case.torch_dtype)
+        return values.copy_(torch.randn(values.shape, generator=generator))
+
+    return fill
+
+
+def troubled(case: Case, seed: int) -> Memory:
+    memory = Memory.of(case, numbers(case, seed))
+    for planes in memory.planes:
+        for plane in planes:
+            _trouble(plane, torch.Generator().manual_seed(seed))
+    return memory
+
+
+def _trouble(plane: torch.Tensor, generator: torch.Generator) -> None:
+    pages, _, _, width = plane.shape
+    middle = plane[: pages - pages // 4]
+    middle[..., 3 % width] *= 40  # an outlier channel
+    if width > 8:
+        middle[..., 5] += 300  # a bias
+        middle[..., 6] *= 1e-6  # scales below fp16's smallest normal number
+        middle[..., 7] *= 1e-39 if plane.dtype is not torch.float16 else 0  # subnormal numbers in 8 bits of exponent
+        is_low = torch.rand(middle.shape[:3], generator=generator) < 0.5
+        middle[..., 8] = torch.where(is_low, 0.0, middle[..., 8].abs())  # the smallest is zero
+        middle[..., 9] = torch.where(is_low, -0.0, 0.0)  # or one of the two zeros
+        middle[..., 10] = 1.234
+        if plane.dtype is torch.float16:
+            middle[..., 11] *= 16000  # what is decoded may be beyond the largest number
+    plane[0] = 0.0
+    plane[1] = -0.0
+    plane[2] = 0.7  # a constant page
+    plane[-1, 0] = 0.0  # a token of zeros
+    plane[-2] *= 1e-7
+
+
+def payloads_for(codec: str, case: Case) -> torch.Tensor:
+    size = HEADER + form_of(codec, case).size_bytes * case.layers + TAIL
+    return torch.full((case.blocks, -(-size // 64) * 64), 0xA5, dtype=torch.uint8)
+
+
+def form_of(codec: str, case: Case) -> int8.SliceForm:
+    return slice_form(codec, case.heads, case.block_tokens, case.widths, case.torch_dtype.itemsize)
+
+
+def status_for(case: Case) -> torch.Tensor:
+    return torch.zeros(case.blocks, dtype=torch.int32)
+
+
+def twin_payloads(codec: str, case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
+    payloads, status = payloads_for(codec, case), status_for(case)
+    reference.gather_quantize(memory.pools, codec, table, payloads, status, HEADER, *case.span)
+    assert status.tolist() == [0] * case.blocks
+    return payloads
+
+
+def kernel_payloads(codec: str, case: Case, memory: Memory, table: torch.Tensor) -> torch.Tensor:
+    payloads, status = payloads_for(codec, case).to(DEVICE), status_for(case).to(DEVICE)
+    there = memory.copy(DEVICE)
+    paged_int8.gather_quantize(there.pools, codec, table.to(DEVICE), payloads, status, HEADER, *case.span)
+    assert status.tolist() == [0] * case.blocks
+    assert torch.equal(there.bits(), memory.bits()), "a gather writes no page"
+    return payloads.cpu()
+
+
+def block_of(plane: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """[heads, tokens, width]"""
+    return plane[pages.long()].flatten(0, 1).transpose(0, 1)
+
+
+@cases
+def test_quantizing_is_the_twin_bit_for_bit(codec: str, case: Case) -> None:
+    """With header, tail and the layers that were not asked for as they were."""
+    memory, table = troubled(case, 1), page_table(case, 2)
+    want, got = twin_payloads(codec, case, memory, table), kernel_payloads(codec, case, memory, table)
+    assert torch.equal(got, want), _where(got, want, codec, case)
+    first, last = (HEADER + layer * form_of(codec, case).size_bytes for layer in case.span)
+    assert bool((got[:, :first] == 0xA5).all()) and bool((got[:, last:] == 0xA5).all())
+
+
+@cases
+def test_dequantizing_is_the_twin_bit_for_bit(codec: str, case: Case) -> None:
+    """Into pages of NaN, some of which are left out; those and all others stay NaN."""
+    payloads = twin_payloads(codec, case, troubled(case, 3), page_table(case, 4))
+    table = page_table(case, 5, left_out=True)
+    want, got = Memory.of(case, ones), Memory.of(case, ones).copy(DEVICE)
+    reference.dequantize_scatter(want.pools, codec, table, payloads, HEADER, *case.span)
+    sent = payloads.to(DEVICE, copy=True)
+    paged_int8.dequantize_scatter(got.pools, codec, table.to(DEVICE), sent, HEADER, *case.span)
+    assert torch.equal(got.bits(), want.bits())
+    assert torch.equal(sent.cpu(), payloads)
+    named = set(table.flatten().tolist()) - {-1}
+    for layer, planes in enumerate(got.planes):
+        for plane in planes:
+            for page in range(case.pages):
+                is_written = page in named and case.span[0] <= layer < case.span[1]
+                assert bool(plane[page].isfinite().all() if is_written else plane[page].isnan().all())
+
+
+@cases
+def test_the_twin_is_what_int8_says(codec: str, case: Case) -> None:
+    """Each piece of each slice where `SliceForm` has it, and the decoded numbers in the pages."""
+    memory, table, form = troubled(case, 6), page_table(case, 7), form_of(codec, case)
+    payloads = twin_payloads(codec, case, memory, table)
+    back = Memory.of(case, ones)
+    reference.dequantize_scatter(back.pools, codec, table, payloads, HEADER, *case.span)
+    for index, pages in enumerate(table):
+        for layer in range(*case.span):
+            at = HEADER + layer * form.size_bytes
+            piece = payloads[index, at : at + form.size_bytes]
+            assert not piece[form.padding_at :].any()
+            for plane, decoded, of in zip(memory.planes[layer], back.planes[layer], form.planes, strict=True):
+                made = quantize(block_of(plane, pages), of.axis)
+                assert _same(piece, of.codes_at, made.codes) and _same(piece, of.scales_at, made.scales)
+                if made.zeros is not None:
+                    assert _same(piece, of.zeros_at, made.zeros + 0.0)
+                want = dequantize(*made, case.torch_dtype)
+                assert torch.equal(block_of(decoded, pages), want) and bool((want == want).all())
+
+
+@pytest.mark.parametrize("mistake", ["truncated", "half to even", "not inverted"])
+def test_other_roundings_give_other_codes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above sees a code that is off by one: these twins are wrong on purpose."""
+    codec, case = KC64, Case("token-major", "float32", 64, 1, 1, (64, 64), layers=1, blocks=1)
+    memory, table = Memory.of(case, numbers(case, 8)), page_table(case, 9)
+    # Multiples of half a step beside the ends that make the step a power of two.
+    key = memory.planes[0][0]
+    key[:] = torch.randint(0, 511, key.shape, generator=torch.Generator().manual_seed(10)) / 2
+    key[:, 0], key[:, 1] = 0, 255
+    got = kernel_payloads(codec, case, memory, table)
+    assert torch.equal(got, twin_payloads(codec, case, memory, table))
+    if mistake == "not inverted":
+        memory.planes[0][1].mul_(1 / 3)
+        got = kernel_payloads(codec, case, memory, table)
+        monkeypatch.setattr(int8, "_inverse", lambda scales: (1.0 / scales.double()).half().float())
+    else:
+        monkeypatch.setattr(int8, "_steps", torch.trunc if mistake == "truncated" else torch.round)
+    assert not torch.equal(got, twin_payloads(codec, case, memory, table))
+
+
+def test_along_the_wrong_axis_a_biased_channel_would_be_lost() -> None:
+    """The kernels' own round trip, at the error of the right axis; a twin that takes the other one is far from it."""
+    case = Case("token-major", "bfloat16", 16, 4, 2, (64, 64), layers=1, blocks=1)
+    memory, table = Memory.of(case, numbers(case, 11)), page_table(case, 12)
+    for plane, channel in zip(memory.planes[0], (5, 9), strict=True):
+        plane[..., channel] += 300
+    payloads = kernel_payloads(KC64, case, memory, table)
+    back = Memory.of(case, ones).copy(DEVICE)
+    paged_int8.dequantize_scatter(back.pools, KC64, table.to(DEVICE), payloads.to(DEVICE), HEADER)
+
+    def error(x: torch.Tensor, y: torch.Tensor) -> float:
+        """Of the channels that have no bias."""
+        others = [channel for channel in range(64) if channel not in (5, 9)]
+        return float((x - y).double()[..., others].norm() / x.double()[..., others].norm())
+
+    key, value = (block_of(plane, table[0]) for plane in memory.planes[0])
+    key_back, value_back = (block_of(plane.cpu(), table[0]) for plane in back.planes[0])
+    assert error(key, key_back) < 0.006 < 0.2 < error(key, dequantize(*quantize(key, Axis.TOKEN), key.dtype))
+    assert error(value, value_back) > 0.2 > 0.006 > error(value, dequantize(*quantize(value, Axis.CHANNEL), key.dtype))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, about numbers that are meant to be wrong
+@pytest.mark.parametrize("codec", [KC64, TH])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_cannot_be_written_is_reported_by_block(codec: str, dtype: str) -> None:
+    """The worst of a block's groups; where a group has a NaN, its scale does not count."""
+    case = Case("token-major", dtype, 16, 4, 2, (64, 72), layers=2, blocks=8)
+    memory, table = Memory.of(case, numbers(case, 13)), page_table(case, 14)
+    far = torch.finfo(case.torch_dtype).max
+    key, value = memory.planes[0]
+    last_key, last_value = memory.planes[1]
+    pages = table.long()
+    key[pages[1, 2], 3, 1, 9] = math.nan
+    last_value[pages[2, 0], 15, 0, 71] = -math.inf
+    key[pages[3, 0], 0, 0, 0] = far
+    last_value[pages[4, 3], 15, 1, 71] = -far
+    value[pages[5, 1], 2, 0, 3], last_key[pages[5, 3], 2, 1, 3] = math.nan, far
+    key[pages[6, 0], 0, 0, :2] = torch.tensor([far, math.nan])
+    key[pages[6, 0], 1, 0, 0] = math.inf
+    last_value[pages[7, 3], 1, 0, 1] = 127 * 65504.0 if dtype == "float32" else 126 * 65504.0  # just fits
+    want, payloads = status_for(case), payloads_for(codec, case)
+    reference.gather_quantize(memory.pools, codec, table, payloads, want, HEADER)
+    assert want.tolist() == [0, 1, 1, 2, 2, 2, 1, 0]
+    there, got, status = memory.copy(DEVICE), payloads_for(codec, case).to(DEVICE), status_for(case).to(DEVICE)
+    paged_int8.gather_quantize(there.pools, codec, table.to(DEVICE), got, status, HEADER)
+    assert status.tolist() == want.tolist()
+    for block in (0, 7):
+        assert torch.equal(got[block].cpu(), payloads[block])
+
+
+def test_every_scale_is_rounded_up_as_the_twin_does() -> None:
+    """From fp32's smallest number to fp16's largest, beside every kind of boundary between two fp16."""
+    case = Case("token-major", "float32", 64, 64, 1, (4, 1), layers=1, blocks=1)
+    memory, table = Memory.of(case, lambda buffer: buffer.zero_()), page_table(case, 15)
+    halves = torch.arange(1, 0x7C00, 13, dtype=torch.int16).view(torch.float16).float()
+    edges = torch.cat([halves, (halves[1:] + halves[:-1]) / 2]) * 127
+    edges = torch.cat([edges, edges.nextafter(torch.tensor(0.0)), edges.nextafter(torch.tensor(1e9))])
+    tiny = torch.tensor([1, 2, 3, 1 << 22, (1 << 23) - 1, 1 << 23], dtype=torch.int32).view(torch.float32)
+    edges = torch.cat([tiny, 127 * tiny, edges.clamp(max=65504 * 127.0)])
+    value = memory.planes[0][1]
+    for start in range(0, len(edges), 4096):
+        part = edges[start : start + 4096]
+        block = torch.zeros(4096)
+        block[: len(part)] = part
+        value[table[0].long()] = block.view(64, 64, 1, 1)
+        got = kernel_payloads(KC64, case, memory, table)
+        assert torch.equal(got, twin_payloads(KC64, case, memory, table))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"codec": "int4"}, "codec 'int4' is not known here; give 'int8-kc64' or 'int8-th'"),
+        ({"dtype": "uint8"}, "pools of torch.uint8; int8-kc64 is for torch.bfloat16"),
+        ({"status": torch.zeros(2)}, r"the status is torch.float32 \[2\] on cpu; give int32 \[1\], zeroed"),
+        ({"status": torch.zeros(2, dtype=torch.int32)}, r"give int32 \[1\], zeroed"),
+    ],
+)
+def test_arguments_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
+    case = Case("token-major", changes.get("dtype", "float16"), 64, 1, 1, (8, 8), layers=1, blocks=1)
+    memory, table, payloads = Memory.of(case, ones), page_table(case, 1), torch.zeros(1, 8192, dtype=torch.uint8)
+    status = changes.get("status", torch.zeros(1, dtype=torch.int32))
+    for module in (paged_int8, reference):
+        with pytest.raises(ValueError, match=said):
+            module.gather_quantize(memory.pools, changes.get("codec", KC64), table, payloads, status)
+        if "status" not in changes:
+            with pytest.raises(ValueError, match=said):
+                module.dequantize_scatter(memory.pools, changes.get("codec", KC64), table, payloads)
+
+
+def _same(piece: torch.Tensor, at: int, numbers: torch.Tensor) -> bool:
+    data = numbers.contiguous().view(torch.uint8).flatten()
+    return torch.equal(piece[at : at + len(data)], data)
+
+
+def _where(got: torch.Tensor, want: torch.Tensor, codec: str, case: Case) -> str:
+    """The first byte that differs, for a message that helps."""
+    block, byte = (got != want).nonzero()[0].tolist() if not torch.equal(got, want) else (0, 0)
+    form = form_of(codec, case)
+    layer, at = divmod(byte - HEADER, form.size_bytes)
+    return f"block {block}, layer {layer}, byte {at} of {form}"
