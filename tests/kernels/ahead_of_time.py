@@ -1,0 +1,175 @@
+"""A program: compiles every kernel for GPUs that are not here, and prints what came out as JSON.
+
+Run by test_ahead_of_time.py in a process of its own, because triton either interprets or compiles, and decides at its
+first import. A launcher is called as it is in use, with a stand-in for its kernel that keeps the arguments; from these
+the signature is made as `triton.jit` makes it: an argument of 1 is a constant, one that 16 divides is known to be so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kv_kernels import paged, paged_int8
+from kv_kernels.pools import PoolTable
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+POINTERS = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
+DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+
+
+class Kept:
+    """Stands where a kernel stands and keeps what it would have been launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.arguments: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            names = self.kernel.arg_names
+            self.arguments = dict(zip(names, args, strict=False))
+            self.arguments |= {name: value for name, value in kwargs.items() if name in names}
+            self.options = {name: value for name, value in kwargs.items() if name not in names}
+
+        return launch
+
+    def source(self) -> ASTSource:
+        signature: dict[str, Any] = {}
+        constants: dict[tuple[int, ...], Any] = {}
+        attributes: dict[tuple[int, ...], Any] = {}
+        for index, parameter in enumerate(self.kernel.params):
+            value = self.arguments[parameter.name]
+            if parameter.is_constexpr:
+                signature[parameter.name] = "constexpr"
+                constants[index,] = value
+            elif isinstance(value, tuple):
+                of = [_argument(one, (index, place), constants, attributes) for place, one in enumerate(value)]
+                signature[parameter.name] = tuple(of)
+            elif parameter.do_not_specialize:
+                signature[parameter.name] = "i32"
+            else:
+                signature[parameter.name] = _argument(value, (index,), constants, attributes)
+        return ASTSource(self.kernel, signature, constants, attributes)
+
+
+def _argument(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any]) -> str:
+    if isinstance(value, torch.Tensor):
+        if value.data_ptr() % 16 == 0:
+            attributes[path] = [["tt.divisibility", 16]]
+        return POINTERS[value.dtype]
+    if value == 1:
+        constants[path] = 1
+        return "constexpr"
+    if value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def kept(name: str, codec: str | None, pools: PoolTable) -> Kept:
+    """The kernel of a launcher, with the arguments of a launch over two blocks of 128 tokens."""
+    module = paged if codec is None else paged_int8
+    table = torch.zeros(2, 128 // pools.page_tokens, dtype=torch.int64)
+    payloads = torch.zeros(2, 4096 + pools.layers * 128 * pools.heads * sum(pools.widths) * 5, dtype=torch.uint8)
+    stand_in = Kept(getattr(module, f"_{name}"))
+    setattr(module, f"_{name}", stand_in)
+    arguments = [pools] if codec is None else [pools, codec]
+    status = [torch.zeros(2, dtype=torch.int32)] if name == "gather_quantize" else []
+    getattr(module, name)(*arguments, table, payloads, *status, 4096)
+    setattr(module, f"_{name}", stand_in.kernel)
+    return stand_in
+
+
+def compiled(kernel: Kept, target: str, **options: Any) -> dict[str, Any]:
+    """What the artefacts for one GPU hold."""
+    made = triton.compile(kernel.source(), target=TARGETS[target], options={**kernel.options, **options}).asm
+    if target.startswith("gfx"):
+        text = made["amdgcn"]
+        return {
+            "bytes": [len(text), len(made["hsaco"])],
+            "target": re.findall(r"amdgcn-amd-amdhsa--(\w+)", text)[:1],
+            "fused": len(re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mad|mac)\w*_f32", text)),
+            "divisions": len(re.findall(r"\bv_div_fixup_f32", text)),
+            "keeps_subnormals": ".amdhsa_float_denorm_mode_32 3" in text,
+            "widest_load": "global_load_dwordx4" in text,
+            "widest_store": "global_store_dwordx4" in text,
+        }
+    text = made["ptx"]
+    return {
+        "bytes": [len(text), len(made["cubin"])],
+        "target": re.findall(r"\.target (sm_\d+)", text),
+        "fused": len(re.findall(r"\b(?:fma|mad)\.\S*f32", text)) + _fused(text, made["cubin"]),
+        "divisions": len(re.findall(r"\bdiv\.rn\.f32", text)),
+        # `floor` comes with .ftz, but of y + 0.5, which is 0 or at least 2**-26.
+        "keeps_subnormals": not set(re.findall(r"[\w.]*\.ftz[\w.]*", text)) - {"cvt.rmi.ftz.f32.f32"},
+        "widest_load": "ld.global.v4.b32" in text,
+        "widest_store": "st.global.v4.b32" in text,
+    }
+
+
+def _fused(text: str, cubin: bytes) -> int:
+    """In the machine's code, where that has no division: one is made of fused operations, as it is meant to be."""
+    if re.search(r"\b(?:div|rcp)\.\S*f32", text):
+        return 0
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([DISASSEMBLER, "-c", file.name], capture_output=True, text=True, timeout=60, check=True)
+    assert "EXIT" in done.stdout
+    return len(re.findall(r"\bFFMA2?\b", done.stdout))
+
+
+def pools_of(dtype: torch.dtype, layout: str = "token-major") -> PoolTable:
+    """Two layers of pages of 16 tokens."""
+    if layout == "latent":
+        return PoolTable.of([[torch.zeros(4, 16, 1, 576, dtype=dtype)]] * 2)
+    value = torch.zeros(4, 16, 8, 128, dtype=dtype)
+    key = torch.zeros(4, 8, 128, 16, dtype=dtype).permute(0, 3, 1, 2) if layout == "transposed" else value
+    return PoolTable.of([[key, value]] * 2)
+
+
+def main() -> None:
+    everywhere, here = list(TARGETS), ["sm_90"]
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    wanted: list[tuple[str, str | None, torch.dtype, str, list[str]]] = []
+    for name, codecs in (
+        ("gather", [None]),
+        ("scatter", [None]),
+        ("gather_quantize", ["int8-kc64", "int8-th"]),
+        ("dequantize_scatter", ["int8-kc64", "int8-th"]),
+    ):
+        for codec in codecs:
+            wanted.append((name, codec, bf16, "token-major", everywhere))
+        wanted.append((name, codecs[0], bf16, "transposed", here))
+        wanted.append((name, codecs[0], bf16, "latent", here))
+        wanted += [(name, codecs[0], dtype, "token-major", ["sm_90", "gfx942"]) for dtype in (fp16, fp32)]
+    found: dict[str, dict[str, Any]] = {}
+    for name, codec, dtype, layout, targets in wanted:
+        kernel = kept(name, codec, pools_of(dtype, layout))
+        label = f"{name} {codec or 'raw'} {str(dtype).removeprefix('torch.')} {layout}"
+        found[label] = {target: compiled(kernel, target) for target in targets}
+    # What the count of fused operations is worth: the same kernel, where they are allowed.
+    kernel = kept("dequantize_scatter", "int8-kc64", pools_of(bf16))
+    found["fusion allowed"] = {target: compiled(kernel, target, enable_fp_fusion=True) for target in everywhere}
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
