@@ -6,6 +6,10 @@ is compared is all of memory, also what no launch should have reached.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +24,7 @@ __all__ = ["kernels_can_run"]
 
 pytestmark = pytest.mark.usefixtures("kernels_can_run")
 
+PATH = str(Path(__file__).resolve().parents[2] / "kernels")
 HEADER, TAIL = 4096, 64
 """Of a frame before its payload, and bytes behind it that nobody may touch."""
 
@@ -220,6 +225,11 @@ def test_numbers_of_eight_bytes_are_not_moved() -> None:
     pools = PoolTable.of([[plane(dtype=torch.float64)]])
     with pytest.raises(ValueError, match="raw moves 1, 2 or 4"):
         paged.gather(**{**GOOD, "pools": pools})
+
+
+def test_without_triton_all_but_the_kernels_can_be_imported() -> None:
+    program = "import sys; sys.modules['triton'] = None; from kv_kernels import host, int8, pools, reference"
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATH}, timeout=120, check=True)
 
 
 def _on_device(table: torch.Tensor) -> torch.Tensor:
