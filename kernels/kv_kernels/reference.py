@@ -77,7 +77,10 @@ def gather_quantize(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """The twin of `paged_int8.gather_quantize`."""
+    """The twin of `paged_int8.gather_quantize`; the same bits on a CPU.
+
+    On CUDA torch divides by a Python number as it multiplies by its inverse, so a scale may be a step of fp16 off.
+    """
     launch = check_launch(pools, codec, table, payloads, payload_at, first, last)
     check_status(status, launch, pools.device)
     assert launch.form is not None

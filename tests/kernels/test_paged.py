@@ -97,6 +97,22 @@ def test_there_and_back(case: Case) -> None:
     assert torch.equal(again, payloads)
 
 
+@pytest.mark.parametrize("strides", [(1 << 30, 64, 64, 1), (64, 1 << 26, 64, 1), (64, 1, 64, 1 << 26)], ids=str)
+def test_offsets_have_64_bits(strides: tuple[int, ...]) -> None:
+    """Numbers further apart than 32 bits can count, although each stride is less: of memory that is not touched."""
+    buffer = torch.empty((1 << 32) + 8192, dtype=torch.uint8, device=DEVICE)
+    plane = buffer.as_strided((5, 64, 1, 64), strides)
+    plane[4] = torch.randint(0, 256, (64, 1, 64), generator=torch.Generator().manual_seed(16)).to(DEVICE)
+    pools, table = PoolTable.of([[plane]]), torch.tensor([[4]], device=DEVICE)
+    want, got = (torch.zeros(1, 4096, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    reference.gather(pools, table, want)
+    paged.gather(pools, table, got)
+    assert torch.equal(got, want) and torch.equal(got.view(64, 64), plane[4, :, 0])
+    plane[4] = 0
+    paged.scatter(pools, table, want)
+    assert torch.equal(got.view(64, 64), plane[4, :, 0])
+
+
 def test_no_blocks_and_no_layers_launch_nothing() -> None:
     case = CASES[0]
     memory, payloads = Memory.of(case, ones).copy(DEVICE), payloads_for(case, 1).to(DEVICE)
