@@ -38,7 +38,7 @@ class Int8Copy:
             stop = start + self._form.size_bytes
             try:
                 parts = [
-                    int8.quantize(reference.gather(plane, pages), of_plane.axis)
+                    int8.quantize(reference.gather_plane(plane, pages), of_plane.axis)
                     for plane, of_plane in zip(layer, self._form.planes, strict=True)
                 ]
             except Unwritable as unwritable:
@@ -65,7 +65,7 @@ class Int8Copy:
             for plane, of_plane in zip(layer, self._form.planes, strict=True):
                 part = unpacked(private.to(plane.device), self._form, of_plane, plane.dtype)
                 block = int8.dequantize(*part, plane.dtype)
-                reference.scatter(block[:, skip:], plane, pages)
+                reference.scatter_plane(block[:, skip:], plane, pages)
         return True
 
 
