@@ -1,0 +1,130 @@
+"""What a transfer needs of a device: streams, events, copies, and host memory that they can reach (floor 0).
+
+Two implementations: `cuda`, and `chaos`, which runs on a CPU in any order that is legal and finds missing waits. The
+words are CUDA's: a stream runs what is put into it one after another; streams are ordered among each other, and with
+the host, by events only. Nothing here blocks but `Event.wait`.
+
+Memory is told as flat uint8 tensors, so that one call moves many runs; regions are told as addresses, and only to who
+asks for them. Must never know blocks, tiers or keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Region(NamedTuple):
+    """Bytes of memory, the device's or the host's."""
+
+    address: int
+    size_bytes: int
+
+
+Regions = Callable[[], Iterable[Region]]
+"""Regions that a launch touches: asked for by the device that checks, never by CUDA."""
+
+
+class Direction(Enum):
+    """Of bytes, as the engine sees it."""
+
+    LOAD = "load"
+    SAVE = "save"
+
+
+class Event(Protocol):
+    """A point in a stream: done when everything put into the stream before it is done.
+
+    Both raise RuntimeError where the device itself has failed, and what it was doing is not known.
+    """
+
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block the calling thread, without the interpreter lock."""
+        ...
+
+
+class Stream(Protocol):
+    """Work that is done in order. Its methods put work in and return; they may be called from any thread."""
+
+    def record(self) -> Event:
+        """A new event at the end of what is in the stream now."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """What is put in from here on waits for the event. The host does not."""
+        ...
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy runs, pair by pair of equal length: flat uint8 tensors, of which one side may be pinned host memory."""
+        ...
+
+    def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
+        """Call `work`, whose kernels go into this stream. reads, writes: all that they touch."""
+        ...
+
+
+class Lanes(NamedTuple):
+    """The streams of one direction, of high priority.
+
+    Two, so that the copy engine goes on while a kernel waits for room on a busy GPU: the copies run ahead of the
+    kernels by as many segments as the staging ring has.
+    """
+
+    copies: Stream
+    kernels: Stream
+
+
+class Host(Protocol):
+    """Host memory that copies can reach without a detour."""
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """New page-locked memory, flat uint8. Raises RuntimeError where there is none."""
+        ...
+
+    def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
+        """Page-lock memory that exists; returns nothing, or why it was refused."""
+        ...
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; no copy may be under way that touches the memory."""
+        ...
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Copy runs between host memories, now, on the calling thread."""
+        ...
+
+
+class Device(Protocol):
+    """Where an engine's pages are."""
+
+    @property
+    def host(self) -> Host: ...
+
+    def lanes(self, direction: Direction) -> Lanes:
+        """The same streams each time."""
+        ...
+
+    def compute(self) -> Stream:
+        """The stream into which the engine puts work now, as the calling thread sees it."""
+        ...
+
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        """New memory of the device, flat uint8, which any of its streams may use at once."""
+        ...
+
+
+def region(tensor: torch.Tensor) -> Region:
+    """Of a contiguous tensor."""
+    assert tensor.is_contiguous(), "a region is one run of bytes"
+    return Region(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def host_tensor(address: int, size_bytes: int) -> torch.Tensor:
+    """Memory of this process as flat uint8. Keeps nothing alive; not to be written where the mapping is read-only."""
+    return torch.frombuffer((ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8)

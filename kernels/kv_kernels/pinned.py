@@ -1,0 +1,196 @@
+"""Extents that copies may read and write, and which of their bytes are page-locked (floor 0).
+
+    add      known at once; a worker registers it with the device in chunks, and until a chunk is in, copies of its
+             slots go through a bounce ring
+    hold     a transfer uses some of it: the memory stays, registered or not as it is
+    remove   when nobody holds it any more it is unregistered, and only then may the memory go
+
+Registering page-locks pages where they are and moves none: which NUMA node an extent lies on was decided by whoever
+touched its pages first. What this process touches first, the bounce rings, lies near the CPUs of the thread that uses
+it (`worker.ThreadWorker`, `cuda.local_cpus`). No memory policy is set.
+
+A reader's mapping is read-only; where the device cannot page-lock such memory, it is refused, and everything bounces.
+Must never call a run page-locked that is not wholly inside one registered chunk: a copy across two may be refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from kv_kernels.device import Host, host_tensor
+from kv_kernels.worker import Worker
+
+CHUNK_BYTES = 1 << 30
+"""At most so much is registered at once: it takes the driver long, and other calls wait for it."""
+
+_log = logging.getLogger(__name__)
+
+
+class Runs(NamedTuple):
+    """Slots as few runs: flat uint8 tensors, in the order of the slots. is_pinned: all of them."""
+
+    tensors: list[torch.Tensor]
+    is_pinned: bool
+
+
+@dataclass(eq=False)
+class _Extent:
+    address: int
+    memory: torch.Tensor
+    keep: object
+    writable: bool
+    pinned: list[bool]
+    holds: int = 0
+    is_going: bool = False
+    end: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.end = self.address + self.memory.numel()
+
+
+class PinnedExtents:
+    """The extents of one process, for one device. Any thread may call; `worker` is its own."""
+
+    def __init__(self, host: Host, worker: Worker, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._host = host
+        self._worker = worker
+        self._chunk_bytes = chunk_bytes
+        self._starts: list[int] = []
+        self._extents: list[_Extent] = []
+        self._lock = threading.Lock()
+        self._was_refused = False
+
+    def add(self, address: int, size_bytes: int, keep: object, *, writable: bool) -> None:
+        """keep: what keeps the memory mapped; it is let go of after `remove`. writable: whether the mapping is.
+
+        Raises ValueError where it overlaps an extent that is here.
+        """
+        chunks = -(-size_bytes // self._chunk_bytes)
+        extent = _Extent(address, host_tensor(address, size_bytes), keep, writable, [False] * chunks)
+        with self._lock:
+            at = bisect_right(self._starts, address)
+            neighbours = self._extents[max(0, at - 1) : at + 1]
+            if any(other.address < extent.end and address < other.end for other in neighbours):
+                raise ValueError(f"memory at {address:#x} of {size_bytes} bytes is here already: remove it first")
+            self._starts.insert(at, address)
+            self._extents.insert(at, extent)
+        for chunk in range(chunks):
+            self._worker.submit(partial(self._register, extent, chunk))
+
+    def remove(self, address: int, timeout_s: float) -> bool:
+        """Unregister an extent that was added, once nobody holds it; until then the memory must stay.
+
+        False where that takes longer than the timeout: it is still here then, to be removed by another call.
+        """
+        with self._lock:
+            extent = next((known for known in self._extents if known.address == address), None)
+            if extent is None:
+                return True
+            extent.is_going = True
+        if not self._worker.wait(lambda: not extent.holds, timeout_s):
+            with self._lock:
+                extent.is_going = False
+            return False
+        gone = threading.Event()
+        self._worker.submit(lambda: self._unregister(extent, gone))
+        return self._worker.wait(gone.is_set, timeout_s)
+
+    def hold(self, addresses: Sequence[int], size_bytes: int) -> Hold:
+        """Keep these slots' memory in place. Raises ValueError where one is in no extent, or in one that is going."""
+        with self._lock:
+            extents: dict[int, _Extent] = {}
+            for address in addresses:
+                extent = self._extent_of(address, size_bytes)
+                if extent.is_going:
+                    raise ValueError(f"the slot at {address:#x} is in an extent that is being removed")
+                extents[extent.address] = extent
+            for extent in extents.values():
+                extent.holds += 1
+        return Hold(self, list(extents.values()))
+
+    def runs(self, addresses: Sequence[int], size_bytes: int) -> Runs:
+        """These slots, of equal size, neighbours as one run. They must be held."""
+        tensors: list[torch.Tensor] = []
+        are_pinned = []
+        at = 0
+        while at < len(addresses):
+            start = addresses[at]
+            with self._lock:
+                extent = self._extent_of(start, size_bytes)
+            stop = start + size_bytes
+            at += 1
+            while at < len(addresses) and addresses[at] == stop and stop + size_bytes <= extent.end:
+                stop += size_bytes
+                at += 1
+            first, last = start - extent.address, stop - extent.address
+            for chunk in range(first // self._chunk_bytes, (last - 1) // self._chunk_bytes + 1):
+                low, high = chunk * self._chunk_bytes, (chunk + 1) * self._chunk_bytes
+                tensors.append(extent.memory[max(first, low) : min(last, high)])
+                are_pinned.append(extent.pinned[chunk])
+        return Runs(tensors, all(are_pinned))
+
+    def let_go(self, extents: Sequence[_Extent]) -> None:
+        with self._lock:
+            for extent in extents:
+                assert extent.holds > 0, "held as often as let go"
+                extent.holds -= 1
+        self._worker.notify()
+
+    def _extent_of(self, address: int, size_bytes: int) -> _Extent:
+        at = bisect_right(self._starts, address) - 1
+        if at >= 0:
+            extent = self._extents[at]
+            if address + size_bytes <= extent.end:
+                return extent
+        raise ValueError(f"the slot at {address:#x} of {size_bytes} bytes is in no extent that was added")
+
+    def _register(self, extent: _Extent, chunk: int) -> None:
+        if extent not in self._extents:
+            return
+        start = chunk * self._chunk_bytes
+        size = min(self._chunk_bytes, extent.memory.numel() - start)
+        refusal = self._host.register(extent.address + start, size, writable=extent.writable)
+        if not refusal:
+            extent.pinned[chunk] = True
+        elif not self._was_refused:
+            self._was_refused = True
+            kind = "writable" if extent.writable else "read-only"
+            _log.warning(
+                "the device refused to page-lock %d bytes of %s shared memory: %s; their copies take a detour through "
+                "a small pinned buffer and cost CPU time (said once)",
+                size,
+                kind,
+                refusal,
+            )
+
+    def _unregister(self, extent: _Extent, gone: threading.Event) -> None:
+        if extent not in self._extents:  # a call before this one was slow, and did it
+            gone.set()
+            return
+        for chunk, is_pinned in enumerate(extent.pinned):
+            if is_pinned:
+                self._host.unregister(extent.address + chunk * self._chunk_bytes)
+        with self._lock:
+            at = self._extents.index(extent)
+            del self._starts[at], self._extents[at]
+        gone.set()
+
+
+class Hold:
+    """Extents that stay where they are until `release`, which may be called again."""
+
+    def __init__(self, extents: PinnedExtents, held: Sequence[_Extent]) -> None:
+        self._extents = extents
+        self._held = held
+
+    def release(self) -> None:
+        held, self._held = self._held, ()
+        self._extents.let_go(held)

@@ -1,0 +1,285 @@
+"""Loads and saves: host slots to an engine's pages and back, on streams of their own (floor 0).
+
+    load    1  the kernels' stream waits for the compute stream as it is now: pages may still be read, or zeroed, there
+            2  slots > staging segment (copies) > pages (kernels), layer slice by layer slice; an event after each
+            3  `wait_layer`: a stream of the engine's waits for one layer's event, not for the load
+            4  after the last copy the slots are given back; after the last kernel the verdict, then `outcome`
+    save    1  the kernels' stream waits for the event after which the pages are valid
+            2  pages > staging segment (kernels) > slots (copies)
+            3  `wait_pages`: a stream of the engine's that overwrites the pages waits for the last kernel only
+            4  after the last copy the slots are published, or given up where anything failed
+
+All of it is put into the streams at once, on the caller's thread, a few calls per segment. A segment's slots that are
+not page-locked yet cannot be reached by a copy: such a transfer is put in by the worker instead, through a bounce ring,
+and `is_direct` says so. Either way the worker waits for the ends, and calls what was handed in.
+
+The page tables belong to the kernel, which is kept until its last launch is done. Where the device fails so that the
+end of the copies cannot be learnt, slots are neither given back nor published: only the end of the process ends them.
+Must never block the caller but in `wait`, `wait_layer` and `wait_pages`, and these no longer than they are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kv_kernels.device import Device, Direction, Event, Region, Regions, region
+from kv_kernels.pinned import Hold, PinnedExtents
+from kv_kernels.staging import BounceRing, StagingRing
+from kv_kernels.under_way import LayerSlice, Loading, Saving, Transfer
+from kv_kernels.worker import Worker
+
+
+class PageKernel(Protocol):
+    """Moves between staged slices and the engine's pages; holds the page table and the pointers to the pools."""
+
+    def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+        """Launch into the current stream. staged: uint8 [frames, size_bytes]; frames: which of the transfer's."""
+        ...
+
+    def pages(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
+        """What it reads (save) or writes (load) of the pools. Asked for by the chaos device only."""
+        ...
+
+    def tables(self) -> Iterable[Region]:
+        """What it reads besides. Asked for by the chaos device only."""
+        ...
+
+
+class _Batch(NamedTuple):
+    """What goes through one segment. part: which slice; it is the last of its slice's where `ends_part`."""
+
+    part: int
+    layers: LayerSlice
+    frames: range
+    slots: list[torch.Tensor]
+    is_pinned: bool
+    ends_part: bool
+
+
+class _Mover:
+    """One direction of one device: its streams, its rings, and the worker that waits for ends."""
+
+    direction: Direction
+
+    def __init__(
+        self,
+        device: Device,
+        extents: PinnedExtents,
+        worker: Worker,
+        segment_bytes: int,
+        segments: int,
+        bounce_segments: int = 2,
+    ) -> None:
+        """worker: of this direction alone.
+
+        segments, bounce_segments: of `segment_bytes`, on the device and, once a slot is not page-locked, in pinned host
+        memory.
+        """
+        self._device = device
+        self._extents = extents
+        self._worker = worker
+        self._copies, self._kernels = device.lanes(self.direction)
+        self._ring = StagingRing(device, segment_bytes, segments)
+        self._bounce = BounceRing(device, segment_bytes, bounce_segments)
+
+    def _check(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> None:
+        if not addresses or not slices:
+            raise ValueError(f"{len(addresses)} slots and {len(slices)} layer slices are nothing to transfer")
+        largest, room = max(part.size_bytes for part in slices), self._ring.segment_bytes
+        if largest > room or min(part.size_bytes for part in slices) < 1:
+            raise ValueError(
+                f"a layer slice of {largest} bytes does not go into a staging segment of {room}: give slices of fewer "
+                "layers, or larger segments"
+            )
+
+    def _batches(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> list[_Batch]:
+        batches = []
+        for index, part in enumerate(slices):
+            count = self._ring.segment_bytes // part.size_bytes
+            for start in range(0, len(addresses), count):
+                frames = range(start, min(start + count, len(addresses)))
+                runs = self._extents.runs(
+                    [address + part.offset_bytes for address in addresses[start : frames.stop]], part.size_bytes
+                )
+                ends_part = frames.stop == len(addresses)
+                batches.append(_Batch(index, part, frames, runs.tensors, runs.is_pinned, ends_part))
+        return batches
+
+    def _hold(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> Hold:
+        stop = max(part.offset_bytes + part.size_bytes for part in slices)
+        return self._extents.hold(addresses, stop)
+
+    def _start(self, transfer: Transfer, hold: Hold, put_in: Callable[[], None]) -> bool:
+        """Put a transfer into the streams, here or on the worker, which then waits for its end. False: too many."""
+
+        def later() -> None:
+            if transfer.is_direct:
+                self._worker.wait(lambda: transfer.is_put_in, None)  # being done by the caller, at this moment
+            else:
+                self._put_in_all(transfer, put_in)
+            transfer.settle()
+
+        if not self._worker.submit(later):
+            hold.release()
+            return False
+        if transfer.is_direct:
+            self._put_in_all(transfer, put_in)
+        return True
+
+    def _put_in_all(self, transfer: Transfer, put_in: Callable[[], None]) -> None:
+        """Also where it fails half-way: what is in the streams then is done, and is waited for."""
+        try:
+            put_in()
+        except Exception as error:
+            transfer.failed(error)
+        try:
+            transfer.put_in(self._copies.record(), self._kernels.record())
+        except RuntimeError as error:
+            transfer.failed(error)
+            transfer.put_in(None, None)
+
+
+class Loader(_Mover):
+    """Loads into one device's pages."""
+
+    direction = Direction.LOAD
+
+    def load(
+        self,
+        addresses: Sequence[int],
+        slices: Sequence[LayerSlice],
+        kernel: PageKernel,
+        release: Callable[[], object],
+        verdict: Callable[[], bool] | None = None,
+    ) -> Loading | None:
+        """Load frames from slots, the slices in their order.
+
+        addresses: of the slots, in the order in which the kernel counts frames. release: called once on the worker when
+        nothing reads the slots any more. verdict: called once on the worker when the pages are written; False makes it
+        REJECTED. Called from the engine's thread, whose compute stream the pages belong to now; not while it captures a
+        graph. None where the worker has too much to do; raises ValueError where the slots or the slices do not fit.
+        Nothing is begun or released in either case.
+        """
+        self._check(addresses, slices)
+        began = self._device.compute().record()
+        hold = self._hold(addresses, slices)
+        batches = self._batches(addresses, slices)
+        is_direct = all(batch.is_pinned for batch in batches)
+        loading = Loading(self._worker, kernel, hold, is_direct, slices, release, verdict)
+        put_in = partial(self._put_in, loading, kernel, began, batches)
+        return loading if self._start(loading, hold, put_in) else None
+
+    def _put_in(self, loading: Loading, kernel: PageKernel, began: Event, batches: Sequence[_Batch]) -> None:
+        self._kernels.wait(began)
+        for batch in batches:
+            if loading.is_cancelled:
+                return
+            sources = batch.slots if batch.is_pinned else self._bounced(batch)
+            with self._ring.segment(self._copies, self._kernels) as segment:
+                staged = _staged(segment, batch)
+                self._copies.copy(_pieces(staged, batch.slots), sources)
+                copied = self._copies.record()
+                if not batch.is_pinned:
+                    self._bounce.used_until(copied)
+                self._kernels.wait(copied)
+                self._kernels.launch(*_launch(kernel, staged, batch, Direction.LOAD))
+            if batch.ends_part:
+                loading.layers_launched(batch.part, self._kernels.record())
+
+    def _bounced(self, batch: _Batch) -> Sequence[torch.Tensor]:
+        """The slots' bytes where copies reach them. Blocks until there is room."""
+        pieces = _pieces(self._bounce.take(), batch.slots)
+        self._device.host.copy(pieces, batch.slots)
+        return pieces
+
+
+class Saver(_Mover):
+    """Saves one device's pages."""
+
+    direction = Direction.SAVE
+
+    def save(
+        self,
+        addresses: Sequence[int],
+        slices: Sequence[LayerSlice],
+        kernel: PageKernel,
+        after: Event,
+        publish: Callable[[], bool],
+        abort: Callable[[], object],
+    ) -> Saving | None:
+        """Save pages into slots that were reserved.
+
+        after: when the pages are valid. Exactly one of two is called, once, on the worker, when all copies have ended:
+        publish, which takes digests and commits, and has the slots from then on (False makes it REJECTED); or abort,
+        which gives them up. None where the worker has too much to do; raises ValueError where the slots or the slices
+        do not fit. Nothing is begun or called in either case.
+        """
+        self._check(addresses, slices)
+        hold = self._hold(addresses, slices)
+        batches = self._batches(addresses, slices)
+        is_direct = all(batch.is_pinned for batch in batches)
+        saving = Saving(self._worker, kernel, hold, is_direct, publish, abort)
+        put_in = partial(self._put_in, saving, kernel, after, batches)
+        return saving if self._start(saving, hold, put_in) else None
+
+    def _put_in(self, saving: Saving, kernel: PageKernel, after: Event, batches: Sequence[_Batch]) -> None:
+        self._kernels.wait(after)
+        bounced: list[tuple[Event, torch.Tensor, _Batch]] = []
+        for batch in batches:
+            if saving.is_cancelled:
+                break
+            if not batch.is_pinned and len(bounced) == self._bounce.segments:
+                self._unbounce(*bounced.pop(0))
+            with self._ring.segment(self._kernels, self._copies) as segment:
+                staged = _staged(segment, batch)
+                self._kernels.launch(*_launch(kernel, staged, batch, Direction.SAVE))
+                self._copies.wait(self._kernels.record())
+                if batch.is_pinned:
+                    self._copies.copy(batch.slots, _pieces(staged, batch.slots))
+                    continue
+                room = self._bounce.take()
+                self._copies.copy(_pieces(room, batch.slots), _pieces(staged, batch.slots))
+                copied = self._copies.record()
+                self._bounce.used_until(copied)
+                bounced.append((copied, room, batch))
+        saving.pages_launched(self._kernels.record())
+        for copied, room, batch in bounced:
+            self._unbounce(copied, room, batch)
+
+    def _unbounce(self, copied: Event, room: torch.Tensor, batch: _Batch) -> None:
+        copied.wait()
+        self._device.host.copy(batch.slots, _pieces(room, batch.slots))
+
+
+def _staged(segment: torch.Tensor, batch: _Batch) -> torch.Tensor:
+    """[frames, size_bytes]"""
+    size = batch.layers.size_bytes
+    return segment[: len(batch.frames) * size].view(len(batch.frames), size)
+
+
+def _pieces(memory: torch.Tensor, slots: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The start of some memory, cut as the slots' runs are."""
+    sizes = [run.numel() for run in slots]
+    pieces: Sequence[torch.Tensor] = memory.view(-1)[: sum(sizes)].split(sizes)
+    return pieces
+
+
+def _launch(
+    kernel: PageKernel, staged: torch.Tensor, batch: _Batch, direction: Direction
+) -> tuple[Callable[[], object], Regions, Regions]:
+    def segment() -> Iterable[Region]:
+        return [region(staged)]
+
+    def pages() -> Iterable[Region]:
+        return kernel.pages(batch.frames, batch.layers)
+
+    sources, targets = (segment, pages) if direction is Direction.LOAD else (pages, segment)
+    return (
+        lambda: kernel(staged, batch.frames, batch.layers),
+        lambda: [*sources(), *kernel.tables()],
+        targets,
+    )

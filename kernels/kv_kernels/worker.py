@@ -1,0 +1,89 @@
+"""One thread that does what an engine's thread must not wait for (floor 0).
+
+Jobs run one after another in the order in which they came; nothing is begun after `close`. Must never be shared by a
+job that registers memory and one that launches kernels: a refusal by CUDA stays behind as the thread's last error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Set
+from typing import Protocol
+
+MAX_JOBS = 4096
+
+_log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """Where jobs go, and how to wait for what they change."""
+
+    def submit(self, job: Callable[[], object]) -> bool:
+        """Run it later, after all earlier ones; False where too many wait, or after `close`. A job never raises."""
+        ...
+
+    def wait(self, is_ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until it is so, or until time is over: which of the two. Looked at again after each job and `notify`."""
+        ...
+
+    def notify(self) -> None:
+        """Something has changed that somebody may wait for."""
+        ...
+
+
+class ThreadWorker:
+    """A daemon thread. cpus: where it runs, so that memory it touches first is near them; empty: anywhere."""
+
+    def __init__(self, name: str, cpus: Set[int] = frozenset()) -> None:
+        self._cpus = cpus
+        self._jobs: deque[Callable[[], object]] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], object]) -> bool:
+        with self._changed:
+            if self._is_closed or len(self._jobs) >= MAX_JOBS:
+                return False
+            self._jobs.append(job)
+            self._changed.notify_all()
+        return True
+
+    def wait(self, is_ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(is_ready, timeout_s)
+
+    def notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> bool:
+        """Take no more jobs, do those that are here, and end: whether it has within this time."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._cpus:
+            try:
+                os.sched_setaffinity(0, self._cpus)  # of this thread alone
+            except OSError as error:
+                _log.warning("the thread %s stays on any CPU: %s", self._thread.name, error.strerror)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._is_closed)
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+            try:
+                job()
+            except Exception:
+                _log.exception("a job of the thread %s failed", self._thread.name)
+            del job  # what it holds is not kept until the next one comes
+            self.notify()

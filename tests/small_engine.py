@@ -1,0 +1,289 @@
+"""A small engine on the chaos device, and a way to take one wait out of whatever runs on it.
+
+Pages of a pool [layer, page, PAGE_BYTES], frames [layer, PAGES, PAGE_BYTES] in slots of two extents. The engine's steps
+are put into the compute stream; loads and saves are the real ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+
+import torch
+
+from kv_kernels.chaos import ChaosDevice, ChaosEvent, ChaosStream, ChaosWorker
+from kv_kernels.device import Direction, Event, Lanes, Region, Regions, host_tensor
+from kv_kernels.happens_before import Clock, HazardError
+from kv_kernels.pinned import PinnedExtents
+from kv_kernels.transfer import Loader, Saver
+from kv_kernels.under_way import LayerSlice, Loading, Saving, layer_slices
+
+LAYERS, PAGES, PAGE_BYTES = 4, 2, 8
+LAYER_BYTES = PAGES * PAGE_BYTES
+HEADER_BYTES = 8
+FRAME_BYTES = HEADER_BYTES + LAYERS * LAYER_BYTES
+POOL_PAGES, SLOTS = 48, 12
+SEGMENT_BYTES = 2 * FRAME_BYTES
+
+
+class NoWait:
+    """Who does not wait for whom: names of streams, or of a host thread as the first."""
+
+    def __init__(self, waiter: str = "", awaited: str = "") -> None:
+        self.waiter = waiter
+        self.awaited = awaited
+        self.times = 0
+
+    def __call__(self, waiter: str, awaited: str) -> bool:
+        is_dropped = (waiter, awaited) == (self.waiter, self.awaited)
+        self.times += is_dropped
+        return is_dropped
+
+
+class HastyEvent:
+    """An event that some host thread does not wait for."""
+
+    def __init__(self, event: ChaosEvent, device: ChaosDevice, no_wait: NoWait) -> None:
+        self.event = event
+        self._device = device
+        self._no_wait = no_wait
+
+    def is_done(self) -> bool:
+        return self._skips() or self.event.is_done()
+
+    def wait(self) -> None:
+        if not self._skips():
+            self.event.wait()
+
+    def _skips(self) -> bool:
+        return self._no_wait(self._device.actor, self.event.stream.name)
+
+
+class HastyStream:
+    """A stream that does not wait for some other one."""
+
+    def __init__(self, stream: ChaosStream, no_wait: NoWait) -> None:
+        self.stream = stream
+        self._no_wait = no_wait
+
+    def record(self) -> HastyEvent:
+        return HastyEvent(self.stream.record(), self.stream.device, self._no_wait)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, HastyEvent)
+        if not self._no_wait(self.stream.name, event.event.stream.name):
+            self.stream.wait(event.event)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self.stream.copy(targets, sources)
+
+    def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
+        self.stream.launch(work, reads, writes)
+
+
+class HastyDevice:
+    """The chaos device without one kind of wait."""
+
+    def __init__(self, device: ChaosDevice, no_wait: NoWait) -> None:
+        self.chaos = device
+        self.host = device.host
+        self.memory = device.memory
+        self._compute = HastyStream(device.compute(), no_wait)
+        self._lanes = {
+            direction: Lanes(*[HastyStream(stream, no_wait) for stream in device.lanes(direction)])  # type: ignore[arg-type]
+            for direction in Direction
+        }
+
+    def lanes(self, direction: Direction) -> Lanes:
+        return self._lanes[direction]
+
+    def compute(self) -> HastyStream:
+        return self._compute
+
+
+class Table:
+    """Page numbers in the device's memory; given back, in the compute stream's order, when nobody has it any more."""
+
+    def __init__(self, engine: Engine, pages: Sequence[int]) -> None:
+        memory = engine.chaos.memory(4 * len(pages))
+        self.region = Region(memory.data_ptr(), len(memory))
+        memory.view(torch.int32).copy_(torch.tensor(pages, dtype=torch.int32))
+        engine.chaos.host_write([self.region], "writes a page table")
+        weakref.finalize(self, engine.dropped, self.region)
+
+
+class Kernel:
+    """Moves frames' layers between a staged slice and the pages of a table. keeps: it holds the table, as it must."""
+
+    def __init__(self, engine: Engine, direction: Direction, pages: Sequence[int], keeps: bool = True) -> None:
+        table = Table(engine, pages)
+        self.table = table if keeps else None
+        self._region = table.region
+        self._loose = table
+        self._engine = engine
+        self._direction = direction
+        self._pages = pages
+        if keeps:
+            del self._loose
+
+    def lose_table(self) -> None:
+        """Only where it is not kept."""
+        del self._loose
+
+    def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+        engine, direction, table = self._engine, self._direction, self._region
+        address = staged.data_ptr()
+
+        def body() -> None:
+            numbers = host_tensor(*table).view(torch.int32)[frames.start * PAGES : frames.stop * PAGES].tolist()
+            held = host_tensor(address, len(frames) * layers.size_bytes).view(len(frames), layers.size_bytes)
+            head = 0 if layers.offset_bytes else HEADER_BYTES
+            held = held[:, head:].unflatten(1, (layers.stop - layers.first, PAGES, PAGE_BYTES))
+            for layer in range(layers.first, layers.stop):
+                for at, page in enumerate(numbers):
+                    inside = held[at // PAGES, layer - layers.first, at % PAGES]
+                    outside = engine.pool[layer, page]
+                    target, source = (outside, inside) if direction is Direction.LOAD else (inside, outside)
+                    target.copy_(source)
+            if direction is Direction.SAVE and head:
+                host_tensor(address, len(frames) * layers.size_bytes).view(len(frames), -1)[:, :head] = 0
+
+        engine.chaos.run(body)
+
+    def pages(self, frames: range, layers: LayerSlice) -> Iterable[Region]:
+        pages = self._pages[frames.start * PAGES : frames.stop * PAGES]
+        return [self._engine.page_region(layer, page) for layer in range(layers.first, layers.stop) for page in pages]
+
+    def tables(self) -> Iterable[Region]:
+        return [self._region]
+
+
+class Engine:
+    """The pool, the slots, and what the engine does with them."""
+
+    def __init__(self, seed: int, no_wait: NoWait, refused: bool = False, eagerness: float | None = None) -> None:
+        self.random = Random(seed)
+        self.chaos = ChaosDevice(Random(seed + 1), lambda *_: "not allowed" if refused else "", eagerness)
+        self.device = HastyDevice(self.chaos, no_wait)
+        self._dropped: list[tuple[Clock, Region]] = []
+        self._pool = self.chaos.memory(LAYERS * POOL_PAGES * PAGE_BYTES)
+        self.pool = self._pool.view(LAYERS, POOL_PAGES, PAGE_BYTES)
+        self.wrong: list[str] = []
+        self.memory = [torch.zeros(SLOTS * FRAME_BYTES, dtype=torch.uint8) for _ in range(2)]
+        self.pin_worker = ChaosWorker(self.chaos, "pin worker")
+        self.load_worker = ChaosWorker(self.chaos, "load worker")
+        self.save_worker = ChaosWorker(self.chaos, "save worker")
+        self.extents = PinnedExtents(self.chaos.host, self.pin_worker, chunk_bytes=5 * FRAME_BYTES + 16)
+        for memory in self.memory:
+            self.extents.add(memory.data_ptr(), len(memory), memory, writable=True)
+        self.loader = Loader(self.device, self.extents, self.load_worker, SEGMENT_BYTES, 2)
+        self.saver = Saver(self.device, self.extents, self.save_worker, SEGMENT_BYTES, 2)
+        self.contents: dict[int, torch.Tensor] = {}
+
+    # --- memory
+
+    def slots(self) -> list[int]:
+        return [memory.data_ptr() + slot * FRAME_BYTES for memory in self.memory for slot in range(SLOTS)]
+
+    def fill(self, slot: int, label: str = "fills a slot") -> None:
+        self.contents[slot] = torch.tensor(list(self.random.randbytes(FRAME_BYTES)), dtype=torch.uint8)
+        self.chaos.host_write([Region(slot, FRAME_BYTES)], label)
+        host_tensor(slot, FRAME_BYTES).copy_(self.contents[slot])
+
+    def evict(self, slot: int) -> None:
+        self.chaos.release([Region(slot, FRAME_BYTES)], "evicts a slot")
+        self.chaos.take([Region(slot, FRAME_BYTES)], "reserves a slot")
+
+    def page_region(self, layer: int, page: int) -> Region:
+        return Region(self.pool[layer, page].data_ptr(), PAGE_BYTES)
+
+    def regions(self, pages: Sequence[int], layers: Iterable[int] = range(LAYERS)) -> list[Region]:
+        return [self.page_region(layer, page) for layer in layers for page in pages]
+
+    def dropped(self, region: Region) -> None:
+        try:
+            self._dropped.append((self.chaos.tick(), region))
+        except HazardError:  # one was found already; this is a finalizer
+            pass
+
+    def collect(self) -> None:
+        """Memory of tables that nobody has any more is the compute stream's to use again."""
+        dropped, self._dropped = self._dropped, []
+        for clock, region in dropped:
+            self.chaos.join(clock)
+            self.chaos.compute().release([region])
+
+    # --- steps of the engine, in the compute stream
+
+    def write(self, pages: Sequence[int], values: torch.Tensor | None = None) -> None:
+        """values: [LAYERS, pages, PAGE_BYTES], as a forward writes them; none: zeros, as after an allocation."""
+
+        def body() -> None:
+            self.pool[:, list(pages)] = torch.zeros((), dtype=torch.uint8) if values is None else values
+
+        def nothing() -> list[Region]:
+            return []
+
+        self.device.compute().launch(lambda: self.chaos.run(body), nothing, lambda: self.regions(pages))
+
+    def attend(self, pages: Sequence[int], layer: int, expected: torch.Tensor | None = None) -> None:
+        """Read one layer of some pages. expected: [pages, PAGE_BYTES]."""
+
+        def body() -> None:
+            if expected is not None and not torch.equal(self.pool[layer, list(pages)], expected):
+                self.wrong.append(f"layer {layer} of pages {pages}")
+
+        self.device.compute().launch(
+            lambda: self.chaos.run(body), lambda: self.regions(pages, [layer]), lambda: list[Region]()
+        )
+
+    def values(self, pages: int) -> torch.Tensor:
+        numbers = list(self.random.randbytes(LAYERS * pages * PAGE_BYTES))
+        return torch.tensor(numbers, dtype=torch.uint8).view(LAYERS, pages, PAGE_BYTES)
+
+    def expected(self, slots: Sequence[int], layer: int) -> torch.Tensor:
+        """What a layer of the pages is after a load from these slots."""
+        start = HEADER_BYTES + layer * LAYER_BYTES
+        return torch.cat([self.contents[slot][start : start + LAYER_BYTES].view(PAGES, PAGE_BYTES) for slot in slots])
+
+    # --- transfers
+
+    def slices(self) -> list[LayerSlice]:
+        """By layers, or whole slots with their headers."""
+        if self.random.random() < 0.4:
+            return [LayerSlice(0, LAYERS, 0, FRAME_BYTES)]
+        return layer_slices(LAYERS, LAYER_BYTES, self.random.choice([1, 2, 3, LAYERS]), HEADER_BYTES)
+
+    def load(
+        self, slots: Sequence[int], pages: Sequence[int], release: Callable[[], object], keeps: bool = True
+    ) -> Loading:
+        kernel = Kernel(self, Direction.LOAD, pages, keeps)
+        loading = self.loader.load(slots, self.slices(), kernel, release)
+        assert loading is not None
+        if not keeps:
+            kernel.lose_table()
+        return loading
+
+    def save(
+        self, slots: Sequence[int], pages: Sequence[int], publish: Callable[[], bool], abort: Callable[[], object]
+    ) -> Saving:
+        after = self.device.compute().record()
+        kernel = Kernel(self, Direction.SAVE, pages)
+        saving = self.saver.save(slots, self.slices(), kernel, after, publish, abort)
+        assert saving is not None
+        return saving
+
+    def pump(self) -> None:
+        """Workers get on, or not."""
+        for worker in (self.pin_worker, self.load_worker, self.save_worker):
+            if self.random.random() < 0.3:
+                worker.pump()
+
+    def finish(self) -> None:
+        """Everything runs to its end. Raises the first hazard of all."""
+        for worker in (self.pin_worker, self.load_worker, self.save_worker):
+            while worker.pump():
+                pass
+        self.chaos.finish()
+        assert not self.wrong, self.wrong
