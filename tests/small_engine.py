@@ -12,7 +12,8 @@ from random import Random
 
 import torch
 
-from kv_kernels.chaos import ChaosDevice, ChaosEvent, ChaosStream, ChaosWorker
+from kv_kernels.chaos import ChaosDevice, ChaosEvent, ChaosStream
+from kv_kernels.chaos_worker import ChaosWorker
 from kv_kernels.device import Direction, Event, Lanes, Region, Regions, host_tensor
 from kv_kernels.happens_before import Clock, HazardError
 from kv_kernels.pinned import PinnedExtents
@@ -23,8 +24,8 @@ LAYERS, PAGES, PAGE_BYTES = 4, 2, 8
 LAYER_BYTES = PAGES * PAGE_BYTES
 HEADER_BYTES = 8
 FRAME_BYTES = HEADER_BYTES + LAYERS * LAYER_BYTES
-POOL_PAGES, SLOTS = 48, 12
-SEGMENT_BYTES = 2 * FRAME_BYTES
+POOL_PAGES, SLOTS = 64, 14
+SEGMENT_BYTES = FRAME_BYTES + LAYER_BYTES
 
 
 class NoWait:

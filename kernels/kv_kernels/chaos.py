@@ -43,6 +43,7 @@ class _Operation:
     writes: Sequence[Region] = ()
     released: Sequence[Region] = ()
     taken: Sequence[Region] = ()
+    is_copy: bool = False
     bodies: list[Callable[[], object]] = field(default_factory=list)
 
 
@@ -82,9 +83,8 @@ class ChaosStream:
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             reads, writes = [region(source)], [region(target)]
-            self.device.reachable([*reads, *writes])
             body = _copier(writes[0], reads[0])
-            self._put("copies", reads=reads, writes=writes, bodies=[body])
+            self._put("copies", reads=reads, writes=writes, is_copy=True, bodies=[body])
 
     def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
         bodies = self.device.bodies_of(work)
@@ -107,13 +107,17 @@ class ChaosStream:
         writes: Sequence[Region] = (),
         released: Sequence[Region] = (),
         taken: Sequence[Region] = (),
+        is_copy: bool = False,
         bodies: Sequence[Callable[[], object]] = (),
     ) -> None:
         with self.device.lock:
             self._count += 1
             label = f"operation {self._count} of {self.name}, which {verb}"
-            issued = self.device.tick()
-            self.queue.append(_Operation(label, issued, event, waits, reads, writes, released, taken, list(bodies)))
+            operation = _Operation(
+                label, self.device.tick(), event, waits, reads, writes, released, taken, is_copy, list(bodies)
+            )
+            self.device.note(operation)
+            self.queue.append(operation)
             self.device.some()
 
 
@@ -316,16 +320,20 @@ class ChaosDevice:
             finally:
                 self._bodies = None
 
-    def reachable(self, touched: Iterable[Region]) -> None:
-        """Of a copy: device memory, or pinned."""
-        with self.lock, self._noting():
-            for one in touched:
-                known = any(
-                    memory.data_ptr() <= one.address and one.address + one.size_bytes <= memory.data_ptr() + len(memory)
-                    for memory in self._memory
-                )
-                if not known and not self._host.reaches(one):
-                    raise Pageable(f"a copy touches {one.size_bytes} bytes at {one.address:#x}, not pinned")
+    def note(self, operation: _Operation) -> None:
+        """It is put into a stream. Raises `HazardError` for what no order makes right."""
+        with self._noting():
+            self._check_reach(operation)
+
+    def _check_reach(self, operation: _Operation) -> None:
+        """A copy needs device memory, or pinned; when it is put in, and when it runs."""
+        for one in [*operation.reads, *operation.writes] if operation.is_copy else []:
+            known = any(
+                memory.data_ptr() <= one.address and one.address + one.size_bytes <= memory.data_ptr() + len(memory)
+                for memory in self._memory
+            )
+            if not known and not self._host.reaches(one):
+                raise Pageable(f"{operation.label} touches {one.size_bytes} bytes at {one.address:#x}, not pinned")
 
     def _ready(self) -> list[ChaosStream]:
         return [stream for stream in self._streams if stream.queue and not _is_held(stream.queue[0])]
@@ -352,6 +360,7 @@ class ChaosDevice:
             else:
                 operation.event.clock = dict(stream.clock)
         try:
+            self._check_reach(operation)
             self._shadow.read(stream.name, stream.clock, operation.label, operation.reads)
             self._shadow.write(stream.name, stream.clock, operation.label, operation.writes)
             self._shadow.release(stream.name, stream.clock, operation.label, operation.released)
@@ -379,43 +388,6 @@ class ChaosDevice:
     def _raise(self) -> None:
         if self._found is not None:
             raise self._found
-
-
-class ChaosWorker:
-    """A worker whose jobs run when somebody waits for them, or at `pump`: a thread that is late, or not."""
-
-    def __init__(self, device: ChaosDevice, name: str) -> None:
-        self._device = device
-        self._name = name
-        self._jobs: deque[tuple[Clock, Callable[[], object]]] = deque()
-        self._done: Clock = {}
-
-    def submit(self, job: Callable[[], object]) -> bool:
-        self._jobs.append((self._device.tick(), job))
-        return True
-
-    def wait(self, is_ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        while not is_ready() and timeout_s != 0.0 and self.pump():
-            pass
-        if is_ready():
-            self._device.join(self._done)
-            return True
-        return False
-
-    def notify(self) -> None:
-        merge(self._done, self._device.tick())
-
-    def pump(self) -> bool:
-        """Run the next job; False where there is none."""
-        if not self._jobs:
-            return False
-        issued, job = self._jobs.popleft()
-        with self._device.acting(self._name):
-            self._device.join(issued)
-            job()
-            del job  # what it holds goes on this thread, and now
-            merge(self._done, self._device.tick())
-        return True
 
 
 def _is_held(operation: _Operation) -> bool:

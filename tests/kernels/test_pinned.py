@@ -1,0 +1,113 @@
+"""Extents that copies may reach: chunks, runs, refusals, and memory that stays as long as somebody uses it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from random import Random
+
+import pytest
+import torch
+
+from kv_kernels.chaos import ChaosDevice
+from kv_kernels.chaos_worker import ChaosWorker
+from kv_kernels.device import Region
+from kv_kernels.pinned import PinnedExtents
+from kv_kernels.worker import ThreadWorker
+
+CHUNK, SLOT = 64, 24
+
+
+def _extents(refused: bool = False) -> tuple[PinnedExtents, ChaosWorker, ChaosDevice]:
+    device = ChaosDevice(Random(1), lambda *_: "operation not supported (801)" if refused else "")
+    worker = ChaosWorker(device, "pin worker")
+    return PinnedExtents(device.host, worker, CHUNK), worker, device
+
+
+def test_runs_are_whole_and_in_order_and_end_where_a_chunk_does() -> None:
+    extents, worker, _ = _extents()
+    memory = torch.randint(0, 256, (10 * SLOT,), dtype=torch.uint8)
+    extents.add(memory.data_ptr(), len(memory), memory, writable=True)
+    while worker.pump():
+        pass
+    for seed in range(200):
+        slots = Random(seed).sample(range(10), Random(seed).randint(1, 10))
+        if seed % 2:
+            slots.sort()
+        runs = extents.runs([memory.data_ptr() + slot * SLOT for slot in slots], SLOT)
+        assert torch.equal(torch.cat(runs.tensors), torch.cat([memory.view(10, SLOT)[slot] for slot in slots]))
+        assert runs.is_pinned
+        for run in runs.tensors:
+            start = run.data_ptr() - memory.data_ptr()
+            assert start // CHUNK == (start + len(run) - 1) // CHUNK, "inside one chunk"
+    every = extents.runs([memory.data_ptr() + slot * SLOT for slot in range(10)], SLOT)
+    assert [len(run) for run in every.tensors] == [64, 64, 64, 48]
+
+
+def test_a_slot_is_pinned_when_all_its_chunks_are() -> None:
+    extents, worker, _ = _extents()
+    memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
+    extents.add(memory.data_ptr(), len(memory), memory, writable=True)
+    seen = []
+    for _ in range(3):
+        seen.append([extents.runs([memory.data_ptr() + slot * SLOT], SLOT).is_pinned for slot in range(4)])
+        worker.pump()
+    assert seen == [[False] * 4, [True, True, False, False], [True] * 4]
+
+
+def test_a_refusal_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    extents, worker, device = _extents(refused=True)
+    memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
+    with caplog.at_level(logging.INFO, "kv_kernels"):
+        extents.add(memory.data_ptr(), len(memory), memory, writable=False)
+        while worker.pump():
+            pass
+    assert device.host.refused == 4
+    (record,) = caplog.records
+    assert "64 bytes of read-only shared memory: operation not supported (801)" in record.getMessage()
+    assert not extents.runs([memory.data_ptr()], SLOT).is_pinned
+    assert extents.remove(memory.data_ptr(), 1.0)
+
+
+def test_memory_stays_while_it_is_held_and_goes_then() -> None:
+    extents, _, device = _extents()
+    memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
+    address, gone = memory.data_ptr(), list[bool]()
+    owner = memory.view(-1)
+    weakref.finalize(owner, gone.append, True)
+    extents.add(address, len(memory), owner, writable=True)
+    del owner
+    hold = extents.hold([address, address + SLOT], SLOT)
+    assert not extents.remove(address, 0.0) and not gone
+    extents.hold([address], SLOT).release()
+    hold.release()
+    hold.release()  # once is enough
+    assert extents.remove(address, 1.0)
+    assert gone and not device.host.reaches(Region(address, 1))
+    assert extents.remove(address, 1.0), "it is gone already"
+    with pytest.raises(ValueError, match="in no extent that was added"):
+        extents.hold([address], SLOT)
+
+
+def test_what_overlaps_is_refused() -> None:
+    extents, _, _ = _extents()
+    memory = torch.zeros(100, dtype=torch.uint8)
+    extents.add(memory.data_ptr() + 20, 40, memory, writable=True)
+    for start, size in ((0, 21), (59, 10), (30, 5), (0, 100)):
+        with pytest.raises(ValueError, match="is here already"):
+            extents.add(memory.data_ptr() + start, size, memory, writable=True)
+    extents.add(memory.data_ptr(), 20, memory, writable=True)
+    extents.add(memory.data_ptr() + 60, 40, memory, writable=True)
+    with pytest.raises(ValueError, match="in no extent"):
+        extents.runs([memory.data_ptr() + 10], SLOT)  # two extents are not one, though they are neighbours
+
+
+def test_a_thread_of_its_own_registers() -> None:
+    device = ChaosDevice(Random(1))
+    worker = ThreadWorker("pin")
+    extents = PinnedExtents(device.host, worker, CHUNK)
+    memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
+    extents.add(memory.data_ptr(), len(memory), memory, writable=True)
+    assert worker.wait(lambda: extents.runs([memory.data_ptr() + 9 * SLOT], SLOT).is_pinned, 30.0)
+    assert extents.remove(memory.data_ptr(), 30.0)
+    assert worker.close(30.0)
