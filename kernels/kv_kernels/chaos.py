@@ -87,8 +87,16 @@ class ChaosStream:
             self._put("copies", reads=reads, writes=writes, is_copy=True, bodies=[body])
 
     def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
-        bodies = self.device.bodies_of(work)
-        self._put("runs a kernel", reads=list(reads()), writes=list(writes()), bodies=bodies)
+        """Where `work` fails, what it had launched until then runs all the same."""
+        bodies: list[Callable[[], object]] = []
+        has_failed = True
+        try:
+            with self.device.launching(bodies):
+                work()
+            has_failed = False
+        finally:
+            if bodies or not has_failed:
+                self._put("runs a kernel", reads=list(reads()), writes=list(writes()), bodies=bodies)
 
     def release(self, regions: Iterable[Region]) -> None:
         """Memory that was used by this stream is given back in its order, as an engine does with pages and tensors."""
@@ -311,12 +319,13 @@ class ChaosDevice:
             pass
         self._raise()
 
-    def bodies_of(self, work: Callable[[], object]) -> list[Callable[[], object]]:
+    @contextmanager
+    def launching(self, bodies: list[Callable[[], object]]) -> Iterator[None]:
+        """`run` adds to these."""
         with self.lock:
-            self._bodies = []
+            self._bodies = bodies
             try:
-                work()
-                return self._bodies
+                yield
             finally:
                 self._bodies = None
 

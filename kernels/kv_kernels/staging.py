@@ -74,5 +74,5 @@ class BounceRing:
         return self._memory[index]
 
     def used_until(self, event: Event) -> None:
-        """Copies touch the segment that was taken last until then."""
+        """Copies read the segment that was taken last until then; one that they write is emptied before its turn."""
         self._used[self._taken] = event

@@ -85,6 +85,7 @@ class _Mover:
         self._copies, self._kernels = device.lanes(self.direction)
         self._ring = StagingRing(device, segment_bytes, segments)
         self._bounce = BounceRing(device, segment_bytes, bounce_segments)
+        self._stranded: list[Transfer] = []  # with their kernels and tables, which the device may still read
 
     def _check(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> None:
         if not addresses or not slices:
@@ -114,7 +115,7 @@ class _Mover:
         return self._extents.hold(addresses, stop)
 
     def _start(self, transfer: Transfer, hold: Hold, put_in: Callable[[], None]) -> bool:
-        """Put a transfer into the streams, here or on the worker, which then waits for its end. False: too many."""
+        """Put a transfer into the streams, here or on the worker, which then waits for its end. False: no more now."""
 
         def later() -> None:
             if transfer.is_direct:
@@ -122,8 +123,10 @@ class _Mover:
             else:
                 self._put_in_all(transfer, put_in)
             transfer.settle()
+            if transfer.is_stranded:
+                self._stranded.append(transfer)
 
-        if not self._worker.submit(later):
+        if self._stranded or not self._worker.submit(later):
             hold.release()
             return False
         if transfer.is_direct:
@@ -161,8 +164,8 @@ class Loader(_Mover):
         addresses: of the slots, in the order in which the kernel counts frames. release: called once on the worker when
         nothing reads the slots any more. verdict: called once on the worker when the pages are written; False makes it
         REJECTED. Called from the engine's thread, whose compute stream the pages belong to now; not while it captures a
-        graph. None where the worker has too much to do; raises ValueError where the slots or the slices do not fit.
-        Nothing is begun or released in either case.
+        graph. None where the worker has too much to do, or the device has failed; raises ValueError where the slots or
+        the slices do not fit. Nothing is begun or released in either case.
         """
         self._check(addresses, slices)
         began = self._device.compute().record()
@@ -215,8 +218,8 @@ class Saver(_Mover):
 
         after: when the pages are valid. Exactly one of two is called, once, on the worker, when all copies have ended:
         publish, which takes digests and commits, and has the slots from then on (False makes it REJECTED); or abort,
-        which gives them up. None where the worker has too much to do; raises ValueError where the slots or the slices
-        do not fit. Nothing is begun or called in either case.
+        which gives them up. None where the worker has too much to do, or the device has failed; raises ValueError where
+        the slots or the slices do not fit. Nothing is begun or called in either case.
         """
         self._check(addresses, slices)
         hold = self._hold(addresses, slices)
@@ -243,9 +246,7 @@ class Saver(_Mover):
                     continue
                 room = self._bounce.take()
                 self._copies.copy(_pieces(room, batch.slots), _pieces(staged, batch.slots))
-                copied = self._copies.record()
-                self._bounce.used_until(copied)
-                bounced.append((copied, room, batch))
+                bounced.append((self._copies.record(), room, batch))
         saving.pages_launched(self._kernels.record())
         for copied, room, batch in bounced:
             self._unbounce(copied, room, batch)

@@ -89,8 +89,9 @@ class Transfer:
         self._worker.notify()
 
     def failed(self, error: Exception) -> None:
-        """The first one is kept."""
-        self.error = self.error or error
+        """The first one is kept, without its traceback: the frames in it would keep tables and tensors alive."""
+        _log.debug("in a transfer", exc_info=error)
+        self.error = self.error or error.with_traceback(None)
 
     def _ended(self, outcome: Outcome) -> None:
         if self.error is not None:
