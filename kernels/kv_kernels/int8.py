@@ -8,14 +8,16 @@ both symmetric per token in groups of 64 along its width, of which the last may 
     K codes  int8 [head, token, width]          K codes  int8 [head, token, width]  codes  int8 [head, token, width]
     V codes  int8 [head, token, width]          V codes  int8 [head, token, width]  scale  fp16 [head, token, group]
     K scale  fp16 [head, token / 64, width]     K scale  fp16 [head, token]         zeros up to a multiple of 16
-    K zero   the pool's dtype, as K scale       V scale  fp16 [head, token]
-    V scale  fp16 [head, token]                 zeros up to a multiple of 16
+    zeros up to a multiple of a number's bytes  V scale  fp16 [head, token]
+    K zero   the pool's dtype, as K scale       zeros up to a multiple of 16
+    V scale  fp16 [head, token]
     zeros up to a multiple of 16
 
 All arithmetic is float32 and every operation rounds to nearest even, none is fused with another: two routes that keep
-to that agree bit by bit. A scale s is (max - min) / 255 or max|x| / 127, rounded up to fp16; a code is
-floor((x - z) * (1 / s) + 0.5), clamped, and K's is kept minus 128; a number comes back as code * s + z in the pool's
-dtype, and is at most its largest finite number. So for every number of a block
+to that agree bit by bit. (Divisors here are tensors: by a Python number, torch on CUDA multiplies with its inverse.)
+A scale s is (max - min) / 255 or max|x| / 127, rounded up to fp16; a code is floor((x - z) * (1 / s) + 0.5), clamped,
+and K's is kept minus 128; a number comes back as code * s + z in the pool's dtype, and is at most its largest finite
+number. So for every number of a block
 
     |x - decoded x| <= s / 2 * (1 + 2**-12) + e * |decoded x|     e: 2**-8 bfloat16, 2**-11 float16, 2**-23 float32
 
@@ -62,13 +64,15 @@ class PlaneForm(NamedTuple):
 
 
 class SliceForm(NamedTuple):
-    """A layer slice: its planes, its bytes, and where the padding at its end begins."""
+    """A layer slice: its planes, its bytes, and the two runs (first, stop) of it that are zeros, if not empty: before
+    K's zero points, and at the end."""
 
     heads: int
     tokens: int
     planes: tuple[PlaneForm, ...]
     size_bytes: int
-    padding_at: int
+    gap: tuple[int, int]
+    padding: tuple[int, int]
 
 
 def slice_form(codec: str, heads: int, tokens: int, widths: Sequence[int], element_bytes: int) -> SliceForm:
@@ -78,6 +82,7 @@ def slice_form(codec: str, heads: int, tokens: int, widths: Sequence[int], eleme
     codes_at = [sum(widths[:index]) * heads * tokens for index in range(len(widths))]
     at = sum(widths) * heads * tokens
     planes = []
+    gap = (0, 0)
     for axis, width, codes in zip(axes, widths, codes_at, strict=True):
         groups = {Axis.CHANNEL: tokens // GROUP * width, Axis.TOKEN: tokens, Axis.LATENT: tokens * -(-width // GROUP)}[
             axis
@@ -85,10 +90,11 @@ def slice_form(codec: str, heads: int, tokens: int, widths: Sequence[int], eleme
         scales_at, at = at, at + heads * groups * SCALE_BYTES
         zeros_at = 0
         if axis is Axis.CHANNEL:
-            at = -(-at // element_bytes) * element_bytes
-            zeros_at, at = at, at + heads * groups * element_bytes
+            zeros_at = -(-at // element_bytes) * element_bytes
+            gap, at = (at, zeros_at), zeros_at + heads * groups * element_bytes
         planes.append(PlaneForm(axis, width, codes, scales_at, zeros_at, groups))
-    return SliceForm(heads, tokens, tuple(planes), -(-at // ALIGN_BYTES) * ALIGN_BYTES, at)
+    size_bytes = -(-at // ALIGN_BYTES) * ALIGN_BYTES
+    return SliceForm(heads, tokens, tuple(planes), size_bytes, gap, (at, size_bytes))
 
 
 def _axes(codec: str, planes: int) -> tuple[Axis, ...]:
@@ -121,13 +127,13 @@ def quantize(numbers: torch.Tensor, axis: Axis) -> Quantized:
     _, tokens, width = x.shape
     if axis is Axis.CHANNEL:
         grouped = x.unflatten(1, (tokens // GROUP, GROUP))
-        low, high = grouped.amin(2) + 0.0, grouped.amax(2)  # + 0.0: of two zeros the positive one, on every route
-        scales = _scale_up((high - low) / 255.0)
+        low, high = grouped.amin(2) + 0.0, grouped.amax(2) + 0.0  # of two zeros the positive one, on every route
+        scales = _scale_up((high - low) / low.new_tensor(255.0))
         codes = _steps((grouped - low.unsqueeze(2)) * _inverse(scales).unsqueeze(2)).clamp(0, 255) - 128
         return Quantized(codes.to(torch.int8).flatten(1, 2), scales, low.to(numbers.dtype))
     step = width if axis is Axis.TOKEN else GROUP
     pieces = [x[..., at : at + step] for at in range(0, width, step)]
-    scales = torch.stack([_scale_up(piece.abs().amax(2) / 127.0) for piece in pieces], 2)
+    scales = torch.stack([_scale_up(piece.abs().amax(2) / x.new_tensor(127.0)) for piece in pieces], 2)
     codes = torch.cat(
         [
             _steps(piece * _inverse(scales[..., at]).unsqueeze(2)).clamp(-127, 127).to(torch.int8)

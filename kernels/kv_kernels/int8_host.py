@@ -75,7 +75,8 @@ class Int8Copy:
             found = self._loops.encode(fields, pages, self._page_tokens, form.heads, form.tokens, into.address + start)
             if found:
                 return _FLAW_OF[Finding(found)]
-            view[start + form.padding_at : stop] = bytes(form.size_bytes - form.padding_at)
+            for first, end in (form.gap, form.padding):
+                view[start + first : start + end] = bytes(end - first)
             digests.append(digest(view[start:stop]))
             start = stop
         return digests

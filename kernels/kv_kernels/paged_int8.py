@@ -49,9 +49,7 @@ def gather_quantize(
     check_status(status, launch, pools.device)
     assert launch.form is not None
     form = launch.form
-    gap = next((plane for plane in form.planes if plane.axis is Axis.CHANNEL), None)
-    gap_at = gap.scales_at + form.heads * gap.groups * 2 if gap else 0
-    ends = (gap_at, gap.zeros_at if gap else 0, form.padding_at)
+    ends = (*form.gap, form.padding[0])
     constants = _constants(pools, form.planes)
     run(_gather_quantize, pools, table, payloads, payload_at, launch, constants, *_places(form.planes), status, ends)
 
@@ -182,8 +180,8 @@ def _write_channels(
         inside = column < WIDTH
         bits = tl.load(lines[:, None] + column[None, :].to(tl.int64) * strides[3], mask=inside[None, :], other=0)
         x = _to_float(bits, KIND)
-        low = tl.min(x, 0) + 0.0
-        scale = _scale_up(tl.div_rn(tl.max(x, 0) - low, tl.full([STEP], 255.0, tl.float32)))
+        low, high = tl.min(x, 0) + 0.0, tl.max(x, 0) + 0.0  # of two zeros the positive one, on every route
+        scale = _scale_up(tl.div_rn(high - low, tl.full([STEP], 255.0, tl.float32)))
         _report(state, _is_not_finite(x, 0), scale)
         y = (x - low[None, :]) * _inverse(scale)[None, :]
         codes = _steps(y, 0.0, 255.0) - 128.0

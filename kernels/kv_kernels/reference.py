@@ -77,10 +77,7 @@ def gather_quantize(
     first: int = 0,
     last: int | None = None,
 ) -> None:
-    """The twin of `paged_int8.gather_quantize`; the same bits on a CPU.
-
-    On CUDA torch divides by a Python number as it multiplies by its inverse, so a scale may be a step of fp16 off.
-    """
+    """The twin of `paged_int8.gather_quantize`."""
     launch = check_launch(pools, codec, table, payloads, payload_at, first, last)
     check_status(status, launch, pools.device)
     assert launch.form is not None
@@ -98,7 +95,7 @@ def gather_quantize(
                 _put(layer_slice, form.codes_at, made.codes)
                 _put(layer_slice, form.scales_at, made.scales)
                 if made.zeros is not None:
-                    _put(layer_slice, form.zeros_at, made.zeros + 0.0)  # the minimum of 0.0 and -0.0 may be either
+                    _put(layer_slice, form.zeros_at, made.zeros)
 
 
 def dequantize_scatter(

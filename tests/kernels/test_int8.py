@@ -131,7 +131,7 @@ def test_what_is_no_number_is_not_written(bad: float, axis: Axis) -> None:
     for dtype in DTYPES:
         x = numbers("plain", dtype, 0)
         x[1, 70, 9] = bad
-        with pytest.raises(Unwritable, match="NaN or an infinity"):
+        with pytest.raises(Unwritable, match="nonfinite"):
             quantize(x, axis)
 
 
@@ -141,7 +141,7 @@ def test_a_scale_beyond_fp16_is_not_written(axis: Axis) -> None:
         x = numbers("plain", dtype, 0)
         x[0, 0, 0] = 3e38
         x[0, 1, 0] = -3e38
-        with pytest.raises(Unwritable, match="too far apart"):
+        with pytest.raises(Unwritable, match="out_of_range"):
             quantize(x, axis)
 
 
@@ -185,7 +185,7 @@ def test_nothing_in_a_slice_lies_over_anything_else(
     for at, size, width in sorted(spans):
         assert at % width == 0 and end <= at < end + 4, "in order, without a gap that alignment does not need"
         end = at + size
-    assert end == form.padding_at <= form.size_bytes < end + int8.ALIGN_BYTES
+    assert end == form.padding[0] <= form.size_bytes < end + int8.ALIGN_BYTES
     assert form.size_bytes % int8.ALIGN_BYTES == 0
 
 

@@ -73,6 +73,8 @@ def numbers(kind: str, shape: Shape, dtype: torch.dtype, seed: int) -> torch.Ten
         x *= 1e-39 if dtype is not torch.float16 else 1e-7
     elif kind == "zeros of both signs":
         x = torch.where(x > 0.5, 0.0, torch.where(x > 0, -0.0, x))
+    elif kind == "zeros":
+        x = torch.where(torch.rand(shape, generator=generator) < 0.5, 0.0, -0.0)
     elif kind == "equal":
         x[:] = -1.2345
     elif kind == "steps":  # ties, and both ends of the range
@@ -82,7 +84,18 @@ def numbers(kind: str, shape: Shape, dtype: torch.dtype, seed: int) -> torch.Ten
     return (x.clamp(-65504, 65504) if dtype is torch.float16 else x).to(dtype)
 
 
-KINDS = ("plain", "outlier", "heavy-tailed", "tiny", "denormal", "zeros of both signs", "equal", "steps", "large")
+KINDS = (
+    "plain",
+    "outlier",
+    "heavy-tailed",
+    "tiny",
+    "denormal",
+    "zeros of both signs",
+    "zeros",
+    "equal",
+    "steps",
+    "large",
+)
 
 
 def room(form: SliceForm, layers: int) -> tuple[FrameSpan, np.ndarray[Any, Any]]:
