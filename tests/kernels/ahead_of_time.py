@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kv_kernels import paged, paged_int8
+from kv_kernels import paged, paged_digest, paged_int8
 from kv_kernels.pools import PoolTable
 
 TARGETS = {
@@ -93,6 +93,17 @@ def kept(name: str, codec: str | None, pools: PoolTable) -> Kept:
     return stand_in
 
 
+def kept_digest() -> Kept:
+    """The digest kernel, with the arguments of a launch over two blocks of four slices."""
+    stand_in = Kept(paged_digest._digest_slice)
+    paged_digest._digest_slice = stand_in
+    payload = torch.zeros(2, 4096 + 4 * 139264, dtype=torch.uint8)
+    keys = paged_digest.digest_keys(payload.device)
+    paged_digest.digest_slices(payload, 4096, 139264, torch.zeros(2, 4, 2, dtype=torch.int64), keys)
+    paged_digest._digest_slice = stand_in.kernel
+    return stand_in
+
+
 def compiled(kernel: Kept, target: str, **options: Any) -> dict[str, Any]:
     """What the artefacts for one GPU hold."""
     made = triton.compile(kernel.source(), target=TARGETS[target], options={**kernel.options, **options}).asm
@@ -115,7 +126,7 @@ def compiled(kernel: Kept, target: str, **options: Any) -> dict[str, Any]:
         "divisions": len(re.findall(r"\bdiv\.rn\.f32", text)),
         # `floor` comes with .ftz, but of y + 0.5, which is 0 or at least 2**-26.
         "keeps_subnormals": not set(re.findall(r"[\w.]*\.ftz[\w.]*", text)) - {"cvt.rmi.ftz.f32.f32"},
-        "widest_load": "ld.global.v4.b32" in text,
+        "widest_load": "ld.global.v4.b32" in text or "ld.global.v2.b64" in text,
         "widest_store": "st.global.v4.b32" in text,
     }
 
@@ -149,6 +160,7 @@ def main() -> None:
         kernel = kept(name, codec, pools_of(dtype, layout))
         label = f"{name} {codec or 'raw'} {str(dtype).removeprefix('torch.')} {layout}"
         found[label] = {target: compiled(kernel, target) for target in targets}
+    found["digest_slices"] = {target: compiled(kept_digest(), target) for target in everywhere}
     # What would be fused if it were allowed.
     for name, codecs in (("gather_quantize", ["int8-kc64", "int8-th"]), ("dequantize_scatter", ["int8-kc64"])):
         for codec in codecs:

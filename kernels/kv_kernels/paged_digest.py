@@ -1,0 +1,148 @@
+"""Digests of layer slices where they lie in device memory: XXH3-128, as frames carry it (floor 0).
+
+What a transfer moved can be compared on the device that received it, without a pass over it on the CPU, and what a
+device is about to send gets its digest before the bytes leave it.
+
+XXH3's long form takes 8 lanes of 64 bits through blocks of 16 stripes of 64 bytes. Within a block a lane's 16 steps are
+a sum, so they are done at once; from one block of 1 KiB to the next there is a short chain of scrambles. Slices are
+independent: one program each. The result is that of `xxhash.xxh3_128_digest`, seed 0 (github.com/Cyan4973/xxHash,
+doc/xxhash_spec.md), of inputs above 240 bytes whose length is a multiple of 8.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+import triton
+import triton.language as tl
+
+SHORTEST_BYTES = 241
+"""Shorter inputs have other forms in XXH3."""
+DIGEST_WORDS = 2
+
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
+    "e03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d"
+    "8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc"
+    "8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_PRIME64 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_START = (
+    _PRIME32[2], _PRIME64[0], _PRIME64[1], _PRIME64[2], _PRIME64[3], _PRIME32[1], _PRIME64[4], _PRIME32[0],
+)  # fmt: skip
+
+_LAST_AT, _LOW_AT, _HIGH_AT, _START_AT = 24, 32, 40, 48
+
+
+def digest_keys(device: torch.device) -> torch.Tensor:
+    """What the kernel multiplies with: int64 [56]. The secret's words, those of the last stripe, of both halves of the
+    result, and the first state of the lanes. Made once per device."""
+
+    def words(start: int, count: int) -> list[int]:
+        return list(struct.unpack_from(f"<{count}q", _SECRET, start))
+
+    size = len(_SECRET)
+    start = [number - (1 << 64) if number >> 63 else number for number in _START]
+    keys = words(0, 24) + words(size - 64 - 7, 8) + words(11, 8) + words(size - 64 - 11, 8) + start
+    return torch.tensor(keys, dtype=torch.int64, device=device)
+
+
+def digest_slices(
+    payload: torch.Tensor, payload_at: int, slice_bytes: int, into: torch.Tensor, keys: torch.Tensor
+) -> None:
+    """Digest every layer slice of every block.
+
+    payload: uint8 [blocks, row bytes], rows and `payload_at` multiples of 8, 8-byte aligned. into: int64 [blocks,
+    slices, 2], C order: of each slice the low and the high half of its XXH3-128. keys: `digest_keys` of the device.
+    Launched on the current stream; allocates nothing. Raises `ValueError`.
+    """
+    blocks, row_bytes = payload.shape
+    slices = into.shape[1]
+    if slice_bytes < SHORTEST_BYTES or slice_bytes % 8:
+        raise ValueError(f"slices of {slice_bytes} bytes; give a multiple of 8, above 240")
+    if payload.dtype != torch.uint8 or payload.stride(1) != 1 or payload.stride(0) % 8 or payload.data_ptr() % 8:
+        raise ValueError(f"payload of {payload.dtype} with strides {payload.stride()}; give aligned rows of uint8")
+    if payload_at % 8 or payload_at + slices * slice_bytes > row_bytes:
+        raise ValueError(f"{slices} slices of {slice_bytes} bytes from {payload_at} on do not lie in {row_bytes} bytes")
+    if into.dtype != torch.int64 or into.shape != (blocks, slices, DIGEST_WORDS) or not into.is_contiguous():
+        raise ValueError(f"digests of {into.dtype} {tuple(into.shape)}; give int64 {(blocks, slices, DIGEST_WORDS)}")
+    if blocks and slices:
+        _digest_slice[(slices, blocks)](payload, payload.stride(0), payload_at, slice_bytes, into, keys, num_warps=1)
+
+
+def as_bytes(low: int, high: int) -> bytes:
+    """A digest of the kernel's in the order that frames have it: XXH128's canonical form."""
+    return struct.pack(">qq", high, low)
+
+
+@triton.jit
+def _mixed(even, odd, keys, first):
+    """Both lanes of the pairs folded into 64 bits."""
+    even_keys, odd_keys = _words(keys + first + 2 * tl.arange(0, 4)[:, None] + tl.arange(0, 2)[None, :])
+    one, other = even ^ even_keys, odd ^ odd_keys
+    return tl.sum((one * other) ^ tl.umulhi(one, other), 0)
+
+
+@triton.jit
+def _words(places):
+    """Of pairs of words, the first ones and the second ones."""
+    return tl.split(tl.load(places).to(tl.uint64, bitcast=True))
+
+
+@triton.jit
+def _avalanche(state):
+    state = (state ^ (state >> 37)) * 0x165667919E3779F9
+    return state ^ (state >> 32)
+
+
+@triton.jit
+def _product(word, key):
+    """What a word adds to its own lane."""
+    mixed = word ^ key
+    return (mixed & 0xFFFFFFFF) * (mixed >> 32)
+
+
+@triton.jit
+def _digest_slice(payload, row_bytes, payload_at, slice_bytes, into, keys):
+    number, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    start = payload + block * row_bytes + payload_at + number * slice_bytes
+    words = start.to(tl.pointer_type(tl.int64))
+    stripe, pair = tl.arange(0, 16)[:, None], tl.arange(0, 4)
+    lane = 2 * pair[:, None] + tl.arange(0, 2)[None, :]
+    at = 8 * stripe[:, :, None] + lane[None]
+    even_keys, odd_keys = _words(keys + stripe[:, :, None] + lane[None])
+    even_scramble, odd_scramble = _words(keys + 16 + lane)
+    even, odd = _words(keys + 48 + lane)
+    whole = (slice_bytes - 1) // 1024
+    for _ in range(whole):
+        evens, odds = _words(words + at)
+        even += tl.sum(_product(evens, even_keys) + odds, 0)
+        odd += tl.sum(_product(odds, odd_keys) + evens, 0)
+        even = (even ^ (even >> 47) ^ even_scramble) * 0x9E3779B1
+        odd = (odd ^ (odd >> 47) ^ odd_scramble) * 0x9E3779B1
+        words += 128
+    # The stripes of the last block, and the last 64 bytes, which may overlap them.
+    is_there = stripe < (slice_bytes - 1 - whole * 1024) // 64
+    there = tl.load(words + at, mask=is_there[:, :, None], other=0).to(tl.uint64, bitcast=True)
+    evens, odds = tl.split(there)
+    even += tl.sum(tl.where(is_there, _product(evens, even_keys) + odds, 0), 0)
+    odd += tl.sum(tl.where(is_there, _product(odds, odd_keys) + evens, 0), 0)
+    last = (start + slice_bytes - 64).to(tl.pointer_type(tl.int64))
+    evens, odds = _words(last + lane)
+    even_keys, odd_keys = _words(keys + 24 + lane)
+    even += _product(evens, even_keys) + odds
+    odd += _product(odds, odd_keys) + evens
+    length = slice_bytes.to(tl.uint64)
+    low = _avalanche(length * 0x9E3779B185EBCA87 + _mixed(even, odd, keys, 32))
+    high = _avalanche((length * 0xC2B2AE3D27D4EB4F ^ 0xFFFFFFFFFFFFFFFF) + _mixed(even, odd, keys, 40))
+    place = into + (block * tl.num_programs(0) + number) * 2
+    tl.store(place, low.to(tl.int64, bitcast=True))
+    tl.store(place + 1, high.to(tl.int64, bitcast=True))
