@@ -81,6 +81,22 @@ def random_pages(layout: Layout, blocks: int, page_tokens: int = 64, seed: int =
     return Pages(random_planes(layout, count, page_tokens, seed), range(count), page_tokens)
 
 
+def plausible_planes(layout: Layout, pages: int, page_tokens: int, seed: int = 0) -> dict[int, list[torch.Tensor]]:
+    """Planes of finite numbers, as a model makes them."""
+    torch.manual_seed(seed)
+    planes = blank_planes(layout, pages, page_tokens)
+    for tensors in planes.values():
+        for tensor in tensors:
+            tensor.copy_(torch.randn(tensor.shape))
+    return planes
+
+
+def plausible_pages(layout: Layout, blocks: int, page_tokens: int = 64, seed: int = 0) -> Pages:
+    """Pages of finite numbers for that many blocks, in order."""
+    count = blocks * layout.block_tokens // page_tokens
+    return Pages(plausible_planes(layout, count, page_tokens, seed), range(count), page_tokens)
+
+
 def blank_pages(layout: Layout, blocks: int, page_tokens: int = 64) -> Pages:
     """Pages of zeros for that many blocks."""
     count = blocks * layout.block_tokens // page_tokens

@@ -21,7 +21,7 @@ from engine_adapter.hbm_blocks import HbmBlocks
 from kvstore.layout import Layout
 from kvstore.miss import Account, HitTier, MissReason
 from kvstore.pages import Pages
-from workbench import bench, blank_pages, blank_planes, random_pages, same_tokens, small_layout
+from workbench import bench, blank_pages, plausible_pages, random_pages, same_tokens, small_layout
 
 CHUNK = 128
 
@@ -155,16 +155,6 @@ def test_percentiles_are_of_the_nearest_rank() -> None:
     assert (report.restored_tokens, report.computed_tokens) == (0, 1)
 
 
-def plausible(blocks: int) -> Pages:
-    """Pages of finite numbers."""
-    torch.manual_seed(0)
-    planes = blank_planes(small_layout(), blocks, 64)
-    for tensors in planes.values():
-        for tensor in tensors:
-            tensor.copy_(torch.randn(tensor.shape))
-    return Pages(planes, range(blocks), 64)
-
-
 @pytest.mark.parametrize("codec", ["raw", "int8-kc64"])
 @pytest.mark.parametrize("is_pooled", [False, True])
 def test_what_was_decoded_is_not_encoded_again(codec: str, is_pooled: bool) -> None:
@@ -172,7 +162,7 @@ def test_what_was_decoded_is_not_encoded_again(codec: str, is_pooled: bool) -> N
     offered, so the two cannot be stored; with an exact one all are."""
     parts = bench()
     namespace = parts.namespace(codec=codec)
-    tokens, pages = list(range(8 * 64 + 1)), plausible(8)
+    tokens, pages = list(range(8 * 64 + 1)), plausible_pages(small_layout(), 8)
     request_on(namespace, 385).save(tokens[:384], Pages(pages.planes, range(6), 64))
     pool = HbmBlocks(small_layout(), torch.device("cpu"), 100 * small_layout().raw_bytes) if is_pooled else None
     request = request_on(namespace, len(tokens), pool=pool)
@@ -197,7 +187,7 @@ def test_what_the_pool_has_as_it_was_computed_is_offered_again() -> None:
     """Two blocks are computed here, two more come from the store, two are computed behind them."""
     parts = bench()
     namespace = parts.namespace(codec="int8-kc64")
-    tokens, pages = list(range(6 * 64 + 1)), plausible(6)
+    tokens, pages = list(range(6 * 64 + 1)), plausible_pages(small_layout(), 6)
     pool = HbmBlocks(small_layout(), torch.device("cpu"), 100 * small_layout().raw_bytes)
     request_on(namespace, 257).save(tokens[:256], Pages(pages.planes, range(4), 64))
     request_on(namespace, 129, pool=pool).save(tokens[:128], Pages(pages.planes, range(2), 64))

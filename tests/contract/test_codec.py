@@ -21,7 +21,7 @@ from kvstore.layout import KvGroup, Layout, Part
 from kvstore.pages import Codec, Pages
 from tiering.frame import digest
 from tiering.tier import FrameSpan
-from workbench import blank_planes, one_line, random_pages, random_planes, small_layout
+from workbench import blank_planes, one_line, plausible_planes, random_pages, random_planes, small_layout
 
 LAYOUTS = {
     "grouped query": small_layout(),
@@ -58,12 +58,7 @@ class CodecContract:
 
     def values(self, layout: Layout, pages: int, page_tokens: int, seed: int) -> dict[int, list[torch.Tensor]]:
         """Numbers as a model makes them."""
-        torch.manual_seed(seed)
-        planes = blank_planes(layout, pages, page_tokens)
-        for tensors in planes.values():
-            for tensor in tensors:
-                tensor.copy_(torch.randn(tensor.shape))
-        return planes
+        return plausible_planes(layout, pages, page_tokens, seed)
 
     @pytest.mark.parametrize("name", LAYOUTS)
     def test_sizes_are_fixed_and_whole_per_layer(self, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvstore import MissReason
 from kvstore.codec import codec_named, default_codec
@@ -11,7 +10,7 @@ from kvstore.errors import BadInput
 from kvstore.handle import PutResult
 from kvstore.layout import KvGroup, Layout
 from kvstore.pages import Pages
-from workbench import Bench, bench, blank_pages, blank_planes, ids, one_line, same_tokens, small_layout
+from workbench import Bench, bench, blank_pages, ids, one_line, plausible_pages, same_tokens, small_layout
 
 LAYOUT = small_layout(kv_heads=4, head_shards=2, layer_shards=2)
 CODECS = ["int8-kc64", "int8-th"]
@@ -22,21 +21,11 @@ def a() -> Bench:
     return bench()
 
 
-def plausible(layout: Layout, blocks: int, page_tokens: int = 64, seed: int = 0) -> Pages:
-    """Pages of finite numbers."""
-    torch.manual_seed(seed)
-    planes = blank_planes(layout, blocks * layout.block_tokens // page_tokens, page_tokens)
-    for tensors in planes.values():
-        for tensor in tensors:
-            tensor.copy_(torch.randn(tensor.shape))
-    return Pages(planes, range(blocks * layout.block_tokens // page_tokens), page_tokens)
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("page_tokens", [16, 64])
 def test_a_prompt_comes_back_within_its_bound_and_always_the_same(a: Bench, codec: str, page_tokens: int) -> None:
     ns = a.namespace(LAYOUT, codec=codec)
-    source = plausible(LAYOUT, 3, page_tokens)
+    source = plausible_pages(LAYOUT, 3, page_tokens)
     assert ns.put(ids(192), source) == PutResult(0, 3, None, None)
     whole, tail, again = (blank_pages(LAYOUT, 3, page_tokens) for _ in range(3))
     with ns.lease(ns.match(ids(192))) as lease:
@@ -58,7 +47,7 @@ def test_a_prompt_comes_back_within_its_bound_and_always_the_same(a: Bench, code
 @pytest.mark.parametrize("flawed", [0, 1, 2])
 def test_a_put_ends_before_a_block_that_cannot_be_written(a: Bench, value: float, layer: int, flawed: int) -> None:
     ns = a.namespace(LAYOUT, codec="int8-kc64")
-    pages = plausible(LAYOUT, 3)
+    pages = plausible_pages(LAYOUT, 3)
     healthy = pages.planes[layer][1][flawed, 5, 3, 2].clone()
     pages.planes[layer][1][flawed, 5, 3, 2] = value
     reason = MissReason.OUT_OF_RANGE if value == 3e38 else MissReason.NONFINITE
@@ -81,7 +70,7 @@ def test_what_is_not_float_of_16_or_32_bits_needs_raw(a: Bench, codec: str) -> N
 
 
 def test_each_codec_has_its_namespace(a: Bench) -> None:
-    pages = plausible(LAYOUT, 1)
+    pages = plausible_pages(LAYOUT, 1)
     for codec in ("raw", *CODECS):
         assert a.namespace(LAYOUT, codec=codec).put(ids(64), pages).stored == 1
     assert a.store.usage().blocks == 3

@@ -36,7 +36,7 @@ from service.sidecar import Sidecar, number_of
 from tiering.extents import MappedExtent
 from tiering.frame import HEADER_BYTES, KEY_BYTES
 from torture.peer import Peer
-from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+from workbench import MODEL, blank_pages, ids, plausible_pages, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,6 +95,27 @@ def test_a_bit_that_flips_under_a_lease_is_a_miss_and_is_counted(sidecar: Sideca
         assert loaded.account.misses == {MissReason.CORRUPT: 192}
         wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
         assert handle.match(ids(512)).reason is MissReason.CORRUPT
+
+
+@pytest.mark.parametrize("flawed", [0, 36, 50, 84, 99])  # 36 and 84: where what precedes was committed already
+def test_a_put_ends_before_a_block_that_its_codec_cannot_write(tmp_path: Path, flawed: int) -> None:
+    assert {36, 84} == set(range(100 - LAST_BLOCKS, 0, -EARLY_BLOCKS))
+    sizes = {"dram": "4MiB", "extent": "64KiB"}
+    with Sidecar(tmp_path, **sizes) as sidecar, sidecar.client() as one, sidecar.client() as two:
+        mine, theirs = (store.namespace(model=MODEL, layout=small_layout(), codec="int8-kc64") for store in (one, two))
+        pages = plausible_pages(small_layout(), 100)
+        whole = pages.planes[1][0][flawed, 3, 1, 2].clone()
+        pages.planes[1][0][flawed, 3, 1, 2] = float("nan")
+        assert mine.put(ids(6400), pages) == PutResult(0, flawed, flawed, MissReason.NONFINITE)
+        assert theirs.match(ids(6400)).blocks == flawed
+        wait_until(lambda: is_at_rest(sidecar))
+        pages.planes[1][0][flawed, 3, 1, 2] = whole
+        assert mine.put(ids(6400), pages) == PutResult(flawed, 100 - flawed, None, None)
+        blank = blank_pages(small_layout(), 100)
+        with theirs.lease(theirs.match(ids(6400))) as lease:
+            assert theirs.get(lease, blank).tokens == 6400
+        (key, value), (want_key, want_value) = blank.planes[1], pages.planes[1]
+        assert (key - want_key).abs().max() < 0.03 and (value - want_value).abs().max() < 0.03
 
 
 def test_what_is_leased_can_not_be_written(sidecar: Sidecar) -> None:
