@@ -46,7 +46,7 @@ class Int8Copy:
     ) -> None:
         """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width] of the dtype for which the
         loops were compiled, or of integers of its width; table: physical pages. Raises `ValueError` where strides are
-        not whole numbers of elements."""
+        not whole numbers of elements, or the numbers of a token run backwards."""
         self._loops = loops
         self._form = form
         self._planes = [list(layer) for layer in planes]
@@ -114,8 +114,8 @@ def _fields(layer: Sequence[Any], form: SliceForm) -> Array:
     for row, plane, of_plane in zip(rows, layer, form.planes, strict=True):
         if isinstance(plane, np.ndarray):
             address, bytes_apart, size = plane.ctypes.data, plane.strides, plane.itemsize
-            if any(stride % size for stride in bytes_apart):
-                raise ValueError(f"strides of {bytes_apart} bytes are not whole numbers of {size} bytes")
+            if any(stride % size for stride in bytes_apart) or bytes_apart[3] < 0:
+                raise ValueError(f"strides of {bytes_apart} bytes; give whole numbers of {size} bytes, the last one up")
             strides: Sequence[int] = [stride // size for stride in bytes_apart]
         else:
             address, strides = plane.data_ptr(), plane.stride()

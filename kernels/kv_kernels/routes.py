@@ -10,6 +10,7 @@ All routes of a codec write the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from logging import getLogger
 from typing import Any, Protocol
 
@@ -56,7 +57,7 @@ def raw_copy(planes: Planes, table: Sequence[int], page_tokens: int, block_token
 def prepare_int8(dtypes: Iterable[str]) -> None:
     """What takes time at first: compiling. dtypes: `bfloat16`, `float16`, `float32`."""
     if not _HAS_LOOPS:
-        _log.warning("numba is not installed or switched off: 8-bit codecs on the CPU run some ten times slower")
+        _say_that_it_is_slow()
         return
     for dtype in dtypes:
         int8_loops.prepare(dtype)
@@ -71,6 +72,12 @@ def int8_copy(form: SliceForm, planes: Planes, table: Sequence[int], page_tokens
     return int8_plain.Int8Copy(
         form, [[_as_torch(plane, kind) for plane in layer] for layer in planes], table, page_tokens
     )
+
+
+@cache
+def _say_that_it_is_slow() -> None:
+    """Once per process."""
+    _log.warning("numba is not installed or switched off: 8-bit codecs on the CPU run some ten times slower")
 
 
 def _is_on_host(planes: Planes) -> bool:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels import int8, int8_host, int8_loops, int8_plain
+from kv_kernels import int8, int8_host, int8_loops, int8_plain, routes
 from kv_kernels.flaws import Flaw
 from kv_kernels.int8 import Axis, SliceForm, slice_form
 from kv_kernels.int8_loops import Field
@@ -270,6 +270,41 @@ def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
     odd = np.zeros((64, 9), np.uint8)[:, 1:].view(np.uint16).reshape(1, 64, 1, 4, order="A")
     with pytest.raises(ValueError, match="whole numbers"):
         int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, [[odd, odd]], [0], 64)
+    backwards = np.zeros((1, 64, 1, 4), np.uint16)[..., ::-1]
+    with pytest.raises(ValueError, match="last one up"):
+        int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, [[backwards, backwards]], [0], 64)
+
+
+def test_pages_whose_tokens_and_heads_run_backwards() -> None:
+    form = slice_form(int8.KC64, 2, 64, (8, 8), 4)
+    straight = numbers("plain", (2, 64, 2, 8), torch.float32, 1).numpy()
+    turned = np.ascontiguousarray(straight[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
+    payloads = []
+    for plane in (straight, turned):
+        span, memory = room(form, 1)
+        int8_host.Int8Copy(int8_loops.prepare("float32"), form, [[plane, plane]], [1], 64).encode(0, span, digest)
+        payloads.append(bytes(memory))
+    assert payloads[0] == payloads[1]
+
+
+def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    form = slice_form(int8.KC64, 2, 64, (8, 8), 2)
+    layer = [numbers("plain", (2, 64, 2, 8), torch.bfloat16, seed) for seed in (1, 2)]
+    arrays = [plane.view(torch.uint16).numpy() for plane in layer]
+    payloads = []
+    for has_loops in (True, False):
+        monkeypatch.setattr(routes, "_HAS_LOOPS", has_loops)
+        for planes in (layer, arrays):
+            routes.prepare_int8(["bfloat16"])
+            span, memory = room(form, 1)
+            copy = routes.int8_copy(form, [planes], [1], 64, "bfloat16")
+            assert isinstance(copy, int8_host.Int8Copy if has_loops else int8_plain.Int8Copy)
+            assert isinstance(copy.encode(0, span, digest), list)
+            payloads.append(bytes(memory))
+    assert len(set(payloads)) == 1
+    assert caplog.text.count("numba is not installed") == 1
 
 
 def test_the_fields_are_those_that_the_loops_read() -> None:
