@@ -116,6 +116,7 @@ def _as_float(_typing: Any, _bits: Any) -> Any:
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
 _INLINED = {"forceinline": True, **_OPTIONS}
 _inlined = njit(**_INLINED)
+_function = njit(**_OPTIONS)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
@@ -268,7 +269,7 @@ def _magnitude_of(kind, bits):
     return lambda kind, bits: int16(bits & int16(0x7FFF))
 
 
-@_inlined
+@_function
 def _places(plane, pages, page_tokens, size, places):
     """Where each token of the block begins in a plane."""
     token = 0
@@ -280,7 +281,7 @@ def _places(plane, pages, page_tokens, size, places):
             token += 1
 
 
-@_inlined
+@_function
 def _collect(kind, address, step, row, count):
     """Numbers `step` apart, put side by side."""
     numbers = _row(kind, address, count * step)
@@ -288,7 +289,7 @@ def _collect(kind, address, step, row, count):
         row[i] = numbers[i * step]
 
 
-@_inlined
+@_function
 def _spread(kind, row, address, step, count):
     """The mirror of `_collect`."""
     numbers = _row(kind, address, count * step)
@@ -296,7 +297,7 @@ def _spread(kind, row, address, step, count):
         numbers[i * step] = row[i]
 
 
-@_inlined
+@_function
 def _extremes(kind, rows, width, low, high):
     """The least and the largest number of each channel, as ordered integers. Four rows at a time: each time low and
     high are read and written once."""
@@ -314,7 +315,7 @@ def _extremes(kind, rows, width, low, high):
             high[i] = max(high[i], max(max(a, b), max(c, d)))
 
 
-@_inlined
+@_function
 def _parameters(kind, low, high, width, zeros, inverse, scales, kept):
     """Of each channel, from its extremes: kept zero points and scales, and what the codes are made with."""
     infinite = False
@@ -334,7 +335,7 @@ def _parameters(kind, low, high, width, zeros, inverse, scales, kept):
     return _OUT_OF_RANGE if worst >= uint32(0x7C00) else _FINE
 
 
-@_inlined
+@_function
 def _encode_channels(kind, rows, width, codes_at, zeros, inverse):
     """GROUP tokens. No clamp: with a scale that was rounded up no step is beyond 255."""
     for token in range(GROUP):
@@ -345,7 +346,7 @@ def _encode_channels(kind, rows, width, codes_at, zeros, inverse):
             codes[i] = int8(int32(step - int32(128)))
 
 
-@_inlined
+@_function
 def _encode_tokens(kind, rows, width, share, codes_at, scales_at):
     """GROUP tokens. No clamp: with a scale that was rounded up no step is beyond 127."""
     size = _size(kind)
@@ -381,7 +382,7 @@ def _top(kind, row, count):
     return top
 
 
-@_inlined
+@_function
 def _decode_channels(kind, rows, start, width, codes_at, zeros, scales):
     for token in range(start, GROUP):
         codes = carray(_pointer(codes_at + token * width), (width,), int8)
@@ -390,7 +391,7 @@ def _decode_channels(kind, rows, start, width, codes_at, zeros, scales):
             row[i] = _narrow(kind, (float32(int32(codes[i])) + np.float32(128.0)) * scales[i] + zeros[i])
 
 
-@_inlined
+@_function
 def _decode_tokens(kind, rows, start, width, share, codes_at, scales_at):
     size = _size(kind)
     groups = -(-width // share)
@@ -423,7 +424,7 @@ def _swapped(one, other, shift, mask):
     return uint64(one ^ uint64(part << shift)), uint64(other ^ part)
 
 
-@_inlined
+@_function
 def _turn(source, source_row, target, target_row, block):
     """Bytes [8, 64] into [64, 8]. source_row, target_row: bytes from row to row. block: 128 words of scratch.
 
@@ -454,7 +455,7 @@ def _turn(source, source_row, target, target_row, block):
             turned[0] = block[64 + 8 * byte + j]
 
 
-@_inlined
+@_function
 def _extremes_turned(kind, address, apart, width, low, high):
     for i in range(width):
         row = _row(kind, address + i * apart, GROUP)
@@ -467,7 +468,7 @@ def _extremes_turned(kind, address, apart, width, low, high):
         high[i] = most
 
 
-@_inlined
+@_function
 def _encode_turned(kind, address, apart, width, zeros, inverse, tile, codes_at, block):
     for i in range(width):
         row = _row(kind, address + i * apart, GROUP)
@@ -480,7 +481,7 @@ def _encode_turned(kind, address, apart, width, zeros, inverse, tile, codes_at, 
         _turn(tile + i * GROUP, GROUP, codes_at + i, width, block)
 
 
-@_inlined
+@_function
 def _decode_turned(kind, address, apart, start, width, codes_at, zeros, scales, tile, block):
     for i in range(0, width, GROUP):
         for token in range(0, GROUP, 8):
@@ -494,7 +495,7 @@ def _decode_turned(kind, address, apart, start, width, codes_at, zeros, scales, 
             row[token] = _narrow(kind, (float32(int32(codes[token])) + np.float32(128.0)) * scale + zero)
 
 
-@_inlined
+@_function
 def _encode(kind, planes, pages, page_tokens, heads, tokens, out):
     size = _size(kind)
     widest = planes[:, _WIDTH].max()
@@ -537,7 +538,7 @@ def _encode(kind, planes, pages, page_tokens, heads, tokens, out):
     return _FINE
 
 
-@_inlined
+@_function
 def _decode(kind, planes, pages, page_tokens, heads, tokens, skip, source):
     size = _size(kind)
     widest = planes[:, _WIDTH].max()
