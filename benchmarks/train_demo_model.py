@@ -1,0 +1,225 @@
+"""Trains the small model that `kvstore demo` and `kvstore bench codec` use, and writes it into the package.
+
+A byte-level Llama of 1.82 million parameters, on the sources of Python's standard library. Needs one processor core and
+about half an hour; it prints where it is, and goes on from its last checkpoint when it is started again:
+
+    nice python benchmarks/train_demo_model.py                 writes kvstore/demo/trained/
+    nice python benchmarks/train_demo_model.py --steps 50 --out /tmp/try --checkpoint /tmp/try.pt
+
+Every step takes 4,096 bytes. Windows are short at first, because they are cheap, and in the last third many have the
+whole 4,096: a model that never saw two bytes 3,000 apart answers nonsense there. What is printed at the end, and
+written into ORIGIN.json, is the loss on files that were held out, by position, of the weights as they are saved. The
+same seed gives the same windows; sums of floats, and so the last digits, depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import pairwise
+from math import cos, pi
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import save
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvstore.demo.corpus import read_sources, windows
+
+POSITIONS = 4096
+STEP_BYTES = 4096
+BUCKETS = (0, 512, 1024, 2048, 3072, POSITIONS)
+EVALUATED_WINDOWS = 64
+
+# Up to this share of all steps: window lengths, and how often each is drawn.
+PHASES: tuple[tuple[float, dict[int, float]], ...] = (
+    (0.25, {256: 1.0}),
+    (0.70, {512: 1.0}),
+    (1.00, {512: 0.40, 2048: 0.25, 4096: 0.35}),
+)
+PEAK_RATE, LAST_RATE_SHARE, WARM_UP_STEPS = 3e-3, 0.05, 60
+BETAS, WEIGHT_DECAY, LARGEST_GRADIENT = (0.9, 0.95), 0.05, 1.0
+
+CONFIG = {
+    "vocab_size": 256,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": POSITIONS,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def main() -> None:
+    """Train, or go on with it, and write the model."""
+    options = _arguments()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    text = _stream(options.seed)
+    model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG))
+    assert model.config.rope_parameters["rope_theta"] == 10000.0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    first, spent = _restored(options, model, optimizer)
+    print(f"{len(text):,} bytes to train on, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    began, losses = time.monotonic() - spent, []
+    for step in range(first, options.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(step, options.steps)
+        batch = _batch(text, options.seed, step, options.steps)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if (step + 1) % 50 == 0 or step + 1 == options.steps:
+            spent = time.monotonic() - began
+            _keep(options, model, optimizer, step + 1, spent)
+            recent = sum(losses[-50:]) / len(losses[-50:])
+            print(f"step {step + 1} of {options.steps}: {recent:.3f} nats/byte, {spent:.0f} s", flush=True)
+    _write(options, model, text, spent)
+
+
+def _arguments() -> argparse.Namespace:
+    folder = Path(__file__).resolve().parent.parent / "kvstore" / "demo" / "trained"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=folder, help="where the model goes")
+    parser.add_argument("--checkpoint", type=Path, default=Path("/tmp/kvstore-demo-model.pt"), help="to go on from")
+    parser.add_argument("--steps", type=int, default=2400, help=f"of {STEP_BYTES:,} bytes each")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def _stream(seed: int) -> np.ndarray:
+    """All files to train on, one after the other, shuffled: windows may reach over the end of a file."""
+    sources = read_sources(held_out=False)
+    order = np.random.default_rng(seed).permutation(len(sources))
+    return np.frombuffer(b"".join(sources[number].text for number in order), np.uint8)
+
+
+def _batch(text: np.ndarray, seed: int, step: int, steps: int) -> torch.Tensor:
+    """[windows, length + 1]: drawn from seed and step alone, so that a run can be taken up again."""
+    random = np.random.default_rng((seed, step))
+    lengths = next(lengths for end, lengths in PHASES if step < end * steps)
+    length = int(random.choice(list(lengths), p=list(lengths.values())))
+    starts = random.integers(0, len(text) - length - 1, STEP_BYTES // length)
+    return torch.from_numpy(np.stack([text[start : start + length + 1] for start in starts]).astype(np.int64))
+
+
+def _rate(step: int, steps: int) -> float:
+    """Rises over the first steps, then falls like a cosine."""
+    if step < WARM_UP_STEPS:
+        return PEAK_RATE * (step + 1) / WARM_UP_STEPS
+    done = (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS)
+    return PEAK_RATE * (LAST_RATE_SHARE + (1 - LAST_RATE_SHARE) * (1 + cos(pi * done)) / 2)
+
+
+def _restored(options: argparse.Namespace, model: Any, optimizer: Any) -> tuple[int, float]:
+    """The step to go on with, and the seconds spent before it."""
+    if not options.checkpoint.exists():
+        return 0, 0.0
+    kept = torch.load(options.checkpoint, weights_only=True)
+    if (kept["seed"], kept["steps"]) != (options.seed, options.steps):
+        raise SystemExit(
+            f"{options.checkpoint} is of --seed {kept['seed']} --steps {kept['steps']}; give these, or remove the file"
+        )
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    print(f"going on from {options.checkpoint}, step {kept['step']}", flush=True)
+    return kept["step"], kept["seconds"]
+
+
+def _keep(options: argparse.Namespace, model: Any, optimizer: Any, step: int, seconds: float) -> None:
+    kept = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": step,
+        "seconds": seconds,
+        "seed": options.seed,
+        "steps": options.steps,
+    }
+    beside = options.checkpoint.with_suffix(".new")
+    torch.save(kept, beside)
+    beside.replace(options.checkpoint)
+
+
+def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: float) -> None:
+    """The weights in bfloat16, the configuration, and where they come from."""
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    model.load_state_dict(state, strict=False)  # what is judged is what is saved
+    weights = save({name: tensor.contiguous() for name, tensor in state.items()}, {"format": "pt"})
+    held_out = read_sources(held_out=True)
+    origin = {
+        "script": "benchmarks/train_demo_model.py",
+        "text": f"the standard library of Python {platform.python_version()}, without the folders that "
+        "kvstore/demo/corpus.py leaves out, and without one file of twenty",
+        "text_licence": "PSF-2.0 (https://docs.python.org/3/license.html)",
+        "text_bytes": len(text),
+        "text_sha256": sha256(text.tobytes()).hexdigest(),
+        "seed": options.seed,
+        "steps": options.steps,
+        "bytes_seen": options.steps * STEP_BYTES,
+        "seconds": round(seconds),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "held_out_bytes": sum(len(source.text) for source in held_out),
+        "held_out_nats_per_byte": held_out_loss(model, windows(held_out, POSITIONS, EVALUATED_WINDOWS)),
+        "sha256": sha256(weights).hexdigest(),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "model.safetensors").write_bytes(weights)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **CONFIG, "dtype": "bfloat16"}
+    (options.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (options.out / "ORIGIN.json").write_text(json.dumps(origin, indent=2) + "\n")
+    print(json.dumps(origin, indent=2))
+
+
+def held_out_loss(model: Any, texts: Sequence[bytes]) -> dict[str, float]:
+    """Nats per byte by position in texts of 4,096 bytes; and of their last 512, with and without what is before them."""
+    sums, counts = [0.0] * (len(BUCKETS) - 1), [0] * (len(BUCKETS) - 1)
+    behind = alone = 0.0
+    for text in texts:
+        tokens = torch.tensor([list(text)])
+        losses = _losses(model, tokens)
+        for bucket, (start, end) in enumerate(pairwise(BUCKETS)):
+            piece = losses[max(0, start - 1) : end - 1]
+            sums[bucket] += float(piece.sum())
+            counts[bucket] += len(piece)
+        behind += float(losses[-511:].mean())
+        alone += float(_losses(model, tokens[:, -512:]).mean())
+    found = {
+        f"{start} to {end}": round(total / count, 4)
+        for start, end, total, count in zip(BUCKETS, BUCKETS[1:], sums, counts, strict=False)
+    }
+    found["all"] = round(sum(sums) / sum(counts), 4)
+    found["last 512"] = round(behind / len(texts), 4)
+    found["last 512 without what is before them"] = round(alone / len(texts), 4)
+    return found
+
+
+def _losses(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0].float()
+    return F.cross_entropy(logits, tokens[0, 1:], reduction="none")
+
+
+if __name__ == "__main__":
+    main()
