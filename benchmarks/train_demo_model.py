@@ -193,7 +193,7 @@ def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: f
 
 
 def held_out_loss(model: Any, texts: Sequence[bytes]) -> dict[str, float]:
-    """Nats per byte by position in texts of 4,096 bytes; and of their last 512, with and without what is before them."""
+    """Nats per byte by position in texts of 4,096 bytes; and of their ends, with and without what comes before them."""
     sums, counts = [0.0] * (len(BUCKETS) - 1), [0] * (len(BUCKETS) - 1)
     behind = alone = 0.0
     for text in texts:

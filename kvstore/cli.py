@@ -126,15 +126,17 @@ def demo(
     ] = 20,
     tokens: Annotated[int, typer.Option(metavar="N", help="Length of every answer, in tokens.")] = 32,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="Threads that compute. As many as there are cores if left out.")
+        int | None, typer.Option(metavar="N", help="Threads that compute. One if left out; with --seed, all cores.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="The model's weights are drawn from this.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Draw random weights from this instead of taking the trained ones.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Answer twenty questions on the store's own pages: without a store, filling one, from a full one, and from disk
     after a restart.
 
-    A small transformer with random weights answers them on this machine, in about a minute. You see how many tokens
+    A small transformer over bytes answers them on this machine, in about a minute. You see how many tokens
     were found and why the others were not, how much sooner the first token came, and that all answers are the same.
     """
     from kvstore.demo.options import Options

@@ -45,6 +45,7 @@ def stand_in_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "kvstore/dashboard/static/uplot/LICENSE",
         "kvstore/demo/__init__.py",
         "kvstore/demo/documents/text.txt",
+        "kvstore/demo/trained/model.safetensors",
         "tiering/policies/__init__.py",
         "proto/kvstore/wire/kvstore.proto",
         "tests/test_nothing.py",
@@ -95,6 +96,7 @@ def test_data_files_travel_in_the_wheel(stand_in_wheel: Path) -> None:
         "kvstore/dashboard/static/index.html",
         "kvstore/dashboard/static/uplot/LICENSE",
         "kvstore/demo/documents/text.txt",
+        "kvstore/demo/trained/model.safetensors",
     } <= names
 
 

@@ -1,30 +1,32 @@
 """Two comparisons that keep the demo honest (floor 4).
 
 1. Cold is not made slow on purpose: the first token without a store, against plain transformers `generate`.
-2. The store is really used: from a store whose payloads are reversed byte for byte, with digests that fit the reversed
-   bytes, the answers must come out different. If they did not, the stored bytes would not matter.
+2. The store is really used: from a store in whose payloads the sign of every number is reversed, with digests that
+   fit, the answers must come out different. If they did not, the stored bytes would not matter.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine_adapter.hf_cache import PrefixCache
 from kvstore.codec import RawCodec
-from kvstore.demo.passes import PassResult, Progress
+from kvstore.demo.passes import TEMPERATURE, PassResult, Progress, draws_of
 from kvstore.layout import Layout, Part
 from kvstore.node import open_embedded
 from kvstore.pages import Coder, Digest, Pages
 from tiering.tier import FrameSpan
 
 REVERSED_DRAM = "128MiB"
+LEAST_COMPARED_TOKENS = 32
 MAX_PAIRS = 8
 SHORTEST_PAIRED_PROMPT = 2048
 
@@ -61,7 +63,7 @@ class PlainGenerate:
 
     def warm_up(self, prompt: list[int]) -> None:
         """Use code and memory for the first time."""
-        self._timed(prompt)
+        self._timed(0, prompt)
 
     def goes_first(self, number: int) -> bool:
         """Whether this request's pair begins with plain `generate`."""
@@ -70,7 +72,7 @@ class PlainGenerate:
     def first_token(self, number: int, prompt: list[int]) -> None:
         """Take the time, if the prompt is long enough and there are not pairs enough."""
         if len(prompt) >= self._shortest_prompt and len(self._seen) < MAX_PAIRS:
-            self._seen[number] = self._timed(prompt)
+            self._seen[number] = self._timed(number, prompt)
 
     def against(self, cold: PassResult) -> ColdAgainstGenerate | None:
         """What the pairs say; None where no prompt was long enough."""
@@ -82,28 +84,35 @@ class PlainGenerate:
         ratio = median(ours / plain for ours, plain in zip(cold_ms, generate_ms, strict=True))
         return ColdAgainstGenerate(median(cold_ms), median(generate_ms), ratio, len(same), sum(same))
 
-    def _timed(self, prompt: list[int]) -> tuple[float, int]:
-        """Milliseconds and the token, asked for as a user of transformers would."""
+    def _timed(self, number: int, prompt: list[int]) -> tuple[float, int]:
+        """Milliseconds and the token, asked for as a user of transformers would; drawn as the passes draw it."""
         tokens = torch.tensor([prompt])
         mask = torch.ones_like(tokens)
-        start = time.perf_counter()
-        with torch.inference_mode():
-            output = self._model.generate(tokens, attention_mask=mask, max_new_tokens=1, do_sample=False)
-        return 1e3 * (time.perf_counter() - start), int(output[0, -1])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            start = time.perf_counter()
+            with torch.inference_mode():
+                output = self._model.generate(
+                    tokens, attention_mask=mask, max_new_tokens=1, do_sample=True, temperature=TEMPERATURE, top_k=0
+                )
+            return 1e3 * (time.perf_counter() - start), int(output[0, -1])
 
 
 class ReversedCodec(RawCodec):
-    """`raw`, but every layer slice is reversed before its digest is taken: valid frames of wrong numbers."""
+    """`raw`, but every number's sign is reversed before its digest is taken: valid frames of wrong numbers, which stay
+    numbers. (Bytes in another order would be NaNs here and there.) Queries then attend to what is least alike."""
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
         """A coder that reverses what it encodes, and decodes like `raw`."""
-        return _ReversedCoder(super().bind(pages, layout, part), len(part.layers))
+        return _ReversedCoder(super().bind(pages, layout, part), len(part.layers), part.group.element_bytes)
 
 
 class _ReversedCoder:
-    def __init__(self, raw: Coder, slices: int) -> None:
+    def __init__(self, raw: Coder, slices: int, element_bytes: int) -> None:
         self._raw = raw
         self._slices = slices
+        self._number = np.dtype(f"<u{element_bytes}")
+        self._sign = self._number.type(1 << (8 * element_bytes - 1))
         self.decode = raw.decode
 
     def encode(self, token: int, into: FrameSpan, digest: Digest) -> list[bytes]:
@@ -112,24 +121,30 @@ class _ReversedCoder:
         step = len(into.view) // self._slices
         digests = []
         for start in range(0, len(into.view), step):
-            turned = bytes(into.view[start : start + step])[::-1]
+            turned = (np.frombuffer(into.view[start : start + step], self._number) ^ self._sign).tobytes()
             into.view[start : start + step] = turned
             digests.append(digest(turned))
         return digests
 
 
-def answers_from_reversed(
-    model: torch.nn.Module, prompts: Sequence[list[int]], answer_tokens: int, directory: Path, progress: Progress
-) -> list[list[int]]:
-    """Answers whose prompts are restored from a store that holds reversed payloads."""
-    answers = []
+def changed_by_reversing(
+    closed: PrefixCache, prompts: Mapping[int, list[int]], answer_tokens: int, directory: Path, progress: Progress
+) -> list[bool]:
+    """Whether answers change when their prompts are restored from a store that holds reversed payloads.
+
+    closed: of the same model, without a store. prompts: by the number of the request. An answer of a few tokens may be
+    the same by chance, so that at least `LEAST_COMPARED_TOKENS` are compared.
+    """
+    changed: list[bool] = []
+    compared_tokens = max(answer_tokens, LEAST_COMPARED_TOKENS)
     with open_embedded(str(directory), codecs=lambda _: ReversedCodec(), dram=REVERSED_DRAM) as store:
-        cache = PrefixCache(model, store, codec="raw")
-        for number, prompt in enumerate(prompts):
-            progress("answering from reversed blocks", number, len(prompts))
+        cache = PrefixCache(closed.model, store, codec="raw")
+        for number, prompt in prompts.items():
+            progress("answering from reversed blocks", len(changed), len(prompts))
+            right = closed.generate(prompt, max_new_tokens=compared_tokens, sampling=draws_of(number))
             cache.generate(prompt, max_new_tokens=1)
-            generation = cache.generate(prompt, max_new_tokens=answer_tokens)
-            assert generation.report.account.hit_tokens, "the reversed blocks were not even read"
-            answers.append(generation.token_ids)
+            wrong = cache.generate(prompt, max_new_tokens=compared_tokens, sampling=draws_of(number))
+            assert wrong.report.account.hit_tokens, "the reversed blocks were not even read"
+            changed.append(wrong.token_ids != right.token_ids)
     progress("answering from reversed blocks", len(prompts), len(prompts))
-    return answers
+    return changed

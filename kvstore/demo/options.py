@@ -19,14 +19,16 @@ _PROCESSOR_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 @dataclass(frozen=True)
 class Options:
     """dram, nvme: the store's budgets. data: its directory, a temporary one if None. requests: how many of the twenty,
-    from the first one on. threads: that torch computes with, as many as there are cores if None. seed: of weights."""
+    from the first one on. threads: that torch computes with; if None, one for the trained model, whose operations
+    are too small to be shared out, and as many as there are cores for a random one. seed: of random weights, the
+    trained ones if None."""
 
     dram: str = "512MiB"
     data: str | None = None
     requests: int = REQUESTS
     answer_tokens: int = 32
     threads: int | None = None
-    seed: int = 0
+    seed: int | None = None
     nvme: str = "1GiB"
 
     def __post_init__(self) -> None:
@@ -38,7 +40,7 @@ class Options:
             raise BadInput(f"tokens={self.answer_tokens}; give an answer length from 1 to {MAX_ANSWER_TOKENS}")
         if self.threads is not None and not 1 <= self.threads <= usable_cores():
             raise BadInput(f"threads={self.threads}; give 1 to {usable_cores()}, the cores that may be used here")
-        if not 0 <= self.seed <= MAX_SEED:
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise BadInput(f"seed={self.seed}; give a number from 0 to {MAX_SEED}")
 
 

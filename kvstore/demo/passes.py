@@ -1,7 +1,9 @@
 """One pass over the demo's requests, and what came of it (floor 4).
 
-A pass is the same requests in the same order on one `PrefixCache`. Every request's account is checked here: what was
-found in tiers and what was missed for reasons add up to the tokens of its prompt, or the demo stops.
+A pass is the same requests in the same order on one `PrefixCache`. Tokens are drawn by their probabilities, and each
+request has its own draws, which are the same in every pass: the likeliest token would hardly tell one prompt from
+another, as a small model left to itself repeats what is likely anywhere. Every request's account is checked here: what
+was found in tiers and what was missed for reasons add up to the tokens of its prompt, or the demo stops.
 """
 
 from __future__ import annotations
@@ -12,10 +14,15 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol, TypeVar
 
+import torch
+
 from engine_adapter.adapter import Report
 from engine_adapter.hf_cache import PrefixCache
+from engine_adapter.sampling import Sampling
 from kvstore.demo.questions import Request, prompt_of
 from kvstore.miss import HitTier, MissReason
+
+TEMPERATURE = 0.8
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how many steps of it are done, and of how many."""
@@ -97,7 +104,7 @@ def run_first_pass(
         prompts.append(prompt_of(number, requests, prompts, answers))
         if beside.goes_first(number):
             beside.first_token(number, prompts[-1])
-        _answer(cache, prompts[-1], answer_tokens, answers, reports)
+        _answer(number, cache, prompts[-1], answer_tokens, answers, reports)
         if not beside.goes_first(number):
             beside.first_token(number, prompts[-1])
     progress(name, len(requests), len(requests))
@@ -112,7 +119,7 @@ def run_pass(
     reports: list[Report] = []
     for number, prompt in enumerate(prompts):
         progress(name, number, len(prompts))
-        _answer(cache, prompt, answer_tokens, answers, reports)
+        _answer(number, cache, prompt, answer_tokens, answers, reports)
     progress(name, len(prompts), len(prompts))
     return PassResult(name, prompts, answers, reports)
 
@@ -141,10 +148,20 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ranked[max(0, ceil(len(ranked) * percent / 100) - 1)] if ranked else 0.0
 
 
+def draws_of(number: int) -> Sampling:
+    """How the answer to the request of that number is drawn, from its first token on."""
+    return Sampling(temperature=TEMPERATURE, generator=torch.Generator().manual_seed(number))
+
+
 def _answer(
-    cache: PrefixCache, prompt: list[int], answer_tokens: int, answers: list[list[int]], reports: list[Report]
+    number: int,
+    cache: PrefixCache,
+    prompt: list[int],
+    answer_tokens: int,
+    answers: list[list[int]],
+    reports: list[Report],
 ) -> None:
-    generation = cache.generate(prompt, max_new_tokens=answer_tokens)
+    generation = cache.generate(prompt, max_new_tokens=answer_tokens, sampling=draws_of(number))
     account = generation.report.account
     assert account.hit_tokens + sum(account.misses.values()) == account.asked == len(prompt), "a token is unexplained"
     answers.append(generation.token_ids)

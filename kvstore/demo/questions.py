@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
 
-MAX_PROMPT_TOKENS = 4096
+from kvstore.demo.options import MAX_ANSWER_TOKENS
+
+MAX_PROMPT_TOKENS = 4096 - MAX_ANSWER_TOKENS
+"""The trained model was trained up to 4,096 positions, and an answer comes behind the prompt."""
 
 SYSTEM_PROMPT = """You are the guide of a key-value cache store for language models. People who run inference engines
 ask you how the store works, what it promises and how to operate it. Answer from the page that is given to you, and from
@@ -28,7 +31,7 @@ nothing else. Keep to these rules:
 5. Do not repeat the question.
 """
 
-PAGE_BYTES = 3300
+PAGE_BYTES = 3000
 """A page is cut to whole lines within this length."""
 
 CHAT_PAGE = "operating"

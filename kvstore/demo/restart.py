@@ -18,7 +18,7 @@ import torch
 import kvstore
 from engine_adapter.adapter import Report
 from engine_adapter.hf_cache import PrefixCache
-from kvstore.demo.model import build_model
+from kvstore.demo.model import model_of
 from kvstore.demo.options import Options
 from kvstore.demo.passes import PassResult, run_pass
 from kvstore.errors import StoreError
@@ -66,7 +66,7 @@ def main(path: str) -> None:
     """Answer the prompts of a job and write down what came of them."""
     job = json.loads(Path(path).read_text())
     torch.set_num_threads(job["threads"])
-    model = build_model(job["seed"], job["positions"], layers=job["layers"])
+    model = model_of(job["seed"], job["positions"], job["layers"])
     with kvstore.embedded(f"{job['directory']}-closed", dram="64MiB") as closed:
         first_use = PrefixCache(model, closed, codec="raw")
     first_use.generate(job["prompts"][0], max_new_tokens=2)  # code and memory are used for the first time

@@ -32,7 +32,7 @@ class DemoResult:
     passes: list[PassResult]
     against_generate: ColdAgainstGenerate | None
     model: dict[str, object]
-    seed: int
+    seed: int | None
     threads: int
     answer_tokens: int
     block_tokens: int
@@ -134,7 +134,6 @@ class DemoResult:
         return table
 
     def _lines(self) -> list[str]:
-        sample = bytes(self.passes[0].answers[0][:SHOWN_ANSWER_BYTES])
         lines = [
             "cold: the store is closed. fill: it is empty at first. warm: it holds all prompts. "
             "restart: a new process, memory empty.",
@@ -153,11 +152,19 @@ class DemoResult:
                 f"({against.cold_ms:.0f} ms and {against.generate_ms:.0f} ms; median of {against.pairs} pairs)."
             )
         lines += [
-            f"From blocks whose bytes were reversed, {self.reversed_changed} of {self.reversed_asked} answers change "
+            f"From blocks whose signs were reversed, {self.reversed_changed} of {self.reversed_asked} answers change "
             "(all must: answers are made from what is stored).",
-            f"The model's weights are random, so its answers mean nothing; the first one begins {sample!r}.",
+            self._words_on_answers(),
         ]
         return lines
+
+    def _words_on_answers(self) -> str:
+        if self.seed is None:
+            return (
+                "The model is too small to answer: what it writes reads like Python's documentation and means nothing."
+            )
+        first = bytes(self.passes[0].answers[0][:SHOWN_ANSWER_BYTES])
+        return f"The model's weights are random, so its answers mean nothing; the first one begins {first!r}."
 
     def _restored_answers(self) -> dict[str, int]:
         return {result.name: restored_answer_tokens(self.requests, result, self.block_tokens) for result in self.passes}

@@ -20,8 +20,8 @@ import torch
 
 import kvstore
 from engine_adapter.hf_cache import PrefixCache
-from kvstore.demo.compare import PlainGenerate, answers_from_reversed
-from kvstore.demo.model import build_model, describe_model
+from kvstore.demo.compare import PlainGenerate, changed_by_reversing
+from kvstore.demo.model import describe_model, model_of
 from kvstore.demo.options import MAX_ANSWER_TOKENS, Options, usable_cores
 from kvstore.demo.passes import Progress, run_first_pass, run_pass
 from kvstore.demo.questions import MAX_PROMPT_TOKENS, Request, twenty_requests
@@ -37,20 +37,22 @@ def run(
     requests: Sequence[Request] | None = None,
     model: torch.nn.Module | None = None,
 ) -> DemoResult:
-    """Run all of it. requests, model: others than the demo's own. Raises `StoreError` where the store cannot open."""
+    """Run all of it. requests, model: others than the demo's own; the process after the restart makes the model again,
+    so it must be `build_model`'s of the options' seed. Raises `StoreError` where the store cannot open."""
     options, progress = options or Options(), progress or _silent
     if requests is None:
         requests = twenty_requests(options.answer_tokens)
     asked = list(requests[: options.requests])
     tokens, start = options.answer_tokens, time.perf_counter()
     with ExitStack() as stack:
-        threads = stack.enter_context(_torch_threads(options.threads or min(usable_cores(), torch.get_num_threads())))
+        most = 1 if options.seed is None else min(usable_cores(), torch.get_num_threads())
+        threads = stack.enter_context(_torch_threads(options.threads or most))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-")))
         directory = options.data if options.data is not None else str(scratch / "store")
         store = stack.enter_context(kvstore.embedded(str(directory), dram=options.dram, nvme=options.nvme))
         progress("making a model", 0, 1)
         if model is None:
-            model = build_model(options.seed, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS)
+            model = model_of(options.seed, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS)
         cold_cache = _closed_cache(model, scratch / "closed")
         warm_cache = PrefixCache(model, store, codec="raw")
         plain = PlainGenerate(model)
@@ -65,19 +67,18 @@ def run(
 
         by_length = sorted(range(len(asked)), key=lambda number: len(cold.prompts[number]), reverse=True)
         doubted = by_length[:REVERSED_PROMPTS]
-        answers = answers_from_reversed(
-            model, [cold.prompts[number] for number in doubted], tokens, scratch / "reversed", progress
+        changed = changed_by_reversing(
+            cold_cache, {number: cold.prompts[number] for number in doubted}, tokens, scratch / "reversed", progress
         )
         progress("restart", 0, 1)
         store.close()
         restarted, read_bytes = run_restarted(model, directory, options, threads, cold.prompts, scratch)
         progress("restart", 1, 1)
-        changed = [answer != cold.answers[number] for number, answer in zip(doubted, answers, strict=True)]
     return DemoResult(
         requests=asked,
         passes=[cold, fill, warm, restarted],
         against_generate=plain.against(cold),
-        model=describe_model(model),
+        model=describe_model(model, is_trained=options.seed is None),
         seed=options.seed,
         threads=threads,
         answer_tokens=tokens,
