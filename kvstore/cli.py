@@ -442,17 +442,58 @@ def bench_restart(
     return _print(result, as_json)
 
 
+@bench.command("codec")
+def bench_codec(
+    quality: Annotated[
+        bool, typer.Option("--quality", help="Let a small trained model answer from KV that went through the codecs.")
+    ] = False,
+    windows: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Pieces of text for --quality, 1 to 64: 32 if left out, fewer for a quick look."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """How small the codecs make KV and how far a number may be off; with --quality what that does to attention and to
+    the next byte, also where K has outliers and biases as in large models.
+
+    With --quality it takes one to four minutes. Status 1: a variant of the model does not compute what the model does.
+    """
+    if windows is not None and not quality:
+        raise typer.BadParameter("--windows belongs to --quality; give both or neither")
+    with _progress() as show:
+        show("loading torch")
+        from kvstore.bench import codec
+
+        part = _codec_quality(windows, show) if quality else None
+        result = codec.CodecResult(codec.size_rows(), part)
+    _print(result, as_json)
+    for failure in result.failures:
+        print(f"kvstore: {failure}", file=sys.stderr)
+    return CHECK_FAILED if result.failures else OK
+
+
+def _codec_quality(windows: int | None, show: Show) -> Any:
+    show("loading transformers")
+    from kvstore.bench import codec_quality
+
+    options = codec_quality.Options() if windows is None else codec_quality.Options(windows)
+    return codec_quality.run(options, show)
+
+
 @bench.command("all")
 def bench_all(data: BenchData = None, as_json: Json = False) -> int:
     """Every bench, one after the other."""
     with _progress() as show:
         show("loading torch")
-        from kvstore.bench import lookup, nvme, restart, tiers
+        from kvstore.bench import codec, lookup, nvme, restart, tiers
 
         results: list[Result] = [
             tiers.run(tiers.Options(nvme=nvme.Options(data=data, fio=shutil.which("fio"))), show),
             lookup.run(progress=show),
             restart.run(restart.Options(data=data), show),
+            codec.CodecResult(codec.size_rows(), _codec_quality(None, show)),
         ]
     if as_json:
         print(json.dumps({"bench": "all", "results": [result.to_dict() for result in results]}))

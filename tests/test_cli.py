@@ -66,7 +66,7 @@ def test_help_names_the_commands_that_exist() -> None:
     shown = run_cli("--help").stdout
     assert "demo" in shown and "bench" in shown and "fsck" in shown
     shown = run_cli("bench", "--help").stdout
-    assert "tiers" in shown and "lookup" in shown and "restart" in shown
+    assert "tiers" in shown and "lookup" in shown and "restart" in shown and "codec" in shown
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,8 @@ def test_a_bug_is_one_line_unless_a_traceback_is_asked_for() -> None:
     [
         (("tiers", "--only", "tape"), ("only='tape'", "dram, door, nvme")),
         (("restart", "--blocks", "7"), ("blocks=7", "give 33 to")),
+        (("codec", "--windows", "4"), ("--windows belongs to --quality",)),
+        (("codec", "--quality", "--windows", "0"), ("windows=0", "give 1 to 64")),
     ],
 )
 def test_unusable_options_of_a_bench_are_one_line(arguments: tuple[str, ...], hints: tuple[str, ...]) -> None:
@@ -249,7 +251,7 @@ def test_differing_answers_end_with_status_1() -> None:
         "import kvstore.codec\nfrom kvstore.demo.compare import ReversedCodec\n"
         "kvstore.codec.CODECS['raw'] = ReversedCodec"
     )
-    result = run_cli("demo", "--json", "--requests", "1", "--tokens", "3", before=reverse)
+    result = run_cli("demo", "--json", "--requests", "1", "--tokens", "32", before=reverse)
     assert result.returncode == 1
     assert json.loads(result.stdout)["identical"] == 0
     (line,) = result.stderr.splitlines()
