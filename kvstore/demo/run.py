@@ -1,4 +1,4 @@
-"""The demo from start to end: four passes over the same requests, and two comparisons (floor 4).
+"""The demo from start to end: four passes over the same requests, and three comparisons (floor 4).
 
     cold   the same code with a store that was closed: every token is computed
     fill   the store is empty at first; requests already find what earlier ones have left
@@ -21,6 +21,7 @@ import torch
 import kvstore
 from engine_adapter.hf_cache import PrefixCache
 from kvstore.demo.compare import PlainGenerate, changed_by_reversing
+from kvstore.demo.eight_bits import answer_from_8_bits
 from kvstore.demo.model import describe_model, model_of
 from kvstore.demo.options import MAX_ANSWER_TOKENS, Options, usable_cores
 from kvstore.demo.passes import Progress, run_first_pass, run_pass
@@ -70,6 +71,7 @@ def run(
         changed = changed_by_reversing(
             cold_cache, {number: cold.prompts[number] for number in doubted}, tokens, scratch / "reversed", progress
         )
+        eight_bits = answer_from_8_bits(model, cold, tokens, options.dram, scratch / "in 8 bits", progress)
         progress("restart", 0, 1)
         store.close()
         restarted, read_bytes = run_restarted(model, directory, options, threads, cold.prompts, scratch)
@@ -86,6 +88,7 @@ def run(
         stored_blocks=stored_blocks,
         stored_bytes=stored_blocks * warm_cache.layout.raw_bytes,
         read_bytes=read_bytes,
+        eight_bits=eight_bits,
         reversed_asked=len(changed),
         reversed_changed=sum(changed),
         seconds=time.perf_counter() - start,
