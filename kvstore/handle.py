@@ -11,8 +11,10 @@ A miss is never an exception: the account of a match, a lease or a load says whe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from numbers import Integral, Real
 from typing import Any
 
@@ -47,8 +49,8 @@ millisecond for the lock. Of a piece, what is small is done for all blocks, then
 nothing of the interpreter's is left in a cache, and each change from one to the other stops a second thread that puts
 (pieces of 64 took it from 0.88 to 0.83 of memcpy)."""
 
-_Opened = list[tuple[FrameSpan, tuple[bytes, ...]]]
-"""Of a block, each part's payload and the digests of its layer slices."""
+_Opened = list[tuple[list[FrameSpan], list[tuple[bytes, ...]]]]
+"""Of each part the blocks' payloads, and the digests of their layer slices."""
 
 
 @dataclass(frozen=True)
@@ -344,15 +346,17 @@ class NamespaceHandle:
                 tokens = [block * self.block_tokens - first_token for block in reply.blocks[:count]]
                 first = 0
                 digests: list[Sequence[bytes]] = []
-                for at, (token, span) in enumerate(zip(tokens, spans, strict=False)):
-                    if at in cuts:
-                        self._door.post_commit(reply.reservation, part, first, digests)
-                        first, digests = at, []
-                    encoded = coder.encode(token, span, self._digest)
-                    if isinstance(encoded, Flaw):  # the blocks behind it are not stored either: a put stores a prefix
-                        flaw, count = encoded, at
-                        break
-                    digests.append(encoded)
+                # Closed before any slot is given up: a device may be writing into those that did not come yet.
+                known = min(len(tokens), len(spans))
+                with closing(coder.encode(tokens[:known], spans[:known], self._digest)) as encoding:
+                    for at, encoded in enumerate(encoding, 1):
+                        if isinstance(encoded, Flaw):  # those behind it are not stored either: a put stores a prefix
+                            flaw, count = encoded, at - 1
+                            break
+                        digests.append(encoded)
+                        if at in cuts:
+                            self._door.post_commit(reply.reservation, part, first, digests)
+                            first, digests = at, []
                 visible = self._door.commit(reply.reservation, part, first, digests)
         except StoreClosed:
             return 0, None
@@ -384,14 +388,27 @@ class NamespaceHandle:
         self, lease: Lease, blocks: range, coders: Sequence[Coder], first_token: int
     ) -> tuple[MissReason | None, int]:
         """Blocks into the pages; where it ended, and why if that is before the last one's end."""
-        opened, reason = self._open(lease, blocks)
-        for block, parts in zip(blocks, opened, strict=False):
-            token = block * self.block_tokens - first_token
-            for part, (payload, expected) in enumerate(parts):
-                if not coders[part].decode(payload, token, max(0, -token), expected, self._digest):
-                    self._door.report(lease.reply.lease, block, part)
-                    return MissReason.CORRUPT, block
-        return reason, blocks.start + len(opened)
+        opened, count, reason = self._open(lease, blocks)
+        good, part = self._decode(opened, blocks[:count], coders, first_token)
+        if part is None:
+            return reason, blocks.start + count
+        self._door.report(lease.reply.lease, blocks.start + good, part)
+        return MissReason.CORRUPT, blocks.start + good
+
+    def _decode(
+        self, opened: _Opened, blocks: Sequence[int], coders: Sequence[Coder], first_token: int
+    ) -> tuple[int, int | None]:
+        """How many leading blocks are good in all parts; and the part of the next one that is not, if it is that."""
+        good, bad_part = len(blocks), None
+        tokens = [block * self.block_tokens - first_token for block in blocks]
+        for part, (payloads, expected) in enumerate(opened):
+            if not good:
+                break
+            skip = max(0, -tokens[0])
+            found = coders[part].decode(payloads[:good], tokens[:good], skip, expected[:good], self._digest)
+            if found < good:
+                good, bad_part = found, part
+        return good, bad_part
 
     def _lease_directly(self, match: Match, reply: LeaseReply) -> DirectReply | None:
         """What DRAM has no room for, and NVMe has."""
@@ -407,26 +424,27 @@ class NamespaceHandle:
         """The same as `_load`, of blocks that come from NVMe, past DRAM."""
         assert lease.direct is not None and self._door.direct is not None
         reply = self._door.direct.fetch(lease.direct.lease, blocks.start, len(blocks), DIRECT_MS)
-        for block, frames in zip(blocks, reply.frames, strict=False):
-            token = block * self.block_tokens - first_token
-            for part, frame in enumerate(frames):
-                raw = bytes(frame.view[:HEADER_BYTES])
-                if not names_block(raw, self._grant.stamps[part], lease.keys[block]):
-                    return MissReason.EVICTED, block
-                expected = split_digests(raw, len(self.layout.parts[part].layers))
-                payload = _payload(frame, self._grant.payload_bytes[part])
-                if not coders[part].decode(payload, token, max(0, -token), expected, self._digest):
-                    return MissReason.CORRUPT, block
-        return reply.reason, blocks.start + len(reply.frames)
+        opened: _Opened = [([], []) for _ in self.layout.parts]
+        reason, count = reply.reason, len(reply.frames)
+        for at, (block, frames) in enumerate(zip(blocks, reply.frames, strict=False)):
+            headers = [bytes(frame.view[:HEADER_BYTES]) for frame in frames]
+            if not all(map(names_block, headers, self._grant.stamps, repeat(lease.keys[block]))):
+                reason, count = MissReason.EVICTED, at
+                break
+            for part, (payloads, expected) in enumerate(opened):
+                payloads.append(_payload(frames[part], self._grant.payload_bytes[part]))
+                expected.append(split_digests(headers[part], len(self.layout.parts[part].layers)))
+        good, part_or_none = self._decode(opened, blocks[:count], coders, first_token)
+        return MissReason.CORRUPT if part_or_none is not None else reason, blocks.start + good
 
-    def _open(self, lease: Lease, blocks: range) -> tuple[list[_Opened], MissReason | None]:
-        """Check the blocks' headers, up to the first that is not right; and why it is not.
+    def _open(self, lease: Lease, blocks: range) -> tuple[_Opened, int, MissReason | None]:
+        """Check the blocks' headers: what is in those up to the first that is not right, how many, and why not more.
 
         A header is checked in a private copy, against the lease's digest of it and the block's name.
         """
         reply, keys = lease.reply, lease.keys
         pinned = slice(blocks.start - reply.first_block, blocks.stop - reply.first_block)
-        opened: list[_Opened] = []
+        opened: _Opened = [([], []) for _ in self.layout.parts]
         try:
             columns = [
                 (
@@ -440,22 +458,21 @@ class NamespaceHandle:
                 for part, it in enumerate(self.layout.parts)
             ]
         except StoreClosed:
-            return opened, MissReason.DISABLED
+            return opened, 0, MissReason.DISABLED
         for at, block in enumerate(blocks):
-            parts: _Opened = []
             for part, size, slices, stamp, spans, digests in columns:
                 if at >= len(spans):  # condemned meanwhile, and its extent given back; or the sidecar is another one
                     is_there = self._door.is_within_reach(reply.lease)
-                    return opened, MissReason.CORRUPT if is_there else MissReason.UNREACHABLE
+                    return opened, at, MissReason.CORRUPT if is_there else MissReason.UNREACHABLE
                 address, view = spans[at]
                 raw = bytes(view[:HEADER_BYTES])
                 if digest(raw) != digests[at] or not names_block(raw, stamp, keys[block]):
                     self._door.report(reply.lease, block, part)
-                    return opened, MissReason.CORRUPT
-                payload = FrameSpan(address + HEADER_BYTES, view[HEADER_BYTES : HEADER_BYTES + size])
-                parts.append((payload, split_digests(raw, slices)))
-            opened.append(parts)
-        return opened, None
+                    return opened, at, MissReason.CORRUPT
+                payloads, expected = opened[part]
+                payloads.append(FrameSpan(address + HEADER_BYTES, view[HEADER_BYTES : HEADER_BYTES + size]))
+                expected.append(split_digests(raw, slices))
+        return opened, len(blocks), None
 
     def _account(self, asked: int, full_blocks: int, reply: MatchReply) -> Account:
         parts: list[tuple[HitTier | MissReason, int]] = [

@@ -1,9 +1,10 @@
 """Pages, and the contract of a codec that reads and writes them (floor 2).
 
 `Pages` says where an engine's KV lies: per layer and plane one tensor of pages, any strides, and a page table. A codec
-is bound once to a view of pages and one part (`Codec.bind`), and the bound `Coder` then encodes or decodes block by
-block. Digests are taken by the coder, layer slice by layer slice while the bytes are hot in the cache: that is why the
-digest function is handed in. The codecs themselves are in `codec`; nothing here imports torch.
+is bound once to a view of pages and one part (`Codec.bind`), and the bound `Coder` then encodes or decodes blocks, as
+many at a time as there are. Digests are taken by the coder, in host memory layer slice by layer slice while the bytes
+are hot in the cache: that is why the digest function is handed in. The codecs themselves are in `codec`; nothing here
+imports torch.
 
 A coder never calls bytes good that it has not compared; what it wrote into pages before a digest failed is garbage, and
 the caller must not report those pages as loaded.
@@ -11,17 +12,16 @@ the caller must not report those pages as loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Digest, Encoded
 from kvstore.errors import BadInput
 from kvstore.layout import Layout, Part
 from tiering.tier import FrameSpan
 
-Digest = Callable[..., bytes]
-"""Digest of one or several buffers taken as one: 16 bytes."""
+__all__ = ["Codec", "Coder", "Digest", "Encoded", "Pages"]
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,32 @@ class Pages:
 
 
 class Coder(Protocol):
-    """A codec bound to pages and to one part. Not thread-safe; bind one per thread."""
+    """A codec bound to pages and to one part. Not thread-safe; bind one per thread.
 
-    def encode(self, token: int, into: FrameSpan, digest: Digest) -> list[bytes] | Flaw:
-        """Encode the block that starts `token` tokens into the pages; returns the digest of every layer slice, or why
-        the codec cannot write this block: what it left in `into` is garbage then.
+    Both verbs take any number of blocks, of which the first token of block i lies tokens[i] tokens into the pages.
+    """
 
-        into: the frame's payload, exactly `Codec.payload_bytes(part)` long.
+    def encode(self, tokens: Sequence[int], into: Sequence[FrameSpan], digest: Digest) -> Encoded:
+        """Encode blocks; yields of each in order the digest of every layer slice, or why the codec cannot write that
+        block: what is in its payload then, and in those behind it, is garbage, and there is nothing more to come.
+
+        into: of each block the frame's payload, exactly `Codec.payload_bytes(part)` long. What was yielded has landed;
+        later blocks may be under way, so close the generator before the other slots are given up.
         """
         ...
 
-    def decode(self, payload: FrameSpan, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
-        """Decode a block into the pages and compare a private copy of every layer slice with `expected`.
+    def decode(
+        self,
+        payloads: Sequence[FrameSpan],
+        tokens: Sequence[int],
+        skip: int,
+        expected: Sequence[Sequence[bytes]],
+        digest: Digest,
+    ) -> int:
+        """Decode blocks into the pages and compare a private copy of every layer slice with `expected`; returns how
+        many leading blocks are good: those before the first of which any digest differs.
 
-        The block's first token lies `token` tokens into the pages; its first `skip` tokens are left out (a multiple of
-        the page), so token + skip >= 0. False when any digest differs.
+        skip: tokens of the first block that are left out (a multiple of the page), so that tokens[0] + skip >= 0.
         """
         ...
 

@@ -11,14 +11,15 @@ Must never touch a page that the table does not name for the block, nor hand out
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-Digest = Callable[..., bytes]
+from kv_kernels.copies import BlockByBlock, Digest
+
 Array = np.ndarray[Any, Any]
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {
@@ -74,7 +75,7 @@ class _Group(NamedTuple):
     array: Array
 
 
-class RawCopy:
+class RawCopy(BlockByBlock):
     """Copies blocks between host pages and payloads, bit for bit. Holds the tensors for as long as it lives."""
 
     def __init__(
@@ -119,7 +120,7 @@ class RawCopy:
         """Room for a layer slice."""
         return np.empty(self._slice_bytes, dtype=_BYTE)
 
-    def encode(self, token: int, into: Span, digest: Digest) -> list[bytes]:
+    def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes]:
         """Copy the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
         slices = np.ndarray(self._shape, _BYTE, into.view)
         digests = []
@@ -135,7 +136,7 @@ class RawCopy:
             digests += [digest(slices[layer]) for layer in range(start, stop)]
         return digests
 
-    def decode(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
+    def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
         """Copy a payload into the block at `token`, without its first `skip` tokens; False if any digest differs."""
         if not self._writable:
             raise ValueError("pages that are read-only cannot be loaded into")

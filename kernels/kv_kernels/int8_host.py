@@ -8,17 +8,17 @@ only then writes pages from it: pages never see a byte that was not compared.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 
+from kv_kernels.copies import BlockByBlock, Digest
 from kv_kernels.flaws import Flaw
 from kv_kernels.int8 import SliceForm
 from kv_kernels.int8_loops import Field, Finding, Loops
 
-Digest = Callable[..., bytes]
 Array = np.ndarray[Any, Any]
 
 _FLAW_OF = {Finding.NONFINITE: Flaw.NONFINITE, Finding.OUT_OF_RANGE: Flaw.OUT_OF_RANGE}
@@ -38,7 +38,7 @@ class Span(Protocol):
         ...
 
 
-class Int8Copy:
+class Int8Copy(BlockByBlock):
     """Encodes and decodes blocks between host pages and payloads. Holds the tensors for as long as it lives."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Int8Copy:
         """Room for a layer slice."""
         return np.empty(self._form.size_bytes, np.uint8)
 
-    def encode(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
+    def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
         """Encode the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
         form, view = self._form, into.view
         pages = self._pages(token, 0)
@@ -81,7 +81,7 @@ class Int8Copy:
             start = stop
         return digests
 
-    def decode(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
+    def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
         """Decode a payload into the block at `token`, without its first `skip` tokens; False if any digest differs."""
         if not self._writable:
             raise ValueError("pages that are read-only cannot be loaded into")

@@ -5,18 +5,17 @@ The slow route, for devices without a faster one; every other route must give th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from kv_kernels import int8, reference
+from kv_kernels.copies import BlockByBlock, Digest
 from kv_kernels.flaws import Flaw
 from kv_kernels.int8 import Axis, PlaneForm, Quantized, SliceForm, Unwritable
 
-Digest = Callable[..., bytes]
 
-
-class Int8Copy:
+class Int8Copy(BlockByBlock):
     """Encodes and decodes blocks. Holds the tensors for as long as it lives."""
 
     def __init__(
@@ -28,7 +27,7 @@ class Int8Copy:
         self._table = table
         self._page_tokens = page_tokens
 
-    def encode(self, token: int, into: reference.Span, digest: Digest) -> list[bytes] | Flaw:
+    def encode_block(self, token: int, into: reference.Span, digest: Digest) -> list[bytes] | Flaw:
         """Encode the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
         first = token // self._page_tokens
         pages = self._table[first : first + self._form.tokens // self._page_tokens]
@@ -48,7 +47,9 @@ class Int8Copy:
             start = stop
         return digests
 
-    def decode(self, payload: reference.Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
+    def decode_block(
+        self, payload: reference.Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest
+    ) -> bool:
         """Decode a payload into the block at `token`, without its first `skip` tokens; False if any digest differs.
 
         A layer slice is verified in a private copy before any of it reaches the pages.

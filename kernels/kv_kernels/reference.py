@@ -8,15 +8,14 @@ that must be right by inspection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
+from kv_kernels.copies import BlockByBlock, Digest
 from kv_kernels.int8 import GROUP, Axis, PlaneForm, Unwritable, dequantize, quantize
 from kv_kernels.pools import PoolTable, check_launch, check_status
-
-Digest = Callable[..., bytes]
 
 
 class Span(Protocol):
@@ -174,7 +173,7 @@ def scatter_plane(block: torch.Tensor, plane: torch.Tensor, pages: Sequence[int]
             plane[page].copy_(chosen[position])
 
 
-class RawCopy:
+class RawCopy(BlockByBlock):
     """Copies blocks between pages on any device and payloads in host memory, bit for bit."""
 
     def __init__(
@@ -186,7 +185,7 @@ class RawCopy:
         self._page_tokens = page_tokens
         self._block_tokens = block_tokens
 
-    def encode(self, token: int, into: Span, digest: Digest) -> list[bytes]:
+    def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes]:
         """Copy the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
         first = token // self._page_tokens
         pages = self._table[first : first + self._block_tokens // self._page_tokens]
@@ -200,7 +199,7 @@ class RawCopy:
             digests.append(digest(into.view[start:offset]))
         return digests
 
-    def decode(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
+    def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
         """Copy a payload into the block at `token`, without its first `skip` tokens; False if any digest differs.
 
         A layer slice is verified in a private copy before any of it reaches the pages.

@@ -9,16 +9,16 @@ All routes of a codec write the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from logging import getLogger
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from kv_kernels import host, int8_plain, reference
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Copy
 from kv_kernels.int8 import SliceForm
 
 try:
@@ -28,23 +28,10 @@ except ImportError:  # numba is an extra
 else:
     _HAS_LOOPS = int8_loops.is_usable()
 
-Digest = Callable[..., bytes]
 Planes = Sequence[Sequence[Any]]
 """Per layer slice, per plane, a tensor [pages, page_tokens, heads, width] with any strides."""
 
 _log = getLogger(__name__)
-
-
-class Copy(Protocol):
-    """Bound to pages: blocks to payloads and back. See `kvstore.pages.Coder`."""
-
-    def encode(self, token: int, into: Any, digest: Digest) -> list[bytes] | Flaw:
-        """The block at `token` into a payload; the digests of its layer slices, or why it cannot be written."""
-        ...
-
-    def decode(self, payload: Any, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
-        """A payload into the block at `token`; False where a digest differs."""
-        ...
 
 
 def raw_copy(planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int) -> Copy:

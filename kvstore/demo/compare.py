@@ -22,7 +22,7 @@ from kvstore.codec import RawCodec
 from kvstore.demo.passes import TEMPERATURE, PassResult, Progress, draws_of
 from kvstore.layout import Layout, Part
 from kvstore.node import open_embedded
-from kvstore.pages import Coder, Digest, Pages
+from kvstore.pages import Coder, Digest, Encoded, Pages
 from tiering.tier import FrameSpan
 
 REVERSED_DRAM = "128MiB"
@@ -115,16 +115,16 @@ class _ReversedCoder:
         self._sign = self._number.type(1 << (8 * element_bytes - 1))
         self.decode = raw.decode
 
-    def encode(self, token: int, into: FrameSpan, digest: Digest) -> list[bytes]:
-        encoded = self._raw.encode(token, into, digest)
-        assert isinstance(encoded, list), "`raw` writes every block"
-        step = len(into.view) // self._slices
-        digests = []
-        for start in range(0, len(into.view), step):
-            turned = (np.frombuffer(into.view[start : start + step], self._number) ^ self._sign).tobytes()
-            into.view[start : start + step] = turned
-            digests.append(digest(turned))
-        return digests
+    def encode(self, tokens: Sequence[int], into: Sequence[FrameSpan], digest: Digest) -> Encoded:
+        for payload, encoded in zip(into, self._raw.encode(tokens, into, digest), strict=True):
+            assert isinstance(encoded, list), "`raw` writes every block"
+            step = len(payload.view) // self._slices
+            digests = []
+            for start in range(0, len(payload.view), step):
+                turned = (np.frombuffer(payload.view[start : start + step], self._number) ^ self._sign).tobytes()
+                payload.view[start : start + step] = turned
+                digests.append(digest(turned))
+            yield digests
 
 
 def changed_by_reversing(

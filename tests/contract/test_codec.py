@@ -5,6 +5,7 @@ An implementation is a subclass of `CodecContract` that makes one and says what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from kv_kernels.flaws import Flaw
 from kvstore.codec import RawCodec, codec_named
 from kvstore.errors import BadInput, LayoutMismatch
 from kvstore.layout import KvGroup, Layout, Part
-from kvstore.pages import Codec, Pages
+from kvstore.pages import Codec, Coder, Pages
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 from workbench import blank_planes, one_line, plausible_planes, random_pages, random_planes, small_layout
@@ -41,6 +42,17 @@ PAGE_TOKENS = [16, 32, 64]
 def room_for(codec: Codec, part: Part) -> FrameSpan:
     memory = np.zeros(codec.payload_bytes(part), dtype=np.uint8)
     return FrameSpan(memory.ctypes.data, memoryview(memory))
+
+
+def encode(coder: Coder, token: int, span: FrameSpan) -> list[bytes] | Flaw:
+    """One block."""
+    (encoded,) = coder.encode([token], [span], digest)
+    return encoded
+
+
+def decode(coder: Coder, span: FrameSpan, token: int, skip: int, digests: Sequence[bytes]) -> bool:
+    """One block."""
+    return coder.decode([span], [token], skip, [digests], digest) == 1
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -83,10 +95,11 @@ class CodecContract:
         token = block * layout.block_tokens
         for part in layout.parts:
             span = room_for(codec, part)
-            digests = codec.bind(source, layout, part).encode(token, span, digest)
+            digests = encode(codec.bind(source, layout, part), token, span)
+            assert isinstance(digests, list)
             size = codec.payload_bytes(part) // len(part.layers)
             assert digests == [digest(span.view[at : at + size]) for at in range(0, len(span.view), size)]
-            assert codec.bind(target, layout, part).decode(span, token, skip, digests, digest)
+            assert decode(codec.bind(target, layout, part), span, token, skip, digests)
         first, stop = (token + skip) // page_tokens, (token + layout.block_tokens) // page_tokens
         written = dict(zip(target.table[first:stop], source.table[first:stop], strict=True))
         for layer, planes in target.planes.items():
@@ -111,7 +124,7 @@ class CodecContract:
                 Pages(turned, list(reversed(range(per_block))), page_tokens),
             ):
                 span = room_for(self.make(), part)
-                self.make().bind(source, layout, part).encode(0, span, digest)
+                encode(self.make().bind(source, layout, part), 0, span)
                 payloads.append(bytes(span.view))
             assert payloads[0] == payloads[1]
 
@@ -123,9 +136,45 @@ class CodecContract:
         for part in layout.parts:
             span = room_for(codec, part)
             coder = codec.bind(Pages(self.values(layout, len(pages.table), 32, 4), pages.table, 32), layout, part)
-            digests = coder.encode(0, span, digest)
+            digests = encode(coder, 0, span)
+            assert isinstance(digests, list)
             span.view[at % len(span.view)] ^= 1 << bit
-            assert not codec.bind(pages, layout, part).decode(span, 0, 0, digests, digest)
+            assert not decode(codec.bind(pages, layout, part), span, 0, 0, digests)
+
+    @given(
+        name=st.sampled_from(sorted(LAYOUTS)),
+        skip=st.integers(0, 1),
+        damaged=st.one_of(st.none(), st.integers(0, 3)),
+        at=st.integers(0, 10**6),
+    )
+    @settings(max_examples=30)
+    def test_blocks_are_good_up_to_the_first_that_is_not(
+        self, name: str, skip: int, damaged: int | None, at: int
+    ) -> None:
+        layout, codec, page_tokens, blocks = LAYOUTS[name], self.make(), 32, 4
+        per_block = layout.block_tokens // page_tokens
+        source = Pages(self.values(layout, blocks * per_block, page_tokens, 5), range(blocks * per_block), page_tokens)
+        tokens = [block * layout.block_tokens for block in range(blocks)]
+        for part in layout.parts:
+            spans = [room_for(codec, part) for _ in range(blocks)]
+            digests = list(codec.bind(source, layout, part).encode(tokens, spans, digest))
+            assert digests == [encode(codec.bind(source, layout, part), t, room_for(codec, part)) for t in tokens]
+            expected = [one for one in digests if isinstance(one, list)]
+            if damaged is not None:
+                spans[damaged].view[at % len(spans[damaged].view)] ^= 0x10
+            # Pages begin in the middle of the first block, and lie in another order.
+            planes = self.values(layout, blocks * per_block, page_tokens, 6)
+            target = Pages(planes, range(blocks * per_block - 1, skip - 1, -1), page_tokens)
+            shifted = [token - skip * page_tokens for token in tokens]
+            coder = codec.bind(target, layout, part)
+            good = coder.decode(spans, shifted, skip * page_tokens, expected, digest)
+            assert good == (blocks if damaged is None else damaged)
+            heads = slice(part.head_start, part.head_stop)
+            for layer in part.layers:
+                for mine, theirs in zip(target.planes[layer], source.planes[layer], strict=True):
+                    for page in range(skip, good * per_block):
+                        loaded = mine[target.table[page - skip], :, heads]
+                        assert self.close(loaded, theirs[page, :, heads])
 
     @pytest.mark.parametrize("kind", ["list", "range", "tuple", "int32 array", "int64 array", "tensor"])
     def test_page_tables_of_every_kind(self, kind: str) -> None:
@@ -144,7 +193,7 @@ class CodecContract:
         }
         spans = [room_for(codec, layout.parts[0]) for _ in range(2)]
         for span, pages in zip(spans, (Pages(planes, table, 64), Pages(planes, [1, 0], 64)), strict=True):
-            codec.bind(pages, layout, layout.parts[0]).encode(64, span, digest)
+            encode(codec.bind(pages, layout, layout.parts[0]), 64, span)
         assert bytes(spans[0].view) == bytes(spans[1].view)
 
     @pytest.mark.parametrize("case", ["no layer", "planes", "heads", "width", "page", "dtype", "table", "below 0",
@@ -205,8 +254,8 @@ class Int8Contract(CodecContract):
             planes = self.values(layout, 2, 64, 6)
             planes[1][1][1, 7, 1, 3] = value
             coder = self.make().bind(Pages(planes, [0, 1], 64), layout, layout.parts[0])
-            assert isinstance(coder.encode(0, room_for(self.make(), layout.parts[0]), digest), list)
-            assert coder.encode(64, room_for(self.make(), layout.parts[0]), digest) is flaw
+            assert isinstance(encode(coder, 0, room_for(self.make(), layout.parts[0])), list)
+            assert encode(coder, 64, room_for(self.make(), layout.parts[0])) is flaw
 
     def test_memory_that_was_used_before_leaves_nothing_in_the_padding(self) -> None:
         layout = Layout.mla(layers=1, latent_dim=60, rope_dim=5, dtype="float16")
@@ -215,9 +264,19 @@ class Int8Contract(CodecContract):
             span = room_for(self.make(), layout.parts[0])
             span.view[:] = bytes([filler]) * len(span.view)
             pages = Pages(self.values(layout, 1, 64, 8), [0], 64)
-            self.make().bind(pages, layout, layout.parts[0]).encode(0, span, digest)
+            encode(self.make().bind(pages, layout, layout.parts[0]), 0, span)
             payloads.append(bytes(span.view))
         assert payloads[0] == payloads[1]
+
+    def test_a_block_that_it_cannot_write_is_the_last_one(self) -> None:
+        layout = small_layout()
+        planes = self.values(layout, 4, 64, 9)
+        planes[0][0][2, 5, 0, 1] = float("nan")
+        coder = self.make().bind(Pages(planes, range(4), 64), layout, layout.parts[0])
+        spans = [room_for(self.make(), layout.parts[0]) for _ in range(4)]
+        encoded = list(coder.encode([0, 64, 128, 192], spans, digest))
+        alone = [encode(coder, token, room_for(self.make(), layout.parts[0])) for token in (0, 64)]
+        assert encoded == [*alone, Flaw.NONFINITE]
 
 
 class TestInt8Kc64(Int8Contract):
@@ -252,7 +311,7 @@ class TestRawCodec(CodecContract):
         pages = random_pages(layout, 2, 16)
         for part in layout.parts:
             span = room_for(self.make(), part)
-            self.make().bind(pages, layout, part).encode(64, span, digest)
+            encode(self.make().bind(pages, layout, part), 64, span)
             want = b"".join(
                 pages.planes[layer][plane][4:8, :, head].contiguous().view(torch.uint8).numpy().tobytes()
                 for layer in part.layers

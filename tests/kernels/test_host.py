@@ -193,12 +193,12 @@ def test_encode_is_the_reference_bit_for_bit(shape: Shape, blocks: int, seed: in
     assert table is not None
     token = data.draw(st.integers(0, blocks - 1)) * shape.block_tokens
     want = Payload(shape.layers * shape.slice_bytes, 0xFF)
-    digests = plain(memory, table).encode(token, want.span, digest)
+    digests = plain(memory, table).encode_block(token, want.span, digest)
     slices = [want.bits[at : at + shape.slice_bytes] for at in range(0, want.size, shape.slice_bytes)]
     assert digests == [digest(one) for one in slices]
     for coder in sides(memory, table):
         got = Payload(want.size, 0x00)
-        assert coder.encode(token, got.span, digest) == digests
+        assert coder.encode_block(token, got.span, digest) == digests
         assert got.bits == want.bits
         got.check_guards()
     assert memory.bits() == before
@@ -222,10 +222,10 @@ def test_decode_is_the_reference_and_touches_nothing_else(
     digests = [digest(bits[at : at + shape.slice_bytes]) for at in range(0, len(bits), shape.slice_bytes)]
     token = block * shape.block_tokens
     want = Memory(shape, None)
-    assert plain(want, table).decode(payload.span, token, skip, digests, digest)
+    assert plain(want, table).decode_block(payload.span, token, skip, digests, digest)
     for kind in range(2):
         got = Memory(shape, None)
-        assert sides(got, table)[kind].decode(payload.span, token, skip, digests, digest)
+        assert sides(got, table)[kind].decode_block(payload.span, token, skip, digests, digest)
         assert got.bits() == want.bits()
         named = set(table[(token + skip) // shape.page_tokens : (token + shape.block_tokens) // shape.page_tokens])
         for page in set(range(shape.pages)) - named:
@@ -242,11 +242,11 @@ def test_a_block_comes_back_as_it_was(shape: Shape, seed: int, data: st.DataObje
         return
     memory = Memory(shape, seed)
     payload = Payload(shape.layers * shape.slice_bytes)
-    digests = sides(memory, table)[0].encode(0, payload.span, digest)
+    digests = sides(memory, table)[0].encode_block(0, payload.span, digest)
     order = data.draw(st.sampled_from([RUNS, *permutations(range(4))]))
     other = Memory(Shape(**{**vars(shape), "order": order, "pages": shape.pages + 2}), None)
     target = [page + 2 for page in table]
-    assert sides(other, target)[0].decode(payload.span, 0, 0, digests, digest)
+    assert sides(other, target)[0].decode_block(payload.span, 0, 0, digests, digest)
     for source, copy in zip(table, target, strict=True):
         assert memory.page_bits(source) == other.page_bits(copy)
 
@@ -290,7 +290,9 @@ def test_every_dtype_over_every_kind_of_page(name: str, dtype: str) -> None:
     memory = Memory(shape, 7)
     table = [3, 1, 0, 2][: shape.pages_per_block] if shape.pages_per_block > 1 else [2]
     want, got = Payload(shape.layers * shape.slice_bytes), Payload(shape.layers * shape.slice_bytes)
-    assert sides(memory, table)[0].encode(0, got.span, digest) == plain(memory, table).encode(0, want.span, digest)
+    assert sides(memory, table)[0].encode_block(0, got.span, digest) == plain(memory, table).encode_block(
+        0, want.span, digest
+    )
     assert got.bits == want.bits and len(set(got.bits)) > 16
 
 
@@ -301,7 +303,7 @@ def test_a_transposed_key_of_an_engine() -> None:
     payloads = []
     for plane in (values, transposed.permute(0, 3, 1, 2)):
         payload = Payload(2 * 16 * 8 * 2)
-        host.RawCopy([[plane]], [2], 16, 16).encode(0, payload.span, digest)
+        host.RawCopy([[plane]], [2], 16, 16).encode_block(0, payload.span, digest)
         payloads.append(payload.bits)
     assert payloads[0] == payloads[1] == values[2].transpose(0, 1).contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -310,10 +312,10 @@ def test_one_plane_as_runs_beside_one_with_strides() -> None:
     key, value = torch.randn(2, 2, 8, 16).to(torch.float16), torch.randn(2, 2, 16, 8).to(torch.float16)
     planes = [[key.permute(0, 3, 1, 2), value.permute(0, 2, 1, 3)]]
     want, got = Payload(2 * 2 * 16 * 8 * 2), Payload(2 * 2 * 16 * 8 * 2)
-    digests = reference.RawCopy(planes, [1], 16, 16).encode(0, want.span, digest)
-    assert host.RawCopy(planes, [1], 16, 16).encode(0, got.span, digest) == digests and got.bits == want.bits
+    digests = reference.RawCopy(planes, [1], 16, 16).encode_block(0, want.span, digest)
+    assert host.RawCopy(planes, [1], 16, 16).encode_block(0, got.span, digest) == digests and got.bits == want.bits
     copies = [[torch.zeros_like(plane) for plane in planes[0]]]
-    assert host.RawCopy(copies, [1], 16, 16).decode(got.span, 0, 0, digests, digest)
+    assert host.RawCopy(copies, [1], 16, 16).decode_block(got.span, 0, 0, digests, digest)
     assert all(torch.equal(copy[1], plane[1]) for copy, plane in zip(copies[0], planes[0], strict=True))
     assert all(not copy[0].any() for copy in copies[0])
 
@@ -335,13 +337,13 @@ def test_a_payload_between_the_layers_of_its_pages(copy_bytes: int) -> None:
         planes.append([pages.transpose(0, 2, 1, 3)])
     with mock.patch.object(host, "_COPY_BYTES", copy_bytes):
         coder = host.RawCopy(planes, [1], 16, 16)
-    digests = coder.encode(0, span, digest)
+    digests = coder.encode_block(0, span, digest)
     page = plane_bytes // 3
     want = b"".join(bytes(buffer[start + page : start + 2 * page]) for start in starts)
     assert bytes(span.view) == want
     for start in starts:
         memory[start : start + plane_bytes] = PATTERN
-    assert coder.decode(span, 0, 0, digests, digest) and bytes(span.view) == want
+    assert coder.decode_block(span, 0, 0, digests, digest) and bytes(span.view) == want
     for layer, start in enumerate(starts):
         assert bytes(memory[start + page : start + 2 * page]) == want[layer * page : (layer + 1) * page]
         assert set(memory[start : start + page]) | set(memory[start + 2 * page : start + plane_bytes]) == {PATTERN}
@@ -351,7 +353,7 @@ def test_pages_that_run_backwards_in_memory() -> None:
     forwards = np.arange(4 * 2 * 16 * 4, dtype=np.uint16).reshape(4, 2, 16, 4)
     backwards = forwards[::-1].transpose(0, 2, 1, 3)
     payload = Payload(2 * 16 * 4 * 2)
-    host.RawCopy([[backwards]], [0], 16, 16).encode(0, payload.span, digest)
+    host.RawCopy([[backwards]], [0], 16, 16).encode_block(0, payload.span, digest)
     assert payload.bits == forwards[3].tobytes()
 
 
@@ -364,12 +366,12 @@ def test_a_wrong_digest_is_refused(name: str, layer: int) -> None:
     shape = CASES[name]
     table = list(range(shape.pages_per_block))
     payload = Payload(shape.layers * shape.slice_bytes)
-    digests = sides(Memory(shape, 3), table)[0].encode(0, payload.span, digest)
+    digests = sides(Memory(shape, 3), table)[0].encode_block(0, payload.span, digest)
     payload.span.view[layer * shape.slice_bytes + 5] ^= 1
     for kind in range(2):
         memory = Memory(shape, None)
         coder = sides(memory, table)[kind]
-        assert not coder.decode(payload.span, 0, 0, digests, digest)
+        assert not coder.decode_block(payload.span, 0, 0, digests, digest)
         through_scratch = name not in ("long runs", "fused K and V", "one latent plane")
         untouched = [set(bits) == {PATTERN} for bits in memory.bits()]
         if through_scratch:
@@ -381,10 +383,10 @@ def test_a_wrong_digest_is_refused(name: str, layer: int) -> None:
 def test_with_a_skip_a_wrong_layer_is_never_written() -> None:
     shape = shape_of(page_tokens=8, pages_per_block=2)
     payload = Payload(shape.layers * shape.slice_bytes)
-    digests = sides(Memory(shape, 3), [0, 1])[0].encode(0, payload.span, digest)
+    digests = sides(Memory(shape, 3), [0, 1])[0].encode_block(0, payload.span, digest)
     memory = Memory(shape, None)
     wrong = [b"\x00" * 16, digests[1]]
-    assert not sides(memory, [0, 1])[0].decode(payload.span, 0, 8, wrong, digest)
+    assert not sides(memory, [0, 1])[0].decode_block(payload.span, 0, 8, wrong, digest)
     assert all(set(bits) == {PATTERN} for bits in memory.bits())
 
 
@@ -392,7 +394,7 @@ def test_the_digest_is_taken_from_the_copy() -> None:
     """Bytes that change after the check must not count: what is compared is what lies in the pages."""
     shape = shape_of()
     payload = Payload(shape.layers * shape.slice_bytes)
-    digests = sides(Memory(shape, 3), [0])[0].encode(0, payload.span, digest)
+    digests = sides(Memory(shape, 3), [0])[0].encode_block(0, payload.span, digest)
     memory = Memory(shape, None)
 
     calls = []
@@ -402,7 +404,7 @@ def test_the_digest_is_taken_from_the_copy() -> None:
         calls.append(digest(*buffers))
         return calls[-1]
 
-    assert not sides(memory, [0])[0].decode(payload.span, 0, 0, digests, digest_late)
+    assert not sides(memory, [0])[0].decode_block(payload.span, 0, 0, digests, digest_late)
     assert calls[0] == digests[0], "the first layer had been copied before the change"
     assert calls[1:] == [digest(bytes(shape.slice_bytes))], "the second one was not"
 
@@ -412,7 +414,7 @@ def test_pages_that_are_read_only_are_not_written() -> None:
     payload = Payload(2 * 16 * 4 * 2, 7)
     coder = host.RawCopy([[values]], [0], 16, 16)
     with pytest.raises(ValueError, match="read-only"):
-        coder.decode(payload.span, 0, 0, [digest(payload.span.view)], digest)
+        coder.decode_block(payload.span, 0, 0, [digest(payload.span.view)], digest)
     assert not values.any()
 
 
@@ -426,22 +428,22 @@ def test_a_block_outside_of_the_pages_is_a_bug(token: int) -> None:
     coder = sides(Memory(shape, 1), table)[0]
     payload = Payload(shape.layers * shape.slice_bytes)
     with pytest.raises(AssertionError, match="not inside the pages"):
-        coder.encode(token, payload.span, digest)
+        coder.encode_block(token, payload.span, digest)
 
 
 def test_no_pages_at_all() -> None:
     empty = torch.empty(0, 16, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(AssertionError):
-        host.RawCopy([[empty, empty]], [], 16, 16).encode(0, Payload(1024).span, digest)
+        host.RawCopy([[empty, empty]], [], 16, 16).encode_block(0, Payload(1024).span, digest)
 
 
 def test_a_block_cut_at_its_front_needs_no_pages_for_what_is_cut() -> None:
     shape = shape_of(page_tokens=8, pages_per_block=2)
     source = Memory(shape, 5)
     payload = Payload(shape.layers * shape.slice_bytes)
-    digests = sides(source, [0, 1])[0].encode(0, payload.span, digest)
+    digests = sides(source, [0, 1])[0].encode_block(0, payload.span, digest)
     memory = Memory(shape, None)
-    assert sides(memory, [3])[0].decode(payload.span, -8, 8, digests, digest)
+    assert sides(memory, [3])[0].decode_block(payload.span, -8, 8, digests, digest)
     assert memory.page_bits(3) == source.page_bits(1)
     assert all(set(bits) == {PATTERN} for page in range(3) for bits in memory.page_bits(page))
 
@@ -452,7 +454,7 @@ def test_the_memory_behind_a_tensor_lives_as_long_as_the_copy() -> None:
     planes.clear()
     rubbish = [torch.zeros(128, dtype=torch.uint8) for _ in range(64)]
     payload = Payload(128)
-    coder.encode(0, payload.span, digest)
+    coder.encode_block(0, payload.span, digest)
     assert payload.bits == b"\x03" * 128 and len(rubbish) == 64
 
 

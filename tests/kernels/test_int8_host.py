@@ -149,8 +149,8 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
     spans, around = zip(*[room(form, len(layers)) for _ in range(2)], strict=True)
     compiled = int8_host.Int8Copy(loops, form, layers, table, page_tokens)
     plain = int8_plain.Int8Copy(form, layers, table, page_tokens)
-    digests = compiled.encode(block * tokens, spans[0], digest)
-    assert digests == plain.encode(block * tokens, spans[1], digest)
+    digests = compiled.encode_block(block * tokens, spans[0], digest)
+    assert digests == plain.encode_block(block * tokens, spans[1], digest)
     assert all((memory[:64] == CANARY).all() and (memory[-64:] == CANARY).all() for memory in around)
     if not isinstance(digests, list):
         return  # what is in such a payload is garbage
@@ -167,7 +167,7 @@ def test_both_routes_write_the_same_bytes_and_the_same_pages(
             if route == 0
             else int8_plain.Int8Copy(form, into, table, page_tokens)
         )
-        assert copy.decode(spans[0], block * tokens, skip, digests, digest)
+        assert copy.decode_block(spans[0], block * tokens, skip, digests, digest)
         landed.append(into)
     wanted = table[block * per_block + skip // page_tokens : (block + 1) * per_block]
     for one, other in zip(*landed, strict=True):
@@ -191,7 +191,7 @@ def test_a_block_that_is_not_finite_has_a_flaw(dtype: str, codec: str, value: st
         bad = torch.tensor(float(value.strip("-")))
         layer[plane][at] = -bad if value.startswith("-") else bad
         copy = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [layer], [0, 1, 2, 3], 64)
-        found = [copy.encode(token, room(form, 1)[0], digest) for token in (0, 128)]
+        found = [copy.encode_block(token, room(form, 1)[0], digest) for token in (0, 128)]
         assert found[at[0] // 2] is Flaw.NONFINITE
         assert isinstance(found[1 - at[0] // 2], list), "the block beside it was not concerned"
 
@@ -213,7 +213,7 @@ def test_numbers_beyond_the_scales_have_a_flaw(dtype: str, axis: Axis) -> None:
         if axis is Axis.CHANNEL and top > 1e38:
             layer[0][0, 6, 0, 3] = -top  # their distance is beyond float32
         copy = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [layer], [0], 64)
-        found = copy.encode(0, room(form, 1)[0], digest)
+        found = copy.encode_block(0, room(form, 1)[0], digest)
         assert isinstance(found, list) if fits else found is Flaw.OUT_OF_RANGE
 
 
@@ -231,11 +231,11 @@ def test_a_thread_that_flushes_denormals_writes_the_same_bytes(dtype: str) -> No
             if not torch.set_flush_denormal(flush):
                 pytest.skip("this processor cannot flush denormals")
             span, memory = room(form, 1)
-            digests = copy.encode(0, span, digest)
+            digests = copy.encode_block(0, span, digest)
             assert isinstance(digests, list)
             into = [torch.zeros_like(plane) for plane in layer]
             back = int8_host.Int8Copy(int8_loops.prepare(dtype), form, [into], [0], 64)
-            assert back.decode(span, 0, 0, digests, digest)
+            assert back.decode_block(span, 0, 0, digests, digest)
             payloads.append(bytes(memory))
             pages.append(b"".join(bits(plane).numpy().tobytes() for plane in into))
     finally:
@@ -247,11 +247,11 @@ def test_a_damaged_slice_reaches_no_page() -> None:
     form = slice_form(int8.KC64, 2, 64, (16, 16), 2)
     layers = [[numbers("plain", (1, 64, 2, 16), torch.bfloat16, seed) for seed in (1, 2)] for _ in range(2)]
     span, _ = room(form, 2)
-    digests = int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, layers, [0], 64).encode(0, span, digest)
+    digests = int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, layers, [0], 64).encode_block(0, span, digest)
     assert isinstance(digests, list)
     span.view[form.size_bytes + 100] ^= 4
     into = [[torch.zeros_like(plane) for plane in layer] for layer in layers]
-    assert not int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, into, [0], 64).decode(
+    assert not int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, into, [0], 64).decode_block(
         span, 0, 0, digests, digest
     )
     assert into[0][0].any() and not into[1][0].any() and not into[1][1].any()
@@ -263,10 +263,10 @@ def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
     plane.flags.writeable = False
     copy = int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, [[plane, plane]], [0], 64)
     span, _ = room(form, 1)
-    digests = copy.encode(0, span, digest)
+    digests = copy.encode_block(0, span, digest)
     assert isinstance(digests, list)
     with pytest.raises(ValueError, match="read-only"):
-        copy.decode(span, 0, 0, digests, digest)
+        copy.decode_block(span, 0, 0, digests, digest)
     odd = np.zeros((64, 9), np.uint8)[:, 1:].view(np.uint16).reshape(1, 64, 1, 4, order="A")
     with pytest.raises(ValueError, match="whole numbers"):
         int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, [[odd, odd]], [0], 64)

@@ -78,7 +78,7 @@ def fill_part(space: Owned, prompt: Prompt, reply: ReserveReply, part: int) -> l
     for block, place in zip(reply.blocks, reply.places[part], strict=True):
         span, size = space.door.spans([place])[0], space.layout.parts[part].raw_bytes
         payload = FrameSpan(span.address + HEADER_BYTES, span.view[HEADER_BYTES : HEADER_BYTES + size])
-        digests.append(coder.encode(block * BLOCK_TOKENS, payload, space.handle._digest))
+        digests += coder.encode([block * BLOCK_TOKENS], [payload], space.handle._digest)
     return digests
 
 

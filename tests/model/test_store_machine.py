@@ -293,7 +293,7 @@ class StoreMachine(RuleBasedStateMachine):
             span = owned.door.spans([open_.places[index][position]])[0]
             size = owned.layout.parts[index].raw_bytes
             payload = FrameSpan(span.address + HEADER_BYTES, span.view[HEADER_BYTES : HEADER_BYTES + size])
-            digests.append(coder.encode(block * BLOCK_TOKENS, payload, owned.handle._digest))
+            digests += coder.encode([block * BLOCK_TOKENS], [payload], owned.handle._digest)
         visible = owned.door.commit(open_.number, index, open_.done[index], digests)
         if open_.cancelled:
             assert visible == 0
