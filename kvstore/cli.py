@@ -447,6 +447,7 @@ def bench_codec(
     quality: Annotated[
         bool, typer.Option("--quality", help="Let a small trained model answer from KV that went through the codecs.")
     ] = False,
+    speed: Annotated[bool, typer.Option("--speed", help="Encode and decode on this CPU, beside memcpy.")] = False,
     windows: Annotated[
         int | None,
         typer.Option(
@@ -455,10 +456,11 @@ def bench_codec(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """How small the codecs make KV and how far a number may be off; with --quality what that does to attention and to
-    the next byte, also where K has outliers and biases as in large models.
+    """How small the codecs make KV and how far a number may be off; with --speed how fast they run on this CPU; with
+    --quality what they do to attention and to the next byte, also where K has outliers and biases as in large models.
 
-    With --quality it takes one to four minutes. Status 1: a variant of the model does not compute what the model does.
+    With --quality it takes one to four minutes, with --speed half of one. Status 1: a variant of the model does not
+    compute what the model does.
     """
     if windows is not None and not quality:
         raise typer.BadParameter("--windows belongs to --quality; give both or neither")
@@ -466,12 +468,18 @@ def bench_codec(
         show("loading torch")
         from kvstore.bench import codec
 
-        part = _codec_quality(windows, show) if quality else None
-        result = codec.CodecResult(codec.size_rows(), part)
+        rates = _codec_speed(show) if speed else None
+        result = codec.CodecResult(codec.size_rows(), rates, _codec_quality(windows, show) if quality else None)
     _print(result, as_json)
     for failure in result.failures:
         print(f"kvstore: {failure}", file=sys.stderr)
     return CHECK_FAILED if result.failures else OK
+
+
+def _codec_speed(show: Show) -> Any:
+    from kvstore.bench import codec_speed
+
+    return codec_speed.run(progress=show)
 
 
 def _codec_quality(windows: int | None, show: Show) -> Any:
@@ -493,7 +501,7 @@ def bench_all(data: BenchData = None, as_json: Json = False) -> int:
             tiers.run(tiers.Options(nvme=nvme.Options(data=data, fio=shutil.which("fio"))), show),
             lookup.run(progress=show),
             restart.run(restart.Options(data=data), show),
-            codec.CodecResult(codec.size_rows(), _codec_quality(None, show)),
+            codec.CodecResult(codec.size_rows(), _codec_speed(show), _codec_quality(None, show)),
         ]
     if as_json:
         print(json.dumps({"bench": "all", "results": [result.to_dict() for result in results]}))

@@ -1,8 +1,8 @@
 """`kvstore bench codec`: how small the codecs make KV, how far a number may be off, and what that does (floor 4).
 
-Sizes and bounds follow from the form of a payload, and nothing is run for them. `--quality` adds what the codecs do to
-a model's answers (`codec_quality`). Each mode is a part of the result with an object of its own for `--json`, tables
-for people, and failures; one that measures speed becomes another part. This file imports no engine.
+Sizes and bounds follow from the form of a payload, and nothing is run for them. `--speed` adds how fast they run here
+(`codec_speed`), `--quality` what the codecs do to a model's answers (`codec_quality`). Each mode is a part of the
+result with an object of its own for `--json`, tables for people, and failures. This file imports no engine.
 """
 
 from __future__ import annotations
@@ -66,15 +66,16 @@ class SizeRow:
 
 @dataclass(frozen=True)
 class CodecResult:
-    """sizes: always. quality: None where it was not asked for."""
+    """sizes: always. speed, quality: None where they were not asked for."""
 
     sizes: list[SizeRow]
+    speed: Part | None = None
     quality: Part | None = None
 
     @property
     def failures(self) -> list[str]:
         """Of all parts."""
-        return [] if self.quality is None else self.quality.failures
+        return [failure for part in (self.speed, self.quality) if part is not None for failure in part.failures]
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
@@ -84,6 +85,7 @@ class CodecResult:
             "block_tokens": GROUP,
             "pool_dtype": str(POOL_DTYPE).removeprefix("torch."),
             "sizes": [asdict(row) for row in self.sizes],
+            "speed": None if self.speed is None else self.speed.to_dict(),
             "quality": None if self.quality is None else self.quality.to_dict(),
         }
 
@@ -91,10 +93,12 @@ class CodecResult:
         """Tables, and what they say in words."""
         console.print(_table(self.sizes))
         console.print("bound: how far a number may be off, before it is rounded to the pool's dtype.")
-        if self.quality is None:
-            console.print("What that does to a model's answers: kvstore bench codec --quality")
-        else:
+        if self.speed is not None:
+            self.speed.render(console)
+        if self.quality is not None:
             self.quality.render(console)
+        if self.speed is None and self.quality is None:
+            console.print("How fast they run here: --speed. What they do to a model's answers: --quality")
 
 
 def size_rows(tokens: int = GROUP) -> list[SizeRow]:

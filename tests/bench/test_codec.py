@@ -16,7 +16,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
-from kvstore.bench import codec, codec_quality
+from kvstore.bench import codec, codec_quality, codec_speed
 from kvstore.bench.codec import RAW
 from kvstore.bench.codec_quality import LARGEST_LOSS_CHANGE, Options, QualityResult
 from kvstore.bench.codec_scores import CODECS, CONTINUATION, key_rms, measure
@@ -115,7 +115,7 @@ def test_random_weights_would_hide_the_error() -> None:
 
 
 def test_json_and_tables_say_the_same(result: QualityResult) -> None:
-    whole = codec.CodecResult(codec.size_rows(), result)
+    whole = codec.CodecResult(codec.size_rows(), quality=result)
     found = json.loads(json.dumps(whole.to_dict()))
     assert found["bench"] == "codec" and found["quality"]["model"]["weights"] == "trained"
     first = found["quality"]["variants"][0]
@@ -144,3 +144,23 @@ def test_sizes_follow_from_the_form() -> None:
 def test_windows_say_what_is_allowed(given: int) -> None:
     with pytest.raises(BadInput, match=f"windows={given}; give 1 to 64"):
         Options(windows=given)
+
+
+def test_every_codec_dtype_and_order_has_its_speed() -> None:
+    """Counted, not timed: the bench is run by people."""
+    options = codec_speed.Options(layers=2, kv_heads=2, head_dim=64, block_tokens=64, blocks=3, laps=1)
+    speed = codec_speed.run(options)
+    rows = {(row.codec, row.path, row.dtype, row.page_order): row for row in speed.rows}
+    assert len(rows) == len(speed.rows) == 3 * 2 * 3 * 3
+    assert all(row.gb_per_second > 0 and row.core_gb_per_second > 0 and row.ratio > 0 for row in speed.rows)
+    assert {row.dtype for row in speed.rows if row.target_gb_per_second} == {"bfloat16", "float16"}
+    assert not any(row.target_gb_per_second for row in speed.rows if row.codec == RAW)
+    whole = codec.CodecResult(codec.size_rows(), speed)
+    found = json.loads(json.dumps(whole.to_dict()))
+    assert found["speed"]["rows"][0]["codec"] == RAW and found["quality"] is None and whole.failures == []
+    shown = io.StringIO()
+    whole.render(Console(file=shown, width=120))
+    for text in codec_speed.PAGE_ORDERS:
+        assert text in shown.getvalue()
+    with pytest.raises(BadInput, match="laps=0"):
+        codec_speed.Options(laps=0)
