@@ -34,6 +34,7 @@ from tiering.errors import TierError
 _EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "server") | {
     "torch": "hf",
     "transformers": "hf",
+    "triton": "gpu",
 }
 
 
@@ -490,9 +491,78 @@ def _codec_quality(windows: int | None, show: Show) -> Any:
     return codec_quality.run(options, show)
 
 
+BenchDevice = Annotated[
+    str | None, typer.Option(metavar="NAME", help="cuda or cpu. A GPU where there is one if left out.")
+]
+Laps = Annotated[int | None, typer.Option(metavar="N", min=1, help="Turns that each median is of.")]
+
+
+@bench.command("kernels")
+def bench_kernels(
+    device: BenchDevice = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Measure this alone: kernels, transfers or decode. May be given again."),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="KV that is moved at once, such as 1GiB. May be given again."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a block; 32 on a GPU.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a layer; 8 on a GPU.")] = None,
+    head_dim: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a head; 128 on a GPU.")] = None,
+    page_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a page; 16.")] = None,
+    laps: Laps = None,
+    as_json: Json = False,
+) -> int:
+    """How fast KV goes off a GPU and back: the kernels beside a copy on the device, whole loads and saves beside a copy
+    of pinned memory, and what eight running streams notice of them.
+
+    On a CPU it runs on small shapes, to show that it runs; its figures say nothing then.
+    """
+    with _progress() as show:
+        show("loading torch and transformers")
+        from kvstore.bench import kernels
+
+        given = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+        options = kernels.options_for(device, given, page_tokens=page_tokens, sizes=size or (), laps=laps)
+        result = kernels.run(options, show, device, stage or ())
+    _print(result, as_json)
+    return _faults(result.faults)
+
+
+@bench.command("ttft")
+def bench_ttft(
+    engine: Annotated[str, typer.Option(metavar="NAME", help="Through which adapter: hf (transformers).")] = "hf",
+    shape: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the model: tiny, 1b or 8b. 8b on a GPU, tiny on a CPU.")
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(metavar="TOKENS,..", help="Lengths of the prefix, such as 8k,32k,128k.")
+    ] = None,
+    chunk: Annotated[int | None, typer.Option(metavar="TOKENS", min=1, help="Of the prefill grid.")] = None,
+    device: BenchDevice = None,
+    laps: Laps = None,
+    as_json: Json = False,
+) -> int:
+    """The time to the first token of a Llama with random weights: cold, from DRAM as it is and in 8 bits, and from the
+    pool on the device, each beside what its bytes need at the rate of this run's copies.
+
+    The cold run's share of the device's matrix rate (MFU) stands beside each speed-up.
+    """
+    with _progress() as show:
+        show("loading torch and transformers")
+        from kvstore.bench import ttft
+
+        options = ttft.options_for(device, shape=shape, contexts=context, chunk_tokens=chunk, laps=laps)
+        result = ttft.run(options, show, device, engine)
+    _print(result, as_json)
+    return _faults(result.faults)
+
+
 @bench.command("all")
 def bench_all(data: BenchData = None, as_json: Json = False) -> int:
-    """Every bench, one after the other."""
+    """Every bench that needs no GPU, one after the other: tiers, lookup, restart, codec."""
     with _progress() as show:
         show("loading torch")
         from kvstore.bench import codec, lookup, nvme, restart, tiers
@@ -509,6 +579,13 @@ def bench_all(data: BenchData = None, as_json: Json = False) -> int:
     for result in results:
         _print(result, as_json)
     return OK
+
+
+def _faults(lines: list[str]) -> int:
+    """Each on standard error; the status that follows."""
+    for line in lines:
+        print(f"kvstore: {line}", file=sys.stderr)
+    return CHECK_FAILED if lines else OK
 
 
 def main() -> None:

@@ -107,6 +107,10 @@ def test_a_bug_is_one_line_unless_a_traceback_is_asked_for() -> None:
         (("restart", "--blocks", "7"), ("blocks=7", "give 33 to")),
         (("codec", "--windows", "4"), ("--windows belongs to --quality",)),
         (("codec", "--quality", "--windows", "0"), ("windows=0", "give 1 to 64")),
+        (("kernels", "--stage", "gather"), ("stage='gather'", "kernels, transfers, decode")),
+        (("kernels", "--device", "cpu", "--size", "1KiB"), ("1.0 KiB", "give more")),
+        (("ttft", "--engine", "vllm"), ("engine='vllm'", "allowed: hf")),
+        (("ttft", "--device", "cpu", "--context", "300"), ("context=300", "use 256")),
     ],
 )
 def test_unusable_options_of_a_bench_are_one_line(arguments: tuple[str, ...], hints: tuple[str, ...]) -> None:

@@ -1,0 +1,422 @@
+"""`kvstore bench ttft`: the time to the first token, cold, from the pool on the device, and from DRAM (floor 4).
+
+A Llama with random weights answers prompts of some length through an engine's adapter. For each length:
+
+    cold   no store: prefill of everything; beside it, which share of the device's matrix rate that was (MFU)
+    fill   the first request of a store: prefill, and all blocks saved on the way
+    dram   the same prompt again: its prefix comes from the store in this process
+    hbm    and again: its prefix comes from the pool of decoded blocks on the device
+
+The limit of a hit is the time that its bytes need at the rate of this run's plain copies (pinned memory to the device;
+for the pool a copy on the device, which reads and writes), and the forward pass over the tokens behind the prefix. A
+speed-up says as much about the cold run as about the store, so the MFU stands beside it.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+import kvstore
+from engine_adapter.adapter import Report
+from engine_adapter.hf_attention import ChunkMask
+from engine_adapter.hf_buffers import BufferSet
+from engine_adapter.hf_cache import CHUNK_TOKENS_CUDA, Generation, PrefixCache
+from engine_adapter.hf_layers import even_cache
+from kv_kernels.int8 import KC64
+from kvstore.bench.measure import Progress, available_bytes, machine, quiet_collector
+from kvstore.bench.on_device import Clock, clock_of, describe, device_named
+from kvstore.bench.random_llama import EIGHT_B, SHAPES, TINY, build, peak_flops, prefill_flops, weights_bytes
+from kvstore.bench.transfer_rows import LOAD, PlainCopy
+from kvstore.codec import codec_named
+from kvstore.config import format_size
+from kvstore.errors import BadInput
+from kvstore.layout import Layout
+from tiering.frame import frame_bytes
+
+HF = "hf"
+ENGINES = (HF,)
+RAW = "raw"
+COLD, FILL, DRAM, HBM = PATHS = ("cold", "fill", "dram", "hbm")
+SPEEDUPS = {(32768, RAW): 14.0, (32768, KC64): 22.0}
+"""(context, codec): to the cold run, from DRAM, of the 8B shape on a GPU."""
+MOST_SECONDS = 30.0
+"""Of one row's laps: what has been measured by then has to do."""
+COPY_LAPS = 7
+PINNED_SHARE = 0.8
+"""Of a store's DRAM, what leases may pin at once, as `kvstore.config.Limits` has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """shape: of the model. contexts: tokens of the prefix that is kept, whole chunks. suffix_tokens: behind it, always
+    computed. chunk_tokens: of the prefill grid. laps: of each row. copy_bytes: of the plain copies.
+    """
+
+    shape: str = EIGHT_B
+    contexts: tuple[int, ...] = (8192, 32768, 131072)
+    codecs: tuple[str, ...] = (RAW, KC64)
+    suffix_tokens: int = 64
+    chunk_tokens: int = CHUNK_TOKENS_CUDA
+    laps: int = 5
+    copy_bytes: int = 1 << 30
+
+
+SMALL = Options(TINY, (256, 512), chunk_tokens=128, laps=3, copy_bytes=1 << 20)
+"""What a CPU does in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device reached in this run: bytes per second of copies, and FLOP/s of matrix products."""
+
+    pinned_bytes_per_second: float
+    device_bytes_per_second: float
+    peak_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class TtftRow:
+    """One path at one length. Times in milliseconds, medians over `laps`; ttft_ms_low, _high: the extremes.
+
+    bytes_moved: that the prefix has where it comes from, or was saved as. suffix_ms: the forward pass over the tokens
+    behind the prefix, alone. limit_ms: see the file's head; None where nothing is restored. ratio: limit / time.
+    speedup: of the cold time. cold_mfu: of the cold run. tokens: of the prompt by where they came from, last lap.
+    """
+
+    context_tokens: int
+    path: str
+    codec: str
+    laps: int
+    ttft_ms: float
+    ttft_ms_low: float
+    ttft_ms_high: float
+    lookup_ms: float
+    restored_ms: float
+    save_ms: float
+    bytes_moved: int
+    suffix_ms: float
+    limit_ms: float | None
+    ratio: float | None
+    speedup: float
+    cold_mfu: float
+    target_speedup: float | None
+    tokens: dict[str, int]
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None where none is set."""
+        return None if self.target_speedup is None else self.speedup >= self.target_speedup
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {**asdict(self), "met": self.met}
+
+
+@dataclass
+class TtftResult:
+    """All rows, and under which conditions they were taken. faults: what failed, one line each."""
+
+    options: Options
+    device: torch.device
+    engine: str
+    rates: Rates
+    rows: list[TtftRow] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "bench": "ttft",
+            "engine": self.engine,
+            "machine": machine(),
+            "device": describe(self.device),
+            "options": asdict(self.options),
+            "rates": asdict(self.rates),
+            "rows": [row.to_dict() for row in self.rows],
+            "faults": self.faults,
+        }
+
+    def render(self, console: Any) -> None:
+        """One table, and what its words mean."""
+        table = Table()
+        for name in _COLUMNS:
+            table.add_column(name)
+        for row in self.rows:
+            table.add_row(*(cell(row) for cell in _COLUMNS.values()))
+        rates = self.rates
+        console.print(f"on {describe(self.device)['name']}, a random {self.options.shape} Llama, engine {self.engine}")
+        console.print(table)
+        console.print(
+            f"limit: the prefix's bytes at {rates.pinned_bytes_per_second / 1e9:,.1f} GB/s from pinned memory, or "
+            f"{rates.device_bytes_per_second / 1e9:,.0f} GB/s read and written on the device, and the forward pass "
+            f"over the {self.options.suffix_tokens} tokens behind it. MFU: of the cold run, to "
+            f"{rates.peak_flops / 1e12:,.2f} TFLOP/s of a matrix product in this run."
+        )
+
+
+def run(
+    options: Options | None = None, progress: Progress = None, device: str | None = None, engine: str = HF
+) -> TtftResult:
+    """Measure all lengths. Raises `BadInput` where there is no such device or engine, or too little memory."""
+    if engine not in ENGINES:
+        raise BadInput(f"engine={engine!r}; allowed: {', '.join(ENGINES)}")
+    chosen = device_named(device)
+    options = options or (Options() if chosen.type == "cuda" else SMALL)
+    _check(options, chosen)
+    say = partial(_tell, progress)
+    say(f"a random {options.shape} Llama")
+    # Not the model's own limit: a prompt as long as that has no room for what stands behind it.
+    model = build(options.shape, chosen, max(options.contexts) + options.suffix_tokens + 64)
+    clock = clock_of(chosen)
+    result = TtftResult(options, chosen, engine, _rates(model, options, chosen, clock))
+    with quiet_collector():
+        for context in options.contexts:
+            for row in _Length(model, options, context, chosen, clock, result).rows(say):
+                result.rows.append(row)
+            gc.collect()
+            if chosen.type == "cuda":
+                torch.cuda.empty_cache()
+    return result
+
+
+def _rates(model: Any, options: Options, device: torch.device, clock: Clock) -> Rates:
+    copy = PlainCopy(options.copy_bytes, device, clock)
+    there = torch.randint(0, 256, (2, options.copy_bytes), dtype=torch.uint8, device=device)
+    on_device = clock.timed(lambda: there[0].copy_(there[1]))
+    pinned = _median_seconds(lambda: copy.run(LOAD, options.copy_bytes), COPY_LAPS)
+    on_device()
+    copied = median(on_device().wall for _ in range(COPY_LAPS))
+    dtype = next(model.parameters()).dtype
+    return Rates(options.copy_bytes / pinned, 2 * options.copy_bytes / copied, peak_flops(device, dtype, clock))
+
+
+class _Length:
+    """One context length: all its paths, in an order in which each finds what it needs."""
+
+    def __init__(
+        self, model: Any, options: Options, context: int, device: torch.device, clock: Clock, result: TtftResult
+    ) -> None:
+        self._model, self._options, self._context, self._device = model, options, context, device
+        self._clock = clock
+        self._rates, self._faults = result.rates, result.faults
+        generator = np.random.default_rng(context)
+        self._prompt = generator.integers(0, model.config.vocab_size, context + options.suffix_tokens, dtype=np.uint32)
+        self._cold_ms, self._mfu, self._suffix_ms = 0.0, 0.0, 0.0
+
+    def rows(self, say: Callable[[str], None]) -> Iterator[TtftRow]:
+        options, context = self._options, self._context
+        say(f"{context:,} tokens, cold")
+        cache = PrefixCache(self._model, None, chunk_tokens=options.chunk_tokens)
+        self._warm_up(cache)
+        answers = self._laps(cache, options.laps)
+        self._cold_ms = median(answer.report.ttft_ms for answer in answers)
+        flops = prefill_flops(self._model, len(self._prompt))
+        self._mfu = flops / (self._cold_ms / 1e3) / self._rates.peak_flops
+        self._suffix_ms = 1e3 * self._suffix_seconds(cache)
+        layout = cache.layout
+        del cache
+        yield self._row(COLD, "", answers, 0, None)
+        for codec in options.codecs:
+            with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory:
+                dram = _dram_bytes(layout, codec, len(self._prompt))
+                with kvstore.open(f"embedded:{directory}", dram=dram) as store:
+                    yield from self._through(store, layout, codec, say)
+
+    def _through(self, store: Any, layout: Layout, codec: str, say: Callable[[str], None]) -> Iterator[TtftRow]:
+        options, context = self._options, self._context
+        blocks = context // layout.block_tokens
+        (part,) = layout.parts
+        size, raw = blocks * codec_named(codec).payload_bytes(part), blocks * layout.raw_bytes
+        say(f"{context:,} tokens, filling a store, {codec}")
+        cache = self._cache(store, codec)
+        yield self._row(FILL, codec, self._laps(cache, 1), size, None)
+        say(f"{context:,} tokens, from DRAM, {codec}")
+        limit = 1e3 * size / self._rates.pinned_bytes_per_second + self._suffix_ms
+        yield self._row(DRAM, codec, self._laps(cache, options.laps, DRAM), size, limit)
+        if codec != RAW:
+            return
+        del cache
+        say(f"{context:,} tokens, from the pool")
+        cache = self._cache(store, codec, hbm=raw + 2 * options.suffix_tokens * raw // context)
+        self._laps(cache, 1, DRAM)  # fills the pool
+        limit = 1e3 * 2 * raw / self._rates.device_bytes_per_second + self._suffix_ms
+        yield self._row(HBM, codec, self._laps(cache, options.laps, HBM), 2 * raw, limit)
+
+    def _cache(self, store: Any, codec: str, hbm: int = 0) -> PrefixCache:
+        gc.collect()  # the buffers of the one before
+        chunk = self._options.chunk_tokens
+        return PrefixCache(self._model, store, codec=codec, chunk_tokens=chunk, hbm=hbm, deadline_ms=10_000)
+
+    def _warm_up(self, cache: PrefixCache) -> None:
+        """Everything compiled and loaded, at a length that costs little."""
+        few = min(self._context, 2 * self._options.chunk_tokens) + self._options.suffix_tokens
+        cache.generate(self._prompt[:few], max_new_tokens=2, stop_tokens=())
+
+    def _laps(self, cache: PrefixCache, laps: int, tier: str | None = None) -> list[Generation]:
+        """Until there are as many, or time is over. tier: where the whole prefix has to come from."""
+        answers: list[Generation] = []
+        start = perf_counter()
+        while len(answers) < laps and (not answers or perf_counter() - start < MOST_SECONDS):
+            answers.append(cache.generate(self._prompt, max_new_tokens=1, stop_tokens=()))
+            report = answers[-1].report
+            hits: Any = report.account.to_dict()["hits"]
+            if tier is not None and hits.get(tier) != self._context:
+                self._faults.append(f"{self._context} tokens were to come from {tier}: {_shown(report)}")
+            if report.faults:
+                self._faults.append(f"{self._context} tokens: {report.fault}")
+        return answers
+
+    def _suffix_seconds(self, cache: PrefixCache) -> float:
+        """The forward pass over what stands behind the prefix, in buffers that hold random KV."""
+        suffix, context = self._options.suffix_tokens, self._context
+        block = cache.layout.block_tokens
+        capacity = -(-(context + suffix) // block) * block
+        planes = BufferSet(cache.layout, 1, capacity, self._device).of_rows(0, 1)
+        for pair in planes:
+            for plane in pair:
+                plane.normal_()
+        tokens = torch.from_numpy(self._prompt[-suffix:].astype(np.int64)).to(self._device)[None]
+        mask = None
+        if self._device.type == "cpu":  # whose kernels need one behind a prefix
+            mask = ChunkMask(self._options.chunk_tokens, planes[0][0].dtype).of(suffix, context + suffix)
+
+        def forward() -> None:
+            cache.call(tokens, even_cache(planes, context), mask).argmax(-1).tolist()
+
+        forward()
+        return _median_seconds(forward, max(5, self._options.laps))
+
+    def _row(
+        self, path: str, codec: str, answers: Sequence[Generation], bytes_moved: int, limit_ms: float | None
+    ) -> TtftRow:
+        reports = [answer.report for answer in answers]
+        times = [report.ttft_ms for report in reports]
+        is_judged = path == DRAM and self._device.type == "cuda" and self._options.shape == EIGHT_B
+        return TtftRow(
+            self._context,
+            path,
+            codec,
+            len(times),
+            median(times),
+            min(times),
+            max(times),
+            median(report.lookup_ms for report in reports),
+            median(report.restored_ms for report in reports),
+            median(report.save_ms for report in reports),
+            bytes_moved,
+            self._suffix_ms,
+            limit_ms,
+            None if limit_ms is None else limit_ms / median(times),
+            self._cold_ms / median(times),
+            self._mfu,
+            SPEEDUPS.get((self._context, codec)) if is_judged else None,
+            _shown(reports[-1]),
+        )
+
+
+def _shown(report: Report) -> dict[str, int]:
+    """Tokens of a prompt, by tier or by miss reason."""
+    account: Any = report.account.to_dict()
+    return {str(name): count for part in ("hits", "misses") for name, count in account[part].items()}
+
+
+def parse_tokens(given: str) -> int:
+    """Of "8k" or "8192". Raises `BadInput`."""
+    text = given.strip().lower()
+    number = text.removesuffix("k")
+    if not number.isdecimal() or not int(number):
+        raise BadInput(f"context={given!r} is not a number of tokens; write e.g. 8192 or 8k")
+    return int(number) * (1024 if text.endswith("k") else 1)
+
+
+def options_for(
+    device: str | None,
+    *,
+    shape: str | None = None,
+    contexts: str | None = None,
+    chunk_tokens: int | None = None,
+    laps: int | None = None,
+) -> Options:
+    """The device's usual options, with what was given in place. contexts: such as "8k,32k". Raises `BadInput`."""
+    usual = Options() if device_named(device).type == "cuda" else SMALL
+    given: dict[str, Any] = {"shape": shape, "chunk_tokens": chunk_tokens, "laps": laps}
+    if contexts is not None:
+        given["contexts"] = tuple(parse_tokens(part) for part in contexts.split(","))
+    return replace(usual, **{name: value for name, value in given.items() if value is not None})
+
+
+def _check(options: Options, device: torch.device) -> None:
+    if options.shape not in SHAPES:
+        raise BadInput(f"shape={options.shape!r}; allowed: {', '.join(SHAPES)}")
+    for context in options.contexts:
+        if context < 1 or context % options.chunk_tokens:
+            raise BadInput(
+                f"context={context} is not a multiple of the prefill chunk of {options.chunk_tokens} tokens; use "
+                f"{max(1, context // options.chunk_tokens) * options.chunk_tokens}"
+            )
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if free < weights_bytes(options.shape):
+            raise BadInput(
+                f"a {options.shape} Llama has {format_size(weights_bytes(options.shape))} of weights, and the GPU has "
+                f"{format_size(free)} free; end what uses it, or take a smaller shape: {', '.join(SHAPES)}"
+            )
+
+
+def _dram_bytes(layout: Layout, codec: str, tokens: int) -> int:
+    """For a store that can pin that many tokens at once. Raises `BadInput` where there is not so much."""
+    (part,) = layout.parts
+    frames = -(-tokens // layout.block_tokens) * frame_bytes(codec_named(codec).payload_bytes(part))
+    wanted = max(8 << 20, int(frames / PINNED_SHARE * 1.1) + (64 << 20))
+    if wanted > available_bytes():
+        raise BadInput(
+            f"{tokens} tokens need a store of {format_size(wanted)} of memory with codec {codec}, and "
+            f"{format_size(available_bytes())} are available; give a shorter --context"
+        )
+    return wanted
+
+
+def _median_seconds(work: Callable[[], object], laps: int) -> float:
+    """Wall time, after one turn that does not count."""
+    work()
+    times = []
+    for _ in range(laps):
+        start = perf_counter()
+        work()
+        times.append(perf_counter() - start)
+    return median(times)
+
+
+def _tell(progress: Progress, what: str) -> None:
+    if progress is not None:
+        progress(what)
+
+
+def _target(row: TtftRow) -> str:
+    return "" if row.target_speedup is None else f"{row.target_speedup:.0f} {'met' if row.met else 'missed'}"
+
+
+_COLUMNS: dict[str, Callable[[TtftRow], str]] = {
+    "context": lambda row: f"{row.context_tokens:,}",
+    "path": lambda row: row.path,
+    "codec": lambda row: row.codec,
+    "TTFT ms": lambda row: f"{row.ttft_ms:,.1f}",
+    "lowest, highest": lambda row: f"{row.ttft_ms_low:,.1f} .. {row.ttft_ms_high:,.1f}",
+    "moved": lambda row: format_size(row.bytes_moved) if row.bytes_moved else "",
+    "limit ms": lambda row: "" if row.limit_ms is None else f"{row.limit_ms:,.1f}",
+    "ratio": lambda row: "" if row.ratio is None else f"{row.ratio:.2f}",
+    "sooner": lambda row: f"{row.speedup:.1f}",
+    "cold MFU": lambda row: f"{row.cold_mfu:.2f}",
+    "target": _target,
+}
