@@ -2,8 +2,10 @@
 # first: a fresh machine needs make, a C compiler and Python 3.11 or 3.12 with its venv module, no more.
 #
 #   make demo                          the main job, end to end
-#   make test ARGS="-k frame -x"       ARGS go to the command behind demo, test and bench
+#   make test ARGS="-k frame -x"       ARGS go to the command behind demo, test, bench, gpu
 #   make env PYTHON=/opt/python3.12    which Python a new environment is made from
+#   make gpu STAGE=ttft                one step of the list for a GPU; all of them without STAGE
+#   make gpu PYTHON=python3            with that Python as it is, where no environment can be made
 #
 # On a machine without a GPU the CPU build of torch saves several gigabytes:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make env
@@ -15,6 +17,7 @@ VENV   := .venv
 EXTRAS := server,hf,dev
 PYTHON ?=
 ARGS   ?=
+STAGE  ?=
 
 # The whole suite ends within this time; what still runs then is interrupted and named.
 TEST_LIMIT_SECONDS := 720
@@ -26,19 +29,22 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env demo test check bench torture clean
+.PHONY: help env demo test check bench gpu torture clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
 	@echo 'make test    run every test, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed with their reasons'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
-	@echo 'make bench   run every benchmark against its physical limit'
+	@echo 'make bench   run every benchmark that needs no GPU against its physical limit'
+	@echo 'make gpu     test and measure on a GPU, at most 8 minutes; results in benchmarks/results (benchmarks/gpu.py)'
 	@echo 'make torture damage, power losses, kills and attacks for as long as ARGS say (tests/torture/)'
 	@echo 'make env     make $(VENV), or bring it up to date (each target above does so itself)'
 	@echo 'make clean   remove $(VENV) and everything built or cached'
 	@echo ''
 	@echo 'PYTHON=...   the Python to make $(VENV) from: 3.11 or 3.12; found by itself when not given'
-	@echo 'ARGS=...     further arguments for demo, test and bench'
+	@echo '             make gpu PYTHON=... makes none: it runs with that Python as it is'
+	@echo 'STAGE=...    steps of make gpu alone: tests, kernels, codec, ttft'
+	@echo 'ARGS=...     further arguments for demo, test, bench, gpu and torture'
 
 env: $(STAMP)
 
@@ -74,6 +80,9 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(VENV)/bin/kvstore bench all $(ARGS)
+
+gpu: $(if $(PYTHON),,$(STAMP))
+	@$(or $(PYTHON),$(VENV)/bin/python) benchmarks/gpu.py $(foreach stage,$(STAGE),--stage $(stage)) $(ARGS)
 
 torture: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m torture $(ARGS)

@@ -543,6 +543,9 @@ def bench_ttft(
     chunk: Annotated[int | None, typer.Option(metavar="TOKENS", min=1, help="Of the prefill grid.")] = None,
     device: BenchDevice = None,
     laps: Laps = None,
+    seconds: Annotated[
+        float | None, typer.Option(metavar="N", min=0, help="Begin nothing more after so long; half an hour.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """The time to the first token of a Llama with random weights: cold, from DRAM as it is and in 8 bits, and from the
@@ -554,7 +557,9 @@ def bench_ttft(
         show("loading torch and transformers")
         from kvstore.bench import ttft
 
-        options = ttft.options_for(device, shape=shape, contexts=context, chunk_tokens=chunk, laps=laps)
+        options = ttft.options_for(
+            device, shape=shape, contexts=context, chunk_tokens=chunk, laps=laps, seconds=seconds
+        )
         result = ttft.run(options, show, device, engine)
     _print(result, as_json)
     return _faults(result.faults)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -25,19 +25,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
 import kvstore
 from engine_adapter.adapter import Report
 from engine_adapter.hf_attention import ChunkMask
 from engine_adapter.hf_buffers import BufferSet
-from engine_adapter.hf_cache import CHUNK_TOKENS_CUDA, Generation, PrefixCache
+from engine_adapter.hf_cache import Generation, PrefixCache
 from engine_adapter.hf_layers import even_cache
-from kv_kernels.int8 import KC64
-from kvstore.bench.measure import Progress, available_bytes, machine, quiet_collector
-from kvstore.bench.on_device import Clock, clock_of, describe, device_named
-from kvstore.bench.random_llama import EIGHT_B, SHAPES, TINY, build, peak_flops, prefill_flops, weights_bytes
+from kvstore.bench.measure import Progress, available_bytes, quiet_collector
+from kvstore.bench.on_device import Clock, clock_of, device_named
+from kvstore.bench.random_llama import EIGHT_B, SHAPES, build, peak_flops, prefill_flops, weights_bytes
 from kvstore.bench.transfer_rows import LOAD, PlainCopy
+from kvstore.bench.ttft_rows import (
+    COLD,
+    DRAM,
+    FILL,
+    HBM,
+    RAW,
+    SMALL,
+    SPEEDUPS,
+    Options,
+    Rates,
+    TtftResult,
+    TtftRow,
+)
 from kvstore.codec import codec_named
 from kvstore.config import format_size
 from kvstore.errors import BadInput
@@ -46,123 +57,11 @@ from tiering.frame import frame_bytes
 
 HF = "hf"
 ENGINES = (HF,)
-RAW = "raw"
-COLD, FILL, DRAM, HBM = PATHS = ("cold", "fill", "dram", "hbm")
-SPEEDUPS = {(32768, RAW): 14.0, (32768, KC64): 22.0}
-"""(context, codec): to the cold run, from DRAM, of the 8B shape on a GPU."""
-MOST_SECONDS = 30.0
+MOST_SECONDS = 20.0
 """Of one row's laps: what has been measured by then has to do."""
 COPY_LAPS = 7
 PINNED_SHARE = 0.8
 """Of a store's DRAM, what leases may pin at once, as `kvstore.config.Limits` has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """shape: of the model. contexts: tokens of the prefix that is kept, whole chunks. suffix_tokens: behind it, always
-    computed. chunk_tokens: of the prefill grid. laps: of each row. copy_bytes: of the plain copies.
-    """
-
-    shape: str = EIGHT_B
-    contexts: tuple[int, ...] = (8192, 32768, 131072)
-    codecs: tuple[str, ...] = (RAW, KC64)
-    suffix_tokens: int = 64
-    chunk_tokens: int = CHUNK_TOKENS_CUDA
-    laps: int = 5
-    copy_bytes: int = 1 << 30
-
-
-SMALL = Options(TINY, (256, 512), chunk_tokens=128, laps=3, copy_bytes=1 << 20)
-"""What a CPU does in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the device reached in this run: bytes per second of copies, and FLOP/s of matrix products."""
-
-    pinned_bytes_per_second: float
-    device_bytes_per_second: float
-    peak_flops: float
-
-
-@dataclass(frozen=True, slots=True)
-class TtftRow:
-    """One path at one length. Times in milliseconds, medians over `laps`; ttft_ms_low, _high: the extremes.
-
-    bytes_moved: that the prefix has where it comes from, or was saved as. suffix_ms: the forward pass over the tokens
-    behind the prefix, alone. limit_ms: see the file's head; None where nothing is restored. ratio: limit / time.
-    speedup: of the cold time. cold_mfu: of the cold run. tokens: of the prompt by where they came from, last lap.
-    """
-
-    context_tokens: int
-    path: str
-    codec: str
-    laps: int
-    ttft_ms: float
-    ttft_ms_low: float
-    ttft_ms_high: float
-    lookup_ms: float
-    restored_ms: float
-    save_ms: float
-    bytes_moved: int
-    suffix_ms: float
-    limit_ms: float | None
-    ratio: float | None
-    speedup: float
-    cold_mfu: float
-    target_speedup: float | None
-    tokens: dict[str, int]
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None where none is set."""
-        return None if self.target_speedup is None else self.speedup >= self.target_speedup
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {**asdict(self), "met": self.met}
-
-
-@dataclass
-class TtftResult:
-    """All rows, and under which conditions they were taken. faults: what failed, one line each."""
-
-    options: Options
-    device: torch.device
-    engine: str
-    rates: Rates
-    rows: list[TtftRow] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "bench": "ttft",
-            "engine": self.engine,
-            "machine": machine(),
-            "device": describe(self.device),
-            "options": asdict(self.options),
-            "rates": asdict(self.rates),
-            "rows": [row.to_dict() for row in self.rows],
-            "faults": self.faults,
-        }
-
-    def render(self, console: Any) -> None:
-        """One table, and what its words mean."""
-        table = Table()
-        for name in _COLUMNS:
-            table.add_column(name)
-        for row in self.rows:
-            table.add_row(*(cell(row) for cell in _COLUMNS.values()))
-        rates = self.rates
-        console.print(f"on {describe(self.device)['name']}, a random {self.options.shape} Llama, engine {self.engine}")
-        console.print(table)
-        console.print(
-            f"limit: the prefix's bytes at {rates.pinned_bytes_per_second / 1e9:,.1f} GB/s from pinned memory, or "
-            f"{rates.device_bytes_per_second / 1e9:,.0f} GB/s read and written on the device, and the forward pass "
-            f"over the {self.options.suffix_tokens} tokens behind it. MFU: of the cold run, to "
-            f"{rates.peak_flops / 1e12:,.2f} TFLOP/s of a matrix product in this run."
-        )
 
 
 def run(
@@ -175,6 +74,7 @@ def run(
     options = options or (Options() if chosen.type == "cuda" else SMALL)
     _check(options, chosen)
     say = partial(_tell, progress)
+    budget = Budget(perf_counter() + options.seconds)
     say(f"a random {options.shape} Llama")
     # Not the model's own limit: a prompt as long as that has no room for what stands behind it.
     model = build(options.shape, chosen, max(options.contexts) + options.suffix_tokens + 64)
@@ -182,7 +82,7 @@ def run(
     result = TtftResult(options, chosen, engine, _rates(model, options, chosen, clock))
     with quiet_collector():
         for context in options.contexts:
-            for row in _Length(model, options, context, chosen, clock, result).rows(say):
+            for row in _Length(model, context, clock, result, budget).rows(say):
                 result.rows.append(row)
             gc.collect()
             if chosen.type == "cuda":
@@ -201,21 +101,42 @@ def _rates(model: Any, options: Options, device: torch.device, clock: Clock) -> 
     return Rates(options.copy_bytes / pinned, 2 * options.copy_bytes / copied, peak_flops(device, dtype, clock))
 
 
+class Budget:
+    """How much time there is. A section of a longer context is not begun where it would not end in time, by what each
+    token of a shorter one took: whoever runs the bench may end it, and then all rows are lost."""
+
+    def __init__(self, end: float, clock: Callable[[], float] = perf_counter) -> None:
+        self._end, self._clock = end, clock
+        self._began = clock()
+        self._seconds_per_token: dict[str, float] = {}
+
+    def begin(self, section: str, tokens: int) -> bool:
+        """Whether there is time for it, as far as one can know."""
+        self._began = self._clock()
+        return self._began + self._seconds_per_token.get(section, 0.0) * tokens < self._end
+
+    def spent(self, section: str, tokens: int) -> None:
+        """What began last has ended."""
+        self._seconds_per_token[section] = (self._clock() - self._began) / tokens
+
+
 class _Length:
     """One context length: all its paths, in an order in which each finds what it needs."""
 
-    def __init__(
-        self, model: Any, options: Options, context: int, device: torch.device, clock: Clock, result: TtftResult
-    ) -> None:
-        self._model, self._options, self._context, self._device = model, options, context, device
-        self._clock = clock
+    def __init__(self, model: Any, context: int, clock: Clock, result: TtftResult, budget: Budget) -> None:
+        self._model, self._context, self._clock, self._budget = model, context, clock, budget
+        self._result, self._options, self._device = result, result.options, result.device
         self._rates, self._faults = result.rates, result.faults
         generator = np.random.default_rng(context)
-        self._prompt = generator.integers(0, model.config.vocab_size, context + options.suffix_tokens, dtype=np.uint32)
+        self._prompt = generator.integers(
+            0, model.config.vocab_size, context + self._options.suffix_tokens, dtype=np.uint32
+        )
         self._cold_ms, self._mfu, self._suffix_ms = 0.0, 0.0, 0.0
 
     def rows(self, say: Callable[[str], None]) -> Iterator[TtftRow]:
         options, context = self._options, self._context
+        if not self._has_time(COLD, f"{context} tokens"):
+            return
         say(f"{context:,} tokens, cold")
         cache = PrefixCache(self._model, None, chunk_tokens=options.chunk_tokens)
         self._warm_up(cache)
@@ -226,8 +147,11 @@ class _Length:
         self._suffix_ms = 1e3 * self._suffix_seconds(cache)
         layout = cache.layout
         del cache
+        self._budget.spent(COLD, context)
         yield self._row(COLD, "", answers, 0, None)
         for codec in options.codecs:
+            if not self._has_time(codec, f"{context} tokens, {codec}"):
+                continue
             with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory:
                 dram = _dram_bytes(layout, codec, len(self._prompt))
                 with kvstore.open(f"embedded:{directory}", dram=dram) as store:
@@ -244,7 +168,8 @@ class _Length:
         say(f"{context:,} tokens, from DRAM, {codec}")
         limit = 1e3 * size / self._rates.pinned_bytes_per_second + self._suffix_ms
         yield self._row(DRAM, codec, self._laps(cache, options.laps, DRAM), size, limit)
-        if codec != RAW:
+        self._budget.spent(codec, context)
+        if codec != RAW or not self._has_time(HBM, f"{context} tokens, from the pool"):
             return
         del cache
         say(f"{context:,} tokens, from the pool")
@@ -252,6 +177,14 @@ class _Length:
         self._laps(cache, 1, DRAM)  # fills the pool
         limit = 1e3 * 2 * raw / self._rates.device_bytes_per_second + self._suffix_ms
         yield self._row(HBM, codec, self._laps(cache, options.laps, HBM), 2 * raw, limit)
+        self._budget.spent(HBM, context)
+
+    def _has_time(self, section: str, what: str) -> bool:
+        """Begin a section, unless time is too short for it, which is noted then."""
+        if self._budget.begin(section, self._context):
+            return True
+        self._result.left_out.append(what)
+        return False
 
     def _cache(self, store: Any, codec: str, hbm: int = 0) -> PrefixCache:
         gc.collect()  # the buffers of the one before
@@ -347,10 +280,11 @@ def options_for(
     contexts: str | None = None,
     chunk_tokens: int | None = None,
     laps: int | None = None,
+    seconds: float | None = None,
 ) -> Options:
     """The device's usual options, with what was given in place. contexts: such as "8k,32k". Raises `BadInput`."""
     usual = Options() if device_named(device).type == "cuda" else SMALL
-    given: dict[str, Any] = {"shape": shape, "chunk_tokens": chunk_tokens, "laps": laps}
+    given: dict[str, Any] = {"shape": shape, "chunk_tokens": chunk_tokens, "laps": laps, "seconds": seconds}
     if contexts is not None:
         given["contexts"] = tuple(parse_tokens(part) for part in contexts.split(","))
     return replace(usual, **{name: value for name, value in given.items() if value is not None})
@@ -401,22 +335,3 @@ def _median_seconds(work: Callable[[], object], laps: int) -> float:
 def _tell(progress: Progress, what: str) -> None:
     if progress is not None:
         progress(what)
-
-
-def _target(row: TtftRow) -> str:
-    return "" if row.target_speedup is None else f"{row.target_speedup:.0f} {'met' if row.met else 'missed'}"
-
-
-_COLUMNS: dict[str, Callable[[TtftRow], str]] = {
-    "context": lambda row: f"{row.context_tokens:,}",
-    "path": lambda row: row.path,
-    "codec": lambda row: row.codec,
-    "TTFT ms": lambda row: f"{row.ttft_ms:,.1f}",
-    "lowest, highest": lambda row: f"{row.ttft_ms_low:,.1f} .. {row.ttft_ms_high:,.1f}",
-    "moved": lambda row: format_size(row.bytes_moved) if row.bytes_moved else "",
-    "limit ms": lambda row: "" if row.limit_ms is None else f"{row.limit_ms:,.1f}",
-    "ratio": lambda row: "" if row.ratio is None else f"{row.ratio:.2f}",
-    "sooner": lambda row: f"{row.speedup:.1f}",
-    "cold MFU": lambda row: f"{row.cold_mfu:.2f}",
-    "target": _target,
-}

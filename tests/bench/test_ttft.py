@@ -81,6 +81,23 @@ def test_a_prefix_that_does_not_come_from_its_tier_is_a_fault(monkeypatch: pytes
     assert any("4096 tokens were to come from dram" in fault for fault in found.faults)
 
 
+def test_what_there_is_no_time_for_is_named() -> None:
+    found = ttft.run(replace(TINY, contexts=(128, 256), laps=1, seconds=0.0), device="cpu")
+    assert found.left_out == ["128 tokens", "256 tokens"] and not found.rows and not found.faults
+
+
+def test_what_would_not_end_in_time_is_not_begun() -> None:
+    now = 0.0
+    budget = ttft.Budget(100.0, lambda: now)
+    assert budget.begin("cold", 1000)
+    now = 10.0
+    budget.spent("cold", 1000)
+    assert budget.begin("cold", 8999) and not budget.begin("cold", 9001), "90 seconds are left, 10 ms a token"
+    assert budget.begin("raw", 10**9), "nothing is known of it"
+    now = 101.0
+    assert not budget.begin("raw", 1)
+
+
 @pytest.mark.parametrize(("tokens", "gigaflop_per_token"), [(2048, 14.5), (8192, 16.1), (32768, 22.5), (131072, 48.3)])
 def test_flops_are_those_of_a_causal_prefill(tokens: int, gigaflop_per_token: float) -> None:
     flops = random_llama.prefill_flops(random_llama.outline("8b"), tokens)

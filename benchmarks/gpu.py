@@ -1,0 +1,318 @@
+"""What is run on a GPU, and where its results go: `make gpu`.
+
+    python benchmarks/gpu.py                      all steps, in eight minutes at most
+    python benchmarks/gpu.py --stage ttft         that one alone; may be given again
+    python benchmarks/gpu.py --device cpu         small shapes on a CPU, which shows that the list runs
+
+Results are added to benchmarks/results/DEVICE.json (results.schema.json says what is in it): of each step the latest,
+with its date, versions and commit. Each step is a process of its own, so that one which fails leaves the others alone.
+It needs what `kvstore bench` needs, pytest and hypothesis, and no installation: the packages are taken from this tree.
+
+    status 0    all steps ran and are well       1    a step failed or was left out       2    wrong input
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+LIMIT_SECONDS = 480
+FORMAT = 1
+SECONDS = "{seconds}"
+"""Stands in a step's arguments for the time in which it may begin something: its limit, less MARGIN_SECONDS."""
+MARGIN_SECONDS = 90
+OK, FAILED, TIMED_OUT, ABSENT = "ok", "failed", "timed out", "absent"
+CUDA, CPU = "cuda", "cpu"
+
+
+@dataclass(frozen=True)
+class Step:
+    """arguments: behind `python -m`, on a GPU. small: the same on a CPU. limit_s: when it is ended. may_be_absent: the
+    command need not exist. kernel_tests: pytest, whose report is the result; other steps print JSON."""
+
+    name: str
+    arguments: tuple[str, ...]
+    small: tuple[str, ...]
+    limit_s: int
+    may_be_absent: bool = False
+    kernel_tests: bool = False
+
+
+KERNEL_TESTS = ("test_paged.py", "test_paged_int8.py", "test_paged_digest.py", "test_cuda.py")
+BENCH = ("kvstore", "bench")
+STEPS = (
+    Step(
+        "tests",
+        ("pytest", "-q", *(f"tests/kernels/{name}" for name in KERNEL_TESTS)),
+        ("pytest", "-q", "tests/kernels/test_cuda.py"),
+        limit_s=120,
+        kernel_tests=True,
+    ),
+    Step(
+        "kernels",
+        (*BENCH, "kernels", "--device", CUDA, "--json"),
+        (*BENCH, "kernels", "--device", CPU, "--laps", "1", "--json"),
+        limit_s=120,
+    ),
+    Step(
+        "codec",
+        (*BENCH, "codec", "--quality", "--json"),
+        (*BENCH, "codec", "--quality", "--json"),
+        limit_s=60,
+        may_be_absent=True,
+    ),
+    Step(
+        "ttft",
+        (*BENCH, "ttft", "--engine", "hf", "--device", CUDA, "--laps", "3", "--seconds", SECONDS, "--json"),
+        (*BENCH, "ttft", "--engine", "hf", "--device", CPU, "--laps", "1", "--json"),
+        limit_s=240,
+    ),
+)
+
+
+class BadInput(Exception):
+    """One line for who called."""
+
+
+def main() -> int:
+    """Run the steps that were asked for and leave their results."""
+    options = _options()
+    try:
+        steps = [step for step in STEPS if step.name in options.stage] if options.stage else list(STEPS)
+        end = time.monotonic() + options.seconds
+        device = _described(options.device)
+        path = Path(options.results) / f"{slug(str(device['name']))}.json"
+        results = _read(path)
+    except BadInput as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        return 2
+    versions = _versions(device)
+    commit, is_clean = _commit(options.commit)
+    is_well = True
+    for step in steps:
+        left = end - time.monotonic()
+        if left < 1:
+            print(f"{step.name}: left out, {options.seconds:.0f} seconds are over", flush=True)
+            is_well = False
+            continue
+        print(f"{step.name}: begins", flush=True)
+        entry = _run(step, str(device["type"]), min(step.limit_s, left))
+        entry |= {"commit": commit, "is_clean": is_clean, "versions": versions}
+        results["device"] = device
+        results["stages"][step.name] = entry
+        _write(path, results)
+        message = f": {entry['message']}" if entry["message"] else ""
+        print(f"{step.name}: {entry['status']} after {entry['seconds']:.0f} s{message}", flush=True)
+        is_well = is_well and entry["status"] in (OK, ABSENT)
+    print(f"results are in {path}")
+    return 0 if is_well else 1
+
+
+def slug(name: str) -> str:
+    """A device's name as that of a file: "NVIDIA H200" is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
+
+
+def _options() -> argparse.Namespace:
+    names = [step.name for step in STEPS]
+    parser = argparse.ArgumentParser(prog="gpu", description="Tests and benches on a GPU; results as JSON.")
+    parser.add_argument("--stage", action="append", choices=names, help="this step alone; may be given again")
+    parser.add_argument("--device", choices=(CUDA, CPU), default=CUDA, help="cpu: small shapes, to see that it runs")
+    parser.add_argument("--results", default=str(RESULTS), metavar="DIR", help="default: benchmarks/results")
+    parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="for all steps; default: 480")
+    parser.add_argument("--commit", help="of this tree, where there is no git to ask")
+    return parser.parse_args()
+
+
+def _environment(device: str) -> dict[str, str]:
+    """This process's, with the packages of this tree; kernels are compiled on a GPU, whatever was set before."""
+    settings = dict(os.environ)
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+    settings["PYTHONPATH"] = os.pathsep.join(paths + [path for path in [settings.get("PYTHONPATH", "")] if path])
+    settings.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if device == CUDA:
+        settings.pop("TRITON_INTERPRET", None)
+    return settings
+
+
+def _described(device: str) -> dict[str, Any]:
+    """The device, asked in a process of its own: this one takes none of a GPU's memory."""
+    program = (
+        "import json, sys\n"
+        "from kvstore.bench.on_device import describe, device_named\n"
+        "from kvstore.errors import BadInput\n"
+        "try:\n"
+        "    print(json.dumps(describe(device_named(sys.argv[1]))))\n"
+        "except BadInput as error:\n"
+        "    sys.exit(str(error))\n"
+    )
+    asked = subprocess.run(
+        [sys.executable, "-c", program, device],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=_environment(device),
+        timeout=120,
+    )
+    if asked.returncode:
+        raise BadInput(_last_line(asked.stderr))
+    found: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
+    return found
+
+
+def _run(step: Step, device: str, limit_s: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="kvstore-gpu-") as scratch:
+        report = Path(scratch) / "report.xml"
+        seconds = str(max(10, round(limit_s) - MARGIN_SECONDS))
+        named = step.arguments if device == CUDA else step.small
+        command = tuple(seconds if argument == SECONDS else argument for argument in named)
+        arguments = command
+        if step.kernel_tests:
+            arguments += ("-p", "no:cacheprovider", f"--junitxml={report}")
+        started, begun = datetime.now(UTC), time.monotonic()
+        status, output, errors = _ended(arguments, device, limit_s, Path(scratch))
+        entry: dict[str, Any] = {
+            "status": OK,
+            "started": started.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - begun, 2),
+            "command": ["python", "-m", *command],
+            "message": "",
+            "result": _tests(report) if step.kernel_tests else _json(output),
+        }
+    if status is None:
+        return entry | {"status": TIMED_OUT, "message": f"ended after {limit_s:.0f} seconds; {_last_line(errors)}"}
+    if step.may_be_absent and status == 2 and re.search(r"No such (command|option)", errors):
+        return entry | {"status": ABSENT, "message": _last_line(errors)}
+    if status or entry["result"] is None:
+        return entry | {"status": FAILED, "message": _why(entry["result"]) or _last_line(errors) or _last_line(output)}
+    return entry
+
+
+def _ended(arguments: tuple[str, ...], device: str, limit_s: float, scratch: Path) -> tuple[int | None, str, str]:
+    """Exit status (None: it was ended), standard output, standard error. All of its processes are gone then."""
+    with (scratch / "out").open("w+") as output, (scratch / "err").open("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdout=output,
+            stderr=errors,
+            cwd=ROOT,
+            env=_environment(device),
+            start_new_session=True,
+        )
+        status: int | None = None
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        return status, output.read(), errors.read()
+
+
+def _tests(report: Path) -> dict[str, Any] | None:
+    """What pytest counted, with the names of what failed and the reasons of what was skipped."""
+    if not report.exists():
+        return None
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case.find("skipped") for case in cases if case.find("skipped") is not None]
+    return {
+        "passed": len(cases) - len(failed) - len(skipped),
+        "failed": [f"{case.get('classname')}::{case.get('name')}" for case in failed],
+        "skipped": sorted({skip.get("message", "") for skip in skipped if skip is not None}),
+        "skips": len(skipped),
+    }
+
+
+def _json(output: str) -> dict[str, Any] | None:
+    lines = output.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _why(result: dict[str, Any] | None) -> str:
+    """What a result itself says is wrong."""
+    found = (result or {}).get("faults") or (result or {}).get("failed") or []
+    return "; ".join(map(str, found[:3])) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What is there already, or an empty one."""
+    if not path.exists():
+        return {"format": FORMAT, "device": {}, "stages": {}}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["format"] == FORMAT and isinstance(found["stages"], dict):
+            return found
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise BadInput(f"{path} is no file of results of format {FORMAT}; move it away")
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
+    """As a whole, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    beside.replace(path)
+
+
+def _versions(device: dict[str, Any]) -> dict[str, Any]:
+    named = {name: device.get(name) for name in ("torch", "triton", "transformers", "cuda")}
+    return {"python": platform.python_version(), "driver": _driver(), **named}
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    return _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def _commit(given: str | None) -> tuple[str | None, bool | None]:
+    """Of this tree, and whether nothing in it was changed since; None where there is no git to ask."""
+    if given is not None:
+        return given, None
+    commit = _said("git", "rev-parse", "HEAD")
+    return commit, None if commit is None else _said("git", "status", "--porcelain") == ""
+
+
+def _said(*command: str) -> str | None:
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() if asked.returncode == 0 else None
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

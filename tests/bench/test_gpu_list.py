@@ -1,0 +1,186 @@
+"""What `make gpu` runs: the whole list on a CPU with small shapes, and what becomes of a step that goes wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+SCHEMA = json.loads((ROOT / "benchmarks" / "results.schema.json").read_text())
+ELSEWHERE = {"format": 1, "device": {}, "stages": {}}
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[ModuleType]:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("gpu_list", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_list"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["gpu_list"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=300)
+
+
+def is_valid(results: Any) -> bool:
+    jsonschema.Draft202012Validator(SCHEMA).validate(results)
+    return True
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_the_whole_list_runs_on_a_cpu_and_adds_to_its_file(tmp_path: Path, gpu: ModuleType) -> None:
+    path = tmp_path / "cpu.json"
+    required = [step.name for step in gpu.STEPS if not step.may_be_absent]
+    ended = run("--device", "cpu", "--results", str(tmp_path), *_stages(required))
+    results = json.loads(path.read_text())
+    stages = results["stages"]
+    assert ended.returncode == 0, (ended.stdout, ended.stderr, [entry["message"] for entry in stages.values()])
+    assert list(tmp_path.iterdir()) == [path] and str(path) in ended.stdout
+    assert is_valid(results) and sorted(stages) == sorted(required)
+    assert {entry["status"] for entry in stages.values()} == {"ok"}
+    assert len(stages["kernels"]["result"]["kernels"]) == 9 and len(stages["ttft"]["result"]["rows"]) == 12
+    assert stages["tests"]["result"]["passed"] >= 3 and not stages["tests"]["result"]["failed"]
+    assert stages["ttft"]["versions"]["torch"] == results["device"]["torch"] and results["device"]["name"] == "cpu"
+    others = [step.name for step in gpu.STEPS if step.may_be_absent]
+    again = run("--device", "cpu", "--results", str(tmp_path), *_stages(others), "--seconds", "20")
+    added = json.loads(path.read_text())
+    assert is_valid(added) and again.returncode in (0, 1), again.stderr
+    assert added["stages"] == {**stages, **{name: added["stages"][name] for name in others}}, "stages are merged"
+    assert all(added["stages"][name]["status"] != "failed" for name in others), added["stages"]
+
+
+def _stages(names: list[str]) -> list[str]:
+    return [argument for name in names for argument in ("--stage", name)]
+
+
+def test_what_the_schema_does_not_know_is_refused() -> None:
+    for wrong in (
+        {**ELSEWHERE, "format": 2},
+        {**ELSEWHERE, "stages": {"other": {}}},
+        {**ELSEWHERE, "stages": {"tests": {"status": "ok"}}},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            is_valid(wrong)
+
+
+def entry_of(gpu: ModuleType, *arguments: str, limit_s: float = 30, **options: Any) -> dict[str, Any]:
+    entry: dict[str, Any] = gpu._run(gpu.Step("kernels", arguments, arguments, 30, **options), "cpu", limit_s)
+    return entry
+
+
+@pytest.fixture
+def module_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Writes a module that a step can run."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+    def write(text: str) -> str:
+        (tmp_path / "a_step.py").write_text(text)
+        return "a_step"
+
+    yield write
+
+
+def test_a_step_that_reports_faults_has_failed_and_keeps_its_result(gpu: ModuleType, module_in: Any) -> None:
+    name = module_in('print("noise"); print(\'{"faults": ["one", "two", "three", "four"]}\'); raise SystemExit(1)')
+    entry = entry_of(gpu, name)
+    assert (entry["status"], entry["message"]) == ("failed", "one; two; three and 1 more")
+    assert entry["result"] == {"faults": ["one", "two", "three", "four"]}
+
+
+def test_a_step_without_a_result_has_failed(gpu: ModuleType, module_in: Any) -> None:
+    assert entry_of(gpu, module_in("print('all is well')"))["status"] == "failed"
+    entry = entry_of(gpu, module_in("import sys; sys.exit('the last line')"))
+    assert (entry["status"], entry["message"], entry["result"]) == ("failed", "the last line", None)
+
+
+def test_only_what_may_be_absent_is(gpu: ModuleType) -> None:
+    entry = entry_of(gpu, "kvstore", "bench", "nothing-of-the-kind", may_be_absent=True)
+    assert entry["status"] == "absent" and "No such command" in entry["message"]
+    assert entry_of(gpu, "kvstore", "bench", "nothing-of-the-kind")["status"] == "failed"
+
+
+def test_a_step_that_does_not_end_is_ended_with_all_of_its_processes(
+    gpu: ModuleType, module_in: Any, tmp_path: Path
+) -> None:
+    child = tmp_path / "child"
+    text = "import subprocess, sys, time\n"
+    text += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    text += f"open({str(child)!r}, 'w').write(str(child.pid))\ntime.sleep(600)\n"
+    begun = time.monotonic()
+    entry = entry_of(gpu, module_in(text), limit_s=3)
+    assert entry["status"] == "timed out" and "after 3 seconds" in entry["message"] and time.monotonic() - begun < 20
+    pid = int(child.read_text())
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("its child still runs")
+
+
+def test_failing_tests_are_named(gpu: ModuleType, tmp_path: Path) -> None:
+    text = "import pytest\ndef test_good(): pass\ndef test_bad(): assert False\n"
+    text += "@pytest.mark.skip(reason='no reason')\ndef test_left_out(): pass\n"
+    (tmp_path / "test_some.py").write_text(text)
+    entry = entry_of(gpu, "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path / "test_some.py"), kernel_tests=True)
+    assert entry["status"] == "failed" and entry["message"].endswith("::test_bad")
+    assert (entry["result"]["passed"], entry["result"]["skips"], entry["result"]["skipped"]) == (1, 1, ["no reason"])
+
+
+def test_time_that_is_over_leaves_steps_out(tmp_path: Path) -> None:
+    ended = run("--device", "cpu", "--results", str(tmp_path), "--seconds", "0.5", "--stage", "tests")
+    assert ended.returncode == 1 and "tests: left out" in ended.stdout and not list(tmp_path.iterdir())
+
+
+def test_wrong_input_is_one_line(tmp_path: Path, gpu: ModuleType) -> None:
+    (tmp_path / "cpu.json").write_text("{}")
+    ended = run("--device", "cpu", "--results", str(tmp_path))
+    assert ended.returncode == 2 and ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert "cpu.json is no file of results" in line and "move it away" in line
+
+
+def test_kernels_are_compiled_on_a_gpu(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET" not in gpu._environment("cuda") and gpu._environment("cpu")["TRITON_INTERPRET"] == "1"
+
+
+def test_what_runs_on_a_gpu_is_known_to_the_command_line(gpu: ModuleType) -> None:
+    """Every option of a step: asked with one more that nobody knows, the command complains of that one alone."""
+    for step in gpu.STEPS:
+        for arguments in (step.arguments, step.small):
+            if arguments[:2] != gpu.BENCH or step.may_be_absent:
+                continue
+            given = [argument.replace(gpu.SECONDS, "10") for argument in arguments]
+            entry = entry_of(gpu, *given, "--nobody-knows-this")
+            assert "--nobody-knows-this" in entry["message"], entry["message"]
+            for option in (argument for argument in given if argument.startswith("--")):
+                assert f"No such option: {option} " not in entry["message"]
+    for step in gpu.STEPS:
+        for argument in (*step.arguments, *step.small):
+            assert not argument.startswith("tests/") or (ROOT / argument).exists(), argument
+
+
+def test_names_of_files(gpu: ModuleType) -> None:
+    assert gpu.slug("NVIDIA H200") == "nvidia-h200" and gpu.slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
