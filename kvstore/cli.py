@@ -472,9 +472,7 @@ def bench_codec(
         rates = _codec_speed(show) if speed else None
         result = codec.CodecResult(codec.size_rows(), rates, _codec_quality(windows, show) if quality else None)
     _print(result, as_json)
-    for failure in result.failures:
-        print(f"kvstore: {failure}", file=sys.stderr)
-    return CHECK_FAILED if result.failures else OK
+    return _faults(result.failures)
 
 
 def _codec_speed(show: Show) -> Any:
