@@ -14,7 +14,6 @@ The contract is in `pages`. This file imports torch; it is handed in when a stor
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import index
 from typing import Any
 
 from kv_kernels import host, int8, routes
@@ -101,20 +100,12 @@ def default_codec(layout: Layout) -> str:
 
 def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[int], list[list[Any]]]:
     """The page table, and of each layer the planes of this part's heads. Raises `LayoutMismatch`."""
-    table = _plain_table(pages)
+    table = pages.page_numbers()
     _check(pages, table, layout, part)
     planes = [list(pages.planes[layer]) for layer in part.layers]
     if part.kv_heads < part.group.kv_heads:
         planes = [[plane[:, :, part.head_start : part.head_stop] for plane in layer] for layer in planes]
     return table, planes
-
-
-def _plain_table(pages: Pages) -> list[int]:
-    """The page table as Python integers: addresses are computed from it, and an int32 of an array would overflow."""
-    try:
-        return [index(page) for page in pages.table]
-    except TypeError:
-        raise LayoutMismatch("the page table holds something else than integers; give one page number each") from None
 
 
 def _check(pages: Pages, table: list[int], layout: Layout, part: Part) -> None:
@@ -138,6 +129,8 @@ def _check(pages: Pages, table: list[int], layout: Layout, part: Part) -> None:
                 f"(group {group.name!r})"
             )
         for plane, want in zip(planes, page_shapes, strict=True):
+            if not host.is_tensor(plane):
+                raise LayoutMismatch(f"layer {layer} holds a {type(plane).__name__}; give tensors of torch or numpy")
             if plane.shape[1:] != want:
                 raise LayoutMismatch(
                     f"layer {layer} has pages of shape {tuple(plane.shape)}; the layout wants "

@@ -215,7 +215,8 @@ class NamespaceHandle:
                 f"first_token={first_token} must be a multiple of the page ({into.page_tokens} tokens) and not before "
                 f"the lease's first token {lease.first_token}"
             )
-        if len(set(into.table)) != len(into.table):
+        page_numbers = into.page_numbers()
+        if len(set(page_numbers)) != len(page_numbers):
             raise LayoutMismatch("the page table names a page twice; a page can hold one piece of a prompt only")
         coders = [self._codec.bind(into, self.layout, part) for part in self.layout.parts]
         start = first_token // self.block_tokens

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from operator import index
 from typing import Any, Protocol
 
 from kv_kernels.copies import Digest, Encoded
-from kvstore.errors import BadInput
+from kvstore.errors import BadInput, LayoutMismatch
 from kvstore.layout import Layout, Part
 from tiering.tier import FrameSpan
 
 __all__ = ["Codec", "Coder", "Digest", "Encoded", "Pages"]
+
+_TABLE = "give one page number each, as a list, an array or a tensor of one dimension"
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,25 @@ class Pages:
     page_tokens: int
 
     def __post_init__(self) -> None:
-        if self.page_tokens < 1:
-            raise BadInput(f"page_tokens={self.page_tokens} is not a page size; give 1 or more")
+        if not isinstance(self.page_tokens, Integral) or self.page_tokens < 1:
+            raise BadInput(f"page_tokens={self.page_tokens!r} is not a page size; give a whole number, 1 or more")
+        try:
+            len(self.table)
+        except TypeError:
+            raise BadInput(f"a page table of type {type(self.table).__name__}; {_TABLE}") from None
 
     @property
     def tokens(self) -> int:
         """Tokens that these pages cover."""
         return len(self.table) * self.page_tokens
+
+    def page_numbers(self) -> list[int]:
+        """The page table as Python integers. Addresses are computed from them, and an int32 of an array would overflow;
+        and those of a tensor are only then equal to each other. Raises `LayoutMismatch`."""
+        try:
+            return [index(page) for page in self.table]
+        except TypeError:
+            raise LayoutMismatch(f"the page table holds something else than integers; {_TABLE}") from None
 
 
 class Coder(Protocol):

@@ -208,6 +208,11 @@ class RawCopy(BlockByBlock):
         return self._table[first:stop]
 
 
+def is_tensor(given: Any) -> bool:
+    """Whether it is an array or a tensor; torch need not be known for that."""
+    return isinstance(given, np.ndarray) or hasattr(given, "is_cpu")
+
+
 def is_host(tensor: Any) -> bool:
     """Whether the tensor's bytes lie in host memory (numpy, or torch on the CPU)."""
     return isinstance(tensor, np.ndarray) or bool(tensor.is_cpu)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -617,13 +618,42 @@ def test_damage_that_a_late_reader_finds_is_condemned_too() -> None:
     a.store.check()
 
 
-def test_a_page_holds_one_piece_of_a_prompt(a: Bench) -> None:
+@pytest.mark.parametrize(
+    "table", [[1, 1], np.array([1, 1]), torch.tensor([1, 1]), torch.tensor([1, 1], dtype=torch.int8)]
+)
+def test_a_page_holds_one_piece_of_a_prompt(a: Bench, table: Any) -> None:
+    """Whatever the table is: elements of a tensor are never equal to each other by their hashes."""
     ns = a.namespace()
     put(ns, 128)
     blank = blank_pages(ns.layout, 2)
     with ns.lease(ns.match(ids(128))) as lease, pytest.raises(LayoutMismatch) as caught:
-        ns.get(lease, Pages(blank.planes, [1, 1], 64))
+        ns.get(lease, Pages(blank.planes, table, 64))
     assert one_line(caught.value, "names a page twice")
+
+
+@pytest.mark.parametrize("table", [np.array([[0, 1]]), [[0], [1]], torch.tensor([0.0, 1.0]), None, 5, iter([0, 1])])
+def test_what_is_no_page_table_is_one_line(a: Bench, table: Any) -> None:
+    ns = a.namespace()
+    put(ns, 128)
+    blank = blank_pages(ns.layout, 2)
+    with ns.lease(ns.match(ids(128))) as lease, pytest.raises(BadInput) as caught:
+        ns.get(lease, Pages(blank.planes, table, 64))
+    assert one_line(caught.value, "page table", "one page number each")
+
+
+@pytest.mark.parametrize("page_tokens", [64.0, "64", None, 0])
+def test_what_is_no_page_size_is_one_line(a: Bench, page_tokens: Any) -> None:
+    with pytest.raises(BadInput) as caught:
+        Pages(blank_pages(a.namespace().layout, 2).planes, [0, 1], page_tokens)
+    assert one_line(caught.value, f"page_tokens={page_tokens!r}")
+
+
+@pytest.mark.parametrize("plane", [[1.0], None])
+def test_planes_that_are_no_tensors_are_one_line(a: Bench, plane: Any) -> None:
+    ns = a.namespace()
+    with pytest.raises(LayoutMismatch) as caught:
+        ns.put(ids(128), Pages(dict.fromkeys(ns.layout.layers, (plane, plane)), [0, 1], 64))
+    assert one_line(caught.value, type(plane).__name__, "give tensors")
 
 
 @pytest.mark.parametrize(("blocks", "named"), [(-5, "blocks=-5"), ("many", "blocks='many'"), (0.5, "blocks=0.5")])
