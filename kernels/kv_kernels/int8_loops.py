@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from logging import getLogger
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, config, float32, int8, int16, int32, int64, njit, types, uint32, uint64
 from numba.extending import intrinsic, overload
+
+_log = getLogger(__name__)
 
 
 class Field(IntEnum):
@@ -62,12 +66,29 @@ def is_usable() -> bool:
 
 def prepare(dtype: str) -> Loops:
     """Compile for `bfloat16`, `float16` or `float32`. Seconds the first time on a machine: later processes find the
-    result on disk, where numba has a place to keep it."""
+    result on disk, where numba has a place to keep it. A place that is full or damaged costs these seconds only."""
     loops = _LOOPS[dtype]
-    for loop, arguments in zip(loops, (_ENCODED, _DECODED), strict=True):
-        loop.compile(arguments)  # type: ignore[attr-defined]
+    try:
+        _compile(loops)
+    except _UNKEPT as error:
+        _log.warning(
+            "what numba compiled cannot be kept or read: %s: %s; it is compiled for this process alone: free the disk, "
+            "or empty that folder (NUMBA_CACHE_DIR, else __pycache__ beside kv_kernels)",
+            type(error).__name__,
+            error,
+        )
+        loops = _LOOPS[dtype] = Loops(*[njit(**_OPTIONS)(loop.py_func) for loop in loops])  # type: ignore[attr-defined]
+        _compile(loops)
     return loops
 
+
+def _compile(loops: Loops) -> None:
+    for loop, arguments in zip(loops, (_ENCODED, _DECODED), strict=True):
+        loop.compile(arguments)  # type: ignore[attr-defined]
+
+
+_UNKEPT = (OSError, EOFError, UnpicklingError, ValueError, LookupError, AttributeError, ImportError, TypeError)
+"""What numba raises where its folder cannot be written or holds something else than it wrote: it reads pickles."""
 
 # Compiled code. Integers are cast at every step, because numba computes in 64 bits otherwise -------------------------
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -310,3 +314,25 @@ def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
 
 def test_the_fields_are_those_that_the_loops_read() -> None:
     assert [field.value for field in Field] == list(range(len(Field)))
+
+
+@pytest.mark.parametrize("damage", ["emptied", "full"])
+def test_a_cache_of_numba_that_is_damaged_or_full_costs_seconds_only(tmp_path: Path, damage: str) -> None:
+    """In processes of their own, because numba reads its settings when it is imported."""
+    kept = tmp_path / "kept"
+    settings = {**os.environ, "NUMBA_CACHE_DIR": str(kept), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "from kv_kernels import int8_loops; int8_loops.prepare('bfloat16')"]
+
+    def prepared() -> str:
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    if damage == "full":
+        # A file of 4 KiB still goes in, which is numba's test of a folder; an index is smaller, compiled code is not.
+        command[2] = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); " + command[2]
+    else:
+        assert not prepared()
+        for path in kept.rglob("*.nbc"):
+            os.truncate(path, 0)
+    assert "compiled for this process alone" in prepared()
