@@ -34,6 +34,8 @@ _FIRST_ADDRESS = 4096
 _MEMORY = memoryview((ctypes.c_char * ((1 << 57) - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS))
 """This process's address space as one buffer: the cheapest way to make an array over memory that others own."""
 
+UNWRITABLE_PAGES = "pages that are read-only, or expanded, cannot be loaded into"
+
 _COPY_BYTES = 1 << 20
 """Layers are copied together up to this size. What was copied has to be in the cache still when its digest is taken;
 and the fewer copies, the fewer times a thread gives the interpreter lock away and has to wait for it."""
@@ -113,7 +115,7 @@ class RawCopy(BlockByBlock):
 
     @cached_property
     def _writable(self) -> bool:
-        return all([_is_writable(plane) for layer in self._planes for plane in layer])
+        return are_writable(self._planes)
 
     @cached_property
     def _scratch(self) -> Array:
@@ -139,7 +141,7 @@ class RawCopy(BlockByBlock):
     def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
         """Copy a payload into the block at `token`, without its first `skip` tokens; False if any digest differs."""
         if not self._writable:
-            raise ValueError("pages that are read-only cannot be loaded into")
+            raise ValueError(UNWRITABLE_PAGES)
         slices = np.ndarray(self._shape, _BYTE, payload.view)
         if skip or not self._groups:
             return self._decode_through_scratch(slices, self._pages(token, skip), skip, expected, digest)
@@ -216,6 +218,19 @@ def is_tensor(given: Any) -> bool:
 def is_host(tensor: Any) -> bool:
     """Whether the tensor's bytes lie in host memory (numpy, or torch on the CPU)."""
     return isinstance(tensor, np.ndarray) or bool(tensor.is_cpu)
+
+
+def are_writable(planes: Sequence[Sequence[Any]]) -> bool:
+    """Whether pages can be loaded into all of these: none is read-only, and no two numbers of one share their memory,
+    as those of an expanded tensor do."""
+    return all([_is_writable(plane) for layer in planes for plane in layer])
+
+
+def _is_writable(tensor: Any) -> bool:
+    if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
+        return False
+    strides = tensor.strides if isinstance(tensor, np.ndarray) else tensor.stride()
+    return 0 not in strides or all([stride or size < 2 for stride, size in zip(strides, tensor.shape, strict=True)])
 
 
 def dtype_name(tensor: Any) -> str:
@@ -321,10 +336,6 @@ def _bytes_of_block(tensor: Any, block_tokens: int) -> int:
     """Of one plane, in the payload."""
     _, _, heads, width = tensor.shape
     return int(heads * block_tokens * width * tensor.dtype.itemsize)
-
-
-def _is_writable(tensor: Any) -> bool:
-    return not isinstance(tensor, np.ndarray) or bool(tensor.flags.writeable)
 
 
 class _Borrowed:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kv_kernels.copies import BlockByBlock, Digest
 from kv_kernels.flaws import Flaw
+from kv_kernels.host import UNWRITABLE_PAGES, are_writable
 from kv_kernels.int8 import SliceForm
 from kv_kernels.int8_loops import Field, Finding, Loops
 
@@ -56,8 +57,7 @@ class Int8Copy(BlockByBlock):
 
     @cached_property
     def _writable(self) -> bool:
-        flat = [plane for layer in self._planes for plane in layer]
-        return all([not isinstance(plane, np.ndarray) or bool(plane.flags.writeable) for plane in flat])
+        return are_writable(self._planes)
 
     @cached_property
     def _scratch(self) -> Array:
@@ -84,7 +84,7 @@ class Int8Copy(BlockByBlock):
     def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
         """Decode a payload into the block at `token`, without its first `skip` tokens; False if any digest differs."""
         if not self._writable:
-            raise ValueError("pages that are read-only cannot be loaded into")
+            raise ValueError(UNWRITABLE_PAGES)
         form, scratch = self._form, self._scratch
         private, source = scratch.ctypes.data, payload.address
         pages = self._pages(token, skip)

@@ -12,6 +12,7 @@ import torch
 from kv_kernels import int8, reference
 from kv_kernels.copies import BlockByBlock, Digest
 from kv_kernels.flaws import Flaw
+from kv_kernels.host import UNWRITABLE_PAGES
 from kv_kernels.int8 import Axis, PlaneForm, Quantized, SliceForm, Unwritable
 
 
@@ -19,10 +20,18 @@ class Int8Copy(BlockByBlock):
     """Encodes and decodes blocks. Holds the tensors for as long as it lives."""
 
     def __init__(
-        self, form: SliceForm, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int
+        self,
+        form: SliceForm,
+        planes: Sequence[Sequence[torch.Tensor]],
+        table: Sequence[int],
+        page_tokens: int,
+        *,
+        writable: bool = True,
     ) -> None:
-        """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width]; table: physical pages."""
+        """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width]; table: physical pages.
+        writable: whether they can be loaded into, which torch does not know of memory that it was given."""
         self._form = form
+        self._writable = writable
         self._planes = planes
         self._table = table
         self._page_tokens = page_tokens
@@ -54,6 +63,8 @@ class Int8Copy(BlockByBlock):
 
         A layer slice is verified in a private copy before any of it reaches the pages.
         """
+        if not self._writable:
+            raise ValueError(UNWRITABLE_PAGES)
         first = (token + skip) // self._page_tokens
         pages = self._table[first : first + (self._form.tokens - skip) // self._page_tokens]
         start = 0

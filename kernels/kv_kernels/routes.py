@@ -56,9 +56,8 @@ def int8_copy(form: SliceForm, planes: Planes, table: Sequence[int], page_tokens
     if _HAS_LOOPS and _is_on_host(planes):
         return int8_host.Int8Copy(int8_loops.prepare(dtype), form, planes, table, page_tokens)
     kind = getattr(torch, dtype)
-    return int8_plain.Int8Copy(
-        form, [[_as_torch(plane, kind) for plane in layer] for layer in planes], table, page_tokens
-    )
+    tensors = [[_as_torch(plane, kind) for plane in layer] for layer in planes]
+    return int8_plain.Int8Copy(form, tensors, table, page_tokens, writable=host.are_writable(planes))
 
 
 @cache

@@ -279,6 +279,32 @@ def test_pages_that_are_read_only_and_odd_strides_are_refused() -> None:
         int8_host.Int8Copy(int8_loops.prepare("bfloat16"), form, [[backwards, backwards]], [0], 64)
 
 
+@pytest.mark.parametrize("has_loops", [True, False])
+@pytest.mark.parametrize("kind", ["mapped read-only", "expanded array", "expanded tensor"])
+def test_no_route_loads_into_pages_that_cannot_hold_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_loops: bool, kind: str
+) -> None:
+    """A mapping that is read-only would end the process."""
+    monkeypatch.setattr(routes, "_HAS_LOOPS", has_loops)
+    (tmp_path / "pages").write_bytes(bytes(64 * 4 * 2))
+    plane: Any = {
+        "mapped read-only": np.memmap(tmp_path / "pages", np.uint16, "r", shape=(1, 64, 1, 4)),
+        "expanded array": np.lib.stride_tricks.as_strided(np.zeros(4, np.uint16), (1, 64, 1, 4), (8, 0, 8, 2)),
+        "expanded tensor": torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16).expand(1, 64, 1, 4),
+    }[kind]
+    form = slice_form(int8.TH, 1, 64, (4, 4), 2)
+    for copy in (
+        routes.int8_copy(form, [[plane, plane]], [0], 64, "bfloat16"),
+        routes.raw_copy([[plane, plane]], [0], 64, 64),
+    ):
+        memory = np.zeros(4096, np.uint8)[: form.size_bytes if copy.__module__ != "kv_kernels.host" else 1024]
+        span = FrameSpan(memory.ctypes.data, memoryview(memory.data))
+        (digests,) = copy.encode([0], [span], digest)
+        assert isinstance(digests, list)
+        with pytest.raises(ValueError, match="read-only, or expanded"):
+            copy.decode([span], [0], 0, [digests], digest)
+
+
 def test_pages_whose_tokens_and_heads_run_backwards() -> None:
     form = slice_form(int8.KC64, 2, 64, (8, 8), 4)
     straight = numbers("plain", (2, 64, 2, 8), torch.float32, 1).numpy()
