@@ -88,7 +88,8 @@ class PinnedExtents:
     def remove(self, address: int, timeout_s: float) -> bool:
         """Unregister an extent that was added, once nobody holds it; until then the memory must stay.
 
-        False where that takes longer than the timeout: it is still here then, to be removed by another call.
+        False where that takes longer than the timeout, or the worker has too much to do: it is still here then, to be
+        removed by another call.
         """
         with self._lock:
             extent = next((known for known in self._extents if known.address == address), None)
@@ -100,7 +101,10 @@ class PinnedExtents:
                 extent.is_going = False
             return False
         gone = threading.Event()
-        self._worker.submit(lambda: self._unregister(extent, gone))
+        if not self._worker.submit(lambda: self._unregister(extent, gone)):
+            with self._lock:
+                extent.is_going = False
+            return False
         return self._worker.wait(gone.is_set, timeout_s)
 
     def hold(self, addresses: Sequence[int], size_bytes: int) -> Hold:
@@ -178,6 +182,7 @@ class PinnedExtents:
         for chunk, is_pinned in enumerate(extent.pinned):
             if is_pinned:
                 self._host.unregister(extent.address + chunk * self._chunk_bytes)
+                extent.pinned[chunk] = False  # where the next one fails, another call does the rest
         with self._lock:
             at = self._extents.index(extent)
             del self._starts[at], self._extents[at]

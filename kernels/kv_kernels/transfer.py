@@ -20,6 +20,7 @@ Must never block the caller but in `wait`, `wait_layer` and `wait_pages`, and th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -31,6 +32,8 @@ from kv_kernels.pinned import Hold, PinnedExtents
 from kv_kernels.staging import BounceRing, StagingRing
 from kv_kernels.under_way import LayerSlice, Loading, Saving, Transfer
 from kv_kernels.worker import Worker
+
+_log = logging.getLogger(__name__)
 
 
 class PageKernel(Protocol):
@@ -96,6 +99,9 @@ class _Mover:
                 f"a layer slice of {largest} bytes does not go into a staging segment of {room}: give slices of fewer "
                 "layers, or larger segments"
             )
+        first = min(part.offset_bytes for part in slices)
+        if first < 0:
+            raise ValueError(f"a layer slice at byte {first} of its frame; give offsets of 0 or more")
 
     def _batches(self, addresses: Sequence[int], slices: Sequence[LayerSlice]) -> list[_Batch]:
         batches = []
@@ -134,16 +140,26 @@ class _Mover:
         return True
 
     def _put_in_all(self, transfer: Transfer, put_in: Callable[[], None]) -> None:
-        """Also where it fails half-way: what is in the streams then is done, and is waited for."""
+        """Also where it fails half-way, or the caller's thread is interrupted: what is in the streams then is done, and
+        is waited for."""
         try:
             put_in()
         except Exception as error:
             transfer.failed(error)
+        except BaseException:
+            transfer.cancel()
+            raise
+        finally:
+            self._end(transfer)
+
+    def _end(self, transfer: Transfer) -> None:
+        """The worker waits for this, and all later transfers behind it."""
+        copied = launched = None
         try:
-            transfer.put_in(self._copies.record(), self._kernels.record())
-        except RuntimeError as error:
+            copied, launched = self._copies.record(), self._kernels.record()
+        except Exception as error:
             transfer.failed(error)
-            transfer.put_in(None, None)
+        transfer.put_in(copied, launched)
 
 
 class Loader(_Mover):
@@ -168,7 +184,11 @@ class Loader(_Mover):
         the slices do not fit. Nothing is begun or released in either case.
         """
         self._check(addresses, slices)
-        began = self._device.compute().record()
+        try:
+            began = self._device.compute().record()
+        except RuntimeError as error:
+            _log.warning("no load is begun, the device has failed: %s", error)
+            return None
         hold = self._hold(addresses, slices)
         batches = self._batches(addresses, slices)
         is_direct = all(batch.is_pinned for batch in batches)

@@ -57,7 +57,7 @@ class Transfer:
     def __init__(self, worker: Worker, kernel: object, hold: Hold, is_direct: bool) -> None:
         self.is_direct = is_direct
         self.is_stranded = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._worker = worker
         self._kernel: object | None = kernel
         self._hold = hold
@@ -88,7 +88,7 @@ class Transfer:
         self.is_put_in = True
         self._worker.notify()
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """The first one is kept, without its traceback: the frames in it would keep tables and tensors alive."""
         _log.debug("in a transfer", exc_info=error)
         self.error = self.error or error.with_traceback(None)
@@ -109,7 +109,7 @@ class Transfer:
     def _call(self, handed_in: Callable[[], object]) -> bool:
         try:
             return bool(handed_in())
-        except Exception as error:
+        except BaseException as error:  # a cancelled task's, say: it must end neither the worker nor what waits for it
             self.failed(error)
             return False
 
@@ -148,9 +148,12 @@ class Loading(Transfer):
         """Let `stream` wait for a layer, before it reads the layer's pages.
 
         The host waits only where the load is not direct. False where the layer does not come, or took longer: its pages
-        hold garbage, and are free to be overwritten when the load is done.
+        hold garbage, and are free to be overwritten when the load is done. Raises ValueError for a layer that is not
+        in the load.
         """
-        index = next(at for at, part in enumerate(self._slices) if part.first <= layer < part.stop)
+        index = next((at for at, part in enumerate(self._slices) if part.first <= layer < part.stop), None)
+        if index is None:
+            raise ValueError(f"layer {layer} is in none of this load's slices: {[part[:2] for part in self._slices]}")
         self._worker.wait(lambda: self._layers[index] is not None or self.is_put_in, timeout_s)
         event = self._layers[index]
         if event is None:

@@ -89,6 +89,31 @@ def test_memory_stays_while_it_is_held_and_goes_then() -> None:
         extents.hold([address], SLOT)
 
 
+def test_memory_that_could_not_be_removed_can_be_used_and_removed_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    extents, worker, device = _extents()
+    memory = torch.zeros(10 * SLOT, dtype=torch.uint8)
+    address = memory.data_ptr()
+    extents.add(address, len(memory), memory, writable=True)
+    while worker.pump():
+        pass
+    with monkeypatch.context() as busy:
+        busy.setattr(worker, "submit", lambda job: False)
+        assert not extents.remove(address, 1.0)
+    extents.hold([address], SLOT).release()
+    unregister, failures = device.host.unregister, [address + CHUNK]
+
+    def fails_once(at: int) -> None:
+        if at in failures:
+            failures.remove(at)
+            raise RuntimeError("busy")
+        unregister(at)
+
+    monkeypatch.setattr(device.host, "unregister", fails_once)
+    with pytest.raises(RuntimeError, match="busy"):  # of the worker; a thread logs it
+        extents.remove(address, 1.0)
+    assert extents.remove(address, 1.0) and not device.host.reaches(Region(address, len(memory)))
+
+
 def test_what_overlaps_is_refused() -> None:
     extents, _, _ = _extents()
     memory = torch.zeros(100, dtype=torch.uint8)

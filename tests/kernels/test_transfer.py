@@ -7,6 +7,7 @@ without one kind of wait.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -410,6 +411,69 @@ def test_what_is_handed_in_may_fail() -> None:
     engine.finish()
 
 
+@pytest.mark.parametrize("direction", list(Direction))
+def test_an_interrupt_of_the_callers_thread_ends_its_transfer_alone(direction: Direction) -> None:
+    """Those behind it would wait for it for ever."""
+    engine, slots, pages = _ready()
+    calls = Calls()
+
+    class Interrupted(Kernel):
+        def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+            super().__call__(staged, frames, layers)
+            raise KeyboardInterrupt
+
+    kernel = Interrupted(engine, direction, pages)
+    with pytest.raises(KeyboardInterrupt):
+        if direction is Direction.LOAD:
+            engine.loader.load(slots, WHOLE, kernel, calls("ended"), calls("verdict"))
+        else:
+            after = engine.device.compute().record()
+            engine.saver.save(slots, WHOLE, kernel, after, calls("publish"), calls("ended"))
+    if direction is Direction.LOAD:
+        assert engine.load(slots, pages, calls("next")).wait(10.0)
+    else:
+        assert engine.save(slots, pages, calls("next"), calls("abort")).wait(10.0)
+    assert calls.names == ["ended", "next"]
+    assert engine.extents.remove(engine.memory[0].data_ptr(), 1.0), "nothing is held"
+    engine.finish()
+
+
+def test_no_exception_of_what_is_handed_in_ends_the_worker() -> None:
+    worker = ThreadWorker("of this test")
+    engine, slots, pages = _ready()
+    loader = Loader(engine.device, engine.extents, worker, SEGMENT_BYTES, 2)
+    chaos = engine.chaos
+
+    def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    loading = loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages), cancelled)
+    assert loading is not None and loading.wait(30.0), chaos
+    assert loading.outcome is Outcome.FAILED and isinstance(loading.error, asyncio.CancelledError)
+    assert worker.close(30.0)
+
+
+def test_no_load_is_begun_on_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, slots, pages = _ready()
+    calls = Calls()
+
+    def broken(self: object) -> ChaosEvent:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(type(engine.device.compute()), "record", broken)
+    assert engine.loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages), calls("release")) is None
+    assert calls.names == [] and engine.extents.remove(engine.memory[0].data_ptr(), 1.0)
+
+
+def test_a_layer_that_is_not_loaded_cannot_be_waited_for() -> None:
+    engine, slots, pages = _ready()
+    loading = engine.load(slots, pages, Calls()("release"))
+    with pytest.raises(ValueError, match=f"layer {LAYERS} is in none of this load's slices"):
+        loading.wait_layer(LAYERS, engine.device.compute(), 1.0)
+    assert loading.wait(10.0)
+    engine.finish()
+
+
 def test_a_device_that_fails_keeps_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can tell whether its copies still run."""
     engine, slots, pages = _ready()
@@ -441,6 +505,7 @@ def test_a_transfer_that_does_not_fit_is_refused_before_it_begins() -> None:
         ([], WHOLE, "0 slots and 1 layer slices are nothing to transfer"),
         ([slots[0], 4096], WHOLE, "slot at 0x1000 of 72 bytes is in no extent"),
         ([engine.slots()[-1] + 8], WHOLE, "is in no extent"),
+        (slots, [LayerSlice(0, LAYERS, -8 * FRAME_BYTES, FRAME_BYTES)], "give offsets of 0 or more"),
     ]:
         with pytest.raises(ValueError, match=text):
             engine.loader.load(addresses, slices, kernel, calls("release"))
