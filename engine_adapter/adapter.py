@@ -283,6 +283,7 @@ class StoreRequest:
             self.release()
         if pooled and self._pool is not None:
             self._pool.load(self._keys[: pooled // block], pages)
+        computed = min(computed, pooled // block)  # the pool may have got more of them since the look-up
         lease, self._lease = self._lease, None
         if lease is not None:
             with lease:

@@ -203,6 +203,24 @@ def test_what_the_pool_has_as_it_was_computed_is_offered_again() -> None:
     assert namespace.match(tokens).blocks == 6
 
 
+def test_what_the_pool_gets_between_look_up_and_load_is_not_what_was_restored() -> None:
+    """Another request computes the same blocks, while this one has a lease on those of the store."""
+    parts = bench()
+    namespace = parts.namespace(codec="int8-kc64")
+    tokens, pages = list(range(4 * 64 + 1)), plausible_pages(small_layout(), 4)
+    request_on(namespace, 257).save(tokens[:256], pages)
+    pool = HbmBlocks(small_layout(), torch.device("cpu"), 100 * small_layout().raw_bytes)
+    request = request_on(namespace, len(tokens), pool=pool)
+    assert request.matched_tokens(tokens) == 256
+    request_on(namespace, 257, pool=pool).save(tokens[:256], pages)
+    restored = blank_pages(small_layout(), 4)
+    assert request.load(restored) == 256
+    assert request.report.account.hits == {HitTier.DRAM: 256}
+    parts.store.evict(4)
+    request.save(tokens[:256], restored)
+    assert request.report.saved_blocks == 0, "it would be encoded a second time"
+
+
 def test_the_codec_that_an_adapter_takes(caplog: pytest.LogCaptureFixture) -> None:
     assert chosen_codec(None, small_layout()) == "int8-kc64"
     assert chosen_codec("raw", small_layout()) == "raw"
