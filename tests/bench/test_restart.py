@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import kvstore
-from kvstore.bench import restart, restart_directory
+from kvstore.bench import restart, restart_directory, restart_sidecar, sidecar
 from kvstore.errors import BadInput
 from kvstore.miss import HitTier, MissReason
 from tiering.files import DirectFiles
@@ -118,13 +118,30 @@ def test_all_kinds_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         left.append(stamp_is_clean(directory))
         return started
 
+    found: list[tuple[str, bool]] = []  # what each sidecar was started on
+    start_sidecar, serve = sidecar.Sidecar.__init__, restart_sidecar.run
+
+    def watched_sidecar(self: sidecar.Sidecar, store: Any, **options: Any) -> None:
+        data = Path(store["data"])
+        found.append((data.name, data.exists() and stamp_is_clean(data)))
+        start_sidecar(self, store, **options)
+
+    def watched_rows(directory: Path, *arguments: Any, **options: Any) -> Any:
+        rows = serve(directory, *arguments, **options)
+        assert stamp_is_clean(directory) and not directory.with_name("empty").exists()
+        return rows
+
     monkeypatch.setattr(restart, "_start", watched)
+    monkeypatch.setattr(sidecar.Sidecar, "__init__", watched_sidecar)
+    monkeypatch.setattr(restart_sidecar, "run", watched_rows)
     said: list[str] = []
     result = restart.run(
-        restart.Options(blocks=700, prompt_blocks=64, laps=2, sidecar_laps=1, data=str(tmp_path)), said.append
+        restart.Options(blocks=700, prompt_blocks=64, laps=2, sidecar_laps=2, data=str(tmp_path)), said.append
     )
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
     assert left == [True, False, False, True, True], "those that were killed did not close their store"
+    assert [clean for name, clean in found if name != "empty"] == [True, True, False, False]
+    assert [name == "empty" for name, _ in found] == [True, *[False, True] * 4], "an empty one before and after each"
     assert [(row.how, row.laps) for row in result.rows] == [("clean", 2), ("killed", 2), ("cold", 1)]
     for row in result.rows:
         assert 0 < row.opened <= row.answered <= row.warmed and row.index > 0
@@ -132,13 +149,18 @@ def test_all_kinds_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert row.target is None and row.met is None, "the target is for a million blocks"
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["bench"] == "restart" and plain["index_bytes"] > 0 and len(plain["rows"]) == 3
-    assert [(row["how"], row["laps"], row["target"]) for row in plain["sidecar"]] == [
-        ("clean", 1, None),
-        ("killed", 1, None),
+    assert [(row["how"], row["laps"], row["met"]) for row in plain["sidecar"]] == [
+        ("clean", 2, None),
+        ("killed", 2, None),
     ]
+    for row in plain["sidecar"]:
+        assert 0 < row["hello_low"] <= row["hello"] <= row["hello_high"] and row["hello"] <= row["ready"]
+        assert row["empty"] > 0 and row["times_empty"] > 0
     text = rendered(result)
     assert "700 blocks" in text and "killed" in text and "holes" in text and "kvstore serve" in text
     assert any("700 of 700" in line for line in said) and any("kill" in line for line in said)
+    served = [line for line in said if line.startswith("sidecar ")]
+    assert len(served) == 4 and "after a clean end" in served[0] and "after a kill" in served[-1]
 
 
 def test_the_target_grows_with_the_blocks() -> None:

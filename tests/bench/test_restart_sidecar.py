@@ -1,49 +1,16 @@
-"""Sidecars are started on a directory that was closed, or was not; how long it takes, no test asserts."""
+"""A sidecar that does not find all, and the row of those that do. They are run in test_restart, with all other kinds."""
 
 from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from bench.test_restart import PLAN, stamp_is_clean
-from kvstore.bench import restart_directory, restart_sidecar, sidecar
+from bench.test_restart import PLAN
+from kvstore.bench import restart_directory, restart_sidecar
 from kvstore.bench.restart_sidecar import Served, row_of
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("restart") / "store"
-    restart_directory.build(made, PLAN, lambda _: None)
-    return made
-
-
-@pytest.mark.slow
-def test_each_sidecar_finds_the_directory_as_the_one_before_left_it(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[tuple[str, bool]] = []
-    start = sidecar.Sidecar.__init__
-
-    def watched(self: sidecar.Sidecar, store: Any, **options: Any) -> None:
-        data = Path(store["data"])
-        found.append((data.name, data.exists() and stamp_is_clean(data)))
-        start(self, store, **options)
-
-    monkeypatch.setattr(sidecar.Sidecar, "__init__", watched)
-    said: list[str] = []
-    rows = restart_sidecar.run(directory, PLAN, 2, is_targeted=False, say=said.append)
-    assert [clean for name, clean in found if name == "store"] == [True, True, False, False]
-    assert [name for name, _ in found] == ["empty", *["store", "empty"] * 4], "an empty one before and after each"
-    assert stamp_is_clean(directory) and not directory.with_name("empty").exists()
-    assert [(row.how, row.laps, row.met) for row in rows] == [("clean", 2, None), ("killed", 2, None)]
-    for row in rows:
-        assert 0 < row.hello_low <= row.hello <= row.hello_high and row.hello <= row.ready
-        assert row.empty > 0 and row.times_empty > 0
-    assert len(said) == 4 and "after a clean end" in said[0] and "after a kill" in said[-1]
 
 
 def test_a_sidecar_that_does_not_find_all_is_no_measurement(tmp_path: Path) -> None:

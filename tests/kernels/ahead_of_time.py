@@ -8,6 +8,7 @@ the signature is made as `triton.jit` makes it: an argument of 1 is a constant, 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import sys
 from collections.abc import Callable
@@ -155,20 +156,41 @@ def main() -> None:
         wanted.append((name, codecs[0], bf16, "transposed", here))
         wanted.append((name, codecs[0], bf16, "latent", here))
         wanted += [(name, codecs[0], dtype, "token-major", ["sm_90", "gfx942"]) for dtype in (fp16, fp32)]
-    found: dict[str, dict[str, Any]] = {}
+    jobs: list[tuple[str, Kept, str, dict[str, Any]]] = []
     for name, codec, dtype, layout, targets in wanted:
         kernel = kept(name, codec, pools_of(dtype, layout))
         label = f"{name} {codec or 'raw'} {str(dtype).removeprefix('torch.')} {layout}"
-        found[label] = {target: compiled(kernel, target) for target in targets}
-    found["digest_slices"] = {target: compiled(kept_digest(), target) for target in everywhere}
+        jobs += [(label, kernel, target, {}) for target in targets]
+    jobs += [("digest_slices", kept_digest(), target, {}) for target in everywhere]
     # What would be fused if it were allowed.
     for name, codecs in (("gather_quantize", ["int8-kc64", "int8-th"]), ("dequantize_scatter", ["int8-kc64"])):
         for codec in codecs:
             kernel = kept(name, codec, pools_of(bf16))
-            found[f"{name} {codec} allowed"] = {
-                target: compiled(kernel, target, enable_fp_fusion=True) for target in ("sm_90", "sm_100", "gfx942")
-            }
+            for target in ("sm_90", "sm_100", "gfx942"):
+                jobs.append((f"{name} {codec} allowed", kernel, target, {"enable_fp_fusion": True}))
+    found: dict[str, dict[str, Any]] = {}
+    for (label, _, target, _), one in zip(jobs, made_by_two(jobs), strict=True):
+        found.setdefault(label, {})[target] = one
     json.dump(found, sys.stdout)
+
+
+def made_by_two(jobs: list[tuple[str, Kept, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Compile in two processes: kernels cannot be sent to another one, so each is a fork of this and has them all."""
+
+    def share(first: int, into: Any) -> None:
+        into.send([compiled(kernel, target, **options) for _, kernel, target, options in jobs[first::2]])
+
+    forking = multiprocessing.get_context("fork")
+    ends = [forking.Pipe(duplex=False) for _ in range(2)]
+    workers = [forking.Process(target=share, args=(first, send)) for first, (_, send) in enumerate(ends)]
+    for worker in workers:
+        worker.start()
+    for _, send in ends:
+        send.close()
+    shares = [receive.recv() for receive, _ in ends]
+    for worker in workers:
+        worker.join()
+    return [shares[index % 2][index // 2] for index in range(len(jobs))]
 
 
 if __name__ == "__main__":
