@@ -1,4 +1,4 @@
-"""A sidecar that does not find all, and the row of those that do. They are run in test_restart, with all other kinds."""
+"""A sidecar that does not find all, and the row of those that do; test_restart runs these."""
 
 from __future__ import annotations
 
