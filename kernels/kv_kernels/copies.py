@@ -7,7 +7,7 @@ under way. Must never say that a block is good whose digests it has not compared
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from kv_kernels.flaws import Flaw
 
@@ -17,16 +17,30 @@ Encoded = Generator[list[bytes] | Flaw, None, None]
 """Of each block in order the digests of its layer slices, or why it cannot be written, which is the last one then."""
 
 
+class Span(Protocol):
+    """A payload in this process's memory."""
+
+    @property
+    def address(self) -> int:
+        """Where it starts."""
+        ...
+
+    @property
+    def view(self) -> memoryview:
+        """All of its bytes, writable where a block is encoded into it."""
+        ...
+
+
 class Copy(Protocol):
     """Bound to pages: blocks to payloads and back. See `kvstore.pages.Coder`."""
 
-    def encode(self, tokens: Sequence[int], into: Sequence[Any], digest: Digest) -> Encoded:
+    def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
         """The blocks at `tokens` into payloads. Nothing writes into them any more once it has ended or is closed."""
         ...
 
     def decode(
         self,
-        payloads: Sequence[Any],
+        payloads: Sequence[Span],
         tokens: Sequence[int],
         skip: int,
         expected: Sequence[Sequence[bytes]],
@@ -39,7 +53,7 @@ class Copy(Protocol):
 class BlockByBlock:
     """A copy that does one block after another, on the calling thread."""
 
-    def encode(self, tokens: Sequence[int], into: Sequence[Any], digest: Digest) -> Encoded:
+    def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
         """As `Copy.encode`."""
         encode_block = self.encode_block
         for token, payload in zip(tokens, into, strict=True):
@@ -50,7 +64,7 @@ class BlockByBlock:
 
     def decode(
         self,
-        payloads: Sequence[Any],
+        payloads: Sequence[Span],
         tokens: Sequence[int],
         skip: int,
         expected: Sequence[Sequence[bytes]],
@@ -66,10 +80,10 @@ class BlockByBlock:
             skip = 0
         return good
 
-    def encode_block(self, token: int, into: Any, digest: Digest) -> list[bytes] | Flaw:
+    def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
         """The block at `token` into a payload: the digests of its layer slices, taken from the payload, or a flaw."""
         raise NotImplementedError
 
-    def decode_block(self, payload: Any, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
+    def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
         """A payload into the block at `token`, without its first `skip` tokens; False where a digest differs."""
         raise NotImplementedError

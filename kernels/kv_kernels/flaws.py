@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Flaw(Enum):
-    """What an encoder found in a block that it cannot write."""
+    """What an encoder found in a block that it cannot write. Loops and kernels tell the value, or 0."""
 
     NONFINITE = 1  # a NaN or an infinity
     OUT_OF_RANGE = 2  # numbers too far apart for a scale in fp16

@@ -14,11 +14,11 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kv_kernels.copies import BlockByBlock, Digest
+from kv_kernels.copies import BlockByBlock, Digest, Span
 
 Array = np.ndarray[Any, Any]
 
@@ -39,20 +39,6 @@ UNWRITABLE_PAGES = "pages that are read-only, or expanded, cannot be loaded into
 _COPY_BYTES = 1 << 20
 """Layers are copied together up to this size. What was copied has to be in the cache still when its digest is taken;
 and the fewer copies, the fewer times a thread gives the interpreter lock away and has to wait for it."""
-
-
-class Span(Protocol):
-    """A payload in this process's memory."""
-
-    @property
-    def address(self) -> int:
-        """Where it starts."""
-        ...
-
-    @property
-    def view(self) -> memoryview:
-        """All of its bytes."""
-        ...
 
 
 class Run(NamedTuple):

@@ -159,6 +159,43 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | 
     return x.to(dtype)
 
 
+def packed(form: SliceForm, parts: Sequence[Quantized]) -> torch.Tensor:
+    """A layer slice as bytes: uint8 [form.size_bytes], on the device of the parts."""
+    row = torch.zeros(form.size_bytes, dtype=torch.uint8, device=parts[0].codes.device)
+    for part, of_plane in zip(parts, form.planes, strict=True):
+        write_packed(row, of_plane, part)
+    return row
+
+
+def write_packed(row: torch.Tensor, of_plane: PlaneForm, part: Quantized) -> None:
+    """One plane into a layer slice, uint8 [size_bytes]; what lies between its codes, scales and zeros is left alone."""
+    places = [(part.codes, of_plane.codes_at), (part.scales, of_plane.scales_at)]
+    if part.zeros is not None:
+        places.append((part.zeros, of_plane.zeros_at))
+    for numbers, at in places:
+        raw = numbers.contiguous().view(torch.uint8).flatten()
+        row[at : at + raw.numel()] = raw
+
+
+def unpacked(row: torch.Tensor, form: SliceForm, of_plane: PlaneForm, dtype: torch.dtype) -> Quantized:
+    """One plane of a layer slice: the mirror of `write_packed`. dtype: the pool's."""
+    heads, tokens, width = form.heads, form.tokens, of_plane.width
+    shape = {
+        Axis.CHANNEL: (heads, tokens // GROUP, width),
+        Axis.TOKEN: (heads, tokens),
+        Axis.LATENT: (heads, tokens, -(-width // GROUP)),
+    }[of_plane.axis]
+    codes = _cut(row, of_plane.codes_at, torch.int8, (heads, tokens, width))
+    scales = _cut(row, of_plane.scales_at, torch.float16, shape)
+    zeros = _cut(row, of_plane.zeros_at, dtype, shape) if of_plane.axis is Axis.CHANNEL else None
+    return Quantized(codes, scales, zeros)
+
+
+def _cut(row: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return row[start : start + count].view(dtype).view(shape)
+
+
 def _scale_up(exact: torch.Tensor) -> torch.Tensor:
     """In fp16, not below the exact one. Raises `Unwritable`."""
     nearest = exact.to(torch.float16)

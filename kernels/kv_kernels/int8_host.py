@@ -10,33 +10,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from kv_kernels.copies import BlockByBlock, Digest
+from kv_kernels.copies import BlockByBlock, Digest, Span
 from kv_kernels.flaws import Flaw
 from kv_kernels.host import UNWRITABLE_PAGES, are_writable
 from kv_kernels.int8 import SliceForm
-from kv_kernels.int8_loops import Field, Finding, Loops
+from kv_kernels.int8_loops import Field, Loops
 
 Array = np.ndarray[Any, Any]
-
-_FLAW_OF = {Finding.NONFINITE: Flaw.NONFINITE, Finding.OUT_OF_RANGE: Flaw.OUT_OF_RANGE}
-
-
-class Span(Protocol):
-    """A payload in this process's memory."""
-
-    @property
-    def address(self) -> int:
-        """Where it starts."""
-        ...
-
-    @property
-    def view(self) -> memoryview:
-        """All of its bytes."""
-        ...
 
 
 class Int8Copy(BlockByBlock):
@@ -74,7 +58,7 @@ class Int8Copy(BlockByBlock):
             stop = start + form.size_bytes
             found = self._loops.encode(fields, pages, self._page_tokens, form.heads, form.tokens, into.address + start)
             if found:
-                return _FLAW_OF[Finding(found)]
+                return Flaw(found)
             for first, end in (form.gap, form.padding):
                 view[start + first : start + end] = bytes(end - first)
             digests.append(digest(view[start:stop]))

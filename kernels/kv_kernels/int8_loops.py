@@ -20,6 +20,8 @@ import numpy as np
 from numba import carray, config, float32, int8, int16, int32, int64, njit, types, uint32, uint64
 from numba.extending import intrinsic, overload
 
+from kv_kernels.flaws import Flaw
+
 _log = getLogger(__name__)
 
 
@@ -38,18 +40,10 @@ class Field(IntEnum):
     ZEROS_AT = 9
 
 
-class Finding(IntEnum):
-    """What an encoder found in a layer slice."""
-
-    FINE = 0
-    NONFINITE = 1  # a NaN or an infinity
-    OUT_OF_RANGE = 2  # a scale beyond fp16
-
-
 class Loops(NamedTuple):
     """Compiled for one dtype.
 
-    encode(planes, pages, page_tokens, heads, tokens, into) -> a `Finding` as a number. planes: see `Field`; pages:
+    encode(planes, pages, page_tokens, heads, tokens, into) -> 0, or the value of a `Flaw`. planes: see `Field`; pages:
     int64, those of the block, page_tokens each; into: the address of the layer slice. Padding is left alone.
     decode(planes, pages, page_tokens, heads, tokens, source, skip): the mirror, without the block's first `skip`
     tokens, whose pages are not touched.
@@ -98,7 +92,7 @@ BFLOAT16, FLOAT16, FLOAT32 = types.int8, types.int16, types.int32
 """Kinds of numbers. `kind` is an argument whose type says which, so that the choice is made while compiling."""
 
 _ADDRESS, _PAGE, _TOKEN, _HEAD, _NUMBER, _WIDTH, _AXIS, _CODES_AT, _SCALES_AT, _ZEROS_AT = (int(f) for f in Field)
-_FINE, _NONFINITE, _OUT_OF_RANGE = (int(finding) for finding in Finding)
+_FINE, _NONFINITE, _OUT_OF_RANGE = 0, Flaw.NONFINITE.value, Flaw.OUT_OF_RANGE.value
 _LARGEST_HALF = np.float32(65504.0)
 _UP_112 = 112 << 23  # from fp16's exponent to float32's
 _STEPS_HALF = np.float32(2.0**24)  # of fp16's smallest number in 1

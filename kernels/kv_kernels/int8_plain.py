@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from kv_kernels import int8, reference
-from kv_kernels.copies import BlockByBlock, Digest
+from kv_kernels.copies import BlockByBlock, Digest, Span
 from kv_kernels.flaws import Flaw
 from kv_kernels.host import UNWRITABLE_PAGES
-from kv_kernels.int8 import Axis, PlaneForm, Quantized, SliceForm, Unwritable
+from kv_kernels.int8 import SliceForm, Unwritable
 
 
 class Int8Copy(BlockByBlock):
@@ -36,7 +36,7 @@ class Int8Copy(BlockByBlock):
         self._table = table
         self._page_tokens = page_tokens
 
-    def encode_block(self, token: int, into: reference.Span, digest: Digest) -> list[bytes] | Flaw:
+    def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
         """Encode the block at `token` into a payload; returns each layer slice's digest, taken from the payload."""
         first = token // self._page_tokens
         pages = self._table[first : first + self._form.tokens // self._page_tokens]
@@ -51,14 +51,12 @@ class Int8Copy(BlockByBlock):
                 ]
             except Unwritable as unwritable:
                 return unwritable.flaw
-            torch.frombuffer(into.view[start:stop], dtype=torch.uint8).copy_(packed(self._form, parts))
+            torch.frombuffer(into.view[start:stop], dtype=torch.uint8).copy_(int8.packed(self._form, parts))
             digests.append(digest(into.view[start:stop]))
             start = stop
         return digests
 
-    def decode_block(
-        self, payload: reference.Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest
-    ) -> bool:
+    def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
         """Decode a payload into the block at `token`, without its first `skip` tokens; False if any digest differs.
 
         A layer slice is verified in a private copy before any of it reaches the pages.
@@ -75,39 +73,7 @@ class Int8Copy(BlockByBlock):
                 return False
             start = stop
             for plane, of_plane in zip(layer, self._form.planes, strict=True):
-                part = unpacked(private.to(plane.device), self._form, of_plane, plane.dtype)
+                part = int8.unpacked(private.to(plane.device), self._form, of_plane, plane.dtype)
                 block = int8.dequantize(*part, plane.dtype)
                 reference.scatter_plane(block[:, skip:], plane, pages)
         return True
-
-
-def packed(form: SliceForm, parts: Sequence[Quantized]) -> torch.Tensor:
-    """A layer slice as bytes: uint8 [form.size_bytes], on the device of the parts."""
-    row = torch.zeros(form.size_bytes, dtype=torch.uint8, device=parts[0].codes.device)
-    for part, of_plane in zip(parts, form.planes, strict=True):
-        places = [(part.codes, of_plane.codes_at), (part.scales, of_plane.scales_at)]
-        if part.zeros is not None:
-            places.append((part.zeros, of_plane.zeros_at))
-        for numbers, at in places:
-            raw = numbers.contiguous().view(torch.uint8).flatten()
-            row[at : at + raw.numel()] = raw
-    return row
-
-
-def unpacked(row: torch.Tensor, form: SliceForm, of_plane: PlaneForm, dtype: torch.dtype) -> Quantized:
-    """One plane of a layer slice: the mirror of `packed`. dtype: the pool's."""
-    heads, tokens, width = form.heads, form.tokens, of_plane.width
-    shape = {
-        Axis.CHANNEL: (heads, tokens // int8.GROUP, width),
-        Axis.TOKEN: (heads, tokens),
-        Axis.LATENT: (heads, tokens, -(-width // int8.GROUP)),
-    }[of_plane.axis]
-    codes = _cut(row, of_plane.codes_at, torch.int8, (heads, tokens, width))
-    scales = _cut(row, of_plane.scales_at, torch.float16, shape)
-    zeros = _cut(row, of_plane.zeros_at, dtype, shape) if of_plane.axis is Axis.CHANNEL else None
-    return Quantized(codes, scales, zeros)
-
-
-def _cut(row: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    count = torch.Size(shape).numel() * dtype.itemsize
-    return row[start : start + count].view(dtype).view(shape)

@@ -41,8 +41,8 @@ def gather_quantize(
     """Quantize the blocks of `table` into payloads, layers [first, last) of them; padding is written as zeros.
 
     codec: `int8.KC64` or `int8.TH`. table, payloads: as in `paged.gather`.
-    status: int32 [blocks], zeroed by the caller. Of each block the worst of its groups: 0 fine, 1 a NaN or an infinity,
-    2 finite numbers whose scale is beyond fp16. Nothing is promised about the payload of a block that is not 0.
+    status: int32 [blocks], zeroed by the caller. Of each block the worst of its groups, as the value of a `Flaw`, or
+    0. Nothing is promised about the payload of a block that is not 0.
     Raises `ValueError` where the arguments do not fit together (`pools.check_launch`).
     """
     launch = check_launch(pools, codec, table, payloads, payload_at, first, last)

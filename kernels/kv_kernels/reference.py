@@ -9,26 +9,14 @@ that must be right by inspection.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from kv_kernels.copies import BlockByBlock, Digest
-from kv_kernels.int8 import GROUP, Axis, PlaneForm, Unwritable, dequantize, quantize
+from kv_kernels.copies import BlockByBlock, Digest, Span
+from kv_kernels.flaws import Flaw
+from kv_kernels.int8 import GROUP, Axis, Unwritable, dequantize, quantize, unpacked, write_packed
 from kv_kernels.pools import PoolTable, check_launch, check_status
-
-
-class Span(Protocol):
-    """A payload in this process's memory."""
-
-    @property
-    def view(self) -> memoryview:
-        """All of its bytes, writable."""
-        ...
-
-
-NOT_FINITE, BEYOND_FP16 = 1, 2
-"""What `gather_quantize` reports of a block; 0: it was written."""
 
 
 def gather(
@@ -91,10 +79,7 @@ def gather_quantize(
                 except Unwritable:
                     status[index] = max(int(status[index]), _flaw(block, form.axis))
                     continue
-                _put(layer_slice, form.codes_at, made.codes)
-                _put(layer_slice, form.scales_at, made.scales)
-                if made.zeros is not None:
-                    _put(layer_slice, form.zeros_at, made.zeros)
+                write_packed(layer_slice, form, made)
 
 
 def dequantize_scatter(
@@ -113,23 +98,12 @@ def dequantize_scatter(
         for number in range(launch.first, launch.last):
             layer_slice = row[payload_at + number * launch.slice_bytes :]
             for plane, form in zip(pools.planes[number], launch.form.planes, strict=True):
-                scatter_plane(_dequantized(layer_slice, form, pools, launch.block_tokens), plane, pages)
-
-
-def _dequantized(layer_slice: torch.Tensor, form: PlaneForm, pools: PoolTable, tokens: int) -> Any:
-    heads = pools.heads
-    codes, _ = _take(layer_slice, form.codes_at, torch.int8, heads, tokens, form.width)
-    if form.axis is Axis.CHANNEL:
-        scales, _ = _take(layer_slice, form.scales_at, torch.float16, heads, tokens // GROUP, form.width)
-        zeros, _ = _take(layer_slice, form.zeros_at, pools.dtype, heads, tokens // GROUP, form.width)
-        return dequantize(codes, scales, zeros, pools.dtype)
-    shape = (heads, tokens) if form.axis is Axis.TOKEN else (heads, tokens, form.groups // tokens)
-    scales, _ = _take(layer_slice, form.scales_at, torch.float16, *shape)
-    return dequantize(codes, scales, None, pools.dtype)
+                part = unpacked(layer_slice, launch.form, form, pools.dtype)
+                scatter_plane(dequantize(*part, pools.dtype), plane, pages)
 
 
 def _flaw(block: torch.Tensor, axis: Axis) -> int:
-    """The worst of the groups of numbers of a block that share a scale."""
+    """The largest value of a `Flaw` among the groups of numbers of a block that share a scale."""
     x = block.float()
     if axis is Axis.CHANNEL:
         groups, divisor = list(x.unflatten(1, (-1, GROUP)).transpose(2, 3).unbind(1)), 255.0
@@ -140,7 +114,10 @@ def _flaw(block: torch.Tensor, axis: Axis) -> int:
         finite = group.isfinite().all(2)
         reach = group.amax(2) - group.amin(2) if axis is Axis.CHANNEL else group.abs().amax(2)
         beyond = finite & (reach / divisor > torch.finfo(torch.float16).max)
-        worst = max(worst, NOT_FINITE * int(not finite.all()), BEYOND_FP16 * int(beyond.any()))
+        if bool(beyond.any()):
+            worst = Flaw.OUT_OF_RANGE.value
+        elif not bool(finite.all()):
+            worst = max(worst, Flaw.NONFINITE.value)
     return worst
 
 
