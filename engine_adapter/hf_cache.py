@@ -103,10 +103,10 @@ class PrefixCache:
         deadline_ms: float = 50,
     ) -> None:
         """store: without one, or with a closed one, the same code computes everything. namespace: to use instead of the
-        one that is made for this model in `store`. codec: "raw", or "int8-kc64".
-        chunk_tokens: the prefill grid, a multiple of the block. hbm: the
-        size of a pool of decoded blocks on the model's device, asked before the store. deadline_ms: how long a lookup
-        may wait for blocks. Raises `BadInput` or `LayoutMismatch`, with one line.
+        one that is made for this model in `store`. codec: any of `kvstore.codec.CODECS`; left out, "int8-kc64",
+        or "raw" for KV that 8 bits cannot hold. chunk_tokens: the prefill grid, a multiple of the block. hbm: the size
+        of a pool of decoded blocks on the model's device, asked before the store. deadline_ms: how long a lookup may
+        wait for blocks. Raises `BadInput` or `LayoutMismatch`, with one line.
         """
         check_model(model)
         self.call = ModelCall(model)

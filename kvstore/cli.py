@@ -464,7 +464,7 @@ def bench_codec(
     compute what the model does.
     """
     if windows is not None and not quality:
-        raise typer.BadParameter("--windows belongs to --quality; give both or neither")
+        raise typer.BadParameter("--windows belongs to --quality; add --quality, or leave --windows out")
     with _progress() as show:
         show("loading torch")
         from kvstore.bench import codec

@@ -87,7 +87,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
 
 def codec_named(name: str) -> Codec:
     """The codec of that name. Raises `BadInput` with the names that exist."""
-    if name not in CODECS:
+    if not isinstance(name, str) or name not in CODECS:
         raise BadInput(f"codec {name!r} is not known; allowed: {', '.join(sorted(CODECS))}")
     return CODECS[name]()
 
@@ -139,7 +139,10 @@ def _check(pages: Pages, table: list[int], layout: Layout, part: Part) -> None:
             if plane.dtype is not known:
                 given = host.dtype_name(plane)
                 if given != group.dtype and not host.is_same_width_numpy(plane, group.element_bytes):
-                    raise LayoutMismatch(f"layer {layer} holds {given}; the layout says {group.dtype}")
+                    raise LayoutMismatch(
+                        f"layer {layer} holds {given}; the layout says {group.dtype}, or in numpy unsigned integers of "
+                        f"{group.element_bytes} bytes"
+                    )
                 known = plane.dtype
             if lowest < 0 or highest >= plane.shape[0]:
                 raise LayoutMismatch(

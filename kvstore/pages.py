@@ -32,9 +32,9 @@ _TABLE = "give one page number each, as a list, an array or a tensor of one dime
 class Pages:
     """A view of paged KV, for reading or for writing.
 
-    planes: for each layer number one tensor per plane (torch, or numpy of the same width in bytes), each of shape
-        [pages, page_tokens, kv_heads, width] with any strides: a permuted view of whatever the engine has. All heads
-        of the group are given; a part takes its share.
+    planes: for each layer number one tensor per plane (torch, or numpy's unsigned integers of the same width), each
+        of shape [pages, page_tokens, kv_heads, width] with any strides: a permuted view of whatever the engine has. All
+        heads of the group are given; a part takes its share.
     table: the physical page of every logical page, in token order. Page i holds the tokens from i * page_tokens on,
         counted from the `first_token` that is passed beside the pages.
     """

@@ -63,7 +63,10 @@ def int8_copy(form: SliceForm, planes: Planes, table: Sequence[int], page_tokens
 @cache
 def _say_that_it_is_slow() -> None:
     """Once per process."""
-    _log.warning("numba is not installed or switched off: 8-bit codecs on the CPU run some ten times slower")
+    _log.warning(
+        "numba is not installed or switched off: 8-bit codecs on the CPU run some ten times slower; "
+        "pip install numba, or unset NUMBA_DISABLE_JIT"
+    )
 
 
 def _is_on_host(planes: Planes) -> bool:

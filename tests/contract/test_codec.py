@@ -197,7 +197,7 @@ class CodecContract:
         assert bytes(spans[0].view) == bytes(spans[1].view)
 
     @pytest.mark.parametrize("case", ["no layer", "planes", "heads", "width", "page", "dtype", "table", "below 0",
-                                      "short plane", "divide", "not numbers"])  # fmt: skip
+                                      "short plane", "divide", "not numbers", "numpy"])  # fmt: skip
     def test_pages_of_another_layout_are_one_clear_line(self, case: str) -> None:
         layout = small_layout()
         good = Pages(blank_planes(layout, 2, 64), range(2), 64)
@@ -220,6 +220,10 @@ class CodecContract:
             "short plane": (Pages(short, range(2), 64), ("page 1", "1 pages")),
             "divide": (Pages(blank_planes(layout, 2, 48), range(2), 48), ("48 tokens", "64", "multiple")),
             "not numbers": (replace(good, table=[0.0, 1.0]), ("integers",)),
+            "numpy": (
+                Pages({layer: [np.zeros((2, 64, 2, 8), np.int16)] * 2 for layer in layout.layers}, range(2), 64),
+                ("int16", "bfloat16", "unsigned integers of 2 bytes"),
+            ),
         }[case]
         with pytest.raises(LayoutMismatch) as caught:
             self.make().bind(bad, layout, layout.parts[0])
