@@ -35,6 +35,7 @@ from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.messages import MIN_SESSION_BYTES
 
 if TYPE_CHECKING:
+    from kv_kernels.device_transfers import DeviceTransfers
     from kvstore.node import EmbeddedStore
 
 __version__ = "0.1.0"
@@ -103,7 +104,7 @@ def open(
             "unix:/run/kvstore/kvstore.sock, or embedded:DIRECTORY, e.g. embedded:./kv"
         )
     if scheme == "unix":
-        from kvstore.codec import codec_named  # imports torch, which is none of a sidecar's business
+        from kvstore.codec import Codecs  # imports torch, which is none of a sidecar's business
 
         given = {"dram": dram, "nvme": nvme, "slab": slab, "extent": extent, "tenant": tenant, "limits": limits}
         given["scrub"] = scrub
@@ -112,7 +113,10 @@ def open(
             if value != usual.get(name):
                 raise BadInput(f"{name}={value!r} is the sidecar's to know; give it to kvstore serve, and not to open")
         token = secrets.token_hex(MIN_SESSION_BYTES) if session is None else session
-        return open_sidecar(rest, codecs=codec_named, clock=SystemClock(), session=token, engine=engine)
+        codecs = Codecs(_open_gpu)
+        return open_sidecar(
+            rest, codecs=codecs, clock=SystemClock(), session=token, engine=engine, before_close=codecs.close
+        )
     if session is not None:
         raise BadInput(
             "session= is for processes that share a sidecar, unix:PATH; leave it out for a store in this one"
@@ -132,7 +136,7 @@ def embedded(
     scrub: str | int = DEFAULT_SCRUB,
 ) -> EmbeddedStore:
     """Open a store in this process: `open("embedded:DIRECTORY", ...)` for whoever needs to know its type."""
-    from kvstore.codec import codec_named
+    from kvstore.codec import Codecs
     from kvstore.node import open_embedded  # a client of a sidecar has no store in its process
 
     indexes = None
@@ -142,9 +146,10 @@ def embedded(
         except ImportError:
             raise BadInput("nvme= needs the package lmdb; install prefix-kvstore[server]") from None
         indexes = LmdbMaker
+    codecs = Codecs(_open_gpu)
     return open_embedded(
         directory,
-        codecs=codec_named,
+        codecs=codecs,
         dram=dram,
         nvme=nvme,
         slab=slab,
@@ -153,4 +158,14 @@ def embedded(
         limits=limits,
         scrub=scrub,
         indexes=indexes,
+        before_close=codecs.close,
     )
+
+
+def _open_gpu(index: int) -> DeviceTransfers | None:
+    """When pages on a GPU are seen first: what moves blocks between them and host memory."""
+    try:
+        from kv_kernels.device_transfers import on_cuda
+    except ImportError:  # there is no triton
+        return None
+    return on_cuda(index)

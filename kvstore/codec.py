@@ -13,8 +13,12 @@ The contract is in `pages`. This file imports torch; it is handed in when a stor
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from kv_kernels import host, int8, routes
 from kvstore.errors import BadInput, LayoutMismatch
@@ -23,6 +27,10 @@ from kvstore.pages import Codec, Coder, Pages
 
 INT8_DTYPES = ("bfloat16", "float16", "float32")
 """Of the pools whose numbers an 8-bit codec writes."""
+CLOSE_SECONDS = 10.0
+"""How long the close of a store waits for a GPU."""
+
+_log = logging.getLogger(__name__)
 
 
 class RawCodec:
@@ -30,6 +38,10 @@ class RawCodec:
 
     name = "raw"
     is_exact = True
+
+    def __init__(self, devices: routes.Devices | None = None) -> None:
+        """devices: the ways to pages on GPUs."""
+        self._devices = devices
 
     def payload_bytes(self, part: Part) -> int:
         """All layer slices as they are."""
@@ -39,9 +51,9 @@ class RawCodec:
         """Nothing to do."""
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
-        """Host memory is copied run by run at memcpy speed; any other device goes through plain torch operations."""
+        """Host memory is copied run by run at memcpy speed; see `routes` for what is on a device."""
         table, planes = _checked(pages, layout, part)
-        return routes.raw_copy(planes, table, pages.page_tokens, part.block_tokens)
+        return routes.raw_copy(planes, table, pages.page_tokens, part.block_tokens, self._devices)
 
 
 class Int8Codec:
@@ -49,8 +61,10 @@ class Int8Codec:
 
     is_exact = False
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, devices: routes.Devices | None = None) -> None:
+        """devices: the ways to pages on GPUs."""
         self.name = name
+        self._devices = devices
 
     def payload_bytes(self, part: Part) -> int:
         """Codes and parameters of all layer slices. Raises `BadInput` for numbers of other dtypes."""
@@ -61,10 +75,11 @@ class Int8Codec:
         routes.prepare_int8({part.group.dtype for part in layout.parts})
 
     def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
-        """Host memory goes through compiled loops, any other device through plain torch operations."""
+        """Host memory goes through compiled loops; see `routes` for what is on a device."""
         table, planes = _checked(pages, layout, part)
         try:
-            return routes.int8_copy(self._form(part), planes, table, pages.page_tokens, part.group.dtype)
+            dtype = part.group.dtype
+            return routes.int8_copy(self._form(part), planes, table, pages.page_tokens, dtype, self._devices)
         except ValueError as error:
             raise LayoutMismatch(f"layers {list(part.layers)}: {error}") from None
 
@@ -78,18 +93,73 @@ class Int8Codec:
         return int8.slice_form(self.name, part.kv_heads, part.block_tokens, group.plane_widths, group.element_bytes)
 
 
-CODECS: dict[str, Callable[[], Codec]] = {
+CODECS: dict[str, Callable[[routes.Devices | None], Codec]] = {
     RawCodec.name: RawCodec,
-    int8.KC64: lambda: Int8Codec(int8.KC64),
-    int8.TH: lambda: Int8Codec(int8.TH),
+    int8.KC64: lambda devices: Int8Codec(int8.KC64, devices),
+    int8.TH: lambda devices: Int8Codec(int8.TH, devices),
 }
 
 
-def codec_named(name: str) -> Codec:
-    """The codec of that name. Raises `BadInput` with the names that exist."""
+def codec_named(name: str, devices: routes.Devices | None = None) -> Codec:
+    """The codec of that name. devices: the ways to pages on GPUs; without any, such pages go through plain torch.
+
+    Raises `BadInput` with the names that exist.
+    """
     if not isinstance(name, str) or name not in CODECS:
         raise BadInput(f"codec {name!r} is not known; allowed: {', '.join(sorted(CODECS))}")
-    return CODECS[name]()
+    return CODECS[name](devices)
+
+
+class Way(routes.OnDevice, Protocol):
+    """The way of one device, with threads and memory of its own."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what is under way and end: whether within this time."""
+        ...
+
+
+class Codecs:
+    """The codecs of one opened store, and what they share: a way to each GPU that its pages are on. Thread-safe."""
+
+    def __init__(self, open_gpu: Callable[[int], Way | None]) -> None:
+        """open_gpu: makes the way to a GPU when pages on it are seen first; None where there is none."""
+        self._open_gpu = open_gpu
+        self._lock = threading.Lock()
+        self._ways: dict[int, Way | None] = {}
+        self._is_closed = False
+
+    def __call__(self, name: str) -> Codec:
+        """As `codec_named`."""
+        return codec_named(name, self._way)
+
+    def close(self) -> None:
+        """End all ways. What is bound and used later goes through plain torch."""
+        with self._lock:
+            self._is_closed = True
+            ways = [way for way in self._ways.values() if way is not None]
+            self._ways.clear()
+        for way in ways:
+            if not way.close(CLOSE_SECONDS):
+                _log.warning("a GPU did not finish its transfers within %g seconds", CLOSE_SECONDS)
+
+    def _way(self, device: torch.device) -> Way | None:
+        if device.type != "cuda":
+            return None
+        index = device.index if device.index is not None else 0
+        with self._lock:
+            if self._is_closed:
+                return None
+            if index not in self._ways:
+                self._ways[index] = self._opened(index)
+            return self._ways[index]
+
+    def _opened(self, index: int) -> Way | None:
+        try:
+            return self._open_gpu(index)
+        except RuntimeError as error:
+            text = str(error).partition("\n")[0]
+            _log.warning("pages on GPU %d go block by block through plain torch, which is slow: %s", index, text)
+            return None
 
 
 def default_codec(layout: Layout) -> str:

@@ -163,8 +163,11 @@ class EmbeddedStore:
         codecs: Callable[[str], Codec],
         tenant: str = DEFAULT_TENANT,
         threads: LeaseThreads | None = None,
+        before_close: Callable[[], object] = lambda: None,
     ) -> None:
+        """before_close: ends what else uses this store's memory."""
         self._store = store
+        self._before_close = before_close
         self._requests = Requests()
         self._threads = threads or LeaseThreads(store.clock)
         self._ring = ring
@@ -206,7 +209,9 @@ class EmbeddedStore:
 
     def for_tenant(self, tenant: str) -> EmbeddedStore:
         """The same store as another tenant, which shares memory with this one and nothing else."""
-        return EmbeddedStore(self._store, self._ring, self._keys, self._lock, self._codecs, tenant, self._threads)
+        return EmbeddedStore(
+            self._store, self._ring, self._keys, self._lock, self._codecs, tenant, self._threads, self._before_close
+        )
 
     def release_request(self, request: str) -> None:
         """End every lease, and every submitted one, that was taken or attached to for a request of the engine."""
@@ -259,6 +264,7 @@ class EmbeddedStore:
 
         With a disk that hangs, the directory stays locked for as long as a write may yet reach it.
         """
+        self._before_close()
         self._threads.close()
         self._store.close()
         if not self._store.is_stuck:
@@ -387,6 +393,7 @@ def open_embedded(
     keeper: Keeper | None = None,
     kept: Sequence[Kept] = (),
     guard: int = 0,
+    before_close: Callable[[], object] = lambda: None,
 ) -> EmbeddedStore:
     """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
     `KeysUnusable`, each with one line that says what to do.
@@ -394,7 +401,7 @@ def open_embedded(
     scrub: how fast the NVMe tier is read and verified again in the background, or all its limits. indexes: makes the
     index of an NVMe tier; needed with `nvme` only. files, gone, reach: for tests; what holds the
     slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints. run, keeper,
-    kept, guard: as in `build_store`.
+    kept, guard: as in `build_store`. before_close: ends what the codecs have going with this store's memory.
     """
     if nvme is None and slab is not None:
         raise BadInput(f"slab={slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out")
@@ -448,7 +455,7 @@ def open_embedded(
         lock.release()
         raise
     _disown_in_children(store, lock)
-    return EmbeddedStore(store, ring, keys, lock, codecs, tenant)
+    return EmbeddedStore(store, ring, keys, lock, codecs, tenant, before_close=before_close)
 
 
 def _refuse_new_keys(path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from kv_kernels.chaos import ChaosDevice, ChaosEvent, ChaosStream
 from kv_kernels.chaos_worker import ChaosWorker
-from kv_kernels.device import Direction, Event, Lanes, Region, Regions, host_tensor
+from kv_kernels.device import Direction, Event, Lanes, Region, Regions, Stream, host_tensor
 from kv_kernels.happens_before import Clock, HazardError
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.transfer import Loader, Saver
@@ -90,6 +90,7 @@ class HastyDevice:
         self.chaos = device
         self.host = device.host
         self.memory = device.memory
+        self.run = device.run
         self._compute = HastyStream(device.compute(), no_wait)
         self._lanes = {
             direction: Lanes(*[HastyStream(stream, no_wait) for stream in device.lanes(direction)])  # type: ignore[arg-type]
@@ -158,6 +159,12 @@ class Kernel:
 
     def tables(self) -> Iterable[Region]:
         return [self._region]
+
+    def findings(self) -> Iterable[Region]:
+        return []
+
+    def end(self, kernels: Stream) -> None:
+        pass
 
 
 class Engine:

@@ -181,12 +181,15 @@ class ChaosDevice:
         random: Random,
         refuse: Callable[[int, int, bool], str] = lambda address, size_bytes, writable: "",
         eagerness: float | None = None,
+        knows_host: bool = True,
     ) -> None:
-        """eagerness: how likely it is, after each call, that something runs; 0 runs what is waited for only."""
+        """eagerness: how likely it is, after each call, that something runs; 0 runs what is waited for only.
+        knows_host: whether all that host code writes is said; if not, memory that is not the device's counts as
+        written."""
         self.lock = threading.RLock()
         self._random = random
         self._eagerness = random.choice([0.0, 0.3, 0.7, 1.0]) if eagerness is None else eagerness
-        self._shadow = Shadow()
+        self._shadow = Shadow(is_defined=not knows_host)
         self._host = ChaosHost(self, refuse)
         self._compute = ChaosStream(self, "compute")
         self._lanes = {
@@ -217,6 +220,7 @@ class ChaosDevice:
         memory = torch.full((size_bytes,), POISON, dtype=torch.uint8)
         with self.lock:
             self._memory.append(memory)  # never freed, so that an address stays what it was
+            self._shadow.forget([region(memory)])
         return memory
 
     def run(self, body: Callable[[], object]) -> None:

@@ -20,8 +20,11 @@ class ChaosWorker:
         self._name = name
         self._jobs: deque[tuple[Clock, Callable[[], object]]] = deque()
         self._done: Clock = {}
+        self._is_closed = False
 
     def submit(self, job: Callable[[], object]) -> bool:
+        if self._is_closed:
+            return False
         self._jobs.append((self._device.tick(), job))
         return True
 
@@ -35,6 +38,12 @@ class ChaosWorker:
 
     def notify(self) -> None:
         merge(self._done, self._device.tick())
+
+    def close(self, timeout_s: float) -> bool:
+        self._is_closed = True
+        while self.pump():
+            pass
+        return True
 
     def pump(self) -> bool:
         """Run the next job; False where there is none."""

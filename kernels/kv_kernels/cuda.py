@@ -122,6 +122,9 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
         return memory
 
+    def run(self, body: Callable[[], object]) -> None:
+        body()
+
 
 def local_cpus(index: int) -> frozenset[int]:
     """CPUs of the NUMA node that a GPU hangs on; empty where the system does not say."""

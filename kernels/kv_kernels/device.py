@@ -118,6 +118,10 @@ class Device(Protocol):
         """New memory of the device, flat uint8, which any of its streams may use at once."""
         ...
 
+    def run(self, body: Callable[[], object]) -> None:
+        """Inside of a launch's work: do what starts kernels, in the launch's stream."""
+        ...
+
 
 def region(tensor: torch.Tensor) -> Region:
     """Of a contiguous tensor."""

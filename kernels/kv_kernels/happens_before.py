@@ -72,9 +72,10 @@ class _Cell:
 class Shadow:
     """What is known of all memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_defined: bool = False) -> None:
+        """is_defined: of memory that nothing was said of."""
         self._starts = [0]
-        self._cells = [_Cell()]
+        self._cells = [_Cell(is_defined=is_defined)]
 
     def read(self, actor: str, clock: Clock, label: str, regions: Iterable[Region]) -> None:
         """Raises `HazardError`."""
@@ -112,6 +113,13 @@ class Shadow:
             for cell in self._over(region):
                 self._own(access, clock, cell, region)
                 cell.is_defined, cell.released = False, ""
+
+    def forget(self, regions: Iterable[Region]) -> None:
+        """These are new memory: nobody has touched them, and they are undefined."""
+        for region in regions:
+            for cell in self._over(region):
+                cell.written, cell.is_defined, cell.released = None, False, ""
+                cell.read.clear()
 
     def settle(self, actor: str, clock: Clock, label: str, regions: Iterable[Region]) -> None:
         """Only look whether all accesses so far come before this. Raises `HazardError`."""

@@ -2,7 +2,7 @@
 
     add      known at once; a worker registers it with the device in chunks, and until a chunk is in, copies of its
              slots go through a bounce ring
-    hold     a transfer uses some of it: the memory stays, registered or not as it is
+    hold     a transfer uses some of it: the memory stays, registered or not as it is; any other memory bounces
     remove   when nobody holds it any more it is unregistered, and only then may the memory go
 
 Registering page-locks pages where they are and moves none: which NUMA node an extent lies on was decided by whoever
@@ -108,11 +108,14 @@ class PinnedExtents:
         return self._worker.wait(gone.is_set, timeout_s)
 
     def hold(self, addresses: Sequence[int], size_bytes: int) -> Hold:
-        """Keep these slots' memory in place. Raises ValueError where one is in no extent, or in one that is going."""
+        """Keep these slots' memory in place. What is in no extent, the caller keeps. Raises ValueError where one is in
+        an extent that is going, or only partly in one."""
         with self._lock:
             extents: dict[int, _Extent] = {}
             for address in addresses:
                 extent = self._extent_of(address, size_bytes)
+                if extent is None:
+                    continue
                 if extent.is_going:
                     raise ValueError(f"the slot at {address:#x} is in an extent that is being removed")
                 extents[extent.address] = extent
@@ -121,7 +124,7 @@ class PinnedExtents:
         return Hold(self, list(extents.values()))
 
     def runs(self, addresses: Sequence[int], size_bytes: int) -> Runs:
-        """These slots, of equal size, neighbours as one run. They must be held."""
+        """These slots, of equal size, neighbours as one run. They must be held. What is in no extent is not pinned."""
         tensors: list[torch.Tensor] = []
         are_pinned = []
         at = 0
@@ -131,6 +134,10 @@ class PinnedExtents:
                 extent = self._extent_of(start, size_bytes)
             stop = start + size_bytes
             at += 1
+            if extent is None:
+                tensors.append(host_tensor(start, size_bytes))
+                are_pinned.append(False)
+                continue
             while at < len(addresses) and addresses[at] == stop and stop + size_bytes <= extent.end:
                 stop += size_bytes
                 at += 1
@@ -148,13 +155,14 @@ class PinnedExtents:
                 extent.holds -= 1
         self._worker.notify()
 
-    def _extent_of(self, address: int, size_bytes: int) -> _Extent:
-        at = bisect_right(self._starts, address) - 1
-        if at >= 0:
-            extent = self._extents[at]
-            if address + size_bytes <= extent.end:
-                return extent
-        raise ValueError(f"the slot at {address:#x} of {size_bytes} bytes is in no extent that was added")
+    def _extent_of(self, address: int, size_bytes: int) -> _Extent | None:
+        at = bisect_right(self._starts, address + size_bytes - 1) - 1
+        extent = self._extents[at] if at >= 0 else None
+        if extent is None or extent.end <= address:
+            return None
+        if address < extent.address or extent.end < address + size_bytes:
+            raise ValueError(f"the slot at {address:#x} of {size_bytes} bytes is not wholly inside its extent")
+        return extent
 
     def _register(self, extent: _Extent, chunk: int) -> None:
         if extent not in self._extents:

@@ -9,7 +9,7 @@ their twins in plain torch in `reference`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -63,9 +63,10 @@ class PoolTable:
         return self.addresses.device
 
     @staticmethod
-    def of(planes: Sequence[Sequence[torch.Tensor]]) -> PoolTable:
+    def of(planes: Sequence[Sequence[torch.Tensor]], addresses: torch.Tensor | None = None) -> PoolTable:
         """planes: one (MLA) or two (K, V) per layer, [pages, page_tokens, heads, width], any strides; head ranges and
-        fused pools as views. Raises `ValueError` where layers differ: such layers need tables of their own."""
+        fused pools as views. addresses: where the caller puts them; if not given they are copied to the device, which
+        waits for it. Raises `ValueError` where layers differ: such layers need tables of their own."""
         if not planes or len(planes[0]) not in (1, 2):
             raise ValueError("a pool table needs at least one layer of one (MLA) or two planes (K, V); none were given")
         first = planes[0]
@@ -75,18 +76,24 @@ class PoolTable:
             for plane, tensor in enumerate(tensors):
                 _check_plane(f"plane {plane} of layer {layer}", tensor, first[0], first[plane])
         table = tuple([tuple(layer) for layer in planes])
-        addresses = [[tensor.data_ptr() for tensor in layer] for layer in table]
+        places = [[tensor.data_ptr() for tensor in layer] for layer in table]
+        if addresses is None:
+            addresses = torch.tensor(places, dtype=torch.int64).to(first[0].device)
         return PoolTable(
             planes=table,
-            addresses=torch.tensor(addresses, dtype=torch.int64).to(first[0].device),
+            addresses=addresses,
             strides=tuple([Strides(*tensor.stride()) for tensor in first]),
             widths=tuple([tensor.shape[3] for tensor in first]),
             dtype=first[0].dtype,
             pages=first[0].shape[0],
             page_tokens=first[0].shape[1],
             heads=first[0].shape[2],
-            aligned=all(address % ALIGN_BYTES == 0 for layer in addresses for address in layer),
+            aligned=all(address % ALIGN_BYTES == 0 for layer in places for address in layer),
         )
+
+    def part(self, first: int, last: int, addresses: torch.Tensor) -> PoolTable:
+        """Layers [first, last) of it. addresses: of all its layers, int64 [layers, planes] on the device."""
+        return replace(self, planes=self.planes[first:last], addresses=addresses[first:last])
 
 
 _SPLIT = "make one table for the layers that are alike and another one for the rest"

@@ -2,17 +2,19 @@
 
     pages in host memory      raw    numpy, at memcpy speed (`host`)
                               8 bits loops compiled by numba (`int8_host`); plain torch where there is no numba
-    pages on another device   plain torch (`reference`, `int8_plain`)
+    pages on one GPU          streams and kernels (`device_copy`), where whoever opened the store handed in a way and
+                              the pages are for it
+    anything else             plain torch (`reference`, `int8_plain`): no triton, planes on different devices
 
 All routes of a codec write the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from logging import getLogger
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,8 +36,34 @@ Planes = Sequence[Sequence[Any]]
 _log = getLogger(__name__)
 
 
-def raw_copy(planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int) -> Copy:
+class OnDevice(Protocol):
+    """The way of one device. Both return None where the pages are not for it."""
+
+    def raw_copy(
+        self, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int, block_tokens: int
+    ) -> Copy | None:
+        """Bit for bit."""
+        ...
+
+    def int8_copy(
+        self, form: SliceForm, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int
+    ) -> Copy | None:
+        """planes: of the dtype that is quantized."""
+        ...
+
+
+Devices = Callable[[torch.device], OnDevice | None]
+"""The way of a device, made when it is asked for first; None where there is none, as for host memory."""
+
+
+def raw_copy(
+    planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int, devices: Devices | None = None
+) -> Copy:
     """Bit for bit."""
+    way = _way(planes, devices)
+    copy = way.raw_copy(planes, table, page_tokens, block_tokens) if way is not None else None
+    if copy is not None:
+        return copy
     if _is_on_host(planes):
         return host.RawCopy(planes, table, page_tokens, block_tokens)
     return reference.RawCopy(planes, table, page_tokens, block_tokens)
@@ -50,14 +78,23 @@ def prepare_int8(dtypes: Iterable[str]) -> None:
         int8_loops.prepare(dtype)
 
 
-def int8_copy(form: SliceForm, planes: Planes, table: Sequence[int], page_tokens: int, dtype: str) -> Copy:
+def int8_copy(
+    form: SliceForm,
+    planes: Planes,
+    table: Sequence[int],
+    page_tokens: int,
+    dtype: str,
+    devices: Devices | None = None,
+) -> Copy:
     """dtype: of the pool's numbers, which tensors of integers of its width may stand for. Raises `ValueError` where
     strides are not whole numbers of elements."""
-    if _HAS_LOOPS and _is_on_host(planes):
+    way = _way(planes, devices)
+    if way is None and _HAS_LOOPS and _is_on_host(planes):
         return int8_host.Int8Copy(int8_loops.prepare(dtype), form, planes, table, page_tokens)
     kind = getattr(torch, dtype)
     tensors = [[_as_torch(plane, kind) for plane in layer] for layer in planes]
-    return int8_plain.Int8Copy(form, tensors, table, page_tokens, writable=host.are_writable(planes))
+    copy = way.int8_copy(form, tensors, table, page_tokens) if way is not None else None
+    return copy or int8_plain.Int8Copy(form, tensors, table, page_tokens, writable=host.are_writable(planes))
 
 
 @cache
@@ -67,6 +104,17 @@ def _say_that_it_is_slow() -> None:
         "numba is not installed or switched off: 8-bit codecs on the CPU run some ten times slower; "
         "pip install numba, or unset NUMBA_DISABLE_JIT"
     )
+
+
+def _way(planes: Planes, devices: Devices | None) -> OnDevice | None:
+    """Of the device that all planes are on."""
+    first = planes[0][0]
+    if devices is None or isinstance(first, np.ndarray):
+        return None
+    way = devices(first.device)
+    if way is None or any([getattr(plane, "device", None) != first.device for layer in planes for plane in layer]):
+        return None
+    return way
 
 
 def _is_on_host(planes: Planes) -> bool:

@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from kv_kernels.device import Device, Direction, Event, Region, Regions, region
+from kv_kernels.device import Device, Direction, Event, Region, Regions, Stream, region
 from kv_kernels.pinned import Hold, PinnedExtents
 from kv_kernels.staging import BounceRing, StagingRing
 from kv_kernels.under_way import LayerSlice, Loading, Saving, Transfer
@@ -49,6 +49,14 @@ class PageKernel(Protocol):
 
     def tables(self) -> Iterable[Region]:
         """What it reads besides. Asked for by the chaos device only."""
+        ...
+
+    def findings(self) -> Iterable[Region]:
+        """What it writes besides. Asked for by the chaos device only."""
+        ...
+
+    def end(self, kernels: Stream) -> None:
+        """Behind the last launch, in their stream: what is to be on the host when the transfer is done."""
         ...
 
 
@@ -212,6 +220,7 @@ class Loader(_Mover):
                 self._kernels.launch(*_launch(kernel, staged, batch, Direction.LOAD))
             if batch.ends_part:
                 loading.layers_launched(batch.part, self._kernels.record())
+        kernel.end(self._kernels)
 
     def _bounced(self, batch: _Batch) -> Sequence[torch.Tensor]:
         """The slots' bytes where copies reach them. Blocks until there is room."""
@@ -268,6 +277,8 @@ class Saver(_Mover):
                 self._copies.copy(_pieces(room, batch.slots), _pieces(staged, batch.slots))
                 bounced.append((self._copies.record(), room, batch))
         saving.pages_launched(self._kernels.record())
+        if not saving.is_cancelled:
+            kernel.end(self._kernels)
         for copied, room, batch in bounced:
             self._unbounce(copied, room, batch)
 
@@ -302,5 +313,5 @@ def _launch(
     return (
         lambda: kernel(staged, batch.frames, batch.layers),
         lambda: [*sources(), *kernel.tables()],
-        targets,
+        lambda: [*targets(), *kernel.findings()],
     )

@@ -33,6 +33,10 @@ class Worker(Protocol):
         """Something has changed that somebody may wait for."""
         ...
 
+    def close(self, timeout_s: float) -> bool:
+        """Take no more jobs, do those that are here, and end: whether it has within this time."""
+        ...
+
 
 class ThreadWorker:
     """A daemon thread. cpus: where it runs, so that memory it touches first is near them; empty: anywhere."""

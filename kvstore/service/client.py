@@ -24,9 +24,13 @@ from kvstore.service.wire import Clock
 class SidecarStore:
     """A store in another process on this host. Close it, or use it as a context."""
 
-    def __init__(self, door: RemoteDoor, codecs: Callable[[str], Codec]) -> None:
+    def __init__(
+        self, door: RemoteDoor, codecs: Callable[[str], Codec], before_close: Callable[[], object] = lambda: None
+    ) -> None:
+        """before_close: ends what the codecs have going with the sidecar's memory."""
         self._door = door
         self._codecs = codecs
+        self._before_close = before_close
 
     def namespace(
         self,
@@ -61,6 +65,7 @@ class SidecarStore:
 
     def close(self) -> None:
         """Hang up. What is leased ends. Safe to call again."""
+        self._before_close()
         self._door.close()
 
     @property
@@ -78,11 +83,18 @@ class SidecarStore:
 
 
 def open_sidecar(
-    path: str, *, codecs: Callable[[str], Codec], clock: Clock, session: str, engine: str = ""
+    path: str,
+    *,
+    codecs: Callable[[str], Codec],
+    clock: Clock,
+    session: str,
+    engine: str = "",
+    before_close: Callable[[], object] = lambda: None,
 ) -> SidecarStore:
     """The store behind a socket. Nothing is asked of it before a namespace is opened. Raises `BadInput`.
 
-    session: the engine's own token as hexadecimal digits, made at random by its first process.
+    session: the engine's own token as hexadecimal digits, made at random by its first process. before_close: ends what
+    the codecs have going with the sidecar's memory.
     """
     if "\0" in path:
         raise BadInput(f"unix:{path!r} is no socket's path; give a path without NUL")
@@ -97,4 +109,4 @@ def open_sidecar(
             f"session= is not a session's token; give the `session` of another store of this engine, which is text, or "
             f"{2 * MIN_SESSION_BYTES} to {2 * MAX_SESSION_BYTES} random hexadecimal digits"
         )
-    return SidecarStore(RemoteDoor(path, engine, token, clock, CallLimits()), codecs)
+    return SidecarStore(RemoteDoor(path, engine, token, clock, CallLimits()), codecs, before_close)

@@ -15,14 +15,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chaos_route import ChaosRoute, needs_interpreter
+from kv_kernels.device_copy import DeviceCopy
 from kv_kernels.flaws import Flaw
 from kvstore.codec import RawCodec, codec_named
 from kvstore.errors import BadInput, LayoutMismatch
 from kvstore.layout import KvGroup, Layout, Part
 from kvstore.pages import Codec, Coder, Pages
+from paged_memory import kernels_can_run
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 from workbench import blank_planes, one_line, plausible_planes, random_pages, random_planes, small_layout
+
+__all__ = ["kernels_can_run"]
 
 LAYOUTS = {
     "grouped query": small_layout(),
@@ -37,6 +42,16 @@ LAYOUTS = {
     "large pages": small_layout(page_tokens=128),
 }  # fmt: skip
 PAGE_TOKENS = [16, 32, 64]
+NAMES = st.sampled_from(sorted(LAYOUTS))
+# Of what is tried with many values: less often where each try takes long.
+BLOCKS: dict[str, Any] = {"name": NAMES, "page_tokens": st.sampled_from(PAGE_TOKENS), "data": st.data()}
+BITS: dict[str, Any] = {"name": NAMES, "at": st.integers(0, 10**6), "bit": st.integers(0, 7)}
+MANY: dict[str, Any] = {
+    "name": NAMES,
+    "skip": st.integers(0, 1),
+    "damaged": st.none() | st.integers(0, 3),
+    "at": st.integers(0, 10**6),
+}
 
 
 def room_for(codec: Codec, part: Part) -> FrameSpan:
@@ -80,9 +95,12 @@ class CodecContract:
             size = codec.payload_bytes(part)
             assert size > 0 and size % len(part.layers) == 0 and size == self.make().payload_bytes(part)
 
-    @given(name=st.sampled_from(sorted(LAYOUTS)), page_tokens=st.sampled_from(PAGE_TOKENS), data=st.data())
+    @given(**BLOCKS)
     @settings(max_examples=40)
     def test_a_block_comes_back_where_it_belongs(self, name: str, page_tokens: int, data: st.DataObject) -> None:
+        self.a_block_comes_back(name, page_tokens, data)
+
+    def a_block_comes_back(self, name: str, page_tokens: int, data: st.DataObject) -> None:
         layout, codec, blocks, spare = LAYOUTS[name], self.make(), 2, 3
         per_block = layout.block_tokens // page_tokens
         pages = blocks * per_block + spare
@@ -128,9 +146,12 @@ class CodecContract:
                 payloads.append(bytes(span.view))
             assert payloads[0] == payloads[1]
 
-    @given(name=st.sampled_from(sorted(LAYOUTS)), at=st.integers(0, 10**6), bit=st.integers(0, 7))
+    @given(**BITS)
     @settings(max_examples=40)
     def test_a_flipped_bit_is_refused(self, name: str, at: int, bit: int) -> None:
+        self.a_flipped_bit(name, at, bit)
+
+    def a_flipped_bit(self, name: str, at: int, bit: int) -> None:
         layout, codec = LAYOUTS[name], self.make()
         pages = random_pages(layout, 1, 32)
         for part in layout.parts:
@@ -141,16 +162,14 @@ class CodecContract:
             span.view[at % len(span.view)] ^= 1 << bit
             assert not decode(codec.bind(pages, layout, part), span, 0, 0, digests)
 
-    @given(
-        name=st.sampled_from(sorted(LAYOUTS)),
-        skip=st.integers(0, 1),
-        damaged=st.one_of(st.none(), st.integers(0, 3)),
-        at=st.integers(0, 10**6),
-    )
+    @given(**MANY)
     @settings(max_examples=30)
     def test_blocks_are_good_up_to_the_first_that_is_not(
         self, name: str, skip: int, damaged: int | None, at: int
     ) -> None:
+        self.blocks_are_good(name, skip, damaged, at)
+
+    def blocks_are_good(self, name: str, skip: int, damaged: int | None, at: int) -> None:
         layout, codec, page_tokens, blocks = LAYOUTS[name], self.make(), 32, 4
         per_block = layout.block_tokens // page_tokens
         source = Pages(self.values(layout, blocks * per_block, page_tokens, 5), range(blocks * per_block), page_tokens)
@@ -323,3 +342,47 @@ class TestRawCodec(CodecContract):
                 for head in range(part.head_start, part.head_stop)
             )
             assert bytes(span.view) == want
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("kernels_can_run")
+class OnDevice(CodecContract):
+    """Through streams, staging and kernels; whether their order is right is tested in kernels/test_device_copy.py."""
+
+    def route(self) -> ChaosRoute:
+        return ChaosRoute(1)
+
+    @pytest.mark.parametrize("name", LAYOUTS)
+    def test_it_is_the_devices_route(self, name: str) -> None:
+        layout = LAYOUTS[name]
+        for part in layout.parts:
+            assert isinstance(self.make().bind(random_pages(layout, 1, 32), layout, part), DeviceCopy)
+
+    @given(**BLOCKS)
+    @settings(max_examples=4)
+    def test_a_block_comes_back_where_it_belongs(self, name: str, page_tokens: int, data: st.DataObject) -> None:
+        self.a_block_comes_back(name, page_tokens, data)
+
+    @given(**BITS)
+    @settings(max_examples=3)
+    def test_a_flipped_bit_is_refused(self, name: str, at: int, bit: int) -> None:
+        self.a_flipped_bit(name, at, bit)
+
+    @pytest.mark.parametrize(("name", "skip", "damaged"), [("grouped query", 1, 2), ("latent", 0, None)])
+    def test_blocks_are_good_up_to_the_first_that_is_not(self, name: str, skip: int, damaged: int | None) -> None:
+        self.blocks_are_good(name, skip, damaged, 4711)
+
+
+class TestRawOnDevice(OnDevice, TestRawCodec):
+    def make(self) -> Codec:
+        return codec_named("raw", self.route())
+
+
+class TestInt8Kc64OnDevice(OnDevice, Int8Contract):
+    def make(self) -> Codec:
+        return codec_named("int8-kc64", self.route())
+
+
+class TestInt8ThOnDevice(OnDevice, Int8Contract):
+    def make(self) -> Codec:
+        return codec_named("int8-th", self.route())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kv_kernels.cuda import CudaDevice, CudaHost, cpu_list, local_cpus
-from kv_kernels.device import Direction, Region
+from kv_kernels.device import Direction, Region, Stream
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.transfer import Loader, Saver
 from kv_kernels.under_way import LayerSlice, Outcome, layer_slices
@@ -57,6 +57,12 @@ class TorchKernel:
 
     def tables(self) -> list[Region]:
         return []
+
+    def findings(self) -> list[Region]:
+        return []
+
+    def end(self, kernels: Stream) -> None:
+        pass
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

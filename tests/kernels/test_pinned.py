@@ -85,8 +85,7 @@ def test_memory_stays_while_it_is_held_and_goes_then() -> None:
     assert extents.remove(address, 1.0)
     assert gone and not device.host.reaches(Region(address, 1))
     assert extents.remove(address, 1.0), "it is gone already"
-    with pytest.raises(ValueError, match="in no extent that was added"):
-        extents.hold([address], SLOT)
+    extents.hold([address], SLOT).release()  # it is a stranger's, who keeps it
 
 
 def test_memory_that_could_not_be_removed_can_be_used_and_removed_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +122,22 @@ def test_what_overlaps_is_refused() -> None:
             extents.add(memory.data_ptr() + start, size, memory, writable=True)
     extents.add(memory.data_ptr(), 20, memory, writable=True)
     extents.add(memory.data_ptr() + 60, 40, memory, writable=True)
-    with pytest.raises(ValueError, match="in no extent"):
-        extents.runs([memory.data_ptr() + 10], SLOT)  # two extents are not one, though they are neighbours
+    for start in (10, 12, 90):  # two extents are not one, though they are neighbours
+        with pytest.raises(ValueError, match="not wholly inside its extent"):
+            extents.runs([memory.data_ptr() + start], SLOT)
+
+
+def test_other_memory_is_the_callers_and_bounces() -> None:
+    extents, worker, _ = _extents()
+    memory, other = (torch.zeros(10 * SLOT, dtype=torch.uint8) for _ in range(2))
+    extents.add(memory.data_ptr(), len(memory), memory, writable=True)
+    while worker.pump():
+        pass
+    slots = [memory.data_ptr(), other.data_ptr() + SLOT, other.data_ptr() + 2 * SLOT]
+    hold, runs = extents.hold(slots, SLOT), extents.runs(slots, SLOT)
+    assert [run.data_ptr() for run in runs.tensors] == slots and not runs.is_pinned
+    hold.release()
+    assert extents.remove(memory.data_ptr(), 1.0)
 
 
 def test_a_thread_of_its_own_registers() -> None:

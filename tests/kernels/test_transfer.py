@@ -503,8 +503,8 @@ def test_a_transfer_that_does_not_fit_is_refused_before_it_begins() -> None:
     for addresses, slices, text in [
         (slots, large, f"{SEGMENT_BYTES + 1} bytes does not go into a staging segment of {SEGMENT_BYTES}"),
         ([], WHOLE, "0 slots and 1 layer slices are nothing to transfer"),
-        ([slots[0], 4096], WHOLE, "slot at 0x1000 of 72 bytes is in no extent"),
-        ([engine.slots()[-1] + 8], WHOLE, "is in no extent"),
+        ([slots[0], engine.slots()[-1] + 8], WHOLE, "of 72 bytes is not wholly inside its extent"),
+        ([slots[0] - 8], WHOLE, "is not wholly inside its extent"),
         (slots, [LayerSlice(0, LAYERS, -8 * FRAME_BYTES, FRAME_BYTES)], "give offsets of 0 or more"),
     ]:
         with pytest.raises(ValueError, match=text):

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kv_kernels import host
-from kvstore.codec import CODECS, codec_named
+import kvstore
+from kv_kernels import host, reference, routes
+from kvstore.codec import CODECS, Codecs, codec_named
 from kvstore.errors import BadInput
+from kvstore.handle import NamespaceHandle
 from kvstore.identity import token_bytes
 from kvstore.layout import Layout
 from kvstore.pages import Pages
@@ -66,6 +68,55 @@ def test_a_prompt_may_be_stored_from_numpy_and_loaded_into_torch() -> None:
     assert same_tokens(into, source, range(128))
 
 
+class _Way:
+    """Of a GPU that no pages are for. Counts its closes."""
+
+    closed = 0
+
+    def raw_copy(self, *_: object) -> None:
+        return None
+
+    def int8_copy(self, *_: object) -> None:
+        return None
+
+    def close(self, timeout_s: float) -> bool:
+        self.closed += 1
+        return False
+
+
+def test_a_way_to_a_gpu_is_made_once_and_when_it_is_needed(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[int] = []
+    way = _Way()
+
+    def open_gpu(index: int) -> _Way:
+        asked.append(index)
+        if index == 1:
+            raise RuntimeError("CUDA out of memory\nand much more")
+        return way
+
+    codecs = Codecs(open_gpu)
+    layout = small_layout()
+    devices: routes.Devices = codecs._way
+    assert isinstance(codecs("raw").bind(random_pages(layout, 1), layout, layout.parts[0]), host.RawCopy) and not asked
+    assert devices(torch.device("cuda", 0)) is devices(torch.device("cuda", 0)) is way
+    assert devices(torch.device("cuda", 1)) is devices(torch.device("cuda", 1)) is None
+    assert devices(torch.device("cpu")) is devices(torch.device("meta")) is None and asked == [0, 1]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("through plain torch, which is slow: CUDA out of memory")
+    codecs.close()
+    codecs.close()
+    assert way.closed == 1 and "did not finish its transfers within 10 seconds" in caplog.records[1].getMessage()
+    assert devices(torch.device("cuda", 0)) is None and asked == [0, 1]
+
+
+def test_pages_on_a_device_without_a_way_go_through_plain_torch() -> None:
+    layout = small_layout()
+    planes = {layer: [torch.empty(2, 64, 2, 8, dtype=torch.bfloat16, device="meta")] * 2 for layer in layout.layers}
+    for devices in (None, lambda device: None, lambda device: _Way()):
+        coder = codec_named("raw", devices).bind(Pages(planes, [0, 1], 64), layout, layout.parts[0])
+        assert isinstance(coder, reference.RawCopy)
+
+
 @no_gpu
 @pytest.mark.parametrize("page_tokens", [16, 64])
 @pytest.mark.parametrize(
@@ -78,9 +129,12 @@ def test_a_prompt_may_be_stored_from_numpy_and_loaded_into_torch() -> None:
     ],
     ids=["one part", "by head and layer", "latent", "float8"],
 )
-def test_pages_on_a_gpu_hold_the_same_bits(layout: Layout, page_tokens: int) -> None:
+@pytest.mark.parametrize("way", ["streams", "plain torch"])
+def test_pages_on_a_gpu_hold_the_same_bits(layout: Layout, page_tokens: int, way: str) -> None:
     a = bench()
     ns = a.namespace(layout)
+    codecs = Codecs(kvstore._open_gpu if way == "streams" else lambda index: None)
+    ns = NamespaceHandle(a.door(), ns.namespace, codecs("raw"))
     source = random_pages(layout, 3, page_tokens)
     assert ns.put(ids(192), on_gpu(source)).stored == 3
     from_host, on_device = blank_pages(layout, 3, page_tokens), on_gpu(blank_pages(layout, 3, page_tokens))
@@ -91,6 +145,7 @@ def test_pages_on_a_gpu_hold_the_same_bits(layout: Layout, page_tokens: int) -> 
     assert same_tokens(from_host, source, range(192)) and same_tokens(on_host(on_device), source, range(192))
     assert same_tokens(on_host(tail), source, range(page_tokens, 192), offset=page_tokens)
     a.store.check()
+    codecs.close()
 
 
 @no_gpu

@@ -1,0 +1,56 @@
+"""The route of pages on a device, on the chaos device: kernels in triton's interpreter, pages as tensors of the CPU.
+
+`ChaosRoute` is what a codec is handed instead of the ways to GPUs.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from kv_kernels import paged
+from kv_kernels.chaos import ChaosDevice
+from kv_kernels.chaos_worker import ChaosWorker
+from kv_kernels.device_transfers import DeviceTransfers, Workers
+from kv_kernels.worker import ThreadWorker
+from small_engine import HastyDevice, NoWait
+
+SEGMENT_BYTES, SEGMENTS = 24 << 10, 2
+
+needs_interpreter = pytest.mark.skipif(
+    not hasattr(paged._gather, "rewrite"), reason="there is a GPU: kernels are compiled, and cannot take pages of a CPU"
+)
+
+
+class ChaosRoute:
+    """`routes.Devices`. Workers run when they are waited for, under names of their own; or they are threads, of whose
+    order the device knows nothing then."""
+
+    def __init__(
+        self,
+        seed: int,
+        segment_bytes: int = SEGMENT_BYTES,
+        no_wait: NoWait | None = None,
+        refused: bool = False,
+        has_threads: bool = False,
+        eagerness: float | None = None,
+    ) -> None:
+        print(f"seed {seed}")
+        self.has_threads = has_threads
+        self.chaos = ChaosDevice(Random(seed), lambda *_: "not allowed" if refused else "", eagerness, knows_host=False)
+        self.device = HastyDevice(self.chaos, no_wait or NoWait())
+        names = [f"{name} worker" for name in ("pin", "load", "save")]
+        self.workers = Workers(
+            *[ThreadWorker(name) if has_threads else ChaosWorker(self.chaos, name) for name in names]
+        )
+        self.transfers = DeviceTransfers(self.device, self.workers, segment_bytes, SEGMENTS)
+
+    def __call__(self, device: torch.device) -> DeviceTransfers:
+        return self.transfers
+
+    def close(self) -> None:
+        """Raises the first hazard of all."""
+        assert self.transfers.close(30.0)
+        self.chaos.finish()

@@ -1,0 +1,421 @@
+"""Pages on a device, by way of streams: right in every legal order, and with any one wait taken out, found out.
+
+What comes out is compared with what plain torch makes of the same pages. A hazard is the same story without one wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from chaos_route import ChaosRoute, needs_interpreter
+from kv_kernels import int8, int8_plain, reference
+from kv_kernels.chaos import ChaosEvent
+from kv_kernels.copies import Copy
+from kv_kernels.device import Region
+from kv_kernels.device_copy import DeviceCopy
+from kv_kernels.flaws import Flaw
+from kv_kernels.happens_before import HazardError
+from kv_kernels.routes import int8_copy, raw_copy
+from paged_memory import kernels_can_run
+from small_engine import HastyStream, NoWait
+from tiering.frame import digest
+from tiering.tier import FrameSpan
+
+__all__ = ["kernels_can_run"]
+
+pytestmark = [needs_interpreter, pytest.mark.usefixtures("kernels_can_run")]
+
+LAYERS, HEADS, WIDTH, TOKENS, PAGE_TOKENS = 2, 1, 4, 64, 32
+SHAPE = (PAGE_TOKENS, HEADS, WIDTH)
+CODECS = ["raw", int8.KC64, int8.TH]
+FORMS = {name: int8.slice_form(name, HEADS, TOKENS, (WIDTH, WIDTH), 2) for name in (int8.KC64, int8.TH)}
+SLICE_BYTES = {"raw": 2 * HEADS * TOKENS * WIDTH * 2, **{name: form.size_bytes for name, form in FORMS.items()}}
+
+
+def planes_of(pages: int, seed: int) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [torch.randn((pages, *SHAPE), generator=generator).to(torch.bfloat16) for _ in range(2)] for _ in range(LAYERS)
+    ]
+
+
+def slots_of(codec: str, blocks: int) -> list[FrameSpan]:
+    """Payloads in memory of their own, with a gap between them, as headers make one."""
+    size = LAYERS * SLICE_BYTES[codec]
+    memory = torch.zeros(blocks, size + 64, dtype=torch.uint8)
+    views = [memoryview(row.numpy()) for row in memory]
+    return [FrameSpan(row.data_ptr() + 64, view[64:]) for row, view in zip(memory, views, strict=True)]
+
+
+def region_of(span: FrameSpan) -> Region:
+    return Region(span.address, len(span.view))
+
+
+def copy_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], route: Any) -> Copy:
+    if codec == "raw":
+        return raw_copy(planes, table, PAGE_TOKENS, TOKENS, route)
+    return int8_copy(FORMS[codec], planes, table, PAGE_TOKENS, "bfloat16", route)
+
+
+def plain_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int]) -> Copy:
+    if codec == "raw":
+        return reference.RawCopy(planes, table, PAGE_TOKENS, TOKENS)
+    return int8_plain.Int8Copy(FORMS[codec], planes, table, PAGE_TOKENS)
+
+
+def same(one: Sequence[Sequence[torch.Tensor]], other: Sequence[Sequence[torch.Tensor]]) -> bool:
+    return all(
+        torch.equal(a.view(torch.int16), b.view(torch.int16))
+        for mine, theirs in zip(one, other, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def good(encoded: Any) -> list[list[bytes]]:
+    """Encoded blocks without a flaw."""
+    found = list(encoded)
+    assert all(isinstance(one, list) for one in found)
+    return found
+
+
+@dataclass
+class Story:
+    """An engine writes pages, a prompt is stored, the pages are used for something else, and it is loaded again."""
+
+    route: ChaosRoute
+    codec: str = "raw"
+    blocks: int = 5
+    is_locked: bool = False
+
+    def __post_init__(self) -> None:
+        self.pages = 2 * self.blocks + 1
+        self.table = list(range(self.pages - 1, 0, -1))
+        self.tokens = [TOKENS * block for block in range(self.blocks)]
+        self.planes = [
+            [torch.zeros((self.pages, *SHAPE), dtype=torch.bfloat16) for _ in range(2)] for _ in range(LAYERS)
+        ]
+        self.slots = slots_of(self.codec, self.blocks)
+        if self.is_locked:
+            start = self.slots[0].address - 64
+            size = self.slots[-1].address + len(self.slots[-1].view) - start
+            self.route.transfers.extents.add(start, size, self.slots, writable=True)
+            self.route.workers.pins.wait(lambda: False, None) if not self.route.has_threads else None
+
+    def steps(self, values: list[list[torch.Tensor]], writes: bool = True) -> None:
+        """The engine's own work with these pages, which nobody waits for: they are written, or read."""
+        flat = [plane for layer in self.planes for plane in layer]
+        regions = [Region(plane.data_ptr(), plane.numel() * 2) for plane in flat]
+        given = [plane for layer in values for plane in layer]
+
+        def body() -> None:
+            for target, source in zip(flat, given, strict=True):
+                if writes:
+                    target.copy_(source)
+
+        def some() -> list[Region]:
+            return regions
+
+        def none() -> list[Region]:
+            return []
+
+        compute = self.route.device.compute()
+        compute.launch(lambda: self.route.chaos.run(body), none if writes else some, some if writes else none)
+
+    def run(self, rounds: int = 2) -> None:
+        chaos = self.route.chaos
+        copy = copy_of(self.codec, self.planes, self.table, self.route)
+        assert isinstance(copy, DeviceCopy)
+        for turn in range(rounds):
+            values, others = planes_of(self.pages, 10 * turn), planes_of(self.pages, 10 * turn + 1)
+            self.steps(values)
+            digests = []
+            with closing(copy.encode(self.tokens, self.slots, digest)) as encoding:
+                for slot, encoded in zip(self.slots, encoding, strict=True):
+                    assert isinstance(encoded, list)
+                    chaos.host_read([region_of(slot)], "seals a frame")
+                    digests.append(encoded)
+            self.steps(others)
+            want = slots_of(self.codec, self.blocks)
+            assert digests == good(plain_of(self.codec, values, self.table).encode(self.tokens, want, digest))
+            assert [bytes(slot.view) for slot in self.slots] == [bytes(slot.view) for slot in want]
+            self.steps(others, writes=False)
+            assert copy.decode(self.slots, self.tokens, 0, digests, digest) == self.blocks
+            chaos.host_read([Region(self.planes[0][0].data_ptr(), 2)], "looks at a page")
+            chaos.finish()
+            plain = plain_of(self.codec, others, self.table)
+            assert plain.decode(want, self.tokens, 0, digests, digest) == self.blocks and same(self.planes, others)
+            for slot in self.slots:
+                chaos.release([region_of(slot)], "evicts a slot")
+                chaos.take([region_of(slot)], "reserves a slot")
+
+
+def segment_of(codec: str, blocks: float = 2) -> int:
+    return int(blocks * LAYERS * SLICE_BYTES[codec]) // 16 * 16
+
+
+@pytest.mark.parametrize("is_locked", [False, True], ids=["bounced", "page-locked"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("seed", range(2))
+def test_every_legal_order_gives_the_right_bytes(seed: int, codec: str, is_locked: bool) -> None:
+    story = Story(ChaosRoute(seed, segment_of(codec)), codec, is_locked=is_locked)
+    story.run()
+    story.route.close()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_payloads_that_are_larger_than_a_segment_go_by_layers(codec: str) -> None:
+    story = Story(ChaosRoute(5, SLICE_BYTES[codec] + 16), codec, blocks=3)
+    story.run(1)
+    story.route.close()
+
+
+HAZARDS = {
+    "kernels read a segment before the copy into it": ("load kernels", "load copies"),
+    "a segment is filled again while a kernel reads it": ("load copies", "load kernels"),
+    "pages are written while a step reads them": ("load kernels", "compute"),
+    "digests are read, and pages called loaded, before the kernels end": ("load worker", "load kernels"),
+    "pages are stored before the forward has written them": ("save kernels", "compute"),
+    "a segment is copied before the kernel has filled it": ("save copies", "save kernels"),
+    "a segment is filled again while it is copied": ("save kernels", "save copies"),
+    "a frame is sealed before it has landed": ("save worker", "save copies"),
+    "digests are read before they are there": ("save worker", "save kernels"),
+}
+
+
+@pytest.mark.parametrize("name", HAZARDS)
+def test_a_wait_that_is_missing_is_found(name: str) -> None:
+    no_wait = NoWait(*HAZARDS[name])
+    for seed in range(2):
+        with pytest.raises(HazardError) as found:
+            story = Story(ChaosRoute(seed, segment_of("raw"), no_wait), is_locked=True)
+            story.run()
+            story.route.close()
+        print(found.value)
+    assert no_wait.times, f"nobody was about to wait: {name}"
+
+
+def test_a_flaw_in_the_middle_ends_it_and_nothing_is_under_way_then() -> None:
+    for value, flaw in ((float("nan"), Flaw.NONFINITE), (3e38, Flaw.OUT_OF_RANGE)):
+        story = Story(ChaosRoute(3, segment_of(int8.TH)), int8.TH, blocks=7, is_locked=True)
+        values = planes_of(story.pages, 1)
+        values[1][0][story.table[2 * 3 + 1], 7, 0, 2] = value
+        story.steps(values)
+        copy = copy_of(int8.TH, story.planes, story.table, story.route)
+        encoded = list(copy.encode(story.tokens, story.slots, digest))
+        want = plain_of(int8.TH, values, story.table).encode(story.tokens, slots_of(int8.TH, 7), digest)
+        assert len(encoded) == 4 and encoded == list(want) and encoded[3] is flaw
+        for slot in story.slots:
+            story.route.chaos.release([region_of(slot)], "gives up a slot")
+        story.route.close()
+
+
+def test_who_stops_early_has_his_slots_for_himself() -> None:
+    for seed in range(4):
+        story = Story(ChaosRoute(seed, segment_of("raw")), blocks=7, is_locked=True)
+        story.steps(planes_of(story.pages, 1))
+        encoding = copy_of("raw", story.planes, story.table, story.route).encode(story.tokens, story.slots, digest)
+        assert isinstance(next(encoding), list)
+        encoding.close()
+        for slot in story.slots:
+            story.route.chaos.release([region_of(slot)], "gives up a slot")
+        story.route.close()
+
+
+def test_what_was_first_can_be_used_while_the_rest_is_under_way() -> None:
+    """With a worker that does only what is waited for: the first segment comes without the others."""
+    story = Story(ChaosRoute(1, segment_of("raw"), eagerness=0.0), blocks=7, is_locked=True)
+    story.steps(planes_of(story.pages, 1))
+    encoding = copy_of("raw", story.planes, story.table, story.route).encode(story.tokens, story.slots, digest)
+    assert isinstance(next(encoding), list) and any(story.slots[0].view) and not any(story.slots[6].view)
+    assert len(good(encoding)) == 6 and any(story.slots[6].view)
+    story.route.close()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_blocks_behind_a_damaged_one_do_not_count(codec: str) -> None:
+    story = Story(ChaosRoute(4, segment_of(codec)), codec)
+    values = planes_of(story.pages, 2)
+    digests = good(plain_of(codec, values, story.table).encode(story.tokens, story.slots, digest))
+    copy = copy_of(codec, story.planes, story.table, story.route)
+    for damaged in (3, 1):
+        story.slots[damaged].view[-1] ^= 1
+        assert copy.decode(story.slots, story.tokens, 0, digests, digest) == damaged
+    story.route.close()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_pages_that_are_left_out_are_not_touched(codec: str) -> None:
+    story = Story(ChaosRoute(6, segment_of(codec)), codec, blocks=3)
+    values = planes_of(story.pages, 3)
+    digests = good(plain_of(codec, values, story.table).encode(story.tokens, story.slots, digest))
+    mine, theirs = planes_of(story.pages, 4), planes_of(story.pages, 4)
+    tokens = [token - PAGE_TOKENS for token in story.tokens]  # the table begins with the first block's second page
+    for planes, copy in ((mine, copy_of(codec, mine, story.table, story.route)),
+                         (theirs, plain_of(codec, theirs, story.table))):  # fmt: skip
+        assert planes and copy.decode(story.slots, tokens, PAGE_TOKENS, digests, digest) == 3
+    story.route.chaos.finish()
+    assert same(mine, theirs) and not same(mine, planes_of(story.pages, 4))
+    with pytest.raises(AssertionError, match="not inside the pages"):
+        copy_of(codec, mine, story.table, story.route).decode(story.slots, tokens, 0, digests, digest)
+    story.route.close()
+
+
+def test_more_blocks_are_no_more_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: dict[str, int] = {}
+
+    def counted(name: str) -> None:
+        method = getattr(HastyStream, name)
+
+        def call(self: HastyStream, *args: Any) -> Any:
+            key = f"{self.stream.name} {name}"
+            calls[key] = calls.get(key, 0) + 1
+            return method(self, *args)
+
+        monkeypatch.setattr(HastyStream, name, call)
+
+    counted("copy")
+    counted("launch")
+    seen = []
+    for blocks in (1, 6):
+        story = Story(ChaosRoute(1, segment_of("raw", 6)), blocks=blocks)
+        copy = copy_of("raw", planes_of(story.pages, 1), story.table, story.route)
+        calls.clear()
+        digests = good(copy.encode(story.tokens, story.slots, digest))
+        assert copy.decode(story.slots, story.tokens, 0, digests, digest) == blocks
+        seen.append(dict(calls))
+        story.route.close()
+    kernels = {
+        f"{way} kernels {what}": times for way in ("load", "save") for what, times in (("copy", 2), ("launch", 1))
+    }
+    assert seen[0] == seen[1] == {**kernels, "load copies copy": 1, "save copies copy": 1}
+
+
+def test_tables_are_used_again() -> None:
+    route = ChaosRoute(1, segment_of("raw"))
+    memory = route.transfers._ways.tables
+    for blocks in (1, 4, 2):
+        story = Story(route, blocks=blocks)
+        copy = copy_of("raw", planes_of(story.pages, 1), story.table, route)
+        digests = good(copy.encode(story.tokens, story.slots, digest))
+        assert copy.decode(story.slots, story.tokens, 0, digests, digest) == blocks
+        assert len(memory._free) == 1
+    route.close()
+
+
+def test_a_closed_way_leaves_the_plain_route() -> None:
+    story = Story(ChaosRoute(1, segment_of("raw")))
+    planes = planes_of(story.pages, 1)
+    copy = copy_of("raw", planes, story.table, story.route)
+    story.route.close()
+    digests = good(copy.encode(story.tokens, story.slots, digest))
+    assert digests == good(plain_of("raw", planes, story.table).encode(story.tokens, slots_of("raw", 5), digest))
+    assert copy.decode(story.slots, story.tokens, 0, digests, digest) == 5
+
+
+def test_a_device_that_fails_is_told_and_keeps_what_it_may_still_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(ChaosRoute(1, segment_of("raw")))
+    copy = copy_of("raw", planes_of(story.pages, 1), story.table, story.route)
+    digests = good(copy.encode(story.tokens, story.slots, digest))
+    memory = story.route.transfers._ways.tables
+    assert len(memory._free) == 1
+
+    def broken(self: ChaosEvent) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(ChaosEvent, "wait", broken)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        copy.decode(story.slots, story.tokens, 0, digests, digest)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        good(copy.encode(story.tokens, story.slots, digest))
+    assert not memory._free, "kernels may still read them"
+
+
+def test_a_kernel_that_fails_is_told_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(ChaosRoute(1, segment_of("raw")))
+    copy = copy_of("raw", planes_of(story.pages, 1), story.table, story.route)
+    launches = count(1)
+    run = story.route.device.run
+
+    def failing(body: Any) -> None:
+        if next(launches) == 2:
+            raise OSError("a kernel that does not compile")
+        run(body)
+
+    monkeypatch.setattr(story.route.device, "run", failing)
+    encoding = copy.encode(story.tokens, story.slots, digest)
+    with pytest.raises(OSError, match="does not compile"):
+        good(encoding)
+    for slot in story.slots:
+        story.route.chaos.release([region_of(slot)], "gives up a slot")
+    story.route.close()
+
+
+@pytest.mark.parametrize(
+    ("planes", "reason"),
+    [
+        ([[torch.zeros(3, 64, 1, 1, dtype=torch.uint8)]], "layer slices of 64 bytes, where 241 to"),
+        ([[torch.zeros(3, 64, 8, 64, dtype=torch.float32)]], "layer slices of 131072 bytes, where 241 to 4096"),
+        ([[torch.zeros(3, 64, 1, 4, dtype=torch.float64)]], "numbers of 8 bytes"),
+        (
+            [[torch.zeros(3, 64, 1, 4)], [torch.zeros(3, 1, 64, 4).transpose(1, 2)]],
+            "plane 0 of layer 1 has the strides",
+        ),
+    ],
+)
+def test_pages_that_are_not_for_it_take_the_plain_route(
+    planes: list[list[torch.Tensor]], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    route = ChaosRoute(1, 4096)
+    with caplog.at_level(logging.WARNING, "kv_kernels"):
+        for _ in range(2):
+            # Not the route of host memory: what is not for this one is on a device.
+            assert route.transfers.raw_copy(planes, [0, 1, 2], 64, 64) is None
+    (record,) = caplog.records
+    assert reason in record.getMessage() and "slow" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_planes_on_two_devices_take_the_plain_route() -> None:
+    there = torch.empty(3, 64, 1, 4, device="meta")
+    route = ChaosRoute(1)
+    assert isinstance(raw_copy([[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64, route), reference.RawCopy)
+
+
+def test_several_threads_on_one_device() -> None:
+    route = ChaosRoute(9, segment_of("raw"), has_threads=True)
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        torch.set_num_threads(1)
+        codec = CODECS[number % 2]
+        story = Story(route, codec, blocks=3)
+        for turn in range(2):
+            values, others = planes_of(story.pages, 7 * number + turn), planes_of(story.pages, 99)
+            copy = copy_of(codec, values, story.table, route)
+            digests = good(copy.encode(story.tokens, story.slots, digest))
+            want = slots_of(codec, 3)
+            if digests != good(plain_of(codec, values, story.table).encode(story.tokens, want, digest)):
+                wrong.append(f"thread {number} stored something else")
+            if copy_of(codec, others, story.table, route).decode(story.slots, story.tokens, 0, digests, digest) != 3:
+                wrong.append(f"thread {number} did not load")
+            plain = planes_of(story.pages, 99)
+            plain_of(codec, plain, story.table).decode(want, story.tokens, 0, digests, digest)
+            if not same(plain, others):
+                wrong.append(f"thread {number} loaded something else")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120.0)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    route.close()

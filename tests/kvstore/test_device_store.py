@@ -1,0 +1,118 @@
+"""Pages on a device through the five verbs: on the chaos device, which checks the order of all that touches memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from chaos_route import ChaosRoute, needs_interpreter
+from kvstore import MissReason
+from kvstore.codec import codec_named
+from kvstore.handle import NamespaceHandle, PutResult
+from kvstore.layout import Layout
+from kvstore.pages import Pages
+from paged_memory import kernels_can_run
+from service.sidecar import Sidecar, patient
+from workbench import Bench, bench, blank_pages, blank_planes, ids, same_tokens, small_layout
+
+__all__ = ["kernels_can_run"]
+
+pytestmark = [needs_interpreter, pytest.mark.usefixtures("kernels_can_run")]
+
+TINY = small_layout(layers=1, kv_heads=1)
+SHARDED = small_layout(kv_heads=2, head_shards=2, layer_shards=2)
+CODECS = ["raw", "int8-kc64"]
+
+
+@pytest.fixture
+def route() -> Iterator[ChaosRoute]:
+    """Five frames of the small layout in its two segments."""
+    route = ChaosRoute(11)
+    yield route
+    route.close()
+
+
+def numbers(layout: Layout, blocks: int, page_tokens: int = 64, seed: int = 0) -> Pages:
+    """Pages of finite numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    planes = blank_planes(layout, blocks * layout.block_tokens // page_tokens, page_tokens)
+    for tensors in planes.values():
+        for tensor in tensors:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return Pages(planes, range(blocks * layout.block_tokens // page_tokens), page_tokens)
+
+
+def both(a: Bench, layout: Layout, codec: str, route: ChaosRoute) -> tuple[NamespaceHandle, NamespaceHandle]:
+    """A namespace as an engine with its pages on a device has it, and as one with its pages in host memory."""
+    here = a.namespace(layout, codec=codec)
+    return NamespaceHandle(a.door(), here.namespace, codec_named(codec, route)), here
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_a_device_stores_the_host_loads_and_the_other_way_round(codec: str, route: ChaosRoute) -> None:
+    a = bench()
+    there, here = both(a, SHARDED, codec, route)
+    source, other = numbers(SHARDED, 3, 32), numbers(SHARDED, 2, 32, seed=1)
+    assert there.put(ids(192), source) == PutResult(0, 3, None, None)
+    assert here.put(ids(128, 500), other) == PutResult(0, 2, None, None)
+    for prompt, tokens in ((ids(192), 192), (ids(128, 500), 128)):
+        blocks = tokens // 64
+        one, two, tail = (blank_pages(SHARDED, blocks, 32) for _ in range(3))
+        with here.lease(here.match(prompt)) as lease:
+            assert here.get(lease, one).tokens == tokens
+        with there.lease(there.match(prompt)) as lease:
+            assert there.get(lease, two).tokens == tokens
+            assert there.get(lease, Pages(tail.planes, list(tail.table)[:-1], 32), 32).tokens == tokens
+        assert same_tokens(one, two, range(tokens)) and same_tokens(tail, one, range(32, tokens), offset=32)
+    if codec == "raw":
+        assert same_tokens(one, other, range(128))
+    a.store.check()
+
+
+def test_a_put_ends_before_a_block_that_cannot_be_written(route: ChaosRoute) -> None:
+    a = bench()
+    there, _ = both(a, SHARDED, "int8-kc64", route)
+    source = numbers(SHARDED, 4)
+    source.planes[1][1][2, 3, 1, 5] = float("inf")  # of the last part
+    assert there.put(ids(256), source) == PutResult(0, 2, 2, MissReason.NONFINITE)
+    assert there.match(ids(256)).blocks == 2 and a.store.usage().reservations == 0
+    a.store.check()
+
+
+@pytest.mark.parametrize("part", [0, 3])
+def test_a_damaged_frame_ends_a_load_and_is_reported(part: int, route: ChaosRoute) -> None:
+    a = bench()
+    there, _ = both(a, SHARDED, "raw", route)
+    source = numbers(SHARDED, 4)
+    there.put(ids(256), source)
+    with there.lease(there.match(ids(256))) as lease:
+        place = lease.reply.places[part][2]
+        a.store.spans([place])[0].view[4096 + 700] ^= 4
+        into = blank_pages(SHARDED, 4)
+        loaded = there.get(lease, into)
+        assert (loaded.tokens, loaded.reason) == (128, MissReason.CORRUPT)
+        assert loaded.account.misses == {MissReason.CORRUPT: 128}
+        assert same_tokens(into, source, range(128))
+    assert there.match(ids(256)).blocks == 2
+    a.store.check()
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8-th"])
+def test_through_a_sidecar(codec: str, route: ChaosRoute, tmp_path: Path) -> None:
+    """Blocks enough that the first ones are committed while later ones are under way."""
+    blocks = 20
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as client:
+        patient(client)
+        here = client.namespace(model="m", layout=TINY, codec=codec)
+        there = NamespaceHandle(here.door, here.namespace, codec_named(codec, route))
+        source = numbers(TINY, blocks)
+        assert there.put(ids(64 * blocks), source) == PutResult(0, blocks, None, None)
+        one, two = blank_pages(TINY, blocks), blank_pages(TINY, blocks)
+        with there.lease(there.match(ids(64 * blocks)), deadline_ms=10_000) as lease:
+            assert there.get(lease, one).tokens == here.get(lease, two).tokens == 64 * blocks
+        assert same_tokens(one, two, range(64 * blocks))
+        if codec == "raw":
+            assert same_tokens(one, source, range(64 * blocks))
