@@ -176,9 +176,9 @@ class DirectReader:
         def read() -> None:
             if not places:
                 raise BlockMissing("it is not on NVMe any more")
-            for place, (_, frame), sealer in zip(places, target, sealers, strict=True):
-                self._lower.tier.read(place, frame)
-                verify_frame(frame, self._keys, sealer.stamp, key, generation)
+            for place, frame, sealer in zip(places, target, sealers, strict=True):
+                self._lower.tier.read(place, frame.view)
+                verify_frame(frame.view, self._keys, sealer.stamp, key, generation)
 
         return read
 
@@ -196,9 +196,9 @@ class DirectReader:
             blocks.residency.hold(places)
             spans = [blocks.dram.committed_span(place) for place in places]
         try:
-            for span, (address, frame), sealer in zip(spans, target, sealers, strict=True):
-                ctypes.memmove(address, span.address, len(frame))
-                verify_frame(frame, self._keys, sealer.stamp, key, generation)
+            for span, frame, sealer in zip(spans, target, sealers, strict=True):
+                ctypes.memmove(frame.address, span.address, len(frame.view))
+                verify_frame(frame.view, self._keys, sealer.stamp, key, generation)
             return True
         except BlockCorrupt:
             return False  # whoever leases it finds out

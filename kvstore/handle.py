@@ -465,13 +465,13 @@ class NamespaceHandle:
                 if at >= len(spans):  # condemned meanwhile, and its extent given back; or the sidecar is another one
                     is_there = self._door.is_within_reach(reply.lease)
                     return opened, at, MissReason.CORRUPT if is_there else MissReason.UNREACHABLE
-                address, view = spans[at]
+                address, view, memory = spans[at]
                 raw = bytes(view[:HEADER_BYTES])
                 if digest(raw) != digests[at] or not names_block(raw, stamp, keys[block]):
                     self._door.report(reply.lease, block, part)
                     return opened, at, MissReason.CORRUPT
                 payloads, expected = opened[part]
-                payloads.append(FrameSpan(address + HEADER_BYTES, view[HEADER_BYTES : HEADER_BYTES + size]))
+                payloads.append(FrameSpan(address + HEADER_BYTES, view[HEADER_BYTES : HEADER_BYTES + size], memory))
                 expected.append(split_digests(raw, slices))
         return opened, len(blocks), None
 
@@ -506,4 +506,5 @@ def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
 
 
 def _payload(span: FrameSpan, payload_bytes: int) -> FrameSpan:
-    return FrameSpan(span.address + HEADER_BYTES, span.view[HEADER_BYTES : HEADER_BYTES + payload_bytes])
+    view = span.view[HEADER_BYTES : HEADER_BYTES + payload_bytes]
+    return FrameSpan(span.address + HEADER_BYTES, view, span.memory)

@@ -20,6 +20,8 @@ import os
 import struct
 import threading
 import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from tiering.errors import TierFull, TierUnavailable
@@ -43,6 +45,26 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
+class ExtentMemory:
+    """`tier.Mapping`: unmapped when the last view of it goes, and those who asked have let go of it too."""
+
+    def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+        self.writable = writable
+        self._leaving: list[Callable[[Callable[[], object]], object]] = []
+
+    def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
+        """As `Mapping.before_unmap`; any number may ask."""
+        self._leaving.append(leave)
+
+    def view(self) -> memoryview:
+        """All of it. Called once: when this and its parts are gone, so is the memory."""
+        memory = (ctypes.c_ubyte * self.size_bytes).from_address(self.address)
+        weakref.finalize(memory, _left, self.address, self.size_bytes, self._leaving).atexit = False
+        return memoryview(memory).cast("B")
+
+
 class Extent:
     """`size_bytes` of shared memory, zeroed if new. `view` is all of it; `address` is where it starts in this process.
 
@@ -62,23 +84,28 @@ class Extent:
         self._give_back.atexit = False
         try:
             if not is_new:
-                self.address, self.view = _mapped(self.descriptor, size_bytes)
+                self.memory, self.view = _mapped(self.descriptor, size_bytes)
                 _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)
                 return
             os.fchmod(self.descriptor, 0o600)  # else whoever is given it, as any user, can reopen it for writing
             os.ftruncate(self.descriptor, size_bytes)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.address, self.view = _mapped(self.descriptor, size_bytes)
+            self.memory, self.view = _mapped(self.descriptor, size_bytes)
             _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)  # KV is prompt text to whoever can invert it
             self._prefault()
         except BaseException:
             self.close()
             raise
 
+    @property
+    def address(self) -> int:
+        """Where it starts in this process."""
+        return self.memory.address
+
     def frame(self, slot: int, frame_bytes: int) -> FrameSpan:
         """The bytes of a slot."""
         start = slot * frame_bytes
-        return FrameSpan(self.address + start, self.view[start : start + frame_bytes])
+        return FrameSpan(self.memory.address + start, self.view[start : start + frame_bytes], self.memory)
 
     def share(self, holder: int, *, writable: bool) -> int:
         """A new descriptor for another process; the caller closes it once it is sent. holder: from 0 to 2**62.
@@ -131,7 +158,7 @@ class MappedExtent:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             if os.fstat(descriptor).st_size != size_bytes or seals & _SEALS != _SEALS:
                 raise TierUnavailable("shared memory of another size, or that may change its size")
-            self.address, view = _mapped(descriptor, size_bytes, writable=writable)
+            self.memory, view = _mapped(descriptor, size_bytes, writable=writable)
         except OSError as error:
             raise TierUnavailable(f"shared memory cannot be mapped: {error.strerror}") from error
         finally:
@@ -141,7 +168,7 @@ class MappedExtent:
     def frame(self, slot: int, frame_bytes: int) -> FrameSpan:
         """The bytes of a slot; read-only unless it is writable."""
         start = slot * frame_bytes
-        return FrameSpan(self.address + start, self.view[start : start + frame_bytes])
+        return FrameSpan(self.memory.address + start, self.view[start : start + frame_bytes], self.memory)
 
 
 class Forgetful(Protocol):
@@ -350,15 +377,21 @@ def private_pages(size_bytes: int) -> FrameSpan:
     return FrameSpan(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), view)
 
 
-def _mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> tuple[int, memoryview]:
-    """Where a descriptor's memory starts, and a view of it; unmapped when the last view of it, or of a part, goes."""
+def _mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> tuple[ExtentMemory, memoryview]:
+    """A descriptor's memory, and a view of it; unmapped when the last view of it, or of a part, goes."""
     protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     address = _libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    memory = (ctypes.c_ubyte * size_bytes).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
-    return address, memoryview(memory).cast("B")
+    memory = ExtentMemory(address, size_bytes, writable)
+    return memory, memory.view()
+
+
+def _left(address: int, size_bytes: int, leaving: Sequence[Callable[[Callable[[], object]], object]]) -> None:
+    unmap: Callable[[], object] = partial(_libc.munmap, address, size_bytes)
+    for leave in leaving:
+        unmap = partial(leave, unmap)
+    unmap()
 
 
 def _advise(address: int, size_bytes: int, advice: int) -> None:

@@ -7,7 +7,7 @@ others. A *place* is a slot's address in a tier, one integer: extent number in t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -29,11 +29,32 @@ class Finding(Enum):
     PINNED_FULL = "pinned_full"
 
 
+class Mapping(Protocol):
+    """Memory that many frames lie in, as this process maps it. Does not keep it mapped: views do."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def writable(self) -> bool: ...
+
+    def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
+        """When the last view is gone, `leave` is called in place of unmapping, with what unmaps it, to be called once
+        nothing needs the memory any more. It is called by a finalizer, at any point of any thread: it must not wait.
+        """
+        ...
+
+
 class FrameSpan(NamedTuple):
-    """A frame's bytes in this process: where they start, and a writable view of all of them."""
+    """A frame's bytes in this process: where they start, a writable view of all of them, and what they lie in, where
+    that is told."""
 
     address: int
     view: memoryview
+    memory: Mapping | None = None
 
 
 class SlotClass(NamedTuple):

@@ -27,6 +27,7 @@ from kv_kernels.device import Device, Direction, Region, Stream
 from kv_kernels.device_tables import DIGEST_BYTES, Findings, Shape, TableMemory, Tables
 from kv_kernels.flaws import Flaw
 from kv_kernels.paged_digest import SHORTEST_BYTES, digest_slices
+from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import RAW_BYTES, PoolTable
 from kv_kernels.transfer import Loader, Saver
 from kv_kernels.under_way import LayerSlice, Outcome, Saving, Transfer, layer_slices
@@ -41,6 +42,7 @@ class Ways(NamedTuple):
     device: Device
     loader: Loader
     saver: Saver
+    extents: PinnedExtents
     tables: TableMemory
     segment_bytes: int
     keys: torch.Tensor
@@ -92,6 +94,7 @@ class DeviceCopy:
         runs = [
             range(first, min(first + self._blocks_at_once, count)) for first in range(0, count, self._blocks_at_once)
         ]
+        self._adopt(into)
         after = self._ways.device.compute().record()
         with self._told(tokens, 0, Direction.SAVE) as (tables, rows, pools, started):
             savings: list[tuple[range, _Gather, Saving]] = []
@@ -124,6 +127,7 @@ class DeviceCopy:
         """As `Copy.decode`. digest: XXH3-128, which the device takes by itself."""
         if not tokens:
             return 0
+        self._adopt(payloads)
         with self._told(tokens, skip, Direction.LOAD) as (tables, rows, pools, started):
             kernel = _Scatter(self._move_of(tables, rows, pools, range(len(tokens))))
             addresses = [payload.address for payload in payloads]
@@ -134,6 +138,12 @@ class DeviceCopy:
                 _, found = tables.found(kernel.move.findings)
                 return _good(found, expected, self._block_digests_bytes)
         return self._plain().decode(payloads, tokens, skip, expected, digest)
+
+    def _adopt(self, payloads: Sequence[Any]) -> None:
+        """What they lie in is page-locked soon; these blocks may go through the bounce ring yet."""
+        for memory in {id(payload.memory): payload.memory for payload in payloads}.values():
+            if memory is not None:
+                self._ways.extents.adopt(memory)
 
     @contextmanager
     def _told(

@@ -52,7 +52,7 @@ class DeviceTransfers:
         loader = Loader(device, self.extents, workers.loads, segment_bytes, segments)
         saver = Saver(device, self.extents, workers.saves, segment_bytes, segments)
         keys = digest_keys(device.memory(ALIGN_BYTES).device)
-        self._ways = Ways(device, loader, saver, TableMemory(device), segment_bytes, keys)
+        self._ways = Ways(device, loader, saver, self.extents, TableMemory(device), segment_bytes, keys)
         self._refused: set[str] = set()
 
     def raw_copy(
@@ -81,8 +81,8 @@ class DeviceTransfers:
     def close(self, timeout_s: float) -> bool:
         """Take no more transfers, finish those that are under way, and end the threads: whether within this time."""
         workers = self._workers
-        are_idle = [workers.loads.close(timeout_s), workers.saves.close(timeout_s)]
-        return workers.pins.close(timeout_s) and all(are_idle)
+        have_ended = [workers.loads.close(timeout_s), workers.saves.close(timeout_s), self.extents.close(timeout_s)]
+        return workers.pins.close(timeout_s) and all(have_ended)
 
     def _copy(
         self,

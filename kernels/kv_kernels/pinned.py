@@ -1,5 +1,7 @@
 """Extents that copies may read and write, and which of their bytes are page-locked (floor 0).
 
+    adopt    the mapping of a slot that was seen: added, for as long as it is mapped; the worker unmaps it, after it was
+             unregistered
     add      known at once; a worker registers it with the device in chunks, and until a chunk is in, copies of its
              slots go through a bounce ring
     hold     a transfer uses some of it: the memory stays, registered or not as it is; any other memory bounces
@@ -16,12 +18,14 @@ Must never call a run page-locked that is not wholly inside one registered chunk
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +36,23 @@ CHUNK_BYTES = 1 << 30
 """At most so much is registered at once: it takes the driver long, and other calls wait for it."""
 
 _log = logging.getLogger(__name__)
+
+
+class Mapping(Protocol):
+    """Memory that slots lie in. Does not keep it mapped: views of it do."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def writable(self) -> bool: ...
+
+    def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
+        """`leave` is called in place of unmapping, by a finalizer, with what unmaps it."""
+        ...
 
 
 class Runs(NamedTuple):
@@ -65,25 +86,37 @@ class PinnedExtents:
         self._chunk_bytes = chunk_bytes
         self._starts: list[int] = []
         self._extents: list[_Extent] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come while it is held
         self._was_refused = False
+        self._is_closed = False
+        self._process = os.getpid()
+        self._kept: list[Callable[[], object]] = []
+        self._waiting: deque[tuple[_Extent, int]] = deque()  # to be registered
+        self._is_registering = False
+
+    def adopt(self, memory: Mapping) -> None:
+        """Memory of slots that the caller has views of. The same one may be given again, and is looked up only."""
+        with self._lock:
+            at = bisect_right(self._starts, memory.address) - 1
+            if self._is_closed or (at >= 0 and memory.address < self._extents[at].end):
+                return
+        if self._insert(memory.address, memory.size_bytes, memory, memory.writable):
+            memory.before_unmap(partial(self._leaves, memory.address))
+
+    def close(self, timeout_s: float) -> bool:
+        """Unregister all that nobody holds, and adopt no more: whether within this time."""
+        with self._lock:
+            self._is_closed = True
+            addresses = [extent.address for extent in self._extents if not extent.holds]
+        return all([self.remove(address, timeout_s) for address in addresses])
 
     def add(self, address: int, size_bytes: int, keep: object, *, writable: bool) -> None:
         """keep: what keeps the memory mapped; it is let go of after `remove`. writable: whether the mapping is.
 
         Raises ValueError where it overlaps an extent that is here.
         """
-        chunks = -(-size_bytes // self._chunk_bytes)
-        extent = _Extent(address, host_tensor(address, size_bytes), keep, writable, [False] * chunks)
-        with self._lock:
-            at = bisect_right(self._starts, address)
-            neighbours = self._extents[max(0, at - 1) : at + 1]
-            if any(other.address < extent.end and address < other.end for other in neighbours):
-                raise ValueError(f"memory at {address:#x} of {size_bytes} bytes is here already: remove it first")
-            self._starts.insert(at, address)
-            self._extents.insert(at, extent)
-        for chunk in range(chunks):
-            self._worker.submit(partial(self._register, extent, chunk))
+        if not self._insert(address, size_bytes, keep, writable):
+            raise ValueError(f"memory at {address:#x} of {size_bytes} bytes is here already: remove it first")
 
     def remove(self, address: int, timeout_s: float) -> bool:
         """Unregister an extent that was added, once nobody holds it; until then the memory must stay.
@@ -164,9 +197,58 @@ class PinnedExtents:
             raise ValueError(f"the slot at {address:#x} of {size_bytes} bytes is not wholly inside its extent")
         return extent
 
-    def _register(self, extent: _Extent, chunk: int) -> None:
-        if extent not in self._extents:
+    def _leaves(self, address: int, unmap: Callable[[], object]) -> None:
+        """The last view of an adopted extent is gone. Waits for nothing."""
+        if os.getpid() != self._process:  # a forked child has neither the worker nor the device
+            unmap()
             return
+        with self._lock:
+            self._waiting = deque([one for one in self._waiting if one[0].address != address])
+        if not self._worker.submit(partial(self._leave, address, unmap)):
+            self._leave(address, unmap)
+
+    def _leave(self, address: int, unmap: Callable[[], object]) -> None:
+        with self._lock:
+            extent = next((known for known in self._extents if known.address == address), None)
+        if extent is not None:
+            if extent.holds:  # by a transfer whose device failed: what it still does is not known
+                self._kept.append(unmap)
+                return
+            self._unregister(extent, threading.Event())
+        unmap()
+
+    def _insert(self, address: int, size_bytes: int, keep: object, writable: bool) -> bool:
+        """False where it overlaps another one."""
+        chunks = -(-size_bytes // self._chunk_bytes)
+        extent = _Extent(address, host_tensor(address, size_bytes), keep, writable, [False] * chunks)
+        with self._lock:
+            at = bisect_right(self._starts, address)
+            neighbours = self._extents[max(0, at - 1) : at + 1]
+            if any(other.address < extent.end and address < other.end for other in neighbours):
+                return False
+            self._starts.insert(at, address)
+            self._extents.insert(at, extent)
+            self._waiting.extend((extent, chunk) for chunk in range(chunks))
+            is_idle, self._is_registering = not self._is_registering, True
+        if is_idle:
+            self._go_on()
+        return True
+
+    def _go_on(self) -> None:
+        """One chunk at a time, so that who leaves waits for one at most. Not under the lock: the worker has its own."""
+        with self._lock:
+            self._is_registering = bool(self._waiting)
+        if self._is_registering and not self._worker.submit(self._register_next):
+            self._is_registering = False
+
+    def _register_next(self) -> None:
+        with self._lock:
+            extent, chunk = self._waiting.popleft() if self._waiting else (None, 0)
+        if extent is not None:
+            self._register(extent, chunk)
+        self._go_on()
+
+    def _register(self, extent: _Extent, chunk: int) -> None:
         start = chunk * self._chunk_bytes
         size = min(self._chunk_bytes, extent.memory.numel() - start)
         refusal = self._host.register(extent.address + start, size, writable=extent.writable)
@@ -194,6 +276,7 @@ class PinnedExtents:
         with self._lock:
             at = self._extents.index(extent)
             del self._starts[at], self._extents[at]
+            self._waiting = deque([one for one in self._waiting if one[0] is not extent])
         gone.set()
 
 

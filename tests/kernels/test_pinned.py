@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -14,6 +16,7 @@ from kv_kernels.chaos_worker import ChaosWorker
 from kv_kernels.device import Region
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.worker import ThreadWorker
+from tiering.extents import Extent
 
 CHUNK, SLOT = 64, 24
 
@@ -149,3 +152,117 @@ def test_a_thread_of_its_own_registers() -> None:
     assert worker.wait(lambda: extents.runs([memory.data_ptr() + 9 * SLOT], SLOT).is_pinned, 30.0)
     assert extents.remove(memory.data_ptr(), 30.0)
     assert worker.close(30.0)
+
+
+# Adopted ones: memory that goes when its last view does --------------------------------------------------------------
+
+SIZE = 1 << 16
+
+
+def _adopted() -> tuple[PinnedExtents, ChaosWorker, ChaosDevice, Extent]:
+    device = ChaosDevice(Random(1), knows_host=False)
+    worker = ChaosWorker(device, "pin worker")
+    extents = PinnedExtents(device.host, worker, SIZE // 4)
+    extent = Extent(SIZE)
+    extent.close()  # of the descriptor; the memory stays for as long as there is a view
+    extents.adopt(extent.memory)
+    return extents, worker, device, extent
+
+
+def _is_mapped(address: int) -> bool:
+    return any(line.startswith(f"{address:08x}-") for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_what_is_adopted_is_unregistered_before_it_is_unmapped() -> None:
+    extents, worker, device, extent = _adopted()
+    address, everything = extent.address, Region(extent.address, 1)
+    extents.adopt(extent.memory)  # it is known
+    for _ in range(4):
+        assert worker.pump()
+    assert not worker.pump() and device.host.reaches(everything)
+    unregistered = []
+    unregister = device.host.unregister
+    device.host.unregister = lambda at: (unregistered.append(_is_mapped(address)), unregister(at))  # type: ignore
+    del extent
+    assert _is_mapped(address) and device.host.reaches(everything), "nobody has waited in a finalizer"
+    assert worker.pump() and not _is_mapped(address)
+    assert unregistered == [True] * 4 and not device.host.reaches(everything)
+
+
+def test_what_goes_before_it_is_registered_is_not() -> None:
+    _, worker, device, extent = _adopted()
+    address = extent.address
+    assert worker.pump() and device.host.reaches(Region(address, 1))
+    del extent
+    while worker.pump():
+        pass
+    assert not _is_mapped(address) and not device.host._registered
+
+
+def test_the_same_address_may_come_again() -> None:
+    extents, worker, _, extent = _adopted()
+    for _ in range(3):
+        address = extent.address
+        del extent
+        while worker.pump():
+            pass
+        extent = Extent(SIZE)
+        extent.close()
+        extents.adopt(extent.memory)
+        while worker.pump():
+            pass
+        assert extents.runs([extent.address], 4096).is_pinned
+        assert address  # mostly the same one
+
+
+def test_after_the_close_memory_goes_at_once() -> None:
+    extents, worker, device, extent = _adopted()
+    worker.pump()
+    assert extents.close(1.0) and not device.host._registered
+    extents.adopt(extent.memory)
+    assert worker.close(1.0) and _is_mapped(extent.address)
+    address = extent.address
+    del extent
+    assert not _is_mapped(address)
+
+
+def test_memory_that_a_failed_device_may_still_use_stays() -> None:
+    extents, worker, _, extent = _adopted()
+    while worker.pump():
+        pass
+    extents.hold([extent.address], 4096)
+    address = extent.address
+    del extent
+    while worker.pump():
+        pass
+    assert _is_mapped(address) and extents.close(1.0)
+
+
+def test_a_forked_child_unmaps_by_itself() -> None:
+    _, worker, device, extent = _adopted()
+    worker.pump()
+    address = extent.address
+    child = os.fork()
+    if child == 0:
+        del extent
+        os._exit(1 if _is_mapped(address) or device.host._registered == {} else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert _is_mapped(address) and device.host.reaches(Region(address, 1))
+
+
+def test_who_leaves_does_not_wait_for_all_that_is_to_be_page_locked() -> None:
+    extents, worker, device, extent = _adopted()
+    others = [Extent(SIZE) for _ in range(3)]
+    for other in others:
+        other.close()
+        extents.adopt(other.memory)
+    for _ in range(4):
+        worker.pump()
+    address = extent.address
+    assert len(device.host._registered) == 4
+    del extent
+    assert worker.pump() and worker.pump() and not _is_mapped(address)
+    assert len(device.host._registered) < 4
+    while worker.pump():
+        pass
+    assert len(device.host._registered) == 12

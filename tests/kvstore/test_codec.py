@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 import kvstore
 from kv_kernels import host, reference, routes
+from kvstore.clock import SystemClock
 from kvstore.codec import CODECS, Codecs, codec_named
 from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import token_bytes
 from kvstore.layout import Layout
+from kvstore.node import open_embedded
 from kvstore.pages import Pages
+from kvstore.service.client import open_sidecar
 from workbench import bench, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -107,6 +112,23 @@ def test_a_way_to_a_gpu_is_made_once_and_when_it_is_needed(caplog: pytest.LogCap
     codecs.close()
     assert way.closed == 1 and "did not finish its transfers within 10 seconds" in caplog.records[1].getMessage()
     assert devices(torch.device("cuda", 0)) is None and asked == [0, 1]
+
+
+def test_a_store_ends_the_ways_before_its_memory_goes(tmp_path: Path) -> None:
+    seen: list[bool] = []
+    store = open_embedded(
+        str(tmp_path), codecs=codec_named, dram="16MiB", before_close=lambda: seen.append(store.closed)
+    )
+    other = open_sidecar(
+        str(tmp_path / "none.sock"),
+        codecs=codec_named,
+        clock=SystemClock(),
+        session="5e" * 16,
+        before_close=lambda: seen.append(other.closed),
+    )
+    store.for_tenant("another").close()
+    other.close()
+    assert seen == [False, False] and store.closed and other.closed
 
 
 def test_pages_on_a_device_without_a_way_go_through_plain_torch() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from chaos_route import ChaosRoute, needs_interpreter
+from kv_kernels.chaos_worker import ChaosWorker
 from kvstore import MissReason
 from kvstore.codec import codec_named
 from kvstore.handle import NamespaceHandle, PutResult
@@ -116,3 +118,63 @@ def test_through_a_sidecar(codec: str, route: ChaosRoute, tmp_path: Path) -> Non
         assert same_tokens(one, two, range(64 * blocks))
         if codec == "raw":
             assert same_tokens(one, source, range(64 * blocks))
+
+
+def page_lock(route: ChaosRoute) -> None:
+    """Let the worker that page-locks do all that it has to."""
+    worker = route.workers.pins
+    assert isinstance(worker, ChaosWorker)
+    while worker.pump():
+        pass
+
+
+@pytest.mark.parametrize("is_locked", [False, True])
+def test_memory_of_the_store_is_page_locked_once_it_was_seen(is_locked: bool, route: ChaosRoute) -> None:
+    a = bench()
+    there, _ = both(a, TINY, "raw", route)
+    source, into = numbers(TINY, 3), blank_pages(TINY, 3)
+    assert there.put(ids(64), Pages(source.planes, [0], 64)).stored == 1
+    if is_locked:
+        page_lock(route)
+    assert there.put(ids(192), source) == PutResult(1, 2, None, None)
+    with there.lease(there.match(ids(192))) as lease:
+        assert there.get(lease, into).tokens == 192
+        addresses = [span.address + 4096 for span in a.store.spans(lease.reply.places[0])]
+        assert route.transfers.extents.runs(addresses, 2048).is_pinned is is_locked
+    assert same_tokens(into, source, range(192))
+    a.store.check()
+
+
+def registered(route: ChaosRoute) -> list[int]:
+    """Addresses of extents that are page-locked."""
+    its_own = {memory.data_ptr() for memory in route.chaos._memory}
+    return [address for address in list(route.chaos.host._registered) if address not in its_own]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not come")
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["page-locked", "refused"])
+def test_a_client_lets_go_of_what_the_sidecar_takes_back(refused: bool, tmp_path: Path) -> None:
+    """Unregistered first, by a thread of its own: memory that is registered is not unmapped."""
+    route = ChaosRoute(13, refused=refused, has_threads=True)
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as client:
+        here = client.namespace(model="m", layout=TINY, codec="raw")
+        there = NamespaceHandle(here.door, here.namespace, codec_named("raw", route))
+        source, into = numbers(TINY, 3), blank_pages(TINY, 3)
+        for _ in range(2):
+            assert there.put(ids(192), source) == PutResult(0, 3, None, None)
+            with there.lease(there.match(ids(192)), deadline_ms=10_000) as lease:
+                assert there.get(lease, into).tokens == 192
+            assert same_tokens(into, source, range(192))
+            if not refused:  # its mapping to fill, and the one to read
+                assert route.workers.pins.wait(lambda: len(registered(route)) == 2, 30.0)
+            assert client.drop(here) == 3
+            wait_until(lambda: sidecar.core.usage().dram.taken_bytes == 0)
+            assert not registered(route)
+    route.close()

@@ -24,7 +24,7 @@ import pytest
 
 from descriptors import OpenFiles, open_files, opened_since
 from tiering.errors import TierFull, TierUnavailable
-from tiering.extents import Extent, ExtentPool
+from tiering.extents import Extent, ExtentPool, MappedExtent
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -535,3 +535,38 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_a_pool_is_checked_when_it_is_made(budget: int, extent: int) -> None:
     with pytest.raises(AssertionError):
         ExtentPool(budget, extent)
+
+
+def test_who_asked_lets_go_before_it_is_unmapped() -> None:
+    extent = Extent(64 * KIB)
+    address, left = extent.address, list[tuple[str, Callable[[], object]]]()
+    extent.memory.before_unmap(lambda unmap: left.append(("first", unmap)))
+    extent.memory.before_unmap(lambda unmap: left.append(("second", unmap)))
+    span = extent.frame(1, 4 * KIB)
+    extent.close()
+    del extent
+    assert span.memory is not None and span.memory.writable and span.memory.size_bytes == 64 * KIB
+    assert not left, "somebody has a view"
+    del span
+    for who in ("second", "first"):
+        ((name, unmap),) = left
+        assert name == who and mapping_of(address)["bytes"] == str(64 * KIB)
+        left.clear()
+        unmap()
+    assert not left
+    with pytest.raises(AssertionError, match="no mapping"):
+        mapping_of(address)
+
+
+def test_a_reader_tells_of_its_mapping_too() -> None:
+    with extent_of(64 * KIB) as extent:
+        mapped = MappedExtent(extent.share(1, writable=False), 64 * KIB, writable=False)
+        left = list[Callable[[], object]]()
+        span = mapped.frame(2, 4 * KIB)
+        assert span.memory is mapped.memory and span.address == mapped.memory.address + 8 * KIB
+        assert not span.memory.writable
+        mapped.memory.before_unmap(left.append)
+        del mapped, span
+        assert len(left) == 1 and extent.is_shared(), "it is mapped yet"
+        left[0]()
+        assert not extent.is_shared()
