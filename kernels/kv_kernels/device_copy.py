@@ -178,7 +178,7 @@ class DeviceCopy:
         first, rest = np.divmod(np.array(tokens, np.int64), self._page_tokens)
         at = first[:, None] + np.arange(self._block_pages)
         left_out = skip // self._page_tokens
-        at[0, :left_out] = max(0, int(at[0, -1]))
+        at[0, :left_out] = len(self._table) - 1
         is_inside = not rest.any() and at.min() >= 0 and at.max() < len(self._table)
         assert is_inside and not skip % self._page_tokens, "the block is not inside the pages"
         rows: _Rows = self._table[at]

@@ -105,6 +105,8 @@ class PinnedExtents:
 
     def close(self, timeout_s: float) -> bool:
         """Unregister all that nobody holds, and adopt no more: whether within this time."""
+        if os.getpid() != self._process:
+            return True
         with self._lock:
             self._is_closed = True
             addresses = [extent.address for extent in self._extents if not extent.holds]

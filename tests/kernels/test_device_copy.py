@@ -259,9 +259,8 @@ def test_pages_that_are_left_out_are_not_touched(codec: str) -> None:
     digests = good(plain_of(codec, values, story.table).encode(story.tokens, story.slots, digest))
     mine, theirs = planes_of(story.pages, 4), planes_of(story.pages, 4)
     tokens = [token - PAGE_TOKENS for token in story.tokens]  # the table begins with the first block's second page
-    for planes, copy in ((mine, copy_of(codec, mine, story.table, story.route)),
-                         (theirs, plain_of(codec, theirs, story.table))):  # fmt: skip
-        assert planes and copy.decode(story.slots, tokens, PAGE_TOKENS, digests, digest) == 3
+    for copy in (copy_of(codec, mine, story.table, story.route), plain_of(codec, theirs, story.table)):
+        assert copy.decode(story.slots[:2], tokens[:2], PAGE_TOKENS, digests[:2], digest) == 2
     story.route.chaos.finish()
     assert same(mine, theirs) and not same(mine, planes_of(story.pages, 4))
     with pytest.raises(AssertionError, match="not inside the pages"):
@@ -312,13 +311,14 @@ def test_tables_are_used_again() -> None:
 
 
 def test_a_closed_way_leaves_the_plain_route() -> None:
-    story = Story(ChaosRoute(1, segment_of("raw")))
+    story = Story(ChaosRoute(1, segment_of("raw"), eagerness=0.0))
     planes = planes_of(story.pages, 1)
     copy = copy_of("raw", planes, story.table, story.route)
     story.route.close()
     digests = good(copy.encode(story.tokens, story.slots, digest))
     assert digests == good(plain_of("raw", planes, story.table).encode(story.tokens, slots_of("raw", 5), digest))
     assert copy.decode(story.slots, story.tokens, 0, digests, digest) == 5
+    story.route.chaos.finish()  # the tables of the one were on their way before the other's
 
 
 def test_a_device_that_fails_is_told_and_keeps_what_it_may_still_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,8 +328,12 @@ def test_a_device_that_fails_is_told_and_keeps_what_it_may_still_use(monkeypatch
     memory = story.route.transfers._ways.tables
     assert len(memory._free) == 1
 
+    wait = ChaosEvent.wait
+
     def broken(self: ChaosEvent) -> None:
-        raise RuntimeError("an illegal memory access was encountered")
+        if self.stream.device.actor.endswith("worker"):
+            raise RuntimeError("an illegal memory access was encountered")
+        wait(self)
 
     monkeypatch.setattr(ChaosEvent, "wait", broken)
     with pytest.raises(RuntimeError, match="an illegal memory access"):

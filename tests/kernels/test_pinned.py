@@ -239,11 +239,12 @@ def test_memory_that_a_failed_device_may_still_use_stays() -> None:
 
 
 def test_a_forked_child_unmaps_by_itself() -> None:
-    _, worker, device, extent = _adopted()
+    extents, worker, device, extent = _adopted()
     worker.pump()
     address = extent.address
     child = os.fork()
     if child == 0:
+        assert extents.close(0.0)
         del extent
         os._exit(1 if _is_mapped(address) or device.host._registered == {} else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
