@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kv_kernels import paged, paged_int8, reference
+from kv_kernels import paged, paged_int8
 from kv_kernels.copies import Copy, Digest, Encoded
 from kv_kernels.device import Device, Direction, Region, Stream
 from kv_kernels.device_tables import DIGEST_BYTES, Findings, Shape, TableMemory, Tables
@@ -33,7 +33,6 @@ from kv_kernels.transfer import Loader, Saver
 from kv_kernels.under_way import LayerSlice, Outcome, Saving, Transfer, layer_slices
 
 _Rows = np.ndarray[Any, Any]
-_FLAW_OF = {reference.NOT_FINITE: Flaw.NONFINITE, reference.BEYOND_FP16: Flaw.OUT_OF_RANGE}
 
 
 class Ways(NamedTuple):
@@ -189,7 +188,7 @@ class DeviceCopy:
         size = self._block_digests_bytes
         for block, found in enumerate(status):
             if found:
-                yield _FLAW_OF[found]
+                yield Flaw(found)
                 continue
             ends = range(block * size, (block + 1) * size, DIGEST_BYTES)
             yield [digests[at : at + DIGEST_BYTES] for at in ends]

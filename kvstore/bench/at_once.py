@@ -77,3 +77,6 @@ class AtOnceDevice:
 
     def memory(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def run(self, body: Callable[[], object]) -> None:
+        body()

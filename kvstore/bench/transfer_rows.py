@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kv_kernels.device import Region, host_tensor
+from kv_kernels.device import Region, Stream, host_tensor
 from kv_kernels.int8 import KC64
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import PoolTable
@@ -100,6 +100,13 @@ class PagedKernel:
     def tables(self) -> list[Region]:
         """Asked for by the chaos device only."""
         return []
+
+    def findings(self) -> list[Region]:
+        """Asked for by the chaos device only."""
+        return []
+
+    def end(self, kernels: Stream) -> None:
+        """Nothing has to be on the host: statuses stay where they are."""
 
 
 class Transfers:
