@@ -16,6 +16,7 @@ from kvstore.bench.measure import Against, against
 from kvstore.bench.on_device import Clock
 from kvstore.bench.paged_pool import (
     CODECS,
+    FAILURES,
     HEADER,
     RAW,
     PagedPool,
@@ -25,6 +26,7 @@ from kvstore.bench.paged_pool import (
     is_saved,
     new_payloads,
     payload_bytes,
+    told,
 )
 from kvstore.bench.rig import Shape
 
@@ -79,9 +81,17 @@ class _Contender:
 
 
 def measure(
-    shape: Shape, page_tokens: int, kv_bytes: int, laps: int, device: torch.device, route: Route, clock: Clock
+    shape: Shape,
+    page_tokens: int,
+    kv_bytes: int,
+    laps: int,
+    device: torch.device,
+    route: Route,
+    clock: Clock,
+    faults: list[str],
 ) -> Iterator[KernelRow]:
-    """The rows of one size, one by one. kv_bytes: whole blocks of `shape`."""
+    """The rows of one size, one by one. kv_bytes: whole blocks of `shape`. faults: gets a line for each kernel that
+    cannot be launched, which has no row, and for each that does not write what its twin writes."""
     blocks = kv_bytes // shape.payload_bytes
     pool = PagedPool(shape, blocks, page_tokens, device, seed=1)
     target = PagedPool(shape, blocks, page_tokens, device, seed=2)
@@ -89,19 +99,28 @@ def measure(
     limit = clock.timed(lambda: copied.copy_(source))
     is_targeted = device.type == "cuda" and kv_bytes >= TARGETED_BYTES
     for codec in CODECS:
-        contenders = list(_contenders(shape, codec, pool, target, device, route))
+        contenders = []
         matches = []
-        for contender in contenders:
-            contender.launch()  # compiles
-            clock.wait()
-            matches.append(contender.check())
+        for contender in _contenders(shape, codec, pool, target, device, route):
+            name = f"{contender.kernel} of {codec}"
+            try:
+                contender.launch()  # compiles
+                clock.wait()
+                is_right = contender.check()
+            except FAILURES as error:
+                faults.append(f"{name} failed: {told(error)}")
+                continue
+            contenders.append(contender)
+            matches.append(is_right)
+            if not is_right:
+                faults.append(f"{name} did not write what its twin in plain torch writes")
         turns = {contender.kernel: clock.timed(contender.launch) for contender in contenders}
         found = against(limit, turns, laps)
         for contender, is_right in zip(contenders, matches, strict=True):
-            name = contender.kernel
-            is_late = sum(turns[name].is_late[-laps:]) * 2 > laps
-            wanted = TARGETS.get(name) if is_targeted else None
-            yield _row(contender, kv_bytes, found[name], wanted, is_late, is_right)
+            kernel = contender.kernel
+            is_late = sum(turns[kernel].is_late[-laps:]) * 2 > laps
+            wanted = TARGETS.get(kernel) if is_targeted else None
+            yield _row(contender, kv_bytes, found[kernel], wanted, is_late, is_right)
 
 
 def _contenders(

@@ -25,7 +25,7 @@ from kvstore.bench.decode_rows import DecodeRow
 from kvstore.bench.kernel_rows import KernelRow
 from kvstore.bench.measure import Progress, machine
 from kvstore.bench.on_device import clock_of, describe, device_named
-from kvstore.bench.paged_pool import route_named
+from kvstore.bench.paged_pool import FAILURES, route_named, told
 from kvstore.bench.random_llama import ONE_B, SHAPES, TINY
 from kvstore.bench.rig import Shape
 from kvstore.bench.transfer_rows import TransferRow
@@ -145,11 +145,11 @@ def _kernels(result: KernelsResult, say: Any) -> None:
     for size in options.kv_bytes:
         say(f"kernels on {format_size(size)} of KV")
         kv_bytes = size // options.shape.payload_bytes * options.shape.payload_bytes
-        rows = kernel_rows.measure(options.shape, options.page_tokens, kv_bytes, options.laps, device, route, clock)
-        for row in rows:
-            result.kernels.append(row)
-            if not row.matches_twin:
-                result.faults.append(f"{row.kernel} of {row.codec} did not write what its twin in plain torch writes")
+        result.kernels.extend(
+            kernel_rows.measure(
+                options.shape, options.page_tokens, kv_bytes, options.laps, device, route, clock, result.faults
+            )
+        )
 
 
 def _transfers(result: KernelsResult, say: Any) -> None:
@@ -247,9 +247,8 @@ def _noting(faults: list[str], stage: str) -> Iterator[None]:
         yield
     except BadInput:
         raise
-    except (RuntimeError, OSError, ValueError) as error:
-        first = (str(error).splitlines() or [""])[0]
-        faults.append(f"the stage {stage} ended early: {type(error).__name__}: {first}")
+    except FAILURES as error:
+        faults.append(f"the stage {stage} ended early: {told(error)}")
 
 
 def _tell(progress: Progress, what: str) -> None:

@@ -25,13 +25,17 @@ try:
     from kv_kernels import paged, paged_digest, paged_int8
 except ImportError:
     _HAS_TRITON = False
+    _COMPILER_ERRORS: tuple[type[Exception], ...] = ()
 else:
     _HAS_TRITON = True
+    _COMPILER_ERRORS = (paged.triton.TritonError,)  # this room does not import triton itself
 
 RAW = "raw"
 CODECS = (RAW, KC64, TH)
 TRITON, TWINS = ROUTES = ("triton", "twins")
 HEADER = HEADER_BYTES
+FAILURES: tuple[type[Exception], ...] = (RuntimeError, OSError, ValueError, *_COMPILER_ERRORS)
+"""What work on a device can raise: of torch and CUDA (out of memory among them), of the system, of triton."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,12 @@ def route_named(given: str | None, device: torch.device) -> Route:
         paged_digest.digest_slices,
         paged_digest.digest_keys,
     )
+
+
+def told(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no more is known'}"
 
 
 def _digest(payload: torch.Tensor, payload_at: int, slice_bytes: int, into: torch.Tensor, keys: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -34,6 +35,7 @@ from engine_adapter.hf_cache import Generation, PrefixCache
 from engine_adapter.hf_layers import even_cache
 from kvstore.bench.measure import Progress, available_bytes, quiet_collector
 from kvstore.bench.on_device import Clock, clock_of, device_named
+from kvstore.bench.paged_pool import FAILURES, told
 from kvstore.bench.random_llama import EIGHT_B, SHAPES, build, peak_flops, prefill_flops, weights_bytes
 from kvstore.bench.transfer_rows import LOAD, PlainCopy
 from kvstore.bench.ttft_rows import (
@@ -67,7 +69,7 @@ PINNED_SHARE = 0.8
 def run(
     options: Options | None = None, progress: Progress = None, device: str | None = None, engine: str = HF
 ) -> TtftResult:
-    """Measure all lengths. Raises `BadInput` where there is no such device or engine, or too little memory."""
+    """Measure all lengths. Raises `BadInput` where there is no such device or engine, or no room for the model."""
     if engine not in ENGINES:
         raise BadInput(f"engine={engine!r}; allowed: {', '.join(ENGINES)}")
     chosen = device_named(device)
@@ -82,8 +84,11 @@ def run(
     result = TtftResult(options, chosen, engine, _rates(model, options, chosen, clock))
     with quiet_collector():
         for context in options.contexts:
-            for row in _Length(model, context, clock, result, budget).rows(say):
-                result.rows.append(row)
+            try:
+                for row in _Length(model, context, clock, result, budget).rows(say):
+                    result.rows.append(row)
+            except FAILURES as error:
+                result.faults.append(f"{context} tokens ended early: {told(error)}")
             gc.collect()
             if chosen.type == "cuda":
                 torch.cuda.empty_cache()
@@ -152,10 +157,14 @@ class _Length:
         for codec in options.codecs:
             if not self._has_time(codec, f"{context} tokens, {codec}"):
                 continue
-            with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory:
-                dram = _dram_bytes(layout, codec, len(self._prompt))
-                with kvstore.open(f"embedded:{directory}", dram=dram) as store:
-                    yield from self._through(store, layout, codec, say)
+            with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as directory, ExitStack() as stack:
+                try:
+                    dram = _dram_bytes(layout, codec, len(self._prompt))
+                    store = stack.enter_context(kvstore.open(f"embedded:{directory}", dram=dram))
+                except BadInput as error:
+                    self._result.left_out.append(f"{context} tokens, {codec}: {error}")
+                    continue
+                yield from self._through(store, layout, codec, say)
 
     def _through(self, store: Any, layout: Layout, codec: str, say: Callable[[str], None]) -> Iterator[TtftRow]:
         options, context = self._options, self._context
@@ -183,7 +192,7 @@ class _Length:
         """Begin a section, unless time is too short for it, which is noted then."""
         if self._budget.begin(section, self._context):
             return True
-        self._result.left_out.append(what)
+        self._result.left_out.append(f"{what}: no time for it in {self._options.seconds:.0f} seconds")
         return False
 
     def _cache(self, store: Any, codec: str, hbm: int = 0) -> PrefixCache:

@@ -92,7 +92,7 @@ class TtftRow:
 @dataclass
 class TtftResult:
     """All rows, and under which conditions they were taken. faults: what failed, one line each. left_out: for what
-    there was no time."""
+    there was no time or no memory, and why."""
 
     options: Options
     device: torch.device
@@ -124,7 +124,7 @@ class TtftResult:
         for row in self.rows:
             table.add_row(*(cell(row) for cell in _COLUMNS.values()))
         for what in self.left_out:
-            console.print(f"left out, as {self.options.seconds:.0f} seconds were over: {what}")
+            console.print(f"left out: {what}")
         rates = self.rates
         console.print(f"on {describe(self.device)['name']}, a random {self.options.shape} Llama, engine {self.engine}")
         console.print(table)

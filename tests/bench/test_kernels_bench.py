@@ -118,7 +118,7 @@ def test_the_kernels_themselves_run_where_they_can(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("kernel", ["gather", "scatter", "gather_quantize", "dequantize_scatter", "digest"])
 def test_a_kernel_that_writes_nothing_is_found(kernel: str) -> None:
     route = replace(route_named("twins", CPU), **{kernel: lambda *_: None})
-    rows = list(kernel_rows.measure(SHAPE, 16, SHAPE.payload_bytes, 1, CPU, route, clock_of(CPU)))
+    rows = list(kernel_rows.measure(SHAPE, 16, SHAPE.payload_bytes, 1, CPU, route, clock_of(CPU), []))
     wrong = {row.kernel for row in rows if not row.matches_twin}
     assert wrong == {"digest_slices" if kernel == "digest" else kernel}
 
@@ -159,6 +159,23 @@ def test_a_stage_that_fails_is_one_line_and_the_next_one_runs(monkeypatch: pytes
     found = kernels.run(replace(TINY, laps=1), device="cpu", stages=("kernels", "transfers"))
     assert found.faults == ["the stage kernels ended early: RuntimeError: CUDA error: misaligned address"]
     assert not found.kernels and len(found.transfers) == 4
+
+
+def test_a_kernel_that_cannot_be_launched_is_one_line_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    broken = replace(route_named("twins", CPU), scatter=fails)
+    monkeypatch.setattr(kernels, "route_named", lambda *_: broken)
+    found = kernels.run(replace(TINY, laps=1), device="cpu", stages=("kernels",))
+    assert found.faults == ["scatter of raw failed: OutOfMemoryError: CUDA out of memory."]
+    assert [row.kernel for row in found.kernels][:2] == ["gather", "digest_slices"] and len(found.kernels) == 8
+
+
+def test_what_triton_raises_is_one_line() -> None:
+    triton = pytest.importorskip("triton")
+    assert any(issubclass(triton.compiler.errors.CompilationError, kind) for kind in paged_pool.FAILURES)
+    assert paged_pool.told(triton.TritonError("one\ntwo")) == "TritonError: one"
 
 
 def test_a_transfer_that_cannot_page_lock_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,29 @@ def test_a_prefix_that_does_not_come_from_its_tier_is_a_fault(monkeypatch: pytes
 
 def test_what_there_is_no_time_for_is_named() -> None:
     found = ttft.run(replace(TINY, contexts=(128, 256), laps=1, seconds=0.0), device="cpu")
-    assert found.left_out == ["128 tokens", "256 tokens"] and not found.rows and not found.faults
+    assert found.left_out == [f"{context} tokens: no time for it in 0 seconds" for context in (128, 256)]
+    assert not found.rows and not found.faults
+
+
+def test_what_there_is_no_memory_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ttft, "available_bytes", lambda: 1 << 20)
+    found = ttft.run(replace(TINY, laps=1), device="cpu")
+    assert [row.path for row in found.rows] == ["cold"] and not found.faults
+    assert len(found.left_out) == 2 and all("give a shorter --context" in line for line in found.left_out)
+
+
+def test_a_length_that_fails_is_one_line_and_the_next_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = ttft._Length._suffix_seconds
+
+    def fails(length: ttft._Length, cache: Any) -> float:
+        if length._context == 128:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20 GiB")
+        return measured(length, cache)
+
+    monkeypatch.setattr(ttft._Length, "_suffix_seconds", fails)
+    found = ttft.run(replace(TINY, contexts=(128, 256), codecs=("raw",), laps=1), device="cpu")
+    assert found.faults == ["128 tokens ended early: OutOfMemoryError: CUDA out of memory."]
+    assert [row.context_tokens for row in found.rows] == [256] * 4
 
 
 def test_what_would_not_end_in_time_is_not_begun() -> None:
@@ -117,7 +140,7 @@ def test_random_models_leave_torch_as_it_was() -> None:
     assert 15e9 < random_llama.weights_bytes("8b") < 18e9
 
 
-def test_what_does_not_fit_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_one_line() -> None:
     for options, named in (
         (replace(TINY, shape="9b"), "allowed: tiny, 1b, 8b"),
         (replace(TINY, contexts=(300,)), "use 256"),
@@ -127,9 +150,6 @@ def test_what_does_not_fit_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one_line(caught.value, named)
     with pytest.raises(BadInput, match="allowed: hf"):
         ttft.run(TINY, device="cpu", engine="vllm")
-    monkeypatch.setattr(ttft, "available_bytes", lambda: 1 << 20)
-    with pytest.raises(BadInput, match="give a shorter --context"):
-        ttft.run(TINY, device="cpu")
 
 
 @pytest.mark.parametrize(("given", "tokens"), [("8k", 8192), ("128K", 131072), (" 300 ", 300)])
