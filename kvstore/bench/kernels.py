@@ -24,7 +24,7 @@ from kvstore.bench import decode_rows, kernel_rows, transfer_rows
 from kvstore.bench.decode_rows import DecodeRow
 from kvstore.bench.kernel_rows import KernelRow
 from kvstore.bench.measure import Progress, machine
-from kvstore.bench.on_device import clock_of, describe, device_named
+from kvstore.bench.on_device import clock_of, describe, device_named, give_memory_back
 from kvstore.bench.paged_pool import FAILURES, route_named, told
 from kvstore.bench.random_llama import ONE_B, SHAPES, TINY
 from kvstore.bench.rig import Shape
@@ -133,9 +133,8 @@ def run(
     say = partial(_tell, progress)
     for stage in wanted:
         with _noting(result.faults, stage):
+            give_memory_back(chosen)
             {KERNELS: _kernels, TRANSFERS: _transfers, DECODE: _decode}[stage](result, say)
-        if chosen.type == "cuda":
-            torch.cuda.empty_cache()
     return result
 
 

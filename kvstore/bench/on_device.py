@@ -7,6 +7,7 @@ a GPU multiplies zeros faster.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from importlib import metadata
 from time import perf_counter
@@ -51,6 +52,14 @@ def transfer_device(device: torch.device) -> Device:
 def near_cpus(device: torch.device) -> frozenset[int]:
     """CPUs next to the GPU; empty where that is not known."""
     return local_cpus(device.index or 0) if device.type == CUDA else frozenset()
+
+
+def give_memory_back(device: torch.device) -> None:
+    """What torch keeps for itself. Raises RuntimeError where the GPU has failed before."""
+    gc.collect()
+    if device.type == CUDA:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def describe(device: torch.device) -> dict[str, object]:

@@ -36,6 +36,9 @@ TARGET = 0.90
 TARGETED_BYTES = 256 << 20
 SEGMENTS = 4
 WAIT_SECONDS = 60.0
+CLOSE_SECONDS = 10.0
+_KEPT: list[Extent] = []
+"""Extents that a transfer may still touch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +129,12 @@ class Transfers:
         self._frame_bytes = frame_bytes(size)
         self._stack = ExitStack()
         try:
-            self._extent = Extent(blocks * self._frame_bytes)
-            self._stack.callback(self._extent.close)
-            self.slots = [self._extent.address + block * self._frame_bytes for block in range(blocks)]
             pin, load, save = (self._worker(name, near_cpus(device)) for name in ("pin", "load", "save"))
+            extent = Extent(blocks * self._frame_bytes)
+            self.slots = [extent.address + block * self._frame_bytes for block in range(blocks)]
             extents = PinnedExtents(self._device.host, pin)
-            extents.add(self._extent.address, self._extent.size_bytes, self._extent, writable=True)
-            self._stack.callback(lambda: extents.remove(self._extent.address, WAIT_SECONDS))
+            extents.add(extent.address, extent.size_bytes, extent, writable=True)
+            self._stack.callback(_give_back, extents, extent)
             pin.wait(lambda: extents.runs(self.slots, self._frame_bytes).is_pinned, WAIT_SECONDS)
             self._slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER)
             room = max(segment_bytes, *(part.size_bytes for part in self._slices))
@@ -182,7 +184,7 @@ class Transfers:
 
     def _worker(self, name: str, cpus: frozenset[int]) -> ThreadWorker:
         worker = ThreadWorker(f"bench-{name}", cpus)
-        self._stack.callback(worker.close, WAIT_SECONDS)
+        self._stack.callback(worker.close, CLOSE_SECONDS)
         return worker
 
 
@@ -282,6 +284,14 @@ def _turn(work: Callable[[], object]) -> Turn:
         return Cost(seconds, seconds)
 
     return turn
+
+
+def _give_back(extents: PinnedExtents, extent: Extent) -> None:
+    """Where the device has failed, what it still copies is not known: the memory stays until the process ends."""
+    if extents.remove(extent.address, CLOSE_SECONDS):
+        extent.close()
+    else:
+        _KEPT.append(extent)
 
 
 def _nothing() -> None:

@@ -34,7 +34,7 @@ from engine_adapter.hf_buffers import BufferSet
 from engine_adapter.hf_cache import Generation, PrefixCache
 from engine_adapter.hf_layers import even_cache
 from kvstore.bench.measure import Progress, available_bytes, quiet_collector
-from kvstore.bench.on_device import Clock, clock_of, device_named
+from kvstore.bench.on_device import Clock, clock_of, device_named, give_memory_back
 from kvstore.bench.paged_pool import FAILURES, told
 from kvstore.bench.random_llama import EIGHT_B, SHAPES, build, peak_flops, prefill_flops, weights_bytes
 from kvstore.bench.transfer_rows import LOAD, PlainCopy
@@ -85,13 +85,11 @@ def run(
     with quiet_collector():
         for context in options.contexts:
             try:
+                give_memory_back(chosen)
                 for row in _Length(model, context, clock, result, budget).rows(say):
                     result.rows.append(row)
             except FAILURES as error:
                 result.faults.append(f"{context} tokens ended early: {told(error)}")
-            gc.collect()
-            if chosen.type == "cuda":
-                torch.cuda.empty_cache()
     return result
 
 
