@@ -108,8 +108,8 @@ class KernelsResult:
         if self.transfers:
             console.print(_table(self.transfers, _TRANSFER_COLUMNS))
             console.print(
-                "wire: GB/s that cross between host and device, both directions together; KV: the same counted as "
-                "numbers of 16 bits; ratio: to one plain copy of pinned memory, by wall time."
+                "layers: of a frame at once; wire: GB/s that cross between host and device, both directions together; "
+                "KV: the same counted as numbers of 16 bits; ratio: to one plain copy of pinned memory, by wall time."
             )
         if self.decode:
             console.print(_table(self.decode, _DECODE_COLUMNS))
@@ -285,14 +285,14 @@ _KERNEL_COLUMNS: dict[str, Any] = {
     "target": lambda row: _target(row, row.target),
 }
 _TRANSFER_COLUMNS: dict[str, Any] = {
-    "direction": lambda row: row.direction,
+    "path": lambda row: row.direction,
     "codec": lambda row: row.codec,
-    "layers at once": lambda row: str(row.layers_at_once),
+    "layers": lambda row: str(row.layers_at_once),
     "KV": lambda row: format_size(row.kv_bytes),
     "ms": lambda row: f"{1e3 * row.seconds:.2f}",
     "wire GB/s": lambda row: _rate(row.gb_per_second),
     "KV GB/s": lambda row: _rate(row.kv_gb_per_second),
-    "plain copy": lambda row: _rate(row.limit_gb_per_second),
+    "copy": lambda row: _rate(row.limit_gb_per_second),
     "ratio": lambda row: f"{row.ratio:.2f}" + ("" if row.is_direct else " (detour)"),
     "quartiles": lambda row: f"{row.ratio_low:.2f} .. {row.ratio_high:.2f}",
     "target": lambda row: _target(row, row.target),

@@ -202,7 +202,9 @@ class PlainCopy:
     def __init__(self, size_bytes: int, device: torch.device, clock: Clock) -> None:
         is_cuda = device.type == "cuda"
         self._host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_cuda).random_() for _ in range(2)]
-        self._there = [host.to(device) for host in self._host]
+        self._there = [
+            torch.empty_like(host, device=device).copy_(host) for host in self._host
+        ]  # also on a CPU another
         self._streams: list[Any] = [torch.cuda.Stream(device) if is_cuda else None for _ in range(2)]
         self._clock = clock
 

@@ -102,7 +102,7 @@ def test_as_json_and_as_text(result: kernels.KernelsResult) -> None:
     assert plain["bench"] == "kernels" and plain["route"] == "twins" and plain["device"]["name"] == "cpu"
     assert len(plain["kernels"]) == 9 and plain["faults"] == []
     text = rendered(result)
-    assert "gather_quantize" in text and "layers at once" in text and "beside" in text and "DIFFERS" not in text
+    assert "gather_quantize" in text and "wire GB/s" in text and "beside" in text and "DIFFERS" not in text
 
 
 @pytest.mark.usefixtures("kernels_can_run")
@@ -185,6 +185,18 @@ def test_a_transfer_that_cannot_page_lock_says_so(monkeypatch: pytest.MonkeyPatc
     found = kernels.run(replace(TINY, laps=1), device="cpu", stages=("transfers",))
     assert len(found.faults) == 4 and "could not be page-locked" in found.faults[0]
     assert all(row.matches_twin and not row.is_direct for row in found.transfers)
+
+
+@pytest.mark.parametrize(
+    ("direction", "moved"), [("load", (True, False)), ("save", (False, True)), ("both", (True, True))]
+)
+def test_the_plain_copy_moves_what_it_says(direction: str, moved: tuple[bool, bool]) -> None:
+    plain = transfer_rows.PlainCopy(4096, CPU, clock_of(CPU))
+    (loaded_from, saved_to), (loaded_to, saved_from) = plain._host, plain._there
+    loaded_from.fill_(1), loaded_to.fill_(2), saved_from.fill_(3), saved_to.fill_(4)
+    plain.run(direction, 4000)
+    for target, source, old, is_moved in ((loaded_to, 1, 2, moved[0]), (saved_to, 3, 4, moved[1])):
+        assert bool((target[:4000] == (source if is_moved else old)).all()) and bool((target[4000:] == old).all())
 
 
 def test_ratios_are_of_bytes_per_second() -> None:
