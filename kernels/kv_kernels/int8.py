@@ -23,6 +23,10 @@ number. So for every number of a block
 
 Where s is 0 all numbers were equal (K), or zero, and come back exactly; -0.0 comes back as 0.0. A block with a NaN or
 an infinity, or whose scale is beyond fp16, cannot be written.
+
+One exception, far below what a model computes: a scale for which float32 has no number is 0 as well. So where all
+numbers of a group lie within 2**-142 of each other (K) or of zero, add 2**-142 to the bound; on a thread that flushes
+denormals (`torch.set_flush_denormal`) that is 2**-118, and up to there its bytes are not those of other threads.
 """
 
 from __future__ import annotations

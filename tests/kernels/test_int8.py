@@ -195,3 +195,28 @@ def test_bits_per_number() -> None:
     assert 8 * slice_form(int8.KC64, 8, 64, (128, 128), 2).size_bytes / count == pytest.approx(8.3125)
     assert 8 * slice_form(int8.TH, 8, 64, (128, 128), 2).size_bytes / count == pytest.approx(8.125)
     assert 8 * slice_form(int8.KC64, 1, 64, (576,), 2).size_bytes / (64 * 576) == pytest.approx(8.25)
+
+
+@pytest.mark.parametrize("axis", list(Axis))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("flush", "most"), [(False, 2.0**-142), (True, 2.0**-118)])
+def test_numbers_too_small_for_a_scale(axis: Axis, dtype: torch.dtype, flush: bool, most: float) -> None:
+    """The bound's exception: from where numbers have a scale of their own, it holds as it is."""
+    generator = torch.Generator().manual_seed(3)
+    exceeded = False
+    for exponent in range(-149, -90):
+        steps = torch.randint(-1, 2, (2, 64, 128), generator=generator)
+        x = (steps.double() * 2.0**exponent).to(dtype)
+        try:
+            if not torch.set_flush_denormal(flush):
+                pytest.skip("this processor cannot flush denormals")
+            made = quantize(x, axis)
+            back = dequantize(*made, dtype)
+        finally:
+            torch.set_flush_denormal(False)
+        allowed = spread(made.scales, axis, x.shape) / 2 * (1 + 2**-12) + ROUNDING[dtype] * back.double().abs()
+        error = (x.double() - back.double()).abs()
+        exceeded |= bool((error > allowed).any())
+        assert (error <= allowed + most).all(), exponent
+    # bfloat16's smallest number still has a scale.
+    assert exceeded is (flush or dtype is torch.float32), "else the exception need not be told"
