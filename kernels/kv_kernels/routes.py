@@ -25,7 +25,7 @@ from kv_kernels.int8 import SliceForm
 
 try:
     from kv_kernels import int8_host, int8_loops
-except ImportError:  # numba is an extra
+except (ImportError, OSError):  # numba is an extra; OSError: its llvmlite does not find its library
     _HAS_LOOPS = False
 else:
     _HAS_LOOPS = int8_loops.is_usable()
@@ -101,7 +101,7 @@ def int8_copy(
 def _say_that_it_is_slow() -> None:
     """Once per process."""
     _log.warning(
-        "numba is not installed or switched off: 8-bit codecs on the CPU run some ten times slower; "
+        "numba is not installed, broken or switched off: 8-bit codecs on the CPU run some ten times slower; "
         "pip install numba, or unset NUMBA_DISABLE_JIT"
     )
 

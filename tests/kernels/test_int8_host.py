@@ -335,7 +335,7 @@ def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
             assert [isinstance(encoded, list) for encoded in copy.encode([0], [span], digest)] == [True]
             payloads.append(bytes(memory))
     assert len(set(payloads)) == 1
-    assert caplog.text.count("numba is not installed") == 1
+    assert caplog.text.count("numba is not installed, broken or switched off") == 1
 
 
 def test_the_fields_are_those_that_the_loops_read() -> None:
@@ -362,3 +362,24 @@ def test_a_cache_of_numba_that_is_damaged_or_full_costs_seconds_only(tmp_path: P
         for path in kept.rglob("*.nbc"):
             os.truncate(path, 0)
     assert "compiled for this process alone" in prepared()
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError])
+def test_a_numba_that_cannot_be_imported_is_done_without(error: type[Exception]) -> None:
+    """OSError is what llvmlite raises where its shared library is missing or of another system."""
+    script = f"""
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "llvmlite":
+            raise {error.__name__}("could not find or load shared object file")
+sys.meta_path.insert(0, Broken())
+from kv_kernels import routes
+routes.prepare_int8(["bfloat16"])
+assert not routes._HAS_LOOPS
+"""
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ten times slower" in done.stderr
