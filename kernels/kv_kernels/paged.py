@@ -76,7 +76,7 @@ def run(
     if programs > LARGEST_GRID:
         raise ValueError(f"{launch.blocks} blocks are {programs} programs; at most {LARGEST_GRID}: launch fewer blocks")
     second = pools.strides[1] if len(pools.widths) == 2 else _ABSENT
-    with _current(payloads.device):
+    with on_device(payloads.device):
         kernel[(programs,)](
             payloads,
             payloads.stride(0),
@@ -101,7 +101,7 @@ def run(
         )
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kv_kernels.paged import on_device
+
 SHORTEST_BYTES = 241
 """Shorter inputs have other forms in XXH3."""
 DIGEST_WORDS = 2
@@ -39,7 +41,7 @@ _START = (
     _PRIME32[2], _PRIME64[0], _PRIME64[1], _PRIME64[2], _PRIME64[3], _PRIME32[1], _PRIME64[4], _PRIME32[0],
 )  # fmt: skip
 
-_LAST_AT, _LOW_AT, _HIGH_AT, _START_AT = 24, 32, 40, 48
+_KEYS = 56
 
 
 def digest_keys(device: torch.device) -> torch.Tensor:
@@ -70,12 +72,21 @@ def digest_slices(
         raise ValueError(f"slices of {slice_bytes} bytes; give a multiple of 8, above 240")
     if payload.dtype != torch.uint8 or payload.stride(1) != 1 or payload.stride(0) % 8 or payload.data_ptr() % 8:
         raise ValueError(f"payload of {payload.dtype} with strides {payload.stride()}; give aligned rows of uint8")
-    if payload_at % 8 or payload_at + slices * slice_bytes > row_bytes:
+    if payload_at < 0 or payload_at % 8 or payload_at + slices * slice_bytes > row_bytes:
         raise ValueError(f"{slices} slices of {slice_bytes} bytes from {payload_at} on do not lie in {row_bytes} bytes")
     if into.dtype != torch.int64 or into.shape != (blocks, slices, DIGEST_WORDS) or not into.is_contiguous():
         raise ValueError(f"digests of {into.dtype} {tuple(into.shape)}; give int64 {(blocks, slices, DIGEST_WORDS)}")
+    if keys.dtype != torch.int64 or keys.shape != (_KEYS,) or not keys.is_contiguous():
+        raise ValueError(f"keys of {keys.dtype} {tuple(keys.shape)}; give what `digest_keys` made")
+    if not payload.device == into.device == keys.device:
+        given = f"payload on {payload.device}, digests on {into.device}, keys on {keys.device}"
+        raise ValueError(f"{given}; all of them belong on one device")
     if blocks and slices:
-        _digest_slice[(slices, blocks)](payload, payload.stride(0), payload_at, slice_bytes, into, keys, num_warps=1)
+        with on_device(payload.device):
+            # A grid may be long along its first axis only.
+            _digest_slice[(blocks, slices)](
+                payload, payload.stride(0), payload_at, slice_bytes, into, keys, num_warps=1
+            )
 
 
 def as_bytes(low: int, high: int) -> bytes:
@@ -112,7 +123,7 @@ def _product(word, key):
 
 @triton.jit
 def _digest_slice(payload, row_bytes, payload_at, slice_bytes, into, keys):
-    number, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    block, number = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start = payload + block * row_bytes + payload_at + number * slice_bytes
     words = start.to(tl.pointer_type(tl.int64))
     stripe, pair = tl.arange(0, 16)[:, None], tl.arange(0, 4)
@@ -143,6 +154,6 @@ def _digest_slice(payload, row_bytes, payload_at, slice_bytes, into, keys):
     length = slice_bytes.to(tl.uint64)
     low = _avalanche(length * 0x9E3779B185EBCA87 + _mixed(even, odd, keys, 32))
     high = _avalanche((length * 0xC2B2AE3D27D4EB4F ^ 0xFFFFFFFFFFFFFFFF) + _mixed(even, odd, keys, 40))
-    place = into + (block * tl.num_programs(0) + number) * 2
+    place = into + (block * tl.num_programs(1) + number) * 2
     tl.store(place, low.to(tl.int64, bitcast=True))
     tl.store(place + 1, high.to(tl.int64, bitcast=True))

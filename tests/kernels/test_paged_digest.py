@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_kernels import paged_digest
 from kv_kernels.paged_digest import SHORTEST_BYTES, as_bytes, digest_keys, digest_slices
 from paged_memory import DEVICE
 from tiering.frame import digest
@@ -77,6 +81,7 @@ def test_nothing_to_digest() -> None:
         (252, 0, 4096, "252 bytes"),
         (256, 4, 4096, "do not lie"),
         (256, 3800, 4096, "do not lie"),
+        (256, -256, 4096, "do not lie"),
         (256, 0, 4092, "aligned rows"),
     ],
 )
@@ -88,3 +93,37 @@ def test_what_does_not_fit_is_one_clear_line(slice_bytes: int, at: int, row_byte
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="give int64"):
         digest_slices(payload_of(2, 4096, 1).to(DEVICE), 0, 256, into[:1], digest_keys(payload.device))
+
+
+def test_keys_and_devices_are_looked_at() -> None:
+    payload = torch.zeros(2, 4096, dtype=torch.uint8, device=DEVICE)
+    into = torch.zeros(2, 2, 2, dtype=torch.int64, device=DEVICE)
+    keys = digest_keys(payload.device)
+    for wrong in (keys[:-1], keys.int(), keys.repeat_interleave(2)[::2]):
+        with pytest.raises(ValueError, match="give what `digest_keys` made"):
+            digest_slices(payload, 0, 256, into, wrong)
+    with pytest.raises(ValueError, match="belong on one device"):
+        digest_slices(payload, 0, 256, into, keys.to("meta"))
+
+
+def test_a_launch_is_on_the_payloads_device_and_may_have_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device. A grid has 65,535 programs at most along any axis but the first."""
+    launches: list[tuple[torch.device | None, tuple[int, ...]]] = []
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **options: launches.append((entered[-1] if entered else None, grid))
+
+    monkeypatch.setattr(paged_digest, "on_device", on_device, raising=False)
+    monkeypatch.setattr(paged_digest, "_digest_slice", Noted())
+    payload = torch.zeros(70_000, 256, dtype=torch.uint8, device=DEVICE)
+    into = torch.zeros(70_000, 1, 2, dtype=torch.int64, device=DEVICE)
+    digest_slices(payload, 0, 256, into, digest_keys(payload.device))
+    assert launches == [(payload.device, (70_000, 1))]
