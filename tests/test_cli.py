@@ -15,6 +15,8 @@ from workbench import MODEL, ids, random_pages, small_layout
 
 pytest.importorskip("typer")
 
+from kvstore import cli
+
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 200
 
@@ -34,6 +36,22 @@ def run_cli(*arguments: str, before: str = "", **settings: str) -> subprocess.Co
         env=environment() | settings,
         timeout=LIMIT_SECONDS,
     )
+
+
+def run_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which imports what takes seconds once for all tests."""
+    monkeypatch.setattr(sys, "argv", ["kvstore", *arguments])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    for name in [name for name in os.environ if name.startswith("KVSTORE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    shown = capsys.readouterr()
+    assert isinstance(left.value.code, int)
+    return subprocess.CompletedProcess(sys.argv, left.value.code, shown.out, shown.err)
 
 
 def error_line(result: subprocess.CompletedProcess[str], status: int = 2) -> str:
@@ -113,9 +131,14 @@ def test_a_bug_is_one_line_unless_a_traceback_is_asked_for() -> None:
         (("ttft", "--device", "cpu", "--context", "300"), ("context=300", "use 256")),
     ],
 )
-def test_unusable_options_of_a_bench_are_one_line(arguments: tuple[str, ...], hints: tuple[str, ...]) -> None:
-    pytest.importorskip("torch")
-    line = error_line(run_cli("bench", *arguments))
+def test_unusable_options_of_a_bench_are_one_line(
+    arguments: tuple[str, ...],
+    hints: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    line = error_line(run_here(monkeypatch, capsys, "bench", *arguments))
     assert all(hint in line for hint in hints), line
 
 
@@ -220,8 +243,8 @@ def test_the_environment_sets_what_no_option_does() -> None:
 
 
 @pytest.mark.usefixtures("needs_engine")
-def test_more_memory_than_there_is() -> None:
-    line = error_line(run_cli("demo", "--dram", "900TiB"))
+def test_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    line = error_line(run_here(monkeypatch, capsys, "demo", "--dram", "900TiB"))
     assert "900TiB" in line and "cgroup" in line and "give less" in line
 
 
@@ -253,21 +276,14 @@ def test_demo_as_one_json_object(tmp_path: Path) -> None:
 def test_differing_answers_end_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, which has imported what takes seconds."""
-    from kvstore import cli, codec
+    from kvstore import codec
     from kvstore.demo.compare import ReversedCodec
 
     monkeypatch.setitem(codec.CODECS, "raw", ReversedCodec)
-    monkeypatch.setattr(sys, "argv", ["kvstore", "demo", "--json", "--requests", "1", "--tokens", "32"])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    monkeypatch.delenv("KVSTORE_DATA", raising=False)
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    assert left.value.code == 1
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["identical"] == 0
-    (line,) = shown.err.splitlines()
+    result = run_here(monkeypatch, capsys, "demo", "--json", "--requests", "1", "--tokens", "32")
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["identical"] == 0
+    (line,) = result.stderr.splitlines()
     assert line.startswith("kvstore: 1 of 1 answers differ")
 
 

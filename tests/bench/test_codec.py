@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
+import torch
 from rich.console import Console
 
 from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
@@ -109,7 +110,9 @@ def test_random_weights_would_hide_the_error() -> None:
     """Why the model is trained: with nearly even attention every error averages out."""
     model, texts = load_trained(), windows(read_sources(held_out=True), 512 + CONTINUATION, 1)
     shape = model.config.to_dict()
-    untrained = type(model)(type(model.config)(**shape)).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        untrained = type(model)(type(model.config)(**shape)).eval()
     found = [measure(one, PLAIN, 0.0, texts, lambda _: None).codecs[-1].attention_percent for one in (model, untrained)]
     assert found[0] > 2 * found[1]
 
