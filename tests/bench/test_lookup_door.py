@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from time import perf_counter
 
 import pytest
@@ -92,7 +93,7 @@ def test_clients_are_processes_that_do_as_they_are_told(filled: str) -> None:
 def test_a_match_that_is_not_whole_is_no_measurement(filled: str) -> None:
     with (
         pytest.raises(StoreError, match=r"a client ended with 1:(?s:.*)AssertionError(?s:.*): Match\(blocks=0"),
-        lookup_door.Clients(FEW, filled, 30 * STORED) as clients,
+        lookup_door.Clients(replace(FEW, clients=1), filled, 30 * STORED) as clients,
     ):
         for _ in range(100):
             clients.match()
