@@ -84,3 +84,10 @@ def test_adapters_take_8_bits_where_they_can() -> None:
     mixed = Layout((KvGroup("a", (0,), 1, (8, 8), "float16"), KvGroup("b", (1,), 1, (8, 8), "uint8")))
     assert default_codec(mixed) == "raw"
     assert codec_named(default_codec(mixed)).name == "raw"
+
+
+@pytest.mark.parametrize("given", ["int8", "INT8-KC64", "", None, 8, ["raw"]])
+def test_a_codec_that_does_not_exist_is_one_line(given: object) -> None:
+    with pytest.raises(BadInput) as caught:
+        codec_named(given)  # type: ignore[arg-type]
+    assert one_line(caught.value, f"codec {given!r}", "int8-kc64, int8-th, raw")
