@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from logging import getLogger
-from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +63,7 @@ def prepare(dtype: str) -> Loops:
     loops = _LOOPS[dtype]
     try:
         _compile(loops)
-    except _UNKEPT as error:
+    except Exception as error:  # of a disk, or whatever damaged bytes make; what else is wrong shows below again
         _log.warning(
             "what numba compiled cannot be kept or read: %s: %s; it is compiled for this process alone: free the disk, "
             "or empty that folder (NUMBA_CACHE_DIR, else __pycache__ beside kv_kernels)",
@@ -80,9 +79,6 @@ def _compile(loops: Loops) -> None:
     for loop, arguments in zip(loops, (_ENCODED, _DECODED), strict=True):
         loop.compile(arguments)  # type: ignore[attr-defined]
 
-
-_UNKEPT = (OSError, EOFError, UnpicklingError, ValueError, LookupError, AttributeError, ImportError, TypeError)
-"""What numba raises where its folder cannot be written or holds something else than it wrote: it reads pickles."""
 
 # Compiled code. Integers are cast at every step, because numba computes in 64 bits otherwise -------------------------
 
