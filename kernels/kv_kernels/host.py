@@ -34,7 +34,7 @@ _FIRST_ADDRESS = 4096
 _MEMORY = memoryview((ctypes.c_char * ((1 << 57) - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS))
 """This process's address space as one buffer: the cheapest way to make an array over memory that others own."""
 
-UNWRITABLE_PAGES = "pages that are read-only, or expanded, cannot be loaded into"
+UNWRITABLE_PAGES = "pages that are read-only, or expanded, cannot be loaded into; give pages that can be written"
 
 _COPY_BYTES = 1 << 20
 """Layers are copied together up to this size. What was copied has to be in the cache still when its digest is taken;
