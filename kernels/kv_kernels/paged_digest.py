@@ -85,7 +85,7 @@ def digest_slices(
         with on_device(payload.device):
             # A grid may be long along its first axis only.
             _digest_slice[(blocks, slices)](
-                payload, payload.stride(0), payload_at, slice_bytes, into, keys, num_warps=1
+                payload, payload.stride(0), payload_at, into, keys, SLICE_BYTES=slice_bytes, num_warps=1
             )
 
 
@@ -122,9 +122,9 @@ def _product(word, key):
 
 
 @triton.jit
-def _digest_slice(payload, row_bytes, payload_at, slice_bytes, into, keys):
+def _digest_slice(payload, row_bytes, payload_at, into, keys, SLICE_BYTES: tl.constexpr):
     block, number = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    start = payload + block * row_bytes + payload_at + number * slice_bytes
+    start = payload + block * row_bytes + payload_at + number * SLICE_BYTES
     words = start.to(tl.pointer_type(tl.int64))
     stripe, pair = tl.arange(0, 16)[:, None], tl.arange(0, 4)
     lane = 2 * pair[:, None] + tl.arange(0, 2)[None, :]
@@ -132,7 +132,7 @@ def _digest_slice(payload, row_bytes, payload_at, slice_bytes, into, keys):
     even_keys, odd_keys = _words(keys + stripe[:, :, None] + lane[None])
     even_scramble, odd_scramble = _words(keys + 16 + lane)
     even, odd = _words(keys + 48 + lane)
-    whole = (slice_bytes - 1) // 1024
+    whole: tl.constexpr = (SLICE_BYTES - 1) // 1024
     for _ in range(whole):
         evens, odds = _words(words + at)
         even += tl.sum(_product(evens, even_keys) + odds, 0)
@@ -141,17 +141,17 @@ def _digest_slice(payload, row_bytes, payload_at, slice_bytes, into, keys):
         odd = (odd ^ (odd >> 47) ^ odd_scramble) * 0x9E3779B1
         words += 128
     # The stripes of the last block, and the last 64 bytes, which may overlap them.
-    is_there = stripe < (slice_bytes - 1 - whole * 1024) // 64
+    is_there = stripe < (SLICE_BYTES - 1 - whole * 1024) // 64
     there = tl.load(words + at, mask=is_there[:, :, None], other=0).to(tl.uint64, bitcast=True)
     evens, odds = tl.split(there)
     even += tl.sum(tl.where(is_there, _product(evens, even_keys) + odds, 0), 0)
     odd += tl.sum(tl.where(is_there, _product(odds, odd_keys) + evens, 0), 0)
-    last = (start + slice_bytes - 64).to(tl.pointer_type(tl.int64))
+    last = (start + SLICE_BYTES - 64).to(tl.pointer_type(tl.int64))
     evens, odds = _words(last + lane)
     even_keys, odd_keys = _words(keys + 24 + lane)
     even += _product(evens, even_keys) + odds
     odd += _product(odds, odd_keys) + evens
-    length = slice_bytes.to(tl.uint64)
+    length = tl.full((), SLICE_BYTES, tl.uint64)
     low = _avalanche(length * 0x9E3779B185EBCA87 + _mixed(even, odd, keys, 32))
     high = _avalanche((length * 0xC2B2AE3D27D4EB4F ^ 0xFFFFFFFFFFFFFFFF) + _mixed(even, odd, keys, 40))
     place = into + (block * tl.num_programs(1) + number) * 2
