@@ -2,7 +2,7 @@
 # first: a fresh machine needs make, a C compiler and Python 3.11 or 3.12 with its venv module, no more.
 #
 #   make demo                          the main job, end to end
-#   make test ARGS="-k frame -x"       ARGS go to the command behind demo, test, bench, gpu
+#   make test ARGS="-k frame -x"       ARGS go to the command behind demo, test, test-kernels, bench, gpu
 #   make env PYTHON=/opt/python3.12    which Python a new environment is made from
 #   make gpu STAGE=ttft                one step of the list for a GPU; all of them without STAGE
 #   make gpu PYTHON=python3            with that Python as it is, where no environment can be made
@@ -19,8 +19,11 @@ PYTHON ?=
 ARGS   ?=
 STAGE  ?=
 
-# The whole suite ends within this time; what still runs then is interrupted and named.
+# Either part of the suite ends within this time; what still runs then is interrupted and named.
 TEST_LIMIT_SECONDS := 720
+
+# What computes rather than talks: kernels in Triton's interpreter and in its compiler, transfers in every order.
+KERNEL_TESTS := tests/kernels tests/bench/test_kernels_bench.py tests/bench/test_gpu_list.py
 
 # An installed environment carries the checksum of the two files it was made from in its stamp's name, so that
 # a change of their content makes it stale and a mere checkout does not.
@@ -29,11 +32,12 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env demo test check bench gpu torture clean
+.PHONY: help env demo test test-kernels check bench gpu torture clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
-	@echo 'make test    run every test, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed with their reasons'
+	@echo 'make test    run every test but those of the next line, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed'
+	@echo 'make test-kernels  the tests of kernels and transfers, within the same time'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
 	@echo 'make bench   run every benchmark that needs no GPU against its physical limit'
 	@echo 'make gpu     test and measure on a GPU, at most 8 minutes; results in benchmarks/results (benchmarks/gpu.py)'
@@ -67,8 +71,10 @@ $(STAMP):
 demo: $(STAMP)
 	$(VENV)/bin/kvstore demo $(ARGS)
 
-test: $(STAMP)
-	@timeout --foreground --signal=INT --kill-after=30 $(TEST_LIMIT_SECONDS) $(VENV)/bin/python -m pytest -rs $(ARGS) \
+test: TESTS = $(addprefix --ignore=,$(KERNEL_TESTS))
+test-kernels: TESTS = $(KERNEL_TESTS)
+test test-kernels: $(STAMP)
+	@timeout --foreground --signal=INT --kill-after=30 $(TEST_LIMIT_SECONDS) $(VENV)/bin/python -m pytest -rs $(TESTS) $(ARGS) \
 	    || { status=$$?; \
 	        if [ $$status -eq 124 ]; then echo 'error: the tests did not end within $(TEST_LIMIT_SECONDS) seconds' >&2; fi; \
 	        exit $$status; }
