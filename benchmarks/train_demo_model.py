@@ -29,12 +29,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import safe_open
 from safetensors.torch import save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvstore.demo.corpus import read_sources, windows
 
 POSITIONS = 4096
+TIED = "lm_head.weight"
+"""The same memory as the embeddings: it is not kept a second time."""
 STEP_BYTES = 4096
 BUCKETS = (0, 512, 1024, 2048, 3072, POSITIONS)
 EVALUATED_WINDOWS = 64
@@ -101,7 +104,9 @@ def _arguments() -> argparse.Namespace:
     folder = Path(__file__).resolve().parent.parent / "kvstore" / "demo" / "trained"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=folder, help="where the model goes")
-    parser.add_argument("--checkpoint", type=Path, default=Path("/tmp/kvstore-demo-model.pt"), help="to go on from")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("/tmp/kvstore-demo-model.safetensors"), help="to go on from"
+    )
     parser.add_argument("--steps", type=int, default=2400, help=f"of {STEP_BYTES:,} bytes each")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
@@ -136,34 +141,47 @@ def _restored(options: argparse.Namespace, model: Any, optimizer: Any) -> tuple[
     """The step to go on with, and the seconds spent before it."""
     if not options.checkpoint.exists():
         return 0, 0.0
-    kept = torch.load(options.checkpoint, weights_only=True)
-    if (kept["seed"], kept["steps"]) != (options.seed, options.steps):
+    with safe_open(options.checkpoint, "pt") as kept:
+        told = kept.metadata()
+        tensors = {name: kept.get_tensor(name) for name in sorted(kept.keys())}
+    if (told["seed"], told["steps"]) != (str(options.seed), str(options.steps)):
         raise SystemExit(
-            f"{options.checkpoint} is of --seed {kept['seed']} --steps {kept['steps']}; give these, or remove the file"
+            f"{options.checkpoint} is of --seed {told['seed']} --steps {told['steps']}; give these, or remove the file"
         )
-    model.load_state_dict(kept["model"])
-    optimizer.load_state_dict(kept["optimizer"])
-    print(f"going on from {options.checkpoint}, step {kept['step']}", flush=True)
-    return kept["step"], kept["seconds"]
+    of_optimizer: dict[int, dict[str, torch.Tensor]] = {}
+    weights = {}
+    for name, tensor in tensors.items():
+        whose, _, rest = name.partition(".")
+        if whose == "model":
+            weights[rest] = tensor
+        else:
+            number, _, kind = rest.partition(".")
+            of_optimizer.setdefault(int(number), {})[kind] = tensor
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert set(missing) <= {TIED} and not unexpected, "a checkpoint of another model"
+    optimizer.load_state_dict({"state": of_optimizer, "param_groups": optimizer.state_dict()["param_groups"]})
+    print(f"going on from {options.checkpoint}, step {told['step']}", flush=True)
+    return int(told["step"]), float(told["seconds"])
 
 
 def _keep(options: argparse.Namespace, model: Any, optimizer: Any, step: int, seconds: float) -> None:
-    kept = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "step": step,
-        "seconds": seconds,
-        "seed": options.seed,
-        "steps": options.steps,
-    }
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name != TIED}
+    for number, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{number}.{kind}": tensor for kind, tensor in state.items()}
+    told = {"step": step, "seconds": seconds, "seed": options.seed, "steps": options.steps}
     beside = options.checkpoint.with_suffix(".new")
-    torch.save(kept, beside)
+    beside.write_bytes(
+        save(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            {key: str(value) for key, value in told.items()},
+        )
+    )
     beside.replace(options.checkpoint)
 
 
 def _write(options: argparse.Namespace, model: Any, text: np.ndarray, seconds: float) -> None:
     """The weights in bfloat16, the configuration, and where they come from."""
-    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != TIED}
     model.load_state_dict(state, strict=False)  # what is judged is what is saved
     weights = save({name: tensor.contiguous() for name, tensor in state.items()}, {"format": "pt"})
     held_out = read_sources(held_out=True)
