@@ -27,7 +27,7 @@ from kvstore.errors import (
     StoreError,
     Unreachable,
 )
-from kvstore.identity import ExtraKey
+from kvstore.identity import ExtraKey, Prompt
 from kvstore.layout import KvGroup, Layout
 from kvstore.miss import Account, HitTier, MissReason
 from kvstore.pages import Pages
@@ -54,6 +54,7 @@ __all__ = [
     "Limits",
     "MissReason",
     "Pages",
+    "Prompt",
     "SidecarStore",
     "StoreClosed",
     "StoreError",

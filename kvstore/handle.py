@@ -23,7 +23,7 @@ from kvstore.config import MAX_SECONDS
 from kvstore.door import DirectReply, Door, Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.holding import Lease
-from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
+from kvstore.identity import ExtraKey, Namespace, PrefixHasher, Prompt, as_extra_keys, token_bytes
 from kvstore.miss import REASON_OF_FLAW, Account, HitTier, MissReason
 from kvstore.pages import Codec, Coder, Digest, Pages
 from kvstore.pending import Pending
@@ -134,11 +134,25 @@ class NamespaceHandle:
         """The namespace's number in its store."""
         return self._grant.number
 
+    def hashed(
+        self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), after: Prompt | None = None
+    ) -> Prompt:
+        """A prompt's keys, to be used by several verbs, or by another process of the engine.
+
+        after: what an earlier call made of the beginning of this prompt; token_ids are then those behind its last full
+        block, and extra_keys those of the whole prompt.
+        """
+        known = after.keys if after is not None else []
+        raw = token_bytes(token_ids)
+        keys = self._hasher.keys(raw, as_extra_keys(extra_keys), known)
+        return Prompt(len(known) * self.block_tokens + len(raw) // 4, keys)
+
     def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = ()) -> Match:
         """The longest stored prefix of a prompt, and why it ends there. Pins nothing and changes nothing.
 
-        token_ids: list, array, numpy array or torch tensor of ids, or their uint32 little-endian bytes.
-        extra_keys: what else the KV depends on (adapter digest, image hashes, salt), in an order of the caller's.
+        token_ids: list, array, numpy array or torch tensor of ids, or their uint32 little-endian bytes; or a `Prompt`.
+        extra_keys: what else the KV depends on (adapter digest, image hashes, salt), in an order of the caller's; a
+        `Prompt` has them already.
         """
         tokens, keys = self._hashed(token_ids, extra_keys)
         return self._matched(tokens, keys, self._door.match(self.number, keys))
@@ -250,7 +264,7 @@ class NamespaceHandle:
         block; nothing acts on them yet.
         """
         self._check_put(pages, first_token, durability, ttl, priority)
-        keys = self._hasher.keys(token_bytes(token_ids), as_extra_keys(extra_keys))
+        _, keys = self._hashed(token_ids, extra_keys)
         first_block = -(-first_token // self.block_tokens)
         offered = min(len(keys), (first_token + pages.tokens) // self.block_tokens)
         if offered < len(keys):
@@ -286,8 +300,13 @@ class NamespaceHandle:
 
     def _hashed(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str]) -> tuple[int, list[bytes]]:
         """Tokens asked for, and the keys of their full blocks."""
-        raw = token_bytes(token_ids)
-        return len(raw) // 4, self._hasher.keys(raw, as_extra_keys(extra_keys))
+        prompt = token_ids if isinstance(token_ids, Prompt) else self.hashed(token_ids, extra_keys)
+        if prompt is token_ids and (extra_keys or len(prompt.keys) > prompt.tokens // self.block_tokens):
+            raise BadInput(
+                f"{prompt} with {len(extra_keys)} extra keys; a prompt is hashed with its extra keys, and has no more "
+                f"blocks than whole ones of {self.block_tokens} tokens"
+            )
+        return prompt.tokens, prompt.keys
 
     def _matched(self, tokens: int, keys: list[bytes], reply: MatchReply) -> Match:
         account = self._account(tokens, len(keys), reply)

@@ -44,6 +44,21 @@ class ExtraKey:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class Prompt:
+    """A prompt that is hashed already: what verbs take in place of token ids. `NamespaceHandle.hashed` makes it.
+
+    tokens: how many it has. keys: the prefix key of every full block, so that another process of the same tenant can
+    name them without the tokens. At least len(keys) blocks of tokens.
+    """
+
+    tokens: int
+    keys: list[bytes]
+
+    def __repr__(self) -> str:
+        return f"Prompt(tokens={self.tokens}, blocks={len(self.keys)})"  # keys must not reach a log
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class TenantKeys:
     """A tenant's keys, one per use, all derived from one secret of 32 bytes. Never logged, never sent but `identity`.
 
@@ -98,18 +113,21 @@ class PrefixHasher:
         self.root = root_key(block_tokens)
         self._base = blake2b(digest_size=KEY_BYTES, key=identity_key, person=_CHAIN_PERSON)
 
-    def keys(self, token_ids: bytes, extra_keys: Sequence[ExtraKey] = ()) -> list[bytes]:
-        """The prefix key of every full block. `token_ids`: uint32 little-endian, as `token_bytes` makes them."""
+    def keys(self, token_ids: bytes, extra_keys: Sequence[ExtraKey] = (), known: Sequence[bytes] = ()) -> list[bytes]:
+        """The prefix key of every full block. `token_ids`: uint32 little-endian, as `token_bytes` makes them.
+
+        known: the keys of the leading blocks, whose tokens are not given again; they stand first in the answer.
+        """
         step = self.block_tokens * _TOKEN_BYTES
         stop = len(token_ids) - len(token_ids) % step
         extras = self._by_block(extra_keys)
-        keys: list[bytes] = []
-        append, base, parent = keys.append, self._base, self.root
-        for at in range(0, stop, step):
+        keys = list(known)
+        append, base, parent = keys.append, self._base, known[-1] if known else self.root
+        for block, at in enumerate(range(0, stop, step), len(known)):
             state = base.copy()
             state.update(parent + token_ids[at : at + step])
-            if extras and at // step in extras:
-                state.update(extras[at // step])
+            if extras and block in extras:
+                state.update(extras[block])
             parent = state.digest()
             append(parent)
         return keys

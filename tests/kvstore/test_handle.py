@@ -17,7 +17,7 @@ from kvstore import HitTier, Limits, MissReason
 from kvstore.codec import codec_named
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.handle import WINDOW_BLOCKS, NamespaceHandle, PutResult
-from kvstore.identity import ExtraKey, TenantKeys
+from kvstore.identity import ExtraKey, Prompt, TenantKeys
 from kvstore.layout import Layout
 from kvstore.pages import Pages
 from tiering.frame import HEADER_BYTES, digest
@@ -893,3 +893,46 @@ def test_namespaces_are_bounded_in_number() -> None:
     with pytest.raises(BadInput) as caught:
         a.namespace(model="three")
     assert one_line(caught.value, "2 namespaces were opened", "limit")
+
+
+# A prompt that is hashed once -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(0, 700), max_size=6), position=st.integers(0, 699))
+def test_a_prompt_hashed_in_pieces_has_the_keys_of_the_whole(cuts: list[int], position: int) -> None:
+    ns, tokens = bench().namespace(), ids(700)
+    extra = (b"salt", ExtraKey(b"image", position))
+    whole = ns.hashed(tokens, extra)
+    prompt = Prompt(0, [])
+    for cut in [*sorted(cuts), 700]:
+        prompt = ns.hashed(tokens[len(prompt.keys) * ns.block_tokens : cut], extra, prompt)
+        assert prompt.tokens == cut
+    assert (prompt.tokens, prompt.keys) == (whole.tokens, whole.keys)
+    assert prompt.keys == ns.match(tokens, extra).keys
+
+
+def test_verbs_take_a_prompt_in_place_of_token_ids(a: Bench) -> None:
+    ns = a.namespace()
+    prompt = ns.hashed(ids(300), (b"salt",))
+    pages = random_pages(ns.layout, 4)
+    assert ns.put(prompt, pages) == PutResult(0, 4, None, None)
+    match = ns.match(prompt)
+    assert (match.blocks, match.account.asked) == (4, 300)
+    assert ns.match(ids(300), (b"salt",)).blocks == 4 and not ns.match(ids(300)).blocks
+    into = blank_pages(ns.layout, 4)
+    with ns.lease(match) as lease:
+        assert ns.get(lease, into).tokens == 256
+    assert same_tokens(pages, into, range(256))
+    # Of another process, which knows the keys and not the tokens.
+    assert ns.put(Prompt(256, prompt.keys[:4]), pages).present == 4
+
+
+def test_a_prompt_that_contradicts_itself_is_one_clear_line(a: Bench) -> None:
+    ns = a.namespace()
+    prompt = ns.hashed(ids(128))
+    for given_prompt, extra in ((Prompt(64, prompt.keys), ()), (prompt, (b"salt",))):
+        with pytest.raises(BadInput) as caught:
+            ns.match(given_prompt, extra)
+        assert one_line(caught.value, "extra keys")
+    assert prompt.keys[0].hex() not in repr(prompt)
