@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
 
 from kv_kernels.flaws import Flaw
 from kvstore.config import MAX_SECONDS
@@ -99,6 +99,18 @@ class PutResult:
     stored: int
     stopped_at: int | None
     reason: MissReason | None
+
+
+class Reading(Protocol):
+    """Asked by a put before and after it reads pages, which is while it fills slots and not while it waits for any."""
+
+    def begin(self) -> bool:
+        """Whether the pages may still be read."""
+        ...
+
+    def end(self) -> None:
+        """They are not read any more. Called once for each `begin` that said yes."""
+        ...
 
 
 class NamespaceHandle:
@@ -255,13 +267,15 @@ class NamespaceHandle:
         ttl: float | None = None,
         priority: int = 0,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        reading: Reading | None = None,
     ) -> PutResult:
         """Store the full blocks of a prompt; those that are there already are skipped.
 
         pages: cover the prompt's tokens from `first_token` on, which is a page boundary; blocks before them must be
         stored already. durability: with "disk" this returns when the whole chain is on NVMe, or says which block is
         not and why; "volatile" does not wait for the disk. ttl (seconds) and priority (-100 .. 100) are kept with the
-        block; nothing acts on them yet.
+        block; nothing acts on them yet. reading: asked before pages are read, where somebody may want them back
+        meanwhile; where it says no, the put ends with what is visible, `disabled`.
         """
         self._check_put(pages, first_token, durability, ttl, priority)
         _, keys = self._hashed(token_ids, extra_keys)
@@ -283,7 +297,7 @@ class NamespaceHandle:
             stop = min(stop + WINDOW_BLOCKS, len(keys))
             reply = self._door.reserve(self.number, keys[:stop], min(first_block, stop), priority, ttl)
             present = min(present, reply.present)
-            filled, flaw = self._fill(reply, coders, first_token) if reply.reservation else (0, None)
+            filled, flaw = self._fill(reply, coders, first_token, reading) if reply.reservation else (0, None)
             stored.update(reply.blocks[:filled])
             if filled < len(reply.blocks):
                 stopped_at = reply.blocks[filled]
@@ -350,7 +364,9 @@ class NamespaceHandle:
             return result
         return PutResult(result.present, result.stored, done, reason)
 
-    def _fill(self, reply: ReserveReply, coders: Sequence[Coder], first_token: int) -> tuple[int, Flaw | None]:
+    def _fill(
+        self, reply: ReserveReply, coders: Sequence[Coder], first_token: int, reading: Reading | None
+    ) -> tuple[int, Flaw | None]:
         """Encode blocks straight into their slots and commit each part; returns the blocks that are visible, and what
         the codec found in the first block that it could not write.
 
@@ -368,15 +384,21 @@ class NamespaceHandle:
                 digests: list[Sequence[bytes]] = []
                 # Closed before any slot is given up: a device may be writing into those that did not come yet.
                 known = min(len(tokens), len(spans))
-                with closing(coder.encode(tokens[:known], spans[:known], self._digest)) as encoding:
-                    for at, encoded in enumerate(encoding, 1):
-                        if isinstance(encoded, Flaw):  # those behind it are not stored either: a put stores a prefix
-                            flaw, count = encoded, at - 1
-                            break
-                        digests.append(encoded)
-                        if at in cuts:
-                            self._door.post_commit(reply.reservation, part, first, digests)
-                            first, digests = at, []
+                if reading is not None and not reading.begin():
+                    return 0, None
+                try:
+                    with closing(coder.encode(tokens[:known], spans[:known], self._digest)) as encoding:
+                        for at, encoded in enumerate(encoding, 1):
+                            if isinstance(encoded, Flaw):  # those behind it are not stored: a put stores a prefix
+                                flaw, count = encoded, at - 1
+                                break
+                            digests.append(encoded)
+                            if at in cuts:
+                                self._door.post_commit(reply.reservation, part, first, digests)
+                                first, digests = at, []
+                finally:
+                    if reading is not None:
+                        reading.end()
                 visible = self._door.commit(reply.reservation, part, first, digests)
         except StoreClosed:
             return 0, None

@@ -8,9 +8,10 @@ only then writes pages from it: pages never see a byte that was not compared.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,9 +19,36 @@ from kv_kernels.copies import BlockByBlock, Digest, Span
 from kv_kernels.flaws import Flaw
 from kv_kernels.host import UNWRITABLE_PAGES, are_writable
 from kv_kernels.int8 import SliceForm
-from kv_kernels.int8_loops import Field, Loops
 
 Array = np.ndarray[Any, Any]
+
+
+class Field(IntEnum):
+    """Columns of a table of planes, int64 [planes, fields]. Strides in numbers, offsets in the layer slice in bytes."""
+
+    ADDRESS = 0
+    PAGE = 1
+    TOKEN = 2
+    HEAD = 3
+    NUMBER = 4
+    WIDTH = 5
+    AXIS = 6
+    CODES_AT = 7
+    SCALES_AT = 8
+    ZEROS_AT = 9
+
+
+class Loops(NamedTuple):
+    """Compiled for one dtype.
+
+    encode(planes, pages, page_tokens, heads, tokens, into) -> 0, or the value of a `Flaw`. planes: see `Field`; pages:
+    int64, those of the block, page_tokens each; into: the address of the layer slice. Padding is left alone.
+    decode(planes, pages, page_tokens, heads, tokens, source, skip): the mirror, without the block's first `skip`
+    tokens, whose pages are not touched.
+    """
+
+    encode: Callable[..., int]
+    decode: Callable[..., None]
 
 
 class Int8Copy(BlockByBlock):

@@ -11,45 +11,17 @@ Everything is an address. A caller must have checked shapes, bounds and alignmen
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
 from logging import getLogger
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import carray, config, float32, int8, int16, int32, int64, njit, types, uint32, uint64
 from numba.extending import intrinsic, overload
 
 from kv_kernels.flaws import Flaw
+from kv_kernels.int8_host import Field, Loops
 
 _log = getLogger(__name__)
-
-
-class Field(IntEnum):
-    """Columns of a table of planes, int64 [planes, fields]. Strides in numbers, offsets in the layer slice in bytes."""
-
-    ADDRESS = 0
-    PAGE = 1
-    TOKEN = 2
-    HEAD = 3
-    NUMBER = 4
-    WIDTH = 5
-    AXIS = 6
-    CODES_AT = 7
-    SCALES_AT = 8
-    ZEROS_AT = 9
-
-
-class Loops(NamedTuple):
-    """Compiled for one dtype.
-
-    encode(planes, pages, page_tokens, heads, tokens, into) -> 0, or the value of a `Flaw`. planes: see `Field`; pages:
-    int64, those of the block, page_tokens each; into: the address of the layer slice. Padding is left alone.
-    decode(planes, pages, page_tokens, heads, tokens, source, skip): the mirror, without the block's first `skip`
-    tokens, whose pages are not touched.
-    """
-
-    encode: Callable[..., int]
-    decode: Callable[..., None]
 
 
 def is_usable() -> bool:

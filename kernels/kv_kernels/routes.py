@@ -19,16 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from kv_kernels import host, int8_plain, reference
+from kv_kernels import host, int8_host, int8_plain, reference
 from kv_kernels.copies import Copy
 from kv_kernels.int8 import SliceForm
-
-try:
-    from kv_kernels import int8_host, int8_loops
-except (ImportError, OSError):  # numba is an extra; OSError: its llvmlite does not find its library
-    _HAS_LOOPS = False
-else:
-    _HAS_LOOPS = int8_loops.is_usable()
 
 Planes = Sequence[Sequence[Any]]
 """Per layer slice, per plane, a tensor [pages, page_tokens, heads, width] with any strides."""
@@ -71,11 +64,12 @@ def raw_copy(
 
 def prepare_int8(dtypes: Iterable[str]) -> None:
     """What takes time at first: compiling. dtypes: `bfloat16`, `float16`, `float32`."""
-    if not _HAS_LOOPS:
+    prepare = compiler()
+    if prepare is None:
         _say_that_it_is_slow()
         return
     for dtype in dtypes:
-        int8_loops.prepare(dtype)
+        prepare(dtype)
 
 
 def int8_copy(
@@ -89,12 +83,27 @@ def int8_copy(
     """dtype: of the pool's numbers, which tensors of integers of its width may stand for. Raises `ValueError` where
     strides are not whole numbers of elements."""
     way = _way(planes, devices)
-    if way is None and _HAS_LOOPS and _is_on_host(planes):
-        return int8_host.Int8Copy(int8_loops.prepare(dtype), form, planes, table, page_tokens)
+    prepare = compiler() if way is None else None
+    if prepare is not None and _is_on_host(planes):
+        return int8_host.Int8Copy(prepare(dtype), form, planes, table, page_tokens)
     kind = getattr(torch, dtype)
     tensors = [[_as_torch(plane, kind) for plane in layer] for layer in planes]
     copy = way.int8_copy(form, tensors, table, page_tokens) if way is not None else None
     return copy or int8_plain.Int8Copy(form, tensors, table, page_tokens, writable=host.are_writable(planes))
+
+
+@cache
+def compiler() -> Callable[[str], int8_host.Loops] | None:
+    """What compiles the loops of a dtype; None where there is no numba.
+
+    Imported when 8 bits are first asked for, and not with this file: it takes 0.2 s, and vLLM 0.31 and 0.32 cannot make
+    a worker for a CPU in a process where llvmlite is loaded.
+    """
+    try:
+        from kv_kernels import int8_loops
+    except (ImportError, OSError):  # numba is an extra; OSError: its llvmlite does not find its library
+        return None
+    return int8_loops.prepare if int8_loops.is_usable() else None
 
 
 @cache

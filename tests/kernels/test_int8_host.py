@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kv_kernels import int8, int8_host, int8_loops, int8_plain, routes
 from kv_kernels.flaws import Flaw
 from kv_kernels.int8 import Axis, SliceForm, slice_form
-from kv_kernels.int8_loops import Field
+from kv_kernels.int8_host import Field
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -285,7 +285,8 @@ def test_no_route_loads_into_pages_that_cannot_hold_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_loops: bool, kind: str
 ) -> None:
     """A mapping that is read-only would end the process."""
-    monkeypatch.setattr(routes, "_HAS_LOOPS", has_loops)
+    compiler = routes.compiler
+    monkeypatch.setattr(routes, "compiler", compiler if has_loops else lambda: None)
     (tmp_path / "pages").write_bytes(bytes(64 * 4 * 2))
     plane: Any = {
         "mapped read-only": np.memmap(tmp_path / "pages", np.uint16, "r", shape=(1, 64, 1, 4)),
@@ -325,8 +326,9 @@ def test_without_numba_it_is_said_once_and_the_bytes_are_the_same(
     layer = [numbers("plain", (2, 64, 2, 8), torch.bfloat16, seed) for seed in (1, 2)]
     arrays = [plane.view(torch.uint16).numpy() for plane in layer]
     payloads = []
+    compiler = routes.compiler
     for has_loops in (True, False):
-        monkeypatch.setattr(routes, "_HAS_LOOPS", has_loops)
+        monkeypatch.setattr(routes, "compiler", compiler if has_loops else lambda: None)
         for planes in (layer, arrays):
             routes.prepare_int8(["bfloat16"])
             span, memory = room(form, 1)
@@ -376,7 +378,7 @@ class Broken:
 sys.meta_path.insert(0, Broken())
 from kv_kernels import routes
 routes.prepare_int8(["bfloat16"])
-assert not routes._HAS_LOOPS
+assert routes.compiler() is None
 """
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script]

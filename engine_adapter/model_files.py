@@ -1,0 +1,211 @@
+"""Who a model and an adapter are, by what their files hold (floor 3).
+
+    model_fingerprint(model_dir) -> str             64 hexadecimal digits, for `Namespace.model`
+    adapter_digest(adapter_dir)  -> str | None      64 hexadecimal digits, for an extra key of prompts that use a LoRA
+
+For adapters of engines that load weights themselves, where no model object can be asked. Knows no engine and imports
+no torch. A digest covers contents only: no path, no owner and no time enters it, so that copies of a model on several
+hosts are one model. Nothing here unpickles or runs what it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kvstore.errors import BadInput
+
+HASH_WHOLE_BYTES = 256 << 20
+"""Models whose weight files have up to this many bytes together are hashed whole; of larger ones, samples."""
+
+SAMPLES, SAMPLE_BYTES = 16, 16 << 10
+"""Of a large safetensors file: evenly spread samples, the first and the last bytes among them."""
+
+TENSOR_SAMPLE_BYTES = 4 << 10
+"""From the middle of every tensor of a large safetensors file. Training, or merging an adapter, changes all of a tensor
+and may change few tensors, which samples spread over the file can miss."""
+
+BLIND_SAMPLES, BLIND_SAMPLE_BYTES = 1024, 4 << 10
+"""Of a large file whose tensors are not known without unpickling it."""
+
+MAX_HEADER_BYTES = 100 << 20
+"""What the safetensors format allows for a header."""
+
+_SAFETENSORS = ".safetensors"
+_WEIGHT_SUFFIXES = (_SAFETENSORS, ".bin", ".pt", ".pth", ".gguf")
+_WEIGHTS_OF_NO_ENGINE = frozenset("optimizer.bin optimizer.pt scaler.pt scheduler.pt training_args.bin".split())
+"""What trainers leave beside weights and engines do not load."""
+
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_SUFFIXES = (_SAFETENSORS, ".bin", ".pt")
+
+_CONFIG = "config.json"
+_SETTINGS = frozenset(
+    "hf_quant_config.json params.json quant_config.json quantize_config.json "
+    "model.safetensors.index.json pytorch_model.bin.index.json".split()
+)
+"""Files besides the configuration that decide what an engine makes of the weights. Model code (*.py) is another."""
+
+_FIELDS_WITHOUT_EFFECT = frozenset(
+    "_commit_hash _name_or_path bos_token_id eos_token_id id2label initializer_range label2id output_attentions "
+    "output_hidden_states pad_token_id problem_type return_dict transformers_version use_cache".split()
+)
+"""Fields of a configuration, at any depth, that do not change KV. All others do, also those that nobody has heard of
+yet."""
+
+_PIECE_BYTES = 1 << 20
+
+
+def model_fingerprint(model_dir: str | Path) -> str:
+    """BLAKE2b-256 of a model's configuration and weight files, as hexadecimal text.
+
+    model_dir: the directory that the engine loads from, or a single weight file. A hub id is not looked up: give the
+    directory of its snapshot. Covers the fields of config.json that can change KV, quantisation settings, indices and
+    model code; of every weight file (*.safetensors, *.bin, *.pt, *.pth, *.gguf) its size, and all bytes where these are
+    at most 256 MiB together. Of larger models: the whole header of a safetensors file, 4 KiB of each of its tensors and
+    16 samples of 16 KiB; 1024 samples of 4 KiB of any other file. A change so small that it hides between the samples,
+    such as an edit of single weights in place, has to be announced by `weights_epoch`.
+
+    Raises `BadInput`, one line, where there are no weights or they cannot be read.
+    """
+    place = Path(model_dir)
+    try:
+        weights = _weight_files(place)
+        if not weights:
+            raise BadInput(
+                f"no weight files in {place}; give the directory that holds the model's "
+                f"{', '.join('*' + suffix for suffix in _WEIGHT_SUFFIXES)} (of a hub id, its snapshot directory)"
+            )
+        whole = sum(path.stat().st_size for path in weights) <= HASH_WHOLE_BYTES
+        state = blake2b(digest_size=32, person=b"kv-files-v1")
+        for digest in [_config_digest(place), *sorted(_weight_digest(path, whole=whole) for path in weights)]:
+            state.update(digest)
+        for path in _settings_files(place):
+            state.update(path.name.encode() + b"\0" + _whole_digest(path))
+    except OSError as error:
+        raise BadInput(
+            f"the model files in {place} cannot be read ({error.strerror or error}); give a directory with a model's "
+            "weights (of a hub id, its snapshot directory)"
+        ) from None
+    return state.hexdigest()
+
+
+def adapter_digest(adapter_dir: str | Path) -> str | None:
+    """BLAKE2b-256 of all files of a LoRA adapter, whole, as hexadecimal text: configuration and weights, with their
+    names. None where there is no such adapter or a file of it cannot be read: then its KV must not be stored."""
+    place = Path(adapter_dir)
+    try:
+        files = sorted(path for path in place.iterdir() if path.suffix in _ADAPTER_SUFFIXES and not path.is_dir())
+        if not files:
+            return None
+        state = blake2b(digest_size=32, person=b"kv-adapter-v1")
+        for path in [place / _ADAPTER_CONFIG, *files]:
+            state.update(path.name.encode() + b"\0" + _whole_digest(path))
+    except OSError:
+        return None
+    return state.hexdigest()
+
+
+# Inside ------------------------------------------------------------------------------------------------------------
+
+
+def _weight_files(place: Path) -> list[Path]:
+    """Also those that are links to nothing: they are a download that is not complete, and reading them fails."""
+    if place.is_file():
+        return [place] if place.suffix in _WEIGHT_SUFFIXES else []
+    return sorted(
+        path
+        for path in place.iterdir()
+        if path.suffix in _WEIGHT_SUFFIXES and path.name not in _WEIGHTS_OF_NO_ENGINE and not path.is_dir()
+    )
+
+
+def _settings_files(place: Path) -> list[Path]:
+    if place.is_file():
+        return []
+    return sorted(
+        path for path in place.iterdir() if (path.name in _SETTINGS or path.suffix == ".py") and path.is_file()
+    )
+
+
+def _config_digest(place: Path) -> bytes:
+    """Of the fields that count; of nothing where there is no configuration, as beside a GGUF file."""
+    path = place / _CONFIG
+    if place.is_file() or not path.exists():
+        return blake2b(digest_size=32).digest()
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError:
+        raise BadInput(f"{path} is not JSON; it is the model's configuration, which names its weights' use") from None
+    return blake2b(json.dumps(_that_count(config), sort_keys=True).encode(), digest_size=32).digest()
+
+
+def _that_count(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _that_count(field) for name, field in value.items() if name not in _FIELDS_WITHOUT_EFFECT}
+    return [_that_count(item) for item in value] if isinstance(value, list) else value
+
+
+def _weight_digest(path: Path, *, whole: bool) -> bytes:
+    if whole:
+        return _whole_digest(path)
+    size = path.stat().st_size
+    state = blake2b(size.to_bytes(8, "little"), digest_size=32)
+    with path.open("rb") as file:
+        for start, stop in _ranges(file, size, path):
+            file.seek(start)
+            state.update(start.to_bytes(8, "little") + file.read(stop - start))
+    return state.digest()
+
+
+def _whole_digest(path: Path) -> bytes:
+    state = blake2b(path.stat().st_size.to_bytes(8, "little"), digest_size=32)
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            state.update(piece)
+    return state.digest()
+
+
+def _ranges(file: BinaryIO, size: int, path: Path) -> Iterator[tuple[int, int]]:
+    """Where to read a large file, as (start, stop) in bytes."""
+    if path.suffix != _SAFETENSORS:
+        yield from _spread(0, size, BLIND_SAMPLES, BLIND_SAMPLE_BYTES)
+        return
+    data, tensors = _safetensors_header(file, size, path)
+    yield 0, data
+    for start, stop in tensors:
+        middle = data + (start + stop - TENSOR_SAMPLE_BYTES) // 2
+        yield max(data + start, middle), min(data + stop, middle + TENSOR_SAMPLE_BYTES)
+    yield from _spread(data, size, SAMPLES, SAMPLE_BYTES)
+
+
+def _spread(start: int, stop: int, samples: int, sample_bytes: int) -> Iterator[tuple[int, int]]:
+    if stop - start <= samples * sample_bytes:
+        yield start, stop
+        return
+    last = stop - start - sample_bytes
+    for number in range(samples):
+        at = start + last * number // (samples - 1)
+        yield at, at + sample_bytes
+
+
+def _safetensors_header(file: BinaryIO, size: int, path: Path) -> tuple[int, list[tuple[int, int]]]:
+    """Where the data begins, and each tensor's (start, stop) in it, in the order in which they lie.
+
+    The format: 8 bytes, the header's length (little-endian); the header, which is JSON; the data.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        if length > MAX_HEADER_BYTES or 8 + length > size:
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = json.loads(file.read(length))
+        offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        tensors = sorted((int(start), int(stop)) for start, stop in offsets)
+        if any(not 0 <= start <= stop <= size - 8 - length for start, stop in tensors):
+            raise ValueError("a tensor outside the file")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadInput(f"{path} is not a safetensors file ({error}); is it still being downloaded?") from None
+    return 8 + length, tensors

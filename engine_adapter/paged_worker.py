@@ -1,0 +1,397 @@
+"""The half of a connector that is with an engine's pages: it loads and saves what the other half decided (floor 3).
+
+    step   begin (fences) > loads that the step waits for > forward > loads beside it, saves > what is over, reports
+
+Loads and saves run on threads of their own. A save reads pages that the engine may want back at any time: the scheduler
+names such saves in the step that writes to their pages (`fenced`), and `begin` returns when none of them reads any
+more. This is the edge at which any fault of the store becomes a miss: nothing here raises because of it. Must never
+import an engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from logging import getLogger
+from typing import Protocol
+
+from engine_adapter.adapter import OpenStore
+from engine_adapter.engine_pages import EnginePages
+from engine_adapter.step_orders import (
+    LoadOrder,
+    LoadReport,
+    NamespaceFacts,
+    PageRun,
+    SaveOrder,
+    SaveReport,
+    StepOrders,
+    StepReports,
+)
+from kvstore.errors import StoreClosed
+from kvstore.handle import NamespaceHandle
+from kvstore.identity import Prompt
+from kvstore.miss import MissReason
+from tiering.frame import KEY_BYTES
+
+_log = getLogger(__name__)
+
+PIECE_BYTES = 8 << 20
+"""Of a save, put at a time: others' blocks go in between, and a fence waits for no more than the rest of one."""
+OPEN_SECONDS = 1.0
+"""How long a load that a step waits for waits for its namespace to be opened, which is once."""
+RETRY_SECONDS = 1.0
+"""Between two attempts to open a namespace."""
+IDLE_WAIT_SECONDS = 0.005
+"""An engine with nothing to do but to wait for loads would spin, and keep the loader from the interpreter's lock."""
+MAX_REPORTS = 65536
+"""Kept until the scheduler takes them; more means that nobody does."""
+
+
+class SharedStore(OpenStore, Protocol):
+    """A store that this process opened, as a worker uses it."""
+
+    def close(self) -> None:
+        """Hang up."""
+        ...
+
+
+@dataclass(slots=True)
+class _Save:
+    order: SaveOrder
+    bytes: int
+    dropped: bool = False
+
+
+class PagedWorker:
+    """One worker's half. The engine's thread calls everything but what is marked; nothing is waited for but a fence,
+    the loads that a step waits for, and at most `IDLE_WAIT_SECONDS` in a step that computes nothing."""
+
+    def __init__(
+        self,
+        pages: EnginePages,
+        open_store: Callable[[str], SharedStore],
+        clock: Callable[[], float],
+        *,
+        load_threads: int,
+        save_bytes: int,
+    ) -> None:
+        """open_store: of a session. clock: monotonic seconds."""
+        self.pages = pages
+        self._rank = pages.facts.rank
+        self._open_store = open_store
+        self._clock = clock
+        self._save_bytes = save_bytes
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._store: SharedStore | None = None
+        self._wanted: NamespaceFacts | None = None
+        self._namespaces: dict[int, NamespaceHandle] = {}
+        self._loads: deque[tuple[LoadOrder, float]] = deque()
+        self._loading = 0
+        self._saves: deque[_Save] = deque()
+        self._saving: _Save | None = None
+        self._is_reading = False
+        self._waiting_bytes = 0
+        self._done_loads: list[LoadReport] = []
+        self._reports: list[LoadReport] = []
+        self._save_reports: list[SaveReport] = []
+        self._invalid: set[int] = set()
+        self._failures = 0
+        self._orders = StepOrders()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._load_loop, name=f"kv-load-{number}", daemon=True)
+            for number in range(load_threads)
+        ]
+        self._threads.append(threading.Thread(target=self._save_loop, name="kv-save", daemon=True))
+        self._threads.append(threading.Thread(target=self._open_loop, name="kv-open", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, orders: StepOrders) -> None:
+        """Before the engine writes to any page. Safe to call again with the same orders."""
+        if orders is self._orders:
+            return
+        self._orders = orders
+        if orders.namespace is not None:
+            with self._changed:
+                self._wanted = orders.namespace
+                self._changed.notify_all()
+        if orders.fenced:
+            self._fence(set(orders.fenced))
+
+    def start_loads(self) -> None:
+        """Run those that the step waits for; begin the others."""
+        orders, self._orders.loads = self._orders.loads, []
+        for order in orders:
+            if order.waits:
+                self._finish_load(self._load(order, self._clock(), OPEN_SECONDS), order)
+            else:
+                with self._changed:
+                    self._loads.append((order, self._clock()))
+                    self._loading += 1
+                    self._changed.notify_all()
+
+    def start_saves(self) -> None:
+        """After the forward: its pages are complete."""
+        orders, self._orders.saves = self._orders.saves, []
+        if not orders:
+            return
+        is_stale = self._orders.failures_seen.get(self._rank, 0) != self._failures
+        with self._changed:
+            for order in orders:
+                size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
+                # What was computed behind a load that failed is wrong, until the scheduler knows and has it done again.
+                if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
+                    reason = None if is_stale else MissReason.DEADLINE
+                    self._report_save(order, 0, 0, 0.0, reason, dropped=True)
+                    continue
+                self._waiting_bytes += size
+                self._saves.append(_Save(order, size))
+            self._changed.notify_all()
+
+    def finished(self) -> tuple[set[str], set[int]]:
+        """Requests whose loads are over, and the pages of these and of the step's own that are not valid."""
+        with self._changed:
+            if self._orders.is_idle and self._loading and not self._done_loads:
+                self._changed.wait(IDLE_WAIT_SECONDS)
+            done, self._done_loads = self._done_loads, []
+            self._loading -= len(done)
+            self._reports += done
+            invalid, self._invalid = self._invalid, set()
+            return {report.request for report in done}, invalid
+
+    def take_reports(self) -> StepReports | None:
+        """What the scheduler has not been told; None where there is nothing."""
+        with self._lock:
+            if not self._reports and not self._save_reports:
+                return None
+            taken = StepReports(self._reports, self._save_reports, {self._rank: self._failures})
+            self._reports, self._save_reports = [], []
+            return taken
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Save what waits, as far as that goes in the time; then hang up. Safe to call again."""
+        give_up_at = self._clock() + seconds
+        with self._changed:
+            while (self._saves or self._saving) and not self._closed and self._clock() < give_up_at:
+                self._changed.wait(0.05)
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, give_up_at - self._clock()) + 0.5)
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    # Loads -----------------------------------------------------------------------------------------------------------
+
+    def _load_loop(self) -> None:
+        while True:
+            with self._changed:
+                while not self._loads and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                order, asked_at = self._loads.popleft()
+            report = self._load(order, asked_at, RETRY_SECONDS)
+            with self._changed:
+                self._mark_invalid(report, order)
+                self._done_loads.append(report)
+                self._changed.notify_all()
+
+    def _finish_load(self, report: LoadReport, order: LoadOrder) -> None:
+        with self._lock:
+            self._mark_invalid(report, order)
+            self._reports.append(report)
+
+    def _mark_invalid(self, report: LoadReport, order: LoadOrder) -> None:
+        if report.tokens >= order.stop_token:
+            return
+        if order.waits:
+            self._failures += 1
+        first = max(report.tokens, order.first_token) // self.pages.facts.page_tokens
+        last = -(-order.stop_token // self.pages.facts.page_tokens)
+        for run in order.tables:
+            self._invalid.update(run.pages[max(0, first - run.first) : last - run.first])
+
+    def _load(self, order: LoadOrder, asked_at: float, open_seconds: float) -> LoadReport:
+        """Any thread. Attach, copy, verify, let go."""
+        tokens, reason = order.first_token, None
+        try:
+            namespace = self._opened(order.namespace, open_seconds)
+            if namespace is None:
+                reason = MissReason.UNREACHABLE
+            else:
+                lease = namespace.attach(order.ticket)
+                with lease:
+                    if lease.tokens > order.first_token:
+                        pages = self.pages.pages(order.tables, namespace.layout)
+                        loaded = namespace.get(lease, into=pages, first_token=order.first_token)
+                        tokens, reason = max(tokens, min(loaded.tokens, order.stop_token)), loaded.reason
+                    else:
+                        reason = lease.reason or MissReason.STALE_HINT
+        except Exception as error:
+            reason = self._fault(error)
+        if tokens >= order.stop_token:
+            reason = None
+        seconds = self._clock() - asked_at
+        return LoadReport(order.number, order.request, self._rank, tokens, seconds, reason)
+
+    # Saves -----------------------------------------------------------------------------------------------------------
+
+    def _save_loop(self) -> None:
+        while True:
+            with self._changed:
+                self._saving = None
+                self._changed.notify_all()
+                # Somebody waits for a load, nobody for a save.
+                while not self._closed and (not self._saves or len(self._done_loads) < self._loading):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                save = self._saving = self._saves.popleft()
+            started = self._clock()
+            held, stored, reason = self._save(save)
+            with self._changed:
+                self._waiting_bytes -= save.bytes
+                is_dropped = save.dropped and reason is MissReason.DISABLED
+                self._report_save(save.order, held, stored, self._clock() - started, reason, dropped=is_dropped)
+
+    def _save(self, save: _Save) -> tuple[int, int, MissReason | None]:
+        """Any thread. Leading blocks that are held, new ones, and why there are no more."""
+        order, stored, held = save.order, 0, 0
+        try:
+            namespace = self._opened(order.namespace, 0.0)
+            if namespace is None:
+                return 0, 0, MissReason.UNREACHABLE
+            block = namespace.block_tokens
+            keys = [order.keys[at : at + KEY_BYTES] for at in range(0, len(order.keys), KEY_BYTES)]
+            step = max(1, PIECE_BYTES * self.pages.facts.page_tokens // (self.pages.facts.page_bytes * block))
+            first = held = order.first_token // block
+            while first < len(keys):
+                stop = min(first + step, len(keys))
+                run = [_cut(table, first * block, stop * block, self.pages.facts.page_tokens) for table in order.tables]
+                pages = self.pages.pages(run, namespace.layout)
+                prompt = Prompt(stop * block, keys[:stop])
+                reading = _Reading(self, save)
+                result = namespace.put(
+                    prompt, pages, first * block, ttl=order.ttl, priority=order.priority, reading=reading
+                )
+                stored += result.stored
+                if result.reason is not None:
+                    return result.stopped_at or 0, stored, result.reason
+                first = held = stop
+        except Exception as error:
+            return held, stored, self._fault(error)
+        return held, stored, None
+
+    def _fence(self, numbers: set[int]) -> None:
+        """None of these saves reads pages any more when this returns."""
+        with self._changed:
+            kept: deque[_Save] = deque()
+            for save in self._saves:
+                if save.order.number in numbers:
+                    self._waiting_bytes -= save.bytes
+                    self._report_save(save.order, 0, 0, 0.0, None, dropped=True)
+                else:
+                    kept.append(save)
+            self._saves = kept
+            if self._saving is not None and self._saving.order.number in numbers:
+                self._saving.dropped = True
+                while self._is_reading and self._saving is not None and self._saving.order.number in numbers:
+                    self._changed.wait()
+
+    def begin_reading(self, save: _Save) -> bool:
+        """The saver's thread: whether the pages of this save are still the engine's to give."""
+        with self._changed:
+            self._is_reading = not save.dropped
+            return self._is_reading
+
+    def end_reading(self) -> None:
+        """The saver's thread."""
+        with self._changed:
+            self._is_reading = False
+            self._changed.notify_all()
+
+    def _report_save(
+        self, order: SaveOrder, held: int, stored: int, seconds: float, reason: MissReason | None, *, dropped: bool
+    ) -> None:
+        report = SaveReport(order.number, order.request, self._rank, held, stored, seconds, reason, dropped)
+        if len(self._save_reports) < MAX_REPORTS:
+            self._save_reports.append(report)
+
+    # The store -------------------------------------------------------------------------------------------------------
+
+    def _opened(self, number: int, seconds: float) -> NamespaceHandle | None:
+        """The namespace of that number, within that time."""
+        give_up_at = self._clock() + seconds
+        with self._changed:
+            while number not in self._namespaces and not self._closed and self._clock() < give_up_at:
+                self._changed.wait(max(0.0, give_up_at - self._clock()))
+            return self._namespaces.get(number)
+
+    def _open_loop(self) -> None:
+        """Open what is wanted, again and again while the store is away."""
+        while True:
+            with self._changed:
+                while not self._closed and (self._wanted is None or self._wanted.number in self._namespaces):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                wanted = self._wanted
+            assert wanted is not None
+            try:
+                if self._store is None:
+                    self._store = self._open_store(wanted.session)
+                handle = self._store.namespace(
+                    model=wanted.model,
+                    layout=wanted.layout,
+                    codec=wanted.codec,
+                    weights_epoch=wanted.weights_epoch,
+                    config=wanted.config,
+                )
+            except Exception as error:
+                self._fault(error)
+                with self._changed:
+                    self._changed.wait(RETRY_SECONDS)
+                continue
+            with self._changed:
+                self._namespaces = {wanted.number: handle}
+                self._changed.notify_all()
+
+    def _fault(self, error: Exception) -> MissReason:
+        if isinstance(error, StoreClosed):
+            return MissReason.DISABLED
+        _log.warning("the store failed a worker: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+        return MissReason.UNREACHABLE
+
+
+@dataclass(slots=True)
+class _Reading:
+    """`kvstore.handle.Reading` of one save."""
+
+    worker: PagedWorker
+    save: _Save
+
+    def begin(self) -> bool:
+        return self.worker.begin_reading(self.save)
+
+    def end(self) -> None:
+        self.worker.end_reading()
+
+
+def _cut(run: PageRun, first_token: int, stop_token: int, page_tokens: int) -> PageRun:
+    """The pages of these tokens, as far as they are there."""
+    first, stop = first_token // page_tokens, -(-stop_token // page_tokens)
+    start = max(first, run.first)
+    return PageRun(start, run.pages[start - run.first : stop - run.first])
+
+
+def pages_of(tables: Sequence[PageRun]) -> set[int]:
+    """Every physical page of these."""
+    return {page for run in tables for page in run.pages}

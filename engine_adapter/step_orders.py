@@ -1,0 +1,155 @@
+"""What the two halves of a connector tell each other about one step of the engine (floor 3).
+
+The half in the scheduler's process decides and the half in each worker does. Orders go out with the step's metadata,
+reports come back with its output; both are pickled by the engine, so they are plain and small. Pages are named by the
+engine's numbers, and blocks by their prefix keys: no token ids cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvstore.layout import Layout
+from kvstore.miss import MissReason
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """One KV group as a worker's engine registered it: this rank's heads. layers: numbers over all groups; window: 0
+    for full attention."""
+
+    name: str
+    layers: tuple[int, ...]
+    kv_heads: int
+    widths: tuple[int, ...]
+    dtype: str
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What the pages of one worker are. packing: how numbers lie in a page, proven; scales: digest of the KV scales.
+    page_bytes: of one page in all layers. refused: why nothing can be stored, else empty."""
+
+    rank: int
+    page_tokens: int
+    groups: tuple[GroupFacts, ...]
+    packing: str
+    scales: str
+    device: str
+    page_bytes: int
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFacts:
+    """What a worker opens. number: raised with each change, so that orders and namespaces cannot be mixed up."""
+
+    number: int
+    session: str
+    model: str
+    layout: Layout
+    codec: str
+    weights_epoch: int
+    config: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Consecutive logical pages of one KV group of one request: pages[i] is the physical page of number first + i."""
+
+    first: int
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Bring leased blocks into pages. number: the order's own. tables: by group, from the page of first_token on.
+    waits: the step needs it; otherwise the request is parked until it is reported."""
+
+    number: int
+    request: str
+    namespace: int
+    ticket: bytes
+    first_token: int
+    stop_token: int
+    tables: tuple[PageRun, ...]
+    waits: bool
+    layerwise: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Offer a prompt's blocks from first_token on, once the step is over. keys: of all its blocks up to the last that
+    is offered, joined. tables: by group, from the page of first_token on."""
+
+    number: int
+    request: str
+    namespace: int
+    keys: bytes
+    first_token: int
+    tables: tuple[PageRun, ...]
+    ttl: float | None
+    priority: int
+
+
+@dataclass(slots=True)
+class StepOrders:
+    """One step. opened: the namespace, where it is a new one. fenced: saves whose pages this step writes to.
+    failures_seen: how many failed loads of this worker's rank the scheduler knows of. is_idle: nothing is computed."""
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    saves: list[SaveOrder] = field(default_factory=list)
+    fenced: list[int] = field(default_factory=list)
+    namespace: NamespaceFacts | None = None
+    failures_seen: Mapping[int, int] = field(default_factory=dict)
+    is_idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """tokens: of the prompt, up to which pages are verified. seconds: from the order to its end. reason: why it is less
+    than ordered."""
+
+    number: int
+    request: str
+    rank: int
+    tokens: int
+    seconds: float
+    reason: MissReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """held: leading blocks of the prompt that the store has; stored: of these, new ones. reason: why there are no more,
+    None where all that was offered is held. dropped: given up, since the engine wanted the pages."""
+
+    number: int
+    request: str
+    rank: int
+    held: int
+    stored: int
+    seconds: float
+    reason: MissReason | None = None
+    dropped: bool = False
+
+
+@dataclass(slots=True)
+class StepReports:
+    """What all workers have to say after a step. hook_seconds: time that the worker's hooks took of it."""
+
+    loads: list[LoadReport] = field(default_factory=list)
+    saves: list[SaveReport] = field(default_factory=list)
+    failures: dict[int, int] = field(default_factory=dict)
+    hook_seconds: float = 0.0
+
+    def merge(self, other: StepReports) -> None:
+        """Take in what another worker says."""
+        self.loads += other.loads
+        self.saves += other.saves
+        self.failures.update(other.failures)
+        self.hook_seconds = max(self.hook_seconds, other.hook_seconds)
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.saves)

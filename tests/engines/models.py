@@ -1,0 +1,84 @@
+"""Small models of random weights, and how a vLLM on a CPU is started with them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def save_llama(
+    directory: Path,
+    *,
+    layers: int = 4,
+    hidden: int = 256,
+    heads: int = 8,
+    kv_heads: int = 4,
+    head_dim: int | None = None,
+    vocab: int = 1000,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Weights wide enough apart that no token is repeated for ever, which would hide errors."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim or hidden // heads,
+        max_position_embeddings=16384,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
+    save_tokenizer(directory, vocab)
+    return directory
+
+
+def save_tokenizer(directory: Path, vocab: int) -> None:
+    """One word for each id."""
+    words = {f"w{number}": number for number in range(vocab - 1)} | {"<unk>": vocab - 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(directory)
+
+
+def prepare(kv_gib: int = 1, *, multiprocessing: bool = False) -> None:
+    """What vLLM reads from the environment; before it is imported."""
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE=str(kv_gib),
+        VLLM_ENABLE_V1_MULTIPROCESSING="1" if multiprocessing else "0",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        DO_NOT_TRACK="1",
+    )
+
+
+def connector(url: str, **extra: Any) -> dict[str, Any]:
+    """The flag that switches the store on."""
+    return {
+        "kv_connector": "KvStoreConnector",
+        "kv_connector_module_path": "engine_adapter.vllm_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"url": url, **extra},
+    }
+
+
+def start(path: Path, transfer: dict[str, Any] | None = None, **options: Any) -> Any:
+    """An engine in this process."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    given = dict(enforce_eager=True, max_model_len=8192, dtype="float32", disable_log_stats=False, seed=0)
+    given.update(options)
+    if transfer is not None:
+        given["kv_transfer_config"] = KVTransferConfig(**transfer)
+    return LLM(model=str(path), **given)
