@@ -1,0 +1,107 @@
+"""Real engines: a sidecar, models, and runs in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 240
+"""That one run may take."""
+
+
+def sidecar_python() -> str:
+    """The Python that has the sidecar's packages: another one than the engine's, as in production."""
+    given = os.environ.get("KVSTORE_PYTHON") or str(ROOT / ".venv/bin/python")
+    return given if Path(given).exists() else sys.executable
+
+
+class Sidecar:
+    """`kvstore serve` on a directory. url: of its tenant's socket."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self.directory = directory
+        self.url = f"unix:{directory}/kvstore.sock"
+        self._options = options
+        self._process: subprocess.Popen[str] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """And wait until it serves."""
+        command = [sidecar_python(), "-m", "kvstore", "serve", "--data", str(self.directory), "--dram", "512MiB"]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+        self._process = subprocess.Popen(
+            [*command, *self._options, "--json"], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        self.said = json.loads(line)
+
+    def kill(self) -> None:
+        """SIGKILL to the daemon; its keeper starts it again."""
+        os.kill(self.said["pid"], 9)
+
+    def stop(self) -> None:
+        """An orderly end."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(30)
+            self._process = None
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    """One that has nothing yet. In a folder with a short name, since sockets' names are short."""
+    directory = Path("/tmp") / f"kv-{os.getpid()}-{tmp_path.name[-12:]}"
+    made = Sidecar(directory)
+    yield made
+    made.stop()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Random models, each made once."""
+    made: dict[str, str] = {}
+
+    def save(**shape: Any) -> str:
+        name = json.dumps(shape, sort_keys=True)
+        if name not in made:
+            from engines import models
+
+            made[name] = str(models.save_llama(tmp_path_factory.mktemp("model"), **shape))
+        return made[name]
+
+    return save
+
+
+@pytest.fixture
+def run() -> Callable[[dict[str, Any]], list[Any]]:
+    """A plan's outcome, step by step."""
+
+    def session(plan: dict[str, Any]) -> list[Any]:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}:{ROOT / 'kernels'}:{os.environ.get('ENGINE_PATH', '')}",
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "engines.session"],
+            input=json.dumps(plan),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=environment,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        return json.loads(done.stdout)["steps"]
+
+    return session
