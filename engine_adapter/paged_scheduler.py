@@ -33,6 +33,8 @@ USUAL_BYTES_PER_SECOND = 4e9
 """Of a load, until one was seen."""
 RETRY_SECONDS = 1.0
 """Between two attempts to open a namespace."""
+MAX_SAVED_EVENTS = 4096
+"""Kept until somebody asks for them."""
 
 
 class EngineRequest(Protocol):
@@ -70,6 +72,8 @@ class RequestFacts:
     saves: bool = True
     ttl: float | None = None
     priority: int = 0
+    ignored: tuple[str, ...] = ()
+    """Of what its user asked for: what was not understood."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Save:
+    request: EngineRequest
     order: SaveOrder
     first_block: int
     stop_block: int
@@ -131,8 +136,8 @@ class _State:
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Since the engine started, in tokens unless named otherwise. hits, misses: by tier and by reason; their sum is
-    what was asked for."""
+    """In tokens unless named otherwise. hits, misses: by tier and by reason; their sum is what was asked for. A load
+    that failed is a miss."""
 
     requests: int = 0
     asked: int = 0
@@ -142,6 +147,20 @@ class SchedulerCounts:
     failed_loads: int = 0
     saved_blocks: int = 0
     dropped_saves: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Flat, with those left out that are zero."""
+        flat = {
+            "requests": self.requests,
+            "asked": self.asked,
+            **{f"hit_{tier}": tokens for tier, tokens in self.hits.items()},
+            **{f"miss_{reason}": tokens for reason, tokens in self.misses.items()},
+            "loads": self.loads,
+            "failed_loads": self.failed_loads,
+            "saved_blocks": self.saved_blocks,
+            "dropped_saves": self.dropped_saves,
+        }
+        return {name: count for name, count in flat.items() if count}
 
     def add(self, account: Account) -> None:
         """One more request."""
@@ -168,7 +187,7 @@ class PagedScheduler:
         self._facts: NamespaceFacts | None = None
         self._told = -1
         self._namespace: NamespaceHandle | None = None
-        self._opening = threading.Event()
+        self._opened = threading.Event()
         self._closed = threading.Event()
         self._ranks: tuple[int, ...] = (0,)
         self._page_tokens = 1
@@ -184,6 +203,7 @@ class PagedScheduler:
         self._next_number = 1
         self._running: set[str] = set()
         self._failures: dict[int, int] = {}
+        self._newly_saved: list[tuple[EngineRequest, int, int]] = []
         self._bytes_per_second = USUAL_BYTES_PER_SECOND
 
     # The namespace ---------------------------------------------------------------------------------------------------
@@ -194,11 +214,21 @@ class PagedScheduler:
         self._page_tokens, self._page_bytes = facts.layout.page_tokens, page_bytes
         self._namespace = None
         self._refused = (MissReason.UNREACHABLE, "the store is not there yet")
+        self._opened.clear()
         threading.Thread(target=self._open, args=(facts,), name="kv-open-scheduler", daemon=True).start()
+
+    def wait_open(self, seconds: float) -> bool:
+        """For an engine that starts: whether the store is there, within that time."""
+        return self._opened.wait(seconds)
 
     def refuse(self, reason: MissReason, detail: str) -> None:
         """Nothing is looked up and nothing is saved."""
         self._namespace, self._refused = None, (reason, detail)
+
+    @property
+    def block_tokens(self) -> int:
+        """Of a stored block; 0 while nothing can be stored."""
+        return self._namespace.block_tokens if self._namespace is not None else 0
 
     @property
     def refused(self) -> tuple[MissReason, str] | None:
@@ -242,6 +272,7 @@ class PagedScheduler:
                 continue
             if self._facts is facts:
                 self._namespace, self._refused = handle, None
+                self._opened.set()
                 _log.info("prefixes are looked up in namespace %s", handle.namespace.digest().hex()[:12])
             return
 
@@ -319,7 +350,29 @@ class PagedScheduler:
             "load_ms": state.load_ms,
             "saved_blocks": state.saved_blocks,
             "put_reasons": {str(reason): count for reason, count in state.put_reasons.items()},
+            **({"ignored": list(state.facts.ignored)} if state.facts.ignored else {}),
         }
+
+    def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
+        """Of that many tokens that are loaded for a request: from which tiers."""
+        state = self._states.get(request_id)
+        if state is None:
+            return {}
+        found: dict[HitTier, int] = {}
+        for tier, count in state.account.hits.items():
+            if tier is not HitTier.ENGINE:
+                found[tier] = count
+        return found if sum(found.values()) == tokens else {}
+
+    def take_counts(self) -> SchedulerCounts:
+        """What was counted since it was last asked."""
+        counts, self.counts = self.counts, SchedulerCounts()
+        return counts
+
+    def take_saved(self) -> list[tuple[EngineRequest, int, int]]:
+        """Blocks that the store has got since it was last asked: (request, first block, stop block)."""
+        saved, self._newly_saved = self._newly_saved, []
+        return saved
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -533,7 +586,9 @@ class PagedScheduler:
             facts.priority or self.settings.priority,
         )
         pages = frozenset(page for run in order.tables for page in run.pages)
-        self._saves[order.number] = _Save(order, first_block, stop_block, pages, set(self._ranks), stop_block)
+        self._saves[order.number] = _Save(
+            state.request, order, first_block, stop_block, pages, set(self._ranks), stop_block
+        )
         self._saving_pages.update(dict.fromkeys(pages, order.number))
         orders.saves.append(order)
 
@@ -541,6 +596,8 @@ class PagedScheduler:
         for page in save.pages:
             if self._saving_pages.get(page) == save.order.number:
                 del self._saving_pages[page]
+        if stored and len(self._newly_saved) < MAX_SAVED_EVENTS:
+            self._newly_saved.append((save.request, save.first_block, min(save.held, save.stop_block)))
         self.counts.saved_blocks += stored
         self.counts.dropped_saves += save.dropped
         state = self._states.get(save.order.request)

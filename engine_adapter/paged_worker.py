@@ -39,8 +39,8 @@ _log = getLogger(__name__)
 
 PIECE_BYTES = 8 << 20
 """Of a save, put at a time: others' blocks go in between, and a fence waits for no more than the rest of one."""
-OPEN_SECONDS = 1.0
-"""How long a load that a step waits for waits for its namespace to be opened, which is once."""
+OPEN_SECONDS = 5.0
+"""How long a load waits for its namespace to be opened, which happens once, when the store is there."""
 RETRY_SECONDS = 1.0
 """Between two attempts to open a namespace."""
 IDLE_WAIT_SECONDS = 0.005
@@ -198,7 +198,7 @@ class PagedWorker:
                 if self._closed:
                     return
                 order, asked_at = self._loads.popleft()
-            report = self._load(order, asked_at, RETRY_SECONDS)
+            report = self._load(order, asked_at, OPEN_SECONDS)
             with self._changed:
                 self._mark_invalid(report, order)
                 self._done_loads.append(report)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -28,21 +29,34 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # from 0.32 on
+except ImportError:
+    CacheHitSource = None
 
 import kvstore
 from engine_adapter.adapter import chosen_codec
+from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.connector_settings import ConnectorSettings
 from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, register
 from engine_adapter.model_files import adapter_digest, model_fingerprint
-from engine_adapter.paged_scheduler import Computed, PagedScheduler, RequestFacts, namespace_config
+from engine_adapter.paged_scheduler import Computed, PagedScheduler, namespace_config
 from engine_adapter.paged_worker import PagedWorker
 from engine_adapter.step_orders import NamespaceFacts, StepOrders, StepReports, WorkerFacts
+from engine_adapter.vllm_requests import EngineView, RequestReader
 from kvstore.errors import BadInput
-from kvstore.identity import ExtraKey
-from kvstore.miss import MissReason
+from kvstore.miss import HitTier, MissReason
 
 logger = init_logger(__name__)
+
+START_SECONDS = 10.0
+"""An engine that starts waits so long for its store, once."""
+ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+MEDIUM = "kvstore"
+"""Of the KV events about blocks in the store."""
 
 
 @dataclass
@@ -70,6 +84,53 @@ class Handshake(KVConnectorHandshakeMetadata):
     """What the pages of one worker are, to the scheduler."""
 
     facts: WorkerFacts
+
+
+@dataclass
+class Counts(KVConnectorStats):
+    """What was counted since the last step. data: flat, by name."""
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """The sum."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the engine's log line: tokens."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not self.data
+
+
+class CountsProm(KVConnectorPromMetrics):
+    """The same as counters of Prometheus: tokens by origin, and what moved."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._tokens = self._counter_cls(
+            name="kvstore:prompt_tokens_total",
+            documentation="Prompt tokens by origin: hit_TIER, or miss_REASON. A load that failed is a miss.",
+            labelnames=[*labelnames, "origin"],
+        )
+        self._events = self._counter_cls(
+            name="kvstore:events_total",
+            documentation="Loads, failed loads, saved blocks and dropped saves.",
+            labelnames=[*labelnames, "event"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what was counted."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data.items():
+            counter = self._tokens if name.startswith(("hit_", "miss_")) else self._events
+            counter.labels(*labels, name).inc(count)
 
 
 class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -200,6 +261,39 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """The same with several KV groups."""
         return self.request_finished(request)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Which tiers the tokens come from, in vLLM's words."""
+        sources: dict[Any, int] = {}
+        tiers = self._scheduler.half.hit_tiers(request.request_id, num_external_tokens) if self._scheduler else {}
+        for tier, tokens in (tiers or {HitTier.DRAM: num_external_tokens}).items():
+            source = {HitTier.NVME: CacheHitSource.DISK, HitTier.REMOTE: CacheHitSource.P2P}.get(
+                tier, CacheHitSource.HOST
+            )
+            sources[source] = sources.get(source, 0) + tokens
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    def take_events(self) -> Iterable[Any]:
+        """KV events about blocks that the store has got."""
+        events_config = self._config.kv_events_config
+        if self._scheduler is None or events_config is None or not events_config.enable_kv_cache_events:
+            return ()
+        return self._scheduler.events()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was counted since the last step."""
+        counted = self._scheduler.half.take_counts().to_dict() if self._scheduler is not None else {}
+        return Counts(data=counted) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """The mirror, in the process that logs."""
+        return Counts(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics | None:
+        """Counters of Prometheus."""
+        return CountsProm(*args, **kwargs)
+
     def reset_cache(self) -> bool | None:
         """The engine's weights may be others now: nothing that was stored before is found from here on."""
         if self._scheduler is not None:
@@ -219,16 +313,18 @@ class _SchedulerSide:
 
     def __init__(self, config: VllmConfig, groups: Any, settings: ConnectorSettings, session: str) -> None:
         self.half = PagedScheduler(settings, lambda: _open_store(settings.url, session), time.monotonic)
+        self.reader = RequestReader(AdapterDigests(adapter_digest))
         self._config = config
+        self._groups = groups
         self._settings = settings
         self._session = session
         self._page_tokens = groups.kv_cache_groups[0].kv_cache_spec.block_size
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, EngineView] = {}
         self._tables: dict[str, list[list[int]]] = {}
 
     def begin(self, facts: Sequence[WorkerFacts]) -> None:
         """The pages are known: name the namespace. Whatever forbids that is one line, and the engine runs without."""
-        refused = next((one.refused for one in facts if one.refused), "")
+        refused = _unsupported(self._config, self._groups) or next((one.refused for one in facts if one.refused), "")
         try:
             if refused or not facts:
                 raise BadInput(refused or "the workers have said nothing of their pages")
@@ -237,57 +333,76 @@ class _SchedulerSide:
             codec = self._settings.codec
             if codec == "auto":
                 codec = "raw" if layout.packing.startswith("opaque") else chosen_codec(None, layout)
-            self.half.use(
-                NamespaceFacts(
-                    0,
-                    self._session,
-                    self._settings.model or model_fingerprint(model.model),
-                    layout,
-                    codec,
-                    self._settings.weights_epoch,
-                    _config_fields(self._config, facts),
-                ),
-                [one.rank for one in facts],
-                facts[0].page_bytes * len(facts),
+            named = NamespaceFacts(
+                0,
+                self._session,
+                self._settings.model or model_fingerprint(model.model),
+                layout,
+                codec,
+                self._settings.weights_epoch,
+                _config_fields(self._config, facts),
             )
         except (BadInput, OSError) as error:
             self.half.refuse(MissReason.UNSUPPORTED, str(error))
-            logger.warning("no prefix is looked up or saved: %s", error)
+            logger.warning("kvstore: no prefix is looked up or saved: %s", error)
+            return
+        self.half.use(named, [one.rank for one in facts], facts[0].page_bytes * len(facts))
+        is_there = self.half.wait_open(START_SECONDS)
+        logger.info(
+            "kvstore: %s at %s, codec %s, blocks of %d tokens (%d KiB before the codec), pages %s on %s",
+            "ready" if is_there else "not there yet, tried again in the background",
+            self._settings.url,
+            codec,
+            layout.block_tokens,
+            layout.raw_bytes >> 10,
+            layout.packing,
+            facts[0].device,
+        )
+        if self._config.kv_transfer_config.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kvstore: a request whose load fails ends with an error; set "
+                '"kv_load_failure_policy": "recompute" beside kv_connector to have it computed instead'
+            )
 
     def added(self, request: Any) -> None:
         """A request that was not there before."""
-        mine = self._requests[request.request_id] = _Request(request)
-        self.half.added(mine, _request_facts(request))
+        mine = self._requests[request.request_id] = EngineView(request)
+        self.half.added(mine, self.reader.facts(request))
 
     def step(self, output: Any) -> StepOrders:
         """What the scheduler decided, as both halves count it."""
-        new = {one.req_id: one for one in output.scheduled_new_reqs}
+        new = {one.req_id: one.block_ids for one in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         grown = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
-        resumed = getattr(cached, "resumed_req_ids", ())
+        new.update({one: grown.pop(one) for one in getattr(cached, "resumed_req_ids", ()) if one in grown})
         computed = []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             mine = self._requests.get(request_id)
-            if mine is None:
-                continue
-            before = mine.request.num_computed_tokens
-            if request_id in new or request_id in resumed:
-                given = new[request_id].block_ids if request_id in new else grown[request_id]
-                table = self._tables[request_id] = [list(group) for group in given or ()]
-                first = self.half.local_tokens(request_id) // self._page_tokens
-                allocated = [page for group in table for page in group[first:]]
-            else:
-                table = self._tables.setdefault(request_id, [])
-                allocated = []
-                for group, pages in zip(table, grown.get(request_id) or (), strict=False):
-                    group += pages
-                    allocated += pages
-            first, stop = before // self._page_tokens, -(-(before + scheduled) // self._page_tokens)
-            pages = [page for group in table for page in group[first:stop]]
-            drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            accepted = mine.accepted(before + scheduled - drafts, self._config.speculative_config is not None)
-            computed.append(Computed(request_id, accepted, table, pages, allocated))
+            if mine is not None:
+                drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+                allocated = self._grown(request_id, new.get(request_id), grown.get(request_id))
+                computed.append(self._computed(mine, scheduled, drafts, allocated))
         return self.half.step(computed, is_idle=not output.total_num_scheduled_tokens)
+
+    def _grown(self, request_id: str, whole: Any, more: Any) -> list[int]:
+        """Keep the request's tables; returns the pages that are new to it."""
+        if whole is not None:
+            table = self._tables[request_id] = [list(group) for group in whole]
+            first = self.half.local_tokens(request_id) // self._page_tokens
+            return [page for group in table for page in group[first:]]
+        table = self._tables.setdefault(request_id, [])
+        for group, pages in zip(table, more or (), strict=False):
+            group += pages
+        return [page for pages in more or () for page in pages]
+
+    def _computed(self, mine: EngineView, scheduled: int, drafts: int, allocated: list[int]) -> Computed:
+        before = mine.request.num_computed_tokens
+        table = self._tables[mine.request_id]
+        first, stop = before // self._page_tokens, -(-(before + scheduled) // self._page_tokens)
+        pages = [page for group in table for page in group[first:stop]]
+        has_drafts = self._config.speculative_config is not None
+        final = mine.final(before + scheduled - drafts, has_drafts=has_drafts)
+        return Computed(mine.request_id, final, table, pages, allocated)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """It is over. What its user sees as `kv_transfer_params`."""
@@ -300,51 +415,52 @@ class _SchedulerSide:
         """A name for weights that nobody else has: only this run of the engine knows them."""
         self.half.renamed(time.time_ns())
 
-
-class _Request:
-    """`EngineRequest` over one of vLLM's."""
-
-    def __init__(self, request: Any) -> None:
-        self.request = request
+    def events(self) -> list[Any]:
+        """Blocks that the store has got, by the engine's own hashes."""
+        events = []
+        block, hashed = self.half.block_tokens, self._hash_tokens
+        for mine, first, stop in self.half.take_saved():
+            if not isinstance(mine, EngineView) or block % hashed:
+                continue
+            hashes = mine.request.block_hashes
+            start, end = first * block // hashed, min(stop * block // hashed, len(hashes))
+            if start >= end:
+                continue
+            lora = mine.request.lora_request
+            events.append(
+                BlockStored(
+                    block_hashes=list(hashes[start:end]),
+                    parent_block_hash=hashes[start - 1] if start else None,
+                    token_ids=mine.token_ids(start * hashed, end * hashed),
+                    block_size=hashed,
+                    lora_id=lora.lora_int_id if lora is not None else None,
+                    medium=MEDIUM,
+                    lora_name=lora.lora_name if lora is not None else None,
+                )
+            )
+        return events
 
     @property
-    def request_id(self) -> str:
-        return str(self.request.request_id)
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.request.num_tokens)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return int(self.request.num_prompt_tokens)
-
-    def token_ids(self, first: int, stop: int) -> list[int]:
-        return list(self.request.all_token_ids[first:stop])
-
-    def accepted(self, computed: int, has_drafts: bool) -> int:
-        """Tokens whose KV is final once so many are computed. Where drafts are guessed, what was generated counts when
-        the request is admitted anew only: its KV may be that of a draft that was turned down."""
-        return min(computed, self.num_prompt_tokens) if has_drafts else min(computed, self.num_tokens)
+    def _hash_tokens(self) -> int:
+        """Tokens to one of the engine's hashes."""
+        return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
 
 
-def _request_facts(request: Any) -> RequestFacts:
-    """What a request's KV depends on."""
-    if request.prompt_embeds is not None:
-        return RequestFacts(refused=MissReason.UNSUPPORTED, detail="a prompt of embeddings has no token ids")
-    if getattr(request, "resumable", False):
-        return RequestFacts(refused=MissReason.UNSUPPORTED, detail="a prompt that is streamed in")
-    extra: list[ExtraKey] = []
-    if request.lora_request is not None:
-        digest = adapter_digest(request.lora_request.lora_path)
-        if digest is None:
-            return RequestFacts(refused=MissReason.UNSUPPORTED, detail="the adapter's files cannot be read")
-        extra.append(ExtraKey(b"adapter:" + digest.encode()))
-    if request.cache_salt:
-        extra.append(ExtraKey(b"salt:" + blake2b(request.cache_salt.encode(), digest_size=32).digest()))
-    for feature in request.mm_features:
-        extra.append(ExtraKey(b"content:" + str(feature.identifier).encode(), feature.mm_position.offset))
-    return RequestFacts(tuple(extra), reads=not getattr(request, "skip_reading_prefix_cache", False))
+def _unsupported(config: VllmConfig, groups: Any) -> str:
+    """Why this engine's KV cannot be stored at all; empty where it can."""
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name}={getattr(parallel, name)} is not supported; allowed: 1"
+    if config.model_config.runner_type != "generate":
+        return f"a model that is run to {config.model_config.runner_type}; allowed: to generate"
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups.kv_cache_groups]
+    unknown = sorted({kind for kind in kinds if kind not in ATTENTION_SPECS})
+    if unknown:
+        return f"KV groups of kind {', '.join(unknown)}; allowed: {', '.join(ATTENTION_SPECS)}"
+    if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups.kv_cache_groups):
+        return "attention that is not causal"
+    return ""
 
 
 def _register(config: VllmConfig, groups: Any, kv_caches: Mapping[str, torch.Tensor]) -> EnginePages:

@@ -84,8 +84,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 @pytest.fixture
-def run() -> Callable[[dict[str, Any]], list[Any]]:
+def run(run_once: Callable[[dict[str, Any]], list[Any]]) -> Callable[[dict[str, Any]], list[Any]]:
     """A plan's outcome, step by step."""
+    return run_once
+
+
+@pytest.fixture(scope="session")
+def run_once() -> Callable[[dict[str, Any]], list[Any]]:
+    """The same for fixtures that outlive a test."""
 
     def session(plan: dict[str, Any]) -> list[Any]:
         environment = {

@@ -69,6 +69,43 @@ class Session:
                 )
         return told
 
+    def churn(self, step: dict[str, Any]) -> list[dict[str, Any]]:
+        """The prompts arrive one by one while others run; some are given up on the way. The others, as above."""
+        from vllm import SamplingParams
+
+        rng = random.Random(step["seed"])
+        given = prompts(**step["prompts"])
+        engine, told = self.llm.llm_engine, {}
+        waiting = list(enumerate(given))
+        running: set[str] = set()
+        aborted: set[int] = set()
+        params = SamplingParams(temperature=0, max_tokens=step.get("max_tokens", 12), ignore_eos=True)
+        while waiting or engine.has_unfinished_requests():
+            while waiting and len(running) < step["at_once"] and rng.random() < 0.7:
+                number, ids = waiting.pop(0)
+                engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+                running.add(str(number))
+            if running and rng.random() < step.get("aborts", 0.0):
+                victim = rng.choice(sorted(running))
+                engine.abort_request([victim])
+                running.discard(victim)
+                aborted.add(int(victim))
+            for answer in engine.step():
+                if answer.finished:
+                    running.discard(answer.request_id)
+                    told[int(answer.request_id)] = answer
+        return [
+            {"aborted": True}
+            if number not in told or number in aborted
+            else {
+                "tokens": list(told[number].outputs[0].token_ids),
+                "prompt_tokens": len(ids),
+                "cached": told[number].num_cached_tokens,
+                "kvstore": (told[number].kv_transfer_params or {}).get("kvstore"),
+            }
+            for number, ids in enumerate(given)
+        ]
+
     def reset(self, step: dict[str, Any]) -> bool:
         """Forget the engine's own cache."""
         for _ in range(200):

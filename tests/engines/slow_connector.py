@@ -1,18 +1,22 @@
-"""The connector with every load and every save delayed, so that whatever may happen meanwhile does."""
+"""Connectors that do something wrong on purpose: too late, or with other numbers."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+import torch
+
 from engine_adapter import paged_worker
 from engine_adapter.vllm_connector import KvStoreConnector
+from kvstore.pages import Pages
 
 DELAY_SECONDS = 0.05
 
 
 class SlowConnector(KvStoreConnector):
-    """Delays are between the order and the first byte, and between the last byte and the report."""
+    """Every load and every save is delayed, so that whatever may happen meanwhile does. Delays are between the order and
+    the first byte, and between the last byte and the report."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
@@ -36,3 +40,28 @@ class SlowConnector(KvStoreConnector):
             end()
 
         worker._load, worker.begin_reading, worker.end_reading = slow_load, slow_begin, slow_end
+
+
+class ReversingConnector(KvStoreConnector):
+    """Saves every block with its tokens in reverse: digests and names are right, and the numbers are not."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        worker = self._worker
+        assert isinstance(worker, paged_worker.PagedWorker)
+        save, pages = worker._save, worker.pages.pages
+
+        def reversed_pages(*args: Any) -> Pages:
+            given = pages(*args)
+            table = torch.tensor(given.table)
+            planes = {layer: [plane[table].flip(1) for plane in both] for layer, both in given.planes.items()}
+            return Pages(planes, range(len(given.table)), given.page_tokens)
+
+        def save_reversed(order: Any) -> Any:
+            worker.pages.pages = reversed_pages  # type: ignore[method-assign]
+            try:
+                return save(order)
+            finally:
+                worker.pages.pages = pages  # type: ignore[method-assign]
+
+        worker._save = save_reversed  # type: ignore[method-assign]

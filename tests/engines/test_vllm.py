@@ -53,3 +53,101 @@ def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar:
         assert account["hits"].get("dram", 0) == external["cached"] == own["cached"] > 0, (own, external)
         assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
         assert own["tokens"] == external["tokens"]
+
+
+# Many at once ---------------------------------------------------------------------------------------------------------
+
+CROWDED = dict(
+    dtype="float32",
+    block_size=32,
+    max_model_len=2048,
+    max_num_batched_tokens=512,
+    max_num_seqs=8,
+    num_gpu_blocks_override=130,
+)
+"""Chunked prefill, eight at once, and pages for some of them: the others are preempted."""
+
+TOKENS = 48
+
+CROWDS = {
+    "as it is": {},
+    "beside the steps": dict(extra=dict(load="async")),
+    "in the steps": dict(extra=dict(load="sync")),
+    "layer by layer": dict(extra=dict(load="layerwise")),
+    "late": dict(connector="SlowConnector"),
+    "late and in the steps": dict(connector="SlowConnector", extra=dict(load="sync")),
+    "no cache of its own": dict(options=dict(enable_prefix_caching=False)),
+    "large pages": dict(options=dict(block_size=128, num_gpu_blocks_override=40)),
+}
+
+
+def transfer(url: str, case: dict[str, Any]) -> dict[str, Any]:
+    """The connector of a case."""
+    made = models.connector(url, codec="raw", audit=0, **case.get("extra", {}))
+    if "connector" in case:
+        made |= {"kv_connector": case["connector"], "kv_connector_module_path": "engines.slow_connector"}
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(saved: Any, run_once: Any) -> Any:
+    """What the same model answers without a connector."""
+    asked = {"count": COUNT, "seed": SEED}
+    steps = [{"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS}]
+    return run_once({"model": saved(), "options": {"dtype": "float32"}, "steps": steps})[0]
+
+
+@pytest.mark.parametrize("name", CROWDS)
+def test_a_crowd_gets_the_tokens_of_an_engine_without_a_store(
+    name: str, sidecar: Any, saved: Any, run: Any, alone: Any
+) -> None:
+    print(f"seed {SEED}")
+    case: dict[str, Any] = CROWDS[name]
+    asked = {"count": COUNT, "seed": SEED}
+    first, _, _, second, _, churned, metrics = run(
+        {
+            "model": saved(),
+            "transfer": transfer(sidecar.url, case),
+            "options": {**CROWDED, **case.get("options", {})},
+            "steps": [
+                {"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS},
+                {"do": "settle"},
+                {"do": "reset"},
+                {"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS},
+                {"do": "reset"},
+                {"do": "churn", "prompts": asked, "at_once": 8, "max_tokens": TOKENS, "aborts": 0.004, "seed": SEED},
+                {"do": "metrics"},
+            ],
+        }
+    )
+    for told in (first, second, churned):
+        for number, (mine, theirs) in enumerate(zip(told, alone, strict=True)):
+            assert mine.get("aborted") or mine["tokens"] == theirs["tokens"], (name, number, mine, theirs)
+    external = [
+        sum(one["kvstore"]["hits"].get("dram", 0) for one in told if "kvstore" in one) for told in (second, churned)
+    ]
+    assert min(external) > 0, external
+    assert metrics["vllm:num_preemptions"] > 0
+    for one in (*first, *second):
+        account = one["kvstore"]
+        assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
+
+
+def test_other_numbers_give_other_tokens(sidecar: Any, saved: Any, run: Any) -> None:
+    """What is compared above would show it if the store's bytes were not those that are used."""
+    asked = {"count": COUNT, "seed": SEED}
+    _, _, own, outside = run(
+        {
+            "model": saved(),
+            "transfer": transfer(sidecar.url, dict(connector="ReversingConnector")),
+            "options": {"dtype": "float32"},
+            "steps": [
+                {"do": "generate", "prompts": asked},
+                {"do": "settle"},
+                {"do": "generate", "prompts": asked},
+                {"do": "generate", "prompts": asked, "reset_before_each": True},
+            ],
+        }
+    )
+    differ = [mine["tokens"] != theirs["tokens"] for mine, theirs in zip(outside, own, strict=True) if mine["cached"]]
+    assert len(differ) > COUNT // 2 and all(differ), differ

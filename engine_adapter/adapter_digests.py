@@ -1,0 +1,72 @@
+"""The digests of LoRA adapters that an engine has loaded, for a thread that must not wait (floor 3).
+
+An engine reads an adapter's files once, by a number that it gives it, and keeps the weights; what lies at the path may
+be something else later on. So a digest belongs to a number and to the files as they were then. Files that changed since
+are other weights if the engine reads them anew, and a doubt if not: such an adapter is not cached any more. Must never
+put a path or a name into an identity.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_ADAPTERS = 4096
+"""Remembered; beyond that the one that was seen first is forgotten, and read again."""
+
+Signature = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(slots=True)
+class _Known:
+    signature: Signature
+    digest: str = ""
+    detail: str = "the adapter's files are being read"
+
+
+class AdapterDigests:
+    """By the engine's number of each adapter. One thread asks."""
+
+    def __init__(self, digest: Callable[[Path], str | None]) -> None:
+        """digest: of an adapter's folder; None where it cannot be read. Called in threads."""
+        self._digest = digest
+        self._known: dict[int, _Known] = {}
+
+    def of(self, number: int, path: str, *, reads_anew: bool) -> tuple[str, str]:
+        """An adapter's digest, or why there is none: ("", detail). reads_anew: the engine loads it for this request."""
+        signature = _signature(Path(path))
+        known = self._known.get(number)
+        if known is not None and known.signature != signature and not reads_anew:
+            known.digest = ""
+            known.detail = "the adapter's files have changed since the engine read them"
+            return "", known.detail
+        if known is None or known.signature != signature:
+            known = self._known[number] = _Known(signature)
+            if len(self._known) > MAX_ADAPTERS:
+                del self._known[next(iter(self._known))]
+            if not signature:
+                known.detail = "the adapter's files cannot be read"
+                return "", known.detail
+            threading.Thread(target=self._read, args=(known, Path(path)), name="kv-adapter", daemon=True).start()
+        return known.digest, known.detail
+
+    def _read(self, known: _Known, path: Path) -> None:
+        digest = self._digest(path)
+        if digest is None:
+            known.detail = "the adapter's files cannot be read"
+        elif _signature(path) != known.signature:
+            known.detail = "the adapter's files changed while they were read"
+        else:
+            known.digest = digest
+
+
+def _signature(path: Path) -> Signature:
+    """Sizes and times of an adapter's files; empty where there are none."""
+    try:
+        files = sorted(one for one in path.iterdir() if one.is_file())
+        stats = [(one.name, one.stat()) for one in files]
+    except OSError:
+        return ()
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)

@@ -1,0 +1,116 @@
+"""What a request of vLLM's says about the identity of its KV, and what its user wants of the store (floor 3).
+
+Reads attributes of vLLM's objects and imports nothing of vLLM. Whatever a request's KV depends on besides its tokens is
+an extra key here, or the request is refused: what is not understood is not cached.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+from engine_adapter.adapter_digests import AdapterDigests
+from engine_adapter.paged_scheduler import RequestFacts
+from kvstore.identity import ExtraKey
+from kvstore.miss import MissReason
+
+HINTS = ("store", "ttl", "priority", "conversation")
+"""In `kv_transfer_params`, under "kvstore"."""
+
+
+class RequestReader:
+    """One engine's."""
+
+    def __init__(self, adapters: AdapterDigests) -> None:
+        self._adapters = adapters
+
+    def facts(self, request: Any) -> RequestFacts:
+        """Of a new request."""
+        if request.prompt_embeds is not None:
+            return _refused("a prompt of embeddings has no token ids")
+        if getattr(request, "resumable", False):
+            return _refused("a prompt that is streamed in may still change")
+        if request.sampling_params is None:
+            return _refused("it generates nothing")
+        extra: list[ExtraKey] = []
+        lora = request.lora_request
+        if lora is not None:
+            anew = bool(getattr(lora, "load_inplace", False))
+            digest, detail = self._adapters.of(lora.lora_int_id, lora.lora_path, reads_anew=anew)
+            if not digest:
+                return _refused(detail)
+            extra.append(ExtraKey(b"adapter:" + digest.encode()))
+        if request.cache_salt:
+            salt = blake2b(request.cache_salt.encode(), digest_size=32).digest()
+            extra.append(ExtraKey(b"salt:" + salt))
+        for feature in request.mm_features:
+            content = str(feature.identifier)
+            if not content:
+                return _refused("an image or the like without a content hash")
+            position = feature.mm_position
+            extra.append(ExtraKey(b"content:%d:%s" % (position.length, content.encode()), position.offset))
+        reads = not getattr(request, "skip_reading_prefix_cache", False)
+        return hinted(RequestFacts(tuple(extra), reads=reads), request.kv_transfer_params)
+
+
+def hinted(facts: RequestFacts, params: Any) -> RequestFacts:
+    """With what the user of this request wants; what is not understood is named in the answer and has no effect."""
+    given = params.get("kvstore") if isinstance(params, dict) else None
+    if given is None:
+        return facts
+    if not isinstance(given, dict):
+        return _with(facts, ignored=(f"kvstore={given!r}; give an object with {', '.join(HINTS)}",))
+    ignored = [f"{name}; allowed: {', '.join(HINTS)}" for name in given if name not in HINTS]
+    saves, ttl, priority = given.get("store", True), given.get("ttl"), given.get("priority", 0)
+    if not isinstance(saves, bool):
+        ignored.append(f"store={saves!r}; give true or false")
+        saves = True
+    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < 1 << 40):
+        ignored.append(f"ttl={ttl!r}; give seconds above 0")
+        ttl = None
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -100 <= priority <= 100:
+        ignored.append(f"priority={priority!r}; give a whole number from -100 to 100")
+        priority = 0
+    conversation = given.get("conversation", "")
+    if not isinstance(conversation, str):
+        ignored.append(f"conversation={conversation!r}; give text")
+    return _with(facts, saves=saves, ttl=ttl, priority=priority, ignored=tuple(ignored))
+
+
+def _with(facts: RequestFacts, **changed: Any) -> RequestFacts:
+    return RequestFacts(**{name: getattr(facts, name) for name in facts.__slots__} | changed)
+
+
+def _refused(detail: str) -> RequestFacts:
+    return RequestFacts(refused=MissReason.UNSUPPORTED, detail=detail)
+
+
+class EngineView:
+    """`EngineRequest` over one of vLLM's."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+
+    @property
+    def request_id(self) -> str:
+        """vLLM's."""
+        return str(self.request.request_id)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known ones: drafts that are not accepted are none of them."""
+        return int(self.request.num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt."""
+        return int(self.request.num_prompt_tokens)
+
+    def token_ids(self, first: int, stop: int) -> list[int]:
+        """Known ones."""
+        return list(self.request.all_token_ids[first:stop])
+
+    def final(self, computed: int, *, has_drafts: bool) -> int:
+        """Tokens whose KV is final once so many are computed. Where tokens are drafted, those of the prompt only: what
+        lies behind may be the KV of a draft that is turned down, and is written again."""
+        return min(computed, self.num_prompt_tokens if has_drafts else self.num_tokens)
