@@ -50,7 +50,7 @@ from engine_adapter.vllm_requests import EngineView, RequestReader
 from kvstore.errors import BadInput
 from kvstore.miss import HitTier, MissReason
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 START_SECONDS = 10.0
 """An engine that starts waits so long for its store, once."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -80,6 +81,7 @@ class Session:
         running: set[str] = set()
         aborted: set[int] = set()
         params = SamplingParams(temperature=0, max_tokens=step.get("max_tokens", 12), ignore_eos=True)
+        steps = 0
         while waiting or engine.has_unfinished_requests():
             while waiting and len(running) < step["at_once"] and rng.random() < 0.7:
                 number, ids = waiting.pop(0)
@@ -90,6 +92,9 @@ class Session:
                 engine.abort_request([victim])
                 running.discard(victim)
                 aborted.add(int(victim))
+            steps += 1
+            if steps == step.get("kill_at"):
+                os.kill(step["kill"], signal.SIGKILL)
             for answer in engine.step():
                 if answer.finished:
                     running.discard(answer.request_id)

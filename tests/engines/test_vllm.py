@@ -77,6 +77,8 @@ CROWDS = {
     "late": dict(connector="SlowConnector"),
     "late and in the steps": dict(connector="SlowConnector", extra=dict(load="sync")),
     "no cache of its own": dict(options=dict(enable_prefix_caching=False)),
+    "half of it": dict(connector="FailingConnector"),
+    "half of it, in the steps": dict(connector="FailingConnector", extra=dict(load="sync")),
     "large pages": dict(options=dict(block_size=128, num_gpu_blocks_override=40)),
 }
 
@@ -85,7 +87,7 @@ def transfer(url: str, case: dict[str, Any]) -> dict[str, Any]:
     """The connector of a case."""
     made = models.connector(url, codec="raw", audit=0, **case.get("extra", {}))
     if "connector" in case:
-        made |= {"kv_connector": case["connector"], "kv_connector_module_path": "engines.slow_connector"}
+        made |= {"kv_connector": case["connector"], "kv_connector_module_path": "engines.wrong_connectors"}
     return made
 
 
@@ -151,3 +153,67 @@ def test_other_numbers_give_other_tokens(sidecar: Any, saved: Any, run: Any) -> 
     )
     differ = [mine["tokens"] != theirs["tokens"] for mine, theirs in zip(outside, own, strict=True) if mine["cached"]]
     assert len(differ) > COUNT // 2 and all(differ), differ
+
+
+# When the store fails -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", ["async", "sync"])
+def test_with_the_policy_fail_a_request_ends_with_an_error_or_is_right(
+    load: str, sidecar: Any, saved: Any, run: Any
+) -> None:
+    print(f"seed {SEED}")
+    asked = {"count": COUNT, "seed": SEED}
+    own, _, _, outside = run(
+        {
+            "model": saved(),
+            "transfer": transfer(sidecar.url, dict(connector="FailingConnector", extra=dict(load=load)))
+            | {"kv_load_failure_policy": "fail"},
+            "options": {"dtype": "float32"},
+            "steps": [
+                {"do": "generate", "prompts": asked},
+                {"do": "settle"},
+                {"do": "reset"},
+                {"do": "generate", "prompts": asked, "reset_before_each": True},
+            ],
+        }
+    )
+    ends = [one["finish"] for one in outside]
+    assert "error" in ends and "length" in ends, ends
+    for mine, theirs in zip(outside, own, strict=True):
+        assert mine["finish"] == "error" or mine["tokens"] == theirs["tokens"]
+
+
+def test_the_sidecar_is_killed_under_a_hundred_requests(sidecar: Any, saved: Any, run: Any, run_once: Any) -> None:
+    print(f"seed {SEED}")
+    asked = {"count": 100, "seed": SEED, "longest": 500}
+    options = {"dtype": "float32", "block_size": 32, "max_num_seqs": 100, "max_num_batched_tokens": 1024}
+    (alone,) = run_once(
+        {
+            "model": saved(),
+            "options": options,
+            "steps": [{"do": "generate", "prompts": asked, "at_once": 100, "max_tokens": 24}],
+        }
+    )
+    churn = {"do": "churn", "prompts": asked, "at_once": 100, "max_tokens": 24, "seed": SEED}
+    first, _, _, killed, _, _, after = run(
+        {
+            "model": saved(),
+            "transfer": transfer(sidecar.url, {}),
+            "options": options,
+            "steps": [
+                {"do": "generate", "prompts": asked, "at_once": 100, "max_tokens": 24},
+                {"do": "settle"},
+                {"do": "reset"},
+                {**churn, "kill": sidecar.said["pid"], "kill_at": 10},
+                {"do": "settle", "seconds": 3.0},
+                {"do": "reset"},
+                churn,
+            ],
+        }
+    )
+    for told in (first, killed, after):
+        assert [one["tokens"] for one in told] == [one["tokens"] for one in alone]
+    found = [sum(one["kvstore"]["hits"].get("dram", 0) for one in told) for told in (killed, after)]
+    assert found[1] > 0, found
+    assert sum(one["kvstore"]["misses"].get("unreachable", 0) for one in killed) > 0

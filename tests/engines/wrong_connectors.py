@@ -1,22 +1,25 @@
-"""Connectors that do something wrong on purpose: too late, or with other numbers."""
+"""Connectors that do something wrong on purpose: too late, with other numbers, or half of it."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from engine_adapter import paged_worker
+from engine_adapter.step_orders import LoadOrder, LoadReport
 from engine_adapter.vllm_connector import KvStoreConnector
+from kvstore.miss import MissReason
 from kvstore.pages import Pages
 
 DELAY_SECONDS = 0.05
 
 
 class SlowConnector(KvStoreConnector):
-    """Every load and every save is delayed, so that whatever may happen meanwhile does. Delays are between the order and
-    the first byte, and between the last byte and the report."""
+    """Every load and every save is delayed, so that whatever may happen meanwhile does: before the first byte, and
+    between the last one and the report."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
@@ -65,3 +68,27 @@ class ReversingConnector(KvStoreConnector):
                 worker.pages.pages = pages  # type: ignore[method-assign]
 
         worker._save = save_reversed  # type: ignore[method-assign]
+
+
+class FailingConnector(KvStoreConnector):
+    """Every third load brings half of its blocks, and leaves numbers in the pages of the others that mean nothing."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        worker = self._worker
+        assert isinstance(worker, paged_worker.PagedWorker)
+        load, loads = worker._load, iter(range(1 << 30))
+
+        def fails(order: LoadOrder, *args: Any) -> LoadReport:
+            report: LoadReport = load(order, *args)
+            if next(loads) % 3 != 1 or report.tokens < order.stop_token:
+                return report
+            page = worker.pages.facts.page_tokens
+            tokens = (order.first_token + order.stop_token) // 2 // page * page
+            for run in order.tables:
+                for number in run.pages[tokens // page - run.first :]:
+                    for plane in (plane for planes in worker.pages._planes.values() for plane in planes):
+                        plane[number] = 3.0
+            return replace(report, tokens=tokens, reason=MissReason.CORRUPT)
+
+        worker._load = fails  # type: ignore[method-assign]
