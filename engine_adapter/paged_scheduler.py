@@ -12,7 +12,7 @@ has accepted the token.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 from typing import Protocol
@@ -33,12 +33,17 @@ USUAL_BYTES_PER_SECOND = 4e9
 """Of a load, until one was seen."""
 RETRY_SECONDS = 1.0
 """Between two attempts to open a namespace."""
+NEVER = 1 << 62
+"""More tokens than a request has."""
 MAX_SAVED_EVENTS = 4096
 """Kept until somebody asks for them."""
 
 
 class EngineRequest(Protocol):
-    """A request as its engine has it now."""
+    """A request as its engine has it now. due: kept here for the engine's side: how many computed tokens complete the
+    next block that is to be offered."""
+
+    due: int
 
     @property
     def request_id(self) -> str:
@@ -78,15 +83,12 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step does to one request. stop: tokens up to which KV is complete after it, and accepted for certain.
-    tables: every group's pages of it. computed: pages whose tokens are computed. allocated: pages that are new to it,
-    whoever writes to them."""
+    """A request of which a step computes as much as is `due`. stop: tokens up to which KV is complete after it, and
+    accepted for certain. tables: every group's pages of it."""
 
     request_id: str
     stop: int
-    tables: Sequence[Sequence[int]]
-    computed: Sequence[int]
-    allocated: Sequence[int]
+    tables: Callable[[], Sequence[Sequence[int]]]
 
 
 @dataclass(slots=True)
@@ -125,6 +127,7 @@ class _State:
     lookup: PrefixLookup | None = None
     local_tokens: int = 0
     promised: int = 0
+    is_parked: bool = False
     is_admitted: bool = False
     offered: int = 0
     load: _Load | None = None
@@ -199,6 +202,8 @@ class PagedScheduler:
         self._saving_pages: dict[int, int] = {}
         self._decoded: set[int] = set()
         """Pages that hold what an inexact codec restored: it must not be encoded again."""
+        self._taken: set[int] = set()
+        """Pages that were given to requests since the last step."""
         self._orders = StepOrders()
         self._next_number = 1
         self._running: set[str] = set()
@@ -306,11 +311,6 @@ class PagedScheduler:
         state.promised = max(0, tokens - local_tokens)
         return state.promised, bool(state.promised) and not self._waits(state)
 
-    def local_tokens(self, request_id: str) -> int:
-        """What the engine itself had of a request when it was admitted last."""
-        state = self._states.get(request_id)
-        return state.local_tokens if state is not None else 0
-
     def allocated(self, request_id: str, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """The engine has room. tokens: how many of those that were promised it wants; 0 for none, and for the second
         call after a load."""
@@ -319,11 +319,15 @@ class PagedScheduler:
             return
         lookup, promised = state.lookup, state.promised
         state.promised = 0
-        if state.load is not None:  # the second call
+        if state.is_parked:
+            state.is_parked = False
             return
+        first = state.local_tokens // self._page_tokens
+        for table in tables:
+            self._taken.update(table[first:])
         if lookup is not None:
             found = lookup.found()
-            state.offered = found.blocks if found is not None else 0
+            self._is_offered(state, found.blocks if found is not None else 0)
         if not state.is_admitted:
             state.is_admitted = True
             state.account = after_engine(state.account, state.local_tokens)
@@ -376,22 +380,22 @@ class PagedScheduler:
 
     # A step ----------------------------------------------------------------------------------------------------------
 
-    def step(self, computed: Sequence[Computed], is_idle: bool) -> StepOrders:
-        """What the workers do around this step."""
+    def step(self, running: set[str], due: Sequence[Computed], grown: Iterable[int]) -> StepOrders:
+        """What the workers do around this step. running: requests of which it computes anything. due: those of them
+        that complete a block. grown: pages that are new to requests that ran before."""
         orders, self._orders = self._orders, StepOrders()
-        if self._saving_pages:
-            taken = {page for one in computed for page in one.allocated}
-            taken.update(page for load in orders.loads for run in load.tables for page in run.pages)
-            self._fence(taken, orders)
-        if self._decoded:
-            self._decoded.difference_update(*(one.computed for one in computed))
-        for one in computed:
+        taken, self._taken = self._taken, set()
+        taken.update(grown)
+        if taken:
+            orders.fenced += sorted({self._saving_pages[page] for page in taken if page in self._saving_pages})
+            self._decoded -= taken
+        for one in due:
             state = self._states.get(one.request_id)
             if state is not None:
                 self._offer(state, one, orders)
-        self._running = {one.request_id for one in computed}
+        self._running = running
         orders.failures_seen = dict(self._failures)
-        orders.is_idle = is_idle
+        orders.is_idle = not running
         if self._facts is not None and self._told != self._facts.number:
             self._told = self._facts.number
             orders.namespace = self._facts
@@ -499,7 +503,8 @@ class PagedScheduler:
         self._loads[order.number] = load
         self._orders.loads.append(order)
         block = lease.tokens // lease.blocks if lease.blocks else 1
-        state.offered = max(state.offered, stop_token // block)
+        self._is_offered(state, max(state.offered, stop_token // block))
+        state.is_parked = not waits
         self.counts.loads += 1
 
     def _loaded(self, load: _Load) -> None:
@@ -517,22 +522,23 @@ class PagedScheduler:
         state.load = None
         state.load_ms += 1000 * load.seconds
         state.loaded_tokens += max(0, load.tokens - order.first_token)
+        tokens = max(load.tokens, order.first_token)
         if not is_whole:
             state.facts = replace(state.facts, reads=False)  # or it could go on like that for ever
-            tokens = max(load.tokens, order.first_token)
             state.account = state.account.cut(tokens, load.reason or MissReason.UNREACHABLE)
-            state.offered = min(state.offered, tokens // (self._namespace.block_tokens if self._namespace else 1))
+            self._is_offered(state, min(state.offered, tokens // max(1, self.block_tokens)))
         if self._namespace is not None and not self._namespace.is_exact:
-            self._decoded.update(page for run in order.tables for page in run.pages)
+            pages = (tokens - order.first_token) // self._page_tokens
+            self._decoded.update(page for run in order.tables for page in run.pages[:pages])
 
     # Saves -----------------------------------------------------------------------------------------------------------
 
     def _offer(self, state: _State, one: Computed, orders: StepOrders) -> None:
         """Order a save of the blocks that this step completes."""
         facts, namespace, policy = state.facts, self._namespace, self.settings.save
-        if namespace is None or self._facts is None or facts.refused is not None or not facts.saves:
-            return
-        if policy is SavePolicy.NONE or state.number != self._facts.number:
+        is_other = self._facts is None or state.number != self._facts.number
+        if namespace is None or is_other or facts.refused is not None or not facts.saves or policy is SavePolicy.NONE:
+            state.request.due = NEVER
             return
         block = namespace.block_tokens
         stop = min(one.stop, state.request.num_tokens)
@@ -540,16 +546,18 @@ class PagedScheduler:
             stop = min(stop, state.request.num_prompt_tokens)
         stop_block = stop // block
         if stop_block <= state.offered:
+            if stop < one.stop:
+                state.request.due = NEVER  # there is no more of it to come
             return
         if stop_block > len(state.prompt.keys):
             first = len(state.prompt.keys) * block
             state.prompt = namespace.hashed(
                 state.request.token_ids(first, stop_block * block), facts.extra_keys, state.prompt
             )
-        tables = one.tables
+        tables = one.tables()
         for first_block, last_block in self._exact_runs(tables, state.offered, stop_block, block):
             self._order_save(state, tables, first_block, last_block, orders)
-        state.offered = stop_block
+        self._is_offered(state, stop_block)
 
     def _exact_runs(
         self, tables: Sequence[Sequence[int]], first_block: int, stop_block: int, block: int
@@ -607,11 +615,13 @@ class PagedScheduler:
         if save.reason is not None:
             state.put_reasons[save.reason] = state.put_reasons.get(save.reason, 0) + 1
         if save.held < save.stop_block:
-            state.offered = min(state.offered, save.held)  # offered again with the next block
+            state.offered = min(state.offered, save.held)  # offered again when the next block is due
 
-    def _fence(self, pages: set[int], orders: StepOrders) -> None:
-        """Saves that read pages which are written to from now on."""
-        orders.fenced += sorted({self._saving_pages[page] for page in pages if page in self._saving_pages})
+    def _is_offered(self, state: _State, blocks: int) -> None:
+        """So many blocks of it, and no more, were offered or are held."""
+        state.offered = blocks
+        saves = state.facts.refused is None and state.facts.saves and self.settings.save is not SavePolicy.NONE
+        state.request.due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER
 
     def _let_go(self, state: _State) -> None:
         if state.lookup is not None:

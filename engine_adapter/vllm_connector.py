@@ -12,8 +12,9 @@ One file for vLLM 0.28, 0.31 and 0.32: it translates hooks and knows nothing of 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -370,39 +371,36 @@ class _SchedulerSide:
         self.half.added(mine, self.reader.facts(request))
 
     def step(self, output: Any) -> StepOrders:
-        """What the scheduler decided, as both halves count it."""
-        new = {one.req_id: one.block_ids for one in output.scheduled_new_reqs}
+        """What the scheduler decided. In most steps nothing is due, and nobody has new pages."""
+        scheduled = output.num_scheduled_tokens
+        resolve = getattr(getattr(output, "kv_connector_block_state", None), "get_block_ids", None)
         cached = output.scheduled_cached_reqs
-        grown = dict(zip(cached.req_ids, cached.new_block_ids, strict=True))
-        new.update({one: grown.pop(one) for one in getattr(cached, "resumed_req_ids", ()) if one in grown})
-        computed = []
-        for request_id, scheduled in output.num_scheduled_tokens.items():
+        grown = [page for more in cached.new_block_ids if more for pages in more for page in pages]
+        if resolve is None:
+            resolve = self._kept_tables(output)
+        drafts = output.scheduled_spec_decode_tokens
+        due = []
+        for request_id, tokens in scheduled.items():
             mine = self._requests.get(request_id)
-            if mine is not None:
-                drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-                allocated = self._grown(request_id, new.get(request_id), grown.get(request_id))
-                computed.append(self._computed(mine, scheduled, drafts, allocated))
-        return self.half.step(computed, is_idle=not output.total_num_scheduled_tokens)
+            if mine is not None and mine.request.num_computed_tokens + tokens >= mine.due:
+                computed = mine.request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
+                final = mine.final(computed, has_drafts=self._config.speculative_config is not None)
+                due.append(Computed(request_id, final, partial(resolve, request_id)))
+        return self.half.step(set(scheduled), due, grown)
 
-    def _grown(self, request_id: str, whole: Any, more: Any) -> list[int]:
-        """Keep the request's tables; returns the pages that are new to it."""
-        if whole is not None:
-            table = self._tables[request_id] = [list(group) for group in whole]
-            first = self.half.local_tokens(request_id) // self._page_tokens
-            return [page for group in table for page in group[first:]]
-        table = self._tables.setdefault(request_id, [])
-        for group, pages in zip(table, more or (), strict=False):
-            group += pages
-        return [page for pages in more or () for page in pages]
-
-    def _computed(self, mine: EngineView, scheduled: int, drafts: int, allocated: list[int]) -> Computed:
-        before = mine.request.num_computed_tokens
-        table = self._tables[mine.request_id]
-        first, stop = before // self._page_tokens, -(-(before + scheduled) // self._page_tokens)
-        pages = [page for group in table for page in group[first:stop]]
-        has_drafts = self._config.speculative_config is not None
-        final = mine.final(before + scheduled - drafts, has_drafts=has_drafts)
-        return Computed(mine.request_id, final, table, pages, allocated)
+    def _kept_tables(self, output: Any) -> Callable[[str], Sequence[Sequence[int]]]:
+        """Before 0.31 the scheduler does not tell a request's pages: they are put together from its steps."""
+        for one in output.scheduled_new_reqs:
+            self._tables[one.req_id] = [list(group) for group in one.block_ids]
+        cached = output.scheduled_cached_reqs
+        resumed = set(getattr(cached, "resumed_req_ids", ()))
+        for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in resumed:
+                self._tables[request_id] = [list(group) for group in more or ()]
+            elif more:
+                for group, pages in zip(self._tables.get(request_id, ()), more, strict=False):
+                    group += pages
+        return lambda request_id: self._tables.get(request_id, [])
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """It is over. What its user sees as `kv_transfer_params`."""

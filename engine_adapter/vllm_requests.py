@@ -90,6 +90,7 @@ class EngineView:
 
     def __init__(self, request: Any) -> None:
         self.request = request
+        self.due = 0
 
     @property
     def request_id(self) -> str:
