@@ -1,0 +1,399 @@
+"""The cost model: the best place to stop, what is counted, and a simulated engine whose disk is throttled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.costmodel import EXPLORE_EVERY, SYNCHRONOUS_MS, CostModel, Decision
+from engine_adapter.speeds import PRIORS, LoadSpeed, PrefillSpeed, TierPrior
+from kvstore.miss import HitTier, MissReason
+
+TIERS = [HitTier.HBM, HitTier.DRAM, HitTier.NVME, HitTier.REMOTE]
+BYTES_PER_TOKEN = 128 * 1024.0
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+COUNTS = st.integers(-(10**30), 10**30)
+
+Runs = list[tuple[HitTier, int]]
+
+
+def learned(step: float, token: float, pair: float) -> PrefillSpeed:
+    """Speeds learned from exact steps of an engine with these costs, in seconds."""
+    speed = PrefillSpeed()
+    for start, count in [(0, 128), (0, 2048), (8192, 2048), (0, 512), (30000, 1024), (4096, 200)] * 5:
+        speed.observe([(start, count)], 0, step + token * count + pair * count * (start + count / 2))
+    return speed
+
+
+def model_of(
+    speeds: dict[HitTier, TierPrior] | None = None, prefill: PrefillSpeed | None = None, explore_every: int = 10**9
+) -> CostModel:
+    prefill = learned(8e-3, 40e-6, 2e-9) if prefill is None else prefill
+    return CostModel(prefill, LoadSpeed(speeds or PRIORS), bytes_per_token=BYTES_PER_TOKEN, explore_every=explore_every)
+
+
+def total_seconds(model: CostModel, local: int, runs: Runs, prompt: int, stop: int, waiting: float) -> float:
+    """Of loading up to `stop` and computing the rest, added up token by token of each run."""
+    parts: Runs = []
+    position = local
+    for tier, tokens in runs:
+        if position < stop:
+            parts.append((tier, min(tokens, stop - position)))
+        position += tokens
+    rest = model.prefill.more_seconds(stop, prompt)
+    assert rest is not None
+    return model.predicted_load_ms(parts, 0.0) / 1e3 + rest + (waiting if stop > local else 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    local: int
+    runs: Runs
+    prompt: int
+    block: int
+    queued: float
+    others: bool
+
+    def choose(self, model: CostModel) -> Decision:
+        return model.choose(self.local, self.runs, self.prompt, self.block, self.queued, self.others, 0.0)
+
+    def waiting(self, model: CostModel) -> float:
+        load_ms = 1e3 * self.queued + model.predicted_load_ms(self.within_prompt(), 0.0)
+        late = model.prefill.typical_step_seconds / 2 if self.others and load_ms > SYNCHRONOUS_MS else 0.0
+        return self.queued + late
+
+    def within_prompt(self) -> Runs:
+        """What of the runs lies in whole blocks of the prompt."""
+        stop = min(self.local + sum(tokens for _, tokens in self.runs), self.prompt) // self.block * self.block
+        left, cut = stop - self.local, []
+        for tier, tokens in self.runs:
+            cut.append((tier, max(0, min(tokens, left))))
+            left -= tokens
+        return cut
+
+    def boundaries(self) -> list[int]:
+        """Where loading may stop; the first is where it begins."""
+        found = min(self.local + sum(tokens for _, tokens in self.runs), self.prompt)
+        return [self.local, *range((self.local // self.block + 1) * self.block, found + 1, self.block)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    block = draw(st.sampled_from([64, 128, 192]))
+    local = draw(st.integers(0, 4096))
+    runs = draw(st.lists(st.tuples(st.sampled_from(TIERS), st.integers(0, 4096)), max_size=5))
+    found = local + sum(tokens for _, tokens in runs)
+    prompt = found + draw(st.integers(-100, 4000))
+    queued = draw(st.sampled_from([0.0, 0.001, 0.05, 1.0]))
+    return Case(local, runs, max(prompt, local), block, queued, draw(st.booleans()))
+
+
+SPEEDS = st.fixed_dictionaries(
+    {tier: st.builds(TierPrior, st.floats(1e-5, 0.1), st.floats(1e7, 1e11)) for tier in TIERS}
+)
+PREFILLS = [learned(8e-3, 40e-6, 2e-9), learned(20e-3, 1e-3, 1e-7), learned(1e-3, 1e-6, 0.0), learned(0.0, 1e-6, 5e-9)]
+
+
+# The choice -------------------------------------------------------------------------------------------------------
+
+
+@given(cases(), SPEEDS, st.sampled_from(PREFILLS))
+def test_no_block_boundary_would_be_better(case: Case, speeds: dict[HitTier, TierPrior], prefill: PrefillSpeed) -> None:
+    model = model_of(speeds, prefill)
+    decision = case.choose(model)
+    stop, boundaries = case.local + decision.load_tokens, case.boundaries()
+    assert stop in boundaries and stop + decision.declined_tokens == boundaries[-1]
+    totals = {
+        boundary: total_seconds(model, case.local, case.runs, case.prompt, boundary, case.waiting(model))
+        for boundary in boundaries
+    }
+    best = min(totals.values())
+    assert totals[stop] <= best * (1 + 1e-9) + 1e-12  # "loading nothing" and "loading all" are among them
+    assert decision.reason is (MissReason.CHEAPER_TO_COMPUTE if decision.declined_tokens else None)
+    assert decision.is_learned and not decision.is_explored
+    spent = decision.predicted_load_ms / 1e3 + (prefill.more_seconds(stop, case.prompt) or 0.0)
+    assert spent == pytest.approx(totals[stop], rel=1e-9, abs=1e-12)
+    assert sum(size for _, size in decision.parts) == decision.load_tokens * BYTES_PER_TOKEN
+
+
+@given(cases(), SPEEDS, st.sampled_from(PREFILLS), st.sampled_from(TIERS), st.floats(1, 100), st.floats(1, 100))
+def test_a_faster_tier_never_makes_it_load_less(
+    case: Case, speeds: dict[HitTier, TierPrior], prefill: PrefillSpeed, tier: HitTier, sooner: float, quicker: float
+) -> None:
+    before = model_of(speeds, prefill)
+    faster = TierPrior(speeds[tier].overhead_seconds / sooner, speeds[tier].bytes_per_second * quicker)
+    after = model_of({**speeds, tier: faster}, prefill)
+    stop = case.local + case.choose(before).load_tokens
+    faster_stop = case.local + case.choose(after).load_tokens
+    if faster_stop < stop:  # only where the two are equally good, and rounding has decided
+        totals = [
+            total_seconds(after, case.local, case.runs, case.prompt, end, case.waiting(after))
+            for end in (faster_stop, stop)
+        ]
+        assert totals[0] == pytest.approx(totals[1], rel=1e-9)
+
+
+@given(cases(), SPEEDS)
+def test_what_waits_before_it_never_makes_it_load_more(case: Case, speeds: dict[HitTier, TierPrior]) -> None:
+    model = model_of(speeds)
+    longer = Case(case.local, case.runs, case.prompt, case.block, case.queued + 0.1, case.others)
+    assert longer.choose(model).load_tokens <= case.choose(model).load_tokens
+
+
+@given(
+    COUNTS,
+    st.lists(st.tuples(st.sampled_from(list(HitTier)), COUNTS), max_size=6),
+    COUNTS,
+    COUNTS,
+    FINITE,
+    st.booleans(),
+    FINITE,
+    FINITE,
+    COUNTS,
+)
+def test_no_number_makes_it_fail(
+    local: int,
+    runs: Runs,
+    prompt: int,
+    block: int,
+    queued: float,
+    others: bool,
+    now: float,
+    actual: float,
+    loaded: int,
+) -> None:
+    for prefill in (PrefillSpeed(), PREFILLS[0]):
+        model = model_of(prefill=prefill, explore_every=1)
+        decision = model.choose(local, runs, prompt, block, queued, others, now)
+        assert decision.load_tokens >= 0 and decision.declined_tokens >= 0 and decision.predicted_load_ms >= 0
+        model.finished(decision, actual, now, loaded)
+        model.finished(decision, actual, now)
+        assert model.predicted_load_ms(runs, now) >= 0
+
+
+def test_dram_is_taken_and_the_disk_behind_it_left() -> None:
+    speeds = {**PRIORS, HitTier.NVME: TierPrior(1e-3, 1e9)}
+    decision = Case(128, [(HitTier.DRAM, 1024), (HitTier.NVME, 4096)], 6000, 64, 0.0, False).choose(model_of(speeds))
+    assert (decision.load_tokens, decision.declined_tokens) == (1024, 4096)
+    assert decision.reason is MissReason.CHEAPER_TO_COMPUTE
+    assert decision.parts == ((HitTier.DRAM, 1024 * BYTES_PER_TOKEN),)
+
+
+def test_a_queue_makes_short_prefixes_computed_and_long_ones_loaded() -> None:
+    model = model_of()
+    short = Case(0, [(HitTier.DRAM, 512)], 600, 64, 0.05, False)
+    long = Case(0, [(HitTier.DRAM, 8192)], 9000, 64, 0.05, False)
+    assert short.choose(model).load_tokens == 0 and long.choose(model).load_tokens == 8192
+    assert Case(0, short.runs, 600, 64, 0.0, False).choose(model).load_tokens == 512
+
+
+def test_a_busy_engine_notices_late_what_was_loaded_beside_it() -> None:
+    prefill = PrefillSpeed()
+    for _ in range(50):
+        prefill.observe([(0, 1024)], 0, 0.05)
+    model = model_of({**PRIORS, HitTier.DRAM: TierPrior(0.5e-3, 30e9)}, prefill)
+    runs = [(HitTier.DRAM, 512)]
+    assert 0 < model.predicted_load_ms(runs, 0.0) - SYNCHRONOUS_MS < 1, "beside the steps, and only just"
+    assert Case(0, runs, 600, 64, 0.0, False).choose(model).load_tokens == 512
+    assert Case(0, runs, 600, 64, 0.0, True).choose(model).load_tokens == 0
+    within = Case(0, [(HitTier.DRAM, 320)], 600, 64, 0.0, True)
+    assert within.choose(model).load_tokens == 320, "what the engine waits for is noticed at once"
+
+
+# What is counted --------------------------------------------------------------------------------------------------
+
+
+def test_what_was_never_learned_is_loaded_and_counted() -> None:
+    model = model_of({**PRIORS, HitTier.DRAM: TierPrior(10.0, 1.0)}, PrefillSpeed())
+    decision = Case(0, [(HitTier.DRAM, 1000)], 1200, 64, 0.0, False).choose(model)
+    assert decision.load_tokens == 960 and not decision.is_learned and decision.predicted_compute_ms is None
+    model.finished(decision, 10.0, 1.0)
+    counts = model.counts
+    assert (counts.decisions, counts.unlearned, counts.finished, counts.judged) == (1, 1, 1, 0)
+    assert counts.regret_ms == counts.saved_ms == 0.0
+
+
+def test_regret_and_savings_are_against_computing_the_same_tokens() -> None:
+    model = model_of()
+    case = Case(0, [(HitTier.DRAM, 4096)], 5000, 64, 0.0, False)
+    computing = model.prefill.more_seconds(0, 4096)
+    assert computing is not None
+    decision = case.choose(model)
+    model.finished(decision, computing + 0.5, 1.0)
+    model.finished(decision, computing - 0.1, 2.0)
+    assert model.counts.regret_ms == pytest.approx(500) and model.counts.saved_ms == pytest.approx(100)
+    model.finished(decision, computing, 3.0, loaded_tokens=0)
+    assert model.counts.regret_ms == pytest.approx(500 + 1e3 * computing), "nothing came, all of the time was lost"
+    assert model.counts.to_dict()["judged"] == 3
+
+
+def test_a_load_that_was_cut_short_early_does_not_look_fast() -> None:
+    model = model_of()
+    decision = Case(0, [(HitTier.DRAM, 4096)], 5000, 64, 0.0, False).choose(model)
+    before = model.loads.to_dict(0.0)
+    model.finished(decision, 1e-4, 0.0, loaded_tokens=64)
+    assert model.loads.to_dict(0.0) == before
+    model.finished(decision, 1.0, 0.0, loaded_tokens=64)
+    assert model.loads.seconds(decision.parts, 0.0) > 1.5 * decision.predicted_load_ms / 1e3
+
+
+def test_one_decision_in_many_tries_a_helping_of_what_it_would_decline() -> None:
+    slow = {**PRIORS, HitTier.NVME: TierPrior(1e-3, 0.5e9)}
+    model = model_of(slow, explore_every=EXPLORE_EVERY)
+    case = Case(0, [(HitTier.DRAM, 1024), (HitTier.NVME, 8192)], 12000, 64, 0.0, False)
+    decisions = [case.choose(model) for _ in range(3 * EXPLORE_EVERY)]
+    explored = [number for number, decision in enumerate(decisions, 1) if decision.is_explored]
+    assert explored == [EXPLORE_EVERY, 2 * EXPLORE_EVERY, 3 * EXPLORE_EVERY]
+    assert model.counts.explored == 3
+    computing = model.prefill.more_seconds(0, case.prompt)
+    assert computing is not None
+    for number, decision in enumerate(decisions, 1):
+        assert decision.load_tokens + decision.declined_tokens == 9216
+        if number in explored:
+            assert decision.load_tokens >= 1024 + 64 and decision.load_tokens % 64 == 0
+            assert decision.predicted_load_ms <= 1e3 * computing
+        else:
+            assert decision.load_tokens == 1024
+
+
+def test_a_prefix_that_is_wholly_declined_is_tried_by_one_block_if_more_takes_too_long() -> None:
+    model = model_of({**PRIORS, HitTier.REMOTE: TierPrior(5.0, 1e6)}, explore_every=1)
+    decision = Case(0, [(HitTier.REMOTE, 640)], 700, 64, 0.0, False).choose(model)
+    assert decision.is_explored and decision.load_tokens == 64 and decision.declined_tokens == 576
+
+
+def test_nothing_found_is_no_decision() -> None:
+    model = model_of()
+    for runs in ([], [(HitTier.DRAM, 0)], [(HitTier.DRAM, 63)]):
+        decision = Case(0, runs, 100, 64, 0.0, False).choose(model)
+        assert (decision.load_tokens, decision.declined_tokens, decision.reason) == (0, 0, None)
+        model.finished(decision, 1.0, 0.0)
+    assert model.counts.decisions == model.counts.finished == 0
+
+
+# A throttled disk -------------------------------------------------------------------------------------------------
+
+DRAM_TRUE, NVME_TRUE = TierPrior(1e-3, 6e9), TierPrior(2e-3, 5e9)
+STEP, TOKEN, PAIR = 10e-3, 45e-6, 1.5e-9  # an 8B model on one GPU: break-even near 3 GB/s
+THROTTLE = 50.0
+NOISE = 0.05
+
+
+@dataclass
+class Request:
+    """What one request took, and would have taken with everything loaded, and with nothing."""
+
+    seconds: float
+    if_loaded: float
+    if_computed: float
+    decision: Decision
+
+    @property
+    def excess(self) -> float:
+        """Beyond the better of the two, as a share of computing."""
+        return (self.seconds - min(self.if_loaded, self.if_computed)) / self.if_computed
+
+
+class Simulation:
+    """One engine, one request after another, a clock of its own. Found: DRAM first, and NVMe behind it."""
+
+    def __init__(self, seed: int, seconds_between: float) -> None:
+        print("seed", seed)
+        self.random = Random(seed)
+        self.between = seconds_between
+        self.now = 0.0
+        self.prefill = PrefillSpeed()
+        self.model = CostModel(self.prefill, LoadSpeed(), bytes_per_token=BYTES_PER_TOKEN)
+
+    def run(self, requests: int, throttle: float) -> list[Request]:
+        return [self._request(throttle) for _ in range(requests)]
+
+    def _request(self, throttle: float) -> Request:
+        random, model = self.random, self.model
+        self.now += random.expovariate(1 / self.between)
+        in_dram, on_disk = random.choice([0, 0, 512, 2048]), random.randint(8, 128) * 64
+        prompt = in_dram + on_disk + random.randint(64, 1024)
+        runs = [(HitTier.DRAM, in_dram), (HitTier.NVME, on_disk)]
+        noise = [random.lognormvariate(0, NOISE) for _ in range(2)]
+        decision = model.choose(0, runs, prompt, 64, 0.0, False, self.now)
+
+        def load(tokens: int) -> float:
+            dram, disk = min(tokens, in_dram), max(0, tokens - in_dram)
+            seconds = DRAM_TRUE.overhead_seconds + dram * BYTES_PER_TOKEN / DRAM_TRUE.bytes_per_second if dram else 0.0
+            if disk:
+                size = disk * BYTES_PER_TOKEN
+                seconds += throttle * (NVME_TRUE.overhead_seconds + size / NVME_TRUE.bytes_per_second)
+            return seconds * noise[0]
+
+        def compute(start: int) -> float:
+            return (STEP + TOKEN * (prompt - start) + PAIR * (prompt * prompt - start * start) / 2) * noise[1]
+
+        found, loaded = in_dram + on_disk, decision.load_tokens
+        model.finished(decision, load(loaded), self.now)
+        self.prefill.observe([(loaded, prompt - loaded)], 0, compute(loaded))
+        return Request(load(loaded) + compute(loaded), load(found) + compute(found), compute(0), decision)
+
+
+def percentile(requests: list[Request], share: float) -> float:
+    return sorted(request.excess for request in requests)[int(share * (len(requests) - 1))]
+
+
+def declined_share(requests: list[Request]) -> float:
+    """Of the tokens on the disk that were not brought by exploring."""
+    told = [request.decision for request in requests if not request.decision.is_explored]
+    declined = sum(decision.declined_tokens for decision in told)
+    from_disk = sum(size for decision in told for tier, size in decision.parts if tier is HitTier.NVME)
+    return declined / (declined + from_disk / BYTES_PER_TOKEN)
+
+
+@pytest.mark.parametrize("seconds_between", [0.05, 1.0, 10.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_throttled_disk_never_makes_it_slower_than_computing(seed: int, seconds_between: float) -> None:
+    simulation = Simulation(seed, seconds_between)
+    simulation.run(30, throttle=1.0)
+    healthy = simulation.run(400, throttle=1.0)
+    noticing = simulation.run(6, throttle=THROTTLE)
+    slow = simulation.run(1500, throttle=THROTTLE)
+    noticing_again = simulation.run(3 * EXPLORE_EVERY, throttle=1.0)
+    recovered = simulation.run(400, throttle=1.0)
+
+    for phase in (healthy, slow, recovered):
+        assert percentile(phase, 0.95) <= 0.05  # of computing: what noise in both speeds makes of near ties
+    assert declined_share(healthy) < 0.02
+    assert declined_share(slow) > 0.97
+    assert declined_share(recovered) < 0.02
+    assert declined_share(noticing_again[-EXPLORE_EVERY // 2 :]) < 0.5
+    # What the throttled disk costs in all: the explored ones, at most twice computing each.
+    computing = sum(request.if_computed for request in slow)
+    assert sum(request.seconds for request in slow) <= computing * (1 + 1 / EXPLORE_EVERY + 0.01)
+    explored = [request for request in slow if request.decision.is_explored]
+    assert len(slow) // EXPLORE_EVERY - 1 <= len(explored) <= len(slow) // EXPLORE_EVERY + 1
+    # The loads that told it, which nothing can spare.
+    assert sum(request.seconds > 1.5 * request.if_computed for request in noticing) <= 4
+    assert simulation.model.counts.saved_ms > 0 and simulation.model.counts.regret_ms > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_asked_seldom_tries_a_slow_tier_more_often_but_by_helpings(seed: int) -> None:
+    simulation = Simulation(seed, seconds_between=100.0)
+    simulation.run(60, throttle=1.0)
+    simulation.run(12, throttle=THROTTLE)
+    slow = simulation.run(800, throttle=THROTTLE)
+    computing = sum(request.if_computed for request in slow)
+    assert sum(request.seconds for request in slow) <= computing * (1 + 1 / EXPLORE_EVERY + 0.01)
+    assert percentile(slow, 0.95) <= 1.0, "a helping takes no longer than computing"
+    assert declined_share(slow) > 0.97
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_hiccups_of_a_disk_cost_themselves_and_little_more(seed: int) -> None:
+    simulation = Simulation(seed, seconds_between=1.0)
+    simulation.run(60, throttle=1.0)
+    told = [simulation.run(1, throttle=20.0 if number % 50 == 49 else 1.0)[0] for number in range(1000)]
+    usual = [request for number, request in enumerate(told) if number % 50 != 49]
+    assert declined_share(usual) < 0.1
+    assert percentile(usual, 0.9) <= 0.05
