@@ -1,0 +1,229 @@
+"""Which hits are held out, what is counted and logged of audits, and what hits are measured to save."""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+from statistics import fmean, variance
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_adapter.audit import (
+    FRACTION,
+    LONGEST_AUDIT_SECONDS,
+    MOST_NAMESPACES,
+    AuditResult,
+    Audits,
+    Holdout,
+    TtftSaving,
+    Verdict,
+)
+from kvstore.errors import BadInput
+
+# Which hits are held out ------------------------------------------------------------------------------------------
+
+
+def test_one_in_a_thousand_and_the_same_ones_with_the_same_chances() -> None:
+    def held_out(seed: int) -> list[int]:
+        print("seed", seed)
+        holdout = Holdout(Random(seed).random)
+        chosen = []
+        for request in range(100_000):
+            if holdout.begins(str(request), float(request)):
+                chosen.append(request)
+                holdout.ended(str(request))
+        assert (holdout.hits, holdout.held_out, holdout.busy) == (100_000, len(chosen), 0)
+        return chosen
+
+    assert held_out(1) == held_out(1) != held_out(2)
+    assert 60 <= len(held_out(1)) <= 140, "four standard deviations about 100"
+    assert FRACTION == 1 / 1000
+
+
+def test_one_at_a_time() -> None:
+    holdout = Holdout(lambda: 0.0, 1.0)
+    assert holdout.begins("a", 0.0)
+    assert not holdout.begins("b", 1.0)
+    holdout.ended("b")
+    assert not holdout.begins("c", 2.0), "the end of another request ends no audit"
+    holdout.ended("a")
+    assert holdout.begins("d", 3.0)
+    holdout.ended("d")
+    holdout.ended("d")
+    assert (holdout.hits, holdout.held_out, holdout.busy) == (4, 2, 2)
+
+
+def test_an_audit_that_never_ends_does_not_keep_others_away_for_ever() -> None:
+    holdout = Holdout(lambda: 0.0, 1.0)
+    assert holdout.begins("lost", 0.0)
+    assert not holdout.begins("early", LONGEST_AUDIT_SECONDS - 1)
+    assert holdout.begins("late", LONGEST_AUDIT_SECONDS)
+    holdout.ended("lost")
+    assert not holdout.begins("other", LONGEST_AUDIT_SECONDS + 1), "the late one is under way"
+
+
+def test_none_and_all() -> None:
+    off = Holdout(Random(3).random, 0.0)
+    assert not any(off.begins(str(request), 0.0) for request in range(10_000))
+    always = Holdout(Random(3).random, 1.0)
+    for request in range(1000):
+        assert always.begins(str(request), 0.0)
+        always.ended(str(request))
+    assert always.to_dict() == {"fraction": 1.0, "hits": 1000, "held_out": 1000, "busy": 0}
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
+def test_what_is_no_fraction_is_refused(fraction: float) -> None:
+    with pytest.raises(BadInput, match=r"from 0 \(off\) to 1"):
+        Holdout(Random(3).random, fraction)
+
+
+# What is counted and logged ---------------------------------------------------------------------------------------
+
+
+def result_of(verdict: Verdict, error: float = 0.0, allowed: float = 0.01, outside: float | None = None) -> AuditResult:
+    return AuditResult(verdict, error, 10 * error, error, allowed, 7, outside)
+
+
+EXACT = result_of(Verdict.EXACT)
+CLOSE = result_of(Verdict.CLOSE, 0.003)
+DRIFTED = result_of(Verdict.DRIFTED, 1.3)
+
+
+def test_the_worst_block_is_the_verdict() -> None:
+    audits = Audits()
+    assert audits.record("a", [], 0.0) is None
+    assert audits.counts.audits == 0
+    assert audits.record("a", [EXACT, EXACT], 0.0) is Verdict.EXACT
+    assert audits.record("a", [CLOSE, EXACT], 0.0) is Verdict.CLOSE
+    assert audits.record("a", [EXACT, DRIFTED, CLOSE], 0.0) is Verdict.DRIFTED
+    counts = audits.counts
+    assert (counts.audits, counts.drifted_audits, counts.blocks) == (3, 1, 7)
+    assert (counts.exact, counts.close, counts.drifted) == (4, 2, 1)
+    assert counts.worst_relative_error == 1.3 and counts.worst_of_allowed == pytest.approx(130)
+    told = counts.to_dict()
+    assert told["relative_error"] == pytest.approx((2 * 0.003**2 / 6) ** 0.5)
+    assert told["errors"] == {"2^-1": 2, "2^8": 1}, "0.3 and 130 of what is allowed"
+
+
+@given(
+    st.lists(
+        st.builds(
+            result_of,
+            st.sampled_from(list(Verdict)),
+            st.floats(0, allow_nan=False),
+            st.floats(1e-6, 1),
+            st.none() | st.floats(0, 1),
+        ),
+        min_size=1,
+    )
+)
+def test_counts_add_up_whatever_was_found(results: list[AuditResult]) -> None:
+    audits = Audits()
+    audits.record("a", results, 0.0)
+    counts = audits.counts
+    assert counts.blocks == len(results)
+    assert sum(counts.errors.values()) == counts.close + counts.drifted
+    assert counts.worst_relative_error == max(result.relative_error for result in results)
+    counts.to_dict()
+
+
+def test_a_drift_is_logged_once_a_minute_for_each_namespace(caplog: pytest.LogCaptureFixture) -> None:
+    audits = Audits()
+    with caplog.at_level(logging.INFO, "engine_adapter.audit"):
+        for second in range(0, 120, 10):
+            for namespace in ("a", "b"):
+                assert audits.record(namespace, [DRIFTED, EXACT], float(second)) is Verdict.DRIFTED
+            audits.record("c", [CLOSE], float(second))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 4 and all(line.isprintable() for line in lines)
+    assert sum("namespace a is not what the engine computes: 1 of 2 blocks, layer 7" in line for line in lines) == 2
+
+
+def test_what_is_remembered_of_namespaces_is_bounded() -> None:
+    audits = Audits()
+    for number in range(3 * MOST_NAMESPACES):
+        audits.record(str(number), [DRIFTED], 0.0)
+    assert len(audits._logged_at) == MOST_NAMESPACES
+    assert audits.counts.drifted == 3 * MOST_NAMESPACES
+
+
+# What a hit saves -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_said_before_there_are_two_of_each() -> None:
+    saving = TtftSaving()
+    for ttft in (0.1, 0.2, 0.3):
+        saving.record(False, 1000, 900, ttft)
+    saving.record(True, 1000, 900, 1.0)
+    saving.record(True, 100, 90, 0.5)
+    assert saving.estimate() is None
+    assert saving.to_dict()["saved_ms_per_hit"] is None
+    saving.record(True, 1000, 900, 1.4)
+    told = saving.estimate()
+    assert told is not None
+    assert told.mean_ms == pytest.approx(1000) and (told.hits, told.held_out, told.bins) == (3, 2, 1)
+    assert told.standard_error_ms == pytest.approx(1e3 * (0.01 / 3 + 0.08 / 2) ** 0.5)
+    as_dict = saving.to_dict()
+    assert (as_dict["hits"], as_dict["held_out"], as_dict["of_hits"], as_dict["of_held_out"]) == (3, 3, 3, 2)
+    assert as_dict["saved_ms"] == pytest.approx(3000)
+
+
+REQUESTS = st.lists(
+    st.tuples(st.booleans(), st.integers(1, 40), st.integers(1, 40), st.floats(0, 100)), min_size=1, max_size=60
+)
+
+
+@given(REQUESTS)
+def test_it_is_the_difference_of_means_by_bins(requests: list[tuple[bool, int, int, float]]) -> None:
+    saving = TtftSaving()
+    bins: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+    for held_out, prompt, found, ttft in requests:
+        saving.record(held_out, prompt, found, ttft)
+        bins.setdefault((prompt.bit_length(), found.bit_length()), ([], []))[held_out].append(ttft)
+    matched = [arms for arms in bins.values() if min(map(len, arms)) >= 2]
+    told = saving.estimate()
+    if not matched:
+        assert told is None
+        return
+    assert told is not None
+    hits = sum(len(loaded) for loaded, _ in matched)
+    mean = sum(len(loaded) * (fmean(computed) - fmean(loaded)) for loaded, computed in matched) / hits
+    square = sum(len(arms[0]) ** 2 * sum(variance(arm) / len(arm) for arm in arms) for arms in matched) / hits**2
+    assert told.mean_ms == pytest.approx(1e3 * mean, abs=1e-6)
+    assert told.standard_error_ms == pytest.approx(1e3 * square**0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_true_saving_lies_within_the_error_and_sizes_do_not_bias_it(seed: int) -> None:
+    print("seed", seed)
+    random = Random(seed)
+    saving, holdout = TtftSaving(), Holdout(random.random, 0.05)
+    true_ms = []
+    for request in range(6000):
+        found = random.choice([100, 100, 100, 3000])  # long prefixes are rare and save most
+        prompt = found + 50
+        computing, loading = found * 1e-3, 0.005 + found * 2e-5
+        is_held_out = holdout.begins(str(request), 0.0)
+        ttft = 0.05 + (computing if is_held_out else loading)
+        saving.record(is_held_out, prompt, found, ttft * random.lognormvariate(0, 0.2))
+        holdout.ended(str(request))
+        if not is_held_out:
+            true_ms.append(1e3 * (computing - loading) * 1.0202)  # the mean of the noise: exp(0.2 ** 2 / 2)
+    told = saving.estimate()
+    assert told is not None and told.hits == len(true_ms)
+    assert abs(told.mean_ms - fmean(true_ms)) < 4 * told.standard_error_ms
+    assert told.standard_error_ms < 0.05 * told.mean_ms
+
+
+def test_what_cannot_be_a_time_is_left_out_and_bins_are_bounded() -> None:
+    saving = TtftSaving()
+    for ttft in (float("nan"), float("inf"), -1.0):
+        saving.record(False, 100, 90, ttft)
+    saving.record(False, 100, 0, 1.0)
+    assert saving.refused == 4 and not saving._bins
+    for bits in range(200):
+        saving.record(bool(bits % 2), 2**bits, 2**bits, 1.0)
+    assert len(saving._bins) == 24

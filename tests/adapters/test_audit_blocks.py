@@ -1,0 +1,379 @@
+"""Stored blocks beside computed ones, on real transformers models with random weights: what is close, what has drifted,
+and how small a change is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvstore
+from engine_adapter.audit import UNLIKE_ANYTHING, AuditResult, Verdict
+from engine_adapter.audit_blocks import allowed_error, compare_block
+from kv_kernels import int8
+from kv_kernels.int8 import Axis
+from kvstore.errors import BadInput
+from kvstore.pages import Pages
+
+transformers = pytest.importorskip("transformers")
+
+from engine_adapter.hf_attention import ChunkMask  # noqa: E402
+from engine_adapter.hf_buffers import BufferSet  # noqa: E402
+from engine_adapter.hf_cache import PrefixCache  # noqa: E402
+from engine_adapter.hf_layers import ModelCall, even_cache  # noqa: E402
+from engine_adapter.hf_model import layout_of  # noqa: E402
+from kvstore.demo.model import load_trained  # noqa: E402
+
+BLOCK = 64
+TOKENS = 5 * BLOCK
+CODECS = ["raw", int8.KC64, int8.TH]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+USUAL, WIDE = 0.05, 0.2
+"""Ranges of weights: with wide ones an error grows from layer to layer."""
+
+Block = dict[int, list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_of(dtype: torch.dtype, layers: int = 3, spread: float = USUAL, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=spread,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+def prompt_of(seed: int = 5) -> list[int]:
+    return torch.randint(0, 512, (TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def computed(model: Any, tokens: list[int], chunk_tokens: int) -> list[Block]:
+    """The KV of a prompt's blocks, each plane [kv_head, token, width], computed in chunks."""
+    layout = layout_of(model, BLOCK)
+    buffers = BufferSet(layout, 1, TOKENS, torch.device("cpu"))
+    planes = buffers.of_rows(0, 1)
+    call, kv_cache, ids = ModelCall(model), even_cache(planes, 0), torch.tensor([tokens])
+    masks = ChunkMask(TOKENS, getattr(torch, layout.groups[0].dtype))
+    for begin in range(0, len(tokens), chunk_tokens):
+        end = min(begin + chunk_tokens, len(tokens))
+        call(ids[:, begin:end], kv_cache, masks.of(end - begin, end))
+    return [
+        {layer: [plane[0, :, at : at + BLOCK].clone() for plane in pair] for layer, pair in enumerate(planes)}
+        for at in range(0, TOKENS, BLOCK)
+    ]
+
+
+@cache
+def reference(dtype: torch.dtype, layers: int = 3, spread: float = USUAL) -> list[Block]:
+    return computed(model_of(dtype, layers, spread), prompt_of(), 256)
+
+
+def axis_of(codec: str, plane: int, planes: int = 2) -> Axis:
+    if planes == 1:
+        return Axis.LATENT
+    return Axis.CHANNEL if codec == int8.KC64 and plane == 0 else Axis.TOKEN
+
+
+def decoded(block: Block, codec: str) -> Block:
+    """What is in the pages once the store has kept and restored it."""
+    if codec == "raw":
+        return block
+    return {
+        layer: [
+            int8.dequantize(*int8.quantize(plane, axis_of(codec, number, len(planes))), plane.dtype)
+            for number, plane in enumerate(planes)
+        ]
+        for layer, planes in block.items()
+    }
+
+
+def compare(stored: list[Block], now: list[Block], codec: str) -> list[AuditResult]:
+    return [compare_block(decoded(old, codec), new, codec) for old, new in zip(stored, now, strict=True)]
+
+
+# The same weights and tokens --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_computed_alike_is_exact(dtype: torch.dtype, codec: str) -> None:
+    for result in compare(reference(dtype), computed(model_of(dtype), prompt_of(), 256), codec):
+        assert result.verdict is Verdict.EXACT
+        assert result.worst_error == result.of_allowed == 0.0
+        assert result.outside_share == (None if codec == "raw" else 0.0)
+
+
+@pytest.mark.parametrize("spread", [USUAL, WIDE])
+@pytest.mark.parametrize("layers", [3, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_chunks_are_close_or_exact(dtype: torch.dtype, layers: int, spread: float) -> None:
+    stored, model = reference(dtype, layers, spread), model_of(dtype, layers, spread)
+    seen = set()
+    for chunk_tokens in (64, 100):
+        now = computed(model, prompt_of(), chunk_tokens)
+        for codec in CODECS:
+            for result in compare(stored, now, codec):
+                seen.add(result.verdict)
+                assert result.of_allowed < 0.75, "the allowance has room to spare"
+    assert seen == {Verdict.EXACT, Verdict.CLOSE}, "other chunks must give other bits somewhere, or nothing is shown"
+
+
+@pytest.mark.parametrize("layers", [3, 16])
+def test_8_bit_floats_of_other_chunks_are_close_and_of_others_not(layers: int) -> None:
+    for kept in (torch.float8_e4m3fn, torch.float8_e5m2):
+
+        def narrowed(blocks: list[Block], kept: torch.dtype = kept) -> list[Block]:
+            return [{layer: [plane.to(kept) for plane in pair] for layer, pair in b.items()} for b in blocks]
+
+        model = model_of(torch.bfloat16, layers)
+        stored = narrowed(reference(torch.bfloat16, layers))
+        near = compare(stored, narrowed(computed(model, prompt_of(), 100)), "raw")
+        assert {result.verdict for result in near} <= {Verdict.EXACT, Verdict.CLOSE}
+        assert max(result.of_allowed for result in near) < 0.75
+        far = compare(stored, narrowed(computed(model, prompt_of(6), 256)), "raw")
+        assert {result.verdict for result in far} == {Verdict.DRIFTED}
+
+
+# Something else ---------------------------------------------------------------------------------------------------
+
+
+def with_noise(model: Any, share: float) -> Any:
+    """Each weight off by this share of itself, on average."""
+    generator = torch.Generator().manual_seed(9)
+    for weights in model.parameters():
+        if weights.dim() > 1:
+            noise = 1 + share * torch.randn(weights.shape, generator=generator)
+            weights.data.copy_((weights.data.float() * noise).to(weights.dtype))
+    return model
+
+
+def with_adapter(model: Any, share: float, of: tuple[str, ...] = ("q_proj", "v_proj")) -> Any:
+    """A LoRA of rank 4, merged, whose norm is this share of the weights'."""
+    generator = torch.Generator().manual_seed(9)
+    for name, weights in model.named_parameters():
+        if any(part in name for part in of):
+            rows, columns = weights.shape
+            change = torch.randn(rows, 4, generator=generator) @ torch.randn(4, columns, generator=generator)
+            full = weights.data.float()
+            weights.data.copy_((full + change * (share * full.norm() / change.norm())).to(weights.dtype))
+    return model
+
+
+OTHERS: dict[str, Callable[[torch.dtype], list[Block]]] = {
+    "other weights": lambda dtype: computed(model_of(dtype, seed=1), prompt_of(), 256),
+    "other tokens": lambda dtype: computed(model_of(dtype), prompt_of(6), 256),
+    "shifted by a token": lambda dtype: computed(model_of(dtype), [*prompt_of()[1:], 3], 256),
+    "an adapter": lambda dtype: computed(with_adapter(model_of(dtype), 0.1), prompt_of(), 256),
+    "an adapter behind attention": lambda dtype: computed(
+        with_adapter(model_of(dtype), 0.1, of=("o_proj",)), prompt_of(), 256
+    ),
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_computed_otherwise_has_drifted(dtype: torch.dtype, other: str, codec: str) -> None:
+    results = compare(OTHERS[other](dtype), reference(dtype), codec)
+    assert {result.verdict for result in results} == {Verdict.DRIFTED}
+    assert min(result.of_allowed for result in results) > 2
+
+
+def _transposed(plane: torch.Tensor) -> torch.Tensor:
+    return plane.transpose(0, 1).contiguous().view(plane.shape)
+
+
+def _paged_wrongly(plane: torch.Tensor) -> torch.Tensor:
+    """One page of 16 tokens is another one's."""
+    plane = plane.clone()
+    plane[:, 16:32] = plane[:, 48:64]
+    return plane
+
+
+LAYOUTS: dict[str, Callable[[Block], Block]] = {
+    "K transposed": lambda b: {layer: [_transposed(keys), values] for layer, (keys, values) in b.items()},
+    "V transposed": lambda b: {layer: [keys, _transposed(values)] for layer, (keys, values) in b.items()},
+    "K and V swapped": lambda b: {layer: [values, keys] for layer, (keys, values) in b.items()},
+    "heads swapped": lambda b: {layer: [plane.flip(0) for plane in pair] for layer, pair in b.items()},
+    "layers swapped": lambda b: {layer: b[len(b) - 1 - layer] for layer in b},
+    "a page of one layer": lambda b: {**b, 2: [_paged_wrongly(plane) for plane in b[2]]},
+    "a scale left out": lambda b: {layer: [2 * plane for plane in pair] for layer, pair in b.items()},
+    "zeros": lambda b: {layer: [torch.zeros_like(plane) for plane in pair] for layer, pair in b.items()},
+}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_lies_otherwise_has_drifted(dtype: torch.dtype, layout: str, codec: str) -> None:
+    stored = [LAYOUTS[layout](block) for block in reference(dtype)]
+    results = compare(stored, reference(dtype), codec)
+    assert {result.verdict for result in results} == {Verdict.DRIFTED}
+    assert min(result.of_allowed for result in results) > 2
+
+
+# Weights off by these shares of themselves: (dtype, found, not found) in random models, and found in the trained one.
+LIMITS = [(torch.float32, 1e-3, 5e-5, 2e-3), (torch.float16, 3e-3, 5e-4, 1e-2), (torch.bfloat16, 2e-2, 1e-3, 5e-2)]
+
+
+@pytest.mark.parametrize("layers", [3, 16])
+@pytest.mark.parametrize(("dtype", "found", "hidden", "_trained"), LIMITS)
+def test_how_small_a_change_of_the_weights_is_found(
+    dtype: torch.dtype, found: float, hidden: float, _trained: float, layers: int
+) -> None:
+    stored = reference(dtype, layers)
+    for share, verdicts in ((found, {Verdict.DRIFTED}), (hidden, {Verdict.CLOSE})):
+        now = computed(with_noise(model_of(dtype, layers), share), prompt_of(), 256)
+        for codec in CODECS:
+            assert {result.verdict for result in compare(stored, now, codec)} == verdicts, (share, codec)
+
+
+@pytest.mark.parametrize(("dtype", "_found", "_hidden", "found"), LIMITS)
+def test_a_trained_model(dtype: torch.dtype, _found: float, _hidden: float, found: float) -> None:
+    text = list(Path(__file__).read_bytes()[:TOKENS])
+    stored = computed(load_trained().to(dtype), text, 256)
+    close = computed(load_trained().to(dtype), text, 100)
+    changed = computed(with_noise(load_trained().to(dtype), found), text, 256)
+    adapted = computed(with_adapter(load_trained().to(dtype), 0.1), text, 256)
+    for codec in CODECS:
+        near = compare(stored, close, codec)
+        assert max(result.of_allowed for result in near) < 0.25
+        assert {result.verdict for result in near} <= {Verdict.EXACT, Verdict.CLOSE}
+        assert {result.verdict for result in compare(stored, changed, codec)} == {Verdict.DRIFTED}, codec
+        assert {result.verdict for result in compare(stored, adapted, codec)} == {Verdict.DRIFTED}, codec
+
+
+# Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_what_they_are_called() -> None:
+    now = {0: [torch.full((2, 64, 4), 2.0), torch.full((2, 64, 4), 1.0)], 5: [torch.full((2, 64, 4), 1.0)] * 2}
+    stored = {layer: [plane.clone() for plane in planes] for layer, planes in now.items()}
+    stored[5][1] = stored[5][1] + 0.25
+    result = compare_block(stored, now, "raw")
+    assert result.verdict is Verdict.DRIFTED and result.worst_layer == 5
+    assert result.worst_error == pytest.approx(0.25) and result.max_abs_error == pytest.approx(0.25)
+    assert result.relative_error == pytest.approx((0.25**2 / (4 + 1 + 1 + 1)) ** 0.5)
+    assert result.allowed_error == allowed_error(torch.float32, 5) == pytest.approx(2**-12 * 6**0.5)
+
+
+@pytest.mark.parametrize("codec", [int8.KC64, int8.TH])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_error_of_8_bits_is_measured_on_the_live_block(dtype: torch.dtype, codec: str) -> None:
+    for block in reference(dtype):
+        back = decoded(block, codec)
+        result = compare_block(back, block, codec)
+        pairs = [(old, new) for layer in block for old, new in zip(back[layer], block[layer], strict=True)]
+        squares = sum(float((old.double() - new.double()).square().sum()) for old, new in pairs)
+        sizes = sum(float(new.double().square().sum()) for _, new in pairs)
+        assert result.relative_error == pytest.approx((squares / sizes) ** 0.5, rel=1e-4)
+        assert 1e-3 < result.relative_error < 2e-2
+        assert result.verdict is Verdict.EXACT and result.outside_share == 0.0
+
+
+@pytest.mark.parametrize("codec", [int8.KC64, int8.TH])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(DTYPES),
+    heads=st.integers(1, 3),
+    tokens=st.sampled_from([64, 128]),
+    widths=st.sampled_from([(8, 8), (16, 3), (80,), (64,), (1,)]),
+    exponent=st.integers(-60, 13),
+)
+def test_what_a_codec_made_of_a_block_is_exact_and_within_its_bound(
+    codec: str, seed: int, dtype: torch.dtype, heads: int, tokens: int, widths: tuple[int, ...], exponent: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    planes = [
+        (
+            torch.randn(heads, tokens, width, generator=generator)
+            * 2.0 ** max(exponent, -10 if dtype == torch.float16 else -60)
+        ).to(dtype)
+        for width in widths
+    ]
+    block = {3: planes}
+    result = compare_block(decoded(block, codec), block, codec)
+    assert result.verdict is Verdict.EXACT and result.outside_share == 0.0 and result.worst_error == 0.0
+
+
+def test_numbers_that_are_none() -> None:
+    plane = torch.randn(1, 64, 8)
+    broken = plane.clone()
+    broken[0, 3, 3] = float("nan")
+    for codec in CODECS:
+        for stored, now in ((broken, plane), (plane, broken)):
+            result = compare_block({0: [stored, plane]}, {0: [now, plane]}, codec)
+            assert result.verdict is Verdict.DRIFTED and result.worst_error == UNLIKE_ANYTHING, codec
+    same = compare_block({0: [broken, plane]}, {0: [broken.clone(), plane]}, "raw")
+    assert same.verdict is Verdict.EXACT and same.relative_error == 0.0
+    nothing = torch.zeros(1, 64, 8)
+    assert compare_block({0: [nothing]}, {0: [-nothing]}, "raw").verdict is Verdict.CLOSE
+    assert compare_block({0: [plane]}, {0: [nothing]}, "raw").verdict is Verdict.DRIFTED
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    plane = torch.zeros(1, 64, 8)
+    for stored, now, codec, words in (
+        ({0: [plane]}, {1: [plane]}, "raw", "not the same planes"),
+        ({0: [plane]}, {0: [plane, plane]}, "raw", "not the same planes"),
+        ({0: [plane]}, {0: [plane.half()]}, "raw", "its own namespace"),
+        ({0: [plane]}, {0: [plane[:, :32]]}, "raw", "its own namespace"),
+        ({0: [plane]}, {0: [plane]}, "zip", "allowed: raw, int8-kc64, int8-th"),
+        ({0: [plane.to(torch.uint8)]}, {0: [plane.to(torch.uint8)]}, "raw", "view it as one of"),
+        ({0: [plane[:, :32]] * 2}, {0: [plane[:, :32]] * 2}, int8.KC64, "a multiple of 64 tokens"),
+        ({0: [plane.to(torch.float8_e5m2)]}, {0: [plane.to(torch.float8_e5m2)]}, int8.TH, "16- or 32-bit floats"),
+        ({}, {}, "raw", "without planes"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            compare_block(stored, now, codec)
+
+
+# Through a store --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_blocks_of_a_store_beside_computed_ones(codec: str, tmp_path: Path) -> None:
+    prompt, model = prompt_of(), model_of(torch.bfloat16)
+    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as store:
+        engine = PrefixCache(model, store, codec=codec, chunk_tokens=256)
+        engine.generate(prompt, max_new_tokens=1)
+        handle = engine.namespace
+        assert handle is not None
+        buffers = BufferSet(engine.layout, 1, TOKENS, torch.device("cpu"))
+        pages = buffers.pages(0, TOKENS)
+        with handle.lease(handle.match(prompt), first_token=0, deadline_ms=1000) as lease:
+            assert handle.get(lease, into=pages, first_token=0).tokens == TOKENS
+        stored = [_block(pages, at) for at in range(TOKENS // BLOCK)]
+    alike = computed(model, prompt, 256)
+    assert {compare_block(*pair, codec).verdict for pair in zip(stored, alike, strict=True)} == {Verdict.EXACT}
+    other_chunks = computed(model, prompt, 100)
+    verdicts = {compare_block(*pair, codec).verdict for pair in zip(stored, other_chunks, strict=True)}
+    assert verdicts <= {Verdict.EXACT, Verdict.CLOSE}
+    changed = computed(with_adapter(model, 0.1), prompt, 256)
+    assert {compare_block(*pair, codec).verdict for pair in zip(stored, changed, strict=True)} == {Verdict.DRIFTED}
+
+
+def _block(pages: Pages, at: int) -> Block:
+    """One block of pages that are blocks: [page, token, kv_head, width]."""
+    return {layer: [plane[at].permute(1, 0, 2) for plane in planes] for layer, planes in pages.planes.items()}
