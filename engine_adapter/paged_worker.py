@@ -14,15 +14,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
-from typing import Protocol
 
-from engine_adapter.adapter import OpenStore
 from engine_adapter.engine_pages import EnginePages
+from engine_adapter.opened_namespace import ClosableStore, OpenedNamespace
 from engine_adapter.step_orders import (
     LoadOrder,
     LoadReport,
-    NamespaceFacts,
     PageRun,
     SaveOrder,
     SaveReport,
@@ -41,20 +40,10 @@ PIECE_BYTES = 8 << 20
 """Of a save, put at a time: others' blocks go in between, and a fence waits for no more than the rest of one."""
 OPEN_SECONDS = 5.0
 """How long a load waits for its namespace to be opened, which happens once, when the store is there."""
-RETRY_SECONDS = 1.0
-"""Between two attempts to open a namespace."""
 IDLE_WAIT_SECONDS = 0.005
 """An engine with nothing to do but to wait for loads would spin, and keep the loader from the interpreter's lock."""
 MAX_REPORTS = 65536
 """Kept until the scheduler takes them; more means that nobody does."""
-
-
-class SharedStore(OpenStore, Protocol):
-    """A store that this process opened, as a worker uses it."""
-
-    def close(self) -> None:
-        """Hang up."""
-        ...
 
 
 @dataclass(slots=True)
@@ -71,7 +60,7 @@ class PagedWorker:
     def __init__(
         self,
         pages: EnginePages,
-        open_store: Callable[[str], SharedStore],
+        open_store: Callable[[str], ClosableStore],
         clock: Callable[[], float],
         *,
         load_threads: int,
@@ -85,9 +74,7 @@ class PagedWorker:
         self._save_bytes = save_bytes
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._store: SharedStore | None = None
-        self._wanted: NamespaceFacts | None = None
-        self._namespaces: dict[int, NamespaceHandle] = {}
+        self._namespace: OpenedNamespace | None = None
         self._loads: deque[tuple[LoadOrder, float]] = deque()
         self._loading = 0
         self._saves: deque[_Save] = deque()
@@ -106,7 +93,6 @@ class PagedWorker:
             for number in range(load_threads)
         ]
         self._threads.append(threading.Thread(target=self._save_loop, name="kv-save", daemon=True))
-        self._threads.append(threading.Thread(target=self._open_loop, name="kv-open", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -118,9 +104,9 @@ class PagedWorker:
             return
         self._orders = orders
         if orders.namespace is not None:
-            with self._changed:
-                self._wanted = orders.namespace
-                self._changed.notify_all()
+            if self._namespace is None:
+                self._namespace = OpenedNamespace(partial(self._open_store, orders.namespace.session))
+            self._namespace.want(orders.namespace)
         if orders.fenced:
             self._fence(set(orders.fenced))
 
@@ -184,9 +170,8 @@ class PagedWorker:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, give_up_at - self._clock()) + 0.5)
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        if self._namespace is not None:
+            self._namespace.close(max(0.0, give_up_at - self._clock()) + 0.5)
 
     # Loads -----------------------------------------------------------------------------------------------------------
 
@@ -329,40 +314,7 @@ class PagedWorker:
 
     def _opened(self, number: int, seconds: float) -> NamespaceHandle | None:
         """The namespace of that number, within that time."""
-        give_up_at = self._clock() + seconds
-        with self._changed:
-            while number not in self._namespaces and not self._closed and self._clock() < give_up_at:
-                self._changed.wait(max(0.0, give_up_at - self._clock()))
-            return self._namespaces.get(number)
-
-    def _open_loop(self) -> None:
-        """Open what is wanted, again and again while the store is away."""
-        while True:
-            with self._changed:
-                while not self._closed and (self._wanted is None or self._wanted.number in self._namespaces):
-                    self._changed.wait()
-                if self._closed:
-                    return
-                wanted = self._wanted
-            assert wanted is not None
-            try:
-                if self._store is None:
-                    self._store = self._open_store(wanted.session)
-                handle = self._store.namespace(
-                    model=wanted.model,
-                    layout=wanted.layout,
-                    codec=wanted.codec,
-                    weights_epoch=wanted.weights_epoch,
-                    config=wanted.config,
-                )
-            except Exception as error:
-                self._fault(error)
-                with self._changed:
-                    self._changed.wait(RETRY_SECONDS)
-                continue
-            with self._changed:
-                self._namespaces = {wanted.number: handle}
-                self._changed.notify_all()
+        return self._namespace.wait(number, seconds) if self._namespace is not None else None
 
     def _fault(self, error: Exception) -> MissReason:
         if isinstance(error, StoreClosed):

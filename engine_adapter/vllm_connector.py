@@ -11,6 +11,7 @@ One file for vLLM 0.28, 0.31 and 0.32: it translates hooks and knows nothing of 
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,10 @@ from engine_adapter.adapter import chosen_codec
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.connector_settings import ConnectorSettings
 from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, register
+from engine_adapter.engine_requests import Computed
+from engine_adapter.load_choice import StepWork
 from engine_adapter.model_files import adapter_digest, model_fingerprint
-from engine_adapter.paged_scheduler import Computed, PagedScheduler, namespace_config
+from engine_adapter.paged_scheduler import PagedScheduler, namespace_config
 from engine_adapter.paged_worker import PagedWorker
 from engine_adapter.step_orders import NamespaceFacts, StepOrders, StepReports, WorkerFacts
 from engine_adapter.vllm_requests import EngineView, RequestReader
@@ -249,8 +252,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """Reports of the workers."""
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
-        if self._scheduler is not None and isinstance(reports, Reports):
-            self._scheduler.half.reported(reports.step)
+        if self._scheduler is not None:
+            self._scheduler.half.reported(reports.step if isinstance(reports, Reports) else None)
 
     def request_finished(self, request: Any, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
         """Its pages are free at once: saves that still read them are fenced when they are used again."""
@@ -313,7 +316,9 @@ class _SchedulerSide:
     """vLLM's scheduler as `PagedScheduler` sees it."""
 
     def __init__(self, config: VllmConfig, groups: Any, settings: ConnectorSettings, session: str) -> None:
-        self.half = PagedScheduler(settings, lambda: _open_store(settings.url, session), time.monotonic)
+        self.half = PagedScheduler(
+            settings, lambda: _open_store(settings.url, session), time.monotonic, random.Random().random
+        )
         self.reader = RequestReader(AdapterDigests(adapter_digest))
         self._config = config
         self._groups = groups
@@ -386,7 +391,19 @@ class _SchedulerSide:
                 computed = mine.request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
                 final = mine.final(computed, has_drafts=self._config.speculative_config is not None)
                 due.append(Computed(request_id, final, partial(resolve, request_id)))
-        return self.half.step(set(scheduled), due, grown)
+        return self.half.step(set(scheduled), due, grown, self._work(output))
+
+    def _work(self, output: Any) -> StepWork:
+        """Prompts that the step computes, and how many requests get one more token."""
+        scheduled = output.num_scheduled_tokens
+        if output.total_num_scheduled_tokens == len(scheduled):
+            return StepWork((), len(scheduled))
+        prefills = []
+        for request_id, tokens in scheduled.items():
+            mine = self._requests.get(request_id)
+            if tokens > 1 and mine is not None:
+                prefills.append((mine.request.num_computed_tokens, tokens))
+        return StepWork(prefills, len(scheduled) - len(prefills))
 
     def _kept_tables(self, output: Any) -> Callable[[str], Sequence[Sequence[int]]]:
         """Before 0.31 the scheduler does not tell a request's pages: they are put together from its steps."""
@@ -506,7 +523,7 @@ def _config_fields(config: VllmConfig, facts: Sequence[WorkerFacts]) -> Mapping[
         rope=getattr(model.hf_text_config, "rope_parameters", None),
         overrides=model.hf_overrides if isinstance(model.hf_overrides, dict) else None,
         device=facts[0].device,
-        engine="vllm",
+        engine=f"vllm {vllm.__version__}",  # a model's code may be mended from one to the next
     )
 
 

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 from engine_adapter.adapter_digests import AdapterDigests
-from engine_adapter.paged_scheduler import RequestFacts
+from engine_adapter.engine_requests import RequestFacts
 from kvstore.identity import ExtraKey
 from kvstore.miss import MissReason
 

@@ -1,0 +1,158 @@
+"""What a connector's scheduler half has to know of an engine's requests (floor 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine_adapter.prefix_lookup import PrefixLookup
+from engine_adapter.step_orders import LoadOrder
+from kvstore.handle import Lease
+from kvstore.identity import ExtraKey, Prompt
+from kvstore.miss import Account, HitTier, MissReason
+
+NEVER = 1 << 62
+"""More tokens than a request has."""
+
+
+class EngineRequest(Protocol):
+    """A request as its engine has it now. due: kept here for the engine's side: how many computed tokens complete the
+    next block that is to be offered."""
+
+    due: int
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for it."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known: the prompt, and what was generated and accepted."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt alone."""
+        ...
+
+    def token_ids(self, first: int, stop: int) -> list[int]:
+        """Known tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What a request's KV depends on besides its tokens, and what its user wants. refused: why it is not looked up and
+    not saved, else None. ignored: of what its user asked for, what was not understood."""
+
+    extra_keys: tuple[ExtraKey, ...] = ()
+    refused: MissReason | None = None
+    detail: str = ""
+    reads: bool = True
+    saves: bool = True
+    ttl: float | None = None
+    priority: int = 0
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A request of which a step computes as much as is `due`. stop: tokens up to which KV is complete after it, and
+    accepted for certain. tables: every group's pages of it."""
+
+    request_id: str
+    stop: int
+    tables: Callable[[], Sequence[Sequence[int]]]
+
+
+@dataclass(slots=True)
+class LoadUnderWay:
+    """tokens: up to which pages are verified, as far as is known. waiting: ranks that have not reported."""
+
+    order: LoadOrder
+    lease: Lease
+    waiting: set[int]
+    tokens: int
+    seconds: float = 0.0
+    reason: MissReason | None = None
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """One request on its way. account, detail: of its first admission. number: of the namespace in which the prompt was
+    hashed. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the engine's own.
+    offered: blocks up to which its KV was offered, or is held. is_parked: the engine waits for its load.
+    """
+
+    request: EngineRequest
+    facts: RequestFacts
+    account: Account
+    detail: str = ""
+    number: int = -1
+    prompt: Prompt = field(default_factory=lambda: Prompt(0, []))
+    lookup: PrefixLookup | None = None
+    local_tokens: int = 0
+    chosen_for: int = -1
+    stop_token: int = 0
+    stop_reason: MissReason = MissReason.GRID
+    promised: int = 0
+    is_parked: bool = False
+    is_admitted: bool = False
+    offered: int = 0
+    load: LoadUnderWay | None = None
+    load_ms: float = 0.0
+    saved_blocks: int = 0
+    put_reasons: dict[MissReason, int] = field(default_factory=dict)
+
+    def told(self) -> dict[str, object]:
+        """To the request's user, when it is over."""
+        told: dict[str, object] = {
+            **self.account.to_dict(),
+            "detail": self.detail,
+            "load_ms": round(self.load_ms, 3),
+            "saved_blocks": self.saved_blocks,
+            "put_reasons": {str(reason): count for reason, count in self.put_reasons.items()},
+        }
+        if self.facts.ignored:
+            told["ignored"] = list(self.facts.ignored)
+        return told
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """In tokens unless named otherwise. hits, misses: by tier and by reason; their sum is what was asked for. A load
+    that failed is a miss."""
+
+    requests: int = 0
+    asked: int = 0
+    hits: dict[HitTier, int] = field(default_factory=dict)
+    misses: dict[MissReason, int] = field(default_factory=dict)
+    loads: int = 0
+    failed_loads: int = 0
+    saved_blocks: int = 0
+    dropped_saves: int = 0
+
+    def add(self, account: Account) -> None:
+        """One more request."""
+        self.requests += 1
+        self.asked += account.asked
+        for tier, tokens in account.hits.items():
+            self.hits[tier] = self.hits.get(tier, 0) + tokens
+        for reason, tokens in account.misses.items():
+            self.misses[reason] = self.misses.get(reason, 0) + tokens
+
+    def to_dict(self) -> dict[str, int]:
+        """Flat, without those that are zero."""
+        flat = {
+            "requests": self.requests,
+            "asked": self.asked,
+            **{f"hit_{tier}": tokens for tier, tokens in self.hits.items()},
+            **{f"miss_{reason}": tokens for reason, tokens in self.misses.items()},
+            "loads": self.loads,
+            "failed_loads": self.failed_loads,
+            "saved_blocks": self.saved_blocks,
+            "dropped_saves": self.dropped_saves,
+        }
+        return {name: count for name, count in flat.items() if count}

@@ -1,0 +1,116 @@
+"""How far a found prefix is loaded, and what that taught (floor 3).
+
+The cost model learns from the engine's steps and from finished loads; a hit in a thousand is held out, computed, and
+compared. This file is what the scheduler's half asks. No clock, no waiting. Must never import an engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine_adapter.audit import Audits, Holdout, TtftSaving
+from engine_adapter.costmodel import CostModel, Decision
+from engine_adapter.speeds import LoadSpeed, PrefillSpeed
+from kvstore.handle import Match
+from kvstore.miss import HitTier, MissReason
+
+STEPS_AHEAD = 8
+"""An engine that schedules ahead of its workers has so many steps under way at most; more are not timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes. prefills: of each prompt in it (tokens before, new tokens). decodes: other requests."""
+
+    prefills: Sequence[tuple[int, int]]
+    decodes: int
+
+
+@dataclass(slots=True)
+class _Under:
+    decision: Decision
+    started_at: float
+
+
+class LoadChoice:
+    """For one engine and namespace."""
+
+    def __init__(self, bytes_per_token: float, *, is_on: bool, audit: float, choose: Callable[[], float]) -> None:
+        """bytes_per_token: of the payloads. is_on: whether what is slower to load is computed; it is learned anyway.
+        choose: evenly from 0 up to 1."""
+        self.holdout = Holdout(choose, audit)
+        self.audits = Audits()
+        self.saving = TtftSaving()
+        self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token)
+        self._is_on = is_on
+        self._bytes_per_token = bytes_per_token
+        self._under_way: dict[str, _Under] = {}
+        self._steps: deque[tuple[float, StepWork]] = deque()
+        self._last_report_at = 0.0
+
+    def stop_token(
+        self, request: str, match: Match, local_tokens: int, cap: int, block_tokens: int, busy: bool, now: float
+    ) -> tuple[int, MissReason]:
+        """Up to which token to load, and why what lies behind it is not. cap: what can be used."""
+        runs, position = [], 0
+        for tier, blocks in match.tiers:
+            start, position = position, position + blocks * block_tokens
+            tokens = min(position, cap) - max(start, local_tokens)
+            if tokens > 0:
+                runs.append((tier, tokens))
+        if not runs:
+            return cap, MissReason.GRID
+        queued = sum(
+            max(0.0, one.decision.predicted_load_ms / 1000 - (now - one.started_at)) for one in self._under_way.values()
+        )
+        decision = self.costs.choose(local_tokens, runs, match.account.asked, block_tokens, queued, busy, now)
+        self._under_way[request] = _Under(decision, now)
+        if not self._is_on or not decision.declined_tokens:
+            return cap, MissReason.GRID
+        return local_tokens + decision.load_tokens, MissReason.CHEAPER_TO_COMPUTE
+
+    def load_ms(self, tokens: int, now: float) -> float:
+        """What loading so many tokens from DRAM is expected to take."""
+        return self.costs.predicted_load_ms([(HitTier.DRAM, tokens)], now)
+
+    def begins(self, request: str, now: float) -> None:
+        """The load of its decision begins."""
+        under_way = self._under_way.get(request)
+        if under_way is not None:
+            under_way.started_at = now
+
+    def ended(self, request: str, seconds: float, loaded_tokens: int, now: float) -> None:
+        """The load of a request has ended, after that time."""
+        under_way = self._under_way.pop(request, None)
+        if under_way is not None:
+            self.costs.finished(under_way.decision, seconds, now, loaded_tokens)
+
+    def dropped(self, request: str) -> None:
+        """There was no load, or nobody knows how long it took."""
+        self._under_way.pop(request, None)
+
+    def step_begins(self, work: StepWork, now: float) -> None:
+        """A step is scheduled."""
+        if len(self._steps) < STEPS_AHEAD:
+            self._steps.append((now, work))
+
+    def step_ends(self, now: float, waited: bool) -> None:
+        """The oldest step that was scheduled has reported. waited: for a load."""
+        last, self._last_report_at = self._last_report_at, now
+        if self._steps:
+            began, work = self._steps.popleft()
+            if not waited:
+                self.costs.prefill.observe(work.prefills, work.decodes, now - max(began, last))
+
+    def to_dict(self, now: float) -> dict[str, object]:
+        """For people."""
+        return {
+            "cost": self.costs.counts.to_dict(),
+            "prefill": self.costs.prefill.to_dict(),
+            "loads": self.costs.loads.to_dict(now),
+            "holdout": self.holdout.to_dict(),
+            "audits": self.audits.counts.to_dict(),
+            "saving": self.saving.to_dict(),
+        }

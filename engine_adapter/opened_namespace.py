@@ -1,0 +1,105 @@
+"""A namespace that is opened in the background, however long that takes, by somebody who must not wait (floor 3)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from logging import getLogger
+from typing import Protocol
+
+from engine_adapter.adapter import OpenStore
+from engine_adapter.step_orders import NamespaceFacts
+from kvstore.handle import NamespaceHandle
+
+_log = getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+"""Between two attempts."""
+
+
+class ClosableStore(OpenStore, Protocol):
+    """A store that this process opened."""
+
+    def close(self) -> None:
+        """Hang up."""
+        ...
+
+
+class OpenedNamespace:
+    """The one that was wanted last, once it is open. Thread-safe."""
+
+    def __init__(self, open_store: Callable[[], ClosableStore]) -> None:
+        """open_store: asks nothing of the store yet."""
+        self._open_store = open_store
+        self._changed = threading.Condition()
+        self._store: ClosableStore | None = None
+        self._wanted: NamespaceFacts | None = None
+        self._handle: NamespaceHandle | None = None
+        self._number = -1
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.detail = "nothing was opened yet"
+        """Why it is not open."""
+
+    def want(self, facts: NamespaceFacts) -> None:
+        """From now on this one; whatever was open is not any more."""
+        with self._changed:
+            self._wanted, self._handle = facts, None
+            self.detail = "the store is not there yet"
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="kv-open", daemon=True)
+                self._thread.start()
+
+    def now(self) -> NamespaceHandle | None:
+        """The handle; None while there is none. Waits for nothing."""
+        return self._handle
+
+    def wait(self, number: int, seconds: float) -> NamespaceHandle | None:
+        """The handle of the namespace of that number, within that time."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._number == number and self._handle), seconds)
+            return self._handle if self._number == number else None
+
+    def close(self, seconds: float) -> None:
+        """Hang up. Safe to call again."""
+        with self._changed:
+            self._closed, self._handle = True, None
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(seconds)
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _loop(self) -> None:
+        is_told = False
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._wanted is not None and self._handle is None))
+                wanted = self._wanted
+                if self._closed or wanted is None:
+                    return
+            try:
+                if self._store is None:
+                    self._store = self._open_store()
+                handle = self._store.namespace(
+                    model=wanted.model,
+                    layout=wanted.layout,
+                    codec=wanted.codec,
+                    weights_epoch=wanted.weights_epoch,
+                    config=wanted.config,
+                )
+            except Exception as error:  # the adapter's edge: there is no store, and that is all
+                self.detail = str(error).partition("\n")[0]
+                if not is_told:
+                    _log.warning("every look-up is a miss until the store is there: %s", self.detail)
+                is_told = True
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
+                continue
+            with self._changed:
+                if self._wanted is wanted and not self._closed:
+                    self._handle, self._number = handle, wanted.number
+                    self._changed.notify_all()
+            is_told = False

@@ -1,0 +1,108 @@
+"""Which blocks of which request are offered to the store, and which pages are being read for that (floor 3).
+
+    a step completes a block > a save is ordered > its pages are watched > the workers report
+                                                 > a page is given to somebody else: the save is fenced
+
+A page that holds what an inexact codec restored is never encoded again. What was refused, dropped or evicted meanwhile
+is offered anew with the request's next block. Knows pages and keys, no engine and no tokens; one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine_adapter.step_orders import PageRun, SaveOrder, SaveReport
+from kvstore.miss import MissReason
+
+
+@dataclass(slots=True)
+class Offer:
+    """One save under way. held: blocks from the prompt's start that the store has, as far as is known. dropped: not
+    all of it was read."""
+
+    order: SaveOrder
+    first_block: int
+    stop_block: int
+    pages: frozenset[int]
+    waiting: set[int]
+    held: int
+    stored: int = 0
+    reason: MissReason | None = None
+    dropped: bool = False
+
+
+class SavePlan:
+    """Of one engine."""
+
+    def __init__(self, ranks: Iterable[int], page_tokens: int, block_tokens: int) -> None:
+        """ranks: workers that report each save."""
+        self._ranks = tuple(ranks)
+        self._page_tokens = page_tokens
+        self._block_tokens = block_tokens
+        self._offers: dict[int, Offer] = {}
+        self._reading: dict[int, int] = {}
+        """Pages that are read, each by the save that was ordered last."""
+        self._decoded: set[int] = set()
+
+    def __len__(self) -> int:
+        """Saves under way."""
+        return len(self._offers)
+
+    def taken(self, pages: set[int]) -> list[int]:
+        """These pages are written to from now on; returns the saves that read any of them."""
+        self._decoded -= pages
+        return sorted({self._reading[page] for page in pages if page in self._reading})
+
+    def decoded(self, pages: Iterable[int]) -> None:
+        """These hold what an inexact codec restored."""
+        self._decoded.update(pages)
+
+    def exact_runs(self, tables: Sequence[Sequence[int]], first_block: int, stop_block: int) -> list[tuple[int, int]]:
+        """Runs of blocks whose pages are all as the engine computed them."""
+        if not self._decoded:
+            return [(first_block, stop_block)]
+        per_block = self._block_tokens // self._page_tokens
+        runs: list[tuple[int, int]] = []
+        for number in range(first_block, stop_block):
+            span = slice(number * per_block, (number + 1) * per_block)
+            if not all(self._decoded.isdisjoint(table[span]) for table in tables):
+                continue
+            if runs and runs[-1][1] == number:
+                runs[-1] = (runs[-1][0], number + 1)
+            else:
+                runs.append((number, number + 1))
+        return runs
+
+    def add(self, order: SaveOrder, first_block: int, stop_block: int) -> None:
+        """A save was ordered."""
+        pages = frozenset(page for run in order.tables for page in run.pages)
+        self._offers[order.number] = Offer(order, first_block, stop_block, pages, set(self._ranks), stop_block)
+        self._reading.update(dict.fromkeys(pages, order.number))
+
+    def reported(self, report: SaveReport) -> Offer | None:
+        """One worker has done its share; the save, once all have."""
+        offer = self._offers.get(report.number)
+        if offer is None:
+            return None
+        offer.waiting.discard(report.rank)
+        offer.stored = max(offer.stored, report.stored)
+        if report.reason is not None or report.dropped:
+            offer.dropped |= report.dropped
+            offer.reason = report.reason or offer.reason
+            offer.held = min(offer.held, max(report.held, offer.first_block))
+        if offer.waiting:
+            return None
+        del self._offers[report.number]
+        for page in offer.pages:
+            if self._reading.get(page) == report.number:
+                del self._reading[page]
+        return offer
+
+
+def page_runs(
+    tables: Sequence[Sequence[int]], first_token: int, stop_token: int, page_tokens: int
+) -> tuple[PageRun, ...]:
+    """Of each group the pages of these tokens."""
+    first, stop = first_token // page_tokens, -(-stop_token // page_tokens)
+    return tuple(PageRun(first, list(table[first:stop])) for table in tables)
