@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine_adapter.audit import AuditResult
 from engine_adapter.prefix_lookup import PrefixLookup
-from engine_adapter.step_orders import LoadOrder
+from engine_adapter.step_orders import AuditOrder, LoadOrder
 from kvstore.handle import Lease
 from kvstore.identity import ExtraKey, Prompt
 from kvstore.miss import Account, HitTier, MissReason
+from kvstore.pending import Pending
 
 NEVER = 1 << 62
 """More tokens than a request has."""
@@ -79,11 +81,24 @@ class LoadUnderWay:
     reason: MissReason | None = None
 
 
+@dataclass(slots=True)
+class AuditUnderWay:
+    """A hit that is computed all the same. block: the one that is compared; pending, lease: of what is stored of it."""
+
+    block: int
+    pending: Pending[Lease] | None
+    lease: Lease | None = None
+    order: AuditOrder | None = None
+    waiting: set[int] = field(default_factory=set)
+    results: tuple[AuditResult, ...] = ()
+
+
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One request on its way. account, detail: of its first admission. number: of the namespace in which the prompt was
     hashed. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the engine's own.
-    offered: blocks up to which its KV was offered, or is held. is_parked: the engine waits for its load.
+    offered: blocks up to which its KV was offered, or is held. is_parked: the engine waits for its load. added_at, and
+    found_tokens of the store's: while its first token is waited for, to learn what hits save.
     """
 
     request: EngineRequest
@@ -105,6 +120,9 @@ class RequestState:
     load_ms: float = 0.0
     saved_blocks: int = 0
     put_reasons: dict[MissReason, int] = field(default_factory=dict)
+    audit: AuditUnderWay | None = None
+    added_at: float = 0.0
+    found_tokens: int = 0
 
     def told(self) -> dict[str, object]:
         """To the request's user, when it is over."""

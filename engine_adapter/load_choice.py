@@ -81,11 +81,12 @@ class LoadChoice:
         if under_way is not None:
             under_way.started_at = now
 
-    def ended(self, request: str, seconds: float, loaded_tokens: int, now: float) -> None:
-        """The load of a request has ended, after that time."""
+    def ended(self, request: str, seconds: float | None, loaded_tokens: int, now: float) -> None:
+        """The load of a request has ended, after that time; None: that is noticed now."""
         under_way = self._under_way.pop(request, None)
         if under_way is not None:
-            self.costs.finished(under_way.decision, seconds, now, loaded_tokens)
+            taken = now - under_way.started_at if seconds is None else seconds
+            self.costs.finished(under_way.decision, taken, now, loaded_tokens)
 
     def dropped(self, request: str) -> None:
         """There was no load, or nobody knows how long it took."""

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from engine_adapter.audit import Verdict
 from engine_adapter.connector_settings import ConnectorSettings, LoadMode, SavePolicy
 from engine_adapter.engine_requests import (
     NEVER,
+    AuditUnderWay,
     Computed,
     EngineRequest,
     LoadUnderWay,
@@ -29,6 +31,8 @@ from engine_adapter.opened_namespace import ClosableStore, OpenedNamespace
 from engine_adapter.prefix_lookup import PrefixLookup, after_engine
 from engine_adapter.save_plan import SavePlan, page_runs
 from engine_adapter.step_orders import (
+    AuditOrder,
+    AuditReport,
     LoadOrder,
     LoadReport,
     NamespaceFacts,
@@ -37,7 +41,7 @@ from engine_adapter.step_orders import (
     StepOrders,
     StepReports,
 )
-from kvstore.handle import Lease
+from kvstore.handle import Lease, Match
 from kvstore.identity import Prompt
 from kvstore.miss import Account, HitTier, MissReason
 
@@ -82,6 +86,9 @@ class PagedScheduler:
         self._counts = RequestCounts()
         self._saved: list[tuple[EngineRequest, int, int]] = []
         self._waited = False
+        self._audits: dict[int, RequestState] = {}
+        self._first_tokens: list[tuple[float, bool, int, int]] = []
+        """Of this step: (when it was added, whether it was held out, prompt, found)."""
 
     # The namespace ---------------------------------------------------------------------------------------------------
 
@@ -135,7 +142,7 @@ class PagedScheduler:
 
     def added(self, request: EngineRequest, facts: RequestFacts) -> None:
         """A new request: its look-up begins."""
-        state = RequestState(request, facts, Account.of([]))
+        state = RequestState(request, facts, Account.of([]), added_at=self._clock())
         self._states[request.request_id] = state
         self._look_up(state)
 
@@ -193,6 +200,8 @@ class PagedScheduler:
             return None
         self._running.discard(request_id)
         self._let_go(state)
+        if state.audit is not None and state.audit.order is None:
+            self._end_audit(state)
         self._counts.add(state.account)
         return state.told()
 
@@ -232,14 +241,20 @@ class PagedScheduler:
 
     def reported(self, reports: StepReports | None) -> None:
         """A step is over; what the workers have done."""
+        now = self._clock()
         if self.choice is not None and self._running:
-            self.choice.step_ends(self._clock(), self._waited)
+            self.choice.step_ends(now, self._waited)
+            for added_at, held_out, prompt_tokens, found_tokens in self._first_tokens:
+                self.choice.saving.record(held_out, prompt_tokens, found_tokens, now - added_at)
+            self._first_tokens.clear()
         if reports is None:
             return
         for loaded in reports.loads:
             self._loaded(loaded)
         for saved in reports.saves:
             self._saved_some(saved)
+        for audited in reports.audits:
+            self._audited(audited)
         self._failures.update(reports.failures)
 
     def take_counts(self) -> RequestCounts:
@@ -293,6 +308,11 @@ class PagedScheduler:
         match = lookup.found()
         if match is not None and state.chosen_for != local_tokens and self.choice is not None:
             state.chosen_for = local_tokens
+            is_hit = min(match.tokens, state.prompt.tokens - 1) // self.block_tokens * self.block_tokens > local_tokens
+            if is_hit and not state.is_admitted and state.audit is None and self._is_held_out(state, match):
+                state.stop_token, state.stop_reason = local_tokens, MissReason.AUDIT
+                return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
+            state.found_tokens = match.tokens if is_hit else 0
             cap = (state.prompt.tokens - 1) // self.page_tokens * self.page_tokens
             state.stop_token, state.stop_reason = self.choice.stop_token(
                 state.request.request_id,
@@ -321,6 +341,73 @@ class PagedScheduler:
             state.lookup = None
         if self.choice is not None and state.load is None:
             self.choice.dropped(state.request.request_id)
+
+    # Audits ----------------------------------------------------------------------------------------------------------
+
+    def _is_held_out(self, state: RequestState, match: Match) -> bool:
+        """One hit in so many is computed all the same."""
+        choice, namespace = self.choice, self._namespace.now()
+        if choice is None or namespace is None or self._facts is None or self._facts.layout.packing[:6] == "opaque":
+            return False
+        if state.chosen_for != state.local_tokens or not choice.holdout.begins(state.request.request_id, self._clock()):
+            return False
+        block = namespace.block_tokens
+        last = min(match.tokens, state.prompt.tokens - 1) // block
+        wanted = replace(match, keys=match.keys[:last], blocks=last, tokens=last * block)
+        deadline_ms = self.settings.lease_deadline_ms
+        state.audit = AuditUnderWay(last - 1, namespace.submit_lease(wanted, (last - 1) * block, deadline_ms))
+        state.found_tokens = match.tokens
+        return True
+
+    def _order_audit(self, state: RequestState, one: Computed, orders: StepOrders) -> None:
+        """The block is computed: have it compared."""
+        audit, block = state.audit, self.block_tokens
+        assert audit is not None and self._facts is not None
+        lease = audit.pending.poll() if audit.pending is not None else None
+        if lease is None or audit.order is not None:
+            return
+        audit.lease, audit.pending = lease, None
+        first = audit.block * block
+        if lease.tokens < first + block:
+            self._end_audit(state)
+            return
+        tables = page_runs(one.tables(), first, first + block, self.page_tokens)
+        audit.order = AuditOrder(
+            self._number(), state.request.request_id, self._facts.number, lease.ticket(), first, tables
+        )
+        audit.waiting = set(self._ranks)
+        self._audits[audit.order.number] = state
+        self._plan.watch(audit.order.number, tables)
+        orders.audits.append(audit.order)
+
+    def _audited(self, report: AuditReport) -> None:
+        state = self._audits.get(report.number)
+        audit = state.audit if state is not None else None
+        if state is None or audit is None or audit.order is None or self.choice is None:
+            return
+        audit.waiting.discard(report.rank)
+        audit.results += report.results
+        if audit.waiting:
+            return
+        del self._audits[report.number]
+        self._plan.unwatch(report.number, audit.order.tables)
+        self._end_audit(state)
+        namespace = self._namespace.now()
+        name = namespace.namespace.digest().hex()[:12] if namespace is not None else ""
+        if self.choice.audits.record(name, audit.results, self._clock()) is Verdict.DRIFTED:
+            self.refuse(MissReason.AUDIT, f"what is stored in namespace {name} is not what this engine computes")
+
+    def _end_audit(self, state: RequestState) -> None:
+        audit = state.audit
+        if audit is None:
+            return
+        if audit.pending is not None:
+            audit.pending.end()
+        if audit.lease is not None:
+            audit.lease.release()
+        audit.pending, audit.lease = None, None
+        if self.choice is not None:
+            self.choice.holdout.ended(state.request.request_id)
 
     # Loads -----------------------------------------------------------------------------------------------------------
 
@@ -361,7 +448,8 @@ class PagedScheduler:
         is_whole = load.tokens >= order.stop_token
         self._counts.failed_loads += not is_whole
         if self.choice is not None:
-            self.choice.ended(order.request, load.seconds, tokens - order.first_token, self._clock())
+            seconds = load.seconds if order.waits else None
+            self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
         namespace = self._namespace.now()
         if namespace is not None and not namespace.is_exact:
             pages = (tokens - order.first_token) // self.page_tokens
@@ -379,7 +467,14 @@ class PagedScheduler:
     # Saves -----------------------------------------------------------------------------------------------------------
 
     def _offer(self, state: RequestState, one: Computed, orders: StepOrders) -> None:
-        """Order a save of the blocks that this step completes."""
+        """Order a save of the blocks that this step completes, and what else is due."""
+        if state.audit is not None and state.audit.order is None and one.stop > state.audit.block * self.block_tokens:
+            self._order_audit(state, one, orders)
+        if state.found_tokens and one.stop >= state.request.num_prompt_tokens:
+            self._first_tokens.append(
+                (state.added_at, state.audit is not None, state.account.asked, state.found_tokens)
+            )
+            state.found_tokens = 0
         facts, policy, namespace = state.facts, self.settings.save, self._namespace.now()
         is_other = self._facts is None or state.number != self._facts.number
         if namespace is None or is_other or facts.refused is not None or not facts.saves or policy is SavePolicy.NONE:
@@ -449,7 +544,10 @@ class PagedScheduler:
         """So many blocks of it, and no more, were offered or are held."""
         state.offered = blocks
         saves = state.facts.refused is None and state.facts.saves and self.settings.save is not SavePolicy.NONE
-        state.request.due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER
+        due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER
+        if state.found_tokens:  # its first token is waited for
+            due = min(due, state.request.num_prompt_tokens)
+        state.request.due = due
 
     def _number(self) -> int:
         self._next_number += 1

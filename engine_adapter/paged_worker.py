@@ -12,14 +12,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 
+import torch
+
+from engine_adapter.audit import AuditResult
+from engine_adapter.audit_blocks import compare_block
 from engine_adapter.engine_pages import EnginePages
 from engine_adapter.opened_namespace import ClosableStore, OpenedNamespace
 from engine_adapter.step_orders import (
+    AuditOrder,
+    AuditReport,
     LoadOrder,
     LoadReport,
     PageRun,
@@ -32,6 +38,7 @@ from kvstore.errors import StoreClosed
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import Prompt
 from kvstore.miss import MissReason
+from kvstore.pages import Pages
 from tiering.frame import KEY_BYTES
 
 _log = getLogger(__name__)
@@ -47,8 +54,10 @@ MAX_REPORTS = 65536
 
 
 @dataclass(slots=True)
-class _Save:
-    order: SaveOrder
+class _Reader:
+    """An order that reads pages. bytes: that wait to be saved for it."""
+
+    order: SaveOrder | AuditOrder
     bytes: int
     dropped: bool = False
 
@@ -77,13 +86,14 @@ class PagedWorker:
         self._namespace: OpenedNamespace | None = None
         self._loads: deque[tuple[LoadOrder, float]] = deque()
         self._loading = 0
-        self._saves: deque[_Save] = deque()
-        self._saving: _Save | None = None
+        self._saves: deque[_Reader] = deque()
+        self._saving: _Reader | None = None
         self._is_reading = False
         self._waiting_bytes = 0
         self._done_loads: list[LoadReport] = []
         self._reports: list[LoadReport] = []
         self._save_reports: list[SaveReport] = []
+        self._audit_reports: list[AuditReport] = []
         self._invalid: set[int] = set()
         self._failures = 0
         self._orders = StepOrders()
@@ -125,10 +135,13 @@ class PagedWorker:
     def start_saves(self) -> None:
         """After the forward: its pages are complete."""
         orders, self._orders.saves = self._orders.saves, []
-        if not orders:
+        audits, self._orders.audits = self._orders.audits, []
+        if not orders and not audits:
             return
         is_stale = self._orders.failures_seen.get(self._rank, 0) != self._failures
         with self._changed:
+            for audit in audits:
+                self._saves.append(_Reader(audit, 0))
             for order in orders:
                 size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
                 # What was computed behind a load that failed is wrong, until the scheduler knows and has it done again.
@@ -137,7 +150,7 @@ class PagedWorker:
                     self._report_save(order, 0, 0, 0.0, reason, dropped=True)
                     continue
                 self._waiting_bytes += size
-                self._saves.append(_Save(order, size))
+                self._saves.append(_Reader(order, size))
             self._changed.notify_all()
 
     def finished(self) -> tuple[set[str], set[int]]:
@@ -154,10 +167,11 @@ class PagedWorker:
     def take_reports(self) -> StepReports | None:
         """What the scheduler has not been told; None where there is nothing."""
         with self._lock:
-            if not self._reports and not self._save_reports:
+            if not self._reports and not self._save_reports and not self._audit_reports:
                 return None
-            taken = StepReports(self._reports, self._save_reports, {self._rank: self._failures})
-            self._reports, self._save_reports = [], []
+            failures = {self._rank: self._failures}
+            taken = StepReports(self._reports, self._save_reports, self._audit_reports, failures)
+            self._reports, self._save_reports, self._audit_reports = [], [], []
             return taken
 
     def close(self, seconds: float = 5.0) -> None:
@@ -239,17 +253,49 @@ class PagedWorker:
                     self._changed.wait()
                 if self._closed:
                     return
-                save = self._saving = self._saves.popleft()
-            started = self._clock()
-            held, stored, reason = self._save(save)
+                reader = self._saving = self._saves.popleft()
+            order, started = reader.order, self._clock()
+            if isinstance(order, AuditOrder):
+                results = self._audit(order, reader)
+                with self._changed:
+                    self._report_audit(order, results)
+                continue
+            held, stored, reason = self._save(order, reader)
             with self._changed:
-                self._waiting_bytes -= save.bytes
-                is_dropped = save.dropped and reason is MissReason.DISABLED
-                self._report_save(save.order, held, stored, self._clock() - started, reason, dropped=is_dropped)
+                self._waiting_bytes -= reader.bytes
+                is_dropped = reader.dropped and reason is MissReason.DISABLED
+                self._report_save(order, held, stored, self._clock() - started, reason, dropped=is_dropped)
 
-    def _save(self, save: _Save) -> tuple[int, int, MissReason | None]:
+    def _audit(self, order: AuditOrder, reader: _Reader) -> tuple[AuditResult, ...]:
+        """Any thread. The stored block beside the computed one."""
+        try:
+            namespace = self._opened(order.namespace, OPEN_SECONDS)
+            if namespace is None:
+                return ()
+            pages = self.pages.pages(order.tables, namespace.layout)
+            blank = {
+                layer: [plane[: len(pages.table)].clone() for plane in both] for layer, both in pages.planes.items()
+            }
+            into = Pages(blank, range(len(pages.table)), pages.page_tokens)
+            with namespace.attach(order.ticket) as lease:
+                stop = order.first_token + namespace.block_tokens
+                if namespace.get(lease, into=into, first_token=order.first_token).tokens < stop:
+                    return ()
+            reading = _Reading(self, reader)
+            if not reading.begin():
+                return ()
+            try:
+                computed = _block(pages)
+            finally:
+                reading.end()
+            return (compare_block(_block(into), computed, namespace.namespace.codec),)
+        except Exception as error:
+            self._fault(error)
+            return ()
+
+    def _save(self, order: SaveOrder, save: _Reader) -> tuple[int, int, MissReason | None]:
         """Any thread. Leading blocks that are held, new ones, and why there are no more."""
-        order, stored, held = save.order, 0, 0
+        stored, held = 0, 0
         try:
             namespace = self._opened(order.namespace, 0.0)
             if namespace is None:
@@ -278,20 +324,22 @@ class PagedWorker:
     def _fence(self, numbers: set[int]) -> None:
         """None of these saves reads pages any more when this returns."""
         with self._changed:
-            kept: deque[_Save] = deque()
-            for save in self._saves:
-                if save.order.number in numbers:
-                    self._waiting_bytes -= save.bytes
-                    self._report_save(save.order, 0, 0, 0.0, None, dropped=True)
+            kept: deque[_Reader] = deque()
+            for reader in self._saves:
+                if reader.order.number not in numbers:
+                    kept.append(reader)
+                elif isinstance(reader.order, AuditOrder):
+                    self._report_audit(reader.order, ())
                 else:
-                    kept.append(save)
+                    self._waiting_bytes -= reader.bytes
+                    self._report_save(reader.order, 0, 0, 0.0, None, dropped=True)
             self._saves = kept
             if self._saving is not None and self._saving.order.number in numbers:
                 self._saving.dropped = True
                 while self._is_reading and self._saving is not None and self._saving.order.number in numbers:
                     self._changed.wait()
 
-    def begin_reading(self, save: _Save) -> bool:
+    def begin_reading(self, save: _Reader) -> bool:
         """The saver's thread: whether the pages of this save are still the engine's to give."""
         with self._changed:
             self._is_reading = not save.dropped
@@ -302,6 +350,9 @@ class PagedWorker:
         with self._changed:
             self._is_reading = False
             self._changed.notify_all()
+
+    def _report_audit(self, order: AuditOrder, results: tuple[AuditResult, ...]) -> None:
+        self._audit_reports.append(AuditReport(order.number, order.request, self._rank, results))
 
     def _report_save(
         self, order: SaveOrder, held: int, stored: int, seconds: float, reason: MissReason | None, *, dropped: bool
@@ -328,7 +379,7 @@ class _Reading:
     """`kvstore.handle.Reading` of one save."""
 
     worker: PagedWorker
-    save: _Save
+    save: _Reader
 
     def begin(self) -> bool:
         return self.worker.begin_reading(self.save)
@@ -344,6 +395,10 @@ def _cut(run: PageRun, first_token: int, stop_token: int, page_tokens: int) -> P
     return PageRun(start, run.pages[start - run.first : stop - run.first])
 
 
-def pages_of(tables: Sequence[PageRun]) -> set[int]:
-    """Every physical page of these."""
-    return {page for run in tables for page in run.pages}
+def _block(pages: Pages) -> dict[int, list[torch.Tensor]]:
+    """The numbers of all pages, as one block: by layer and plane [kv_head, token, width]."""
+    table = torch.tensor(list(pages.table))
+    return {
+        layer: [plane[table.to(plane.device)].flatten(0, 1).transpose(0, 1).clone() for plane in planes]
+        for layer, planes in pages.planes.items()
+    }

@@ -24,7 +24,6 @@ class Offer:
     order: SaveOrder
     first_block: int
     stop_block: int
-    pages: frozenset[int]
     waiting: set[int]
     held: int
     stored: int = 0
@@ -76,9 +75,18 @@ class SavePlan:
 
     def add(self, order: SaveOrder, first_block: int, stop_block: int) -> None:
         """A save was ordered."""
-        pages = frozenset(page for run in order.tables for page in run.pages)
-        self._offers[order.number] = Offer(order, first_block, stop_block, pages, set(self._ranks), stop_block)
-        self._reading.update(dict.fromkeys(pages, order.number))
+        self._offers[order.number] = Offer(order, first_block, stop_block, set(self._ranks), stop_block)
+        self.watch(order.number, order.tables)
+
+    def watch(self, number: int, tables: Iterable[PageRun]) -> None:
+        """These pages are read by an order of that number, which is no save."""
+        self._reading.update({page: number for run in tables for page in run.pages})
+
+    def unwatch(self, number: int, tables: Iterable[PageRun]) -> None:
+        """They are not any more."""
+        for page in (page for run in tables for page in run.pages):
+            if self._reading.get(page) == number:
+                del self._reading[page]
 
     def reported(self, report: SaveReport) -> Offer | None:
         """One worker has done its share; the save, once all have."""
@@ -94,9 +102,7 @@ class SavePlan:
         if offer.waiting:
             return None
         del self._offers[report.number]
-        for page in offer.pages:
-            if self._reading.get(page) == report.number:
-                del self._reading[page]
+        self.unwatch(report.number, offer.order.tables)
         return offer
 
 

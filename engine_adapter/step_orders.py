@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine_adapter.audit import AuditResult
 from kvstore.layout import Layout
 from kvstore.miss import MissReason
 
@@ -94,6 +95,19 @@ class SaveOrder:
     priority: int
 
 
+@dataclass(frozen=True, slots=True)
+class AuditOrder:
+    """Compare a stored block with the one that the engine computed, once the step is over. first_token: the block's;
+    tables: by group, its pages."""
+
+    number: int
+    request: str
+    namespace: int
+    ticket: bytes
+    first_token: int
+    tables: tuple[PageRun, ...]
+
+
 @dataclass(slots=True)
 class StepOrders:
     """One step. opened: the namespace, where it is a new one. fenced: saves whose pages this step writes to.
@@ -101,6 +115,7 @@ class StepOrders:
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
+    audits: list[AuditOrder] = field(default_factory=list)
     fenced: list[int] = field(default_factory=list)
     namespace: NamespaceFacts | None = None
     failures_seen: Mapping[int, int] = field(default_factory=dict)
@@ -135,21 +150,28 @@ class SaveReport:
     dropped: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """results: of this rank's part of the block; none where there was nothing left to compare."""
+
+    number: int
+    request: str
+    rank: int
+    results: tuple[AuditResult, ...]
+
+
 @dataclass(slots=True)
 class StepReports:
-    """What all workers have to say after a step. hook_seconds: time that the worker's hooks took of it."""
+    """What all workers have to say after a step. failures: loads that steps waited for in vain, by rank."""
 
     loads: list[LoadReport] = field(default_factory=list)
     saves: list[SaveReport] = field(default_factory=list)
+    audits: list[AuditReport] = field(default_factory=list)
     failures: dict[int, int] = field(default_factory=dict)
-    hook_seconds: float = 0.0
 
     def merge(self, other: StepReports) -> None:
         """Take in what another worker says."""
         self.loads += other.loads
         self.saves += other.saves
+        self.audits += other.audits
         self.failures.update(other.failures)
-        self.hook_seconds = max(self.hook_seconds, other.hook_seconds)
-
-    def __bool__(self) -> bool:
-        return bool(self.loads or self.saves)
