@@ -60,6 +60,13 @@ class Decision:
         """Whether it was decided by speeds, and not by default."""
         return self.predicted_compute_ms is not None
 
+    def remaining_seconds(self, elapsed_seconds: float) -> float:
+        """What is left of its load for those that queue behind it, without what it waits for itself. A late load is
+        expected to be as late again, so that a tier that hangs is noticed before anything comes of it."""
+        predicted = 1e-3 * self.predicted_load_ms
+        left = predicted - max(0.0, elapsed_seconds)
+        return min(left, predicted - self.waiting_seconds) if left > 0.0 else min(-left, LONGEST_SECONDS)
+
 
 @dataclass
 class CostCounts:
@@ -132,7 +139,8 @@ class CostModel:
         """How much of a prefix to load.
 
         local_tokens: what the engine has of it. runs: what was found behind, in order, as (tier, tokens).
-        queued_seconds: what is left of the loads under way, which go first. others_running: whether the engine is busy
+        queued_seconds: what is left of the loads under way, which go first (`Decision.remaining_seconds` of each, added
+        up where they go one after another). others_running: whether the engine is busy
         with other requests, so that the end of a load that runs beside is noticed half a step late on average.
 
         Computing gets cheaper by the token the shorter the rest is (attention), and loading a run costs the same for

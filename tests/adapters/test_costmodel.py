@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_adapter.costmodel import EXPLORE_EVERY, SYNCHRONOUS_MS, CostModel, Decision
@@ -101,6 +101,7 @@ PREFILLS = [learned(8e-3, 40e-6, 2e-9), learned(20e-3, 1e-3, 1e-7), learned(1e-3
 # The choice -------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=500)
 @given(cases(), SPEEDS, st.sampled_from(PREFILLS))
 def test_no_block_boundary_would_be_better(case: Case, speeds: dict[HitTier, TierPrior], prefill: PrefillSpeed) -> None:
     model = model_of(speeds, prefill)
@@ -181,6 +182,20 @@ def test_dram_is_taken_and_the_disk_behind_it_left() -> None:
     assert (decision.load_tokens, decision.declined_tokens) == (1024, 4096)
     assert decision.reason is MissReason.CHEAPER_TO_COMPUTE
     assert decision.parts == ((HitTier.DRAM, 1024 * BYTES_PER_TOKEN),)
+
+
+def test_a_block_that_two_tiers_share_is_completed_where_the_rest_is_not_worth_it() -> None:
+    speeds = {**PRIORS, HitTier.REMOTE: TierPrior(1e-6, BYTES_PER_TOKEN / 60e-6)}  # 40 us are what computing takes
+    decision = Case(0, [(HitTier.DRAM, 96), (HitTier.REMOTE, 1024)], 1200, 64, 0.0, False).choose(model_of(speeds))
+    assert decision.load_tokens == 128, "32 slow tokens bring 64"
+
+
+def test_a_millisecond_decides() -> None:
+    computing = model_of().prefill.more_seconds(0, 4096)
+    assert computing is not None
+    for share, tokens in ((0.999, 4096), (1.001, 0)):
+        speeds = {**PRIORS, HitTier.DRAM: TierPrior(1e-6, 4096 * BYTES_PER_TOKEN / (share * computing - 1e-6))}
+        assert Case(0, [(HitTier.DRAM, 4096)], 4096, 64, 0.0, False).choose(model_of(speeds)).load_tokens == tokens
 
 
 def test_a_queue_makes_short_prefixes_computed_and_long_ones_loaded() -> None:
@@ -387,6 +402,53 @@ def test_what_is_asked_seldom_tries_a_slow_tier_more_often_but_by_helpings(seed:
     assert sum(request.seconds for request in slow) <= computing * (1 + 1 / EXPLORE_EVERY + 0.01)
     assert percentile(slow, 0.95) <= 1.0, "a helping takes no longer than computing"
     assert declined_share(slow) > 0.97
+
+
+@given(FINITE)
+def test_what_is_left_of_a_load(elapsed: float) -> None:
+    model = model_of()
+    decision = Case(0, [(HitTier.DRAM, 4096)], 5000, 64, 0.02, False).choose(model)
+    predicted = decision.predicted_load_ms / 1e3
+    left = decision.remaining_seconds(elapsed)
+    assert left >= 0
+    if elapsed <= 0.02:
+        assert left == pytest.approx(predicted - 0.02), "its own time, however long the others take"
+    elif elapsed < predicted:
+        assert left == pytest.approx(predicted - elapsed)
+    else:
+        assert left == pytest.approx(min(elapsed - predicted, 3600.0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_disk_that_hangs_is_noticed_before_its_first_load_has_ended(seed: int) -> None:
+    """Fifty requests a second, and a disk that reads one load after another."""
+    print("seed", seed)
+    random = Random(seed)
+    model = model_of(explore_every=EXPLORE_EVERY)
+    now = free_at = 0.0
+    under_way: list[tuple[float, float, Decision]] = []  # started, ends
+    begun_while_it_hangs = asked_while_it_hangs = 0
+    while now < 30.0:
+        now += random.expovariate(50.0)
+        for started, ends, decision in [load for load in under_way if load[1] <= now]:
+            model.finished(decision, ends - started, ends)
+        under_way = [load for load in under_way if load[1] > now]
+        tokens = random.randint(8, 32) * 64
+        queued = sum(decision.remaining_seconds(now - started) for started, _, decision in under_way)
+        decision = model.choose(0, [(HitTier.NVME, tokens)], tokens + 100, 64, queued, True, now)
+        if decision.load_tokens:
+            size = decision.load_tokens * BYTES_PER_TOKEN
+            own = NVME_TRUE.overhead_seconds + size / NVME_TRUE.bytes_per_second
+            free_at = max(free_at, now) + own * random.lognormvariate(0, NOISE)
+            if now >= 10.0 and free_at < 15.0:
+                free_at += 20.0
+            under_way.append((now, free_at, decision))
+        if 10.0 <= now < 29.0:
+            asked_while_it_hangs += 1
+            begun_while_it_hangs += decision.load_tokens > 0
+    assert model.counts.loaded_tokens > 100 * 64, "it was used before"
+    assert asked_while_it_hangs > 800
+    assert begun_while_it_hangs <= 15 + asked_while_it_hangs // EXPLORE_EVERY
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -217,6 +217,20 @@ def test_one_hiccup_does_not_condemn_a_tier() -> None:
     assert speed.seconds(disk, 20.0) < 1.2 * true_seconds(disk)
 
 
+def test_bad_news_is_believed_step_by_step() -> None:
+    speed = LoadSpeed()
+    disk = [(HitTier.NVME, 100.0 * MEBIBYTE)]
+    for second in range(20):
+        speed.observe(disk, true_seconds(disk), float(second))
+    slower = []
+    for second in range(20, 24):
+        speed.observe(disk, 1000 * true_seconds(disk), float(second))
+        slower.append(speed.seconds(disk, float(second)) / true_seconds(disk))
+    assert (
+        slower[0] < 1.2 and 3 < slower[1] < 5 and 30 < slower[2] < 5 * 17 and slower[3] == pytest.approx(1000, rel=0.1)
+    )
+
+
 def test_beliefs_go_back_to_the_prior() -> None:
     speed = LoadSpeed()
     disk = [(HitTier.NVME, 100.0 * MEBIBYTE)]
