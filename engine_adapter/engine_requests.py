@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine_adapter.audit import AuditResult
+from engine_adapter.audit import AuditResult, Verdict
 from engine_adapter.prefix_lookup import PrefixLookup
 from engine_adapter.step_orders import AuditOrder, LoadOrder
 from kvstore.handle import Lease
@@ -141,7 +141,7 @@ class RequestState:
 @dataclass(slots=True)
 class RequestCounts:
     """In tokens unless named otherwise. hits, misses: by tier and by reason; their sum is what was asked for. A load
-    that failed is a miss."""
+    that failed is a miss. audited: blocks, by what became of them."""
 
     requests: int = 0
     asked: int = 0
@@ -151,6 +151,7 @@ class RequestCounts:
     failed_loads: int = 0
     saved_blocks: int = 0
     dropped_saves: int = 0
+    audited: dict[Verdict, int] = field(default_factory=dict)
 
     def add(self, account: Account) -> None:
         """One more request."""
@@ -172,5 +173,6 @@ class RequestCounts:
             "failed_loads": self.failed_loads,
             "saved_blocks": self.saved_blocks,
             "dropped_saves": self.dropped_saves,
+            **{f"audited_{verdict}": blocks for verdict, blocks in self.audited.items()},
         }
         return {name: count for name, count in flat.items() if count}

@@ -62,9 +62,7 @@ class LoadChoice:
                 runs.append((tier, tokens))
         if not runs:
             return cap, MissReason.GRID
-        queued = sum(
-            max(0.0, one.decision.predicted_load_ms / 1000 - (now - one.started_at)) for one in self._under_way.values()
-        )
+        queued = sum(one.decision.remaining_seconds(now - one.started_at) for one in self._under_way.values())
         decision = self.costs.choose(local_tokens, runs, match.account.asked, block_tokens, queued, busy, now)
         self._under_way[request] = _Under(decision, now)
         if not self._is_on or not decision.declined_tokens:

@@ -392,6 +392,8 @@ class PagedScheduler:
         del self._audits[report.number]
         self._plan.unwatch(report.number, audit.order.tables)
         self._end_audit(state)
+        for result in audit.results:
+            self._counts.audited[result.verdict] = self._counts.audited.get(result.verdict, 0) + 1
         namespace = self._namespace.now()
         name = namespace.namespace.digest().hex()[:12] if namespace is not None else ""
         if self.choice.audits.record(name, audit.results, self._clock()) is Verdict.DRIFTED:
