@@ -266,7 +266,15 @@ class Namespace:
         """As bytes that `unpack` reads: what a disk keeps beside blocks, so that a new process can name them."""
         layout = self.layout
         groups = [
-            [group.name, group.layers, group.kv_heads, group.plane_widths, group.dtype, group.attention]
+            [
+                group.name,
+                group.layers,
+                group.kv_heads,
+                group.plane_widths,
+                group.dtype,
+                group.attention,
+                *group.window_fields,
+            ]
             for group in layout.groups
         ]
         cut = [layout.block_tokens, layout.head_shards, layout.layer_shards, layout.packing]
@@ -282,8 +290,8 @@ class Namespace:
                 raise ValueError(f"a namespace of version {version}")
             block_tokens, head_shards, layer_shards, packing = cut
             kinds = tuple(
-                KvGroup(name, tuple(layers), heads, tuple(widths), dtype, Attention(attention))
-                for name, layers, heads, widths, dtype, attention in groups
+                KvGroup(name, tuple(layers), heads, tuple(widths), dtype, Attention(attention), *window)
+                for name, layers, heads, widths, dtype, attention, *window in groups
             )
             layout = Layout(kinds, block_tokens, 1, head_shards, layer_shards, packing)
             return Namespace(model, layout, codec, epoch, config)

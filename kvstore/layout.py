@@ -40,6 +40,7 @@ class Attention(StrEnum):
     """The kind of attention of a group's layers; it decides which blocks of a prefix a load needs."""
 
     FULL = "full"
+    SLIDING = "sliding"  # a token sees so many of the last ones, itself included; a load needs the end of a prefix only
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class KvGroup:
 
     layers: the model's layer numbers. kv_heads: 1 for MQA and MLA. plane_widths: elements per token and head of each
     plane: (head_dim, head_dim) for K and V, (latent + rope,) for MLA's one plane. dtype: a key of `DTYPE_BYTES`.
+    window: tokens, of a sliding group: the query at position p sees the keys p - window + 1 .. p. 0 for any other.
     """
 
     name: str
@@ -56,6 +58,7 @@ class KvGroup:
     plane_widths: tuple[int, ...]
     dtype: str
     attention: Attention = Attention.FULL
+    window: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
@@ -69,11 +72,22 @@ class KvGroup:
             )
         if self.dtype not in DTYPE_BYTES:
             raise BadInput(f"KV dtype {self.dtype!r} is not known; allowed: {', '.join(DTYPE_BYTES)}")
+        is_right = isinstance(self.window, int) and (self.window > 0) == (self.attention is Attention.SLIDING)
+        if not is_right or self.window < 0:
+            raise BadInput(
+                f"group {self.name!r} has attention {self.attention!s} and window={self.window!r}; give a window of 1 "
+                "token or more with Attention.SLIDING, and none with any other"
+            )
 
     @property
     def element_bytes(self) -> int:
         """Bytes of one number."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def window_fields(self) -> tuple[int, ...]:
+        """The window where there is one: groups without are described as they were before there were windows."""
+        return (self.window,) if self.window else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +198,7 @@ class Layout:
                     list(group.plane_widths),
                     group.dtype,
                     str(group.attention),
+                    *group.window_fields,
                 ]
                 for group in self.groups
             ],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -29,7 +31,7 @@ from kvstore.identity import (
     root_key,
     token_bytes,
 )
-from kvstore.layout import KvGroup, Layout
+from kvstore.layout import Attention, KvGroup, Layout
 from workbench import MODEL, OTHER_SECRET, SECRET, one_line, small_layout
 
 KEY = bytes(range(100, 132))
@@ -326,6 +328,10 @@ def test_every_shape_of_a_group_changes_the_digest() -> None:
         Layout((KvGroup("full", (1, 0), 2, (8, 8), "bfloat16"),)),
         Layout((KvGroup("full", (0, 1), 2, (16,), "bfloat16"),)),
         Layout((KvGroup("full", (0,), 2, (8, 8), "bfloat16"), KvGroup("more", (1,), 2, (8, 8), "bfloat16"))),
+        *[
+            Layout((KvGroup("full", (0, 1), 2, (8, 8), "bfloat16", Attention.SLIDING, window),))
+            for window in (1, 64, 65)
+        ],
     ]
     assert len({Namespace(MODEL, shape, "raw").digest() for shape in shapes}) == len(shapes)
 
@@ -392,6 +398,29 @@ def test_an_epoch_is_not_negative() -> None:
 # Golden values: identity is a promise to what is stored already. When one of these changes, raise CHAIN_VERSION or
 # NAMESPACE_VERSION: blocks that were stored before are then absent instead of wrong. ----------------------------------
 
+SHARDED = Namespace(
+    MODEL,
+    Layout.gqa(layers=4, kv_heads=4, head_dim=16, dtype="float16", page_tokens=16, head_shards=2, layer_shards=2),
+    "raw",
+    3,
+    {"rope": "1e6"},
+)
+SEVERAL_GROUPS = Namespace(
+    MODEL,
+    Layout((KvGroup("full", (0, 2), 2, (8, 8), "float16"), KvGroup("thin", (1,), 1, (16,), "float32"))),
+    "raw",
+    3,
+    {"rope": "1e6"},
+)
+SLIDING = Namespace(
+    MODEL,
+    Layout((
+        KvGroup("full", (0,), 2, (8, 8), "float16"),
+        KvGroup("sliding", (1,), 2, (8, 8), "float16", Attention.SLIDING, 512),
+    )),
+    "raw",
+)  # fmt: skip
+
 GOLDEN: dict[str, tuple[Callable[[], bytes], str]] = {
     "tenant": (lambda: TenantKeys.derive(SECRET).tenant, "f14e975e3762180f1e06f25037e272aa"),
     "key id": (lambda: TenantKeys.derive(SECRET).key_id, "63c6ccb878339adf"),
@@ -414,6 +443,14 @@ GOLDEN: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: keys_of(range(64), (b"a", "b", ExtraKey(b"c", 9)))[0],
         "26be4bfd166d641bbe90fdf5db41bcab81aaf6f31aedd63931849d0ff2c613e9",
     ),
+    "namespace of groups": (
+        lambda: SEVERAL_GROUPS.digest(),
+        "84a44810c0746fe4cf1677279b89c9f20794b3b9c61e0b9e2ad146850ea2ee97",
+    ),
+    "sharded namespace": (
+        lambda: SHARDED.digest(),
+        "f754e6e9dd210ca53baee416367e1aa52661bb93b2cb5977abfbd59befa71d14",
+    ),
     "namespace": (PLAIN.digest, "c8062e17b6e3debe11d082b5dc03211ad07ea5cdb778e10bce3107105fbddf5d"),
     "latent namespace": (
         lambda: Namespace(MODEL, Layout.mla(layers=2, latent_dim=512, rope_dim=64, dtype="bfloat16"), "raw").digest(),
@@ -431,7 +468,40 @@ def test_identity_is_what_it_always_was(name: str) -> None:
 # On disk --------------------------------------------------------------------------------------------------------------
 
 
-@given(st.one_of(namespaces, st.sampled_from([PLAIN, *OTHERS.values()])))
+@pytest.mark.parametrize(
+    ("namespace", "want"),
+    [
+        (
+            SHARDED,
+            '[1,"3f5e1c0d9a",3,"raw",{"rope":"1e6"},[["full",[0,1,2,3],4,[16,16],"float16","full"]],[64,2,2,"planes"]]',
+        ),
+        (
+            SEVERAL_GROUPS,
+            '[1,"3f5e1c0d9a",3,"raw",{"rope":"1e6"},[["full",[0,2],2,[8,8],"float16","full"],'
+            '["thin",[1],1,[16],"float32","full"]],[64,1,1,"planes"]]',
+        ),
+        (
+            SLIDING,
+            '[1,"3f5e1c0d9a",0,"raw",{},[["full",[0],2,[8,8],"float16","full"],'
+            '["sliding",[1],2,[8,8],"float16","sliding",512]],[64,1,1,"planes"]]',
+        ),
+    ],
+    ids=["sharded", "several groups", "sliding"],
+)
+def test_a_namespace_is_packed_as_it_always_was(namespace: Namespace, want: str) -> None:
+    assert zlib.decompress(namespace.pack()).decode() == want
+    assert Namespace.unpack(namespace.pack()).layout == replace(namespace.layout, page_tokens=1)
+
+
+@pytest.mark.parametrize("extra", [[0], [-5], [64, 64], ["64"], [None]])
+def test_a_packed_window_that_is_none_is_refused(extra: list[object]) -> None:
+    fields = json.loads(zlib.decompress(SLIDING.pack()))
+    fields[5][1][6:] = extra
+    with pytest.raises(ValueError):
+        Namespace.unpack(zlib.compress(json.dumps(fields).encode()))
+
+
+@given(st.one_of(namespaces, st.sampled_from([PLAIN, SLIDING, SEVERAL_GROUPS, *OTHERS.values()])))
 @settings(max_examples=100)
 def test_a_packed_namespace_is_the_same_one(namespace: Namespace) -> None:
     again = Namespace.unpack(namespace.pack())

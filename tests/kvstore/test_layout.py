@@ -14,6 +14,7 @@ from kvstore.errors import BadInput
 from kvstore.layout import (
     DTYPE_BYTES,
     MAX_BLOCK_TOKENS,
+    Attention,
     KvGroup,
     Layout,
     check_block_tokens,
@@ -124,6 +125,19 @@ def test_groups_are_cut_one_after_the_other() -> None:
     ]
 
 
+# Windows --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_is_part_of_what_a_layout_says_of_itself() -> None:
+    full = KvGroup("full", (1,), 4, (64, 64), "bfloat16")
+    sliding = KvGroup("sliding", (0, 2), 4, (64, 64), "bfloat16", Attention.SLIDING, 512)
+    assert Layout((full, sliding)).describe()["groups"] == [
+        ["full", [1], 4, [64, 64], "bfloat16", "full"],
+        ["sliding", [0, 2], 4, [64, 64], "bfloat16", "sliding", 512],
+    ]
+    assert Layout((full, sliding)).raw_bytes == 3 * 2 * 4 * 64 * 64 * 2, "a block holds all of its tokens"
+
+
 # Block sizes ----------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +193,11 @@ FULL = KvGroup("full", (0, 1), 2, (8, 8), "bfloat16")
         (lambda: KvGroup("full", (-1,), 2, (8, 8), "bfloat16"), ("(-1,)", "from 0 up")),
         (lambda: KvGroup("full", (0,), 2, (8, 8, 8), "bfloat16"), ("(8, 8, 8)", "MLA")),
         (lambda: KvGroup("full", (0,), 2, (), "bfloat16"), ("()", "MLA")),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", window=5), ("'x'", "full", "window=5", "Attention.SLIDING")),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.SLIDING), ("sliding", "window=0", "1 token or more")),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.SLIDING, -4), ("window=-4", "1 token or more")),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.SLIDING, 0.5), ("window=0.5", "1 token or more")),
+        (lambda: KvGroup("x", (0,), 2, (8,), "int8", Attention.FULL, -4), ("window=-4",)),
     ],
 )  # fmt: skip
 def test_what_is_not_possible_is_one_clear_line(make: Any, fragments: tuple[str, ...]) -> None:
