@@ -287,7 +287,7 @@ class StoreRequest:
         lease, self._lease = self._lease, None
         if lease is not None:
             with lease:
-                rest = Pages(pages.planes, pages.table[pooled // pages.page_tokens :], pages.page_tokens)
+                rest = pages.cut(pooled // pages.page_tokens, len(pages.table))
                 loaded = namespace.get(lease, into=rest, first_token=pooled)
             valid = max(pooled, loaded.tokens)
             account = account.cut(valid, loaded.reason or MissReason.GRID)
@@ -374,7 +374,7 @@ def grid_chunks(start: int, stop: int, chunk_tokens: int) -> Iterator[tuple[int,
 def _cut_pages(pages: Pages, first_token: int, stop: int) -> Pages:
     """Those that hold the tokens from `first_token`, a block boundary, up to `stop`."""
     page = pages.page_tokens
-    return Pages(pages.planes, pages.table[first_token // page : -(-stop // page)], page)
+    return pages.cut(first_token // page, -(-stop // page))
 
 
 def _with_pool(account: Account, pooled_tokens: int) -> Account:

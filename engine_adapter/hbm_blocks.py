@@ -102,6 +102,7 @@ class HbmBlocks:
         return key if self._pool.leading([key]) else key + _DECODED
 
     def _pages_of(self, pages: Pages, block: int, blocks: int) -> tuple[torch.Tensor, int]:
+        assert not pages.groups, "the pool knows one page table"
         each = self._block_tokens // pages.page_tokens
         table = list(pages.table[block * each : (block + blocks) * each])
         return torch.tensor(table, dtype=torch.int64, device=self._device), each

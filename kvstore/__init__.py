@@ -28,9 +28,9 @@ from kvstore.errors import (
     Unreachable,
 )
 from kvstore.identity import ExtraKey, Prompt
-from kvstore.layout import KvGroup, Layout
+from kvstore.layout import Attention, KvGroup, Layout
 from kvstore.miss import Account, HitTier, MissReason
-from kvstore.pages import Pages
+from kvstore.pages import GroupPages, Pages
 from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.messages import MIN_SESSION_BYTES
 
@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Account",
+    "Attention",
     "BadInput",
     "DirectoryInUse",
     "EmbeddedStore",
     "ExtraKey",
+    "GroupPages",
     "HitTier",
     "KeysUnusable",
     "KvGroup",

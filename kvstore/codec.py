@@ -23,7 +23,7 @@ import torch
 from kv_kernels import host, int8, routes
 from kvstore.errors import BadInput, LayoutMismatch
 from kvstore.layout import Layout, Part
-from kvstore.pages import Codec, Coder, Pages
+from kvstore.pages import Codec, Coder, Pages, page_numbers
 
 INT8_DTYPES = ("bfloat16", "float16", "float32")
 """Of the pools whose numbers an 8-bit codec writes."""
@@ -170,7 +170,7 @@ def default_codec(layout: Layout) -> str:
 
 def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[int], list[list[Any]]]:
     """The page table, and of each layer the planes of this part's heads. Raises `LayoutMismatch`."""
-    table = pages.page_numbers()
+    table = page_numbers(pages.of_group(part.group.name).table)
     _check(pages, table, layout, part)
     planes = [list(pages.planes[layer]) for layer in part.layers]
     if part.kv_heads < part.group.kv_heads:

@@ -1,20 +1,19 @@
 """What a user holds: a store, its namespaces, and the five verbs over token ids and pages (floor 2).
 
-    match > lease > get > release,  put
+    match > lease > get > release,  put                                      get_by_layer: for attention to begin early
     submit_match, submit_lease: the same for a thread that must not wait     attach: a lease of another process
 
-The handle hashes prompts, encodes and decodes pages, and checks every byte that it hands out; the store behind the
-`Door` sees keys, places and digests only. The same handle works on a store in this process and on one behind a socket.
-A miss is never an exception: the account of a match, a lease or a load says where each token came from.
+The handle hashes prompts and encodes pages; `getting` decodes them and checks every byte that is handed out. The store
+behind the `Door` sees keys, places and digests only. The same handle works on a store in this process and on one behind
+a socket. A miss is never an exception: the account of a match, a lease or a load says where each token came from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
 from numbers import Integral, Real
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from kv_kernels.flaws import Flaw
 from kvstore.config import MAX_SECONDS
 from kvstore.door import DirectReply, Door, Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
+from kvstore.getting import Getting, Loaded, Source, cut
 from kvstore.holding import Lease
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, Prompt, as_extra_keys, token_bytes
 from kvstore.miss import REASON_OF_FLAW, Account, HitTier, MissReason
@@ -29,28 +29,22 @@ from kvstore.pages import Codec, Coder, Digest, Pages
 from kvstore.pending import Pending
 from kvstore.requests import check_request
 from kvstore.ticket import LeaseTicket
-from tiering.frame import HEADER_BYTES, digest, names_block, split_digests
-from tiering.tier import FrameSpan
+from tiering.frame import HEADER_BYTES, digest
 
 DURABILITIES = ("volatile", "disk")
 MAX_PRIORITY = 100
 DURABLE_SECONDS = 30.0
 """How long a put waits for the disk before it says that it was too slow."""
-DIRECT_BLOCKS = 16
-"""Read past DRAM at a time: each needs memory of its own."""
-DIRECT_MS = 1000.0
-"""How long a get waits for these."""
 EARLY_BLOCKS, LAST_BLOCKS = 48, 16
 """Where it helps, so many blocks at a time are committed while the next ones are being filled; the last few are waited
 for."""
 WINDOW_BLOCKS = 128
-"""Long prompts go in pieces of this many blocks. Others see the first blocks of a put early, and wait at most about a
+"""Long prompts are put in pieces of this many blocks. Others see the first blocks early, and wait at most about a
 millisecond for the lock. Of a piece, what is small is done for all blocks, then the copies: after a copy of megabytes
 nothing of the interpreter's is left in a cache, and each change from one to the other stops a second thread that puts
 (pieces of 64 took it from 0.88 to 0.83 of memcpy)."""
-
-_Opened = list[tuple[list[FrameSpan], list[tuple[bytes, ...]]]]
-"""Of each part the blocks' payloads, and the digests of their layer slices."""
+_STANDS_IN_THE_WAY = frozenset({MissReason.DISABLED, MissReason.UNREACHABLE, MissReason.IN_FLIGHT})
+"""Of a put, whatever pages it has."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +67,6 @@ class Match:
     def tier_of_block(self) -> list[HitTier]:
         """The tier of every readable block, in order."""
         return [tier for tier, blocks in self.tiers for _ in range(blocks)]
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What `get` delivered: pages hold the prompt's tokens up to `tokens`, verified; anything behind is not valid.
-
-    account: as in the lease, with what failed turned into a miss. reason: why it is less than leased, else None.
-    """
-
-    tokens: int
-    account: Account
-    reason: MissReason | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +110,7 @@ class NamespaceHandle:
             namespace, [codec.payload_bytes(part) for part in namespace.layout.parts]
         )
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
+        self._source = Source(door, self._grant, codec, digest, namespace.layout, namespace.layout.parts)
         codec.prepare(namespace.layout)
 
     @property
@@ -229,9 +212,24 @@ class NamespaceHandle:
         """Copy leased blocks into pages, decode them and verify the copy.
 
         into: pages that cover the prompt's tokens from `first_token` on, which is a page boundary at or after the
-        lease's first block. Loads up to the lease's end or the pages', whichever comes first, in whole blocks.
-        Raises `LeaseExpired` for a lease that was released; where `release_request` did that, it is a miss.
+        lease's first block. Loads up to the lease's end or the pages', whichever comes first, in whole blocks. Of a
+        sliding group only the window before that end is read; pages of it that lie before are not needed, and not
+        touched. Raises `LayoutMismatch` for pages that this load needs and that are not there, and `LeaseExpired` for a
+        lease that was released; where `release_request` did that, it is a miss.
         """
+        return self._getting(lease, into, first_token).whole()
+
+    def get_by_layer(self, lease: Lease, into: Pages, first_token: int = 0) -> Iterator[Loaded]:
+        """`get`, layer by layer in the order of their numbers, so that attention can begin with the first one.
+
+        Yields once per layer: what it says is loaded is so in that layer and in all before it, and never more than it
+        said before; the last one says what `get` would have. Reads when it is asked for the next layer, and holds
+        nothing meanwhile: whoever releases the lease in between ends it. Blocks that DRAM has no room for come from
+        NVMe with all their layers, and then all is read before the first layer is told. Raises as `get` does, at once.
+        """
+        return self._getting(lease, into, first_token).by_layer()
+
+    def _getting(self, lease: Lease, into: Pages, first_token: int) -> Getting:
         _check_kind("lease", lease, Lease, "what `lease` returned")
         _check_kind("into", into, Pages, "kvstore.Pages(planes=..., table=..., page_tokens=...)")
         if lease.released and not lease.ended:
@@ -241,18 +239,7 @@ class NamespaceHandle:
                 f"first_token={first_token} must be a multiple of the page ({into.page_tokens} tokens) and not before "
                 f"the lease's first token {lease.first_token}"
             )
-        page_numbers = into.page_numbers()
-        if len(set(page_numbers)) != len(page_numbers):
-            raise LayoutMismatch("the page table names a page twice; a page can hold one piece of a prompt only")
-        coders = [self._codec.bind(into, self.layout, part) for part in self.layout.parts]
-        start = first_token // self.block_tokens
-        stop = min(lease.blocks, (first_token + into.tokens) // self.block_tokens)
-        if not lease.begin_read():
-            return self._cut_short(lease, start, MissReason.DISABLED)
-        try:
-            return self._get(lease, start, stop, coders, first_token)
-        finally:
-            lease.end_read()
+        return Getting(self._source, lease, into, first_token)
 
     def release(self, lease: Lease) -> None:
         """Unpin. The same as leaving the lease's context."""
@@ -272,10 +259,11 @@ class NamespaceHandle:
         """Store the full blocks of a prompt; those that are there already are skipped.
 
         pages: cover the prompt's tokens from `first_token` on, which is a page boundary; blocks before them must be
-        stored already. durability: with "disk" this returns when the whole chain is on NVMe, or says which block is
-        not and why; "volatile" does not wait for the disk. ttl (seconds) and priority (-100 .. 100) are kept with the
-        block; nothing acts on them yet. reading: asked before pages are read, where somebody may want them back
-        meanwhile; where it says no, the put ends with what is visible, `disabled`.
+        stored already. A block of which a group's pages are not all there ends the put before it, as `incomplete`,
+        unless it is stored already. durability: with "disk" this returns when the whole chain is on NVMe, or says which
+        block is not and why; "volatile" does not wait for the disk. ttl (seconds) and priority (-100 .. 100) are kept
+        with the block; nothing acts on them yet. reading: asked before pages are read, where somebody may want them
+        back meanwhile; where it says no, the put ends with what is visible, `disabled`.
         """
         self._check_put(pages, first_token, durability, ttl, priority)
         _, keys = self._hashed(token_ids, extra_keys)
@@ -290,14 +278,18 @@ class NamespaceHandle:
         if present == len(keys):
             return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability)
         # Unusable pages must show before anything is evicted for them.
+        pages.check_groups(self.layout)
         coders = [self._codec.bind(pages, self.layout, part) for part in self.layout.parts]
+        given = [pages.of_group(part.group.name).first_page * pages.page_tokens for part in self.layout.parts]
+        bases = [first_token + tokens for tokens in given]
+        complete = -(-max(bases) // self.block_tokens)
         stop = present
         stored: set[int] = set()
         while stop < len(keys):
             stop = min(stop + WINDOW_BLOCKS, len(keys))
-            reply = self._door.reserve(self.number, keys[:stop], min(first_block, stop), priority, ttl)
+            reply = self._door.reserve(self.number, keys[:stop], min(complete, stop), priority, ttl)
             present = min(present, reply.present)
-            filled, flaw = self._fill(reply, coders, first_token, reading) if reply.reservation else (0, None)
+            filled, flaw = self._fill(reply, coders, bases, reading) if reply.reservation else (0, None)
             stored.update(reply.blocks[:filled])
             if filled < len(reply.blocks):
                 stopped_at = reply.blocks[filled]
@@ -306,7 +298,10 @@ class NamespaceHandle:
                 )
                 return self._made_durable(ended, keys[:stopped_at], durability) if flaw else ended
             if reply.reason is not None:
-                ended = PutResult(present, len(stored), reply.stopped_at, reply.reason)
+                lacks_pages = reply.stopped_at is not None and first_block <= reply.stopped_at < complete
+                is_incomplete = lacks_pages and reply.reason not in _STANDS_IN_THE_WAY
+                reason = MissReason.INCOMPLETE if is_incomplete else reply.reason
+                ended = PutResult(present, len(stored), reply.stopped_at, reason)
                 return self._made_durable(ended, keys[: reply.stopped_at], durability)
         return self._made_durable(PutResult(present, len(stored), None, None), keys, durability)
 
@@ -365,10 +360,11 @@ class NamespaceHandle:
         return PutResult(result.present, result.stored, done, reason)
 
     def _fill(
-        self, reply: ReserveReply, coders: Sequence[Coder], first_token: int, reading: Reading | None
+        self, reply: ReserveReply, coders: Sequence[Coder], bases: Sequence[int], reading: Reading | None
     ) -> tuple[int, Flaw | None]:
         """Encode blocks straight into their slots and commit each part; returns the blocks that are visible, and what
-        the codec found in the first block that it could not write.
+        the codec found in the first block that it could not write. bases: of each coder, the prompt's token that its
+        pages begin with.
 
         Those that are filled are sealed while the next ones are being filled: only the last few are waited for.
         """
@@ -378,8 +374,8 @@ class NamespaceHandle:
         try:
             for part, coder in enumerate(coders):
                 size = self._grant.payload_bytes[part]
-                spans = [_payload(span, size) for span in self._door.spans_to_fill(reply.places[part])]
-                tokens = [block * self.block_tokens - first_token for block in reply.blocks[:count]]
+                spans = [cut(span, HEADER_BYTES, size) for span in self._door.spans_to_fill(reply.places[part])]
+                tokens = [block * self.block_tokens - bases[part] for block in reply.blocks[:count]]
                 first = 0
                 digests: list[Sequence[bytes]] = []
                 # Closed before any slot is given up: a device may be writing into those that did not come yet.
@@ -406,52 +402,6 @@ class NamespaceHandle:
             self._door.abort(reply.reservation)
         return visible, flaw if visible == count else None
 
-    def _get(self, lease: Lease, start: int, stop: int, coders: Sequence[Coder], first_token: int) -> Loaded:
-        first = start
-        while first < stop:
-            if lease.released:  # meanwhile, by another thread
-                return self._cut_short(lease, first, MissReason.DISABLED)
-            is_direct = lease.direct is not None and first >= lease.reply.blocks
-            step = DIRECT_BLOCKS if is_direct else WINDOW_BLOCKS
-            end = min(first + step, stop if is_direct else min(stop, lease.reply.blocks))
-            load = self._load_directly if is_direct else self._load
-            reason, block = load(lease, range(first, end), coders, first_token)
-            if reason is not None:
-                return self._cut_short(lease, block, reason)
-            first = end
-        tokens = max(stop, start) * self.block_tokens if stop > start else min(lease.tokens, first_token)
-        return Loaded(tokens, lease.account, None)
-
-    def _cut_short(self, lease: Lease, block: int, reason: MissReason) -> Loaded:
-        tokens = block * self.block_tokens
-        return Loaded(tokens, lease.account.cut(tokens, reason), reason)
-
-    def _load(
-        self, lease: Lease, blocks: range, coders: Sequence[Coder], first_token: int
-    ) -> tuple[MissReason | None, int]:
-        """Blocks into the pages; where it ended, and why if that is before the last one's end."""
-        opened, count, reason = self._open(lease, blocks)
-        good, part = self._decode(opened, blocks[:count], coders, first_token)
-        if part is None:
-            return reason, blocks.start + count
-        self._door.report(lease.reply.lease, blocks.start + good, part)
-        return MissReason.CORRUPT, blocks.start + good
-
-    def _decode(
-        self, opened: _Opened, blocks: Sequence[int], coders: Sequence[Coder], first_token: int
-    ) -> tuple[int, int | None]:
-        """How many leading blocks are good in all parts; and the part of the next one that is not, if it is that."""
-        good, bad_part = len(blocks), None
-        tokens = [block * self.block_tokens - first_token for block in blocks]
-        for part, (payloads, expected) in enumerate(opened):
-            if not good:
-                break
-            skip = max(0, -tokens[0])
-            found = coders[part].decode(payloads[:good], tokens[:good], skip, expected[:good], self._digest)
-            if found < good:
-                good, bad_part = found, part
-        return good, bad_part
-
     def _lease_directly(self, match: Match, reply: LeaseReply) -> DirectReply | None:
         """What DRAM has no room for, and NVMe has."""
         door = self._door.direct
@@ -459,62 +409,6 @@ class NamespaceHandle:
             return None
         direct = door.lease(self.number, match.keys[: match.blocks], reply.blocks)
         return direct if direct.lease else None
-
-    def _load_directly(
-        self, lease: Lease, blocks: range, coders: Sequence[Coder], first_token: int
-    ) -> tuple[MissReason | None, int]:
-        """The same as `_load`, of blocks that come from NVMe, past DRAM."""
-        assert lease.direct is not None and self._door.direct is not None
-        reply = self._door.direct.fetch(lease.direct.lease, blocks.start, len(blocks), DIRECT_MS)
-        opened: _Opened = [([], []) for _ in self.layout.parts]
-        reason, count = reply.reason, len(reply.frames)
-        for at, (block, frames) in enumerate(zip(blocks, reply.frames, strict=False)):
-            headers = [bytes(frame.view[:HEADER_BYTES]) for frame in frames]
-            if not all(map(names_block, headers, self._grant.stamps, repeat(lease.keys[block]))):
-                reason, count = MissReason.EVICTED, at
-                break
-            for part, (payloads, expected) in enumerate(opened):
-                payloads.append(_payload(frames[part], self._grant.payload_bytes[part]))
-                expected.append(split_digests(headers[part], len(self.layout.parts[part].layers)))
-        good, part_or_none = self._decode(opened, blocks[:count], coders, first_token)
-        return MissReason.CORRUPT if part_or_none is not None else reason, blocks.start + good
-
-    def _open(self, lease: Lease, blocks: range) -> tuple[_Opened, int, MissReason | None]:
-        """Check the blocks' headers: what is in those up to the first that is not right, how many, and why not more.
-
-        A header is checked in a private copy, against the lease's digest of it and the block's name.
-        """
-        reply, keys = lease.reply, lease.keys
-        pinned = slice(blocks.start - reply.first_block, blocks.stop - reply.first_block)
-        opened: _Opened = [([], []) for _ in self.layout.parts]
-        try:
-            columns = [
-                (
-                    part,
-                    self._grant.payload_bytes[part],
-                    len(it.layers),
-                    self._grant.stamps[part],
-                    self._door.spans(reply.places[part][pinned]),
-                    reply.header_digests[part][pinned],
-                )
-                for part, it in enumerate(self.layout.parts)
-            ]
-        except StoreClosed:
-            return opened, 0, MissReason.DISABLED
-        for at, block in enumerate(blocks):
-            for part, size, slices, stamp, spans, digests in columns:
-                if at >= len(spans):  # condemned meanwhile, and its extent given back; or the sidecar is another one
-                    is_there = self._door.is_within_reach(reply.lease)
-                    return opened, at, MissReason.CORRUPT if is_there else MissReason.UNREACHABLE
-                address, view, memory = spans[at]
-                raw = bytes(view[:HEADER_BYTES])
-                if digest(raw) != digests[at] or not names_block(raw, stamp, keys[block]):
-                    self._door.report(reply.lease, block, part)
-                    return opened, at, MissReason.CORRUPT
-                payloads, expected = opened[part]
-                payloads.append(FrameSpan(address + HEADER_BYTES, view[HEADER_BYTES : HEADER_BYTES + size], memory))
-                expected.append(split_digests(raw, slices))
-        return opened, len(blocks), None
 
     def _account(self, asked: int, full_blocks: int, reply: MatchReply) -> Account:
         parts: list[tuple[HitTier | MissReason, int]] = [
@@ -544,8 +438,3 @@ class NamespaceHandle:
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
     if not isinstance(value, kind):
         raise BadInput(f"{name} of type {type(value).__name__}; give {wanted}")
-
-
-def _payload(span: FrameSpan, payload_bytes: int) -> FrameSpan:
-    view = span.view[HEADER_BYTES : HEADER_BYTES + payload_bytes]
-    return FrameSpan(span.address + HEADER_BYTES, view, span.memory)

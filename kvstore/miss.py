@@ -52,6 +52,7 @@ class MissReason(StrEnum):
     DISABLED = "disabled"  # nothing was asked: the store is closed or not used, the namespace dropped, the request over
     NONFINITE = "nonfinite"  # not stored: it holds a NaN or an infinity, which the codec cannot write
     OUT_OF_RANGE = "out_of_range"  # not stored: its numbers are too far apart for the codec's scales
+    INCOMPLETE = "incomplete"  # not stored: pages of one of its groups are not there any more, as behind a window
 
 
 # What a tier reports about a block, as a reason for its tokens. Total: a test walks over every member of `Finding`.

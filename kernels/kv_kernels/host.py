@@ -206,6 +206,11 @@ def is_host(tensor: Any) -> bool:
     return isinstance(tensor, np.ndarray) or bool(tensor.is_cpu)
 
 
+def address(tensor: Any) -> int:
+    """Where the first number of a tensor or an array lies."""
+    return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
+
+
 def are_writable(planes: Sequence[Sequence[Any]]) -> bool:
     """Whether pages can be loaded into all of these: none is read-only, and no two numbers of one share their memory,
     as those of an expanded tensor do."""

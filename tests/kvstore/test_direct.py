@@ -169,7 +169,7 @@ def test_a_disk_that_does_not_answer_is_a_miss(tmp_path: Path, monkeypatch: Any)
         assert answers.wait(20)
         real(*arguments)
 
-    monkeypatch.setattr("kvstore.handle.DIRECT_MS", 50.0)
+    monkeypatch.setattr("kvstore.getting.DIRECT_MS", 50.0)
     with opened(tmp_path) as store:
         handle = namespace(store)
         put(handle, 0)
@@ -179,7 +179,7 @@ def test_a_disk_that_does_not_answer_is_a_miss(tmp_path: Path, monkeypatch: Any)
             loaded = get(handle, held, 0)
             assert loaded.tokens == held.reply.blocks * 64 and loaded.reason is MissReason.DEADLINE
             answers.set()
-            monkeypatch.setattr("kvstore.handle.DIRECT_MS", 20_000.0)
+            monkeypatch.setattr("kvstore.getting.DIRECT_MS", 20_000.0)
             assert get(handle, held, 0).tokens == 64 * BLOCKS, "the lease still stands"
         store.check()
 

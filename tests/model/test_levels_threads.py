@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import handle
+from kvstore import getting, handle
 from kvstore.config import Limits
 from kvstore.errors import StoreClosed
 from kvstore.miss import HitTier, MissReason
@@ -41,7 +41,8 @@ OF_A_LEASE |= {MissReason.IN_FLIGHT}  # it was evicted since the match, and some
 
 @pytest.fixture(autouse=True)
 def threads_change_places_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(handle, "WINDOW_BLOCKS", 2)  # puts come in pieces
+    monkeypatch.setattr(handle, "WINDOW_BLOCKS", 2)  # puts and gets come in pieces
+    monkeypatch.setattr(getting, "PIECE_BLOCKS", 2)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvstore import handle
+from kvstore import getting, handle
 from kvstore.codec import codec_named
 from kvstore.config import Limits
 from kvstore.handle import Lease, Match
@@ -572,7 +572,8 @@ def _parent(name: Name) -> tuple[str, Any]:
 
 
 def test_the_store_against_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle, "WINDOW_BLOCKS", 3)  # so that a put of five blocks is one in pieces
+    monkeypatch.setattr(handle, "WINDOW_BLOCKS", 3)  # so that what is done with five blocks is done in pieces
+    monkeypatch.setattr(getting, "PIECE_BLOCKS", 3)
     totals: Counter[str] = Counter()
     run_state_machine_as_test(
         lambda: StoreMachine(totals),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import handle
+from kvstore import getting, handle
 from kvstore.config import Limits
 from kvstore.errors import StoreClosed
 from kvstore.handle import Lease
@@ -38,8 +38,9 @@ def opened(tmp_path: Path) -> Iterator[OpenStore]:
 
 
 @pytest.fixture(autouse=True)
-def puts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def puts_and_gets_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle, "WINDOW_BLOCKS", 2)
+    monkeypatch.setattr(getting, "PIECE_BLOCKS", 2)
 
 
 @pytest.fixture(autouse=True)
