@@ -14,17 +14,21 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+import torch
 
 import kvstore
+from groups import full, sliding
 from kvstore.config import Limits
 from kvstore.errors import BadInput, LeaseExpired
-from kvstore.handle import Lease, NamespaceHandle
+from kvstore.handle import Lease, NamespaceHandle, PutResult
+from kvstore.layout import Layout
 from kvstore.miss import MissReason
 from kvstore.node import EmbeddedStore
+from kvstore.pages import GroupPages, Pages
 from kvstore.pending import Pending
 from kvstore.ticket import LeaseTicket
 from service.sidecar import Sidecar
-from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
+from workbench import MODEL, blank_pages, blank_planes, ids, one_line, random_pages, same_tokens, small_layout
 
 T = TypeVar("T")
 LAYOUT = small_layout()
@@ -184,6 +188,50 @@ class EngineVerbs:
             engine.core.check()
             assert engine.reads(engine.theirs, engine.theirs.attach(lease.ticket()))
         wait_until(lambda: engine.leases() == 0)
+
+    # Layer by layer
+
+    def test_layers_of_an_attached_lease_come_one_by_one(self, engine: Engine) -> None:
+        lease = engine.lease(request="r1")
+        attached = engine.theirs.attach(lease.ticket())
+        lease.release()
+        blank = blank_pages(LAYOUT, 8)
+        told = engine.theirs.get_by_layer(attached, blank)
+        assert next(told).tokens == 512
+        assert torch.equal(blank.planes[0][0].view(torch.uint8), PAGES.planes[0][0].view(torch.uint8))
+        assert not blank.planes[1][0].any() and engine.leases() == 1
+        assert [loaded.tokens for loaded in told] == [512]
+        assert same_tokens(PAGES, blank, range(512))
+        attached.release()
+        wait_until(lambda: engine.leases() == 0)
+
+    def test_the_end_of_a_request_ends_a_get_by_layers(self, engine: Engine) -> None:
+        """Between two layers nothing is held: it is over at once."""
+        lease = engine.lease(request="a")
+        told = engine.mine.get_by_layer(lease, blank_pages(LAYOUT, 8))
+        assert next(told).tokens == 512
+        engine.scheduler.release_request("a")
+        wait_until(lambda: engine.leases() == 0)
+        assert [(loaded.tokens, loaded.reason) for loaded in told] == [(0, MissReason.DISABLED)]
+
+    def test_windows_are_read_through_any_door(self, engine: Engine) -> None:
+        """By a worker with pages of the window alone, at once and layer by layer."""
+        layout = Layout((full("full", (0, 2)), sliding("sliding", (1, 3), 100)))
+        mine, theirs = (store.namespace(model=MODEL, layout=layout) for store in (engine.scheduler, engine.worker))
+        source = random_pages(layout, 8, 16, seed=3)
+        assert mine.put(ids(512), source).stored == 8
+        with mine.lease(mine.match(ids(512)), deadline_ms=5000) as lease, theirs.attach(lease.ticket()) as attached:
+            for verb in (lambda *given: [theirs.get(*given)], theirs.get_by_layer):
+                planes = blank_planes(layout, 48, 16)
+                pages = Pages(planes, range(32), 16, {"sliding": GroupPages(range(40, 47), 25)})
+                assert [loaded.tokens for loaded in verb(attached, pages)][-1] == 512
+                assert same_tokens(Pages({0: planes[0], 2: planes[2]}, range(32), 16), source, range(512))
+                window = Pages({1: planes[1], 3: planes[3]}, range(40, 47), 16)
+                assert same_tokens(window, source, range(400, 512), offset=400)
+                assert not any(plane[:40].any() or plane[47:].any() for layer in (1, 3) for plane in planes[layer])
+        freed = Pages(source.planes, range(32), 16, {"sliding": GroupPages(range(25, 32), 25)})
+        assert mine.put(ids(512, 5000), freed) == PutResult(0, 0, 0, MissReason.INCOMPLETE)
+        assert mine.put(ids(512), freed) == PutResult(8, 0, None, None)
 
     # Requests
 

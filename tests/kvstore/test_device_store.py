@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from chaos_route import ChaosRoute, needs_interpreter
+from groups import assert_same_planes, canary_planes, full, sliding
 from kv_kernels.chaos_worker import ChaosWorker
 from kvstore import MissReason
 from kvstore.codec import codec_named
 from kvstore.handle import NamespaceHandle, PutResult
 from kvstore.layout import Layout
-from kvstore.pages import Pages
+from kvstore.pages import GroupPages, Pages
 from paged_memory import kernels_can_run
 from service.sidecar import Sidecar, patient
 from workbench import Bench, bench, blank_pages, blank_planes, ids, same_tokens, small_layout
@@ -99,6 +101,36 @@ def test_a_damaged_frame_ends_a_load_and_is_reported(part: int, route: ChaosRout
         assert loaded.account.misses == {MissReason.CORRUPT: 128}
         assert same_tokens(into, source, range(128))
     assert there.match(ids(256)).blocks == 2
+    a.store.check()
+
+
+GROUPS = Layout((full("full", (0, 2)), sliding("sliding", (1, 3), 100)), layer_shards=2)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_windows_and_layers_are_read_as_on_the_host(codec: str, route: ChaosRoute) -> None:
+    """Pages of groups lie all over; of the sliding one those of the window are there, in the middle of a block."""
+    a = bench()
+    there, here = both(a, GROUPS, codec, route)
+    source = numbers(GROUPS, 4, 16)
+    order = random.Random(5).sample(range(16), 16)
+    groups = {"sliding": GroupPages([order[page] for page in range(16)])}
+    assert there.put(ids(256), Pages(source.planes, range(16), 16, groups)) == PutResult(0, 4, None, None)
+    tables = {"full": GroupPages(order), "sliding": GroupPages([30, 17, 25, 19, 29, 20, 23], 9)}
+    found = []
+    for handle in (here, there):
+        for by_layer in (False, True):
+            pages = Pages(canary_planes(GROUPS, 32, 16, 3), range(16), 16, tables)
+            with handle.lease(handle.match(ids(256))) as lease:
+                told = list(handle.get_by_layer(lease, pages)) if by_layer else [handle.get(lease, pages)]
+            assert [loaded.tokens for loaded in told] == [256] * len(told) and len(told) in (1, 4)
+            found.append(pages.planes)
+    for other in found[1:]:
+        assert_same_planes(other, found[0])
+    with there.lease(there.match(ids(256))) as lease:
+        a.store.spans([lease.reply.places[3][3]])[0].view[4096 + 9] ^= 1
+        told = list(there.get_by_layer(lease, Pages(canary_planes(GROUPS, 32, 16, 3), range(16), 16, tables)))
+        assert [loaded.tokens for loaded in told] == [256, 256, 256, 0]
     a.store.check()
 
 

@@ -14,14 +14,16 @@ import pytest
 import torch
 
 import kvstore
+from groups import assert_same_planes, canary_planes, copied, full, sliding
 from kvstore.config import Limits
 from kvstore.handle import Lease, NamespaceHandle
+from kvstore.layout import Layout
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import EmbeddedStore
-from kvstore.pages import Pages
+from kvstore.pages import GroupPages, Pages
 from tiering.nvme import NvmeTier
 from tiering.tier import extent_of, slot_of
-from workbench import MODEL, blank_planes, ids, random_pages, small_layout
+from workbench import MODEL, blank_planes, ids, random_pages, same_tokens, small_layout
 
 BLOCKS = 24
 LIMITS = Limits(pinned_fraction=0.125)  # of 1 MiB of DRAM; a block of one part has 12 KiB
@@ -124,6 +126,45 @@ def test_what_is_leased_is_not_evicted_from_the_disk(tmp_path: Path) -> None:
             put(handle, number)
         assert handle.match(prompt(0)).blocks < BLOCKS, "released, it went the way of all others"
         assert direct.fetch(kept.lease, 0, 1, 20_000).reason is MissReason.EVICTED
+
+
+def test_layers_come_when_all_of_them_are_there(tmp_path: Path) -> None:
+    """What comes from NVMe does so with all its layers: once for all of them."""
+    with opened(tmp_path) as store:
+        handle = namespace(store, 2)
+        put(handle, 0)
+        with lease(handle, 0) as held:
+            assert held.direct is not None
+            store.evict(1000)
+            into = Pages(blank_planes(handle.layout, BLOCKS, 64), range(BLOCKS), 64)
+            assert [loaded.tokens for loaded in handle.get_by_layer(held, into)] == [64 * BLOCKS] * 2
+            assert same_tokens(into, random_pages(handle.layout, BLOCKS), range(64 * BLOCKS))
+            ready = Pages(blank_planes(handle.layout, BLOCKS, 64), range(held.reply.blocks), 64)
+            assert next(handle.get_by_layer(held, ready)).tokens == 64 * held.reply.blocks
+            assert not any(plane.any() for plane in ready.planes[1]), "and what DRAM has layer by layer"
+        store.check()
+
+
+def test_a_window_is_read_past_dram(tmp_path: Path) -> None:
+    layout = Layout((full("full", (0,)), sliding("sliding", (1,), 200)))
+    with opened(tmp_path) as store:
+        handle = store.namespace(model=MODEL, layout=layout)
+        source = random_pages(layout, BLOCKS, 16)
+        assert handle.put(prompt(0), source, durability="disk").reason is None
+        with lease(handle, 0) as held:
+            assert held.direct is not None and held.reply.blocks < BLOCKS
+            first = (64 * BLOCKS - 199) // 16
+            groups = {"sliding": GroupPages(range(300, 300 + 4 * BLOCKS - first), first)}
+            for verb in (lambda *given: [handle.get(*given)], handle.get_by_layer):
+                planes = canary_planes(layout, 400, 16, 1)
+                before = copied(planes)
+                told = list(verb(held, Pages(planes, range(4 * BLOCKS), 16, groups)))
+                assert {loaded.tokens for loaded in told} == {64 * BLOCKS}
+                before[0][0][: 4 * BLOCKS], before[0][1][: 4 * BLOCKS] = source.planes[0]
+                for plane, right in zip(before[1], source.planes[1], strict=True):
+                    plane[300 : 300 + 4 * BLOCKS - first] = right[first:]
+                assert_same_planes(planes, before)
+        store.check()
 
 
 def test_a_frame_that_rotted_is_a_miss_from_there_on(tmp_path: Path) -> None:
