@@ -5,7 +5,7 @@ Planes are full of random bits before anything is loaded: whatever a load writes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,13 +145,17 @@ def expected_planes(before: Planes, into: Prompt, source: Prompt, load: Load, en
     return after
 
 
-def check_loaded(before: Planes, into: Prompt, source: Prompt, load: Load, tokens: int) -> None:
-    """Right bytes up to `tokens` in all groups, and nothing touched but what such a load has to do with."""
+def check_loaded(
+    before: Planes, into: Prompt, source: Prompt, load: Load, tokens: int, on_the_way: Iterable[int] = ()
+) -> None:
+    """Right bytes up to `tokens` in all groups, and nothing touched but what such a load has to do with. on_the_way:
+    blocks that it may have ended at before a later layer failed."""
     touched = copied(before)
     end = tokens // load.layout.block_tokens
     for group in load.layout.groups:
         of_group = into.pages.of_group(group.name)
-        tried = {*load.needed(group, load.stop), *load.needed(group, load.first_fault()), *load.needed(group, end)}
+        ends = {load.stop, load.first_fault(), end, *on_the_way}
+        tried = {token for blocks in ends for token in load.needed(group, blocks)}
         for token in load.needed(group, end)[:: load.page_tokens]:
             for layer in group.layers:
                 for plane in range(len(group.plane_widths)):
