@@ -122,7 +122,7 @@ class Getting:
         columns = [
             _Column(part, slice(None), *self._bound(part), at=0, size=sizes[part.index]) for part in self._source.parts
         ]
-        self._pages.check_apart(self._source.layout)
+        self._check_pages()
         self._read(columns)
         return self._loaded()
 
@@ -138,7 +138,7 @@ class Getting:
                 bound = self._bound(replace(part, layers=(layer,)))
                 column = _Column(part, slice(at, at + 1), *bound, at=at * size, size=size, known=known)
                 layers.setdefault(layer, []).append(column)
-        self._pages.check_apart(self._source.layout)
+        self._check_pages()
         return self._layers([layers[layer] for layer in sorted(layers)])
 
     # Inside --------------------------------------------------------------------------------------------------------
@@ -313,9 +313,14 @@ class Getting:
         return needed < min(self._given[group.name], end * self._block_tokens)
 
     def _covered(self, end: int) -> int:
-        """The last block, not behind this one, that a load can end at. From where the get begins nothing is needed, and
-        behind that the more is, the earlier the end."""
+        """The last block, not behind this one, that a load can end at. A shorter load needs earlier pages: where this
+        one lacks some, so do all shorter ones, but for that of nothing."""
         return self._start if any(self._lacks(group, end) for group in self._source.layout.groups) else end
+
+    def _check_pages(self) -> None:
+        """That no page is to be loaded twice. Before that, all codecs were bound to them."""
+        self._pages.check_once(self._source.layout)
+        self._pages.check_apart(self._source.layout)
 
     def _check_windows(self) -> None:
         for group in self._source.layout.groups:

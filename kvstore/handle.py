@@ -214,8 +214,9 @@ class NamespaceHandle:
         into: pages that cover the prompt's tokens from `first_token` on, which is a page boundary at or after the
         lease's first block. Loads up to the lease's end or the pages', whichever comes first, in whole blocks. Of a
         sliding group only the window before that end is read; pages of it that lie before are not needed, and not
-        touched. Raises `LayoutMismatch` for pages that this load needs and that are not there, and `LeaseExpired` for a
-        lease that was released; where `release_request` did that, it is a miss.
+        touched. What lies before `first_token` is the engine's own, in all groups. Raises `LayoutMismatch` for pages
+        that this load needs and that are not there, and `LeaseExpired` for a lease that was released; where
+        `release_request` did that, it is a miss.
         """
         return self._getting(lease, into, first_token).whole()
 
@@ -280,6 +281,7 @@ class NamespaceHandle:
         # Unusable pages must show before anything is evicted for them.
         pages.check_groups(self.layout)
         coders = [self._codec.bind(pages, self.layout, part) for part in self.layout.parts]
+        pages.check_apart(self.layout)
         given = [pages.of_group(part.group.name).first_page * pages.page_tokens for part in self.layout.parts]
         bases = [first_token + tokens for tokens in given]
         complete = -(-max(bases) // self.block_tokens)

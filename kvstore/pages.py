@@ -112,16 +112,19 @@ class Pages:
             if name not in names:
                 raise LayoutMismatch(f"pages of group {name!r}; the layout has {', '.join(map(repr, names))}")
 
+    def check_once(self, layout: Layout) -> None:
+        """Raise `LayoutMismatch` where a table names a page twice: it would be loaded twice."""
+        for group in layout.groups:
+            numbers = page_numbers(self.of_group(group.name).table)
+            if len(set(numbers)) != len(numbers):
+                raise LayoutMismatch("the page table names a page twice; a page can hold one piece of a prompt only")
+
     def check_apart(self, layout: Layout) -> None:
-        """Raise `LayoutMismatch` where one piece of memory is to hold two pieces of a prompt: a table that names a page
-        twice, or two groups that name the same page of planes that both of them have. A codec was bound to these pages
-        before, so all layers are there."""
-        numbers = [page_numbers(self.of_group(group.name).table) for group in layout.groups]
-        named = [set(pages) for pages in numbers]
-        if any(len(pages) != len(once) for pages, once in zip(numbers, named, strict=True)):
-            raise LayoutMismatch("the page table names a page twice; a page can hold one piece of a prompt only")
-        if len(named) == 1:
+        """Raise `LayoutMismatch` where two groups name the same page of planes that both of them have. A codec was
+        bound to these pages before, so all layers are there."""
+        if len(layout.groups) == 1:
             return
+        named = [set(page_numbers(self.of_group(group.name).table)) for group in layout.groups]
         # Engines give layers of several groups the same memory, and each group pages of its own in it.
         memory = [
             {host.address(plane) for layer in group.layers for plane in self.planes[layer]} for group in layout.groups

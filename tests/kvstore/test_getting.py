@@ -221,6 +221,33 @@ def test_a_release_ends_it_and_nothing_is_pinned_for_it(a: Bench, after: int) ->
         ns.get_by_layer(lease, into)
 
 
+@pytest.mark.parametrize("has_window", [False, True])
+def test_a_release_in_the_middle_of_a_get_ends_it_at_the_next_piece(
+    a: Bench, monkeypatch: pytest.MonkeyPatch, has_window: bool
+) -> None:
+    """What was read until then counts, if windows before it need nothing more."""
+    monkeypatch.setattr(getting, "PIECE_BLOCKS", 1)
+    layout = Layout((full("full", (0,)), sliding("sliding", (1,), 70))) if has_window else small_layout(layers=1)
+    ns, source = namespace(a, layout)
+    lease = lease_of(ns)
+    taken: list[int] = []
+
+    def releasing(*buffers: Any) -> bytes:
+        taken.append(1)
+        if len(taken) == 2:
+            lease.release()
+            assert a.store.usage().leases == 1, "a slot must not be used again under a copy"
+        return digest(*buffers)
+
+    into = canaries(layout)
+    loaded = NamespaceHandle(a.door(), ns.namespace, codec_named("raw"), releasing).get(lease, into)
+    assert (loaded.tokens, loaded.reason) == (0 if has_window else 128, MissReason.DISABLED)
+    assert loaded.account.misses == {MissReason.DISABLED: 256 - loaded.tokens} and len(taken) == 2
+    assert same_tokens(into, source, range(loaded.tokens))
+    assert a.store.usage().leases == 0
+    a.store.check()
+
+
 def test_a_request_that_is_over_ends_it(a: Bench) -> None:
     ns, _ = namespace(a, LAYOUTS["by layer"])
     lease = lease_of(ns, request="r")

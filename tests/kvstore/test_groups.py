@@ -266,6 +266,10 @@ def test_two_pieces_of_a_prompt_in_one_page_are_one_line(a: Bench) -> None:
                 verb(lease, pages)
             assert one_line(caught.value, "'full' and 'sliding'", "page 3", "one piece of a prompt")
     assert_same_planes(planes, before)
+    for groups in ({}, pages.groups):
+        with pytest.raises(LayoutMismatch):
+            ns.put(ids(128, 900), replace(pages, groups=groups))
+    assert a.store.usage().blocks == 2 and not a.store.usage().reservations
 
 
 def test_a_window_that_nothing_is_loaded_for_needs_no_pages(a: Bench) -> None:
@@ -298,6 +302,20 @@ def test_where_a_block_fails_the_window_before_it_is_read_if_there_are_pages_for
     check_loaded(before, into, source, Load(TWO, 16, 0, {}, 8, {"full": [bad]}), 64 * bad)
     assert a.store.usage().counters["reported_frames"] == 1
     assert ns.match(ids(512)).blocks == bad
+
+
+def test_what_was_read_before_a_fault_is_not_read_again(a: Bench) -> None:
+    """But for the block in which the window began: that was written in part."""
+    layout = Layout((full("full", (0, 1)), sliding("sliding", (2, 3), 200)))
+    watched = Watched(a, layout)
+    source = stored(watched.ns, 8)
+    into, before = target(layout, 512)
+    with lease_of(watched.ns, 8) as lease:
+        damage(a, lease, 0, 7)
+        watched.digests = 0
+        assert watched.ns.get(lease, into.pages).tokens == 448
+    assert watched.digests == (2 * 7 + 1) + 2 * len([4, 5, 6]) + 2 * len([3, 4])
+    check_loaded(before, into, source, Load(layout, 16, 0, {}, 8, {"full": [7]}), 448)
 
 
 def test_where_there_are_none_nothing_is_loaded(a: Bench) -> None:

@@ -59,11 +59,20 @@ def test_groups_with_planes_in_common_have_pages_of_their_own(kind: Any) -> None
     shared = {0: [plane], 1: [plane.as_strided(plane.shape, plane.stride())]}
     Pages(shared, kind([1, 2]), 16, {"sliding": GroupPages(kind([3, 4]))}).check_apart(LAYOUT)
     Pages(blank_planes(LAYOUT, 9, 16), kind([1, 2]), 16).check_apart(LAYOUT)
-    for groups in ({}, {"sliding": GroupPages(kind([3, 2]))}, {"full": GroupPages(kind([1, 1]))}):
+    for groups in ({}, {"sliding": GroupPages(kind([3, 2]))}):
         with pytest.raises(LayoutMismatch) as caught:
             Pages(shared, kind([1, 2]), 16, groups).check_apart(LAYOUT)
-        assert one_line(caught.value, "can hold one piece of a prompt only")
-    Pages(shared, kind([5, 5]), 16, {"full": GroupPages([1, 2]), "sliding": GroupPages([3, 4])}).check_apart(LAYOUT)
+        assert one_line(caught.value, "'full' and 'sliding'", "can hold one piece of a prompt only")
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_a_page_that_is_named_twice(kind: Any) -> None:
+    """By a table that is used."""
+    Pages({}, kind([5, 5]), 16, {"full": GroupPages([1, 2]), "sliding": GroupPages([1, 2])}).check_once(LAYOUT)
+    for table, groups in (([1, 1], {}), ([1, 2], {"full": GroupPages(kind([1, 1]))})):
+        with pytest.raises(LayoutMismatch) as caught:
+            Pages({}, kind(table), 16, groups).check_once(LAYOUT)
+        assert one_line(caught.value, "names a page twice")
 
 
 @settings(max_examples=200)
