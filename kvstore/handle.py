@@ -24,6 +24,7 @@ from kvstore.door import DirectReply, Door, Grant, LeaseReply, MatchReply, Reser
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.holding import Lease
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, Prompt, as_extra_keys, token_bytes
+from kvstore.joint import check_joint, joint_of
 from kvstore.miss import REASON_OF_FLAW, Account, HitTier, MissReason
 from kvstore.pages import Codec, Coder, Digest, Pages
 from kvstore.pending import Pending
@@ -93,6 +94,9 @@ class PutResult:
 
     present: leading blocks that were there before. stored: blocks that are new. stopped_at: the first offered block
     that is not held, with its reason; None when all full blocks of the prompt are held.
+
+    Of a joint put it is what this process did: stored counts blocks that it filled, which are readable once all others
+    have filled theirs. What ends the put elsewhere afterwards is not in it: the next match says what is there.
     """
 
     present: int
@@ -104,7 +108,12 @@ class PutResult:
 class NamespaceHandle:
     """The five verbs in one namespace. Thread-safe; pages and leases belong to whoever passes them."""
 
-    def __init__(self, door: Door, namespace: Namespace, codec: Codec, digest: Digest = digest) -> None:
+    def __init__(
+        self, door: Door, namespace: Namespace, codec: Codec, digest: Digest = digest, shard: int | None = None
+    ) -> None:
+        """shard: whose heads pages hold; all heads if None. The namespace in the store is the same for all."""
+        self._parts = namespace.layout.parts_of(shard)
+        self.shard = shard
         self.namespace = namespace
         self.layout = namespace.layout
         self.model = namespace.model
@@ -214,7 +223,7 @@ class NamespaceHandle:
         return lease
 
     def get(self, lease: Lease, into: Pages, first_token: int = 0) -> Loaded:
-        """Copy leased blocks into pages, decode them and verify the copy.
+        """Copy leased blocks into pages, decode them and verify the copy; of one shard, where this handle is of one.
 
         into: pages that cover the prompt's tokens from `first_token` on, which is a page boundary at or after the
         lease's first block. Loads up to the lease's end or the pages', whichever comes first, in whole blocks.
@@ -232,7 +241,7 @@ class NamespaceHandle:
         page_numbers = into.page_numbers()
         if len(set(page_numbers)) != len(page_numbers):
             raise LayoutMismatch("the page table names a page twice; a page can hold one piece of a prompt only")
-        coders = [self._codec.bind(into, self.layout, part) for part in self.layout.parts]
+        coders = [self._codec.bind(into, self.layout, part) for part in self._parts]
         start = first_token // self.block_tokens
         stop = min(lease.blocks, (first_token + into.tokens) // self.block_tokens)
         if not lease.begin_read():
@@ -255,6 +264,7 @@ class NamespaceHandle:
         ttl: float | None = None,
         priority: int = 0,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        joint: str = "",
     ) -> PutResult:
         """Store the full blocks of a prompt; those that are there already are skipped.
 
@@ -262,8 +272,19 @@ class NamespaceHandle:
         stored already. durability: with "disk" this returns when the whole chain is on NVMe, or says which block is
         not and why; "volatile" does not wait for the disk. ttl (seconds) and priority (-100 .. 100) are kept with the
         block; nothing acts on them yet.
+
+        joint: all processes of the engine that hold a shard put these tokens, from the same first token on, under this
+        name, which no other put of theirs has; in one session, each on a handle of its shard. Each fills its own parts,
+        and of those that several hold the first one to come does. None waits for the others: blocks are readable once
+        the last one has filled them, and never if one gives up, is gone, or takes longer than the store allows (30 s).
         """
         self._check_put(pages, first_token, durability, ttl, priority)
+        check_joint(joint)
+        if not joint and len(self._parts) < len(self.layout.parts):
+            raise BadInput(
+                f"this handle is of shard {self.shard} and fills {len(self._parts)} of a block's "
+                f"{len(self.layout.parts)} parts; give joint=, the same name in all processes that hold a shard"
+            )
         _, keys = self._hashed(token_ids, extra_keys)
         first_block = -(-first_token // self.block_tokens)
         offered = min(len(keys), (first_token + pages.tokens) // self.block_tokens)
@@ -272,18 +293,24 @@ class NamespaceHandle:
                 f"pages cover the prompt up to token {first_token + pages.tokens}, its full blocks go up to "
                 f"{len(keys) * self.block_tokens}; give more pages or fewer token ids"
             )
-        present = self._door.present(self.number, keys)
-        if present == len(keys):
+        if joint:  # the same windows for all, whatever is there by the time that each of them asks
+            present, start = len(keys), _first_window(first_block, len(keys))
+        else:
+            start = present = self._door.present(self.number, keys)
+        if start == len(keys):
             return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability)
         # Unusable pages must show before anything is evicted for them.
-        coders = [self._codec.bind(pages, self.layout, part) for part in self.layout.parts]
-        stop = present
+        coders = [self._codec.bind(pages, self.layout, part) for part in self._parts]
         stored: set[int] = set()
-        while stop < len(keys):
-            stop = min(stop + WINDOW_BLOCKS, len(keys))
-            reply = self._door.reserve(self.number, keys[:stop], min(first_block, stop), priority, ttl)
+        for window in range(start, len(keys), WINDOW_BLOCKS):
+            stop = min(window + WINDOW_BLOCKS, len(keys))
+            wanted = min(max(first_block, window) if joint else first_block, stop)
+            named = joint_of(joint, stop, [part.index for part in self._parts]) if joint else None
+            reply = self._door.reserve(self.number, keys[:stop], wanted, priority, ttl, named)
             present = min(present, reply.present)
             filled, flaw = self._fill(reply, coders, first_token) if reply.reservation else (0, None)
+            if flaw and joint:
+                filled = 0  # it ended with that, for all
             stored.update(reply.blocks[:filled])
             if filled < len(reply.blocks):
                 stopped_at = reply.blocks[filled]
@@ -351,16 +378,18 @@ class NamespaceHandle:
         return PutResult(result.present, result.stored, done, reason)
 
     def _fill(self, reply: ReserveReply, coders: Sequence[Coder], first_token: int) -> tuple[int, Flaw | None]:
-        """Encode blocks straight into their slots and commit each part; returns the blocks that are visible, and what
+        """Encode blocks straight into their slots and commit each part; returns the blocks that are committed, and what
         the codec found in the first block that it could not write.
 
         Those that are filled are sealed while the next ones are being filled: only the last few are waited for.
         """
-        visible, count = 0, len(reply.blocks)
+        committed, count = 0, len(reply.blocks)
         flaw: Flaw | None = None
         cuts = set(range(count - LAST_BLOCKS, 0, -EARLY_BLOCKS)) if self._door.commits_early else set()
         try:
-            for part, coder in enumerate(coders):
+            for part, coder in zip([one.index for one in self._parts], coders, strict=True):
+                if not reply.places[part]:  # another process fills it
+                    continue
                 size = self._grant.payload_bytes[part]
                 spans = [_payload(span, size) for span in self._door.spans_to_fill(reply.places[part])]
                 tokens = [block * self.block_tokens - first_token for block in reply.blocks[:count]]
@@ -377,12 +406,12 @@ class NamespaceHandle:
                         if at in cuts:
                             self._door.post_commit(reply.reservation, part, first, digests)
                             first, digests = at, []
-                visible = self._door.commit(reply.reservation, part, first, digests)
+                committed = self._door.commit(reply.reservation, part, first, digests)
         except StoreClosed:
             return 0, None
         finally:
             self._door.abort(reply.reservation)
-        return visible, flaw if visible == count else None
+        return committed, flaw if committed == count else None
 
     def _get(self, lease: Lease, start: int, stop: int, coders: Sequence[Coder], first_token: int) -> Loaded:
         first = start
@@ -412,13 +441,14 @@ class NamespaceHandle:
         good, part = self._decode(opened, blocks[:count], coders, first_token)
         if part is None:
             return reason, blocks.start + count
-        self._door.report(lease.reply.lease, blocks.start + good, part)
+        self._door.report(lease.reply.lease, blocks.start + good, self._parts[part].index)
         return MissReason.CORRUPT, blocks.start + good
 
     def _decode(
         self, opened: _Opened, blocks: Sequence[int], coders: Sequence[Coder], first_token: int
     ) -> tuple[int, int | None]:
-        """How many leading blocks are good in all parts; and the part of the next one that is not, if it is that."""
+        """How many leading blocks are good in all of this handle's parts; and which of these is not in the next one, if
+        it is that."""
         good, bad_part = len(blocks), None
         tokens = [block * self.block_tokens - first_token for block in blocks]
         for part, (payloads, expected) in enumerate(opened):
@@ -444,16 +474,17 @@ class NamespaceHandle:
         """The same as `_load`, of blocks that come from NVMe, past DRAM."""
         assert lease.direct is not None and self._door.direct is not None
         reply = self._door.direct.fetch(lease.direct.lease, blocks.start, len(blocks), DIRECT_MS)
-        opened: _Opened = [([], []) for _ in self.layout.parts]
+        opened: _Opened = [([], []) for _ in self._parts]
         reason, count = reply.reason, len(reply.frames)
         for at, (block, frames) in enumerate(zip(blocks, reply.frames, strict=False)):
-            headers = [bytes(frame.view[:HEADER_BYTES]) for frame in frames]
-            if not all(map(names_block, headers, self._grant.stamps, repeat(lease.keys[block]))):
+            headers = [bytes(frames[part.index].view[:HEADER_BYTES]) for part in self._parts]
+            stamps = [self._grant.stamps[part.index] for part in self._parts]
+            if not all(map(names_block, headers, stamps, repeat(lease.keys[block]))):
                 reason, count = MissReason.EVICTED, at
                 break
-            for part, (payloads, expected) in enumerate(opened):
-                payloads.append(_payload(frames[part], self._grant.payload_bytes[part]))
-                expected.append(split_digests(headers[part], len(self.layout.parts[part].layers)))
+            for part, header, (payloads, expected) in zip(self._parts, headers, opened, strict=True):
+                payloads.append(_payload(frames[part.index], self._grant.payload_bytes[part.index]))
+                expected.append(split_digests(header, len(part.layers)))
         good, part_or_none = self._decode(opened, blocks[:count], coders, first_token)
         return MissReason.CORRUPT if part_or_none is not None else reason, blocks.start + good
 
@@ -464,23 +495,24 @@ class NamespaceHandle:
         """
         reply, keys = lease.reply, lease.keys
         pinned = slice(blocks.start - reply.first_block, blocks.stop - reply.first_block)
-        opened: _Opened = [([], []) for _ in self.layout.parts]
+        opened: _Opened = [([], []) for _ in self._parts]
         try:
             columns = [
                 (
-                    part,
-                    self._grant.payload_bytes[part],
-                    len(it.layers),
-                    self._grant.stamps[part],
-                    self._door.spans(reply.places[part][pinned]),
-                    reply.header_digests[part][pinned],
+                    one.index,
+                    self._grant.payload_bytes[one.index],
+                    len(one.layers),
+                    self._grant.stamps[one.index],
+                    self._door.spans(reply.places[one.index][pinned]),
+                    reply.header_digests[one.index][pinned],
+                    target,
                 )
-                for part, it in enumerate(self.layout.parts)
+                for one, target in zip(self._parts, opened, strict=True)
             ]
         except StoreClosed:
             return opened, 0, MissReason.DISABLED
         for at, block in enumerate(blocks):
-            for part, size, slices, stamp, spans, digests in columns:
+            for part, size, slices, stamp, spans, digests, (payloads, expected) in columns:
                 if at >= len(spans):  # condemned meanwhile, and its extent given back; or the sidecar is another one
                     is_there = self._door.is_within_reach(reply.lease)
                     return opened, at, MissReason.CORRUPT if is_there else MissReason.UNREACHABLE
@@ -489,7 +521,6 @@ class NamespaceHandle:
                 if digest(raw) != digests[at] or not names_block(raw, stamp, keys[block]):
                     self._door.report(reply.lease, block, part)
                     return opened, at, MissReason.CORRUPT
-                payloads, expected = opened[part]
                 payloads.append(FrameSpan(address + HEADER_BYTES, view[HEADER_BYTES : HEADER_BYTES + size], memory))
                 expected.append(split_digests(raw, slices))
         return opened, len(blocks), None
@@ -517,6 +548,11 @@ class NamespaceHandle:
             raise BadInput(f"ttl={ttl!r}; give seconds above 0, or None")
         if not isinstance(priority, Integral) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
+def _first_window(first_block: int, blocks: int) -> int:
+    """The first block of the window that a joint put from there on begins with."""
+    return min(first_block, max(blocks - 1, 0)) // WINDOW_BLOCKS * WINDOW_BLOCKS
 
 
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
