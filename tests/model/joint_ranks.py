@@ -29,14 +29,13 @@ TOKEN = b"an engine's session, of all ranks"
 
 @dataclass(eq=False)
 class Rank:
-    """One process. writing: of each share that is not over, the places that it may write into."""
+    """One process. replies: of each share that is not over; done: blocks that it committed of each part."""
 
     caller: Caller
     parts: tuple[int, ...]
     mapped: list[int] = field(default_factory=list)
     replies: dict[int, ReserveReply] = field(default_factory=dict)
     done: dict[int, dict[int, int]] = field(default_factory=dict)
-    writing: dict[int, list[int]] = field(default_factory=dict)
     is_gone: bool = False
 
 
@@ -77,7 +76,6 @@ class Ranks:
             taken = [place for column in reply.places for place in column]
             assert not self.written().intersection(taken), "a slot under two writers"
             rank.replies[reply.reservation] = reply
-            rank.writing[reply.reservation] = taken
             mine = [part for part, column in enumerate(reply.places) if column]
             rank.done[reply.reservation] = dict.fromkeys(mine, 0)
             self._map(rank, taken)
@@ -105,8 +103,8 @@ class Ranks:
         self._is_over(rank, share)
 
     def _is_over(self, rank: Rank, share: int) -> None:
-        for books in (rank.replies, rank.done, rank.writing):
-            books.pop(share, None)
+        rank.replies.pop(share, None)
+        rank.done.pop(share, None)
 
     def leave(self, rank: Rank) -> None:
         """Its connection breaks; the process is there still, perhaps in the middle of a copy."""
@@ -124,8 +122,14 @@ class Ranks:
     # What holds at any time ----------------------------------------------------------------------------------------
 
     def written(self) -> set[int]:
-        """Places that some process may be writing into."""
-        return {place for rank in self.ranks for places in rank.writing.values() for place in places}
+        """Places that some process may be writing into: it has not said that it is done with them."""
+        return {
+            place
+            for rank in self.ranks
+            for share, reply in rank.replies.items()
+            for part, done in rank.done[share].items()
+            for place in reply.places[part][done:]
+        }
 
     def check(self) -> None:
         """Every invariant of the tables, and that no slot is free or another block's that somebody may write into."""
@@ -137,14 +141,6 @@ class Ranks:
             if self.store._blocks.is_above(row)
             for part in range(len(self.layout.parts))
         }
-        for rank in self.ranks:
-            for share, places in rank.writing.items():
-                for part, column in enumerate(rank.replies[share].places):
-                    committed = rank.done[share].get(part, 0)
-                    for at, place in enumerate(column):
-                        state = dram._ledger.state(place)
-                        if at < committed:
-                            continue  # it said itself that it is done with these
-                        assert state == FrameState.RESERVED, "a slot under a writer was given away"
-                        assert place not in visible
-                assert len(places) == sum(map(len, rank.replies[share].places))
+        for place in self.written():
+            assert dram._ledger.state(place) == FrameState.RESERVED, "a slot under a writer was given away"
+            assert place not in visible
