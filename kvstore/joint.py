@@ -36,7 +36,7 @@ WINDOW_CHARACTERS = 16
 """What is added to it: which blocks of the prompt it is about."""
 MAX_UNDER_WAY = 256
 """Joint puts of one session at a time; the next one is told `quota`."""
-ENDED_KEPT, ALL_ENDED_KEPT = 4096, 65_536
+ENDED_KEPT, ALL_ENDED_KEPT = 4096, 32_768
 """How many that are over are remembered, of one session and of all."""
 ENDED_SECONDS = 120.0
 """For how long: whoever is later than that reserves anew, and is alone with it."""
