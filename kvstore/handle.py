@@ -307,7 +307,7 @@ class NamespaceHandle:
             wanted = min(max(first_block, window) if joint else first_block, stop)
             named = joint_of(joint, stop, [part.index for part in self._parts]) if joint else None
             reply = self._door.reserve(self.number, keys[:stop], wanted, priority, ttl, named)
-            present = min(present, reply.present)
+            present = min(present, reply.present) if reply.present < stop else present
             filled, flaw = self._fill(reply, coders, first_token) if reply.reservation else (0, None)
             if flaw and joint:
                 filled = 0  # it ended with that, for all

@@ -289,6 +289,16 @@ def test_a_long_prompt_goes_in_windows_and_no_rank_waits_for_another(ahead: int)
     assert ranks.is_at_rest()
 
 
+@pytest.mark.parametrize("present", [3, 127, 128, 129, 200, 300])
+def test_what_is_there_already_is_counted_alike_by_all(present: int) -> None:
+    ranks = Ranks(TWO, dram=16 << 20, extent=256 * KIB)
+    pages = random_pages(TWO, 300)
+    ranks.whole.put(ids(64 * present), pages=Pages(pages.planes, range(present), 64))
+    for rank in range(2):
+        assert ranks.put(rank, pages, 64 * 300, "j") == PutResult(present, 300 - present, None, None)
+    assert ranks.blocks(300) == 300 and ranks.is_at_rest()
+
+
 def test_later_steps_go_on_behind_blocks_that_others_have_not_filled_yet(two: Ranks) -> None:
     """As an engine stores a prompt while it is computed, step by step."""
     pages = random_pages(TWO, 6)
