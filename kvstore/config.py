@@ -103,7 +103,8 @@ class Limits:
     evictions, new extents and moves one put may cause before it takes what it has. forgotten: evicted keys that are
     remembered so that a miss can be called evicted. close_seconds: how long closing writes down what DRAM alone holds;
     with a disk that hangs it waits as long again for each of three things besides. tenant_leases, tenant_namespaces:
-    of these, how many one tenant may have; all, or what `shared_by` says, if not given.
+    of these, how many one tenant may have; all, or what `shared_by` says, if not given. joint_seconds: how long the
+    processes of a joint put have, from the first one's reservation until all have committed.
     """
 
     lease_seconds: float = 60.0
@@ -115,6 +116,7 @@ class Limits:
     close_seconds: float = 30.0
     tenant_leases: int | None = None
     tenant_namespaces: int | None = None
+    joint_seconds: float = 30.0
 
     @property
     def most_leases(self) -> int:
@@ -138,11 +140,12 @@ class Limits:
         for name in ("leases", "namespaces", "room_steps", "forgotten"):
             if not isinstance(getattr(self, name), int):
                 raise BadInput(f"{name}={getattr(self, name)!r} is not a whole number")
-        for name in ("lease_seconds", "pinned_fraction", "close_seconds"):
+        for name in ("lease_seconds", "joint_seconds", "pinned_fraction", "close_seconds"):
             if not isinstance(getattr(self, name), int | float):
                 raise BadInput(f"{name}={getattr(self, name)!r} is not a number")
-        if not 0 < self.lease_seconds <= MAX_SECONDS:
-            raise BadInput(f"lease_seconds={self.lease_seconds}; give more than 0, at most {MAX_SECONDS}")
+        for name in ("lease_seconds", "joint_seconds"):
+            if not 0 < getattr(self, name) <= MAX_SECONDS:
+                raise BadInput(f"{name}={getattr(self, name)}; give more than 0, at most {MAX_SECONDS}")
         if min(self.leases, self.namespaces, self.room_steps) < 1 or self.forgotten < 0:
             raise BadInput(
                 f"leases={self.leases}, namespaces={self.namespaces}, room_steps={self.room_steps} and "

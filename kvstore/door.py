@@ -112,6 +112,19 @@ class ReserveReply(msgspec.Struct, frozen=True):
     reason: MissReason | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """A put that several processes make together, each of its own parts.
+
+    name: by which they find each other: the same for all, and for no other put of theirs. parts: of the family, that
+    the caller fills. session: whose it is; a door to another process leaves that to its other side.
+    """
+
+    name: str
+    parts: tuple[int, ...]
+    session: bytes = b""
+
+
 class Submitted(Protocol[R_co]):
     """An answer that is on its way. Nothing here waits for anything."""
 
@@ -198,13 +211,25 @@ class Door(Protocol):
         ...
 
     def reserve(
-        self, number: int, keys: Sequence[bytes], first_block: int, priority: int, ttl_seconds: float | None
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        priority: int,
+        ttl_seconds: float | None,
+        joint: Joint | None = None,
     ) -> ReserveReply:
-        """Slots for the blocks from `first_block` on that are not there yet."""
+        """Slots for the blocks from `first_block` on that are not there yet.
+
+        joint: the first who asks under a name reserves, and all others are told the same. Each is given a number of its
+        own, and the places of those of its parts that nobody fills already; the other lists are empty.
+        """
         ...
 
     def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
-        """Digests of every layer slice of the next reserved blocks, in their order; returns the blocks now visible.
+        """Digests of every layer slice of the next reserved blocks, in their order; returns the blocks of which all
+        that was to be filled under this number is committed: they are visible, or will be once the others of a joint
+        put have committed theirs. 0 where the reservation has ended.
 
         first: of these blocks, as the reservation counts them, which is how many of the part were committed before.
         """
@@ -222,7 +247,7 @@ class Door(Protocol):
         ...
 
     def abort(self, reservation: int) -> None:
-        """End a reservation; what is not visible by now never will be."""
+        """End a reservation; what is not visible by now never will be, in a joint put for nobody."""
         ...
 
     def spans(self, places: Sequence[int]) -> list[FrameSpan]:

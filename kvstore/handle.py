@@ -24,6 +24,7 @@ from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.getting import Getting, Loaded, Source, cut
 from kvstore.holding import Lease
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, Prompt, as_extra_keys, token_bytes
+from kvstore.joint import check_joint, joint_of
 from kvstore.miss import REASON_OF_FLAW, Account, HitTier, MissReason
 from kvstore.pages import Codec, Coder, Digest, Pages
 from kvstore.pending import Pending
@@ -75,6 +76,9 @@ class PutResult:
 
     present: leading blocks that were there before. stored: blocks that are new. stopped_at: the first offered block
     that is not held, with its reason; None when all full blocks of the prompt are held.
+
+    Of a joint put it is what this process did: stored counts blocks that it filled, which are readable once all others
+    have filled theirs. What ends the put elsewhere afterwards is not in it: the next match says what is there.
     """
 
     present: int
@@ -98,7 +102,12 @@ class Reading(Protocol):
 class NamespaceHandle:
     """The five verbs in one namespace. Thread-safe; pages and leases belong to whoever passes them."""
 
-    def __init__(self, door: Door, namespace: Namespace, codec: Codec, digest: Digest = digest) -> None:
+    def __init__(
+        self, door: Door, namespace: Namespace, codec: Codec, digest: Digest = digest, shard: int | None = None
+    ) -> None:
+        """shard: whose heads pages hold; all heads if None. The namespace in the store is the same for all."""
+        self._parts = namespace.layout.parts_of(shard)
+        self.shard = shard
         self.namespace = namespace
         self.layout = namespace.layout
         self.model = namespace.model
@@ -110,7 +119,7 @@ class NamespaceHandle:
             namespace, [codec.payload_bytes(part) for part in namespace.layout.parts]
         )
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
-        self._source = Source(door, self._grant, codec, digest, namespace.layout, namespace.layout.parts)
+        self._source = Source(door, self._grant, codec, digest, namespace.layout, self._parts)
         codec.prepare(namespace.layout)
 
     @property
@@ -209,7 +218,7 @@ class NamespaceHandle:
         return lease
 
     def get(self, lease: Lease, into: Pages, first_token: int = 0) -> Loaded:
-        """Copy leased blocks into pages, decode them and verify the copy.
+        """Copy leased blocks into pages, decode them and verify the copy; of one shard, where this handle is of one.
 
         into: pages that cover the prompt's tokens from `first_token` on, which is a page boundary at or after the
         lease's first block. Loads up to the lease's end or the pages', whichever comes first, in whole blocks. Of a
@@ -256,6 +265,7 @@ class NamespaceHandle:
         priority: int = 0,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
         reading: Reading | None = None,
+        joint: str = "",
     ) -> PutResult:
         """Store the full blocks of a prompt; those that are there already are skipped.
 
@@ -265,8 +275,19 @@ class NamespaceHandle:
         block is not and why; "volatile" does not wait for the disk. ttl (seconds) and priority (-100 .. 100) are kept
         with the block; nothing acts on them yet. reading: asked before pages are read, where somebody may want them
         back meanwhile; where it says no, the put ends with what is visible, `disabled`.
+
+        joint: all processes of the engine that hold a shard put these tokens, from the same first token on, under this
+        name, which no other put of theirs has; in one session, each on a handle of its shard. Each fills its own parts,
+        and of those that several hold the first one to come does. None waits for the others: blocks are readable once
+        the last one has filled them, and never if one gives up, is gone, or takes longer than the store allows (30 s).
         """
         self._check_put(pages, first_token, durability, ttl, priority)
+        check_joint(joint)
+        if not joint and len(self._parts) < len(self.layout.parts):
+            raise BadInput(
+                f"this handle is of shard {self.shard} and fills {len(self._parts)} of a block's "
+                f"{len(self.layout.parts)} parts; give joint=, the same name in all processes that hold a shard"
+            )
         _, keys = self._hashed(token_ids, extra_keys)
         first_block = -(-first_token // self.block_tokens)
         offered = min(len(keys), (first_token + pages.tokens) // self.block_tokens)
@@ -275,23 +296,29 @@ class NamespaceHandle:
                 f"pages cover the prompt up to token {first_token + pages.tokens}, its full blocks go up to "
                 f"{len(keys) * self.block_tokens}; give more pages or fewer token ids"
             )
-        present = self._door.present(self.number, keys)
-        if present == len(keys):
+        if joint:  # the same windows for all, whatever is there by the time that each of them asks
+            present, start = len(keys), _first_window(first_block, len(keys))
+        else:
+            start = present = self._door.present(self.number, keys)
+        if start == len(keys):
             return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability)
         # Unusable pages must show before anything is evicted for them.
         pages.check_groups(self.layout)
-        coders = [self._codec.bind(pages, self.layout, part) for part in self.layout.parts]
+        coders = [self._codec.bind(pages, self.layout, part) for part in self._parts]
         pages.check_apart(self.layout)
-        given = [pages.of_group(part.group.name).first_page * pages.page_tokens for part in self.layout.parts]
+        given = [pages.of_group(part.group.name).first_page * pages.page_tokens for part in self._parts]
         bases = [first_token + tokens for tokens in given]
         complete = -(-max(bases) // self.block_tokens)
-        stop = present
         stored: set[int] = set()
-        while stop < len(keys):
-            stop = min(stop + WINDOW_BLOCKS, len(keys))
-            reply = self._door.reserve(self.number, keys[:stop], min(complete, stop), priority, ttl)
-            present = min(present, reply.present)
+        for window in range(start, len(keys), WINDOW_BLOCKS):
+            stop = min(window + WINDOW_BLOCKS, len(keys))
+            wanted = min(max(complete, window) if joint else complete, stop)
+            named = joint_of(joint, stop, [part.index for part in self._parts]) if joint else None
+            reply = self._door.reserve(self.number, keys[:stop], wanted, priority, ttl, named)
+            present = min(present, reply.present) if reply.present < stop else present
             filled, flaw = self._fill(reply, coders, bases, reading) if reply.reservation else (0, None)
+            if flaw and joint:
+                filled = 0  # it ended with that, for all
             stored.update(reply.blocks[:filled])
             if filled < len(reply.blocks):
                 stopped_at = reply.blocks[filled]
@@ -364,20 +391,22 @@ class NamespaceHandle:
     def _fill(
         self, reply: ReserveReply, coders: Sequence[Coder], bases: Sequence[int], reading: Reading | None
     ) -> tuple[int, Flaw | None]:
-        """Encode blocks straight into their slots and commit each part; returns the blocks that are visible, and what
+        """Encode blocks straight into their slots and commit each part; returns the blocks that are committed, and what
         the codec found in the first block that it could not write. bases: of each coder, the prompt's token that its
         pages begin with.
 
         Those that are filled are sealed while the next ones are being filled: only the last few are waited for.
         """
-        visible, count = 0, len(reply.blocks)
+        committed, count = 0, len(reply.blocks)
         flaw: Flaw | None = None
         cuts = set(range(count - LAST_BLOCKS, 0, -EARLY_BLOCKS)) if self._door.commits_early else set()
         try:
-            for part, coder in enumerate(coders):
+            for part, coder, base in zip([one.index for one in self._parts], coders, bases, strict=True):
+                if not reply.places[part]:  # another process fills it
+                    continue
                 size = self._grant.payload_bytes[part]
                 spans = [cut(span, HEADER_BYTES, size) for span in self._door.spans_to_fill(reply.places[part])]
-                tokens = [block * self.block_tokens - bases[part] for block in reply.blocks[:count]]
+                tokens = [block * self.block_tokens - base for block in reply.blocks[:count]]
                 first = 0
                 digests: list[Sequence[bytes]] = []
                 # Closed before any slot is given up: a device may be writing into those that did not come yet.
@@ -397,12 +426,12 @@ class NamespaceHandle:
                 finally:
                     if reading is not None:
                         reading.end()
-                visible = self._door.commit(reply.reservation, part, first, digests)
+                committed = self._door.commit(reply.reservation, part, first, digests)
         except StoreClosed:
             return 0, None
         finally:
             self._door.abort(reply.reservation)
-        return visible, flaw if visible == count else None
+        return committed, flaw if committed == count else None
 
     def _lease_directly(self, match: Match, reply: LeaseReply) -> DirectReply | None:
         """What DRAM has no room for, and NVMe has."""
@@ -435,6 +464,11 @@ class NamespaceHandle:
             raise BadInput(f"ttl={ttl!r}; give seconds above 0, or None")
         if not isinstance(priority, Integral) or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
+def _first_window(first_block: int, blocks: int) -> int:
+    """The first block of the window that a joint put from there on begins with."""
+    return min(first_block, max(blocks - 1, 0)) // WINDOW_BLOCKS * WINDOW_BLOCKS
 
 
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:

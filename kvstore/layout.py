@@ -14,9 +14,10 @@ This file knows no engine, no codec and no tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import gcd
+from numbers import Integral
 
 from kvstore.errors import BadInput
 
@@ -123,6 +124,10 @@ class Part:
         """Bytes of all layer slices before any codec."""
         return self.slice_bytes * len(self.layers)
 
+    def alone(self) -> Part:
+        """The same part for a process whose pages hold the heads of its own shard and no others."""
+        return replace(self, group=replace(self.group, kv_heads=self.kv_heads), head_start=0, head_stop=self.kv_heads)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -163,6 +168,25 @@ class Layout:
         """Bytes of one whole block before any codec: all parts."""
         return sum(part.raw_bytes for part in self.parts)
 
+    def parts_of(self, shard: int | None) -> tuple[Part, ...]:
+        """What a tensor-parallel rank holds: of each group its share of the heads, as its own pages have them.
+
+        A group of fewer heads than ranks, as a latent one, is held by several: neighbours have the same share. None:
+        all parts, for pages that hold all heads. Raises `BadInput`.
+        """
+        if shard is None:
+            return self.parts
+        if not isinstance(shard, Integral) or isinstance(shard, bool) or not 0 <= shard < self.head_shards:
+            raise BadInput(
+                f"shard={shard!r} is none of this layout's head shards; give 0 to {self.head_shards - 1} for a rank's "
+                "own heads, or None for pages that hold all heads"
+            )
+        return tuple(
+            part.alone()
+            for part in self.parts
+            if part.head_start // part.kv_heads == shard * (part.group.kv_heads // part.kv_heads) // self.head_shards
+        )
+
     @staticmethod
     def gqa(
         *,
@@ -181,11 +205,21 @@ class Layout:
 
     @staticmethod
     def mla(
-        *, layers: int, latent_dim: int, rope_dim: int, dtype: str, block_tokens: int = 0, page_tokens: int = 1
+        *,
+        layers: int,
+        latent_dim: int,
+        rope_dim: int,
+        dtype: str,
+        block_tokens: int = 0,
+        page_tokens: int = 1,
+        head_shards: int = 1,
     ) -> Layout:
-        """One latent plane of latent_dim + rope_dim numbers per token (DeepSeek-V2, arXiv 2405.04434)."""
+        """One latent plane of latent_dim + rope_dim numbers per token (DeepSeek-V2, arXiv 2405.04434).
+
+        head_shards: ranks, all of which hold the same; it is one part, whoever stores it.
+        """
         group = KvGroup("latent", tuple(range(layers)), 1, (latent_dim + rope_dim,), dtype)
-        return Layout((group,), block_tokens, page_tokens)
+        return Layout((group,), block_tokens, page_tokens, head_shards)
 
     def describe(self) -> dict[str, object]:
         """Plain values for the namespace's digest: everything that decides what a payload's bytes mean."""

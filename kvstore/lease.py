@@ -37,7 +37,8 @@ class ReservationRecord:
     places, the slots.
 
     refills: hollow rows among them, pinned for as long as the reservation lives. orphans: places of a reservation
-    whose namespace was dropped under it.
+    that ended while somebody may still write. bases: reservations of the same session whose blocks these follow, and
+    which have to be visible first.
     """
 
     number: int
@@ -56,6 +57,7 @@ class ReservationRecord:
     places: list[list[int]] = field(default_factory=list)
     orphans: list[int] = field(default_factory=list)
     cancelled: bool = False
+    bases: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.done = [0] * self.parts

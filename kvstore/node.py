@@ -184,14 +184,19 @@ class EmbeddedStore:
         codec: str = "raw",
         weights_epoch: int = 0,
         config: Mapping[str, str] | None = None,
+        shard: int | None = None,
     ) -> NamespaceHandle:
-        """The namespace of these weights, this layout and this codec; see `identity.Namespace` for the fields."""
+        """The namespace of these weights, this layout and this codec; see `identity.Namespace` for the fields.
+
+        shard: for one rank of `layout.head_shards`, whose pages have its own heads only: what it gets and puts are the
+        parts of that shard (`Layout.parts_of`). The namespace is the same for all ranks. Raises `BadInput`.
+        """
         chosen = self._codecs(codec)
         for name, value in (config or {}).items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise BadInput(f"config {name!r}={value!r}: names and values must be text")
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
-        return NamespaceHandle(self._door(), namespace, chosen)
+        return NamespaceHandle(self._door(), namespace, chosen, shard=shard)
 
     def _door(self) -> TenantDoor:
         return TenantDoor(self._store, self.tenant_keys(self.tenant), self._requests, self._threads)

@@ -19,9 +19,10 @@ from typing import Protocol
 from kvstore.blocks import Blocks, Space
 from kvstore.config import Limits
 from kvstore.direct import DirectReader
-from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, StoreClosed
 from kvstore.identity import Namespace, TenantKeys, root_key
+from kvstore.joint import ANSWER_SECONDS, Chain, JointPut, JointPuts, chain_of
 from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
 from kvstore.levels import Levels, Lift
 from kvstore.loading import Loader, LoadProgress, pack_about
@@ -125,9 +126,11 @@ class Store:
         self._limits = limits
         self._lock = threading.Lock()
         self._moves_done = threading.Condition(self._lock)
+        self._joint_answered = threading.Condition(self._lock)
         self._jobs: dict[int, _Job] = {}
         self._leases = LeaseTable(limits.lease_seconds, first_number)
         self._reservations: dict[int, ReservationRecord] = {}
+        self._joint = JointPuts(limits.joint_seconds)
         self._next_reservation = first_number
         self._pinned_bytes = 0
         self._abandoned: deque[int] = deque()
@@ -246,7 +249,7 @@ class Store:
             self._run_out()
             for record in list(self._leases.lapse_all(number)):
                 self._lapse(record)
-            for reservation in self._reservations.values():
+            for reservation in list(self._reservations.values()):
                 if reservation.namespace == number and not reservation.cancelled:
                     self._cancel(reservation)
             index = self._blocks.index
@@ -433,9 +436,55 @@ class Store:
     # Put -----------------------------------------------------------------------------------------------------------
 
     def reserve(
-        self, number: int, keys: Sequence[bytes], first_block: int, priority: int, ttl_seconds: float | None
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        priority: int,
+        ttl_seconds: float | None,
+        joint: Joint | None = None,
     ) -> ReserveReply:
         """Rows and slots for what is missing from block `first_block` on, as far as there is room."""
+        if joint is None:
+            return self._reserve(number, keys, first_block, priority, ttl_seconds, None)
+        name, chain = (joint.session, number, joint.name), chain_of(keys, first_block)
+        with self._lock:
+            if self._closed or number in self._blocks.dropping:
+                return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
+            self._run_out()
+            now = self._clock.monotonic_seconds()
+            found = self._joint.find(name, chain, now)
+            if isinstance(found, JointPut):
+                return self._join(found, chain, joint)
+            put = found or self._joint.begin(name, chain, now)
+            if isinstance(put, ReserveReply):
+                return put
+        reply = ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)  # what others are told if this is cut off
+        try:
+            reply = self._reserve(number, keys, first_block, priority, ttl_seconds, put)
+        finally:
+            with self._lock:
+                self._joint.answered(put, reply, self._clock.monotonic_seconds())
+                self._joint_answered.notify_all()
+                joined = self._join(put, chain, joint)
+        return joined
+
+    def _join(self, put: JointPut, chain: Chain, joint: Joint) -> ReserveReply:
+        """A share of a joint put, once it is known what the first one was told. Under the lock."""
+        if not self._joint_answered.wait_for(lambda: put.answer is not None, ANSWER_SECONDS):
+            return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DEADLINE)
+        return self._joint.join(put, chain, joint.parts, self._new_reservation)
+
+    def _reserve(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        priority: int,
+        ttl_seconds: float | None,
+        put: JointPut | None,
+    ) -> ReserveReply:
+        """put: whose reservation it is, if it is a joint one; its number is known to nobody then."""
         with self._lock:
             if self._closed or number in self._blocks.dropping:
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
@@ -446,18 +495,19 @@ class Store:
                 return ReserveReply(0, present)
             if present and self._blocks.index.depth(rows[-1]) != present - 1:  # keys that are no chain
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DIVERGED)
-            if present < first_block:
+            standing = self._joint.rows_under_way(put) if put is not None else {}
+            if present < first_block and not self._stand(number, keys[present:first_block], standing):
                 reason, _ = self._why(number, keys, len(rows))
                 return ReserveReply(0, present, stopped_at=present, reason=reason)
             expires_at = int(self._clock.wall_seconds() + ttl_seconds) if ttl_seconds is not None else 0
-            record = ReservationRecord(
-                self._next_reservation, number, len(self._blocks.spaces[number].classes), priority, expires_at
-            )
-            self._next_reservation += 1
-            stopped_at, reason = self._begin_rows(record, keys, present)
+            parts = len(self._blocks.spaces[number].classes)
+            record = ReservationRecord(self._new_reservation(), number, parts, priority, expires_at)
+            stopped_at, reason = self._begin_rows(record, keys, present, standing)
             if not record.rows:
                 return ReserveReply(0, present, stopped_at=stopped_at, reason=reason)
             self._reservations[record.number] = record
+            if put is not None:
+                self._joint.reserved(put, record)
         try:
             short = self._find_slots(record)
         except BaseException:  # interrupted: nobody will ever know this reservation's number
@@ -475,11 +525,14 @@ class Store:
         )
 
     def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
-        """Seal the next blocks of a part and publish what is complete; returns the blocks visible by now."""
+        """Seal the next blocks of a part and publish what is complete; returns how many blocks are committed in all
+        parts that are filled under this number."""
         with self._lock:
-            record = self._reservations.get(reservation)
+            share = self._joint.share(reservation)
+            record = share.record if share is not None else self._reservations.get(reservation)
             if record is None or record.cancelled or self._closed:
                 return 0
+            assert share is None or part in share.parts, "each fills its own parts"
             start = record.done[part]
             assert first == start, "blocks are committed in their order"
             assert start + len(digests) <= record.filled, "committed more blocks than were reserved"
@@ -488,11 +541,13 @@ class Store:
             unsealed = zip(*(column[start:stop] for column in columns), digests, strict=True)
             self._blocks.seal(record.namespace, part, list(unsealed))
             record.done[part] = stop
+            done = share.done if share is not None else min(record.done)
+            if share is not None and done == record.filled:
+                self._joint.let_go(reservation)
             self._publish(record, min(record.done))
-            published = record.published
         if self._levels is not None:
             self._levels.relieve()
-        return published
+        return done
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """How many of these blocks, from the first on, are durable after at most that long, and why not all are."""
@@ -509,27 +564,43 @@ class Store:
         return done, reason
 
     def abort(self, reservation: int) -> None:
-        """End a reservation; blocks that are not visible by now are given up."""
+        """End a reservation; blocks that are not visible by now are given up. Of a joint put: for all, and this one
+        writes no more."""
         with self._lock:
+            if self._joint.share(reservation) is not None:
+                self._abort_share(self._joint.let_go(reservation).record)
+                return
             record = self._reservations.pop(reservation, None)
             if record is None:
                 return
             if self._closed:
                 return
             if record.cancelled:
-                self._blocks.free_orphans(record.orphans)
-                self._blocks.retire_empty(record.namespace)
+                self._free_cancelled(record)
             else:
                 self._touch_published(record)
                 self._give_up(record, record.published)
+                self._joint.freed(record)
 
     def cancel(self, reservation: int) -> None:
         """Its producer is out of reach and may still write: the blocks are given up now, their slots with `abort`."""
         with self._lock:
-            record = self._reservations.get(reservation) if not self._closed else None
-            if record is not None and not record.cancelled:
+            share = self._joint.share(reservation)
+            record = share.record if share is not None else self._reservations.get(reservation)
+            if record is not None and not record.cancelled and not self._closed:
                 self._touch_published(record)
                 self._cancel(record)
+
+    def run_out(self) -> None:
+        """End what has run out, also while nobody asks for anything."""
+        with self._lock:
+            if not self._closed:
+                self._run_out()
+
+    def joint_puts(self) -> dict[bytes, int]:
+        """How many joint puts have slots, by session."""
+        with self._lock:
+            return self._joint.under_way()
 
     def spans(self, places: Sequence[int]) -> list[FrameSpan]:
         """The bytes at reserved or leased places, up to the first whose extent is gone. Raises `StoreClosed`."""
@@ -693,6 +764,7 @@ class Store:
         self._closed = True
         self._lock = threading.Lock()
         self._moves_done = threading.Condition(self._lock)
+        self._joint_answered = threading.Condition(self._lock)
         if self.direct is not None:
             self.direct.disown(self._lock)
 
@@ -718,6 +790,7 @@ class Store:
             namespaces = map(self._blocks.index.namespace_of, pins)
             assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number in namespaces)
             self._blocks.check(pins, sinking)
+            self._joint.check(self._reservations)
             if self.direct is not None:
                 self.direct.check()
 
@@ -916,21 +989,38 @@ class Store:
         self._unpin(record.namespace, record.rows)
 
     def _run_out(self) -> None:
-        """Leases that were abandoned or whose time is over; called before anything that needs room or pins."""
+        """Leases that were abandoned, and what is past its time; called before anything that needs room or pins."""
         while self._abandoned:
             self._release(self._abandoned.popleft())
         for record in list(self._leases.run_out(self._clock.monotonic_seconds())):
             self._lapse(record)
             self._blocks.counters["lapsed_leases"] += 1
+        for reservation in self._joint.run_out(self._clock.monotonic_seconds()):
+            self._touch_published(reservation)
+            self._cancel(reservation)
+            self._blocks.counters["lapsed_joint_puts"] += 1
         if self.direct is not None:
             self.direct.run_out()
 
     # Inside: storing -----------------------------------------------------------------------------------------------
 
+    def _new_reservation(self) -> int:
+        self._next_reservation += 1
+        return self._next_reservation - 1
+
+    def _stand(self, number: int, keys: Sequence[bytes], standing: Mapping[int, int]) -> bool:
+        """Whether all these blocks are readable, or are stored by the same processes right now."""
+        index = self._blocks.index
+        rows = [index.find(number, key) for key in keys]
+        return all(row in standing or (row != NO_ROW and index.state(row) is RowState.VISIBLE) for row in rows)
+
     def _begin_rows(
-        self, record: ReservationRecord, keys: Sequence[bytes], present: int
+        self, record: ReservationRecord, keys: Sequence[bytes], present: int, standing: Mapping[int, int]
     ) -> tuple[int | None, MissReason | None]:
-        """Rows for all blocks that are not readable, up to one that somebody else is storing."""
+        """Rows for all blocks that are not readable, up to one that somebody else is storing.
+
+        standing: rows behind which it may go on all the same, with the reservations that they are of.
+        """
         blocks, index = self._blocks, self._blocks.index
         parent = index.find(record.namespace, keys[present - 1]) if present else NO_ROW
         parent_key = (
@@ -942,13 +1032,15 @@ class Store:
             key = keys[position]
             row = index.find(record.namespace, key)
             state = index.state(row) if row != NO_ROW else RowState.FREE
-            if state == RowState.PENDING or row in filling or row in record.refills:
+            if row not in standing and (state == RowState.PENDING or row in filling or row in record.refills):
                 stopped = (position, MissReason.IN_FLIGHT)
                 break
             if row != NO_ROW and index.parent(row) != parent:  # no chain: this key is another one's child
                 stopped = (position, MissReason.DIVERGED)
                 break
-            if state != RowState.VISIBLE:
+            if row in standing:
+                record.bases.add(standing[row])
+            elif state != RowState.VISIBLE:
                 if row == NO_ROW:
                     row = blocks.begin(record.namespace, key, parent, record.priority, record.expires_at)
                 else:
@@ -1036,6 +1128,8 @@ class Store:
             return stopped_at, reason
 
     def _publish(self, record: ReservationRecord, complete: int) -> None:
+        if record.bases:
+            return  # what these blocks follow comes first
         blocks = self._blocks
         start = record.published
         rows = record.rows[start:complete]
@@ -1052,6 +1146,14 @@ class Store:
         if complete == len(record.rows):
             del self._reservations[record.number]
             self._touch_published(record)
+            if self._joint.visible(record, self._clock.monotonic_seconds()):
+                self._publish_behind(record)
+
+    def _publish_behind(self, record: ReservationRecord) -> None:
+        """All of a joint reservation is visible: so is, as far as it is complete, what was waiting for it."""
+        for other in [one for one in self._reservations.values() if record.number in one.bases]:
+            other.bases.discard(record.number)
+            self._publish(other, min(other.done))
 
     def _touch_published(self, record: ReservationRecord) -> None:
         """A chain was stored, as far as it is readable. Once for a reservation: until then its rows keep the chain."""
@@ -1072,7 +1174,11 @@ class Store:
         record.filled = min(record.filled, start)
 
     def _cancel(self, record: ReservationRecord) -> None:
-        """Its namespace is dropped, or its producer is lost: the rows go now, the slots when the producer is done."""
+        """Its namespace is dropped, or a producer is lost: the rows go now, and what follows them; the slots when all
+        producers are done."""
+        for other in list(self._reservations.values()):
+            if record.number in other.bases and not other.cancelled:
+                self._cancel(other)
         for row in reversed(record.rows[record.published :]):
             if row in record.refills:
                 self._unpin(record.namespace, [row])
@@ -1080,7 +1186,27 @@ class Store:
             else:
                 record.orphans.extend(self._blocks.orphan(row))
         record.refills.clear()
+        record.bases.clear()
         record.cancelled = True
+        if self._joint.lost(record, self._clock.monotonic_seconds()):
+            self._free_cancelled(record)
+
+    def _abort_share(self, record: ReservationRecord) -> None:
+        """One process of a joint put writes no more, and did not commit all that it was to."""
+        if self._closed:
+            return
+        if not record.cancelled:
+            self._touch_published(record)
+            self._cancel(record)
+        elif not self._joint.is_written(record):
+            self._free_cancelled(record)
+
+    def _free_cancelled(self, record: ReservationRecord) -> None:
+        """Nobody writes into its slots any more."""
+        self._reservations.pop(record.number, None)
+        self._joint.freed(record)
+        self._blocks.free_orphans(record.orphans)
+        self._blocks.retire_empty(record.namespace)
 
     # Inside: room --------------------------------------------------------------------------------------------------
 

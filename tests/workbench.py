@@ -103,6 +103,17 @@ def blank_pages(layout: Layout, blocks: int, page_tokens: int = 64) -> Pages:
     return Pages(blank_planes(layout, count, page_tokens), range(count), page_tokens)
 
 
+def shard_pages(pages: Pages, layout: Layout, shard: int) -> Pages:
+    """What one rank has of these pages: copies of its own heads."""
+    whole = [layout.parts[part.index] for part in layout.parts_of(shard)]
+    planes = {
+        layer: [plane[:, :, part.head_start : part.head_stop].clone() for plane in pages.planes[layer]]
+        for part in whole
+        for layer in part.layers
+    }
+    return Pages(planes, pages.table, pages.page_tokens)
+
+
 def prompt_values(pages: Pages, layer: int, plane: int, first: int, stop: int) -> torch.Tensor:
     """The bits of tokens first .. stop of what pages cover: [tokens, bytes]."""
     chosen = pages.planes[layer][plane][torch.tensor(list(pages.table))]
@@ -141,11 +152,17 @@ class Bench:
         return TenantDoor(self.store, keys)
 
     def namespace(
-        self, layout: Layout | None = None, *, model: str = MODEL, keys: TenantKeys | None = None, codec: str = "raw"
+        self,
+        layout: Layout | None = None,
+        *,
+        model: str = MODEL,
+        keys: TenantKeys | None = None,
+        codec: str = "raw",
+        shard: int | None = None,
     ) -> NamespaceHandle:
         """A namespace."""
         namespace = Namespace(model, layout or small_layout(), codec)
-        return NamespaceHandle(self.door(keys), namespace, codec_named(codec))
+        return NamespaceHandle(self.door(keys), namespace, codec_named(codec), shard=shard)
 
     def header_of(self, place: int) -> FrameHeader:
         """The verified header of a frame."""

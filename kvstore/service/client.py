@@ -40,10 +40,11 @@ class SidecarStore:
         codec: str = "raw",
         weights_epoch: int = 0,
         config: Mapping[str, str] | None = None,
+        shard: int | None = None,
     ) -> NamespaceHandle:
         """As in an embedded store. Raises `Unreachable` where there is no sidecar, after some time."""
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
-        return NamespaceHandle(self._door, namespace, self._codecs(codec))
+        return NamespaceHandle(self._door, namespace, self._codecs(codec), shard=shard)
 
     def drop(self, namespace: NamespaceHandle) -> int:
         """Evict a namespace from every tier; returns how many blocks it had."""

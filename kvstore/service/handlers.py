@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.config import MAX_SECONDS
-from kvstore.door import LeaseReply
+from kvstore.door import Joint, LeaseReply
 from kvstore.errors import BadInput, StoreClosed
 from kvstore.handle import MAX_PRIORITY
 from kvstore.identity import Namespace, TenantKeys
+from kvstore.joint import MAX_JOINT_CHARACTERS, WINDOW_CHARACTERS
 from kvstore.requests import MAX_REQUEST_CHARACTERS
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
@@ -217,10 +218,12 @@ class Handlers:
             raise BadInput(f"ttl_seconds={ttl}; give seconds above 0, or nothing")
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.Fault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
-        reply = self._store.reserve(verb.namespace, verb.keys, verb.first_block, verb.priority, ttl)
+        joint = _joint_of(caller, verb, len(slices))
+        reply = self._store.reserve(verb.namespace, verb.keys, verb.first_block, verb.priority, ttl, joint)
         self._counting.stored(verb.namespace)
         if reply.reservation:
-            filling = Filling(verb.namespace, len(reply.blocks), [0] * len(slices))
+            parts = frozenset(part for part, places in enumerate(reply.places) if places)
+            filling = Filling(verb.namespace, len(reply.blocks), [0] * len(slices), parts, joint is not None)
             self._sessions.reserved(caller, reply.reservation, filling)
         return m.Reserved(reply)
 
@@ -231,9 +234,9 @@ class Handlers:
         slices = caller.namespaces[filling.namespace]
         wrong = BadInput(
             f"part {verb.part}, blocks from {verb.first} on, {len(verb.digests)} of them: give those that follow the "
-            f"last ones, no more than the {filling.blocks} that were reserved"
+            f"last ones, no more than the {filling.blocks} that were reserved, of a part that is the caller's to fill"
         )
-        if not 0 <= verb.part < len(slices):
+        if verb.part not in filling.parts:
             raise wrong
         wanted = slices[verb.part]
         if any(len(block) != wanted or any(len(one) != DIGEST_BYTES for one in block) for block in verb.digests):
@@ -242,10 +245,10 @@ class Handlers:
             )
         if not self._sessions.claim(filling, verb.part, verb.first, len(verb.digests)):
             raise wrong
-        visible = self._store.commit(verb.reservation, verb.part, verb.first, verb.digests)
-        if visible == filling.blocks:
+        committed = self._store.commit(verb.reservation, verb.part, verb.first, verb.digests)
+        if committed == filling.blocks:
             self._sessions.ended(caller, verb.reservation)
-        return m.Counted(visible)
+        return m.Counted(committed)
 
     def _abort(self, caller: Caller, verb: m.Abort) -> m.Answer:
         if verb.reservation in caller.reservations:
@@ -311,6 +314,18 @@ def checked_seconds(seconds: float) -> float:
     if not 0 <= seconds <= MAX_SECONDS:
         raise BadInput(f"seconds={seconds}; give 0 to {MAX_SECONDS}")
     return min(seconds, MAX_DEADLINE_MS / 1000)
+
+
+def _joint_of(caller: Caller, verb: m.Reserve, parts: int) -> Joint | None:
+    """The put that the caller makes together with others of its session, if it does. Raises `BadInput`."""
+    if not verb.joint:
+        return None
+    most = MAX_JOINT_CHARACTERS + WINDOW_CHARACTERS
+    if len(verb.joint) > most:
+        raise BadInput(f"a joint put's name of {len(verb.joint)} characters; at most {most}")
+    if len(set(verb.parts)) != len(verb.parts) or not {*range(parts)}.issuperset(verb.parts):
+        raise BadInput(f"{len(verb.parts)} parts to fill; give distinct ones, from 0 to {parts - 1}")
+    return Joint(verb.joint, tuple(verb.parts) or tuple(range(parts)), caller.session.name)
 
 
 def _check_asked(caller: Caller, namespace: int, keys: Sequence[bytes]) -> tuple[int, ...]:

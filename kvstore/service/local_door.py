@@ -263,8 +263,7 @@ class LocalDoor:
         for listener in self._deaf:
             self._selector.register(listener.socket, selectors.EVENT_READ, listener)
         self._deaf.clear()
-        if self._sessions.departed:
-            self._sessions.sweep()
+        self._sessions.sweep()
         for one in list(self._connections):
             waits_for_him = one.caller is None or one.unsent or (one.read and one not in ready and not one.in_flight)
             if waits_for_him and now - one.heard_at > self._limits.silence_seconds:

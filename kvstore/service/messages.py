@@ -129,17 +129,21 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag="report"):
 
 
 class Reserve(msgspec.Struct, array_like=True, frozen=True, tag="reserve"):
-    """As `Door.reserve`."""
+    """As `Door.reserve`. joint: a name within the session, for a put that several of its connections make together;
+    parts: those that the caller fills, all of them if it names none. (A sidecar that knows neither field reserves for
+    each caller alone, so that nothing becomes visible.)"""
 
     namespace: int
     keys: Keys
     first_block: int
     priority: int = 0
     ttl_seconds: float | None = None
+    joint: str = ""
+    parts: Annotated[list[int], Meta(max_length=MAX_PARTS)] = []
 
 
 class Commit(msgspec.Struct, array_like=True, frozen=True, tag="commit"):
-    """As `Door.commit`."""
+    """As `Door.commit`, also in what the answer counts."""
 
     reservation: int
     part: int
@@ -277,8 +281,8 @@ class Reserved(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
 
 
 class Counted(msgspec.Struct, array_like=True, frozen=True, tag="counted"):
-    """A number of blocks: to `Commit`, those visible by now; to `Drop`, `DropAny` and `Purge`, those that were
-    readable."""
+    """A number of blocks: to `Commit`, those that are committed as far as it is the caller's to do; to `Drop`,
+    `DropAny` and `Purge`, those that were readable."""
 
     blocks: int
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply, Submitted
+from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply, Submitted
 from kvstore.errors import BadInput, StoreClosed, TurnedAway, Unreachable
 from kvstore.identity import Namespace
 from kvstore.miss import MissReason
@@ -230,15 +230,21 @@ class RemoteDoor:
                 pass
 
     def reserve(
-        self, number: int, keys: Sequence[bytes], first_block: int, priority: int, ttl_seconds: float | None
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        priority: int,
+        ttl_seconds: float | None,
+        joint: Joint | None = None,
     ) -> ReserveReply:
         """As `Door.reserve`."""
         try:
             run = self._running()
             ttl = float(ttl_seconds) if ttl_seconds is not None else None
-            verb = m.Reserve(
-                self._number(run, number, self._limits.fill), list(keys), int(first_block), int(priority), ttl
-            )
+            known = self._number(run, number, self._limits.fill)
+            name, parts = (joint.name, list(joint.parts)) if joint is not None else ("", [])
+            verb = m.Reserve(known, list(keys), int(first_block), int(priority), ttl, name, parts)
             reply = run.ask(verb, m.Reserved, self._limits.fill).reply
             if reply.reservation:
                 run.reservations[reply.reservation] = reply
@@ -259,12 +265,12 @@ class RemoteDoor:
             return 0
         try:
             verb = m.Commit(reservation, part, first, [list(block) for block in digests])
-            visible = run.ask(verb, m.Counted, self._limits.fill).blocks
+            committed = run.ask(verb, m.Counted, self._limits.fill).blocks
         except Away:
             return 0
-        if visible == len(reply.blocks):  # it ended with its last block
+        if committed == len(reply.blocks):  # it ended with its last block
             run.reservations.pop(reservation, None)
-        return visible
+        return committed
 
     def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
         """As `Door.post_commit`. The sidecar takes the messages of a connection in their order."""

@@ -4,7 +4,7 @@ A session is one engine: a scheduler and its workers, each with a connection of 
 of the engine's making: whoever says it first begins the session, also after a restart of the sidecar. It counts beside
 the tenant only, so that no token leads to another tenant's session. A lease belongs to the session; every connection
 that took it or attached to it is one of its holders, and it ends with the last of them. A reservation belongs to one
-connection.
+connection, and of a joint one each connection has a share, under a number of its own.
 
 A connection that breaks off says nothing about the process behind it, which may still be copying. What it held pins
 nothing from then on and is kept from any other use until the kernel says that no mapping of that connection is left
@@ -14,6 +14,7 @@ nothing from then on and is kept from any other use until the kernel says that n
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -43,14 +44,22 @@ class Session:
     leased_blocks: int = 0
     since: float = 0.0  # Unix time, for people
 
+    @property
+    def name(self) -> bytes:
+        """Which it is, of all tenants' sessions."""
+        return self.tenant.tenant + self.token
+
 
 @dataclass(slots=True)
 class Filling:
-    """A reservation under way: how many blocks it has, and how many of them are committed, by part."""
+    """A reservation under way: how many blocks it has, and how many of them are committed, by part. parts: those that
+    the connection fills."""
 
     namespace: int
     blocks: int
     done: list[int]
+    parts: frozenset[int]
+    is_joint: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -209,7 +218,9 @@ class Sessions:
         self.sweep()
 
     def sweep(self) -> int:
-        """Give back what departed connections held and nobody maps any more; returns how many of them are left."""
+        """Give back what departed connections held and nobody maps any more; returns how many of them are left. Ends
+        what has run out as well."""
+        self._store.run_out()
         with self._lock:
             departed = list(self._departed.values())
         for caller in departed:
@@ -252,12 +263,12 @@ class Sessions:
             return iter(list(self._sessions.values()))
 
     def reservations(self) -> dict[bytes, int]:
-        """How many each session has under way, by its token."""
+        """How many each session has under way, by its token. A joint one is one, however many fill it."""
+        joint = self._store.joint_puts()
         with self._lock:
-            counts: dict[bytes, int] = {}
+            counts = Counter({one.token: joint.get(one.name, 0) for one in self._sessions.values()})
             for caller in (*self._callers.values(), *self._departed.values()):
-                token = caller.session.token
-                counts[token] = counts.get(token, 0) + len(caller.reservations)
+                counts[caller.session.token] += sum(not one.is_joint for one in caller.reservations.values())
             return counts
 
     @property

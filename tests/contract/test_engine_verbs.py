@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ import torch
 import kvstore
 from groups import full, sliding
 from kvstore.config import Limits
+from kvstore.door import Joint
 from kvstore.errors import BadInput, LeaseExpired
 from kvstore.handle import Lease, NamespaceHandle, PutResult
 from kvstore.layout import Layout
@@ -28,10 +30,21 @@ from kvstore.pages import GroupPages, Pages
 from kvstore.pending import Pending
 from kvstore.ticket import LeaseTicket
 from service.sidecar import Sidecar
-from workbench import MODEL, blank_pages, blank_planes, ids, one_line, random_pages, same_tokens, small_layout
+from workbench import (
+    MODEL,
+    blank_pages,
+    blank_planes,
+    ids,
+    one_line,
+    random_pages,
+    same_tokens,
+    shard_pages,
+    small_layout,
+)
 
 T = TypeVar("T")
 LAYOUT = small_layout()
+TWO = small_layout(head_shards=2)
 PAGES = random_pages(LAYOUT, 8)
 SECONDS = 20
 
@@ -59,6 +72,13 @@ class Engine:
         self.mine: NamespaceHandle = scheduler.namespace(model=MODEL, layout=LAYOUT)
         self.theirs: NamespaceHandle = worker.namespace(model=MODEL, layout=LAYOUT)
         assert self.mine.put(ids(512), PAGES).stored == 8
+
+    def ranks(self) -> list[NamespaceHandle]:
+        """The same two processes as ranks, each with half of the heads."""
+        return [
+            store.namespace(model="ranks", layout=TWO, shard=rank)
+            for rank, store in enumerate((self.scheduler, self.worker))
+        ]
 
     def lease(self, **options: Any) -> Lease:
         lease = self.mine.lease(self.mine.match(ids(512)), deadline_ms=5000, **options)
@@ -232,6 +252,63 @@ class EngineVerbs:
         freed = Pages(source.planes, range(32), 16, {"sliding": GroupPages(range(25, 32), 25)})
         assert mine.put(ids(512, 5000), freed) == PutResult(0, 0, 0, MissReason.INCOMPLETE)
         assert mine.put(ids(512), freed) == PutResult(8, 0, None, None)
+
+    # Ranks that hold different heads
+
+    def test_ranks_put_jointly_and_read_their_heads_through_one_ticket(self, engine: Engine) -> None:
+        ranks = engine.ranks()
+        for rank, handle in enumerate(ranks):
+            assert ranks[0].match(ids(512)).blocks == 0
+            assert handle.put(ids(512), shard_pages(PAGES, TWO, rank), joint="j").stored == 8
+        with ranks[0].lease(ranks[0].match(ids(512)), deadline_ms=5000) as lease:
+            for rank, handle in enumerate(ranks):
+                with handle.attach(lease.ticket()) as attached:
+                    blank = shard_pages(blank_pages(TWO, 8), TWO, rank)
+                    assert handle.get(attached, blank).tokens == 512
+                    assert same_tokens(shard_pages(PAGES, TWO, rank), blank, range(512))
+        for rank, handle in enumerate(ranks):
+            assert handle.put(ids(512), shard_pages(PAGES, TWO, rank), joint="k").present == 8
+        engine.core.check()
+
+    def test_what_one_rank_gives_up_is_lost_for_all(self, engine: Engine) -> None:
+        ranks = engine.ranks()
+        keys = ranks[0].match(ids(512)).keys
+        replies = [
+            handle.door.reserve(handle.number, keys, 0, 0, None, Joint("j", (rank,)))
+            for rank, handle in enumerate(ranks)
+        ]
+        assert [reply.blocks for reply in replies] == [list(range(8))] * 2
+        assert engine.core.usage().reservations == 1 and engine.core.usage().dram.reserved == 16
+        digests = [[bytes(16)] * 2] * 8
+        assert ranks[0].door.commit(replies[0].reservation, 0, 0, digests[:3]) == 3
+        ranks[0].door.abort(replies[0].reservation)
+        ranks[0].match(ids(64))
+        assert ranks[1].door.commit(replies[1].reservation, 1, 0, digests) == 0
+        assert engine.core.usage().reservations == 1, "the other one might still write"
+        ranks[1].door.abort(replies[1].reservation)
+        ranks[1].match(ids(64))
+        usage = engine.core.usage()
+        assert (usage.reservations, usage.dram.reserved) == (0, 0) and ranks[0].match(ids(512)).blocks == 0
+        late = ranks[1].put(ids(512), shard_pages(PAGES, TWO, 1), joint="j")
+        assert (late.stored, late.reason) == (8, None), "that is another name: a user's has the window's end behind it"
+        engine.core.check()
+
+    def test_a_rank_that_all_others_wait_for_waits_for_nobody(self, engine: Engine) -> None:
+        """Threads of one process, or processes: the first one's answer is everybody's, however close they come."""
+        ranks = engine.ranks()
+        barrier = threading.Barrier(2)
+
+        def put(rank: int, number: int) -> PutResult:
+            barrier.wait(SECONDS)
+            mine = shard_pages(PAGES, TWO, rank)
+            return ranks[rank].put(ids(512, 1000 * number), mine, joint=f"{number}")
+
+        for number in range(10):
+            with ThreadPoolExecutor(2) as pool:
+                results = list(pool.map(put, range(2), [number] * 2))
+            assert results[0] == results[1] and results[0].stored == 8
+            assert ranks[0].match(ids(512, 1000 * number)).blocks == 8
+        engine.core.check()
 
     # Requests
 

@@ -64,7 +64,15 @@ VALID: dict[str, Callable[[Random, Booty], m.Verb]] = {
     "release": lambda r, b: m.Release([_some(r, b.lease, b.leases_of_others), *b.leases_of_others]),
     "release_request": lambda r, b: m.ReleaseRequest(r.choice(["request", "", "victim"])),
     "report": lambda r, b: m.Report(_some(r, b.lease, b.leases_of_others), r.randint(0, 3), 0),
-    "reserve": lambda r, b: m.Reserve(_some(r, b.namespace, b.namespaces_of_others), some_keys(r, b), 0, 0, None),
+    "reserve": lambda r, b: m.Reserve(
+        _some(r, b.namespace, b.namespaces_of_others),
+        some_keys(r, b),
+        0,
+        0,
+        None,
+        r.choice(["", "", "joint", "victim"]),
+        r.choice([[], [0], [0, 1], [7]]),
+    ),
     "commit": lambda r, b: m.Commit(
         _some(r, b.reservation, b.reservations_of_others),
         0,

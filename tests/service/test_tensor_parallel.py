@@ -1,0 +1,359 @@
+"""An engine whose ranks are processes, at a real sidecar: one scheduler, a worker for each rank.
+
+Workers hold their own heads only. They put jointly, and read what the scheduler leased through its ticket. Orders go
+through pipes, so that a test says who is how far when one of them is killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.clock import SystemClock
+from kvstore.door import Joint
+from kvstore.handle import NamespaceHandle, PutResult
+from kvstore.layout import Layout
+from kvstore.miss import MissReason
+from kvstore.service import messages as m
+from kvstore.service import operate
+from kvstore.service.client import SidecarStore
+from service.sidecar import Sidecar, patient
+from service.test_serve import serving
+from tiering.frame import HEADER_BYTES
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, shard_pages, small_layout
+
+SPAWN = multiprocessing.get_context("spawn")
+SECONDS = 60
+TOKENS, BLOCKS = 512, 8
+TWO = small_layout(head_shards=2)
+FOUR_OF_TWO = small_layout(head_shards=4)
+LATENT = Layout.mla(layers=2, latent_dim=24, rope_dim=8, dtype="bfloat16", head_shards=2)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def pages_of(layout: Layout, seed: int) -> Any:
+    return random_pages(layout, BLOCKS, seed=seed)
+
+
+def work(socket: str, session: str, layout: Layout, rank: int, wires: Connection) -> None:
+    """A worker: does what it is told, and says what came of it."""
+    with patient(kvstore.open(f"unix:{socket}", session=session, engine=f"rank {rank}")) as store:
+        handle = store.namespace(model=MODEL, layout=layout, shard=rank)
+        commit = handle.door.commit
+        wires.send("ready")
+        while (order := wires.recv()) is not None:
+            what, *given = order
+            if what == "put":
+                seed, joint = given
+                mine = shard_pages(pages_of(layout, seed), layout, rank)
+                wires.send(handle.put(ids(TOKENS, 1000 * seed), mine, joint=joint))
+            elif what == "stop before the commit":
+
+                def stop(*of: Any) -> int:
+                    wires.send("filled")
+                    wires.recv()
+                    return commit(*of)
+
+                handle.door.commit = stop  # type: ignore[method-assign]
+                handle.door.post_commit = lambda *of: None  # type: ignore[method-assign]
+                type(handle.door).commits_early = False
+                wires.send("so be it")
+            elif what == "get":
+                ticket, seed = given
+                blank = shard_pages(blank_pages(layout, BLOCKS), layout, rank)
+                with handle.attach(ticket) as lease:
+                    loaded = handle.get(lease, blank)
+                is_right = same_tokens(shard_pages(pages_of(layout, seed), layout, rank), blank, range(loaded.tokens))
+                wires.send((loaded.tokens, is_right, loaded.reason))
+
+
+class Worker:
+    def __init__(self, socket: str, session: str, layout: Layout, rank: int) -> None:
+        self.wires, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=work, args=(socket, session, layout, rank, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hears(self) -> Any:
+        assert self.wires.poll(SECONDS)
+        return self.wires.recv()
+
+    def told(self, *order: Any) -> Any:
+        self.wires.send(order)
+        return self.hears()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(SECONDS)
+
+
+@contextmanager
+def workers(socket: str, session: str, layout: Layout) -> Iterator[list[Worker]]:
+    started = [Worker(socket, session, layout, rank) for rank in range(layout.head_shards)]
+    try:
+        assert [one.hears() for one in started] == ["ready"] * len(started)
+        yield started
+    finally:
+        for one in started:
+            one.kill()
+
+
+class Engine:
+    """A scheduler's store and handle, and its workers."""
+
+    def __init__(self, socket: str, store: SidecarStore, layout: Layout, workers: list[Worker]) -> None:
+        self.store, self.workers = store, workers
+        self.admin = str(Path(socket).with_name("admin.sock"))
+        self.scheduler: NamespaceHandle = store.namespace(model=MODEL, layout=layout)
+
+    def put(self, seed: int, joint: str, ranks: Sequence[int] | None = None) -> list[PutResult]:
+        """All at once."""
+        chosen = self.workers if ranks is None else [self.workers[rank] for rank in ranks]
+        for one in chosen:
+            one.wires.send(("put", seed, joint))
+        return [one.hears() for one in chosen]
+
+    def blocks(self, seed: int) -> int:
+        return self.scheduler.match(ids(TOKENS, 1000 * seed)).blocks
+
+    def read(self, seed: int) -> list[Any]:
+        """What each rank finds under one lease of the scheduler's."""
+        match = self.scheduler.match(ids(TOKENS, 1000 * seed))
+        with self.scheduler.lease(match, deadline_ms=5000) as lease:
+            ticket = lease.ticket()
+            for one in self.workers:
+                one.wires.send(("get", ticket, seed))
+            return [one.hears() for one in self.workers]
+
+    def stat(self) -> Any:
+        return operate.stat(self.admin, SystemClock())
+
+    def reservations(self) -> tuple[int, list[int]]:
+        facts = self.stat()
+        return facts.reservations, [one.reservations for one in facts.sessions]
+
+    def slots(self) -> int:
+        """Taken in memory, by whatever."""
+        slots = self.stat().tiers[0].slots
+        return int(slots["used"] + slots["reserved"])
+
+
+@contextmanager
+def engine(directory: Path, layout: Layout, *flags: str) -> Iterator[Engine]:
+    with serving(directory, "--nvme", "off", *flags) as (_, said):
+        (socket,) = said["serving"]
+        with (
+            patient(kvstore.open(f"unix:{socket}", engine="scheduler")) as store,
+            workers(socket, store.session, layout) as started,
+        ):
+            yield Engine(socket, store, layout, started)
+
+
+READ = (TOKENS, True, None)
+
+
+def test_ranks_put_jointly_and_read_their_heads_through_one_lease(tmp_path: Path) -> None:
+    with engine(tmp_path, TWO) as it:
+        assert it.put(1, "a") == [PutResult(0, BLOCKS, None, None)] * 2
+        assert it.blocks(1) == BLOCKS and it.read(1) == [READ] * 2
+        blank = blank_pages(TWO, BLOCKS)
+        with it.scheduler.lease(it.scheduler.match(ids(TOKENS, 1000)), deadline_ms=5000) as lease:
+            assert it.scheduler.get(lease, blank).tokens == TOKENS
+        assert same_tokens(pages_of(TWO, 1), blank, range(TOKENS))
+        assert it.put(2, "b", [1]) == [PutResult(0, BLOCKS, None, None)]
+        assert (it.blocks(2), it.reservations()) == (0, (1, [1])), "one rank is not there yet"
+        assert it.put(2, "b", [0]) == [PutResult(0, BLOCKS, None, None)]
+        assert it.blocks(2) == BLOCKS and it.read(2) == [READ] * 2
+        assert it.put(1, "c") == [PutResult(BLOCKS, 0, None, None)] * 2
+        assert it.reservations() == (0, [0])
+
+
+def test_a_rank_that_is_killed_before_its_commit_ends_the_put_for_all(tmp_path: Path) -> None:
+    with engine(tmp_path, TWO) as it:
+        one, two = it.workers
+        assert it.put(1, "a") == [PutResult(0, BLOCKS, None, None)] * 2
+        taken = it.slots()
+        for worker in it.workers:
+            worker.told("stop before the commit")
+            worker.wires.send(("put", 2, "b"))
+        assert [worker.hears() for worker in it.workers] == ["filled"] * 2
+        assert it.reservations() == (1, [1]) and it.slots() == taken + 2 * BLOCKS
+        os.kill(one.process.pid or 0, signal.SIGKILL)
+        wait_until(lambda: it.scheduler.match(ids(TOKENS, 2000)).reason is MissReason.ABSENT)
+        one.process.join(SECONDS)
+        assert it.slots() == taken + 2 * BLOCKS, "the other one may still write into its slots"
+        assert it.reservations() == (1, [1])
+        assert two.told("go on") == PutResult(0, 0, 0, MissReason.DISABLED)
+        wait_until(lambda: it.slots() == taken and it.reservations() == (0, [0]))
+        assert it.blocks(2) == 0
+        two.wires.send(("put", 2, "b"))
+        assert two.hears() == PutResult(0, 0, 0, MissReason.DISABLED), "it is over under that name"
+        # Another process takes the rank of the one that is gone, and all goes on.
+        it.workers[0] = Worker(str(Path(it.admin).with_name("kvstore.sock")), it.store.session, TWO, 0)
+        try:
+            assert it.workers[0].hears() == "ready"
+            for worker in it.workers:
+                worker.wires.send(("put", 2, "c"))
+            assert two.hears() == "filled"
+            assert two.told("go on") == PutResult(0, BLOCKS, None, None)
+            assert it.workers[0].hears() == PutResult(0, BLOCKS, None, None)
+            assert it.read(2) == [READ] * 2 and it.read(1) == [READ] * 2
+        finally:
+            it.workers[0].kill()
+
+
+def test_a_rank_that_is_killed_after_its_commit_harms_nobody(tmp_path: Path) -> None:
+    with engine(tmp_path, TWO) as it:
+        assert it.put(1, "a", [0]) == [PutResult(0, BLOCKS, None, None)]
+        it.workers[0].kill()
+        wait_until(lambda: len(it.stat().sessions) == 1 and it.stat().sessions[0].connections == 2)
+        assert it.put(1, "a", [1]) == [PutResult(0, BLOCKS, None, None)]
+        assert it.blocks(1) == BLOCKS
+
+
+def test_what_is_not_whole_in_time_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[limits]\njoint_seconds = 0.5\n")
+    with engine(tmp_path, TWO, "--config", str(tmp_path / "config.toml")) as it:
+        assert it.put(1, "a", [0]) == [PutResult(0, BLOCKS, None, None)]
+        wait_until(lambda: it.slots() == 0)  # and nobody asked for anything
+        assert it.put(1, "a", [1]) == [PutResult(0, 0, 0, MissReason.DISABLED)]
+        assert it.stat().counters["lapsed_joint_puts"] == 1 and it.blocks(1) == 0
+        assert it.reservations() == (0, [0])
+
+
+def test_latents_are_written_by_one_rank_and_read_by_all(tmp_path: Path) -> None:
+    with engine(tmp_path, LATENT) as it:
+        assert it.put(1, "", [0]) == [PutResult(0, BLOCKS, None, None)], "it has all parts: no name is needed"
+        assert it.read(1) == [READ] * 2
+        results = it.put(2, "b")
+        assert sorted(result.stored for result in results) == [0, BLOCKS], "whoever came first"
+        assert it.read(2) == [READ] * 2
+
+
+def test_four_ranks_of_two_heads(tmp_path: Path) -> None:
+    with engine(tmp_path, FOUR_OF_TWO) as it:
+        assert it.put(1, "a", [1, 2]) == [PutResult(0, BLOCKS, None, None)] * 2
+        assert it.read(1) == [READ] * 4
+        results = it.put(2, "b")
+        assert [sum(result.stored for result in results[pair : pair + 2]) for pair in (0, 2)] == [BLOCKS] * 2
+        assert it.read(2) == [READ] * 4
+
+
+# Sidecars inside the test's process -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, dram="4MiB") as sidecar:
+        yield sidecar
+
+
+def test_a_bad_frame_of_one_rank_is_a_miss_for_it_and_then_for_all(sidecar: Sidecar) -> None:
+    with sidecar.client() as scheduler, sidecar.client(scheduler.session) as worker:
+        whole = scheduler.namespace(model=MODEL, layout=TWO)
+        ranks = [worker.namespace(model=MODEL, layout=TWO, shard=rank) for rank in range(2)]
+        pages = pages_of(TWO, 1)
+        for rank in range(2):
+            assert ranks[rank].put(ids(TOKENS), shard_pages(pages, TWO, rank), joint="a").stored == BLOCKS
+        with whole.lease(whole.match(ids(TOKENS)), deadline_ms=5000) as lease:
+            sidecar.core.spans([lease.reply.places[1][3]])[0].view[HEADER_BYTES] ^= 1
+            loaded = []
+            for rank in range(2):
+                with ranks[rank].attach(lease.ticket()) as attached:
+                    blank = shard_pages(blank_pages(TWO, BLOCKS), TWO, rank)
+                    loaded.append(ranks[rank].get(attached, blank))
+                assert same_tokens(shard_pages(pages, TWO, rank), blank, range(loaded[rank].tokens))
+            assert [(one.tokens, one.reason) for one in loaded] == [(TOKENS, None), (192, MissReason.CORRUPT)]
+        for handle in (whole, *ranks):
+            match = handle.match(ids(TOKENS))
+            assert (match.blocks, match.reason) == (3, MissReason.CORRUPT)
+
+
+def test_two_ranks_of_one_process_have_a_share_each(sidecar: Sidecar) -> None:
+    """On one connection, with places that are each one's own."""
+    with sidecar.client() as store:
+        ranks = [store.namespace(model=MODEL, layout=TWO, shard=rank) for rank in range(2)]
+        keys = ranks[0].match(ids(TOKENS)).keys
+        joint = [Joint("j", (rank,)) for rank in range(2)]
+        one, two = (ranks[rank].door.reserve(ranks[rank].number, keys, 0, 0, None, joint[rank]) for rank in range(2))
+        assert one.reservation != two.reservation and one.blocks == two.blocks == list(range(BLOCKS))
+        assert [len(column) for column in (*one.places, *two.places)] == [BLOCKS, 0, 0, BLOCKS]
+        assert sidecar.store.usage().reservations == 1
+        assert list(sidecar.sessions.reservations().values()) == [1]
+        digests = [[bytes(16)] * 2] * BLOCKS
+        assert ranks[0].door.commit(two.reservation, 0, 0, digests) == 0, "no part of that share"
+        assert ranks[0].door.commit(one.reservation, 0, 0, digests) == BLOCKS
+        ranks[0].door.abort(one.reservation)
+        assert ranks[1].door.commit(two.reservation, 1, 0, digests) == BLOCKS
+        assert ranks[0].match(ids(TOKENS)).blocks == BLOCKS
+
+
+def test_a_long_joint_put_through_a_socket(tmp_path: Path) -> None:
+    blocks = 150
+    limits = kvstore.Limits(pinned_fraction=1.0)
+    with (
+        Sidecar(tmp_path, dram="8MiB", limits=limits) as sidecar,
+        sidecar.client() as scheduler,
+        sidecar.client(scheduler.session) as worker,
+    ):
+        pages = random_pages(TWO, blocks)
+        ranks = [store.namespace(model=MODEL, layout=TWO, shard=rank) for rank, store in enumerate((scheduler, worker))]
+        for rank, handle in enumerate(ranks):
+            result = handle.put(ids(64 * blocks), shard_pages(pages, TWO, rank), joint="a")
+            assert result == PutResult(0, blocks, None, None)
+        for rank, handle in enumerate(ranks):
+            blank = shard_pages(blank_pages(TWO, blocks), TWO, rank)
+            with handle.lease(handle.match(ids(64 * blocks)), deadline_ms=5000) as lease:
+                assert handle.get(lease, blank).tokens == 64 * blocks
+            assert same_tokens(shard_pages(pages, TWO, rank), blank, range(64 * blocks))
+
+
+def test_other_sessions_and_nonsense_have_no_part_in_a_joint_put(sidecar: Sidecar) -> None:
+    with sidecar.client() as store, sidecar.client() as stranger:
+        handle, other = (one.namespace(model=MODEL, layout=TWO, shard=0) for one in (store, stranger))
+        keys = handle.match(ids(TOKENS)).keys
+        reply = handle.door.reserve(handle.number, keys, 0, 0, None, Joint("j", (0,)))
+        assert reply.blocks
+        theirs = other.door.reserve(other.number, keys, 0, 0, None, Joint("j", (1,)))
+        assert (theirs.reservation, theirs.reason) == (0, MissReason.IN_FLIGHT)
+        run = other.door._run
+        assert run is not None
+        number = run.namespaces[other.number]
+        wrong = [
+            m.Reserve(number, keys, 0, 0, None, "x" * 300),
+            m.Reserve(number, keys, 0, 0, None, "j", [2]),
+            m.Reserve(number, keys, 0, 0, None, "j", [-1]),
+            m.Reserve(number, keys, 0, 0, None, "j", [0, 0]),
+            m.Reserve(number, keys, 0, 0, None, "j", [1 << 70 - 8]),
+        ]
+        for verb in wrong:
+            answer = run.wire.call(verb, 10).answer
+            assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BAD_INPUT, verb
+        handle.door.abort(reply.reservation)
+        handle.match(ids(64))
+        wait_until(lambda: not sidecar.store.usage().reservations)
+
+
+def test_an_older_program_leaves_the_fields_out() -> None:
+    verb = m.Reserve(1, [b"k" * 32], 0)
+    whole = m.pack(m.Request(7, verb))
+    assert m.unpack_request(whole[m.LENGTH_BYTES :]).verb == verb
+    short = b"\x92\x07\x96" + whole[m.LENGTH_BYTES + 3 :][: -len(b"\xa0\x90")]
+    assert whole[m.LENGTH_BYTES : m.LENGTH_BYTES + 3] == b"\x92\x07\x98", "a request of two, a verb of eight"
+    assert m.unpack_request(short).verb == verb
