@@ -19,8 +19,8 @@ from engine_adapter.step_orders import GroupFacts, PageRun, WorkerFacts
 from kv_kernels.flaws import Flaw
 from kvstore.codec import codec_named
 from kvstore.errors import BadInput, LayoutMismatch
-from kvstore.layout import DTYPE_BYTES, KvGroup, Layout
-from kvstore.pages import Pages
+from kvstore.layout import DTYPE_BYTES, Attention, KvGroup, Layout
+from kvstore.pages import GroupPages, Pages
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -50,18 +50,37 @@ class RegisteredGroup:
 
 
 class EnginePages:
-    """The planes of all layers, and what is known of them."""
+    """The planes of all layers, and what is known of them. numbers: of the engine's layers, by name."""
 
-    def __init__(self, facts: WorkerFacts, planes: Mapping[int, Sequence[torch.Tensor]], split: int) -> None:
+    def __init__(
+        self,
+        facts: WorkerFacts,
+        planes: Mapping[int, Sequence[torch.Tensor]],
+        split: int,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
         """planes: by layer number, [pages, page_tokens / split, kv_heads, width]. split: kernel pages to a page."""
         self.facts = facts
+        self.numbers = dict(numbers or {})
         self._planes = planes
         self._split = split
 
-    def pages(self, tables: Sequence[PageRun], layout: Layout) -> Pages:
-        """What a verb of the store takes, of the pages that a request has."""
-        (run,) = tables
-        return Pages(self._planes, self._kernel_pages(run.pages), self.facts.page_tokens // self._split)
+    def pages(self, tables: Sequence[PageRun], layout: Layout, first_token: int) -> Pages:
+        """What a verb of the store takes that begins with `first_token`. tables: by group, in the layout's order; of a
+        sliding group those pages that are there."""
+        start = first_token // self.facts.page_tokens
+        groups = dict(zip((group.name for group in layout.groups), tables, strict=True))
+        whole = next((run for run in tables if run.first == start), tables[0])
+        return Pages(
+            self._planes,
+            self._kernel_pages(whole.pages),
+            self.facts.page_tokens // self._split,
+            {
+                name: GroupPages(self._kernel_pages(run.pages), (run.first - start) * self._split)
+                for name, run in groups.items()
+                if run is not whole
+            },
+        )
 
     def _kernel_pages(self, pages: list[int]) -> list[int]:
         if self._split == 1:
@@ -95,7 +114,8 @@ def register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: W
         dtype = str(first[0].dtype).removeprefix("torch.")
         group_facts.append(GroupFacts(group.name, numbers, first[0].shape[2], widths, dtype, group.window))
     facts = WorkerFacts(rank, page_tokens, tuple(group_facts), "+".join(packings), scales, device, page_bytes)
-    pages = EnginePages(facts, planes, split)
+    names = [name for group in groups for name in group.layers]
+    pages = EnginePages(facts, planes, split, {name: number for number, name in enumerate(names)})
     refused = _refusal(pages, groups)
     if refused:
         facts = WorkerFacts(rank, page_tokens, (), "", scales, device, page_bytes, refused)
@@ -114,7 +134,8 @@ def layout_of(facts: Sequence[WorkerFacts], total_kv_heads: int, block_tokens: i
         heads = group.kv_heads * len(facts)
         if not first.packing.startswith(OPAQUE) and len(facts) > 1:
             heads = min(heads, max(total_kv_heads, group.kv_heads))  # more ranks than heads: each has one of them
-        groups.append(KvGroup(group.name, group.layers, heads, group.widths, group.dtype))
+        kind = Attention.SLIDING if group.window else Attention.FULL
+        groups.append(KvGroup(group.name, group.layers, heads, group.widths, group.dtype, kind, group.window))
     return Layout(tuple(groups), block_tokens, first.page_tokens, head_shards=len(facts), packing=first.packing)
 
 
@@ -252,12 +273,7 @@ def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:
     if groups[0].num_pages < 3:
         return f"the engine has {groups[0].num_pages} pages; 3 are needed"
     facts = pages.facts
-    layout = Layout(
-        tuple(KvGroup(one.name, one.layers, one.kv_heads, one.widths, one.dtype) for one in facts.groups),
-        0,
-        facts.page_tokens,
-        packing=facts.packing,
-    )
+    layout = layout_of([facts], 0, 0)
     count = layout.block_tokens // facts.page_tokens
     source, target = list(range(1, 1 + count)), list(range(1 + count, 1 + 2 * count))
     if target[-1] >= groups[0].num_pages:
@@ -292,8 +308,9 @@ def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: l
         payload = torch.zeros(codec.payload_bytes(part), dtype=torch.uint8)
         view = memoryview(payload.numpy().data)
         span = [FrameSpan(payload.data_ptr(), view, None)]
-        (encoded,) = codec.bind(pages.pages([PageRun(0, source)], layout), layout, part).encode([0], span, digest)
-        into = codec.bind(pages.pages([PageRun(0, target)], layout), layout, part)
+        tables = [[PageRun(0, table)] * len(layout.groups) for table in (source, target)]
+        given, into = (codec.bind(pages.pages(table, layout, 0), layout, part) for table in tables)
+        (encoded,) = given.encode([0], span, digest)
         if isinstance(encoded, Flaw) or into.decode(span, [0], 0, [encoded], digest) != 1:
             raise LayoutMismatch("a page's digests are not those of its copy")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from logging import getLogger
 from typing import Protocol
 
-from engine_adapter.adapter import OpenStore
 from engine_adapter.step_orders import NamespaceFacts
 from kvstore.handle import NamespaceHandle
+from kvstore.layout import Layout
 
 _log = getLogger(__name__)
 
@@ -17,8 +17,21 @@ RETRY_SECONDS = 1.0
 """Between two attempts."""
 
 
-class ClosableStore(OpenStore, Protocol):
+class ClosableStore(Protocol):
     """A store that this process opened."""
+
+    def namespace(
+        self,
+        *,
+        model: str,
+        layout: Layout,
+        codec: str = "raw",
+        weights_epoch: int = 0,
+        config: Mapping[str, str] | None = None,
+        shard: int | None = None,
+    ) -> NamespaceHandle:
+        """As `OpenStore.namespace`, of one rank's heads."""
+        ...
 
     def close(self) -> None:
         """Hang up."""
@@ -28,8 +41,9 @@ class ClosableStore(OpenStore, Protocol):
 class OpenedNamespace:
     """The one that was wanted last, once it is open. Thread-safe."""
 
-    def __init__(self, open_store: Callable[[], ClosableStore]) -> None:
-        """open_store: asks nothing of the store yet."""
+    def __init__(self, open_store: Callable[[], ClosableStore], shard: int | None = None) -> None:
+        """open_store: asks nothing of the store yet. shard: of the heads, as in `kvstore.open(...).namespace`."""
+        self._shard = shard
         self._open_store = open_store
         self._changed = threading.Condition()
         self._store: ClosableStore | None = None
@@ -89,6 +103,7 @@ class OpenedNamespace:
                     codec=wanted.codec,
                     weights_epoch=wanted.weights_epoch,
                     config=wanted.config,
+                    shard=self._shard,
                 )
             except Exception as error:  # the adapter's edge: there is no store, and that is all
                 self.detail = str(error).partition("\n")[0]

@@ -328,6 +328,8 @@ class PagedScheduler:
     def _waits(self, state: RequestState) -> bool:
         """Whether the step that needs the load waits for it."""
         mode = self.settings.load
+        if self._facts is None or len(self._facts.layout.groups) > 1:
+            return False  # engines take no word of single pages where there are several groups
         if mode is not LoadMode.AUTO:
             return mode is not LoadMode.ASYNC
         is_alone = not (self._running - {state.request.request_id} or self._loads)

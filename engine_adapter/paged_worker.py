@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
@@ -35,7 +35,8 @@ from engine_adapter.step_orders import (
     StepReports,
 )
 from kvstore.errors import StoreClosed
-from kvstore.handle import NamespaceHandle
+from kvstore.getting import Loaded
+from kvstore.handle import Lease, NamespaceHandle
 from kvstore.identity import Prompt
 from kvstore.miss import MissReason
 from kvstore.pages import Pages
@@ -49,6 +50,7 @@ OPEN_SECONDS = 5.0
 """How long a load waits for its namespace to be opened, which happens once, when the store is there."""
 IDLE_WAIT_SECONDS = 0.005
 """An engine with nothing to do but to wait for loads would spin, and keep the loader from the interpreter's lock."""
+NO_LAYER = 1 << 30
 MAX_REPORTS = 65536
 """Kept until the scheduler takes them; more means that nobody does."""
 
@@ -94,6 +96,8 @@ class PagedWorker:
         self._reports: list[LoadReport] = []
         self._save_reports: list[SaveReport] = []
         self._audit_reports: list[AuditReport] = []
+        self._layers: dict[int, int] = {}
+        """By order, of loads that the step needs layer by layer: the last one that is there."""
         self._invalid: set[int] = set()
         self._failures = 0
         self._orders = StepOrders()
@@ -115,7 +119,8 @@ class PagedWorker:
         self._orders = orders
         if orders.namespace is not None:
             if self._namespace is None:
-                self._namespace = OpenedNamespace(partial(self._open_store, orders.namespace.session))
+                shard = self._rank if orders.namespace.layout.head_shards > 1 else None
+                self._namespace = OpenedNamespace(partial(self._open_store, orders.namespace.session), shard)
             self._namespace.want(orders.namespace)
         if orders.fenced:
             self._fence(set(orders.fenced))
@@ -124,16 +129,28 @@ class PagedWorker:
         """Run those that the step waits for; begin the others."""
         orders, self._orders.loads = self._orders.loads, []
         for order in orders:
-            if order.waits:
+            if order.waits and not order.layerwise:
                 self._finish_load(self._load(order, self._clock(), OPEN_SECONDS), order)
-            else:
-                with self._changed:
-                    self._loads.append((order, self._clock()))
+                continue
+            with self._changed:
+                self._loads.append((order, self._clock()))
+                if order.waits:
+                    self._layers[order.number] = -1
+                else:
                     self._loading += 1
-                    self._changed.notify_all()
+                self._changed.notify_all()
+
+    def wait_layer(self, name: str) -> None:
+        """Until this layer's pages are as the step needs them, or the load has failed."""
+        if self._layers:
+            number = self.pages.numbers.get(name, NO_LAYER)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or min(self._layers.values(), default=NO_LAYER) >= number)
 
     def start_saves(self) -> None:
         """After the forward: its pages are complete."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._layers)
         orders, self._orders.saves = self._orders.saves, []
         audits, self._orders.audits = self._orders.audits, []
         if not orders and not audits:
@@ -153,8 +170,9 @@ class PagedWorker:
                 self._saves.append(_Reader(order, size))
             self._changed.notify_all()
 
-    def finished(self) -> tuple[set[str], set[int]]:
-        """Requests whose loads are over, and the pages of these and of the step's own that are not valid."""
+    def finished(self) -> tuple[set[str], set[str], set[int]]:
+        """Requests whose loads are over, those of them that brought less, and pages that are not valid: theirs, and of
+        the loads that the step waited for."""
         with self._changed:
             if self._orders.is_idle and self._loading and not self._done_loads:
                 self._changed.wait(IDLE_WAIT_SECONDS)
@@ -162,7 +180,8 @@ class PagedWorker:
             self._loading -= len(done)
             self._reports += done
             invalid, self._invalid = self._invalid, set()
-            return {report.request for report in done}, invalid
+            failed = {report.request for report in done if report.reason is not None}
+            return {report.request for report in done}, failed, invalid
 
     def take_reports(self) -> StepReports | None:
         """What the scheduler has not been told; None where there is nothing."""
@@ -198,15 +217,20 @@ class PagedWorker:
                     return
                 order, asked_at = self._loads.popleft()
             report = self._load(order, asked_at, OPEN_SECONDS)
+            if order.waits:
+                self._finish_load(report, order)
+                continue
             with self._changed:
                 self._mark_invalid(report, order)
                 self._done_loads.append(report)
                 self._changed.notify_all()
 
     def _finish_load(self, report: LoadReport, order: LoadOrder) -> None:
-        with self._lock:
+        with self._changed:
             self._mark_invalid(report, order)
             self._reports.append(report)
+            self._layers.pop(order.number, None)
+            self._changed.notify_all()
 
     def _mark_invalid(self, report: LoadReport, order: LoadOrder) -> None:
         if report.tokens >= order.stop_token:
@@ -229,9 +253,10 @@ class PagedWorker:
                 lease = namespace.attach(order.ticket)
                 with lease:
                     if lease.tokens > order.first_token:
-                        pages = self.pages.pages(order.tables, namespace.layout)
-                        loaded = namespace.get(lease, into=pages, first_token=order.first_token)
-                        tokens, reason = max(tokens, min(loaded.tokens, order.stop_token)), loaded.reason
+                        pages = self.pages.pages(order.tables, namespace.layout, order.first_token)
+                        for loaded in self._loaded(namespace, lease, pages, order):
+                            got, reason = min(loaded.tokens, order.stop_token), loaded.reason
+                        tokens = max(tokens, got)
                     else:
                         reason = lease.reason or MissReason.STALE_HINT
         except Exception as error:
@@ -240,6 +265,19 @@ class PagedWorker:
             reason = None
         seconds = self._clock() - asked_at
         return LoadReport(order.number, order.request, self._rank, tokens, seconds, reason)
+
+    def _loaded(self, namespace: NamespaceHandle, lease: Lease, pages: Pages, order: LoadOrder) -> Iterator[Loaded]:
+        """At once, or layer by layer; what is said last holds for all layers."""
+        if not order.layerwise:
+            yield namespace.get(lease, into=pages, first_token=order.first_token)
+            return
+        layers = sorted(layer for group in namespace.layout.groups for layer in group.layers)
+        for layer, loaded in zip(layers, namespace.get_by_layer(lease, pages, order.first_token), strict=True):
+            yield loaded
+            with self._changed:
+                if order.number in self._layers:
+                    self._layers[order.number] = layer
+                self._changed.notify_all()
 
     # Saves -----------------------------------------------------------------------------------------------------------
 
@@ -272,7 +310,7 @@ class PagedWorker:
             namespace = self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
                 return ()
-            pages = self.pages.pages(order.tables, namespace.layout)
+            pages = self.pages.pages(order.tables, namespace.layout, order.first_token)
             blank = {
                 layer: [plane[: len(pages.table)].clone() for plane in both] for layer, both in pages.planes.items()
             }
@@ -307,11 +345,18 @@ class PagedWorker:
             while first < len(keys):
                 stop = min(first + step, len(keys))
                 run = [_cut(table, first * block, stop * block, self.pages.facts.page_tokens) for table in order.tables]
-                pages = self.pages.pages(run, namespace.layout)
+                pages = self.pages.pages(run, namespace.layout, first * block)
                 prompt = Prompt(stop * block, keys[:stop])
                 reading = _Reading(self, save)
+                joint = f"{order.number}" if namespace.shard is not None else ""
                 result = namespace.put(
-                    prompt, pages, first * block, ttl=order.ttl, priority=order.priority, reading=reading
+                    prompt,
+                    pages,
+                    first * block,
+                    ttl=order.ttl,
+                    priority=order.priority,
+                    reading=reading,
+                    joint=joint and f"{joint}.{first}",
                 )
                 stored += result.stored
                 if result.reason is not None:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from engine_adapter.step_orders import PageRun, SaveOrder, SaveReport
 from kvstore.miss import MissReason
 
+FREED = 0
+"""The page that stands in an engine's tables where there is none any more. It is never a request's own."""
+
 
 @dataclass(slots=True)
 class Offer:
@@ -109,6 +112,12 @@ class SavePlan:
 def page_runs(
     tables: Sequence[Sequence[int]], first_token: int, stop_token: int, page_tokens: int
 ) -> tuple[PageRun, ...]:
-    """Of each group the pages of these tokens."""
+    """Of each group the pages of these tokens. Leading ones that were freed since, as of a sliding window, are page 0
+    in an engine's tables, and left out."""
     first, stop = first_token // page_tokens, -(-stop_token // page_tokens)
-    return tuple(PageRun(first, list(table[first:stop])) for table in tables)
+    runs = []
+    for table in tables:
+        pages = list(table[first:stop])
+        freed = next((at for at, page in enumerate(pages) if page != FREED), len(pages))
+        runs.append(PageRun(first + freed, pages[freed:]))
+    return tuple(runs)

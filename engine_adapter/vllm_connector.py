@@ -35,6 +35,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.logger import init_logger
 
 try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # from 0.31 on
+except ImportError:
+    KVConnectorTransferResults = None
+try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # from 0.32 on
 except ImportError:
     CacheHitSource = None
@@ -42,7 +46,7 @@ except ImportError:
 import kvstore
 from engine_adapter.adapter import chosen_codec
 from engine_adapter.adapter_digests import AdapterDigests
-from engine_adapter.connector_settings import ConnectorSettings
+from engine_adapter.connector_settings import ConnectorSettings, LoadMode
 from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, register
 from engine_adapter.engine_requests import Computed
 from engine_adapter.load_choice import StepWork
@@ -193,7 +197,9 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Everything is there already."""
+        """Where layers come one by one: until this one is there."""
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are saved whole, after the step."""
@@ -205,15 +211,34 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose pages were loaded beside the steps."""
-        if self._worker is None:
-            return None, None
-        received, self._invalid = self._worker.finished()
+        received, _ = self._finished()
         return None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same, and which of them brought less; with several groups that is all that is told (from 0.31 on)."""
+        received, failed = self._finished()
+        several = len(self._groups_config.kv_cache_groups) > 1
+        if several:
+            self._invalid = set()
+        return KVConnectorTransferResults(
+            finished_sending=set(), finished_recving=received, failed_recving=failed if several else set()
+        )
+
+    def _finished(self) -> tuple[set[str], set[str]]:
+        if self._worker is None:
+            return set(), set()
+        received, failed, self._invalid = self._worker.finished()
+        return received, failed
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages that a load was to bring and did not."""
         invalid, self._invalid = self._invalid, set()
         return invalid
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers that are waited for one by one cannot be in a graph that is replayed as a whole."""
+        return extra_config.get("load") == LoadMode.LAYERWISE
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What the scheduler has to know of this step."""
@@ -473,6 +498,8 @@ def _unsupported(config: VllmConfig, groups: Any) -> str:
     unknown = sorted({kind for kind in kinds if kind not in ATTENTION_SPECS})
     if unknown:
         return f"KV groups of kind {', '.join(unknown)}; allowed: {', '.join(ATTENTION_SPECS)}"
+    if len(kinds) > 1 and KVConnectorTransferResults is None:
+        return f"{len(kinds)} KV groups, of which this vLLM takes no word of a load that failed; it needs 0.31 or later"
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups.kv_cache_groups):
         return "attention that is not causal"
     return ""
@@ -487,7 +514,7 @@ def _register(config: VllmConfig, groups: Any, kv_caches: Mapping[str, torch.Ten
         heads, width = getattr(spec, "num_kv_heads", 0), getattr(spec, "head_size", 0)
         value_width = getattr(spec, "head_size_v", width)
         widths = (width, value_width) if value_width else (width,)
-        window = getattr(spec, "sliding_window", None) or 0
+        window = int(spec.sliding_window) if type(spec).__name__ == "SlidingWindowSpec" else 0
         registered.append(
             RegisteredGroup(f"group{number}", layers, heads, widths, spec.block_size, groups.num_blocks, window)
         )
