@@ -1,0 +1,481 @@
+"""Opaque chunks of an engine's host memory, kept in the store under the engine's own names (floor 3).
+
+For engines whose offloading hands out (name, slot) pairs and never a token. A chunk is one block of a namespace of its
+own kind: a prompt of zeros that is exactly one block long, with the engine's name as extra key. So prefix keys depend
+on the tenant's secret as all others do, and accounts count tokens as ever: a chunk asked for is its tokens asked for.
+
+    engine's thread     ask > PENDING, PENDING, HELD > load            store            finished
+    asking thread           match > lease (pins, verified)
+    load threads                                     get > release
+    store threads                                                      put
+                        forget: what an owner asked for and did not load is released
+
+Nothing that the engine's thread calls waits for the store, but `drain` and `close`, and nothing raises because of it:
+this is the edge at which any fault becomes a miss, or a failed job. Must never import an engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from logging import getLogger
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import BadInput
+from kvstore.handle import Lease, Match, NamespaceHandle
+from kvstore.identity import ExtraKey
+from kvstore.layout import BLOCK_TOKENS_UNIT, MAX_BLOCK_TOKENS, KvGroup, Layout
+from kvstore.miss import MissReason
+from kvstore.pages import Pages
+from kvstore.pending import Pending
+
+SLICE_BYTES = 128 << 10
+"""Chunks are cut into slices of at least this size, each with a digest: copied and checked while it is in a cache."""
+MAX_SLICES = 32
+POLL_SECONDS = 0.0005
+"""Between two looks at what was submitted."""
+IN_FLIGHT = 48
+"""Look-ups and leases submitted at a time; a connection may have 64 requests that are not answered."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 10.0
+"""Between two attempts to open the namespaces."""
+JOIN_SECONDS = 1.0
+
+_log = getLogger(__name__)
+
+
+class Verdict(Enum):
+    """What is known of a chunk. HELD: it is pinned in memory, verified, until it is loaded or forgotten."""
+
+    PENDING = auto()
+    HELD = auto()
+    MISSING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLimits:
+    """Named upper bounds. asked: chunks asked for or held at a time; beyond that they are missing. queued_stores:
+    chunks that wait to be stored, whose slots the engine cannot use meanwhile; beyond that a job fails at once.
+    lease_ms: how long a chunk may take to come up from a lower tier. hold_seconds: how long one is held that is not
+    loaded. drain_seconds: after which `drain` gives up what has not begun."""
+
+    asked: int = 4096
+    queued_stores: int = 1024
+    load_threads: int = 2
+    store_threads: int = 2
+    lease_ms: float = 50.0
+    hold_seconds: float = 10.0
+    drain_seconds: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """good: the names of the chunks that were copied and verified, or stored; failed: all others. size_bytes: of the
+    good ones. seconds: from the submission on."""
+
+    job: int
+    good: tuple[bytes, ...]
+    failed: tuple[bytes, ...]
+    size_bytes: int
+    seconds: float
+
+
+def chunk_layout(group: str, block_tokens: int, chunk_bytes: int) -> Layout:
+    """The layout of a namespace of opaque chunks. Raises `BadInput`, one line, for sizes that no block can have."""
+    is_block = 0 < block_tokens <= MAX_BLOCK_TOKENS and block_tokens % BLOCK_TOKENS_UNIT == 0
+    if not is_block or chunk_bytes < 1 or chunk_bytes % block_tokens:
+        raise BadInput(
+            f"chunks of {block_tokens} tokens and {chunk_bytes} bytes (KV group {group!r}) cannot be stored; give a "
+            f"chunk a multiple of {BLOCK_TOKENS_UNIT} tokens that divides its bytes, at most {MAX_BLOCK_TOKENS}: "
+            f"{BLOCK_TOKENS_UNIT}, 128, 256, 512, ..."
+        )
+    count = max(1, min(MAX_SLICES, chunk_bytes // SLICE_BYTES))
+    while chunk_bytes % (count * block_tokens):
+        count -= 1
+    width = chunk_bytes // (count * block_tokens)
+    return Layout((KvGroup(group, tuple(range(count)), 1, (width,), "uint8"),), block_tokens, packing="opaque")
+
+
+def chunk_prompt(namespace: NamespaceHandle, name: bytes) -> tuple[bytes, tuple[ExtraKey]]:
+    """What a chunk is called in the store's own words: token ids and extra keys of one full block."""
+    return bytes(4 * namespace.block_tokens), (ExtraKey(b"engine:" + name),)
+
+
+def chunk_planes(namespace: NamespaceHandle, memory: np.ndarray[Any, Any]) -> dict[int, tuple[np.ndarray[Any, Any]]]:
+    """Memory, uint8 [slots, chunk bytes], as planes of `Pages` whose page numbers are slots: views, no copy."""
+    (group,) = namespace.layout.groups
+    size = namespace.block_tokens * group.plane_widths[0]
+    shape = (len(memory), namespace.block_tokens, 1, group.plane_widths[0])
+    return {n: (memory[:, n * size : (n + 1) * size].reshape(shape),) for n in group.layers}
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A chunk that somebody waits for. The asking thread writes `verdict` last."""
+
+    name: bytes
+    since: float
+    owners: set[str]
+    verdict: Verdict = Verdict.PENDING
+    lease: Lease | None = None
+    unwanted: bool = False
+    match: Pending[Match] | None = None
+    leasing: Pending[Lease] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    number: int
+    owner: str
+    is_load: bool
+    since: float
+    left: int
+    good: list[bytes] = field(default_factory=list)
+    failed: list[bytes] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    job: _Job
+    name: bytes
+    slot: int
+    lease: Lease | None
+
+
+class ChunkStore:
+    """Chunks in the store, for one engine. `ask`, `forget`, `load`, `store`, `finished`, `wait_briefly`, `drain` and
+    `close` are called by one thread of the engine's."""
+
+    def __init__(
+        self,
+        open_spaces: Callable[[], Sequence[NamespaceHandle]],
+        space_of: Callable[[bytes], int],
+        memory: np.ndarray[Any, Any],
+        limits: ChunkLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """open_spaces: opens the namespaces; may wait, and is called again after it raised. space_of: which of them a
+        chunk's name belongs to; -1 for none. memory: uint8 [slots, chunk bytes], which jobs read and write."""
+        self.limits = limits
+        self._open_spaces, self._space_of, self._clock = open_spaces, space_of, clock
+        self._memory: np.ndarray[Any, Any] | None = memory
+        self._chunk_bytes = memory.shape[1]
+        self._spaces: Sequence[NamespaceHandle] = ()
+        self._planes: list[dict[int, tuple[np.ndarray[Any, Any]]]] = []
+        self._asked: dict[bytes, _Asked] = {}
+        self._of_owner: dict[str, set[bytes]] = {}
+        self._missing: dict[str, set[bytes]] = {}
+        self._inbox: deque[_Asked] = deque()
+        self._wake, self._settled = threading.Event(), threading.Event()
+        self._guard = threading.Condition()
+        self._loads: SimpleQueue[_Task | None] = SimpleQueue()
+        self._stores: SimpleQueue[_Task | None] = SimpleQueue()
+        self._done: deque[tuple[_Job, FinishedJob]] = deque()
+        self._open_loads = self._open_stores = self._queued_stores = 0  # jobs, jobs, chunks
+        self._is_giving_up = self._is_closed = False
+        self._is_away: bool | None = None
+        self._counts: Counter[str] = Counter()
+        self._swept = clock()
+        self._asking = threading.Thread(target=self._ask_all, name="kv-chunk-ask", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._work, args=(queue, act), name=name, daemon=True)
+            for queue, act, name, count in (
+                (self._loads, self._load, "kv-chunk-load", limits.load_threads),
+                (self._stores, self._store, "kv-chunk-store", limits.store_threads),
+            )
+            for _ in range(count)
+        ]
+        for thread in (self._asking, *self._threads):
+            thread.start()
+
+    # The engine's thread ---------------------------------------------------------------------------------------------
+
+    def ask(self, owner: str, name: bytes) -> Verdict:
+        """Whether a chunk can be loaded now. The first call asks the store; what is missing stays so for its owner."""
+        if name in self._missing.get(owner, ()):
+            return Verdict.MISSING
+        asked = self._asked.get(name)
+        if asked is None:
+            if not self._spaces or not 0 <= self._space_of(name) < len(self._spaces):
+                return Verdict.MISSING
+            if len(self._asked) >= self.limits.asked:
+                self._count("refused_asks")
+                return Verdict.MISSING
+            self._asked[name] = asked = _Asked(name, self._clock(), set())
+            self._settled.clear()
+            self._inbox.append(asked)
+            self._wake.set()
+        asked.owners.add(owner)
+        self._of_owner.setdefault(owner, set()).add(name)
+        verdict = asked.verdict
+        if verdict is Verdict.MISSING:
+            del self._asked[name]
+            for each in asked.owners:
+                self._missing.setdefault(each, set()).add(name)
+        return verdict
+
+    def forget(self, owner: str) -> None:
+        """An owner asks no more: what only it asked for is released."""
+        self._missing.pop(owner, None)
+        for name in self._of_owner.pop(owner, ()):
+            asked = self._asked.get(name)
+            if asked is not None:
+                asked.owners.discard(owner)
+                if not asked.owners:
+                    self._let_go(asked)
+
+    def load(self, job: int, owner: str, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Copy chunks into slots, each verified. What is not held fails."""
+        work = _Job(job, owner, True, self._clock(), len(names))
+        tasks = [_Task(work, name, int(slot), self._taken(name)) for name, slot in zip(names, slots, strict=True)]
+        self._settled.clear()
+        self._begin(work, tasks, self._loads)
+
+    def store(self, job: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Put the chunks in these slots; those that are there already are skipped. The last ones go first: what was
+        used last is evicted last, and a prefix is of use without its end, but not without its beginning."""
+        work = _Job(job, "", False, self._clock(), len(names))
+        tasks = [_Task(work, name, int(slot), None) for name, slot in zip(names, slots, strict=True)][::-1]
+        with self._guard:
+            is_refused = not self._spaces or self._queued_stores + len(tasks) > self.limits.queued_stores
+            self._queued_stores += 0 if is_refused else len(tasks)
+        if is_refused:
+            self._count("refused_stores", len(tasks))
+            self._done.append((work, FinishedJob(job, (), tuple(names), 0, 0.0)))
+            return
+        self._begin(work, tasks, self._stores)
+
+    def finished(self) -> list[FinishedJob]:
+        """Jobs that ended since the last call. What could not be loaded is missing for its owner from now on."""
+        self._sweep()
+        jobs = []
+        while self._done:
+            work, job = self._done.popleft()
+            if work.is_load and work.owner in self._of_owner:
+                self._missing.setdefault(work.owner, set()).update(job.failed)
+            jobs.append(job)
+        return jobs
+
+    def is_awaited(self) -> bool:
+        """Whether somebody waits: for an answer, or for a load."""
+        return self._open_loads > 0 or (bool(self._asked) and not self._settled.is_set())
+
+    def wait_briefly(self, seconds: float) -> None:
+        """At most this long, until all that was asked is answered or a load ended. An engine that has nothing else to
+        do calls so often that other threads hardly get the interpreter."""
+        self._settled.wait(seconds)
+
+    def take_counts(self) -> dict[str, int]:
+        """What was counted since the last call, in chunks: `loaded`, `failed_loads`, `stored`, `failed_stores`, `held`,
+        `missing`, `refused_asks`, `refused_stores`; and `faults` of the store."""
+        with self._guard:
+            counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+    def drain(self) -> None:
+        """Return when no job is left and nothing touches the memory. A copy that has begun is never broken off; what
+        has not begun after `drain_seconds` fails."""
+        deadline = self._clock() + self.limits.drain_seconds
+        with self._guard:
+            while self._open_loads or self._open_stores:
+                self._guard.wait(0.1)
+                self._is_giving_up = self._is_giving_up or self._clock() >= deadline
+            self._is_giving_up = False
+
+    def close(self) -> None:
+        """End all threads that touch the memory, and let go of it and of all that is held. What has not begun fails."""
+        if self._is_closed:
+            return
+        self._is_closed = self._is_giving_up = True
+        self._wake.set()
+        for thread in self._threads:
+            (self._loads if thread.name == "kv-chunk-load" else self._stores).put(None)
+        for thread in self._threads:
+            thread.join()
+        self._asking.join(JOIN_SECONDS)  # it touches no memory, and may be waiting for a sidecar that is away
+        for asked in list(self._asked.values()):
+            self._let_go(asked)
+        self._planes, self._memory = [], None
+
+    # Inside, of the engine's thread ----------------------------------------------------------------------------------
+
+    def _taken(self, name: bytes) -> Lease | None:
+        asked = self._asked.get(name)
+        if asked is None or asked.verdict is not Verdict.HELD:
+            return None
+        del self._asked[name]
+        return asked.lease
+
+    def _begin(self, work: _Job, tasks: Sequence[_Task], queue: SimpleQueue[_Task | None]) -> None:
+        if not tasks or self._is_closed:
+            self._done.append((work, FinishedJob(work.number, (), tuple(task.name for task in tasks), 0, 0.0)))
+            return
+        with self._guard:
+            self._open_loads += work.is_load
+            self._open_stores += not work.is_load
+        for task in tasks:
+            queue.put(task)
+
+    def _sweep(self) -> None:
+        """Give back what nobody came for: a request that was held up, or whose engine had no slot for it."""
+        now = self._clock()
+        if now - self._swept < 1.0:
+            return
+        self._swept = now
+        for asked in [it for it in self._asked.values() if now - it.since > self.limits.hold_seconds]:
+            self._let_go(asked)
+
+    def _let_go(self, asked: _Asked) -> None:
+        self._asked.pop(asked.name, None)
+        asked.unwanted = True
+        if asked.lease is not None:
+            self._release(asked.lease)
+
+    # The asking thread -----------------------------------------------------------------------------------------------
+
+    def _ask_all(self) -> None:
+        self._open()
+        under_way: list[_Asked] = []
+        while not self._is_closed:
+            if not under_way and not self._inbox:
+                self._settled.set()
+                self._wake.wait()
+            self._wake.clear()
+            while self._inbox and len(under_way) < IN_FLIGHT:
+                under_way.append(self._inbox.popleft())
+            under_way = [asked for asked in under_way if not self._is_answered(asked)]
+            if under_way:
+                time.sleep(POLL_SECONDS)
+
+    def _open(self) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._is_closed and not self._spaces:
+            try:
+                spaces = tuple(self._open_spaces())
+                assert self._memory is not None
+                self._planes = [chunk_planes(space, self._memory) for space in spaces]
+                self._spaces = spaces
+                self._say(is_away=False)
+            except Exception as error:
+                self._fault(error)
+                self._say(is_away=True, why=str(error))
+                self._wake.wait(pause)
+                self._wake.clear()
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _is_answered(self, asked: _Asked) -> bool:
+        """One step further with a chunk: submitted, found, pinned."""
+        try:
+            space = self._spaces[self._space_of(asked.name)]
+            if asked.unwanted:
+                for pending in (asked.match, asked.leasing):
+                    if pending is not None:
+                        pending.cancel()
+                return True
+            if asked.match is None:
+                asked.match = space.submit_match(*chunk_prompt(space, asked.name))
+            if asked.leasing is None:
+                match = asked.match.poll()
+                if match is None:
+                    return False
+                if not match.blocks:
+                    self._say(is_away=match.reason is MissReason.UNREACHABLE)
+                    return self._settle(asked, None)
+                asked.leasing = space.submit_lease(match, deadline_ms=self.limits.lease_ms)
+            lease = asked.leasing.poll()
+            return lease is not None and self._settle(asked, lease)
+        except Exception as error:
+            self._fault(error)
+            return self._settle(asked, None)
+
+    def _settle(self, asked: _Asked, lease: Lease | None) -> bool:
+        held = lease is not None and lease.blocks > 0
+        self._count("held" if held else "missing")
+        asked.lease = lease if held else None
+        asked.verdict = Verdict.HELD if held else Verdict.MISSING
+        if lease is not None and (asked.unwanted or not held):
+            self._release(lease)
+        return True
+
+    # The threads that copy -------------------------------------------------------------------------------------------
+
+    def _work(self, queue: SimpleQueue[_Task | None], act: Callable[[_Task], bool]) -> None:
+        while (task := queue.get()) is not None:
+            is_good = False
+            if not self._is_giving_up:
+                try:
+                    is_good = act(task)
+                except Exception as error:
+                    self._fault(error)
+            if task.lease is not None:
+                self._release(task.lease)
+            self._end(task, is_good=is_good)
+
+    def _load(self, task: _Task) -> bool:
+        if task.lease is None:
+            return False
+        space, pages = self._place(task)
+        return space.get(task.lease, into=pages).tokens == space.block_tokens
+
+    def _store(self, task: _Task) -> bool:
+        space, pages = self._place(task)
+        tokens, extra_keys = chunk_prompt(space, task.name)
+        result = space.put(tokens, pages, extra_keys=extra_keys)
+        self._say(is_away=result.reason is MissReason.UNREACHABLE)
+        return result.stopped_at is None
+
+    def _place(self, task: _Task) -> tuple[NamespaceHandle, Pages]:
+        number = self._space_of(task.name)
+        space = self._spaces[number]
+        return space, Pages(self._planes[number], [task.slot], space.block_tokens)
+
+    def _end(self, task: _Task, *, is_good: bool) -> None:
+        job = task.job
+        outcomes = ("loaded", "failed_loads") if job.is_load else ("stored", "failed_stores")
+        with self._guard:
+            (job.good if is_good else job.failed).append(task.name)
+            self._counts[outcomes[not is_good]] += 1
+            self._queued_stores -= not job.is_load
+            job.left -= 1
+            if job.left:
+                return
+            size, seconds = len(job.good) * self._chunk_bytes, self._clock() - job.since
+            self._done.append((job, FinishedJob(job.number, tuple(job.good), tuple(job.failed), size, seconds)))
+            self._open_loads -= job.is_load
+            self._open_stores -= not job.is_load
+            self._guard.notify_all()
+        if job.is_load:
+            self._settled.set()
+
+    # Everywhere ------------------------------------------------------------------------------------------------------
+
+    def _release(self, lease: Lease) -> None:
+        try:
+            lease.release()
+        except Exception as error:
+            self._fault(error)
+
+    def _count(self, what: str, chunks: int = 1) -> None:
+        with self._guard:
+            self._counts[what] += chunks
+
+    def _fault(self, error: Exception) -> None:
+        self._count("faults")
+        _log.debug("a fault of the store: %s: %s", type(error).__name__, error)
+
+    def _say(self, *, is_away: bool, why: str = "it does not answer") -> None:
+        """One line for each change of state."""
+        with self._guard:
+            if is_away is self._is_away:
+                return
+            self._is_away = is_away
+        if is_away:
+            _log.warning("chunks are computed, not loaded: the store is away (%s)", why)
+        else:
+            _log.info("chunks are kept in the store")

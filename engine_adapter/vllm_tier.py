@@ -1,0 +1,405 @@
+"""The store as a secondary tier of vLLM's own offloading (floor 3): `KvStoreTier` in `secondary_tiers`.
+
+vLLM copies between the GPU and its primary tier in host memory; this tier copies between that memory and the store. It
+sees slots of bytes and `OffloadKey`s, which are vLLM's block hashes with a group's number: 256 bits of SHA-256 over the
+whole prefix, from a root that is the same in every process, or this tier refuses to begin. All else that decides a
+chunk's bytes is in the namespace. The interface is vLLM's to change, and it does: versions are pinned, and what differs
+between them is written down here and nowhere else. The tier of vLLM; must know nothing of how chunks are kept.
+
+All methods run in vLLM's scheduler, return at once and never raise because of the store; see `chunk_store`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import platform
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from hashlib import blake2b
+from logging import getLogger
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.platforms import current_platform
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        Medium,
+        OffloadingCounterMetadata,
+        OffloadingEvent,
+        RequestOffloadingContext,
+    )
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+except ImportError as error:
+    raise ImportError(
+        f"vLLM {vllm.__version__} has no offloading tiers as KvStoreTier knows them ({error}); it is for vLLM 0.28, "
+        "0.31 and 0.32. KvStoreConnector (engine_adapter.vllm_connector) may serve this version"
+    ) from None
+
+import kvstore
+from engine_adapter.chunk_store import ChunkLimits, ChunkStore, Verdict, chunk_layout
+from engine_adapter.model_files import model_fingerprint
+from kvstore.errors import BadInput
+from kvstore.handle import NamespaceHandle
+
+PINNED_VERSIONS = ("0.28", "0.31", "0.32")
+HASHES = ("sha256", "sha256_cbor")
+KEY_BYTES = 36
+"""Of an `OffloadKey`: 32 of the block's hash, 4 of the group's number (big-endian)."""
+WAIT_SECONDS = 0.001
+"""How long a step that finds nothing new may wait while a request waits for a look-up or a load. An engine that has
+nothing else to do makes thousands of steps a second, in which other threads hardly get the interpreter."""
+CHUNKS_METRIC = "vllm:kv_offload_kvstore_chunks"
+
+_SLOTS_FIELD = next(it.name for it in fields(TransferJob) if it.name in ("chunk_ids", "block_ids"))
+"""0.28 calls them blocks, 0.31 and later chunks."""
+_RESULT_FIELDS = frozenset(it.name for it in fields(JobResult))
+_TIER_PARAMETERS = frozenset(inspect.signature(SecondaryTierManager.__init__).parameters)
+_FIXED_ROOT = hasattr(kv_cache_utils, "get_none_hash_seed")
+"""From 0.31 on the root of SHA-256 hashes is the same in every process."""
+
+_log = getLogger(__name__)
+
+
+class KvStoreTier(SecondaryTierManager):
+    """Chunks of vLLM's primary tier, kept in the store.
+
+    Parameters, in the tier's JSON. url: of the store, "unix:PATH". model_dir: where the weights are, if not where vLLM
+    loads them from. weights_epoch: raised by hand when weights are changed in a way that their files do not show.
+    hash_seed: for vLLM 0.28 what PYTHONHASHSEED is set to. deadline_ms: how long a chunk may take to come up from disk.
+    load_threads, store_threads: that copy. queued_chunks: that wait to be stored; at most a quarter of the primary
+    tier's. enable_kv_events: whether stored chunks are published, where vLLM publishes events.
+
+    Raises `BadInput`, one line, for an engine that it cannot serve without a doubt.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        url: str = "",
+        model_dir: str | None = None,
+        weights_epoch: int = 0,
+        hash_seed: str | None = None,
+        deadline_ms: float = 50,
+        load_threads: int = 2,
+        store_threads: int = 2,
+        queued_chunks: int = 1024,
+        enable_kv_events: bool = False,
+        **unknown: Any,
+    ) -> None:
+        rest = {"backpressure_detector": backpressure_detector} if "backpressure_detector" in _TIER_PARAMETERS else {}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **rest)
+        if unknown or not url:
+            raise BadInput(
+                f"KvStoreTier: {', '.join(map(repr, unknown))} is no parameter of it"
+                if unknown
+                else 'KvStoreTier: "url" is missing; give the store\'s address, e.g. "unix:/run/kvstore/kvstore.sock"'
+            )
+        config = engine_config(offloading_spec.config.engine_id)
+        check_engine(config, hash_seed)
+        self._hash_seed = hash_seed
+        self._hash_name: str = config.cache_config.prefix_caching_hash_algo
+        self._is_root_right: bool | None = None  # the root is not made yet when a tier is
+        memory = np.asarray(primary_kv_view).view(np.uint8)
+        model = model_fingerprint(model_dir or weights_directory(config))
+        groups = group_numbers(offloading_spec)
+        layouts = [
+            chunk_layout(f"group {number}", tokens * offloading_spec.blocks_per_chunk, memory.shape[1])
+            for number, tokens in groups.items()
+        ]
+        facts = engine_facts(config, offloading_spec, memory.shape[1])
+        limits = ChunkLimits(
+            queued_stores=max(1, min(int(queued_chunks), len(memory) // 4)),
+            load_threads=max(1, int(load_threads)),
+            store_threads=max(1, int(store_threads)),
+            lease_ms=float(deadline_ms),
+        )
+        self._store = kvstore.open(url, engine=f"vllm {vllm.__version__}")
+        store = self._store
+
+        def opened() -> Sequence[NamespaceHandle]:
+            return [
+                store.namespace(
+                    model=model, layout=layout, weights_epoch=int(weights_epoch), config={**facts, "group": str(number)}
+                )
+                for number, layout in zip(groups, layouts, strict=True)
+            ]
+
+        spaces = {number: position for position, number in enumerate(groups)}
+        self._chunks = ChunkStore(opened, lambda name: spaces.get(_group_of(name), -1), memory, limits)
+        has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events: list[OffloadingEvent] | None = [] if has_events else None
+        self._stores: set[int] = set()
+
+    # What vLLM's scheduler calls -------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """The usual policy: chunks are offered as they are computed."""
+        self._check_root()
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """What it asked for and did not load is released."""
+        self._chunks.forget(req_context.req_id)
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        """HIT for a chunk that is pinned and verified in the store's memory; RETRY while that is being asked."""
+        if not self._is_root_right or len(key) != KEY_BYTES:
+            return LookupResult.MISS
+        verdict = self._chunks.ask(req_context.req_id, bytes(key))
+        if verdict is Verdict.HELD:
+            return LookupResult.HIT
+        return LookupResult.RETRY if verdict is Verdict.PENDING else LookupResult.MISS
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Copy what `lookup` promised into the primary tier's slots, verified."""
+        job = job_metadata
+        self._chunks.load(job.job_id, job.req_context.req_id, _names(job.keys), getattr(job, _SLOTS_FIELD))
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Copy slots of the primary tier into the store."""
+        names = _names(job_metadata.keys) if self._is_root_right else []
+        self._stores.add(job_metadata.job_id)
+        self._chunks.store(job_metadata.job_id, names, getattr(job_metadata, _SLOTS_FIELD)[: len(names)])
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Jobs that ended, each once. Of a load that failed in part the good keys are named; vLLM computes the rest."""
+        jobs = self._chunks.finished()
+        if not jobs and self._chunks.is_awaited():
+            self._chunks.wait_briefly(WAIT_SECONDS)
+            jobs = self._chunks.finished()
+        results = []
+        for job in jobs:
+            is_store = job.job in self._stores
+            self._stores.discard(job.job)
+            if is_store and self._events is not None and job.good:
+                self._events.append(OffloadingEvent(keys=list(job.good), medium=self.medium, removed=False))
+            named: dict[str, Any] = {} if is_store or not job.failed else {"successful_keys": job.good or None}
+            if "transfer_bytes" in _RESULT_FIELDS:
+                named["transfer_bytes"] = job.size_bytes
+            results.append(JobResult(job.job, bool(job.good) and not job.failed, transfer_time=job.seconds, **named))
+        return results
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Chunks that were stored. What the store evicts later is not published: a look-up says so."""
+        if self._events:
+            events, self._events = self._events, []
+            yield from events
+
+    def drain_jobs(self) -> None:
+        """Wait until no copy touches the primary tier."""
+        self._chunks.drain()
+
+    def shutdown(self) -> None:
+        """End all threads and hang up. Safe to call again."""
+        self._chunks.close()
+        try:
+            self._store.close()
+        except Exception as error:  # the edge: vLLM keeps its memory mapped if a tier raises here
+            _log.warning("the store could not be closed: %s", error)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """One counter, by outcome; see `ChunkStore.take_counts`."""
+        text = "Chunks by what became of them in the store, and faults of the store, labeled by outcome."
+        return {CHUNKS_METRIC: OffloadingCounterMetadata(documentation=text, labelnames=("outcome",))}
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Counts since the last call."""
+        counts = self._chunks.take_counts()
+        if not counts:
+            return None
+        stats = OffloadingConnectorStats()
+        for outcome, chunks in counts.items():
+            stats.increase_counter(CHUNKS_METRIC, chunks, (outcome,))
+        return stats
+
+    def _check_root(self) -> None:
+        """Whether block hashes begin where they begin in every other process: decided with the first request, because
+        vLLM makes the root after its tiers."""
+        if self._is_root_right is not None:
+            return
+        seed = kv_cache_utils.get_none_hash_seed() if _FIXED_ROOT and self._hash_seed is None else self._hash_seed
+        expected = get_hash_fn_by_name(self._hash_name)(seed)
+        self._is_root_right = bool(getattr(kv_cache_utils, "NONE_HASH", None) == expected)
+        if not self._is_root_right:
+            _log.error(
+                "KvStoreTier is off: vLLM's block hashes do not begin with %s of the seed that this tier knows; start "
+                "vLLM with PYTHONHASHSEED set and give the same text to the tier as hash_seed",
+                self._hash_name,
+            )
+
+
+def engine_config(engine_id: str) -> Any:
+    """vLLM's whole configuration, of the engine that is being built at this moment.
+
+    A tier is handed a summary that leaves out what decides KV: quantization, overrides, LoRA, the hash of blocks. The
+    whole of it is an argument of the connector that is being built, some calls up from here. Raises `BadInput`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("vllm_config")
+        transfer = getattr(found, "kv_transfer_config", None)
+        if transfer is not None and transfer.engine_id == engine_id:
+            return found
+        frame = frame.f_back
+    raise BadInput("KvStoreTier: vLLM's configuration was not found; let vLLM build the tier, from secondary_tiers")
+
+
+def check_engine(config: Any, hash_seed: str | None, version: str = vllm.__version__) -> None:
+    """Raise `BadInput`, one line, for an engine whose chunks cannot be told apart by what this tier is given."""
+    parallel = config.parallel_config
+    hash_name = config.cache_config.prefix_caching_hash_algo
+    reason = ""
+    if not version.startswith(tuple(f"{pinned}." for pinned in PINNED_VERSIONS)):
+        reason = f"vLLM {version} is installed, and this tier is for {', '.join(PINNED_VERSIONS)}; use KvStoreConnector"
+    elif hash_name not in HASHES:
+        reason = (
+            f"prefix_caching_hash_algo={hash_name} is not cryptographic, and a collision would serve another prompt's "
+            f"KV; use {' or '.join(HASHES)}"
+        )
+    elif not _FIXED_ROOT and hash_seed is None:
+        reason = (
+            f"block hashes of vLLM {version} begin at random; start vLLM with PYTHONHASHSEED=0 and give the tier "
+            '"hash_seed": "0"'
+        )
+    elif config.lora_config is not None:
+        reason = "block hashes name a LoRA adapter, and not what is in it; use KvStoreConnector with LoRA"
+    elif config.load_config.load_format == "dummy":
+        reason = "load_format=dummy makes weights up, which no file tells"
+    elif getattr(config, "weight_transfer_config", None) is not None:
+        reason = "weights are updated in place, and block hashes do not change with them"
+    elif getattr(config.cache_config, "calculate_kv_scales", False):
+        reason = "calculate_kv_scales makes scales of the first requests, and they are not in a chunk"
+    elif parallel.world_size > 1 and (parallel.nnodes > 1 or parallel.distributed_executor_backend != "mp"):
+        reason = "the primary tier has the KV of this host's workers only; use one host and the executor backend mp"
+    if reason:
+        raise BadInput(f"KvStoreTier: {reason}")
+
+
+def weights_directory(config: Any) -> str:
+    """Where vLLM loads the weights from: a path as it is, a hub id's snapshot in the cache. Raises `BadInput`."""
+    model = getattr(config.model_config, "model_weights", "") or config.model_config.model
+    if Path(model).exists():
+        return str(model)
+    from huggingface_hub import snapshot_download  # only where a model is named by its hub id
+
+    try:
+        found = snapshot_download(
+            model,
+            revision=config.model_config.revision,
+            cache_dir=config.load_config.download_dir,
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"KvStoreTier: the files of model {model!r} were not found on this host; give the tier their directory as "
+            f"model_dir ({type(error).__name__})"
+        ) from None
+    return str(found)
+
+
+def group_numbers(spec: Any) -> dict[int, int]:
+    """Tokens of a block of each KV group, by the number that keys have at their end: the group's place in vLLM's
+    configuration, which 0.28 does not tell apart from its place among the groups that are offloaded."""
+    groups = spec.config.groups
+    return {int(getattr(group, "group_id", place)): int(group.tokens_per_block) for place, group in enumerate(groups)}
+
+
+def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
+    """What decides a chunk's bytes besides weights and prompt: fields of the namespace, as text."""
+    offloading, model, cache = spec.config, config.model_config, config.cache_config
+    parallel, speculative = offloading.parallel, config.speculative_config
+    rope = _plain(model.hf_config.to_dict())
+    depends_on_length = any(kind in rope for kind in ('"longrope"', '"dynamic"'))
+    draft = getattr(speculative, "draft_model_config", None)
+    settings = {
+        "hf_config": rope,
+        "quantization": [str(model.quantization), _plain(getattr(model, "quantization_config", None))],
+        "model_impl": str(model.model_impl),
+        "disable_sliding_window": model.disable_sliding_window,
+        "attention": {
+            it.name: str(getattr(config.attention_config, it.name)) for it in fields(config.attention_config)
+        },
+        "cache": {
+            name: str(getattr(cache, name, None))
+            for name in ("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode")
+        },
+        "load": [str(config.load_config.load_format), _plain(config.load_config.model_loader_extra_config)],
+        "max_model_len": model.max_model_len if depends_on_length else None,
+        "groups": [[list(group.layer_names), group.tokens_per_block] for group in offloading.groups],
+        "draft": _plain(draft.hf_config.to_dict()) if draft is not None else None,
+    }
+    return {
+        "engine": f"vllm {vllm.__version__}",
+        "hash": str(cache.prefix_caching_hash_algo),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_dtype": str(offloading.model.dtype),
+        "platform": _platform(),
+        "page_layout": str(getattr(offloading, "kv_cache_layout", None)),
+        "chunk": f"{chunk_bytes} bytes, {spec.blocks_per_chunk} blocks, a hash of {spec.tokens_per_hash} tokens",
+        "workers": f"tp {parallel.tp_size}, pp {parallel.pp_size}, pcp {parallel.pcp_size}, dcp {parallel.dcp_size}",
+        "host_layout": f"replicated {spec.replicated_layout}, canonical {offloading.canonical_layout}",
+        "speculative": f"{getattr(speculative, 'method', None)} {_draft_fingerprint(config, draft)}".strip(),
+        "settings": blake2b(_plain(settings).encode(), digest_size=32).hexdigest(),
+    }
+
+
+# Inside ------------------------------------------------------------------------------------------------------------
+
+
+def _draft_fingerprint(config: Any, draft: Any) -> str:
+    """A draft model's layers have KV in the chunks, too."""
+    if draft is None or draft.model == config.model_config.model:
+        return ""
+    if not Path(draft.model).exists():
+        raise BadInput(
+            f"KvStoreTier: the draft model {draft.model!r} is no directory; give vLLM its snapshot directory"
+        )
+    return model_fingerprint(draft.model)
+
+
+def _platform() -> str:
+    """Kernels pack pages as it suits the device: on CPUs with AMX otherwise than on those without."""
+    device = str(current_platform.device_type)
+    if device == "cpu":
+        has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()
+        return f"cpu {platform.machine()}, amx {has_amx}"
+    return f"{device} {current_platform.get_device_name()}"
+
+
+def _plain(value: object) -> str:
+    """As text that is equal for what is equal, without the place where a model was found."""
+    return json.dumps(_without_places(value), sort_keys=True, default=str)
+
+
+def _without_places(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            str(key): _without_places(it) for key, it in value.items() if key not in ("_name_or_path", "_commit_hash")
+        }
+    return [_without_places(it) for it in value] if isinstance(value, list | tuple) else value
+
+
+def _group_of(name: bytes) -> int:
+    return int.from_bytes(name[-4:], "big") if len(name) == KEY_BYTES else -1
+
+
+def _names(keys: Collection[Any]) -> list[bytes]:
+    return [bytes(key) for key in keys]

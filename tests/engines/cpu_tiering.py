@@ -1,0 +1,109 @@
+"""vLLM's tiered offloading on a machine without a GPU: for tests of what stands behind it.
+
+vLLM offers its copies between device and host for GPUs only. `CpuTieringSpec` is its own `TieringOffloadingSpec` with
+a worker that copies between two memories of the host; lookups, promotions, cascades, the primary tier and its memory
+are vLLM's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+import torch
+from engine_adapter.vllm_tier import KvStoreTier
+
+
+class CopyingWorker(OffloadingWorker):
+    """Copies at once, in the caller's thread. One KV group."""
+
+    def __init__(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
+        self._region = region
+        self._blocks_per_chunk = blocks_per_chunk
+        self._pairs = []
+        for cache in kv_caches.tensors:
+            size = cache.page_size_bytes
+            blocks = cache.tensor.view(torch.int8).view(-1, size)
+            self._pairs.append((size, blocks, region.create_next_worker_view(size * blocks_per_chunk)))
+        self._finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        for size, blocks, chunks in self._pairs:
+            for block, chunk, at in self._places(src_spec, dst_spec):
+                chunks[chunk, at * size : (at + 1) * size] = blocks[block]
+        return self._end(job_id)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        for size, blocks, chunks in self._pairs:
+            for block, chunk, at in self._places(dst_spec, src_spec):
+                blocks[block] = chunks[chunk, at * size : (at + 1) * size]
+        return self._end(job_id)
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self._pairs.clear()
+        self._region.cleanup()
+
+    def _places(self, blocks: GPULoadStoreSpec, chunks: Any) -> list[tuple[int, int, int]]:
+        """(block, chunk, place in the chunk); a run may begin in the middle of a chunk."""
+        skip = blocks.block_indices[0] % self._blocks_per_chunk
+        places = [divmod(number + skip, self._blocks_per_chunk) for number in range(len(blocks.block_ids))]
+        return [
+            (int(block), int(chunks.block_ids[chunk]), at)
+            for block, (chunk, at) in zip(blocks.block_ids, places, strict=True)
+        ]
+
+    def _end(self, job_id: int) -> bool:
+        self._finished.append(TransferResult(job_id=job_id, success=True))
+        return True
+
+
+class CpuTieringSpec(TieringOffloadingSpec):
+    """`{"spec_name": "CpuTieringSpec", "spec_module_path": "engines.cpu_tiering", ...}`."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if not self._worker:
+            names = inspect.signature(SharedOffloadRegion.__init__).parameters
+            unit = "chunk" if "num_chunks" in names else "block"  # as 0.28 calls it
+            count = self.num_chunks if unit == "chunk" else self.num_blocks
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                rank=0,
+                cpu_page_size=self.cpu_page_size_per_worker,
+                **{f"num_{unit}s": count, f"kv_bytes_per_{unit}": self.kv_bytes_per_chunk},
+            )
+            self._worker = CopyingWorker(kv_caches, region, self.blocks_per_chunk)
+        return self._worker
+
+
+class RecordedTier(KvStoreTier):
+    """The tier, and what passed through it."""
+
+    def __init__(self, *args: Any, **parameters: Any) -> None:
+        super().__init__(*args, **parameters)
+        self.stored: list[bytes] = []
+        self.loaded: list[bytes] = []
+        self.jobs: list[Any] = []
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self.stored += [bytes(key) for key in job_metadata.keys]
+        super().submit_store(job_metadata)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self.loaded += [bytes(key) for key in job_metadata.keys]
+        super().submit_load(job_metadata)
+
+    def get_finished_jobs(self) -> Any:
+        jobs = list(super().get_finished_jobs())
+        self.jobs += jobs
+        return jobs
