@@ -341,14 +341,17 @@ class ChunkStore:
 
     def _ask_all(self) -> None:
         self._open()
+        waiting: deque[_Asked] = deque()
         under_way: list[_Asked] = []
         while not self._is_closed:
-            if not under_way and not self._inbox:
+            if not under_way and not waiting and not self._inbox:
                 self._settled.set()
                 self._wake.wait()
             self._wake.clear()
-            while self._inbox and len(under_way) < IN_FLIGHT:
-                under_way.append(self._inbox.popleft())
+            burst = [self._inbox.popleft() for _ in range(len(self._inbox))]
+            waiting.extend(reversed(burst))  # from a prefix's end, so that its beginning is used last, more or less
+            while waiting and len(under_way) < IN_FLIGHT:
+                under_way.append(waiting.popleft())
             under_way = [asked for asked in under_way if not self._is_answered(asked)]
             if under_way:
                 time.sleep(POLL_SECONDS)
@@ -476,6 +479,6 @@ class ChunkStore:
                 return
             self._is_away = is_away
         if is_away:
-            _log.warning("chunks are computed, not loaded: the store is away (%s)", why)
+            _log.warning("chunks are computed, not loaded: the store cannot be asked (%s)", why)
         else:
             _log.info("chunks are kept in the store")

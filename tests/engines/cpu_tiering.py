@@ -10,11 +10,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-import torch
 from engine_adapter.vllm_tier import KvStoreTier
 
 

@@ -1,0 +1,428 @@
+"""Opaque chunks in a real sidecar: what is promised is pinned, what is copied is verified, and no fault gets out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvstore
+from engine_adapter.chunk_store import (
+    ChunkLimits,
+    ChunkStore,
+    FinishedJob,
+    Verdict,
+    chunk_layout,
+    chunk_planes,
+    chunk_prompt,
+)
+from kvstore.errors import BadInput, Unreachable
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import MissReason
+from kvstore.node import SystemClock
+from kvstore.service.client import SidecarStore
+from service.sidecar import Sidecar, number_of, patient
+from tiering.frame import HEADER_BYTES
+
+SECONDS = 30
+SLOTS, CHUNK_BYTES, CHUNK_TOKENS = 16, 3 * (128 << 10), 64
+LIMITS = ChunkLimits(lease_ms=10_000.0)
+
+
+def name_of(number: int, group: int = 0) -> bytes:
+    return number.to_bytes(32, "big") + group.to_bytes(4, "big")
+
+
+def group_of(name: bytes) -> int:
+    return int.from_bytes(name[-4:], "big")
+
+
+def memory_of(seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, (SLOTS, CHUNK_BYTES), dtype=np.uint8)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def spaces_of(store: SidecarStore, groups: int = 1) -> list[NamespaceHandle]:
+    layout = chunk_layout("group", CHUNK_TOKENS, CHUNK_BYTES)
+    return [store.namespace(model="m", layout=layout, config={"group": str(group)}) for group in range(groups)]
+
+
+class Engine:
+    """What an engine does with chunks: asks until there is an answer, and waits for its jobs."""
+
+    def __init__(
+        self, spaces: Callable[[], Sequence[NamespaceHandle]], limits: ChunkLimits = LIMITS, seed: int = 1, **more: Any
+    ) -> None:
+        self.memory = memory_of(seed)
+        self.chunks = ChunkStore(spaces, group_of, self.memory, limits, **more)
+        self.jobs = 0
+
+    def opened(self) -> Engine:
+        wait_until(lambda: bool(self.chunks._spaces))
+        return self
+
+    def ask(self, names: Sequence[bytes], owner: str = "a") -> list[Verdict]:
+        deadline = time.monotonic() + SECONDS
+        while Verdict.PENDING in (verdicts := [self.chunks.ask(owner, name) for name in names]):
+            assert time.monotonic() < deadline
+            self.chunks.wait_briefly(0.001)
+        return verdicts
+
+    def begin_store(self, names: Sequence[bytes], slots: Sequence[int]) -> int:
+        self.jobs += 1
+        self.chunks.store(self.jobs, names, slots)
+        return self.jobs
+
+    def begin_load(self, names: Sequence[bytes], slots: Sequence[int], owner: str = "a") -> int:
+        self.jobs += 1
+        self.chunks.load(self.jobs, owner, names, slots)
+        return self.jobs
+
+    def ended(self, job: int) -> FinishedJob:
+        found: list[FinishedJob] = []
+        wait_until(lambda: bool(found.extend(self.chunks.finished()) or found))
+        assert [it.job for it in found] == [job]
+        return found[0]
+
+    def store(self, names: Sequence[bytes], slots: Sequence[int]) -> FinishedJob:
+        return self.ended(self.begin_store(names, slots))
+
+    def load(self, names: Sequence[bytes], slots: Sequence[int], owner: str = "a") -> FinishedJob:
+        return self.ended(self.begin_load(names, slots, owner))
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.chunks.close()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, dram="32MiB") as sidecar:
+        yield sidecar
+
+
+@pytest.fixture
+def engine(sidecar: Sidecar) -> Iterator[Engine]:
+    with sidecar.client() as store, Engine(lambda: spaces_of(store)) as engine:
+        yield engine.opened()
+
+
+def leases(sidecar: Sidecar) -> int:
+    return int(sidecar.store.usage().leases)
+
+
+NAMES = [name_of(number) for number in range(5)]
+
+
+def test_what_was_stored_is_loaded_bit_for_bit(engine: Engine, sidecar: Sidecar) -> None:
+    before = engine.memory.copy()
+    stored = engine.store(NAMES, [3, 1, 4, 0, 2])
+    assert set(stored.good) == set(NAMES) and stored.failed == () and stored.size_bytes == 5 * CHUNK_BYTES
+    assert engine.ask([*NAMES, name_of(99)]) == [Verdict.HELD] * 5 + [Verdict.MISSING]
+    assert leases(sidecar) == 5, "what is held is pinned"
+    loaded = engine.load(NAMES[:4], [10, 11, 12, 13])
+    assert set(loaded.good) == set(NAMES[:4]) and loaded.failed == ()
+    assert np.array_equal(engine.memory[10:14], before[[3, 1, 4, 0]])
+    untouched = [*range(10), 14, 15]
+    assert np.array_equal(engine.memory[untouched], before[untouched])
+    engine.chunks.forget("a")
+    wait_until(lambda: leases(sidecar) == 0)
+    assert engine.chunks.take_counts() == {"stored": 5, "held": 5, "missing": 1, "loaded": 4}
+    assert engine.chunks.take_counts() == {}
+
+
+def test_accounts_are_in_the_chunks_tokens(engine: Engine, sidecar: Sidecar) -> None:
+    engine.store(NAMES[:2], [0, 1])
+    engine.ask(NAMES[:3])
+    (counts,) = sidecar.counting.all().values()
+    assert counts.block_tokens == CHUNK_TOKENS
+    assert (counts.asked, counts.found, sum(counts.hits.values()), counts.misses) == (3, 0, 2, {MissReason.ABSENT: 1})
+
+
+def test_another_process_finds_them_and_another_group_does_not(engine: Engine, sidecar: Sidecar) -> None:
+    engine.store(NAMES, range(5))
+    with sidecar.client() as store, Engine(lambda: spaces_of(store, 2), seed=7) as other:
+        other.opened()
+        same_in_another_group = [name_of(number, 1) for number in range(5)]
+        in_no_group = [name_of(0, 2)]
+        assert other.ask([*NAMES, *same_in_another_group, *in_no_group]) == [Verdict.HELD] * 5 + [Verdict.MISSING] * 6
+        assert other.load(NAMES, range(5)).failed == ()
+        assert np.array_equal(other.memory[:5], engine.memory[:5])
+
+
+def test_what_is_there_is_not_stored_again(engine: Engine) -> None:
+    engine.store(NAMES, range(5))
+    again = engine.store([*NAMES, name_of(5)], range(5, 11))
+    assert len(again.good) == 6, "a chunk that is there is as good as stored"
+    assert engine.ask(NAMES) == [Verdict.HELD] * 5
+    engine.load(NAMES, range(11, 16))
+    assert np.array_equal(engine.memory[11:16], engine.memory[:5]), "the first bytes stay"
+
+
+def test_what_is_missing_stays_so_for_whoever_asked(engine: Engine) -> None:
+    assert engine.ask(NAMES) == [Verdict.MISSING] * 5
+    engine.store(NAMES, range(5))
+    assert engine.ask(NAMES) == [Verdict.MISSING] * 5, "else a request would never be through with its look-up"
+    assert engine.ask(NAMES, "b") == [Verdict.HELD] * 5
+    engine.chunks.forget("a")
+    assert engine.ask(NAMES) == [Verdict.HELD] * 5
+
+
+def test_what_nobody_wants_any_more_is_released(engine: Engine, sidecar: Sidecar) -> None:
+    engine.store(NAMES, range(5))
+    engine.ask(NAMES, "a")
+    engine.ask(NAMES[:2], "b")
+    engine.chunks.forget("a")
+    wait_until(lambda: leases(sidecar) == 2)
+    engine.chunks.forget("b")
+    wait_until(lambda: leases(sidecar) == 0)
+    for _ in range(20):  # forgotten before there is an answer
+        for name in NAMES:
+            engine.chunks.ask("c", name)
+        engine.chunks.forget("c")
+    wait_until(lambda: leases(sidecar) == 0 and not engine.chunks._inbox)
+    assert not engine.chunks._asked and not engine.chunks._of_owner and not engine.chunks._missing
+
+
+def test_what_nobody_comes_for_is_released(sidecar: Sidecar) -> None:
+    now = [0.0]
+    with sidecar.client() as store, Engine(lambda: spaces_of(store), clock=lambda: now[0]) as engine:
+        engine.opened().store(NAMES, range(5))
+        engine.ask(NAMES)
+        now[0] = LIMITS.hold_seconds + 2
+        assert engine.chunks.finished() == []
+        wait_until(lambda: leases(sidecar) == 0)
+        assert engine.load(NAMES, range(5)).failed == tuple(NAMES), "what is not held is not loaded"
+
+
+def test_a_flipped_bit_fails_that_chunk_alone(engine: Engine, sidecar: Sidecar) -> None:
+    engine.store(NAMES, range(5))
+    engine.ask(NAMES)
+    lease = engine.chunks._asked[NAMES[2]].lease
+    assert lease is not None and number_of(lease)
+    sidecar.core.spans([lease.reply.places[0][0]])[0].view[HEADER_BYTES + CHUNK_BYTES - 9] ^= 4
+    loaded = engine.load(NAMES, range(10, 15))
+    assert loaded.failed == (NAMES[2],) and len(loaded.good) == 4
+    good = [0, 1, 3, 4]
+    assert np.array_equal(engine.memory[[10 + n for n in good]], engine.memory[good])
+    assert engine.ask([NAMES[2]]) == [Verdict.MISSING], "and is not promised to that request again"
+    wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
+    assert engine.ask([NAMES[2]], "b") == [Verdict.MISSING]
+    engine.store([NAMES[2]], [2])
+    assert engine.ask([NAMES[2]], "c") == [Verdict.HELD], "stored anew, it is good again"
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path: Path) -> None:
+    all_pinned = kvstore.Limits(pinned_fraction=1.0)
+    with Sidecar(tmp_path, dram="4MiB", extent="2MiB", limits=all_pinned) as sidecar, sidecar.client() as store:
+        limits = replace(LIMITS, store_threads=1, load_threads=1)
+        with Engine(lambda: spaces_of(store), limits) as engine:
+            engine.opened()
+            while not sidecar.store.usage().counters.get("evicted_blocks"):
+                engine.store([name_of(1000 + engine.jobs)], [0])
+            fits = engine.jobs - 1
+            prefix = [name_of(number) for number in range(fits)]
+            assert 3 <= fits <= SLOTS and len(engine.store(prefix, range(fits)).good) == fits
+            engine.store([name_of(50), name_of(51)], [0, 1])
+            assert engine.ask(prefix) == [Verdict.HELD] * (fits - 2) + [Verdict.MISSING] * 2
+
+
+def test_a_store_that_is_away_is_missing_chunks_and_failed_jobs(tmp_path: Path) -> None:
+    path = f"unix:{tmp_path / 'kvstore.sock'}"
+    with patient(kvstore.open(path)) as store, Engine(lambda: spaces_of(store)) as engine:
+        assert engine.ask(NAMES) == [Verdict.MISSING] * 5
+        assert engine.store(NAMES, range(5)).failed == tuple(NAMES)
+        assert engine.load(NAMES, range(5)).failed == tuple(NAMES)
+        assert engine.chunks.take_counts()["refused_stores"] == 5
+        engine.chunks.forget("a")
+        with Sidecar(tmp_path, run=1):
+            engine.opened()
+            assert len(engine.store(NAMES, range(5)).good) == 5
+            assert engine.ask(NAMES) == [Verdict.HELD] * 5
+        late = engine.load(NAMES, range(5, 10))  # leases of a sidecar that is gone, whose memory may be mapped still
+        for name in late.good:
+            assert np.array_equal(engine.memory[5 + NAMES.index(name)], engine.memory[NAMES.index(name)])
+        engine.chunks.forget("a")
+        assert engine.ask(NAMES) == [Verdict.MISSING] * 5
+        assert len(engine.store(NAMES, range(5)).failed) == 5
+        engine.chunks.forget("a")
+        with Sidecar(tmp_path, run=2):
+            wait_until(lambda: bool(engine.store(NAMES, range(5)).good))
+            assert len(engine.store(NAMES, range(5)).good) == 5
+            assert engine.ask(NAMES, "later") == [Verdict.HELD] * 5
+            assert engine.load(NAMES, range(10, 15), "later").failed == ()
+            assert np.array_equal(engine.memory[10:15], engine.memory[:5])
+
+
+class Held:
+    """A namespace whose gets and puts wait until they are let through."""
+
+    def __init__(self, space: NamespaceHandle) -> None:
+        self._space = space
+        self.begun = threading.Semaphore(0)
+        self.go = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._space, name)
+
+    def get(self, *args: Any, **more: Any) -> Any:
+        self.begun.release()
+        assert self.go.wait(SECONDS)
+        return self._space.get(*args, **more)
+
+    def put(self, *args: Any, **more: Any) -> Any:
+        self.begun.release()
+        assert self.go.wait(SECONDS)
+        return self._space.put(*args, **more)
+
+
+@pytest.fixture
+def held(sidecar: Sidecar) -> Iterator[tuple[Engine, Held]]:
+    with sidecar.client() as store:
+        space = Held(spaces_of(store)[0])
+        limits = replace(LIMITS, store_threads=1, load_threads=1, drain_seconds=0.05, queued_stores=6)
+        with Engine(lambda: [space], limits) as engine:  # type: ignore[list-item]
+            yield engine.opened(), space
+            space.go.set()
+
+
+def test_a_drain_waits_for_what_has_begun_and_fails_the_rest(held: tuple[Engine, Held]) -> None:
+    engine, space = held
+    job = engine.begin_store(NAMES, range(5))
+    assert space.begun.acquire(timeout=SECONDS)
+    threading.Timer(0.3, space.go.set).start()
+    engine.chunks.drain()
+    (finished,) = engine.chunks.finished()
+    assert finished.job == job and finished.good == (NAMES[4],) and set(finished.failed) == set(NAMES[:4])
+    assert len(engine.store(NAMES, range(5)).good) == 5, "and it goes on after that"
+    engine.chunks.drain()
+
+
+def test_stores_that_wait_are_bounded(held: tuple[Engine, Held]) -> None:
+    engine, space = held
+    first = engine.begin_store(NAMES, range(5))
+    refused = engine.begin_store([name_of(8), name_of(9)], [8, 9])
+    one_more = engine.begin_store([name_of(7)], [7])
+    assert engine.ended(refused).failed == (name_of(8), name_of(9))
+    space.go.set()
+    engine.chunks.drain()
+    assert {job.job for job in engine.chunks.finished() if not job.failed} == {first, one_more}
+    assert engine.chunks.take_counts()["refused_stores"] == 2
+
+
+def test_closing_waits_for_a_copy_and_lets_go_of_the_memory(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        space = Held(spaces_of(store)[0])
+        space.go.set()
+        raw = bytearray(SLOTS * CHUNK_BYTES)
+        view = memoryview(raw).cast("B", (SLOTS, CHUNK_BYTES))
+        chunks = ChunkStore(lambda: [space], group_of, np.asarray(view), LIMITS)  # type: ignore[list-item]
+        wait_until(lambda: bool(chunks._spaces))
+        chunks.store(1, NAMES, range(5))
+        chunks.drain()
+        wait_until(lambda: {chunks.ask("a", name) for name in NAMES} == {Verdict.HELD})
+        space.go.clear()
+        while space.begun.acquire(blocking=False):
+            pass
+        chunks.load(2, "a", NAMES, range(5, 10))
+        assert space.begun.acquire(timeout=SECONDS)
+        threading.Timer(0.2, space.go.set).start()
+        chunks.close()
+        chunks.close()
+        (job,) = [it for it in chunks.finished() if it.job == 2]
+        assert set(job.good) | set(job.failed) == set(NAMES) and job.good, "what had begun was finished"
+        assert chunks.ask("a", NAMES[0]) is not Verdict.HELD
+        chunks.store(3, NAMES, range(5))
+        chunks.load(4, "a", NAMES, range(5))
+        assert [(it.good, set(it.failed)) for it in chunks.finished()] == [((), set(NAMES))] * 2
+        view.release()  # raises while anything still has a view of it
+        wait_until(lambda: leases(sidecar) == 0)
+    assert not [thread for thread in threading.enumerate() if thread.name in ("kv-chunk-load", "kv-chunk-store")]
+
+
+def test_while_a_store_is_being_opened_nothing_waits(sidecar: Sidecar) -> None:
+    go, tries = threading.Event(), []
+    with sidecar.client() as store:
+
+        def spaces() -> Sequence[NamespaceHandle]:
+            tries.append(1)
+            if len(tries) == 1:
+                assert go.wait(SECONDS)
+                raise Unreachable("not yet")
+            return spaces_of(store)
+
+        with Engine(spaces) as engine:
+            assert engine.ask(NAMES) == [Verdict.MISSING] * 5
+            assert len(engine.store(NAMES, range(5)).failed) == 5
+            engine.chunks.drain()
+            go.set()
+            engine.opened()
+            assert len(tries) == 2 and len(engine.store(NAMES, range(5)).good) == 5
+
+
+def test_a_fault_is_a_miss_and_is_counted(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        (space,) = spaces_of(store)
+
+        class Faulty:
+            layout, block_tokens = space.layout, space.block_tokens
+
+            def __getattr__(self, name: str) -> Any:
+                raise RuntimeError("a fault")
+
+        with Engine(lambda: [Faulty()]) as engine:  # type: ignore[list-item]
+            engine.opened()
+            assert engine.ask(NAMES) == [Verdict.MISSING] * 5
+            assert len(engine.store(NAMES, range(5)).failed) == 5
+            assert engine.chunks.take_counts() == {"missing": 5, "failed_stores": 5, "faults": 10}
+
+
+def test_what_may_be_asked_at_a_time_is_bounded(sidecar: Sidecar) -> None:
+    with sidecar.client() as store, Engine(lambda: spaces_of(store), replace(LIMITS, asked=3)) as engine:
+        engine.opened().store(NAMES, range(5))
+        assert engine.ask(NAMES) == [Verdict.HELD] * 3 + [Verdict.MISSING] * 2
+        assert engine.load(NAMES[:3], range(3)).failed == ()
+        assert engine.ask(NAMES[3:], "b") == [Verdict.HELD] * 2
+
+
+@pytest.mark.parametrize("tokens", [64, 256, 4096])
+@pytest.mark.parametrize("size", [4096, 12288, 1 << 20, 3 * (128 << 10), 40 << 20])
+def test_layouts_hold_all_bytes_in_slices(tokens: int, size: int) -> None:
+    layout = chunk_layout("g", tokens, size)
+    (part,) = layout.parts
+    assert part.raw_bytes == size and layout.block_tokens == tokens
+    assert len(part.layers) <= 32 and (len(part.layers) == 1 or part.slice_bytes >= 128 << 10)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(16, 4096), (0, 4096), (8192, 8192), (100, 4000), (192, 4096), (64, 0)])
+def test_sizes_that_no_block_can_have_are_refused_in_one_line(tokens: int, size: int) -> None:
+    with pytest.raises(BadInput, match="multiple of 64 tokens") as raised:
+        chunk_layout("g", tokens, size)
+    assert "\n" not in str(raised.value)
+
+
+def test_planes_are_views_of_the_whole_chunk(sidecar: Sidecar) -> None:
+    with patient(kvstore.open(f"unix:{sidecar.path}")) as store:
+        (space,) = spaces_of(store)
+        memory = memory_of(3)
+        planes = chunk_planes(space, memory)
+        assert all(np.shares_memory(plane, memory) for (plane,) in planes.values())
+        assert b"".join(plane[5].tobytes() for (plane,) in planes.values()) == memory[5].tobytes()
+        tokens, extra_keys = chunk_prompt(space, NAMES[0])
+        assert len(space.match(tokens, extra_keys).keys) == 1
+        assert space.match(tokens, extra_keys).keys != space.match(*chunk_prompt(space, NAMES[1])).keys
+    assert SystemClock().monotonic_seconds() > 0
