@@ -174,9 +174,13 @@ class KvStoreTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: Any) -> None:
         """Copy slots of the primary tier into the store."""
-        names = _names(job_metadata.keys) if self._is_root_right else []
-        self._stores.add(job_metadata.job_id)
-        self._chunks.store(job_metadata.job_id, names, getattr(job_metadata, _SLOTS_FIELD)[: len(names)])
+        job = job_metadata
+        self._stores.add(job.job_id)
+        pairs = list(zip(_names(job.keys), getattr(job, _SLOTS_FIELD), strict=True)) if self._is_root_right else []
+        position = getattr(job.req_context, "get_offload_key_position", None)
+        if position is not None:  # 0.28 does not tell which chunk comes first
+            pairs.sort(key=lambda pair: position(pair[0]) or 0)
+        self._chunks.store(job.job_id, [name for name, _ in pairs], [int(slot) for _, slot in pairs])
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that ended, each once. Of a load that failed in part the good keys are named; vLLM computes the rest."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from engine_adapter.vllm_tier import KvStoreTier
+from engine_adapter.vllm_tier import _SLOTS_FIELD, KvStoreTier
 
 
 class CopyingWorker(OffloadingWorker):
@@ -94,9 +95,13 @@ class RecordedTier(KvStoreTier):
         self.stored: list[bytes] = []
         self.loaded: list[bytes] = []
         self.jobs: list[Any] = []
+        self.bytes_of: dict[bytes, bytes] = {}
 
     def submit_store(self, job_metadata: Any) -> None:
         self.stored += [bytes(key) for key in job_metadata.keys]
+        memory = np.asarray(self._primary_kv_view)
+        for key, slot in zip(job_metadata.keys, getattr(job_metadata, _SLOTS_FIELD), strict=True):
+            self.bytes_of[bytes(key)] = memory[int(slot)].tobytes()
         super().submit_store(job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:

@@ -1,0 +1,234 @@
+"""A whole vLLM on the CPU with the store as its secondary tier: what it computes once it does not compute again, what
+it loads is what it computed, and without the store it answers the same.
+
+One engine for all, which is the long part; the sidecar is another process, and it is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; docs/vllm-tier.md says how these tests are run")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import kvstore
+from engine_adapter.chunk_store import chunk_planes, chunk_prompt
+from engines.tier_engine import CHUNK_TOKENS, SECONDS, Engine, SidecarProcess, engine, tier_of
+from engines.tier_model import prompt_of, save_model
+from kvstore.handle import NamespaceHandle
+from kvstore.pages import Pages
+
+TOKENS, CHUNKS = 1000, 15
+WHOLE = CHUNKS * CHUNK_TOKENS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess]:
+    running = SidecarProcess(tmp_path_factory.mktemp("sidecar"))
+    running.start()
+    yield running
+    running.kill()
+
+
+@pytest.fixture(scope="module")
+def plain_answers(model: Path) -> dict[int, tuple[int, ...]]:
+    """What an engine without a connector answers, by the prompt's seed. It comes before the other one: a second engine
+    in a process cannot be started on the CPU once numba is imported, which the store does (vLLM 0.32)."""
+    with engine(model, None) as plain:
+        return {seed: plain.generate(prompt_of(TOKENS, seed))[1] for seed in range(1, 9)}
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(model: Path, sidecar: SidecarProcess, plain_answers: dict[int, tuple[int, ...]]) -> Iterator[Engine]:
+    assert len(set(plain_answers.values())) == len(plain_answers), "a prompt's answer depends on all of it"
+    # A chunk may take its time from disk: on a busy machine a late one would be a miss, which is not what is tested.
+    with engine(model, [tier_of(sidecar.url, deadline_ms=5000)]) as running:
+        yield running
+
+
+@pytest.fixture
+def ready(vllm_engine: Engine, sidecar: SidecarProcess) -> Engine:
+    """The engine with nothing in its own memory, and a sidecar that answers it."""
+    if sidecar._process is None:
+        sidecar.start()
+    vllm_engine.opened()
+    until_it_hits(vllm_engine, prompt_of(CHUNK_TOKENS + 1, seed=999), CHUNK_TOKENS)
+    vllm_engine.reset()
+    return vllm_engine
+
+
+def until_it_hits(running: Engine, prompt: list[int], tokens: int) -> tuple[int, ...]:
+    """A client calls a sidecar again after a pause: generate until that many tokens come from the store."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        running.reset()
+        cached, answer = running.generate(prompt)
+        if cached == tokens:
+            return answer
+        assert time.monotonic() < deadline, f"{cached} of {tokens} tokens"
+        running.reset()  # what was computed is in the store after that, if there is one
+        time.sleep(0.05)
+
+
+def test_what_was_computed_once_is_loaded(ready: Engine, plain_answers: dict[int, tuple[int, ...]]) -> None:
+    prompt, answer = prompt_of(TOKENS, seed=1), plain_answers[1]
+    assert ready.generate(prompt) == (0, answer)
+    ready.reset()
+    before = len(ready.tier.loaded)
+    assert ready.generate(prompt) == (WHOLE, answer)
+    assert len(ready.tier.loaded) - before == CHUNKS
+    ready.reset()
+    longer = [*prompt[: 10 * CHUNK_TOKENS], *prompt_of(300, seed=2)]
+    assert ready.generate(longer)[0] == 10 * CHUNK_TOKENS, "as far as the prefix is the same"
+    ready.reset()
+    assert ready.generate(prompt_of(TOKENS, seed=3))[0] == 0
+    assert all(job.success for job in ready.tier.jobs)
+
+
+def test_what_the_primary_tier_evicted_is_loaded(ready: Engine, plain_answers: dict[int, tuple[int, ...]]) -> None:
+    prompt, answer = prompt_of(TOKENS, seed=4), plain_answers[4]
+    assert ready.generate(prompt) == (0, answer)
+    for seed in range(40, 46):  # 64 chunks fit
+        ready.generate(prompt_of(TOKENS, seed=seed))
+    assert ready.llm.reset_prefix_cache()
+    before = len(ready.tier.loaded)
+    assert ready.generate(prompt) == (WHOLE, answer)
+    assert len(ready.tier.loaded) - before == CHUNKS
+
+
+def test_other_bytes_under_the_same_names_change_the_answer(
+    ready: Engine, sidecar: SidecarProcess, plain_answers: dict[int, tuple[int, ...]]
+) -> None:
+    """The negative control: if what is loaded were not used, the answer would not change."""
+    prompt = prompt_of(TOKENS, seed=5)
+    first = len(ready.tier.stored)
+    sidecar.kill()
+    _, answer = ready.generate(prompt)
+    ready.reset()
+    names = ready.tier.stored[first:]
+    assert len(names) == CHUNKS and not any(job.success for job in ready.tier.jobs[-1:])
+    sidecar.start()
+    with kvstore.open(sidecar.url) as store:
+        handle = space_like(store, ready)
+        for name in names:
+            numbers = np.frombuffer(ready.tier.bytes_of[name], np.float32)[::-1].copy()
+            put(handle, name, numbers.view(np.uint8))
+    changed = until_it_hits(ready, prompt, WHOLE)
+    assert changed != answer == plain_answers[5]
+
+
+def test_without_the_sidecar_it_computes_the_same(
+    ready: Engine, sidecar: SidecarProcess, plain_answers: dict[int, tuple[int, ...]]
+) -> None:
+    prompt, answer = prompt_of(TOKENS, seed=6), plain_answers[6]
+    assert ready.generate(prompt) == (0, answer)
+    ready.reset()
+    assert ready.generate(prompt) == (WHOLE, answer)
+    sidecar.kill()
+    ready.reset()
+    assert ready.generate(prompt) == (0, answer)
+    sidecar.start()
+    assert until_it_hits(ready, prompt, WHOLE) == answer
+
+
+def test_a_sidecar_that_ended_in_order_finds_them_on_disk(ready: Engine, sidecar: SidecarProcess) -> None:
+    prompt = prompt_of(TOKENS, seed=7)
+    _, answer = ready.generate(prompt)
+    ready.reset()
+    sidecar.end()
+    assert ready.generate(prompt) == (0, answer)
+    stored = len(ready.tier.stored)
+    sidecar.start()
+    deadline = time.monotonic() + SECONDS
+    while True:
+        ready.reset()
+        ready.manager._should_store_to_tier = lambda *_: False  # else what is computed meanwhile is stored
+        cached, again = ready.generate(prompt)
+        assert again == answer
+        if cached == WHOLE:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    del ready.manager._should_store_to_tier
+    assert len(ready.tier.stored) == stored
+
+
+def test_a_corrupt_frame_is_a_miss(ready: Engine, sidecar: SidecarProcess) -> None:
+    prompt = prompt_of(TOKENS, seed=8)
+    _, answer = ready.generate(prompt)
+    ready.reset()
+    names, payloads = ready.tier.stored[-CHUNKS:], ready.tier.bytes_of  # in no order
+    sidecar.end()
+    assert damage(sidecar.data, payloads[names[6]]) == 1
+    sidecar.start()
+    ready.manager._should_store_to_tier = lambda *_: False
+    try:
+        first = len(ready.tier.loaded)
+        deadline = time.monotonic() + SECONDS
+        while len(ready.tier.loaded) == first:
+            assert time.monotonic() < deadline
+            ready.reset()
+            cached, again = ready.generate(prompt)
+            assert again == answer and cached < WHOLE and cached % CHUNK_TOKENS == 0
+        assert names[6] not in ready.tier.loaded[first:]
+    finally:
+        del ready.manager._should_store_to_tier
+    assert until_it_hits(ready, prompt, WHOLE) == answer, "computed and stored again, it is good again"
+
+
+def test_counts_reach_the_engines_metrics(ready: Engine) -> None:
+    ready.generate(prompt_of(TOKENS, seed=9))
+    ready.reset()
+    ready.generate(prompt_of(TOKENS, seed=9))
+    found = {
+        tuple(sorted(metric.labels.items())): metric.value
+        for metric in ready.llm.get_metrics()
+        if metric.name.startswith("vllm:kv_offload_kvstore_chunks")
+    }
+    outcomes = {dict(labels).get("outcome") for labels in found}
+    assert {"loaded", "stored", "held", "missing"} <= outcomes, found
+
+
+def space_like(store: kvstore.SidecarStore | kvstore.EmbeddedStore, running: Engine) -> NamespaceHandle:
+    """The tier's namespace, as another client of the same tenant."""
+    (space,) = running.tier._chunks._spaces
+    named = space.namespace
+    return store.namespace(
+        model=named.model, layout=named.layout, weights_epoch=named.weights_epoch, config=named.config
+    )
+
+
+def put(handle: NamespaceHandle, name: bytes, payload: np.ndarray) -> None:
+    pages = Pages(chunk_planes(handle, payload.reshape(1, -1)), [0], handle.block_tokens)
+    tokens, extra_keys = chunk_prompt(handle, name)
+    assert handle.put(tokens, pages, extra_keys=extra_keys).stored == 1
+
+
+def damage(data: Path, payload: bytes) -> int:
+    """Flip a bit in each copy of this payload on disk; how many there were. Found by its last bytes, which lie behind
+    each other in a frame as they do in memory."""
+    found = 0
+    for path in (data / "nvme").rglob("*"):
+        if path.is_file() and (at := path.read_bytes().find(payload[-4096:])) >= 0:
+            with path.open("r+b") as file:
+                file.seek(at + 1000)
+                byte = file.read(1)[0]
+                file.seek(at + 1000)
+                file.write(bytes([byte ^ 8]))
+            found += 1
+    return found
