@@ -61,7 +61,7 @@ class Verdict(Enum):
 @dataclass(frozen=True, slots=True)
 class ChunkLimits:
     """Named upper bounds. asked: chunks asked for or held at a time; beyond that they are missing. queued_stores:
-    chunks that wait to be stored, whose slots the engine cannot use meanwhile; beyond that a job fails at once.
+    chunks that wait to be stored, whose slots the engine cannot use meanwhile; beyond that they fail at once.
     lease_ms: how long a chunk may take to come up from a lower tier. hold_seconds: how long one is held that is not
     loaded. drain_seconds: after which `drain` gives up what has not begun."""
 
@@ -238,18 +238,20 @@ class ChunkStore:
         self._begin(work, tasks, self._loads)
 
     def store(self, job: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
-        """Put the chunks in these slots; those that are there already are skipped. The last ones go first: what was
-        used last is evicted last, and a prefix is of use without its end, but not without its beginning."""
-        work = _Job(job, "", False, self._clock(), len(names))
-        tasks = [_Task(work, name, int(slot), None) for name, slot in zip(names, slots, strict=True)][::-1]
+        """Put the chunks in these slots, a prefix in its order; those that are there already are skipped. Where there
+        is no room for all in the queue, the first ones are taken. The last of these go first: what was used last is
+        evicted last, and a prefix is of use without its end, but not without its beginning."""
         with self._guard:
-            is_refused = not self._spaces or self._queued_stores + len(tasks) > self.limits.queued_stores
-            self._queued_stores += 0 if is_refused else len(tasks)
-        if is_refused:
-            self._count("refused_stores", len(tasks))
-            self._done.append((work, FinishedJob(job, (), tuple(names), 0, 0.0)))
-            return
-        self._begin(work, tasks, self._stores)
+            room = (
+                max(0, self.limits.queued_stores - self._queued_stores) if self._spaces and not self._is_closed else 0
+            )
+            count = min(room, len(names))
+            self._queued_stores += count
+        work = _Job(job, "", False, self._clock(), count, failed=list(names[count:]))
+        tasks = [_Task(work, name, int(slot), None) for name, slot in zip(names, slots, strict=True)][:count]
+        if work.failed:
+            self._count("refused_stores", len(work.failed))
+        self._begin(work, tasks[::-1], self._stores)
 
     def finished(self) -> list[FinishedJob]:
         """Jobs that ended since the last call. What could not be loaded is missing for its owner from now on."""
@@ -314,7 +316,8 @@ class ChunkStore:
 
     def _begin(self, work: _Job, tasks: Sequence[_Task], queue: SimpleQueue[_Task | None]) -> None:
         if not tasks or self._is_closed:
-            self._done.append((work, FinishedJob(work.number, (), tuple(task.name for task in tasks), 0, 0.0)))
+            failed = (*work.failed, *(task.name for task in tasks))
+            self._done.append((work, FinishedJob(work.number, (), failed, 0, 0.0)))
             return
         with self._guard:
             self._open_loads += work.is_load
@@ -366,6 +369,8 @@ class ChunkStore:
                 self._spaces = spaces
                 self._say(is_away=False)
             except Exception as error:
+                if self._is_closed:
+                    return
                 self._fault(error)
                 self._say(is_away=True, why=str(error))
                 self._wake.wait(pause)

@@ -77,7 +77,7 @@ class KvStoreTier(SecondaryTierManager):
     Parameters, in the tier's JSON. url: of the store, "unix:PATH". model_dir: where the weights are, if not where vLLM
     loads them from. weights_epoch: raised by hand when weights are changed in a way that their files do not show.
     hash_seed: for vLLM 0.28 what PYTHONHASHSEED is set to. deadline_ms: how long a chunk may take to come up from disk.
-    load_threads, store_threads: that copy. queued_chunks: that wait to be stored; at most a quarter of the primary
+    load_threads, store_threads: that copy. queued_chunks: that wait to be stored; at most half of the primary
     tier's. enable_kv_events: whether stored chunks are published, where vLLM publishes events.
 
     Raises `BadInput`, one line, for an engine that it cannot serve without a doubt.
@@ -125,7 +125,7 @@ class KvStoreTier(SecondaryTierManager):
         ]
         facts = engine_facts(config, offloading_spec, memory.shape[1])
         limits = ChunkLimits(
-            queued_stores=max(1, min(int(queued_chunks), len(memory) // 4)),
+            queued_stores=max(1, min(int(queued_chunks), len(memory) // 2)),
             load_threads=max(1, int(load_threads)),
             store_threads=max(1, int(store_threads)),
             lease_ms=float(deadline_ms),
@@ -289,6 +289,8 @@ def check_engine(config: Any, hash_seed: str | None, version: str = vllm.__versi
         reason = "load_format=dummy makes weights up, which no file tells"
     elif getattr(config, "weight_transfer_config", None) is not None:
         reason = "weights are updated in place, and block hashes do not change with them"
+    elif getattr(config.model_config, "enable_sleep_mode", False):
+        reason = "with enable_sleep_mode other weights may be there after a sleep, and block hashes do not change"
     elif getattr(config.cache_config, "calculate_kv_scales", False):
         reason = "calculate_kv_scales makes scales of the first requests, and they are not in a chunk"
     elif parallel.world_size > 1 and (parallel.nnodes > 1 or parallel.distributed_executor_backend != "mp"):

@@ -1,0 +1,437 @@
+"""The tier against the vLLM that is installed: whether its interface is the one we know, which engines are refused, and
+what a namespace covers. Whole engines run in test_tier_engine.py."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here; docs/vllm-tier.md says how these tests are run")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import vllm
+from vllm.config import KVTransferConfig, LoRAConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload import config as offload_config
+from vllm.v1.kv_offload.base import LookupResult, OffloadingEvent, make_offload_key
+from vllm.v1.kv_offload.tiering import factory
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from engine_adapter import vllm_tier
+from engine_adapter.model_files import model_fingerprint
+from engine_adapter.vllm_tier import (
+    CHUNKS_METRIC,
+    KvStoreTier,
+    check_engine,
+    engine_config,
+    engine_facts,
+    weights_directory,
+)
+from engines.tier_engine import takes
+from engines.tier_model import save_model
+from kvstore.errors import BadInput
+from service.sidecar import Sidecar
+
+SEED = None if vllm_tier._FIXED_ROOT else "0"
+SLOTS, CHUNK_BYTES, SECONDS = 8, 64 << 10, 30
+
+# --- the installed interface -----------------------------------------------------------------------------------------
+
+CALLED = {
+    "lookup": {"key", "req_context"},
+    "submit_store": {"job_metadata"},
+    "submit_load": {"job_metadata"},
+    "get_finished_jobs": set(),
+    "on_new_request": {"req_context"},
+    "on_request_finished": {"req_context"},
+    "drain_jobs": set(),
+    "take_events": set(),
+    "get_stats": set(),
+    "shutdown": set(),
+    "build_metric_definitions": {"extra_config"},
+}
+LEFT_ALONE = {
+    "block_size_bytes",
+    "bp_detector",
+    "cache_hit_source",
+    "has_pending_work",  # whoever waits for a look-up is a request that waits
+    "medium",
+    "on_schedule_end",
+    "serve_external_requests",
+    "touch",
+}
+HANDED_IN = {"offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"}
+JOB_FIELDS = {"job_id", "keys", "chunk_ids", "block_ids", "is_promotion", "req_context", "submit_time"}
+RESULT_FIELDS = {"job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"}
+ANSWERS = {"MISS", "HIT", "HIT_PENDING", "RETRY"}
+EVENT_FIELDS = {"keys", "medium", "removed", "locality", "ownership", "removal_expected"}
+CONFIG_FIELDS = {
+    "groups",
+    "worker_kv_bytes_per_block",
+    "enable_kv_cache_events",
+    "extra_config",
+    "engine_id",
+    "model",
+    "cache",
+    "parallel",
+    "replicated_layout",
+    "canonical_layout",
+    "kv_cache_layout",
+}
+
+
+def names(cls: Any) -> set[str]:
+    return {it.name for it in fields(cls)}
+
+
+def test_every_method_of_a_tier_is_known() -> None:
+    public = {name for name in vars(SecondaryTierManager) if not name.startswith("_")}
+    assert public - CALLED.keys() - LEFT_ALONE == set(), f"vLLM {vllm.__version__} asks tiers for more"
+    assert SecondaryTierManager.__abstractmethods__ <= CALLED.keys()
+    assert not KvStoreTier.__abstractmethods__
+
+
+@pytest.mark.parametrize("method", CALLED)
+def test_methods_take_what_vllm_gives(method: str) -> None:
+    assert takes(getattr(SecondaryTierManager, method)) == takes(getattr(KvStoreTier, method)) == CALLED[method]
+
+
+def test_a_tier_is_made_with_what_it_knows() -> None:
+    assert takes(SecondaryTierManager.__init__) <= HANDED_IN
+    calls = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(factory)))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "tier_cls"
+    ]
+    assert len(calls) == 1 and not calls[0].args
+    assert {word.arg for word in calls[0].keywords} - {None} <= HANDED_IN
+
+
+def test_jobs_answers_and_events_have_the_fields_that_are_known() -> None:
+    assert names(TransferJob) <= JOB_FIELDS and vllm_tier._SLOTS_FIELD in names(TransferJob)
+    assert names(JobResult) <= RESULT_FIELDS
+    assert {it.name for it in LookupResult} == ANSWERS
+    assert names(OffloadingEvent) <= EVENT_FIELDS
+    assert names(offload_config.OffloadingConfig) <= CONFIG_FIELDS, "is there something new that decides bytes?"
+
+
+def test_the_number_of_a_group_stands_at_a_keys_end() -> None:
+    key = make_offload_key(b"h" * 32, 3)
+    assert len(key) == vllm_tier.KEY_BYTES and vllm_tier._group_of(bytes(key)) == 3
+    assert vllm_tier._group_of(make_offload_key(b"h" * 16, 3)) == -1, "a shorter hash is none of ours"
+
+
+def test_the_whole_configuration_is_up_the_stack() -> None:
+    assert "vllm_config" in takes(OffloadingConnectorScheduler.__init__)
+    vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="e1"))
+    assert engine_config("e1") is vllm_config
+    with pytest.raises(BadInput, match="was not found"):
+        engine_config("e2")
+
+
+def test_a_pinned_version_is_installed() -> None:
+    assert vllm.__version__.startswith(tuple(f"{pinned}." for pinned in vllm_tier.PINNED_VERSIONS))
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def built(model: Path) -> Any:
+    transfer = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", engine_id="engine-1")
+    return EngineArgs(
+        model=str(model), skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048, kv_transfer_config=transfer
+    ).create_engine_config()
+
+
+@pytest.fixture
+def config(built: Any) -> Any:
+    return copy.deepcopy(built)
+
+
+def spec_of(**parallel: int) -> Any:
+    """As vLLM's connector builds it for one worker: its dataclasses, filled in here."""
+    sizes = {"rank": 0, "world_size": 1, "tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1, **parallel}
+    replicas = {"data_parallel_index": 0, "data_parallel_size": 1, "data_parallel_rank_local": None}
+    group = {"tokens_per_block": 32, "layer_names": ("model.layers.0.self_attn.attn",), "group_id": 0}
+    known = names(offload_config.OffloadingGroupConfig)
+    offloading = offload_config.OffloadingConfig(
+        groups=(offload_config.OffloadingGroupConfig(**{name: it for name, it in group.items() if name in known}),),
+        worker_kv_bytes_per_block=CHUNK_BYTES // 2,
+        enable_kv_cache_events=True,
+        extra_config={},
+        engine_id="engine-1",
+        model=offload_config.OffloadingModelConfig(name="m", dtype="float32"),
+        cache=offload_config.OffloadingCacheConfig(tokens_per_hash=32, blocks_per_chunk=2),
+        parallel=offload_config.OffloadingParallelConfig(is_parallelism_agnostic=True, **sizes, **replicas),
+    )
+    return SimpleNamespace(
+        config=offloading,
+        blocks_per_chunk=2,
+        tokens_per_hash=32,
+        replicated_layout=False,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True),
+    )
+
+
+def workers(config: Any, count: int, backend: str, hosts: int = 1) -> None:
+    config.parallel_config.world_size = count
+    config.parallel_config.distributed_executor_backend = backend
+    config.parallel_config.nnodes = hosts
+
+
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "not cryptographic": lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"),
+    "xxhash_cbor is not": lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash_cbor"),
+    "LoRA": lambda c: setattr(c, "lora_config", LoRAConfig(max_lora_rank=8)),
+    "dummy": lambda c: setattr(c.load_config, "load_format", "dummy"),
+    "updated in place": lambda c: setattr(c, "weight_transfer_config", SimpleNamespace()),
+    "sleep": lambda c: setattr(c.model_config, "enable_sleep_mode", True),
+    "one host": lambda c: workers(c, 2, "ray"),
+    "this host's workers": lambda c: workers(c, 4, "mp", hosts=2),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_engine_that_leaves_a_doubt_is_refused_in_one_line(what: str, config: Any) -> None:
+    check_engine(config, SEED)
+    REFUSED[what](config)
+    with pytest.raises(BadInput, match=what) as raised:
+        check_engine(config, SEED)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_fine_is_not_refused(config: Any) -> None:
+    config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+    workers(config, 2, "mp")
+    check_engine(config, SEED)
+
+
+@pytest.mark.parametrize("version", ["0.27.3", "0.29.0", "0.33.0", "1.0.0"])
+def test_another_version_is_told_what_is_installed_and_what_is_supported(version: str, config: Any) -> None:
+    with pytest.raises(BadInput, match=f"vLLM {version} is installed.*0.28, 0.31, 0.32"):
+        check_engine(config, SEED, version)
+
+
+@pytest.mark.skipif(vllm_tier._FIXED_ROOT, reason="the root of hashes is fixed in this version")
+def test_a_random_root_is_refused(config: Any) -> None:
+    with pytest.raises(BadInput, match="PYTHONHASHSEED=0"):
+        check_engine(config, None)
+
+
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "dtype": lambda c, s: setattr(c.model_config, "dtype", "float16"),
+    "hash": lambda c, s: setattr(c.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
+    "settings": lambda c, s: setattr(c.model_config.hf_config, "rope_theta", 5e5),
+    "settings ": lambda c, s: setattr(c.model_config, "quantization", "fp8"),
+    "settings  ": lambda c, s: setattr(c.model_config, "disable_sliding_window", True),
+    "chunk": lambda c, s: setattr(s, "blocks_per_chunk", 4),
+    "host_layout": lambda c, s: setattr(s, "replicated_layout", True),
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_whatever_decides_bytes_is_in_the_namespace(field: str, config: Any) -> None:
+    spec = spec_of()
+    before = engine_facts(config, spec, CHUNK_BYTES)
+    assert before == engine_facts(copy.deepcopy(config), spec_of(), CHUNK_BYTES)
+    CHANGES[field](config, spec)
+    after = engine_facts(config, spec, CHUNK_BYTES)
+    assert {name for name in before if before[name] != after[name]} == {field.strip()}
+
+
+def test_workers_and_sizes_are_in_the_namespace(config: Any) -> None:
+    facts = [
+        engine_facts(config, spec_of(tp_size=tp, pp_size=pp), size)
+        for tp, pp, size in ((1, 1, 4096), (2, 1, 4096), (1, 2, 4096), (1, 1, 8192))
+    ]
+    assert len({tuple(sorted(it.items())) for it in facts}) == 4
+    assert all(isinstance(value, str) for value in facts[0].values())
+
+
+def test_no_path_is_in_the_namespace(config: Any, model: Path) -> None:
+    before = engine_facts(config, spec_of(), CHUNK_BYTES)
+    assert str(model) not in str(before)
+    config.model_config.hf_config._name_or_path = "/somewhere/else"
+    assert engine_facts(config, spec_of(), CHUNK_BYTES) == before
+
+
+def test_weights_are_found_where_vllm_loads_them_from(config: Any, model: Path) -> None:
+    assert weights_directory(config) == str(model) and len(model_fingerprint(model)) == 64
+    config.model_config.model = "nobody/has-this-model"
+    if hasattr(config.model_config, "model_weights"):
+        config.model_config.model_weights = ""
+    with pytest.raises(BadInput, match="model_dir"):
+        weights_directory(config)
+
+
+# --- the tier --------------------------------------------------------------------------------------------------------
+
+
+class Request:
+    """What a tier reads of vLLM's request context."""
+
+    def __init__(self, req_id: str) -> None:
+        self.req_id = req_id
+
+
+def make_tier(config: Any, url: str, **parameters: Any) -> KvStoreTier:
+    vllm_config = config  # the name by which it is found, as in vLLM's own constructor
+    assert vllm_config is not None
+    memory = np.random.default_rng(5).integers(-128, 128, (SLOTS, CHUNK_BYTES), dtype=np.int8)
+    return KvStoreTier(
+        offloading_spec=spec_of(),
+        primary_kv_view=memoryview(memory),
+        tier_type="KvStoreTier",
+        url=url,
+        hash_seed=SEED,
+        **parameters,
+    )
+
+
+@pytest.fixture
+def root() -> Iterator[None]:
+    """Hashes begin as in an engine."""
+    before = getattr(kv_cache_utils, "NONE_HASH", None)
+    seed = kv_cache_utils.get_none_hash_seed() if vllm_tier._FIXED_ROOT else SEED
+    kv_cache_utils.NONE_HASH = get_hash_fn_by_name("sha256")(seed)
+    yield
+    kv_cache_utils.NONE_HASH = before
+
+
+@pytest.fixture
+def tier(config: Any, tmp_path: Path, root: None) -> Iterator[KvStoreTier]:
+    with Sidecar(tmp_path, dram="16MiB") as sidecar:
+        running = make_tier(config, f"unix:{sidecar.path}", enable_kv_events=True, deadline_ms=5000)
+        wait_until(lambda: bool(running._chunks._spaces))
+        yield running
+        running.shutdown()
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def job_of(number: int, keys: list[Any], slots: list[int], *, is_promotion: bool) -> TransferJob:
+    places: Any = {vllm_tier._SLOTS_FIELD: np.array(slots)}
+    return TransferJob(number, keys, is_promotion=is_promotion, req_context=Request("r"), **places)
+
+
+def finished(tier: KvStoreTier) -> list[JobResult]:
+    found: list[JobResult] = []
+    wait_until(lambda: found.extend(tier.get_finished_jobs()) or found)
+    return found
+
+
+def answer(tier: KvStoreTier, key: Any, request: str = "r") -> LookupResult:
+    deadline = time.monotonic() + SECONDS
+    while (found := tier.lookup(key, Request(request))) is LookupResult.RETRY:
+        assert time.monotonic() < deadline
+        list(tier.get_finished_jobs())
+    return found
+
+
+KEYS = [make_offload_key(bytes([n]) * 32, 0) for n in range(4)]
+
+
+def test_chunks_come_back(tier: KvStoreTier) -> None:
+    tier.on_new_request(Request("r"))
+    assert answer(tier, KEYS[0]) is LookupResult.MISS
+    tier.on_request_finished(Request("r"))
+    tier.submit_store(job_of(1, KEYS, [0, 1, 2, 3], is_promotion=False))
+    (stored,) = finished(tier)
+    assert (stored.job_id, stored.success, stored.successful_keys) == (1, True, None)
+    (event,) = tier.take_events()
+    assert {bytes(key) for key in event.keys} == {bytes(key) for key in KEYS} and not event.removed
+    assert list(tier.take_events()) == []
+    assert [answer(tier, key) for key in KEYS] == [LookupResult.HIT] * 4
+    memory = np.asarray(tier._primary_kv_view)
+    before = memory.copy()
+    memory[4:] = 0
+    tier.submit_load(job_of(2, KEYS, [7, 6, 5, 4], is_promotion=True))
+    (loaded,) = finished(tier)
+    assert (loaded.job_id, loaded.success, loaded.successful_keys) == (2, True, None)
+    assert np.array_equal(memory[4:], before[:4][::-1]) and np.array_equal(memory[:4], before[:4])
+    tier.drain_jobs()
+    stats = tier.get_stats()
+    assert stats is not None and tier.get_stats() is None
+    assert set(KvStoreTier.build_metric_definitions({})) == {CHUNKS_METRIC}
+
+
+def test_of_a_load_that_fails_in_part_the_good_keys_are_named(tier: KvStoreTier) -> None:
+    tier.on_new_request(Request("r"))
+    tier.submit_store(job_of(1, KEYS[:3], [0, 1, 2], is_promotion=False))
+    finished(tier)
+    assert [answer(tier, key) for key in KEYS] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
+    tier.submit_load(job_of(2, KEYS, [4, 5, 6, 7], is_promotion=True))
+    (loaded,) = finished(tier)
+    assert not loaded.success and set(loaded.successful_keys or ()) == {bytes(key) for key in KEYS[:3]}
+    tier.submit_load(job_of(3, KEYS, [4, 5, 6, 7], is_promotion=True))
+    (nothing_held,) = finished(tier)
+    assert not nothing_held.success and nothing_held.successful_keys is None
+
+
+def test_keys_of_another_kind_are_missing(tier: KvStoreTier) -> None:
+    tier.on_new_request(Request("r"))
+    assert tier.lookup(make_offload_key(b"h" * 16, 0), Request("r")) is LookupResult.MISS
+    assert tier.lookup(make_offload_key(b"h" * 32, 1), Request("r")) is LookupResult.MISS, (
+        "a group that is not offloaded"
+    )
+
+
+def test_a_root_that_is_not_the_known_one_turns_it_off(tier: KvStoreTier, caplog: pytest.LogCaptureFixture) -> None:
+    kv_cache_utils.NONE_HASH = os.urandom(32)
+    for _ in range(3):
+        tier.on_new_request(Request("r"))
+    assert [record.levelname for record in caplog.records if "KvStoreTier is off" in record.message] == ["ERROR"]
+    tier.submit_store(job_of(1, KEYS, [0, 1, 2, 3], is_promotion=False))
+    assert not finished(tier)[0].success
+    assert tier.lookup(KEYS[0], Request("r")) is LookupResult.MISS
+
+
+def test_without_a_sidecar_it_begins_and_misses(config: Any, tmp_path: Path, root: None) -> None:
+    tier = make_tier(config, f"unix:{tmp_path}/nobody.sock")
+    tier.on_new_request(Request("r"))
+    assert tier.lookup(KEYS[0], Request("r")) is LookupResult.MISS
+    tier.submit_store(job_of(1, KEYS, [0, 1, 2, 3], is_promotion=False))
+    tier.submit_load(job_of(2, KEYS, [0, 1, 2, 3], is_promotion=True))
+    tier.drain_jobs()
+    assert [job.success for job in tier.get_finished_jobs()] == [False, False]
+    tier.shutdown()
+    tier.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "what"),
+    [
+        ({"url": ""}, '"url" is missing'),
+        ({"url": "tcp:x"}, "not a store's address"),
+        ({"url": "unix:x", "sise": 3}, "'sise'"),
+    ],
+)
+def test_parameters_are_checked(parameters: dict[str, Any], what: str, config: Any) -> None:
+    with pytest.raises(BadInput, match=what) as raised:
+        make_tier(config, **parameters)
+    assert "\n" not in str(raised.value)
