@@ -8,6 +8,7 @@ are vLLM's.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,8 +97,13 @@ class RecordedTier(KvStoreTier):
         self.loaded: list[bytes] = []
         self.jobs: list[Any] = []
         self.bytes_of: dict[bytes, bytes] = {}
+        self.is_storing = True
 
     def submit_store(self, job_metadata: Any) -> None:
+        if not self.is_storing:
+            nothing: Any = {_SLOTS_FIELD: np.array([], np.int64)}
+            super().submit_store(replace(job_metadata, keys=[], **nothing))
+            return
         self.stored += [bytes(key) for key in job_metadata.keys]
         memory = np.asarray(self._primary_kv_view)
         for key, slot in zip(job_metadata.keys, getattr(job_metadata, _SLOTS_FIELD), strict=True):

@@ -67,6 +67,7 @@ def ready(vllm_engine: Engine, sidecar: SidecarProcess) -> Engine:
     if sidecar._process is None:
         sidecar.start()
     vllm_engine.opened()
+    vllm_engine.tier.is_storing = True
     until_it_hits(vllm_engine, prompt_of(CHUNK_TOKENS + 1, seed=999), CHUNK_TOKENS)
     vllm_engine.reset()
     return vllm_engine
@@ -154,17 +155,16 @@ def test_a_sidecar_that_ended_in_order_finds_them_on_disk(ready: Engine, sidecar
     assert ready.generate(prompt) == (0, answer)
     stored = len(ready.tier.stored)
     sidecar.start()
+    ready.tier.is_storing = False
     deadline = time.monotonic() + SECONDS
     while True:
         ready.reset()
-        ready.manager._should_store_to_tier = lambda *_: False  # else what is computed meanwhile is stored
         cached, again = ready.generate(prompt)
         assert again == answer
         if cached == WHOLE:
             break
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    del ready.manager._should_store_to_tier
     assert len(ready.tier.stored) == stored
 
 
@@ -176,18 +176,16 @@ def test_a_corrupt_frame_is_a_miss(ready: Engine, sidecar: SidecarProcess) -> No
     sidecar.end()
     assert damage(sidecar.data, payloads[names[6]]) == 1
     sidecar.start()
-    ready.manager._should_store_to_tier = lambda *_: False
-    try:
-        first = len(ready.tier.loaded)
-        deadline = time.monotonic() + SECONDS
-        while len(ready.tier.loaded) == first:
-            assert time.monotonic() < deadline
-            ready.reset()
-            cached, again = ready.generate(prompt)
-            assert again == answer and cached < WHOLE and cached % CHUNK_TOKENS == 0
-        assert names[6] not in ready.tier.loaded[first:]
-    finally:
-        del ready.manager._should_store_to_tier
+    ready.tier.is_storing = False  # else it would be stored anew before it is found to be damaged
+    first = len(ready.tier.loaded)
+    deadline = time.monotonic() + SECONDS
+    while len(ready.tier.loaded) == first:
+        assert time.monotonic() < deadline
+        ready.reset()
+        cached, again = ready.generate(prompt)
+        assert again == answer and cached < WHOLE and cached % CHUNK_TOKENS == 0
+    assert names[6] not in ready.tier.loaded[first:]
+    ready.tier.is_storing = True
     assert until_it_hits(ready, prompt, WHOLE) == answer, "computed and stored again, it is good again"
 
 
