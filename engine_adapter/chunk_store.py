@@ -1,8 +1,7 @@
 """Opaque chunks of an engine's host memory, kept in the store under the engine's own names (floor 3).
 
-For engines whose offloading hands out (name, slot) pairs and never a token. A chunk is one block of a namespace of its
-own kind: a prompt of zeros that is exactly one block long, with the engine's name as extra key. So prefix keys depend
-on the tenant's secret as all others do, and accounts count tokens as ever: a chunk asked for is its tokens asked for.
+For engines whose offloading hands out (name, slot) pairs and never a token. Each chunk is a block by itself (see
+`chunk_layout`): its prefix key depends on the tenant's secret as all others do, and accounts count tokens as ever.
 
     engine's thread     ask > PENDING, PENDING, HELD > load            store            finished
     asking thread           match > lease (pins, verified)
@@ -28,17 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.errors import BadInput
+from engine_adapter.chunk_layout import chunk_planes, chunk_prompt
 from kvstore.handle import Lease, Match, NamespaceHandle
-from kvstore.identity import ExtraKey
-from kvstore.layout import BLOCK_TOKENS_UNIT, MAX_BLOCK_TOKENS, KvGroup, Layout
 from kvstore.miss import MissReason
 from kvstore.pages import Pages
 from kvstore.pending import Pending
 
-SLICE_BYTES = 128 << 10
-"""Chunks are cut into slices of at least this size, each with a digest: copied and checked while it is in a cache."""
-MAX_SLICES = 32
 POLL_SECONDS = 0.0005
 """Between two looks at what was submitted."""
 IN_FLIGHT = 48
@@ -86,35 +80,6 @@ class FinishedJob:
     seconds: float
 
 
-def chunk_layout(group: str, block_tokens: int, chunk_bytes: int) -> Layout:
-    """The layout of a namespace of opaque chunks. Raises `BadInput`, one line, for sizes that no block can have."""
-    is_block = 0 < block_tokens <= MAX_BLOCK_TOKENS and block_tokens % BLOCK_TOKENS_UNIT == 0
-    if not is_block or chunk_bytes < 1 or chunk_bytes % block_tokens:
-        raise BadInput(
-            f"chunks of {block_tokens} tokens and {chunk_bytes} bytes (KV group {group!r}) cannot be stored; give a "
-            f"chunk a multiple of {BLOCK_TOKENS_UNIT} tokens that divides its bytes, at most {MAX_BLOCK_TOKENS}: "
-            f"{BLOCK_TOKENS_UNIT}, 128, 256, 512, ..."
-        )
-    count = max(1, min(MAX_SLICES, chunk_bytes // SLICE_BYTES))
-    while chunk_bytes % (count * block_tokens):
-        count -= 1
-    width = chunk_bytes // (count * block_tokens)
-    return Layout((KvGroup(group, tuple(range(count)), 1, (width,), "uint8"),), block_tokens, packing="opaque")
-
-
-def chunk_prompt(namespace: NamespaceHandle, name: bytes) -> tuple[bytes, tuple[ExtraKey]]:
-    """What a chunk is called in the store's own words: token ids and extra keys of one full block."""
-    return bytes(4 * namespace.block_tokens), (ExtraKey(b"engine:" + name),)
-
-
-def chunk_planes(namespace: NamespaceHandle, memory: np.ndarray[Any, Any]) -> dict[int, tuple[np.ndarray[Any, Any]]]:
-    """Memory, uint8 [slots, chunk bytes], as planes of `Pages` whose page numbers are slots: views, no copy."""
-    (group,) = namespace.layout.groups
-    size = namespace.block_tokens * group.plane_widths[0]
-    shape = (len(memory), namespace.block_tokens, 1, group.plane_widths[0])
-    return {n: (memory[:, n * size : (n + 1) * size].reshape(shape),) for n in group.layers}
-
-
 @dataclass(eq=False, slots=True)
 class _Asked:
     """A chunk that somebody waits for. The asking thread writes `verdict` last."""
@@ -154,19 +119,21 @@ class ChunkStore:
 
     def __init__(
         self,
-        open_spaces: Callable[[], Sequence[NamespaceHandle]],
+        open_spaces: Callable[[], tuple[Sequence[NamespaceHandle], Sequence[NamespaceHandle]]],
         space_of: Callable[[bytes], int],
         memory: np.ndarray[Any, Any],
         limits: ChunkLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """open_spaces: opens the namespaces; may wait, and is called again after it raised. space_of: which of them a
-        chunk's name belongs to; -1 for none. memory: uint8 [slots, chunk bytes], which jobs read and write."""
+        """open_spaces: opens the namespaces, for asking and loading and once more for storing: over a connection of
+        their own stores do not hold up look-ups. It may wait, and is called again after it raised. space_of: which of
+        them a chunk's name belongs to; -1 for none. memory: uint8 [slots, chunk bytes], which jobs read and write."""
         self.limits = limits
         self._open_spaces, self._space_of, self._clock = open_spaces, space_of, clock
         self._memory: np.ndarray[Any, Any] | None = memory
         self._chunk_bytes = memory.shape[1]
         self._spaces: Sequence[NamespaceHandle] = ()
+        self._storing: Sequence[NamespaceHandle] = ()
         self._planes: list[dict[int, tuple[np.ndarray[Any, Any]]]] = []
         self._asked: dict[bytes, _Asked] = {}
         self._of_owner: dict[str, set[bytes]] = {}
@@ -363,8 +330,8 @@ class ChunkStore:
         pause = FIRST_PAUSE_SECONDS
         while not self._is_closed and not self._spaces:
             try:
-                spaces = tuple(self._open_spaces())
-                assert self._memory is not None
+                spaces, self._storing = self._open_spaces()
+                assert self._memory is not None and len(spaces) == len(self._storing)
                 self._planes = [chunk_planes(space, self._memory) for space in spaces]
                 self._spaces = spaces
                 self._say(is_away=False)
@@ -428,19 +395,19 @@ class ChunkStore:
     def _load(self, task: _Task) -> bool:
         if task.lease is None:
             return False
-        space, pages = self._place(task)
+        space, pages = self._place(task, self._spaces)
         return space.get(task.lease, into=pages).tokens == space.block_tokens
 
     def _store(self, task: _Task) -> bool:
-        space, pages = self._place(task)
+        space, pages = self._place(task, self._storing)
         tokens, extra_keys = chunk_prompt(space, task.name)
         result = space.put(tokens, pages, extra_keys=extra_keys)
         self._say(is_away=result.reason is MissReason.UNREACHABLE)
         return result.stopped_at is None
 
-    def _place(self, task: _Task) -> tuple[NamespaceHandle, Pages]:
+    def _place(self, task: _Task, spaces: Sequence[NamespaceHandle]) -> tuple[NamespaceHandle, Pages]:
         number = self._space_of(task.name)
-        space = self._spaces[number]
+        space = spaces[number]
         return space, Pages(self._planes[number], [task.slot], space.block_tokens)
 
     def _end(self, task: _Task, *, is_good: bool) -> None:

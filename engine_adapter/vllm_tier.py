@@ -15,7 +15,7 @@ import inspect
 import json
 import platform
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from hashlib import blake2b
 from logging import getLogger
@@ -47,7 +47,8 @@ except ImportError as error:
     ) from None
 
 import kvstore
-from engine_adapter.chunk_store import ChunkLimits, ChunkStore, Verdict, chunk_layout
+from engine_adapter.chunk_layout import chunk_layout
+from engine_adapter.chunk_store import ChunkLimits, ChunkStore, Verdict
 from engine_adapter.model_files import model_fingerprint
 from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
@@ -130,10 +131,9 @@ class KvStoreTier(SecondaryTierManager):
             store_threads=max(1, int(store_threads)),
             lease_ms=float(deadline_ms),
         )
-        self._store = kvstore.open(url, engine=f"vllm {vllm.__version__}")
-        store = self._store
+        self._opened = _opened_twice(url)
 
-        def opened() -> Sequence[NamespaceHandle]:
+        def spaces_in(store: kvstore.SidecarStore | kvstore.EmbeddedStore) -> list[NamespaceHandle]:
             return [
                 store.namespace(
                     model=model, layout=layout, weights_epoch=int(weights_epoch), config={**facts, "group": str(number)}
@@ -141,8 +141,11 @@ class KvStoreTier(SecondaryTierManager):
                 for number, layout in zip(groups, layouts, strict=True)
             ]
 
+        def open_spaces() -> tuple[list[NamespaceHandle], list[NamespaceHandle]]:
+            return spaces_in(self._opened[0]), spaces_in(self._opened[1])
+
         spaces = {number: position for position, number in enumerate(groups)}
-        self._chunks = ChunkStore(opened, lambda name: spaces.get(_group_of(name), -1), memory, limits)
+        self._chunks = ChunkStore(open_spaces, lambda name: spaces.get(_group_of(name), -1), memory, limits)
         has_events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = [] if has_events else None
         self._stores: set[int] = set()
@@ -213,10 +216,11 @@ class KvStoreTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """End all threads and hang up. Safe to call again."""
         self._chunks.close()
-        try:
-            self._store.close()
-        except Exception as error:  # the edge: vLLM keeps its memory mapped if a tier raises here
-            _log.warning("the store could not be closed: %s", error)
+        for store in self._opened:
+            try:
+                store.close()
+            except Exception as error:  # the edge: vLLM keeps its memory mapped if a tier raises here
+                _log.warning("the store could not be closed: %s", error)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -368,6 +372,16 @@ def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
 
 
 # Inside ------------------------------------------------------------------------------------------------------------
+
+
+def _opened_twice(url: str) -> tuple[kvstore.SidecarStore | kvstore.EmbeddedStore, ...]:
+    """For look-ups and loads, and for stores: one engine, of two connections. A store in this process needs no second.
+    Nothing is asked of a sidecar yet. Raises `BadInput`."""
+    engine = f"vllm {vllm.__version__}"
+    first = kvstore.open(url, engine=engine)
+    if not isinstance(first, kvstore.SidecarStore):
+        return first, first
+    return first, kvstore.open(url, engine=engine, session=first.session)
 
 
 def _draft_fingerprint(config: Any, draft: Any) -> str:

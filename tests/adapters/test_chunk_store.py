@@ -13,19 +13,11 @@ import numpy as np
 import pytest
 
 import kvstore
-from engine_adapter.chunk_store import (
-    ChunkLimits,
-    ChunkStore,
-    FinishedJob,
-    Verdict,
-    chunk_layout,
-    chunk_planes,
-    chunk_prompt,
-)
-from kvstore.errors import BadInput, Unreachable
+from engine_adapter.chunk_layout import chunk_layout
+from engine_adapter.chunk_store import ChunkLimits, ChunkStore, FinishedJob, Verdict
+from kvstore.errors import Unreachable
 from kvstore.handle import NamespaceHandle
 from kvstore.miss import MissReason
-from kvstore.node import SystemClock
 from kvstore.service.client import SidecarStore
 from service.sidecar import Sidecar, number_of, patient
 from tiering.frame import HEADER_BYTES
@@ -59,6 +51,10 @@ def spaces_of(store: SidecarStore, groups: int = 1) -> list[NamespaceHandle]:
     return [store.namespace(model="m", layout=layout, config={"group": str(group)}) for group in range(groups)]
 
 
+def twice(spaces: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    return spaces, spaces
+
+
 class Engine:
     """What an engine does with chunks: asks until there is an answer, and waits for its jobs."""
 
@@ -66,7 +62,7 @@ class Engine:
         self, spaces: Callable[[], Sequence[NamespaceHandle]], limits: ChunkLimits = LIMITS, seed: int = 1, **more: Any
     ) -> None:
         self.memory = memory_of(seed)
-        self.chunks = ChunkStore(spaces, group_of, self.memory, limits, **more)
+        self.chunks = ChunkStore(lambda: twice(spaces()), group_of, self.memory, limits, **more)
         self.jobs = 0
 
     def opened(self) -> Engine:
@@ -332,7 +328,7 @@ def test_closing_waits_for_a_copy_and_lets_go_of_the_memory(sidecar: Sidecar) ->
         space.go.set()
         raw = bytearray(SLOTS * CHUNK_BYTES)
         view = memoryview(raw).cast("B", (SLOTS, CHUNK_BYTES))
-        chunks = ChunkStore(lambda: [space], group_of, np.asarray(view), LIMITS)  # type: ignore[list-item]
+        chunks = ChunkStore(lambda: twice([space]), group_of, np.asarray(view), LIMITS)
         wait_until(lambda: bool(chunks._spaces))
         chunks.store(1, NAMES, range(5))
         chunks.drain()
@@ -399,32 +395,3 @@ def test_what_may_be_asked_at_a_time_is_bounded(sidecar: Sidecar) -> None:
         assert engine.ask(NAMES) == [Verdict.HELD] * 3 + [Verdict.MISSING] * 2
         assert engine.load(NAMES[:3], range(3)).failed == ()
         assert engine.ask(NAMES[3:], "b") == [Verdict.HELD] * 2
-
-
-@pytest.mark.parametrize("tokens", [64, 256, 4096])
-@pytest.mark.parametrize("size", [4096, 12288, 1 << 20, 3 * (128 << 10), 40 << 20])
-def test_layouts_hold_all_bytes_in_slices(tokens: int, size: int) -> None:
-    layout = chunk_layout("g", tokens, size)
-    (part,) = layout.parts
-    assert part.raw_bytes == size and layout.block_tokens == tokens
-    assert len(part.layers) <= 32 and (len(part.layers) == 1 or part.slice_bytes >= 128 << 10)
-
-
-@pytest.mark.parametrize(("tokens", "size"), [(16, 4096), (0, 4096), (8192, 8192), (100, 4000), (192, 4096), (64, 0)])
-def test_sizes_that_no_block_can_have_are_refused_in_one_line(tokens: int, size: int) -> None:
-    with pytest.raises(BadInput, match="multiple of 64 tokens") as raised:
-        chunk_layout("g", tokens, size)
-    assert "\n" not in str(raised.value)
-
-
-def test_planes_are_views_of_the_whole_chunk(sidecar: Sidecar) -> None:
-    with patient(kvstore.open(f"unix:{sidecar.path}")) as store:
-        (space,) = spaces_of(store)
-        memory = memory_of(3)
-        planes = chunk_planes(space, memory)
-        assert all(np.shares_memory(plane, memory) for (plane,) in planes.values())
-        assert b"".join(plane[5].tobytes() for (plane,) in planes.values()) == memory[5].tobytes()
-        tokens, extra_keys = chunk_prompt(space, NAMES[0])
-        assert len(space.match(tokens, extra_keys).keys) == 1
-        assert space.match(tokens, extra_keys).keys != space.match(*chunk_prompt(space, NAMES[1])).keys
-    assert SystemClock().monotonic_seconds() > 0

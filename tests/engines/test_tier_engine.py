@@ -20,7 +20,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import kvstore
-from engine_adapter.chunk_store import chunk_planes, chunk_prompt
+from engine_adapter.chunk_layout import chunk_planes, chunk_prompt
 from engines.tier_engine import CHUNK_TOKENS, SECONDS, Engine, SidecarProcess, engine, tier_of
 from engines.tier_model import prompt_of, save_model
 from kvstore.handle import NamespaceHandle
