@@ -56,14 +56,16 @@ class Verdict(Enum):
 class ChunkLimits:
     """Named upper bounds. asked: chunks asked for or held at a time; beyond that they are missing. queued_stores:
     chunks that wait to be stored, whose slots the engine cannot use meanwhile; beyond that they fail at once.
-    lease_ms: how long a chunk may take to come up from a lower tier. hold_seconds: how long one is held that is not
-    loaded. drain_seconds: after which `drain` gives up what has not begun."""
+    lease_ms: how long a chunk may take to come up from a lower tier. ask_seconds: beyond that, how long an answer may
+    take; then a chunk is missing. hold_seconds: how long one is held that is not loaded. drain_seconds: after which
+    `drain` gives up what has not begun."""
 
     asked: int = 4096
     queued_stores: int = 1024
     load_threads: int = 2
     store_threads: int = 2
     lease_ms: float = 50.0
+    ask_seconds: float = 0.5
     hold_seconds: float = 10.0
     drain_seconds: float = 10.0
 
@@ -132,6 +134,7 @@ class ChunkStore:
         self._open_spaces, self._space_of, self._clock = open_spaces, space_of, clock
         self._memory: np.ndarray[Any, Any] | None = memory
         self._chunk_bytes = memory.shape[1]
+        self._patience = limits.ask_seconds + limits.lease_ms / 1000
         self._spaces: Sequence[NamespaceHandle] = ()
         self._storing: Sequence[NamespaceHandle] = ()
         self._planes: list[dict[int, tuple[np.ndarray[Any, Any]]]] = []
@@ -139,12 +142,13 @@ class ChunkStore:
         self._of_owner: dict[str, set[bytes]] = {}
         self._missing: dict[str, set[bytes]] = {}
         self._inbox: deque[_Asked] = deque()
-        self._wake, self._settled = threading.Event(), threading.Event()
+        self._wake, self._news = threading.Event(), threading.Event()
         self._guard = threading.Condition()
         self._loads: SimpleQueue[_Task | None] = SimpleQueue()
         self._stores: SimpleQueue[_Task | None] = SimpleQueue()
         self._done: deque[tuple[_Job, FinishedJob]] = deque()
-        self._open_loads = self._open_stores = self._queued_stores = 0  # jobs, jobs, chunks
+        self._open_loads = self._open_stores = 0  # jobs
+        self._unanswered = self._queued_stores = 0  # chunks
         self._is_giving_up = self._is_closed = False
         self._is_away: bool | None = None
         self._counts: Counter[str] = Counter()
@@ -175,14 +179,17 @@ class ChunkStore:
                 self._count("refused_asks")
                 return Verdict.MISSING
             self._asked[name] = asked = _Asked(name, self._clock(), set())
-            self._settled.clear()
+            with self._guard:
+                self._unanswered += 1
             self._inbox.append(asked)
             self._wake.set()
         asked.owners.add(owner)
         self._of_owner.setdefault(owner, set()).add(name)
         verdict = asked.verdict
+        if verdict is Verdict.PENDING and self._clock() > asked.since + self._patience:
+            verdict = Verdict.MISSING
         if verdict is Verdict.MISSING:
-            del self._asked[name]
+            self._let_go(asked)
             for each in asked.owners:
                 self._missing.setdefault(each, set()).add(name)
         return verdict
@@ -201,7 +208,6 @@ class ChunkStore:
         """Copy chunks into slots, each verified. What is not held fails."""
         work = _Job(job, owner, True, self._clock(), len(names))
         tasks = [_Task(work, name, int(slot), self._taken(name)) for name, slot in zip(names, slots, strict=True)]
-        self._settled.clear()
         self._begin(work, tasks, self._loads)
 
     def store(self, job: int, names: Sequence[bytes], slots: Sequence[int]) -> None:
@@ -233,12 +239,14 @@ class ChunkStore:
 
     def is_awaited(self) -> bool:
         """Whether somebody waits: for an answer, or for a load."""
-        return self._open_loads > 0 or (bool(self._asked) and not self._settled.is_set())
+        return self._open_loads > 0 or self._unanswered > 0
 
     def wait_briefly(self, seconds: float) -> None:
         """At most this long, until all that was asked is answered or a load ended. An engine that has nothing else to
         do calls so often that other threads hardly get the interpreter."""
-        self._settled.wait(seconds)
+        self._news.clear()
+        if self.is_awaited() and not self._done:
+            self._news.wait(seconds)
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call, in chunks: `loaded`, `failed_loads`, `stored`, `failed_stores`, `held`,
@@ -315,14 +323,18 @@ class ChunkStore:
         under_way: list[_Asked] = []
         while not self._is_closed:
             if not under_way and not waiting and not self._inbox:
-                self._settled.set()
                 self._wake.wait()
             self._wake.clear()
             burst = [self._inbox.popleft() for _ in range(len(self._inbox))]
             waiting.extend(reversed(burst))  # from a prefix's end, so that its beginning is used last, more or less
             while waiting and len(under_way) < IN_FLIGHT:
                 under_way.append(waiting.popleft())
-            under_way = [asked for asked in under_way if not self._is_answered(asked)]
+            still = [asked for asked in under_way if not self._is_answered(asked)]
+            with self._guard:
+                self._unanswered -= len(under_way) - len(still)
+            if not self._unanswered:
+                self._news.set()
+            under_way = still
             if under_way:
                 time.sleep(POLL_SECONDS)
 
@@ -426,7 +438,7 @@ class ChunkStore:
             self._open_stores -= not job.is_load
             self._guard.notify_all()
         if job.is_load:
-            self._settled.set()
+            self._news.set()
 
     # Everywhere ------------------------------------------------------------------------------------------------------
 

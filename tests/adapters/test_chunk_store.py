@@ -264,6 +264,36 @@ def test_a_store_that_is_away_is_missing_chunks_and_failed_jobs(tmp_path: Path) 
             assert np.array_equal(engine.memory[10:15], engine.memory[:5])
 
 
+def test_an_answer_that_does_not_come_is_a_miss(sidecar: Sidecar) -> None:
+    now = [0.0]
+    with sidecar.client() as store:
+        (space,) = spaces_of(store)
+
+        class Silent:
+            layout, block_tokens = space.layout, space.block_tokens
+            submitted, cancelled = threading.Semaphore(0), threading.Semaphore(0)
+
+            def submit_match(self, *_: Any) -> Any:
+                self.submitted.release()
+                return self
+
+            def poll(self) -> None:
+                return None
+
+            def cancel(self) -> None:
+                self.cancelled.release()
+
+        with Engine(lambda: [Silent()], clock=lambda: now[0]) as engine:  # type: ignore[list-item]
+            engine.opened()
+            assert [engine.chunks.ask("a", name) for name in NAMES] == [Verdict.PENDING] * 5
+            assert engine.chunks.is_awaited()
+            assert all(Silent.submitted.acquire(timeout=SECONDS) for _ in NAMES)
+            now[0] = LIMITS.lease_ms / 1000 + LIMITS.ask_seconds + 0.001
+            assert [engine.chunks.ask("a", name) for name in NAMES] == [Verdict.MISSING] * 5
+            assert all(Silent.cancelled.acquire(timeout=SECONDS) for _ in NAMES)
+            wait_until(lambda: not engine.chunks.is_awaited())
+
+
 class Held:
     """A namespace whose gets and puts wait until they are let through."""
 

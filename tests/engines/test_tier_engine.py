@@ -47,8 +47,7 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess
 
 @pytest.fixture(scope="module")
 def plain_answers(model: Path) -> dict[int, tuple[int, ...]]:
-    """What an engine without a connector answers, by the prompt's seed. It comes before the other one: a second engine
-    in a process cannot be started on the CPU once numba is imported, which the store does (vLLM 0.32)."""
+    """What an engine without a connector answers, by the prompt's seed."""
     with engine(model, None) as plain:
         return {seed: plain.generate(prompt_of(TOKENS, seed))[1] for seed in range(1, 9)}
 

@@ -93,17 +93,18 @@ class Engine:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         )
-        self.llm = LLM(
-            model=str(model),
-            enforce_eager=True,
-            max_model_len=2048,
-            dtype="float32",
-            block_size=BLOCK_TOKENS,
-            skip_tokenizer_init=True,
-            disable_log_stats=False,
-            kv_transfer_config=transfer if tiers is not None else None,
-            **options,
-        )
+        with _out_of_sight("llvmlite.binding.ffi"):
+            self.llm = LLM(
+                model=str(model),
+                enforce_eager=True,
+                max_model_len=2048,
+                dtype="float32",
+                block_size=BLOCK_TOKENS,
+                skip_tokenizer_init=True,
+                disable_log_stats=False,
+                kv_transfer_config=transfer if tiers is not None else None,
+                **options,
+            )
         self._core: Any = self.llm.llm_engine.engine_core
         self.tier: Any = None
         if tiers:
@@ -132,6 +133,18 @@ class Engine:
 
     def close(self) -> None:
         self._core.shutdown()
+
+
+@contextmanager
+def _out_of_sight(module: str) -> Iterator[None]:
+    """On a CPU vLLM 0.32 looks into every module that is loaded, and stumbles over one of those behind numba, which
+    this process may have imported before."""
+    hidden = sys.modules.pop(module, None)
+    try:
+        yield
+    finally:
+        if hidden is not None:
+            sys.modules[module] = hidden
 
 
 @contextmanager
