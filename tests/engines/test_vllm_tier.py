@@ -41,7 +41,7 @@ from engine_adapter.vllm_tier import (
     engine_facts,
     weights_directory,
 )
-from engines.tier_engine import takes
+from engines.tier_engine import be_patient, takes
 from engines.tier_model import save_model
 from kvstore.errors import BadInput
 from service.sidecar import Sidecar
@@ -322,6 +322,7 @@ def root() -> Iterator[None]:
 def tier(config: Any, tmp_path: Path, root: None) -> Iterator[KvStoreTier]:
     with Sidecar(tmp_path, dram="16MiB") as sidecar:
         running = make_tier(config, f"unix:{sidecar.path}", enable_kv_events=True, deadline_ms=5000)
+        be_patient(running)
         wait_until(lambda: bool(running._chunks._spaces))
         yield running
         running.shutdown()
