@@ -114,7 +114,7 @@ class KvStoreTier(SecondaryTierManager):
             )
         config = engine_config(offloading_spec.config.engine_id)
         check_engine(config, hash_seed)
-        self._hash_seed = hash_seed
+        self._hash_seed = None if hash_seed is None else str(hash_seed)  # as PYTHONHASHSEED, it is text
         self._hash_name: str = config.cache_config.prefix_caching_hash_algo
         self._is_root_right: bool | None = None  # the root is not made yet when a tier is
         memory = np.asarray(primary_kv_view).view(np.uint8)
