@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
@@ -93,6 +94,7 @@ class JointPuts:
         self._seconds = seconds
         self._puts: dict[Name, JointPut] = {}  # that are not over
         self._due: OrderedDict[Name, JointPut] = OrderedDict()  # those of them that have an answer, the first to expire
+        self.due_at = inf  # when that is; may be read without the lock
         self._under_way: Counter[bytes] = Counter()
         self._of_record: dict[int, JointPut] = {}  # with slots: until they are visible, or given back
         self._shares: dict[int, Share] = {}
@@ -136,6 +138,7 @@ class JointPuts:
             put.unclaimed = set(range(len(reply.places)))
             put.expires_at = now + self._seconds
             self._due[put.name] = put
+            self._set_due()
 
     def join(self, put: JointPut, chain: Chain, parts: Sequence[int], new_number: Callable[[], int]) -> ReserveReply:
         """A share of those of the parts that nobody fills yet, under a number of its own; or why there is none."""
@@ -216,12 +219,16 @@ class JointPuts:
             assert put.record is not None
             yield put.record
 
+    def _set_due(self) -> None:
+        self.due_at = next(iter(self._due.values())).expires_at if self._due else inf
+
     def _end(self, put: JointPut, ending: ReserveReply, now: float) -> None:
         if put.ending is not None:
             return
         put.ending = ending
         del self._puts[put.name]
-        self._due.pop(put.name, None)
+        if self._due.pop(put.name, None) is not None:
+            self._set_due()
         session = put.name[0]
         self._under_way[session] -= 1
         if not self._under_way[session]:
@@ -275,6 +282,7 @@ class JointPuts:
             assert not any(base.cancelled for base in bases), "what follows lost blocks is lost with them"
             assert not bases or not (record.cancelled or record.published), "what is before it comes first"
         assert self._under_way == Counter(put.name[0] for put in self._puts.values())
+        assert self.due_at == min((put.expires_at for put in self._due.values()), default=inf)
         assert sum(map(len, self._ended_of.values())) == len(self._ended) <= ALL_ENDED_KEPT
 
 

@@ -219,7 +219,7 @@ class Sessions:
 
     def sweep(self) -> int:
         """Give back what departed connections held and nobody maps any more; returns how many of them are left. Ends
-        what has run out as well."""
+        joint puts whose time is over as well."""
         self._store.run_out()
         with self._lock:
             departed = list(self._departed.values())
