@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def save_llama(
@@ -38,6 +38,28 @@ def save_llama(
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
+    save_tokenizer(directory, vocab)
+    return directory
+
+
+def save_gemma(directory: Path, *, window: int = 192, vocab: int = 1000, seed: int = 0) -> Path:
+    """Layers that see all, and layers that see a window: two of each three of the latter kind."""
+    torch.manual_seed(seed)
+    config = Gemma3TextConfig(
+        vocab_size=vocab,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=window,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=16384,
+        initializer_range=0.1,
+        query_pre_attn_scalar=64,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(directory)
     save_tokenizer(directory, vocab)
     return directory
 
