@@ -48,6 +48,8 @@ PIECE_BYTES = 8 << 20
 """Of a save, put at a time: others' blocks go in between, and a fence waits for no more than the rest of one."""
 OPEN_SECONDS = 5.0
 """How long a load waits for its namespace to be opened, which happens once, when the store is there."""
+WINDOW_FENCE_SECONDS = 0.02
+"""How long a step waits for saves of pages that it wants, in engines with sliding windows."""
 IDLE_WAIT_SECONDS = 0.005
 """An engine with nothing to do but to wait for loads would spin, and keep the loader from the interpreter's lock."""
 NO_LAYER = 1 << 30
@@ -367,8 +369,14 @@ class PagedWorker:
         return held, stored, None
 
     def _fence(self, numbers: set[int]) -> None:
-        """None of these saves reads pages any more when this returns."""
+        """None of these saves reads pages any more when this returns.
+
+        They are given up, except where pages of a window are among them: without those nothing of the prompt behind
+        could be stored any more, so there they are waited for a little.
+        """
         with self._changed:
+            if any(group.window for group in self.pages.facts.groups):
+                self._changed.wait_for(lambda: self._closed or not self._reads_any(numbers), WINDOW_FENCE_SECONDS)
             kept: deque[_Reader] = deque()
             for reader in self._saves:
                 if reader.order.number not in numbers:
@@ -383,6 +391,11 @@ class PagedWorker:
                 self._saving.dropped = True
                 while self._is_reading and self._saving is not None and self._saving.order.number in numbers:
                     self._changed.wait()
+
+    def _reads_any(self, numbers: set[int]) -> bool:
+        """Whether any of these is under way or waits."""
+        current = self._saving is not None and self._saving.order.number in numbers
+        return current or any(reader.order.number in numbers for reader in self._saves)
 
     def begin_reading(self, save: _Reader) -> bool:
         """The saver's thread: whether the pages of this save are still the engine's to give."""

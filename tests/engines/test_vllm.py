@@ -32,7 +32,7 @@ def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar:
     print(f"seed {SEED}")
     case: dict[str, Any] = DTYPES[name]
     asked = {"count": COUNT, "seed": SEED}
-    extra = {"codec": "raw", **case.get("extra", {})}
+    extra = {"codec": "raw", "audit": 0, "cost_model": False, **case.get("extra", {})}
     cold, again, outside = "cold", "again", "outside"
     plan = {
         "model": saved(**case.get("shape", {})),
@@ -85,7 +85,7 @@ CROWDS = {
 
 def transfer(url: str, case: dict[str, Any]) -> dict[str, Any]:
     """The connector of a case."""
-    made = models.connector(url, codec="raw", audit=0, **case.get("extra", {}))
+    made = models.connector(url, codec="raw", audit=0, cost_model=False, **case.get("extra", {}))
     if "connector" in case:
         made |= {"kv_connector": case["connector"], "kv_connector_module_path": "engines.wrong_connectors"}
     return made
