@@ -293,8 +293,9 @@ class EngineVerbs:
         assert (late.stored, late.reason) == (8, None), "that is another name: a user's has the window's end behind it"
         engine.core.check()
 
-    def test_a_rank_that_all_others_wait_for_waits_for_nobody(self, engine: Engine) -> None:
+    def test_ranks_that_come_at_once_are_told_the_same(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         """Threads of one process, or processes: the first one's answer is everybody's, however close they come."""
+        monkeypatch.setattr("kvstore.store.ANSWER_SECONDS", 60.0)  # a busy machine may find room slowly
         ranks = engine.ranks()
         barrier = threading.Barrier(2)
 
