@@ -14,6 +14,7 @@
 SHELL := /bin/sh
 
 VENV   := .venv
+ENGINES := .venv-engines
 EXTRAS := server,hf,dev
 PYTHON ?=
 ARGS   ?=
@@ -21,6 +22,11 @@ STAGE  ?=
 
 # Either part of the suite ends within this time; what still runs then is interrupted and named.
 TEST_LIMIT_SECONDS := 720
+
+# Engines run in an environment of their own: they name versions of torch and of much else.
+ENGINE_TESTS := tests/engines
+ENGINE_LIMIT_SECONDS := 600
+ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt | cksum | tr ' ' '-')
 
 # What computes rather than talks: kernels in Triton's interpreter and in its compiler, transfers in every order.
 KERNEL_TESTS := tests/kernels tests/bench/test_kernels_bench.py tests/bench/test_gpu_list.py
@@ -32,17 +38,20 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env demo test test-kernels check bench gpu torture clean
+.PHONY: help env engines demo test test-kernels test-engines test-vllm-matrix check bench gpu torture clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
 	@echo 'make test    run every test but those of the next line, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed'
 	@echo 'make test-kernels  the tests of kernels and transfers, within the same time'
+	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB); at most $(ENGINE_LIMIT_SECONDS) seconds'
+	@echo 'make test-vllm-matrix  the same with 200 prompts for each configuration, on every vLLM that is served'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
 	@echo 'make bench   run every benchmark that needs no GPU against its physical limit'
 	@echo 'make gpu     test and measure on a GPU, at most 8 minutes; results in benchmarks/results (benchmarks/gpu.py)'
 	@echo 'make torture damage, power losses, kills and attacks for as long as ARGS say (tests/torture/)'
 	@echo 'make env     make $(VENV), or bring it up to date (each target above does so itself)'
+	@echo 'make engines make $(ENGINES), or bring it up to date'
 	@echo 'make clean   remove $(VENV) and everything built or cached'
 	@echo ''
 	@echo 'PYTHON=...   the Python to make $(VENV) from: 3.11 or 3.12; found by itself when not given'
@@ -68,16 +77,35 @@ $(STAMP):
 	$(VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e ".[$(EXTRAS)]"
 	@rm -f $(VENV)/.installed-* && touch $@
 
+engines: $(ENGINE_STAMP)
+
+# The packages of pictures and sound that vLLM asks for are builds for another kind of machine: torch does not load them.
+$(ENGINE_STAMP): $(STAMP)
+	rm -rf $(ENGINES) && $(VENV)/bin/python -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip --disable-pip-version-check install -r engines.txt
+	$(ENGINES)/bin/python -m pip --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
+	$(ENGINES)/bin/python -m pip --disable-pip-version-check install --no-deps -e .
+	@touch $@
+
 demo: $(STAMP)
 	$(VENV)/bin/kvstore demo $(ARGS)
 
-test: TESTS = $(addprefix --ignore=,$(KERNEL_TESTS))
+test: TESTS = $(addprefix --ignore=,$(KERNEL_TESTS) $(ENGINE_TESTS))
 test-kernels: TESTS = $(KERNEL_TESTS)
 test test-kernels: $(STAMP)
 	@timeout --foreground --signal=INT --kill-after=30 $(TEST_LIMIT_SECONDS) $(VENV)/bin/python -m pytest -rs $(TESTS) $(ARGS) \
 	    || { status=$$?; \
 	        if [ $$status -eq 124 ]; then echo 'error: the tests did not end within $(TEST_LIMIT_SECONDS) seconds' >&2; fi; \
 	        exit $$status; }
+
+test-engines: $(STAMP) $(ENGINE_STAMP)
+	@timeout --foreground --signal=INT --kill-after=30 $(ENGINE_LIMIT_SECONDS) $(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider $(ENGINE_TESTS) $(ARGS) \
+	    || { status=$$?; \
+	        if [ $$status -eq 124 ]; then echo 'error: the engine tests did not end within $(ENGINE_LIMIT_SECONDS) seconds' >&2; fi; \
+	        exit $$status; }
+
+test-vllm-matrix: $(STAMP) $(ENGINE_STAMP)
+	$(ENGINES)/bin/python benchmarks/vllm_matrix.py $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
@@ -94,5 +122,5 @@ torture: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m torture $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kvstore tiering engine_adapter kernels tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -93,6 +93,18 @@ def model_fingerprint(model_dir: str | Path) -> str:
     return state.hexdigest()
 
 
+def snapshot_directory(model: str, revision: str | None = None, cache_dir: str | None = None) -> str:
+    """Where a model's files are: a path as it is, a hub id's snapshot in the cache of this host. Raises `BadInput`."""
+    if Path(model).exists():
+        return str(model)
+    from huggingface_hub import snapshot_download  # only where a model is named by its hub id
+
+    try:
+        return str(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"the files of model {model!r} were not found on this host ({type(error).__name__})") from None
+
+
 def adapter_digest(adapter_dir: str | Path) -> str | None:
     """BLAKE2b-256 of all files of a LoRA adapter, whole, as hexadecimal text: configuration and weights, with their
     names. None where there is no such adapter or a file of it cannot be read: then its KV must not be stored."""

