@@ -28,8 +28,10 @@ ENGINE_TESTS := tests/engines
 ENGINE_LIMIT_SECONDS := 600
 ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt | cksum | tr ' ' '-')
 
-# What computes rather than talks: kernels in Triton's interpreter and in its compiler, transfers in every order.
-KERNEL_TESTS := tests/kernels tests/bench/test_kernels_bench.py tests/bench/test_gpu_list.py
+# What computes rather than talks: kernels in Triton's interpreter and in its compiler, transfers in every order,
+# codecs on a model, and adapters around one.
+KERNEL_TESTS := tests/kernels tests/adapters tests/demo tests/bench/test_codec.py tests/bench/test_kernels_bench.py \
+    tests/bench/test_gpu_list.py
 
 # An installed environment carries the checksum of the two files it was made from in its stamp's name, so that
 # a change of their content makes it stale and a mere checkout does not.
@@ -43,7 +45,7 @@ SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in (
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
 	@echo 'make test    run every test but those of the next line, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed'
-	@echo 'make test-kernels  the tests of kernels and transfers, within the same time'
+	@echo 'make test-kernels  the tests of kernels, transfers, codecs, adapters and the demo, within the same time'
 	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB); at most $(ENGINE_LIMIT_SECONDS) seconds'
 	@echo 'make test-vllm-matrix  the same with 200 prompts for each configuration, on every vLLM that is served'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'

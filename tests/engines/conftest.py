@@ -72,12 +72,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Random models, each made once."""
     made: dict[str, str] = {}
 
-    def save(**shape: Any) -> str:
-        name = json.dumps(shape, sort_keys=True)
+    def save(kind: str = "llama", **shape: Any) -> str:
+        name = json.dumps([kind, shape], sort_keys=True)
         if name not in made:
             from engines import models
 
-            made[name] = str(models.save_llama(tmp_path_factory.mktemp("model"), **shape))
+            make = {"llama": models.save_llama, "gemma": models.save_gemma}[kind]
+            made[name] = str(make(tmp_path_factory.mktemp("model"), **shape))
         return made[name]
 
     return save

@@ -72,7 +72,7 @@ def save_tokenizer(directory: Path, vocab: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(directory)
 
 
-def prepare(kv_gib: int = 1, *, multiprocessing: bool = False) -> None:
+def prepare(kv_gib: int = 1, *, multiprocessing: bool = False, ranks: int = 1) -> None:
     """What vLLM reads from the environment; before it is imported."""
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE=str(kv_gib),
@@ -80,6 +80,7 @@ def prepare(kv_gib: int = 1, *, multiprocessing: bool = False) -> None:
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
         DO_NOT_TRACK="1",
+        VLLM_CPU_OMP_THREADS_BIND="|".join(str(core) for core in range(ranks)) if ranks > 1 else "auto",
     )
 
 

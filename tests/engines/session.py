@@ -36,10 +36,11 @@ class Session:
     """An engine, and what it answered."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
-        models.prepare(multiprocessing=plan.get("multiprocessing", False))
+        options = plan.get("options", {})
+        models.prepare(multiprocessing=plan.get("multiprocessing", False), ranks=options.get("tensor_parallel_size", 1))
         model = Path(plan["model"])
         started = time.perf_counter()
-        self.llm = models.start(model, plan.get("transfer"), **plan.get("options", {}))
+        self.llm = models.start(model, plan.get("transfer"), **options)
         self.started_seconds = time.perf_counter() - started
 
     def generate(self, step: dict[str, Any]) -> list[dict[str, Any]]:

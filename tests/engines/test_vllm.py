@@ -24,6 +24,8 @@ DTYPES = {
     "head_dim 64": dict(options=dict(dtype="bfloat16"), shape=dict(hidden=256, heads=4, kv_heads=2)),
     "async": dict(options=dict(dtype="bfloat16"), extra=dict(load="async")),
     "two processes": dict(options=dict(dtype="bfloat16"), multiprocessing=True),
+    "two ranks": dict(options=dict(dtype="float32", tensor_parallel_size=2)),
+    "windows": dict(options=dict(dtype="float32", block_size=32), model="gemma"),
 }
 
 
@@ -35,7 +37,7 @@ def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar:
     extra = {"codec": "raw", "audit": 0, "cost_model": False, **case.get("extra", {})}
     cold, again, outside = "cold", "again", "outside"
     plan = {
-        "model": saved(**case.get("shape", {})),
+        "model": saved(**case.get("shape", {}), kind=case.get("model", "llama")),
         "transfer": models.connector(sidecar.url, **extra),
         "options": case["options"],
         "multiprocessing": case.get("multiprocessing", False),
