@@ -101,7 +101,7 @@ test test-kernels: $(STAMP)
 	        exit $$status; }
 
 test-engines: $(STAMP) $(ENGINE_STAMP)
-	@timeout --foreground --signal=INT --kill-after=30 $(ENGINE_LIMIT_SECONDS) $(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider $(ENGINE_TESTS) $(ARGS) \
+	@timeout --foreground --signal=INT --kill-after=30 $(ENGINE_LIMIT_SECONDS) $(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider -m 'not slow' $(ENGINE_TESTS) $(ARGS) \
 	    || { status=$$?; \
 	        if [ $$status -eq 124 ]; then echo 'error: the engine tests did not end within $(ENGINE_LIMIT_SECONDS) seconds' >&2; fi; \
 	        exit $$status; }

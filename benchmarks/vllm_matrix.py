@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("0.28.0", "0.31.0", "0.32.0")
-TESTS = ("tests/engines/test_vllm.py", "tests/engines/test_vllm_interface.py")
+TESTS = ("tests/engines",)
 RESULTS = ROOT / "benchmarks/results/vllm_matrix.json"
 
 

