@@ -531,9 +531,15 @@ def bench_kernels(
 
 @bench.command("ttft")
 def bench_ttft(
-    engine: Annotated[str, typer.Option(metavar="NAME", help="Through which adapter: hf (transformers).")] = "hf",
+    engine: Annotated[
+        str, typer.Option(metavar="NAME", help="Through which adapter: hf (transformers) or vllm.")
+    ] = "hf",
     shape: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of the model: tiny, 1b or 8b. 8b on a GPU, tiny on a CPU.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of the model: tiny, 1b or 8b; 8b on a GPU, tiny on a CPU. With vllm: tiny or mid, which is usual.",
+        ),
     ] = None,
     context: Annotated[
         str | None, typer.Option(metavar="TOKENS,..", help="Lengths of the prefix, such as 8k,32k,128k.")
@@ -544,13 +550,43 @@ def bench_ttft(
     seconds: Annotated[
         float | None, typer.Option(metavar="N", min=0, help="Begin nothing more after so long; half an hour.")
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PART", help="vllm: this alone: ttft, itl, hooks or overhead. May be given again. All if left out."
+        ),
+    ] = None,
+    turns: Annotated[int | None, typer.Option(metavar="N", min=1, help="vllm: turns of each TTFT; 7.")] = None,
+    arrivals: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="vllm: hits of each kind among running streams; 24.")
+    ] = None,
+    pairs: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="vllm: turns with and without a store; 40.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """The time to the first token of a Llama with random weights: cold, from DRAM as it is and in 8 bits, and from the
     pool on the device, each beside what its bytes need at the rate of this run's copies.
 
     The cold run's share of the device's matrix rate (MFU) stands beside each speed-up.
+
+    With --engine vllm a real vLLM on this machine's CPU: TTFT cold, from its own cache and from a sidecar in another
+    process; what running streams notice of a load; what the connector's hooks take of a step; and what the store costs
+    where it has nothing. It runs with the Python that has vLLM.
     """
+    of_hf = {"--chunk": chunk, "--device": device, "--laps": laps, "--seconds": seconds}
+    of_vllm = {"--only": only, "--turns": turns, "--arrivals": arrivals, "--pairs": pairs}
+    is_vllm = engine == "vllm"
+    foreign = [name for name, value in (of_hf if is_vllm else of_vllm).items() if value is not None]
+    if foreign:
+        belongs = "hf" if is_vllm else "vllm"
+        raise typer.BadParameter(f"{', '.join(foreign)} belongs to --engine {belongs}; leave it out with {engine}")
+    if is_vllm:
+        return _ttft_vllm(
+            {"shape": shape, "context": context, "turns": turns, "arrivals": arrivals, "pairs": pairs},
+            only or [],
+            as_json,
+        )
     with _progress() as show:
         show("loading torch and transformers")
         from kvstore.bench import ttft
@@ -559,6 +595,16 @@ def bench_ttft(
             device, shape=shape, contexts=context, chunk_tokens=chunk, laps=laps, seconds=seconds
         )
         result = ttft.run(options, show, device, engine)
+    _print(result, as_json)
+    return _faults(result.faults)
+
+
+def _ttft_vllm(given: dict[str, Any], parts: list[str], as_json: bool) -> int:
+    with _progress() as show:
+        show("loading the bench")
+        from kvstore.bench import ttft_vllm
+
+        result = ttft_vllm.run(ttft_vllm.options_for(parts=parts, **given), show)
     _print(result, as_json)
     return _faults(result.faults)
 

@@ -61,7 +61,7 @@ CLOSED_ROOMS = {
 # Each engine is touched by the file that adapts it, so that an engine's change breaks one file.
 ENGINE_FILES = {
     "transformers": ("engine_adapter/hf_layers.py", "kvstore/demo/", "kvstore/bench/"),
-    "vllm": ("engine_adapter/vllm_connector.py", "engine_adapter/vllm_tier.py"),
+    "vllm": ("engine_adapter/vllm_connector.py", "engine_adapter/vllm_tier.py", "kvstore/bench/"),
     "sglang": ("engine_adapter/sglang_storage.py",),
 }
 

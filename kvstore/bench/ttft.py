@@ -33,6 +33,7 @@ from engine_adapter.hf_attention import ChunkMask
 from engine_adapter.hf_buffers import BufferSet
 from engine_adapter.hf_cache import Generation, PrefixCache
 from engine_adapter.hf_layers import even_cache
+from kvstore.bench.lengths import parse_tokens
 from kvstore.bench.measure import Progress, available_bytes, quiet_collector
 from kvstore.bench.on_device import Clock, clock_of, device_named, give_memory_back
 from kvstore.bench.paged_pool import FAILURES, told
@@ -58,7 +59,8 @@ from kvstore.layout import Layout
 from tiering.frame import frame_bytes
 
 HF = "hf"
-ENGINES = (HF,)
+ENGINES = (HF, "vllm")
+"""The second one is measured by `ttft_vllm`."""
 MOST_SECONDS = 20.0
 """Of one row's laps: what has been measured by then has to do."""
 COPY_LAPS = 7
@@ -70,7 +72,7 @@ def run(
     options: Options | None = None, progress: Progress = None, device: str | None = None, engine: str = HF
 ) -> TtftResult:
     """Measure all lengths. Raises `BadInput` where there is no such device or engine, or no room for the model."""
-    if engine not in ENGINES:
+    if engine != HF:
         raise BadInput(f"engine={engine!r}; allowed: {', '.join(ENGINES)}")
     chosen = device_named(device)
     options = options or (Options() if chosen.type == "cuda" else SMALL)
@@ -269,15 +271,6 @@ def _shown(report: Report) -> dict[str, int]:
     """Tokens of a prompt, by tier or by miss reason."""
     account: Any = report.account.to_dict()
     return {str(name): count for part in ("hits", "misses") for name, count in account[part].items()}
-
-
-def parse_tokens(given: str) -> int:
-    """Of "8k" or "8192". Raises `BadInput`."""
-    text = given.strip().lower()
-    number = text.removesuffix("k")
-    if not number.isdecimal() or not int(number):
-        raise BadInput(f"context={given!r} is not a number of tokens; write e.g. 8192 or 8k")
-    return int(number) * (1024 if text.endswith("k") else 1)
 
 
 def options_for(
