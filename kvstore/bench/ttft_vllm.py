@@ -59,6 +59,7 @@ from kvstore.errors import BadInput, StoreError
 
 PAGE_TOKENS = 128
 """Of vLLM's pages on a CPU."""
+HEADROOM = 1.25
 SPARE_BYTES = 256 << 20
 PREPARATIONS = 20
 """How often a prefix is asked for until it comes out of the store: the first ones are there before the store is."""
@@ -269,8 +270,8 @@ class _Bench:
 
     @contextmanager
     def _sidecar(self, tokens: int) -> Iterator[Sidecar]:
-        """With room for the KV of so many, all of which may be pinned at once."""
-        dram = 2 * tokens * kv_bytes_per_token(self._options.shape) + SPARE_BYTES
+        """With room for the KV of so many tokens, and for some more."""
+        dram = int(HEADROOM * tokens) * kv_bytes_per_token(self._options.shape) + SPARE_BYTES
         with Sidecar({"dram": dram, "nvme": "off"}) as sidecar:
             sidecar.greeted()
             yield sidecar

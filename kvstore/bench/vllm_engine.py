@@ -30,8 +30,8 @@ SETTLED_SECONDS = 0.2
 """An engine that does nothing for so long has saved what it had to."""
 SETTLED_SHARE = 0.05
 """Of a core: what does nothing takes less."""
-LONGEST_SECONDS = 60.0
-"""That is waited for anything."""
+LONGEST_SECONDS = 300.0
+"""That is waited for anything: a machine that others use may be ten times as slow."""
 FIRST_STEPS = 10
 """Of streams, before they are looked at."""
 

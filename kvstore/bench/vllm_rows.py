@@ -42,6 +42,8 @@ LLAMAS: Mapping[str, Mapping[str, Any]] = {
 PLAIN, RAW, DEFAULT, BARE = ENGINES = ("no connector", "raw", "default codec", "bare copies")
 COLD, OWN, EXTERNAL = PATHS = ("cold", "own hit", "external hit")
 
+MS, SHARE = "ms", "share"
+
 EXTERNAL_TO_OWN, BARE_TO_OWN, COLD_TO_EXTERNAL = 1.4, 1.3, 30.0
 EXTERNAL_ITL_TO_OWN = 1.1
 HOOKS_SHARE = 0.015
@@ -118,9 +120,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was measured. value: a median over `count` turns or a quantile of as many gaps, low and high its
-    quartiles, or as `what` says. limit: what it is held against, which limit_of names. ratio: to that, see the file's
-    head. judged: what the target is held against, where that is not the ratio. details: more, by name.
+    """One thing that was measured, in milliseconds or as a share. value: a median over `count` turns, with its
+    quartiles in low and high, or as the words below the table say. limit: what it is held against, which limit_of
+    names. ratio: to that, see the file's head. judged: what the target is held against, where that is not the ratio.
+    details: more, by name.
     """
 
     part: str
@@ -129,7 +132,7 @@ class Row:
     value: float
     low: float
     high: float
-    unit: str = "ms"
+    unit: str = MS
     limit_of: str = ""
     limit: float | None = None
     ratio: float | None = None
@@ -195,14 +198,14 @@ WORDS = (
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    as_share = row.unit == "%"
-    number = (lambda value: f"{100 * value:.2f}") if as_share else (lambda value: f"{value:,.2f}")
+    is_share = row.unit == SHARE
+    number = (lambda value: f"{100 * value:.2f}") if is_share else (lambda value: f"{value:,.2f}")
     mark = {None: "", True: " met", False: " missed"}[row.met]
     return (
         row.part,
         row.what,
         str(row.count),
-        f"{number(row.value)} {row.unit}",
+        f"{number(row.value)} {'%' if is_share else row.unit}",
         f"{number(row.low)} .. {number(row.high)}",
         "" if row.limit is None else f"{row.limit_of} {row.limit:,.2f}",
         "" if row.ratio is None else f"{row.ratio:.3f}",
@@ -278,7 +281,7 @@ def hooks_row(steps: int, seconds: float, hooks: Mapping[str, tuple[float, int]]
         share,
         share,
         share,
-        "%",
+        SHARE,
         "a step, ms",
         1e3 * seconds / steps,
         target=Target(HOOKS_SHARE),
@@ -298,7 +301,7 @@ def overhead_row(without: Sequence[float], with_store: Sequence[float]) -> Row:
         median(slowdowns),
         low,
         high,
-        "%",
+        SHARE,
         f"{PLAIN}, ms",
         median(without),
         1 + median(slowdowns),
