@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import isfunction
 from time import perf_counter
 from typing import Any
 
@@ -127,7 +128,7 @@ def _timed(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
 HOOKS = tuple(
     name
     for name, member in vars(KvStoreConnector).items()
-    if not name.startswith("_") and name not in ON_START_AND_END and callable(member)
+    if not name.startswith("_") and name not in ON_START_AND_END and isfunction(member)
 )
 for _name in HOOKS:
     setattr(TimedConnector, _name, _timed(_name, getattr(TimedConnector, _name)))

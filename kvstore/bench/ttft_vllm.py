@@ -63,7 +63,11 @@ HEADROOM = 1.25
 SPARE_BYTES = 256 << 20
 PREPARATIONS = 20
 """How often a prefix is asked for until it comes out of the store: the first ones are there before the store is."""
-PATIENCE_MS = 10_000
+PATIENT = {"match_deadline_ms": 10_000, "lease_deadline_ms": 10_000, "cost_model": False, "audit": 0.0}
+"""What is late is slow here and not a miss, and every hit is loaded: none is judged too dear, and none is audited."""
+AS_SHIPPED: dict[str, Any] = {}
+NO_STORE = frozenset({"unreachable", "disabled", "unsupported"})
+"""Miss reasons of an engine whose connector has no store."""
 SHARED_MEMORY = "/dev/shm"
 Answers = Sequence[Mapping[str, Any]]
 
@@ -148,8 +152,8 @@ class _Bench:
                 stack,
                 {
                     PLAIN: None,
-                    RAW: _connector(sidecar.socket, RAW),
-                    DEFAULT: _connector(sidecar.socket, "auto"),
+                    RAW: _connector(sidecar.socket, RAW, PATIENT),
+                    DEFAULT: _connector(sidecar.socket, "auto", PATIENT),
                     BARE: self._bare(stack, 4 * options.prefix_tokens),
                 },
             )
@@ -175,13 +179,13 @@ class _Bench:
             kept = (len(stored) + len(own)) * options.prefix_tokens + 8 * options.longest_tokens
             sidecar = stack.enter_context(self._sidecar(kept))
             with ExitStack() as earlier:
-                filler = self._started(earlier, {"filler": _connector(sidecar.socket, RAW)})["filler"]
+                filler = self._started(earlier, {"filler": _connector(sidecar.socket, RAW, PATIENT)})["filler"]
                 self._prepare(filler, stored[0])
                 for number, prefix in enumerate(stored[1:], 2):
                     self._say(f"ITL, an earlier engine stores prefix {number} of {len(stored)}")
                     self._ask(filler, prefix)
                 filler.do("settle")
-            engine = self._started(stack, {RAW: _connector(sidecar.socket, RAW)})[RAW]
+            engine = self._started(stack, {RAW: _connector(sidecar.socket, RAW, PATIENT)})[RAW]
             for prefix in own:
                 self._prepare(engine, prefix)
                 self._ask(engine, prefix)
@@ -197,7 +201,7 @@ class _Bench:
                 arrivals=arrivals,
                 steps_between=options.steps_between,
             )
-        self._all_ran(told["streams"], "ITL")
+        self._all_ran(told["streams"], ITL)
         gaps: dict[str, list[float]] = {"none": told["alone"]["gaps_ms"], OWN: [], EXTERNAL: []}
         answered: dict[str, list[Sample]] = {OWN: [], EXTERNAL: []}
         for window in told["arrivals"]:
@@ -211,16 +215,16 @@ class _Bench:
         options = self._options
         with ExitStack() as stack:
             sidecar = stack.enter_context(self._sidecar(options.load_prompts * options.load_tokens))
-            transfer = _connector(sidecar.socket, "auto")
+            transfer = _connector(sidecar.socket, "auto", AS_SHIPPED)
             engine = self._started(stack, {DEFAULT: transfer}, max_num_batched_tokens=options.chunk_tokens)[DEFAULT]
-            self._prepare(engine, self._tokens(options.prefix_tokens))
+            self._warm_up(engine)
             self._say("hooks, streams and new prompts")
+            fresh = [self._tokens(options.load_tokens) for _ in range(options.load_prompts)]
             told = engine.do(
-                "under_load",
-                streams=self._streams(),
-                fresh=[self._tokens(options.load_tokens) for _ in range(options.load_prompts)],
-                steps_between=options.load_steps_between,
+                "under_load", streams=self._streams(), fresh=fresh, steps_between=options.load_steps_between
             )
+            self._check_saved(engine, fresh[0])
+        self._all_ran(told["streams"], HOOKS)
         self.result.rows.append(hooks_row(told["steps"], told["seconds"], told["hooks"]))
 
     def overhead(self) -> None:
@@ -229,9 +233,9 @@ class _Bench:
         times: dict[str, list[float]] = {PLAIN: [], DEFAULT: []}
         with ExitStack() as stack:
             sidecar = stack.enter_context(self._sidecar(8 * options.prefix_tokens))
-            engines = self._started(stack, {PLAIN: None, DEFAULT: _connector(sidecar.socket, "auto")})
+            engines = self._started(stack, {PLAIN: None, DEFAULT: _connector(sidecar.socket, "auto", AS_SHIPPED)})
             for engine in engines.values():
-                self._prepare(engine, self._tokens(options.prefix_tokens))
+                self._warm_up(engine)
             for pair in range(-1, options.pairs):
                 self._say(f"overhead, pair {pair + 1} of {options.pairs}")
                 prompts = [self._tokens(options.pair_tokens) for _ in range(options.pair_prompts)]
@@ -243,6 +247,7 @@ class _Bench:
                         self._check(engine.name, COLD, answer, 0)
                     if pair >= 0:
                         times[engine.name].append(sum(answer["total_ms"] for answer in answers))
+            self._check_saved(engines[DEFAULT], prompts[0])
         self.result.rows.append(overhead_row(times[PLAIN], times[DEFAULT]))
 
     # Engines ---------------------------------------------------------------------------------------------------------
@@ -299,6 +304,16 @@ class _Bench:
             engine.do("forget")
         raise StoreError(f"the engine '{engine.name}' does not find again what it has stored")
 
+    def _warm_up(self, engine: EngineProcess) -> None:
+        """New prompts until the connector, if there is one, has its store. Raises `StoreError`."""
+        self._say(f"{engine.name}: first prompts")
+        for _ in range(PREPARATIONS):
+            answer = self._ask(engine, self._tokens(self._options.prefix_tokens))
+            engine.do("settle")
+            if engine.name == PLAIN or not NO_STORE & answer["kvstore"]["misses"].keys():
+                return
+        raise StoreError(f"the engine '{engine.name}' did not get at its store: {answer['kvstore']}")
+
     def _ttft_turn(
         self, engine: EngineProcess, prefix: Sequence[int], *, is_own_first: bool
     ) -> Iterable[tuple[str, Mapping[str, Any]]]:
@@ -330,9 +345,19 @@ class _Bench:
             found = sum(hits.values()) if path == COLD else hits.get("engine" if path == OWN else "dram", 0)
             if sum(hits.values()) + sum(account["misses"].values()) != answer["prompt_tokens"]:
                 self.result.faults.append(f"{who}, {path}: hits and misses are not the prompt: {account}")
+            if NO_STORE & account["misses"].keys():
+                self.result.faults.append(f"{who}, {path}: there was no store: {account['misses']}")
         if found != wanted or answer["cached_tokens"] != wanted:
             origin = {} if account is None else {**account["hits"], **account["misses"]}
             self.result.faults.append(f"{who}, {path}: {found} tokens and not {wanted} were found: {origin}")
+
+    def _check_saved(self, engine: EngineProcess, prompt: Sequence[int]) -> None:
+        """What was new was saved: it is found when the engine has forgotten it, whether or not it is loaded then."""
+        engine.do("settle")
+        engine.do("forget")
+        misses = self._ask(engine, prompt)["kvstore"]["misses"]
+        if "absent" in misses or NO_STORE & misses.keys():
+            self.result.faults.append(f"{engine.name}: new prompts were not saved: {misses}")
 
     def _all_ran(self, running: int, part: str) -> None:
         if running != self._options.streams:
@@ -350,16 +375,14 @@ class _Bench:
         return [*prefix, *self._tokens(self._options.suffix_tokens)]
 
 
-def _connector(socket: str, codec: str) -> dict[str, Any]:
-    """Ours, with a clock on its hooks. What is late is slow here and not a miss, and every hit is loaded: none is
-    judged too dear, and none is audited."""
-    patient = {"match_deadline_ms": PATIENCE_MS, "lease_deadline_ms": PATIENCE_MS, "cost_model": False, "audit": 0.0}
+def _connector(socket: str, codec: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Ours, with a clock on its hooks."""
     return {
         "kv_connector": "TimedConnector",
         "kv_connector_module_path": "kvstore.bench.timed_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"url": f"unix:{socket}", "codec": codec, **patient},
+        "kv_connector_extra_config": {"url": f"unix:{socket}", "codec": codec, **settings},
     }
 
 

@@ -179,7 +179,10 @@ class Driver:
             last = self._streams.get(output.request_id)
             if last is None or not output.outputs[0].token_ids:
                 continue
-            self._streams[output.request_id] = now
+            if output.finished:
+                del self._streams[output.request_id]
+            else:
+                self._streams[output.request_id] = now
             if window is not None:
                 window.gaps_ms.append(1e3 * (now - last))
         if window is not None:
@@ -196,8 +199,8 @@ class Driver:
             self._step()
 
     def _end_streams(self) -> int:
-        """How many still ran."""
-        running = int(self._engine.get_num_unfinished_requests())
+        """How many still ran. What came in beside them is answered to its end."""
+        running = len(self._streams)
         self._engine.abort_request(list(self._streams))
         self._streams = {}
         while self._engine.has_unfinished_requests():
