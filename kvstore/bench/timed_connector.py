@@ -24,8 +24,8 @@ ON_START_AND_END = frozenset(
     {"register_kv_caches", "get_handshake_metadata", "set_xfer_handshake_metadata", "reset_cache", "shutdown"}
 )
 """Hooks that no request and no step waits for."""
-WAITS_WHEN_IDLE = frozenset({"get_finished"})
-"""In a step that computes nothing it waits for loads, so that they get the processor: no cost, and not counted."""
+WAITS_WHEN_IDLE = frozenset({"get_finished", "get_transfer_results"})
+"""In a step that computes nothing they wait for loads, so that they get the processor: no cost, and not counted."""
 
 
 @dataclass(slots=True)

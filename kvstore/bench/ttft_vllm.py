@@ -186,9 +186,10 @@ class _Bench:
                     self._ask(filler, prefix)
                 filler.do("settle")
             engine = self._started(stack, {RAW: _connector(sidecar.socket, RAW, PATIENT)})[RAW]
-            for prefix in own:
-                self._prepare(engine, prefix)
+            self._prepare(engine, own[0])
+            for prefix in own:  # which makes the engine forget nothing any more
                 self._ask(engine, prefix)
+            engine.do("settle")
             self._say("ITL, hits arrive among streams")
             arrivals = []
             for number, prefix in enumerate(stored):

@@ -48,8 +48,8 @@ def test_every_engine_and_path_has_its_turns() -> None:
 
 
 def test_hits_of_both_kinds_arrive_among_all_streams() -> None:
-    options = replace(SMALL, arrivals=3)
-    alone, own, external = measured(ITL, arrivals=3).rows
+    options = replace(SMALL, arrivals=3, own_prefixes=2)
+    alone, own, external = measured(ITL, arrivals=3, own_prefixes=2).rows
     assert alone.count == 2 * options.arrivals * options.steps_between * options.streams, "a token a step and stream"
     for row in (own, external):
         assert row.details["arrivals"] == 3
@@ -61,7 +61,7 @@ def test_every_step_has_its_hooks() -> None:
     (row,) = measured(HOOKS).rows
     assert row.count == SMALL.load_prompts * SMALL.load_steps_between
     names = [name.split()[0] for name in row.details if name.endswith(" us a step")]
-    assert {"build_connector_meta", "start_load_kv", "wait_for_save", "get_finished", "on_new_request"} <= set(names)
+    assert {"build_connector_meta", "start_load_kv", "wait_for_save", "on_new_request"} <= set(names)
     assert 0 < row.value < 1
     # Once a step: orders, their binding, the load, the save, what is finished, what failed; per layer two more.
     assert row.details["calls a step"] >= 6 + 2 * 4
