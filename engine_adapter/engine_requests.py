@@ -114,6 +114,7 @@ class RequestState:
     stop_reason: MissReason = MissReason.GRID
     promised: int = 0
     is_parked: bool = False
+    waits: bool = True
     is_admitted: bool = False
     offered: int = 0
     load: LoadUnderWay | None = None

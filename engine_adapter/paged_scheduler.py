@@ -166,7 +166,8 @@ class PagedScheduler:
         if not state.is_admitted:
             state.account, state.detail = lookup.account, lookup.detail
         state.promised = max(0, tokens - local_tokens)
-        return state.promised, bool(state.promised) and not self._waits(state)
+        state.waits = self._waits(state)  # decided once: whoever is told that it is parked waits for a report
+        return state.promised, bool(state.promised) and not state.waits
 
     def allocated(self, request_id: str, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """The engine has room. tokens: how many of those that were promised it wants; 0 for none, and for the second
@@ -417,7 +418,7 @@ class PagedScheduler:
 
     def _order_load(self, state: RequestState, lease: Lease, tables: Sequence[Sequence[int]], stop_token: int) -> None:
         assert self._facts is not None and self.choice is not None
-        waits, request_id = self._waits(state), state.request.request_id
+        waits, request_id = state.waits, state.request.request_id
         order = LoadOrder(
             self._number(),
             request_id,
