@@ -105,8 +105,8 @@ def run(options: Options | None = None, progress: Progress = None) -> VllmResult
     """Measure the parts; one that cannot go on is a fault. Raises `BadInput` where there is no vLLM."""
     if find_spec("vllm") is None:
         raise BadInput(
-            f"engine='vllm' needs vLLM, which {sys.executable} does not have; make engines makes an environment that "
-            "has it, and its python runs this command"
+            f"engine='vllm' needs vLLM, which {sys.executable} does not have; make engines makes .venv-engines, "
+            "which has it: .venv-engines/bin/python -m kvstore bench ttft --engine vllm"
         )
     options = options or Options()
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as scratch:
