@@ -26,6 +26,8 @@ from kvstore.bench.vllm_rows import (
     VllmResult,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def measured(part: str, **options: Any) -> VllmResult:
     """One part alone. Nothing failed: every prefix came whole from where it was to come from, or there is a fault."""
