@@ -34,7 +34,7 @@ def chosen(cases: dict[str, Any], *first: str) -> list[Any]:
     return [name if name in first else pytest.param(name, marks=pytest.mark.slow) for name in cases]
 
 
-@pytest.mark.parametrize("name", chosen(DTYPES, "bf16", "fp8", "two processes", "two ranks", "windows"))
+@pytest.mark.parametrize("name", chosen(DTYPES, "bf16", "fp8", "two ranks", "windows"))
 def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar: Any, saved: Any, run: Any) -> None:
     print(f"seed {SEED}")
     case: dict[str, Any] = DTYPES[name]
@@ -114,7 +114,7 @@ def alone(saved: Any, run_once: Any) -> Any:
     return run_once({"model": saved(), "options": {"dtype": "float32"}, "steps": steps})[0]
 
 
-@pytest.mark.parametrize("name", chosen(CROWDS, "as it is", "late", "half of it", "no cache of its own"))
+@pytest.mark.parametrize("name", chosen(CROWDS, "as it is", "late", "half of it"))
 def test_a_crowd_gets_the_tokens_of_an_engine_without_a_store(
     name: str, sidecar: Any, saved: Any, run: Any, alone: Any
 ) -> None:

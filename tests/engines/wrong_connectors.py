@@ -60,10 +60,10 @@ class ReversingConnector(KvStoreConnector):
             planes = {layer: [plane[table].flip(1) for plane in both] for layer, both in given.planes.items()}
             return Pages(planes, range(len(given.table)), given.page_tokens)
 
-        def save_reversed(order: Any) -> Any:
+        def save_reversed(*args: Any) -> Any:
             worker.pages.pages = reversed_pages  # type: ignore[method-assign]
             try:
-                return save(order)
+                return save(*args)
             finally:
                 worker.pages.pages = pages  # type: ignore[method-assign]
 
