@@ -46,7 +46,8 @@ class SlowConnector(KvStoreConnector):
 
 
 class ReversingConnector(KvStoreConnector):
-    """Saves every block with its tokens in reverse: digests and names are right, and the numbers are not."""
+    """Saves every block with the numbers of each token in reverse: digests and names are right, and the numbers are not.
+    (Whole tokens in another order would not show: attention asks for a set of them.)"""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
@@ -57,7 +58,7 @@ class ReversingConnector(KvStoreConnector):
         def reversed_pages(*args: Any) -> Pages:
             given = pages(*args)
             table = torch.tensor(given.table)
-            planes = {layer: [plane[table].flip(1) for plane in both] for layer, both in given.planes.items()}
+            planes = {layer: [plane[table].flip(3) for plane in both] for layer, both in given.planes.items()}
             return Pages(planes, range(len(given.table)), given.page_tokens)
 
         def save_reversed(*args: Any) -> Any:
