@@ -46,7 +46,7 @@ class SlowConnector(KvStoreConnector):
 
 
 class ReversingConnector(KvStoreConnector):
-    """Saves every block with the numbers of each token in reverse: digests and names are right, and the numbers are not.
+    """Saves every block with the numbers of each token in reverse: digests and names are right, the numbers are not.
     (Whole tokens in another order would not show: attention asks for a set of them.)"""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
