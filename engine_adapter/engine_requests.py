@@ -74,7 +74,7 @@ class LoadUnderWay:
     """tokens: up to which pages are verified, as far as is known. waiting: ranks that have not reported."""
 
     order: LoadOrder
-    lease: Lease
+    lease: Lease | None
     waiting: set[int]
     tokens: int
     seconds: float = 0.0

@@ -46,6 +46,7 @@ class LoadChoice:
         self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token)
         self._is_on = is_on
         self._bytes_per_token = bytes_per_token
+        self._decided: dict[str, Decision] = {}
         self._under_way: dict[str, _Under] = {}
         self._steps: deque[tuple[float, StepWork]] = deque()
         self._last_report_at = 0.0
@@ -64,7 +65,7 @@ class LoadChoice:
             return cap, MissReason.GRID
         queued = sum(one.decision.remaining_seconds(now - one.started_at) for one in self._under_way.values())
         decision = self.costs.choose(local_tokens, runs, match.account.asked, block_tokens, queued, busy, now)
-        self._under_way[request] = _Under(decision, now)
+        self._decided[request] = decision
         if not self._is_on or not decision.declined_tokens:
             return cap, MissReason.GRID
         return local_tokens + decision.load_tokens, MissReason.CHEAPER_TO_COMPUTE
@@ -75,9 +76,9 @@ class LoadChoice:
 
     def begins(self, request: str, now: float) -> None:
         """The load of its decision begins."""
-        under_way = self._under_way.get(request)
-        if under_way is not None:
-            under_way.started_at = now
+        decision = self._decided.pop(request, None)
+        if decision is not None:
+            self._under_way[request] = _Under(decision, now)
 
     def ended(self, request: str, seconds: float | None, loaded_tokens: int, now: float) -> None:
         """The load of a request has ended, after that time; None: that is noticed now."""
@@ -88,6 +89,7 @@ class LoadChoice:
 
     def dropped(self, request: str) -> None:
         """There was no load, or nobody knows how long it took."""
+        self._decided.pop(request, None)
         self._under_way.pop(request, None)
 
     def step_begins(self, work: StepWork, now: float) -> None:

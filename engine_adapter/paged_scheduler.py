@@ -188,9 +188,9 @@ class PagedScheduler:
         if not state.is_admitted:
             state.is_admitted = True
             state.account = after_engine(state.account, state.local_tokens)
-        lease = lookup.take() if lookup is not None and tokens and promised else None
-        if lease is not None:
-            self._order_load(state, lease, tables, state.local_tokens + min(tokens, promised))
+        if lookup is not None and tokens and promised:
+            # Without a lease the order fails at the worker: an engine that counts on tokens has to hear of it.
+            self._order_load(state, lookup.take(), tables, state.local_tokens + min(tokens, promised))
         else:
             self._let_go(state)
 
@@ -416,14 +416,16 @@ class PagedScheduler:
 
     # Loads -----------------------------------------------------------------------------------------------------------
 
-    def _order_load(self, state: RequestState, lease: Lease, tables: Sequence[Sequence[int]], stop_token: int) -> None:
+    def _order_load(
+        self, state: RequestState, lease: Lease | None, tables: Sequence[Sequence[int]], stop_token: int
+    ) -> None:
         assert self._facts is not None and self.choice is not None
         waits, request_id = state.waits, state.request.request_id
         order = LoadOrder(
             self._number(),
             request_id,
             self._facts.number,
-            lease.ticket(),
+            lease.ticket() if lease is not None else b"",
             state.local_tokens,
             stop_token,
             page_runs(tables, state.local_tokens, stop_token, self.page_tokens),
@@ -448,7 +450,8 @@ class PagedScheduler:
         if load.waiting:
             return
         del self._loads[report.number]
-        load.lease.release()
+        if load.lease is not None:
+            load.lease.release()
         order, tokens = load.order, max(load.tokens, load.order.first_token)
         is_whole = load.tokens >= order.stop_token
         self._counts.failed_loads += not is_whole

@@ -337,7 +337,7 @@ class PagedWorker:
         """Any thread. Leading blocks that are held, new ones, and why there are no more."""
         stored, held = 0, 0
         try:
-            namespace = self._opened(order.namespace, 0.0)
+            namespace = self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
                 return 0, 0, MissReason.UNREACHABLE
             block = namespace.block_tokens

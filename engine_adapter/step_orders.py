@@ -162,12 +162,14 @@ class AuditReport:
 
 @dataclass(slots=True)
 class StepReports:
-    """What all workers have to say after a step. failures: loads that steps waited for in vain, by rank."""
+    """What all workers have to say after a step. failures: loads that steps waited for in vain, by rank. facts: of
+    those that could not say it when the engine started."""
 
     loads: list[LoadReport] = field(default_factory=list)
     saves: list[SaveReport] = field(default_factory=list)
     audits: list[AuditReport] = field(default_factory=list)
     failures: dict[int, int] = field(default_factory=dict)
+    facts: list[WorkerFacts] = field(default_factory=list)
 
     def merge(self, other: StepReports) -> None:
         """Take in what another worker says."""
@@ -175,3 +177,4 @@ class StepReports:
         self.saves += other.saves
         self.audits += other.audits
         self.failures.update(other.failures)
+        self.facts += other.facts

@@ -23,6 +23,7 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -153,6 +154,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: _SchedulerSide | None = None
         self._worker: PagedWorker | None = None
         self._invalid: set[int] = set()
+        self._is_told = False
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = _SchedulerSide(vllm_config, kv_cache_config, self._settings, self._session)
 
@@ -177,8 +179,12 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Carried to the scheduler before the first request."""
-        return Handshake(self._worker.pages.facts) if self._worker is not None else None
+        """Carried to the scheduler before the first request. A `MultiConnector` carries one child's only, to all of
+        them: there the facts go with the first step's report."""
+        if self._worker is None or get_kv_transfer_group() is not self:
+            return None
+        self._is_told = True
+        return Handshake(self._worker.pages.facts)
 
     def handle_preemptions(self, *args: Any, **kwargs: Any) -> None:
         """Before the step writes to any page."""
@@ -242,7 +248,13 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What the scheduler has to know of this step."""
-        reports = self._worker.take_reports() if self._worker is not None else None
+        if self._worker is None:
+            return None
+        reports = self._worker.take_reports()
+        if not self._is_told:
+            self._is_told = True
+            reports = reports or StepReports()
+            reports.facts.append(self._worker.pages.facts)
         return Reports(reports) if reports is not None else None
 
     # Scheduler -------------------------------------------------------------------------------------------------------
@@ -250,7 +262,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Every worker has said what its pages are."""
         facts = [one.facts for _, one in sorted(metadata.items()) if isinstance(one, Handshake)]
-        if self._scheduler is not None:
+        if self._scheduler is not None and facts:
             self._scheduler.begin(facts)
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -284,7 +296,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Reports of the workers."""
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._scheduler is not None:
-            self._scheduler.half.reported(reports.step if isinstance(reports, Reports) else None)
+            self._scheduler.reported(reports.step if isinstance(reports, Reports) else None)
 
     def request_finished(self, request: Any, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
         """Its pages are free at once: saves that still read them are fenced when they are used again."""
@@ -358,13 +370,14 @@ class _SchedulerSide:
         self._page_tokens = groups.kv_cache_groups[0].kv_cache_spec.block_size
         self._requests: dict[str, EngineView] = {}
         self._tables: dict[str, list[list[int]]] = {}
+        self._facts: list[WorkerFacts] = []
 
-    def begin(self, facts: Sequence[WorkerFacts]) -> None:
+    def begin(self, facts: Sequence[WorkerFacts], wait_seconds: float = START_SECONDS) -> None:
         """The pages are known: name the namespace. Whatever forbids that is one line, and the engine runs without."""
         refused = _unsupported(self._config, self._groups) or next((one.refused for one in facts if one.refused), "")
         try:
-            if refused or not facts:
-                raise BadInput(refused or "the workers have said nothing of their pages")
+            if refused:
+                raise BadInput(refused)
             model = self._config.model_config
             layout = layout_of(facts, model.get_total_num_kv_heads(), self._settings.block_tokens)
             codec = self._settings.codec
@@ -384,7 +397,7 @@ class _SchedulerSide:
             logger.warning("kvstore: no prefix is looked up or saved: %s", error)
             return
         self.half.use(named, [one.rank for one in facts], facts[0].page_bytes * len(facts))
-        is_there = self.half.wait_open(START_SECONDS)
+        is_there = self.half.wait_open(wait_seconds)
         logger.info(
             "kvstore: %s at %s, codec %s, blocks of %d tokens (%d KiB before the codec), pages %s on %s",
             "ready" if is_there else "not there yet, tried again in the background",
@@ -400,6 +413,14 @@ class _SchedulerSide:
                 "kvstore: a request whose load fails ends with an error; set "
                 '"kv_load_failure_policy": "recompute" beside kv_connector to have it computed instead'
             )
+
+    def reported(self, reports: StepReports | None) -> None:
+        """A step is over."""
+        if reports is not None and reports.facts:
+            self._facts += reports.facts
+            if len(self._facts) == self._config.parallel_config.tensor_parallel_size:
+                self.begin(sorted(self._facts, key=lambda one: one.rank), wait_seconds=0.0)
+        self.half.reported(reports)
 
     def added(self, request: Any) -> None:
         """A request that was not there before."""

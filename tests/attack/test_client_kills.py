@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -91,9 +92,13 @@ def test_a_byte_that_changes_under_a_lease_is_noticed(judged: tuple[Sidecar, Cli
 
 
 def memory_of(pid: int) -> list[str]:
-    """Paths by which a process's shared memory can be opened."""
-    paths = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
-    return [path for path in paths if "kv-extent" in os.readlink(path)]
+    """Paths by which a process's shared memory can be opened; what it closes meanwhile is left out."""
+    paths = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            path = f"/proc/{pid}/fd/{name}"
+            paths += [path] if "kv-extent" in os.readlink(path) else []
+    return paths
 
 
 def begins_like(path: str, view: memoryview) -> bool:
