@@ -127,7 +127,7 @@ def test_a_bug_is_one_line_unless_a_traceback_is_asked_for() -> None:
         (("codec", "--quality", "--windows", "0"), ("windows=0", "give 1 to 64")),
         (("kernels", "--stage", "gather"), ("stage='gather'", "kernels, transfers, decode")),
         (("kernels", "--device", "cpu", "--size", "1KiB"), ("1.0 KiB", "give more")),
-        (("ttft", "--engine", "vllm"), ("engine='vllm'", "allowed: hf")),
+        (("ttft", "--engine", "sglang"), ("engine='sglang'", "allowed: hf, vllm")),
         (("ttft", "--device", "cpu", "--context", "300"), ("context=300", "use 256")),
     ],
 )
