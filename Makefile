@@ -20,7 +20,7 @@ PYTHON ?=
 ARGS   ?=
 STAGE  ?=
 
-# Either part of the suite ends within this time; what still runs then is interrupted and named.
+# Each part of the suite ends within this time; what still runs then is interrupted and named.
 TEST_LIMIT_SECONDS := 720
 
 # Engines run in an environment of their own: they name versions of torch and of much else.
@@ -32,6 +32,9 @@ ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt | c
 # codecs on a model, and adapters around one.
 KERNEL_TESTS := tests/kernels tests/adapters tests/demo tests/bench/test_codec.py tests/bench/test_kernels_bench.py \
     tests/bench/test_gpu_list.py
+# Histories and shapes drawn at random: models of the store, of ranks that put jointly, of groups and their windows.
+DRAWN_TESTS := tests/model tests/kvstore/test_groups.py tests/kvstore/test_getting.py tests/kvstore/test_joint.py \
+    tests/service/test_tensor_parallel.py
 
 # An installed environment carries the checksum of the two files it was made from in its stamp's name, so that
 # a change of their content makes it stale and a mere checkout does not.
@@ -40,12 +43,13 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env engines demo test test-kernels test-engines test-vllm-matrix check bench gpu torture clean
+.PHONY: help env engines demo test test-kernels test-drawn test-engines test-vllm-matrix check bench gpu torture clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
 	@echo 'make test    run every test but those of the next line, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed'
 	@echo 'make test-kernels  the tests of kernels, transfers, codecs, adapters and the demo, within the same time'
+	@echo 'make test-drawn    the tests that draw histories and shapes at random, within the same time'
 	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB); at most $(ENGINE_LIMIT_SECONDS) seconds'
 	@echo 'make test-vllm-matrix  the same with 200 prompts for each configuration, on every vLLM that is served'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
@@ -92,9 +96,10 @@ $(ENGINE_STAMP): $(STAMP)
 demo: $(STAMP)
 	$(VENV)/bin/kvstore demo $(ARGS)
 
-test: TESTS = $(addprefix --ignore=,$(KERNEL_TESTS) $(ENGINE_TESTS))
+test: TESTS = $(addprefix --ignore=,$(KERNEL_TESTS) $(DRAWN_TESTS) $(ENGINE_TESTS))
 test-kernels: TESTS = $(KERNEL_TESTS)
-test test-kernels: $(STAMP)
+test-drawn: TESTS = $(DRAWN_TESTS)
+test test-kernels test-drawn: $(STAMP)
 	@timeout --foreground --signal=INT --kill-after=30 $(TEST_LIMIT_SECONDS) $(VENV)/bin/python -m pytest -rs $(TESTS) $(ARGS) \
 	    || { status=$$?; \
 	        if [ $$status -eq 124 ]; then echo 'error: the tests did not end within $(TEST_LIMIT_SECONDS) seconds' >&2; fi; \
