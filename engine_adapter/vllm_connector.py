@@ -263,6 +263,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Every worker has said what its pages are."""
         facts = [one.facts for _, one in sorted(metadata.items()) if isinstance(one, Handshake)]
         if self._scheduler is not None and facts:
+            self._scheduler.is_alone = True
             self._scheduler.begin(facts)
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -327,8 +328,11 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.events()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last step."""
-        counted = self._scheduler.half.take_counts().to_dict() if self._scheduler is not None else {}
+        """What was counted since the last step. Nothing beside other connectors: a `MultiConnector` looks for the class
+        of a child's counts among vLLM's own, and ends the engine where it is not one of them."""
+        if self._scheduler is None or not self._scheduler.is_alone:
+            return None
+        counted = self._scheduler.half.take_counts().to_dict()
         return Counts(data=counted) if counted else None
 
     @classmethod
@@ -371,6 +375,7 @@ class _SchedulerSide:
         self._requests: dict[str, EngineView] = {}
         self._tables: dict[str, list[list[int]]] = {}
         self._facts: list[WorkerFacts] = []
+        self.is_alone = False
 
     def begin(self, facts: Sequence[WorkerFacts], wait_seconds: float = START_SECONDS) -> None:
         """The pages are known: name the namespace. Whatever forbids that is one line, and the engine runs without."""
