@@ -36,8 +36,9 @@ class OpenStore(Protocol):
         codec: str = "raw",
         weights_epoch: int = 0,
         config: Mapping[str, str] | None = None,
+        shard: int | None = None,
     ) -> NamespaceHandle:
-        """The namespace of these weights, this layout and this codec."""
+        """The namespace of these weights, this layout and this codec; of one rank's heads where `shard` says which."""
         ...
 
 
@@ -262,12 +263,12 @@ class StoreRequest:
             return Account.of([(MissReason.DISABLED, len(token_ids))])
         self._keys = match.keys
         found = self._pool.leading(match.keys) * namespace.block_tokens if self._pool is not None else 0
-        account = _with_pool(match.account, found)
+        account = match.account.behind(HitTier.HBM, found)
         usable = cut_to_grid(account, self.report.chunk_tokens).hit_tokens
         self._pooled_tokens = min(found, usable)
         if usable > self._pooled_tokens:
             self._lease = namespace.lease(match, first_token=self._pooled_tokens, deadline_ms=self._deadline_ms)
-            account = _with_pool(self._lease.account, found)
+            account = self._lease.account.behind(HitTier.HBM, found)
         account = cut_to_grid(account, self.report.chunk_tokens)
         self._pooled_tokens = min(found, account.hit_tokens)
         if account.hit_tokens <= self._pooled_tokens:
@@ -375,14 +376,3 @@ def _cut_pages(pages: Pages, first_token: int, stop: int) -> Pages:
     """Those that hold the tokens from `first_token`, a block boundary, up to `stop`."""
     page = pages.page_tokens
     return pages.cut(first_token // page, -(-stop // page))
-
-
-def _with_pool(account: Account, pooled_tokens: int) -> Account:
-    """An account of the store, with the first tokens found in the pool instead."""
-    parts: list[tuple[HitTier | MissReason, int]] = [(HitTier.HBM, pooled_tokens)]
-    left = pooled_tokens
-    for segment in account.segments:
-        covered = min(left, segment.tokens)
-        parts.append((segment.origin, segment.tokens - covered))
-        left -= covered
-    return Account.of(parts)

@@ -70,16 +70,17 @@ def allowed_error(dtype: torch.dtype, layer: int) -> float:
     raise BadInput(f"KV of dtype {str(dtype).removeprefix('torch.')} cannot be audited; view it as one of: {allowed}")
 
 
-def compare_block(stored: Planes, computed: Planes, codec: str) -> AuditResult:
+def compare_block(stored: Planes, computed: Planes, codec: str, deepest: int | None = None) -> AuditResult:
     """stored: as decoded. computed: as the engine has it. codec: the namespace's, of which each number may be off by
-    its bound. Raises `BadInput` where the two are not of one shape."""
+    its bound. deepest: the model's last layer, where layers are not numbered by depth. Raises `BadInput` where the two
+    are not of one shape."""
     rows, allowed, layers = [], [], []
     for layer, planes in computed.items():
         if layer not in stored or len(stored[layer]) != len(planes):
             raise BadInput(f"layer {layer}: what is stored and what was computed have not the same planes")
         for number, plane in enumerate(planes):
             rows.append(_compare_plane(stored[layer][number], plane, _axis(codec, number, len(planes))))
-            allowed.append(allowed_error(plane.dtype, layer))
+            allowed.append(allowed_error(plane.dtype, layer if deepest is None else deepest))
             layers.append(layer)
     if not rows:
         raise BadInput("a block without planes; give those of one layer at least")

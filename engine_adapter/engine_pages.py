@@ -91,6 +91,10 @@ class EnginePages:
 def register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: Write) -> EnginePages:
     """Find out what the pages are, and prove it. Where they cannot be stored the facts say why (`refused`)."""
     page_tokens = groups[0].page_tokens
+    empty = next((group.name for group in groups if not group.layers), None)
+    if empty is not None:
+        facts = WorkerFacts(rank, page_tokens, (), "", scales, "", 0, refused=f"group {empty!r} has no pages here")
+        return EnginePages(facts, {}, 1)
     tensors = [tensor for group in groups for tensor in group.layers.values()]
     device = str(tensors[0].device.type)
     page_bytes = sum(tensor.nbytes for tensor in tensors) // max(1, groups[0].num_pages)

@@ -71,7 +71,8 @@ class Computed:
 
 @dataclass(slots=True)
 class LoadUnderWay:
-    """tokens: up to which pages are verified, as far as is known. waiting: ranks that have not reported."""
+    """tokens: up to which pages are verified, as far as is known. waiting: ranks that have not reported. account: of
+    its request, where that is over and not counted yet."""
 
     order: LoadOrder
     lease: Lease | None
@@ -79,6 +80,12 @@ class LoadUnderWay:
     tokens: int
     seconds: float = 0.0
     reason: MissReason | None = None
+    account: Account | None = None
+
+    @property
+    def why(self) -> MissReason:
+        """Why it brought less, if it did."""
+        return self.reason or MissReason.UNREACHABLE
 
 
 @dataclass(slots=True)
@@ -97,8 +104,9 @@ class AuditUnderWay:
 class RequestState:
     """One request on its way. account, detail: of its first admission. number: of the namespace in which the prompt was
     hashed. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the engine's own.
-    offered: blocks up to which its KV was offered, or is held. is_parked: the engine waits for its load. added_at, and
-    found_tokens of the store's: while its first token is waited for, to learn what hits save.
+    offered: blocks up to which its KV was offered, or is held. is_parked: the engine waits for its load. held_out:
+    whether its hit is computed all the same, None until that is decided. added_at, and found_tokens of the store's:
+    while its first token is waited for, to learn what hits save.
     """
 
     request: EngineRequest
@@ -112,7 +120,6 @@ class RequestState:
     chosen_for: int = -1
     stop_token: int = 0
     stop_reason: MissReason = MissReason.GRID
-    promised: int = 0
     is_parked: bool = False
     waits: bool = True
     is_admitted: bool = False
@@ -122,15 +129,16 @@ class RequestState:
     saved_blocks: int = 0
     put_reasons: dict[MissReason, int] = field(default_factory=dict)
     audit: AuditUnderWay | None = None
+    held_out: bool | None = None
     added_at: float = 0.0
     found_tokens: int = 0
 
     def told(self) -> dict[str, object]:
-        """To the request's user, when it is over."""
+        """To the request's user, when it is over. load_ms: None where the step that loaded is the one that ends it."""
         told: dict[str, object] = {
             **self.account.to_dict(),
             "detail": self.detail,
-            "load_ms": round(self.load_ms, 3),
+            "load_ms": round(self.load_ms, 3) if self.load is None else None,
             "saved_blocks": self.saved_blocks,
             "put_reasons": {str(reason): count for reason, count in self.put_reasons.items()},
         }

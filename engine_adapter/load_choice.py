@@ -45,7 +45,6 @@ class LoadChoice:
         self.saving = TtftSaving()
         self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token)
         self._is_on = is_on
-        self._bytes_per_token = bytes_per_token
         self._decided: dict[str, Decision] = {}
         self._under_way: dict[str, _Under] = {}
         self._steps: deque[tuple[float, StepWork]] = deque()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from logging import getLogger
 from typing import Protocol
 
+from engine_adapter.adapter import OpenStore
 from engine_adapter.step_orders import NamespaceFacts
 from kvstore.handle import NamespaceHandle
-from kvstore.layout import Layout
 
 _log = getLogger(__name__)
 
@@ -17,21 +17,8 @@ RETRY_SECONDS = 1.0
 """Between two attempts."""
 
 
-class ClosableStore(Protocol):
+class ClosableStore(OpenStore, Protocol):
     """A store that this process opened."""
-
-    def namespace(
-        self,
-        *,
-        model: str,
-        layout: Layout,
-        codec: str = "raw",
-        weights_epoch: int = 0,
-        config: Mapping[str, str] | None = None,
-        shard: int | None = None,
-    ) -> NamespaceHandle:
-        """As `OpenStore.namespace`, of one rank's heads."""
-        ...
 
     def close(self) -> None:
         """Hang up."""

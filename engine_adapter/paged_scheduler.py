@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
+from logging import getLogger
+from typing import Any, TypeVar, cast
 
 from engine_adapter.audit import Verdict
+from engine_adapter.audit_plan import AuditPlan
 from engine_adapter.connector_settings import ConnectorSettings, LoadMode, SavePolicy
 from engine_adapter.engine_requests import (
     NEVER,
-    AuditUnderWay,
     Computed,
     EngineRequest,
     LoadUnderWay,
@@ -28,10 +31,9 @@ from engine_adapter.engine_requests import (
 )
 from engine_adapter.load_choice import LoadChoice, StepWork
 from engine_adapter.opened_namespace import ClosableStore, OpenedNamespace
-from engine_adapter.prefix_lookup import PrefixLookup, after_engine
+from engine_adapter.prefix_lookup import PrefixLookup
 from engine_adapter.save_plan import SavePlan, page_runs
 from engine_adapter.step_orders import (
-    AuditOrder,
     AuditReport,
     LoadOrder,
     LoadReport,
@@ -41,7 +43,8 @@ from engine_adapter.step_orders import (
     StepOrders,
     StepReports,
 )
-from kvstore.handle import Lease, Match
+from kvstore.codec import codec_named
+from kvstore.handle import Lease
 from kvstore.identity import Prompt
 from kvstore.miss import Account, HitTier, MissReason
 
@@ -50,6 +53,28 @@ QUICK_LOAD_MS = 2.0
 MAX_SAVED_EVENTS = 4096
 """Kept until somebody asks for them."""
 CLOSE_SECONDS = 1.0
+
+_log = getLogger(__name__)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _edge(otherwise: object) -> Callable[[Method], Method]:
+    """Whatever goes wrong inside ends what the store does for this engine, and not the engine."""
+
+    def guarded(method: Method) -> Method:
+        @wraps(method)
+        def call(self: PagedScheduler, *args: Any) -> Any:
+            try:
+                return method(self, *args)
+            except Exception as error:
+                self.broke(error)
+                return otherwise
+
+        return cast(Method, call)
+
+    return guarded
 
 
 class PagedScheduler:
@@ -71,11 +96,12 @@ class PagedScheduler:
         self._facts: NamespaceFacts | None = None
         self._told = -1
         self._ranks: tuple[int, ...] = (0,)
-        self._page_bytes = 1
+        self._is_exact = True
         self._refused: tuple[MissReason, str] | None = (MissReason.DISABLED, "the workers have said nothing yet")
         self._states: dict[str, RequestState] = {}
         self._loads: dict[int, LoadUnderWay] = {}
         self._plan = SavePlan((0,), 1, 1)
+        self._audits: AuditPlan | None = None
         self._saving: dict[int, EngineRequest] = {}
         self._taken: set[int] = set()
         """Pages that were given to requests since the last step."""
@@ -86,23 +112,25 @@ class PagedScheduler:
         self._counts = RequestCounts()
         self._saved: list[tuple[EngineRequest, int, int]] = []
         self._waited = False
-        self._audits: dict[int, RequestState] = {}
         self._first_tokens: list[tuple[float, bool, int, int]] = []
         """Of this step: (when it was added, whether it was held out, prompt, found)."""
 
     # The namespace ---------------------------------------------------------------------------------------------------
 
-    def use(self, facts: NamespaceFacts, ranks: Sequence[int], page_bytes: int) -> None:
-        """From now on requests belong to this namespace; it is opened in the background, however long that takes.
-
-        page_bytes: of one page in all layers and ranks.
-        """
-        self._facts, self._ranks, self._page_bytes, self._refused = facts, tuple(ranks), page_bytes, None
-        self._plan = SavePlan(ranks, facts.layout.page_tokens, facts.layout.block_tokens)
-        settings = self.settings
+    def use(self, facts: NamespaceFacts, ranks: Sequence[int]) -> None:
+        """From now on requests belong to this namespace; it is opened in the background, however long that takes."""
+        self._facts, self._ranks, self._refused = facts, tuple(ranks), None
+        layout, settings, codec = facts.layout, self.settings, codec_named(facts.codec)
+        self._is_exact = codec.is_exact
+        self._plan = SavePlan(ranks, layout.page_tokens, layout.block_tokens)
+        payload_bytes = sum(codec.payload_bytes(part) for part in layout.parts)
         self.choice = LoadChoice(
-            page_bytes / facts.layout.page_tokens, is_on=settings.cost_model, audit=settings.audit, choose=self._choose
+            payload_bytes / layout.block_tokens,
+            is_on=settings.cost_model,
+            audit=settings.audit,
+            choose=self._choose,
         )
+        self._audits = AuditPlan(self.choice, facts, self._ranks, self._number, settings.lease_deadline_ms)
         self._namespace.want(facts)
 
     def wait_open(self, seconds: float) -> bool:
@@ -110,8 +138,18 @@ class PagedScheduler:
         return self._facts is not None and self._namespace.wait(self._facts.number, seconds) is not None
 
     def refuse(self, reason: MissReason, detail: str) -> None:
-        """Nothing is looked up and nothing is saved."""
-        self._facts, self._refused = None, (reason, detail)
+        """From now on nothing is looked up and nothing is saved. What is under way comes to its end."""
+        self._refused = (reason, detail)
+        for state in self._states.values():
+            self._let_go(state)
+            self._end_audit(state)
+
+    def broke(self, error: Exception) -> None:
+        """A fault of our own: the engine runs on without the store."""
+        detail = f"a fault in the adapter: {type(error).__name__}"
+        if self._refused != (MissReason.DISABLED, detail):
+            _log.error("nothing is looked up or saved any more in this engine", exc_info=error)
+        self._refused = (MissReason.DISABLED, detail)
 
     def renamed(self, weights_epoch: int) -> None:
         """The weights were changed in place: what was stored before, and what is computed now, is not theirs."""
@@ -119,13 +157,12 @@ class PagedScheduler:
             return
         for state in self._states.values():
             self._let_go(state)
+            self._end_audit(state)
             state.facts = RequestFacts(refused=MissReason.DISABLED, detail="it began before the weights were changed")
+        if self._audits is not None:
+            self._audits.close()
         plan = self._plan  # saves that are under way read pages as before
-        self.use(
-            replace(self._facts, number=self._facts.number + 1, weights_epoch=weights_epoch),
-            self._ranks,
-            self._page_bytes,
-        )
+        self.use(replace(self._facts, number=self._facts.number + 1, weights_epoch=weights_epoch), self._ranks)
         self._plan = plan
 
     @property
@@ -140,12 +177,14 @@ class PagedScheduler:
 
     # A request -------------------------------------------------------------------------------------------------------
 
+    @_edge(None)
     def added(self, request: EngineRequest, facts: RequestFacts) -> None:
         """A new request: its look-up begins."""
         state = RequestState(request, facts, Account.of([]), added_at=self._clock())
         self._states[request.request_id] = state
         self._look_up(state)
 
+    @_edge((0, False))
     def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens behind the engine's own that are promised, and whether they are loaded beside its steps.
 
@@ -154,7 +193,7 @@ class PagedScheduler:
         state = self._states.get(request_id)
         if state is None:
             return 0, False
-        state.local_tokens, state.promised = local_tokens, 0
+        state.local_tokens, state.is_parked = local_tokens, False
         if state.lookup is None or (state.is_admitted and state.lookup.is_over):
             self._look_up(state)  # it was preempted, and comes again with what it had generated
         lookup = state.lookup
@@ -165,35 +204,36 @@ class PagedScheduler:
             return None, False
         if not state.is_admitted:
             state.account, state.detail = lookup.account, lookup.detail
-        state.promised = max(0, tokens - local_tokens)
-        state.waits = self._waits(state)  # decided once: whoever is told that it is parked waits for a report
-        return state.promised, bool(state.promised) and not state.waits
+        promised = max(0, tokens - local_tokens)
+        state.waits = self._waits(state, promised)  # decided once: who is told that it is parked waits for a report
+        return promised, bool(promised) and not state.waits
 
     def allocated(self, request_id: str, tables: Sequence[Sequence[int]], tokens: int) -> None:
-        """The engine has room. tokens: how many of those that were promised it wants; 0 for none, and for the second
-        call after a load."""
+        """The engine has room. tokens: how many behind its own it counts on; 0 for none, and for the second call after
+        a load beside its steps."""
         state = self._states.get(request_id)
+        first = state.local_tokens // self.page_tokens if state is not None else 0
+        for table in tables:
+            self._taken.update(table[first:])
         if state is None:
             return
-        lookup, promised = state.lookup, state.promised
-        state.promised = 0
         if state.is_parked:
             state.is_parked = False
             return
-        first = state.local_tokens // self.page_tokens
-        for table in tables:
-            self._taken.update(table[first:])
+        lookup = state.lookup
         found = lookup.found() if lookup is not None else None
         self._is_offered(state, found.blocks if found is not None else 0)
         if not state.is_admitted:
             state.is_admitted = True
-            state.account = after_engine(state.account, state.local_tokens)
-        if lookup is not None and tokens and promised:
+            state.account = state.account.behind(HitTier.ENGINE, state.local_tokens)
+        if tokens and self._facts is not None:
             # Without a lease the order fails at the worker: an engine that counts on tokens has to hear of it.
-            self._order_load(state, lookup.take(), tables, state.local_tokens + min(tokens, promised))
+            lease = lookup.take() if lookup is not None else None
+            self._order_load(state, self._facts, lease, tables, state.local_tokens + tokens)
         else:
             self._let_go(state)
 
+    @_edge(None)
     def finished(self, request_id: str) -> dict[str, object] | None:
         """It is over, or was given up. What its user is told."""
         state = self._states.pop(request_id, None)
@@ -201,9 +241,11 @@ class PagedScheduler:
             return None
         self._running.discard(request_id)
         self._let_go(state)
-        if state.audit is not None and state.audit.order is None:
-            self._end_audit(state)
-        self._counts.add(state.account)
+        self._end_audit(state)
+        if state.load is not None:
+            state.load.account = state.account  # counted when it is known how the load ended
+        else:
+            self._counts.add(state.account)
         return state.told()
 
     def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
@@ -225,10 +267,9 @@ class PagedScheduler:
         taken.update(grown)
         if taken:
             orders.fenced += self._plan.taken(taken)
-        for one in due:
-            state = self._states.get(one.request_id)
-            if state is not None:
-                self._offer(state, one, orders)
+        if not self._is_exact:
+            self._plan.decoded(page for load in orders.loads for run in load.tables for page in run.pages)
+        self._offer_all(due, orders)
         self._running = running
         orders.failures_seen = dict(self._failures)
         orders.is_idle = not running
@@ -240,6 +281,7 @@ class PagedScheduler:
             self._waited = any(load.waits for load in orders.loads)
         return orders
 
+    @_edge(None)
     def reported(self, reports: StepReports | None) -> None:
         """A step is over; what the workers have done."""
         now = self._clock()
@@ -272,6 +314,8 @@ class PagedScheduler:
         """Everything is let go of."""
         for request_id in list(self._states):
             self.finished(request_id)
+        if self._audits is not None:
+            self._audits.close()
         self._namespace.close(CLOSE_SECONDS)
 
     # Looking up ------------------------------------------------------------------------------------------------------
@@ -281,7 +325,7 @@ class PagedScheduler:
         self._let_go(state)
         state.chosen_for = -1
         tokens = request.num_tokens
-        namespace = self._namespace.now() if self._facts is not None else None
+        namespace = self._namespace.now() if self._refused is None else None
         if facts.refused is not None:
             reason, detail = facts.refused, facts.detail
         else:
@@ -307,12 +351,13 @@ class PagedScheduler:
 
     def _promised(self, state: RequestState, lookup: PrefixLookup, local_tokens: int) -> int | None:
         match = lookup.found()
-        if match is not None and state.chosen_for != local_tokens and self.choice is not None:
+        if match is None:
+            return 0 if lookup.is_over else None
+        if state.chosen_for != local_tokens and self.choice is not None and self._audits is not None:
             state.chosen_for = local_tokens
             is_hit = min(match.tokens, state.prompt.tokens - 1) // self.block_tokens * self.block_tokens > local_tokens
-            if is_hit and not state.is_admitted and state.audit is None and self._is_held_out(state, match):
-                state.stop_token, state.stop_reason = local_tokens, MissReason.AUDIT
-                return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
+            if is_hit and state.held_out is None and not state.is_admitted:
+                state.held_out = self._audits.begins(state, match, lookup.namespace, self._clock())
             state.found_tokens = match.tokens if is_hit else 0
             cap = (state.prompt.tokens - 1) // self.page_tokens * self.page_tokens
             state.stop_token, state.stop_reason = self.choice.stop_token(
@@ -324,9 +369,11 @@ class PagedScheduler:
                 bool(self._running),
                 self._clock(),
             )
+        if state.held_out and not state.is_admitted:
+            return lookup.matched(local_tokens, local_tokens, MissReason.AUDIT)
         return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
 
-    def _waits(self, state: RequestState) -> bool:
+    def _waits(self, state: RequestState, promised: int) -> bool:
         """Whether the step that needs the load waits for it."""
         mode = self.settings.load
         if self._facts is None or len(self._facts.layout.groups) > 1:
@@ -334,9 +381,7 @@ class PagedScheduler:
         if mode is not LoadMode.AUTO:
             return mode is not LoadMode.ASYNC
         is_alone = not (self._running - {state.request.request_id} or self._loads)
-        return is_alone or (
-            self.choice is not None and self.choice.load_ms(state.promised, self._clock()) < QUICK_LOAD_MS
-        )
+        return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < QUICK_LOAD_MS)
 
     def _let_go(self, state: RequestState) -> None:
         if state.lookup is not None:
@@ -345,86 +390,33 @@ class PagedScheduler:
         if self.choice is not None and state.load is None:
             self.choice.dropped(state.request.request_id)
 
-    # Audits ----------------------------------------------------------------------------------------------------------
-
-    def _is_held_out(self, state: RequestState, match: Match) -> bool:
-        """One hit in so many is computed all the same."""
-        choice, namespace = self.choice, self._namespace.now()
-        if choice is None or namespace is None or self._facts is None or self._facts.layout.packing[:6] == "opaque":
-            return False
-        if state.chosen_for != state.local_tokens or not choice.holdout.begins(state.request.request_id, self._clock()):
-            return False
-        block = namespace.block_tokens
-        last = min(match.tokens, state.prompt.tokens - 1) // block
-        wanted = replace(match, keys=match.keys[:last], blocks=last, tokens=last * block)
-        deadline_ms = self.settings.lease_deadline_ms
-        state.audit = AuditUnderWay(last - 1, namespace.submit_lease(wanted, (last - 1) * block, deadline_ms))
-        state.found_tokens = match.tokens
-        return True
-
-    def _order_audit(self, state: RequestState, one: Computed, orders: StepOrders) -> None:
-        """The block is computed: have it compared."""
-        audit, block = state.audit, self.block_tokens
-        assert audit is not None and self._facts is not None
-        lease = audit.pending.poll() if audit.pending is not None else None
-        if lease is None or audit.order is not None:
-            return
-        audit.lease, audit.pending = lease, None
-        first = audit.block * block
-        if lease.tokens < first + block:
-            self._end_audit(state)
-            return
-        tables = page_runs(one.tables(), first, first + block, self.page_tokens)
-        audit.order = AuditOrder(
-            self._number(), state.request.request_id, self._facts.number, lease.ticket(), first, tables
-        )
-        audit.waiting = set(self._ranks)
-        self._audits[audit.order.number] = state
-        self._plan.watch(audit.order.number, tables)
-        orders.audits.append(audit.order)
-
     def _audited(self, report: AuditReport) -> None:
-        state = self._audits.get(report.number)
-        audit = state.audit if state is not None else None
-        if state is None or audit is None or audit.order is None or self.choice is None:
+        if self._audits is None:
             return
-        audit.waiting.discard(report.rank)
-        audit.results += report.results
-        if audit.waiting:
-            return
-        del self._audits[report.number]
-        self._plan.unwatch(report.number, audit.order.tables)
-        self._end_audit(state)
-        for result in audit.results:
-            self._counts.audited[result.verdict] = self._counts.audited.get(result.verdict, 0) + 1
-        namespace = self._namespace.now()
-        name = namespace.namespace.digest().hex()[:12] if namespace is not None else ""
-        if self.choice.audits.record(name, audit.results, self._clock()) is Verdict.DRIFTED:
+        verdict = self._audits.reported(report, self._plan, self._counts, self._clock())
+        if verdict is Verdict.DRIFTED:
+            name = self._audits.name
             self.refuse(MissReason.AUDIT, f"what is stored in namespace {name} is not what this engine computes")
 
     def _end_audit(self, state: RequestState) -> None:
-        audit = state.audit
-        if audit is None:
-            return
-        if audit.pending is not None:
-            audit.pending.end()
-        if audit.lease is not None:
-            audit.lease.release()
-        audit.pending, audit.lease = None, None
-        if self.choice is not None:
-            self.choice.holdout.ended(state.request.request_id)
+        if self._audits is not None:
+            self._audits.ended(state)
 
     # Loads -----------------------------------------------------------------------------------------------------------
 
     def _order_load(
-        self, state: RequestState, lease: Lease | None, tables: Sequence[Sequence[int]], stop_token: int
+        self,
+        state: RequestState,
+        facts: NamespaceFacts,
+        lease: Lease | None,
+        tables: Sequence[Sequence[int]],
+        stop_token: int,
     ) -> None:
-        assert self._facts is not None and self.choice is not None
         waits, request_id = state.waits, state.request.request_id
         order = LoadOrder(
             self._number(),
             request_id,
-            self._facts.number,
+            facts.number,
             lease.ticket() if lease is not None else b"",
             state.local_tokens,
             stop_token,
@@ -437,7 +429,8 @@ class PagedScheduler:
         self._orders.loads.append(order)
         self._is_offered(state, max(state.offered, stop_token // self.block_tokens))
         self._counts.loads += 1
-        self.choice.begins(request_id, self._clock())
+        if self.choice is not None:
+            self.choice.begins(request_id, self._clock())
 
     def _loaded(self, report: LoadReport) -> None:
         load = self._loads.get(report.number)
@@ -458,33 +451,45 @@ class PagedScheduler:
         if self.choice is not None:
             seconds = load.seconds if order.waits else None
             self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
-        namespace = self._namespace.now()
-        if namespace is not None and not namespace.is_exact:
-            pages = (tokens - order.first_token) // self.page_tokens
-            self._plan.decoded(page for run in order.tables for page in run.pages[:pages])
+        if not is_whole:  # the engine computes these
+            page = tokens // self.page_tokens
+            self._plan.computed(number for run in order.tables for number in run.pages[max(0, page - run.first) :])
+        if load.account is not None:  # its request is over
+            self._counts.add(load.account if is_whole else load.account.cut(tokens, load.why))
         state = self._states.get(order.request)
         if state is None or state.load is not load:
             return
         state.load = None
         state.load_ms += 1000 * load.seconds
+        if not order.waits:
+            state.local_tokens = tokens  # the engine has these, and comes for room for the rest
         if not is_whole:
             state.facts = replace(state.facts, reads=False)  # or it could go on like that for ever
-            state.account = state.account.cut(tokens, load.reason or MissReason.UNREACHABLE)
-            self._is_offered(state, min(state.offered, tokens // max(1, self.block_tokens)))
+            state.account = state.account.cut(tokens, load.why)
+            self._is_offered(state, min(state.offered, tokens // self.block_tokens))
 
     # Saves -----------------------------------------------------------------------------------------------------------
 
+    def _offer_all(self, due: Sequence[Computed], orders: StepOrders) -> None:
+        for one in due:
+            state = self._states.get(one.request_id)
+            if state is None:
+                continue
+            try:
+                self._offer(state, one, orders)
+            except Exception as error:
+                state.request.due = NEVER
+                self.broke(error)
+
     def _offer(self, state: RequestState, one: Computed, orders: StepOrders) -> None:
         """Order a save of the blocks that this step completes, and what else is due."""
-        if state.audit is not None and state.audit.order is None and one.stop > state.audit.block * self.block_tokens:
-            self._order_audit(state, one, orders)
+        if self._audits is not None:
+            self._audits.computed(state, one, self._plan, orders)
         if state.found_tokens and one.stop >= state.request.num_prompt_tokens:
-            self._first_tokens.append(
-                (state.added_at, state.audit is not None, state.account.asked, state.found_tokens)
-            )
+            self._first_tokens.append((state.added_at, bool(state.held_out), state.account.asked, state.found_tokens))
             state.found_tokens = 0
         facts, policy, namespace = state.facts, self.settings.save, self._namespace.now()
-        is_other = self._facts is None or state.number != self._facts.number
+        is_other = self._facts is None or state.number != self._facts.number or self._refused is not None
         if namespace is None or is_other or facts.refused is not None or not facts.saves or policy is SavePolicy.NONE:
             state.request.due = NEVER
             return

@@ -38,8 +38,9 @@ from kvstore.errors import StoreClosed
 from kvstore.getting import Loaded
 from kvstore.handle import Lease, NamespaceHandle
 from kvstore.identity import Prompt
+from kvstore.layout import Layout
 from kvstore.miss import MissReason
-from kvstore.pages import Pages
+from kvstore.pages import GroupPages, Pages
 from tiering.frame import KEY_BYTES
 
 _log = getLogger(__name__)
@@ -53,8 +54,6 @@ WINDOW_FENCE_SECONDS = 0.02
 IDLE_WAIT_SECONDS = 0.005
 """An engine with nothing to do but to wait for loads would spin, and keep the loader from the interpreter's lock."""
 NO_LAYER = 1 << 30
-MAX_REPORTS = 65536
-"""Kept until the scheduler takes them; more means that nobody does."""
 
 
 @dataclass(slots=True)
@@ -95,7 +94,7 @@ class PagedWorker:
         self._is_reading = False
         self._waiting_bytes = 0
         self._done_loads: list[LoadReport] = []
-        self._reports: list[LoadReport] = []
+        self._reports: list[LoadReport] = []  # of orders, which come with the steps in which these are taken
         self._save_reports: list[SaveReport] = []
         self._audit_reports: list[AuditReport] = []
         self._layers: dict[int, int] = {}
@@ -313,10 +312,7 @@ class PagedWorker:
             if namespace is None:
                 return ()
             pages = self.pages.pages(order.tables, namespace.layout, order.first_token)
-            blank = {
-                layer: [plane[: len(pages.table)].clone() for plane in both] for layer, both in pages.planes.items()
-            }
-            into = Pages(blank, range(len(pages.table)), pages.page_tokens)
+            into = _blank(pages)
             with namespace.attach(order.ticket) as lease:
                 stop = order.first_token + namespace.block_tokens
                 if namespace.get(lease, into=into, first_token=order.first_token).tokens < stop:
@@ -325,10 +321,15 @@ class PagedWorker:
             if not reading.begin():
                 return ()
             try:
-                computed = _block(pages)
+                computed = _block(pages, namespace.layout)
             finally:
                 reading.end()
-            return (compare_block(_block(into), computed, namespace.namespace.codec),)
+            if not computed:
+                return ()
+            stored, codec = _block(into, namespace.layout), namespace.namespace.codec
+            # Of several groups nobody says how deep in the model a layer is: then all may be off as the last may.
+            deepest = len(pages.planes) - 1 if len(namespace.layout.groups) > 1 else None
+            return (compare_block(stored, computed, codec, deepest),)
         except Exception as error:
             self._fault(error)
             return ()
@@ -350,7 +351,8 @@ class PagedWorker:
                 pages = self.pages.pages(run, namespace.layout, first * block)
                 prompt = Prompt(stop * block, keys[:stop])
                 reading = _Reading(self, save)
-                joint = f"{order.number}" if namespace.shard is not None else ""
+                # What the puts of all ranks have in common.
+                joint = f"{order.number}.{first}" if namespace.shard is not None else ""
                 result = namespace.put(
                     prompt,
                     pages,
@@ -358,7 +360,7 @@ class PagedWorker:
                     ttl=order.ttl,
                     priority=order.priority,
                     reading=reading,
-                    joint=joint and f"{joint}.{first}",
+                    joint=joint,
                 )
                 stored += result.stored
                 if result.reason is not None:
@@ -416,8 +418,7 @@ class PagedWorker:
         self, order: SaveOrder, held: int, stored: int, seconds: float, reason: MissReason | None, *, dropped: bool
     ) -> None:
         report = SaveReport(order.number, order.request, self._rank, held, stored, seconds, reason, dropped)
-        if len(self._save_reports) < MAX_REPORTS:
-            self._save_reports.append(report)
+        self._save_reports.append(report)
 
     # The store -------------------------------------------------------------------------------------------------------
 
@@ -453,10 +454,24 @@ def _cut(run: PageRun, first_token: int, stop_token: int, page_tokens: int) -> P
     return PageRun(start, run.pages[start - run.first : stop - run.first])
 
 
-def _block(pages: Pages) -> dict[int, list[torch.Tensor]]:
-    """The numbers of all pages, as one block: by layer and plane [kv_head, token, width]."""
-    table = torch.tensor(list(pages.table))
-    return {
-        layer: [plane[table.to(plane.device)].flatten(0, 1).transpose(0, 1).clone() for plane in planes]
-        for layer, planes in pages.planes.items()
-    }
+def _blank(pages: Pages) -> Pages:
+    """As many pages, in memory of their own."""
+    planes = {layer: [plane[: len(pages.table)].clone() for plane in both] for layer, both in pages.planes.items()}
+    groups = {name: GroupPages(range(len(group.table)), group.first_page) for name, group in pages.groups.items()}
+    return Pages(planes, range(len(pages.table)), pages.page_tokens, groups)
+
+
+def _block(pages: Pages, layout: Layout) -> dict[int, list[torch.Tensor]]:
+    """The numbers of all pages, as one block: by layer and plane [kv_head, token, width]. Without groups of which the
+    engine has freed a part."""
+    found = {}
+    for group in layout.groups:
+        of_group = pages.of_group(group.name)
+        if of_group.first_page:
+            continue
+        table = torch.tensor(list(of_group.table))
+        for layer in group.layers:
+            found[layer] = [
+                plane[table.to(plane.device)].flatten(0, 1).transpose(0, 1).clone() for plane in pages.planes[layer]
+            ]
+    return found

@@ -16,7 +16,7 @@ from logging import getLogger
 from kvstore.errors import StoreClosed
 from kvstore.handle import Lease, Match, NamespaceHandle
 from kvstore.identity import Prompt
-from kvstore.miss import Account, HitTier, MissReason
+from kvstore.miss import Account, MissReason
 from kvstore.pending import Pending
 
 _log = getLogger(__name__)
@@ -177,14 +177,3 @@ class PrefixLookup:
         self.faults += 1
         _log.warning("the store failed a look-up: %s: %s", type(error).__name__, str(error).partition("\n")[0])
         return MissReason.UNREACHABLE
-
-
-def after_engine(account: Account, local_tokens: int) -> Account:
-    """The same prompt where the engine itself had the first tokens."""
-    parts: list[tuple[HitTier | MissReason, int]] = [(HitTier.ENGINE, local_tokens)]
-    left = local_tokens
-    for segment in account.segments:
-        covered = min(left, segment.tokens)
-        parts.append((segment.origin, segment.tokens - covered))
-        left -= covered
-    return Account.of(parts)

@@ -60,6 +60,10 @@ class SavePlan:
         """These hold what an inexact codec restored."""
         self._decoded.update(pages)
 
+    def computed(self, pages: Iterable[int]) -> None:
+        """These do not after all: the engine computes them."""
+        self._decoded.difference_update(pages)
+
     def exact_runs(self, tables: Sequence[Sequence[int]], first_block: int, stop_block: int) -> list[tuple[int, int]]:
         """Runs of blocks whose pages are all as the engine computed them."""
         if not self._decoded:

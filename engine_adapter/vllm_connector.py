@@ -49,7 +49,7 @@ from engine_adapter.adapter import chosen_codec
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.connector_settings import ConnectorSettings, LoadMode
 from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, register
-from engine_adapter.engine_requests import Computed
+from engine_adapter.engine_requests import Computed, RequestFacts
 from engine_adapter.load_choice import StepWork
 from engine_adapter.model_files import adapter_digest, model_fingerprint, snapshot_directory
 from engine_adapter.paged_scheduler import PagedScheduler, namespace_config
@@ -401,7 +401,7 @@ class _SchedulerSide:
             self.half.refuse(MissReason.UNSUPPORTED, str(error))
             logger.warning("kvstore: no prefix is looked up or saved: %s", error)
             return
-        self.half.use(named, [one.rank for one in facts], facts[0].page_bytes * len(facts))
+        self.half.use(named, [one.rank for one in facts])
         is_there = self.half.wait_open(wait_seconds)
         logger.info(
             "kvstore: %s at %s, codec %s, blocks of %d tokens (%d KiB before the codec), pages %s on %s",
@@ -430,14 +430,25 @@ class _SchedulerSide:
     def added(self, request: Any) -> None:
         """A request that was not there before."""
         mine = self._requests[request.request_id] = EngineView(request)
-        self.half.added(mine, self.reader.facts(request))
+        try:
+            facts = self.reader.facts(request)
+        except Exception as error:  # what a request is cannot be told: it is not cached
+            facts = RequestFacts(refused=MissReason.UNSUPPORTED, detail=f"{type(error).__name__}: {error}"[:200])
+        self.half.added(mine, facts)
 
     def step(self, output: Any) -> StepOrders:
         """What the scheduler decided. In most steps nothing is due, and nobody has new pages."""
         scheduled = output.num_scheduled_tokens
         resolve = getattr(getattr(output, "kv_connector_block_state", None), "get_block_ids", None)
         cached = output.scheduled_cached_reqs
-        grown = [page for more in cached.new_block_ids if more for pages in more for page in pages]
+        resumed = cached.resumed_req_ids  # whose pages are known from their admission
+        grown = [
+            page
+            for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if more and request_id not in resumed
+            for pages in more
+            for page in pages
+        ]
         if resolve is None:
             resolve = self._kept_tables(output)
         drafts = output.scheduled_spec_decode_tokens
@@ -467,9 +478,8 @@ class _SchedulerSide:
         for one in output.scheduled_new_reqs:
             self._tables[one.req_id] = [list(group) for group in one.block_ids]
         cached = output.scheduled_cached_reqs
-        resumed = set(getattr(cached, "resumed_req_ids", ()))
         for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in resumed:
+            if request_id in cached.resumed_req_ids:
                 self._tables[request_id] = [list(group) for group in more or ()]
             elif more:
                 for group, pages in zip(self._tables.get(request_id, ()), more, strict=False):
@@ -560,7 +570,10 @@ def _register(config: VllmConfig, groups: Any, kv_caches: Mapping[str, torch.Ten
     registered = []
     for number, group in enumerate(groups.kv_cache_groups):
         spec = group.kv_cache_spec
-        layers = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
+        layers: dict[str, torch.Tensor] = {}
+        for name in group.layer_names:
+            if name in kv_caches and all(kv_caches[name] is not other for other in layers.values()):
+                layers[name] = kv_caches[name]  # some models have layers that use the pages of another one
         heads, width = getattr(spec, "num_kv_heads", 0), getattr(spec, "head_size", 0)
         value_width = getattr(spec, "head_size_v", width)
         widths = (width, value_width) if value_width else (width,)
@@ -568,13 +581,13 @@ def _register(config: VllmConfig, groups: Any, kv_caches: Mapping[str, torch.Ten
         registered.append(
             RegisteredGroup(f"group{number}", layers, heads, widths, spec.block_size, groups.num_blocks, window)
         )
-    layers = config.compilation_config.static_forward_context
+    modules = config.compilation_config.static_forward_context
 
     def write(name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        layer = layers[name]
+        layer = modules[name]
         layer.impl.do_kv_cache_update(layer, key, value, kv_caches[name], slots)
 
-    return register(registered, parallel.rank % parallel.world_size, _scales(layers, kv_caches), write)
+    return register(registered, parallel.rank % parallel.world_size, _scales(modules, kv_caches), write)
 
 
 def _scales(layers: Mapping[str, Any], names: Iterable[str]) -> str:

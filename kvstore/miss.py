@@ -150,6 +150,16 @@ class Account:
             position += segment.tokens
         return Account.of(parts)
 
+    def behind(self, tier: HitTier, tokens: int) -> Account:
+        """The same prompt where that tier, which is above the others, has so many of its first tokens."""
+        parts: list[tuple[HitTier | MissReason, int]] = [(tier, tokens)]
+        left = tokens
+        for segment in self.segments:
+            covered = min(left, segment.tokens)
+            parts.append((segment.origin, segment.tokens - covered))
+            left -= covered
+        return Account.of(parts)
+
     def to_dict(self) -> dict[str, object]:
         """For `--json`: asked, hits by tier and misses by reason, in tokens."""
         return {

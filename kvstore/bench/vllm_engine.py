@@ -77,6 +77,9 @@ class Driver:
             **plan["options"],
         )
         self._engine = LLMEngine.from_engine_args(arguments)
+        # An engine that has run for a while has written to all of its pages: the kernel has them in memory.
+        for layer in self._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches:
+            layer.zero_()
         self._longest = int(plan["options"]["max_model_len"])
         self._requests = 0
         self._streams: dict[str, float] = {}

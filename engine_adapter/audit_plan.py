@@ -1,0 +1,116 @@
+"""Hits that are computed all the same, from the choice to the verdict (floor 3).
+
+    begins (a hit is held out, the stored block is leased) > computed (the block is there: its comparison is ordered)
+    > reported (by every rank) > a verdict
+
+One thread; nothing here waits. `audit` says which hits, `audit_blocks` compares. Must never import an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from engine_adapter.audit import Verdict
+from engine_adapter.engine_requests import AuditUnderWay, Computed, RequestCounts, RequestState
+from engine_adapter.load_choice import LoadChoice
+from engine_adapter.save_plan import SavePlan, page_runs
+from engine_adapter.step_orders import AuditOrder, AuditReport, NamespaceFacts, StepOrders
+from kvstore.handle import Match, NamespaceHandle
+
+
+class AuditPlan:
+    """Of one engine and namespace."""
+
+    def __init__(
+        self,
+        choice: LoadChoice,
+        facts: NamespaceFacts,
+        ranks: Sequence[int],
+        number: Callable[[], int],
+        lease_deadline_ms: float,
+    ) -> None:
+        """ranks: that compare, each its part. number: of the next order."""
+        self._choice = choice
+        self._facts = facts
+        self._ranks = tuple(ranks)
+        self._number = number
+        self._lease_deadline_ms = lease_deadline_ms
+        self._under_way: dict[int, RequestState] = {}
+        self.name = ""
+        """Of the namespace, for people."""
+
+    def begins(self, state: RequestState, match: Match, namespace: NamespaceHandle, now: float) -> bool:
+        """Whether this hit is computed all the same; asked once for each request that hits. The last block that could
+        have been used is compared."""
+        if self._facts.layout.packing.startswith("opaque"):
+            return False  # bytes that nobody can read as numbers
+        if not self._choice.holdout.begins(state.request.request_id, now):
+            return False
+        self.name = self.name or namespace.namespace.digest().hex()[:12]
+        block = namespace.block_tokens
+        last = min(match.tokens, state.prompt.tokens - 1) // block
+        wanted = replace(match, keys=match.keys[:last], blocks=last, tokens=last * block)
+        pending = namespace.submit_lease(wanted, (last - 1) * block, self._lease_deadline_ms)
+        state.audit = AuditUnderWay(last - 1, pending)
+        return True
+
+    def computed(self, state: RequestState, one: Computed, plan: SavePlan, orders: StepOrders) -> None:
+        """A step computes as much of a request: order the comparison, if it is held out and the block is among it."""
+        audit, block = state.audit, self._facts.layout.block_tokens
+        if audit is None or audit.pending is None or one.stop < (audit.block + 1) * block:
+            return
+        lease = audit.pending.poll()
+        if lease is None:
+            return
+        audit.lease, audit.pending = lease, None
+        first = audit.block * block
+        if lease.tokens < first + block:
+            self.ended(state)
+            return
+        tables = page_runs(one.tables(), first, first + block, self._facts.layout.page_tokens)
+        audit.order = AuditOrder(
+            self._number(), state.request.request_id, self._facts.number, lease.ticket(), first, tables
+        )
+        audit.waiting = set(self._ranks)
+        self._under_way[audit.order.number] = state
+        plan.watch(audit.order.number, tables)
+        orders.audits.append(audit.order)
+
+    def reported(self, report: AuditReport, plan: SavePlan, counts: RequestCounts, now: float) -> Verdict | None:
+        """One rank has compared; the verdict, once all have and there was something to compare."""
+        state = self._under_way.get(report.number)
+        audit = state.audit if state is not None else None
+        if state is None or audit is None or audit.order is None:
+            return None
+        audit.waiting.discard(report.rank)
+        audit.results += report.results
+        if audit.waiting:
+            return None
+        del self._under_way[report.number]
+        plan.unwatch(report.number, audit.order.tables)
+        audit.order = None
+        self.ended(state)
+        for result in audit.results:
+            counts.audited[result.verdict] = counts.audited.get(result.verdict, 0) + 1
+        return self._choice.audits.record(self.name, audit.results, now)
+
+    def close(self) -> None:
+        """Whatever is reported from now on is of no interest."""
+        for state in self._under_way.values():
+            if state.audit is not None:
+                state.audit.order = None
+                self.ended(state)
+        self._under_way.clear()
+
+    def ended(self, state: RequestState) -> None:
+        """There is nothing more to come of it, unless a comparison is under way. Safe to call again."""
+        audit = state.audit
+        if audit is None or audit.order is not None:
+            return
+        if audit.pending is not None:
+            audit.pending.end()
+        if audit.lease is not None:
+            audit.lease.release()
+        audit.pending, audit.lease = None, None
+        self._choice.holdout.ended(state.request.request_id)
