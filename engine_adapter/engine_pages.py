@@ -3,8 +3,10 @@
 Nothing about a page is taken for granted. Several *forms* are known in which engines lay K and V of one page; the
 engine itself writes a page of random numbers, and the form under which exactly these are found is the right one. Where
 none is, or the engine cannot be made to write, a page is a run of bytes that nobody looks into: `raw` copies it all the
-same. Either way one block is copied to another through the store's own codec and compared byte for byte before anything
-is stored. Must never import an engine, and must leave pages as they were.
+same. And where K lies across, `raw` takes each head's numbers in the order in which they lie, since turning them round
+costs more than everything else of a copy; the form is part of the namespace's name. Either way one block is copied to
+another through the store's own codec and compared byte for byte before anything is stored. Must never import an engine,
+and must leave pages as they were.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ Write = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 PROBE_SEED = 20261122
 OPAQUE = "opaque"
+SLABS, ACROSS = "slabs", "slabs-k-across"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +61,24 @@ class EnginePages:
         planes: Mapping[int, Sequence[torch.Tensor]],
         split: int,
         numbers: Mapping[str, int] | None = None,
+        as_they_lie: Mapping[int, Sequence[torch.Tensor]] | None = None,
     ) -> None:
-        """planes: by layer number, [pages, page_tokens / split, kv_heads, width]. split: kernel pages to a page."""
+        """planes: by layer number, [pages, page_tokens / split, kv_heads, width]. split: kernel pages to a page.
+        as_they_lie: the same memory in that shape, where each head's numbers of a page may stand in another order."""
         self.facts = facts
         self.numbers = dict(numbers or {})
         self._planes = planes
+        self._as_they_lie = as_they_lie or planes
         self._split = split
 
-    def pages(self, tables: Sequence[PageRun], layout: Layout, first_token: int) -> Pages:
+    def pages(self, tables: Sequence[PageRun], layout: Layout, first_token: int, *, is_exact: bool) -> Pages:
         """What a verb of the store takes that begins with `first_token`. tables: by group, in the layout's order; of a
-        sliding group those pages that are there."""
+        sliding group those pages that are there. is_exact: for a codec that does not look into what it copies."""
         start = first_token // self.facts.page_tokens
         groups = dict(zip((group.name for group in layout.groups), tables, strict=True))
         whole = next((run for run in tables if run.first == start), tables[0])
         return Pages(
-            self._planes,
+            self._as_they_lie if is_exact else self._planes,
             self._kernel_pages(whole.pages),
             self.facts.page_tokens // self._split,
             {
@@ -109,17 +115,20 @@ def register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: W
         facts = WorkerFacts(rank, page_tokens, (), "", scales, device, page_bytes, refused=str(error))
         return EnginePages(facts, {}, 1)
     planes: dict[int, Sequence[torch.Tensor]] = {}
+    as_they_lie: dict[int, Sequence[torch.Tensor]] = {}
     group_facts: list[GroupFacts] = []
-    for group, (_, layers, _) in zip(groups, found, strict=True):
+    for group, (packing, layers, _) in zip(groups, found, strict=True):
         numbers = tuple(range(len(planes), len(planes) + len(layers)))
         planes.update(zip(numbers, layers, strict=True))
+        lying = [_planes_in(SLABS, tensor, group) for tensor in group.layers.values()] if packing == ACROSS else layers
+        as_they_lie.update(zip(numbers, lying, strict=True))
         first = layers[0]
         widths = tuple(plane.shape[3] for plane in first)
         dtype = str(first[0].dtype).removeprefix("torch.")
         group_facts.append(GroupFacts(group.name, numbers, first[0].shape[2], widths, dtype, group.window))
     facts = WorkerFacts(rank, page_tokens, tuple(group_facts), "+".join(packings), scales, device, page_bytes)
     names = [name for group in groups for name in group.layers]
-    pages = EnginePages(facts, planes, split, {name: number for number, name in enumerate(names)})
+    pages = EnginePages(facts, planes, split, {name: number for number, name in enumerate(names)}, as_they_lie)
     refused = _refusal(pages, groups)
     if refused:
         facts = WorkerFacts(rank, page_tokens, (), "", scales, device, page_bytes, refused)
@@ -172,11 +181,11 @@ def _forms(tensor: torch.Tensor, group: RegisteredGroup) -> Iterator[tuple[str, 
             if k_width == v_width and tensor[0].is_contiguous():
                 rows = tensor.view(shape[0], heads, 2 * shape[2], k_width)
                 k_rows, v_rows = rows[:, :, : shape[2]], rows[:, :, shape[2] :]
-                yield "slabs", split, [k_rows.permute(0, 2, 1, 3), v_rows.permute(0, 2, 1, 3)]
+                yield SLABS, split, [k_rows.permute(0, 2, 1, 3), v_rows.permute(0, 2, 1, 3)]
                 size = (shape[0], shape[2], heads, k_width)
                 strides = (tensor.stride(0), 1, tensor.stride(1), shape[2])
                 across = tensor.as_strided(size, strides, tensor.storage_offset())
-                yield "slabs-k-across", split, [across, v_rows.permute(0, 2, 1, 3)]
+                yield ACROSS, split, [across, v_rows.permute(0, 2, 1, 3)]
         if shape[2] == heads and (split := _split(shape[0], shape[1], group)):
             yield "tokens-first", split, [tensor[..., :k_width], tensor[..., k_width:]]
     if len(shape) == 5 and k_width == v_width == shape[4] and 2 in shape[:2]:
@@ -188,6 +197,11 @@ def _forms(tensor: torch.Tensor, group: RegisteredGroup) -> Iterator[tuple[str, 
                 yield f"planes-{axis}-tokens", split, [k, v]
             if k.shape[1] == heads and (split := _split(k.shape[0], k.shape[2], group)):
                 yield f"planes-{axis}-heads", split, [k.transpose(1, 2), v.transpose(1, 2)]
+
+
+def _planes_in(form: str, tensor: torch.Tensor, group: RegisteredGroup) -> list[torch.Tensor]:
+    """The planes of a form that the tensor's shape admits."""
+    return next(planes for name, _, planes in _forms(tensor, group) if name == form)
 
 
 def _opaque(tensor: torch.Tensor, group: RegisteredGroup) -> tuple[int, list[torch.Tensor]]:
@@ -227,10 +241,8 @@ def _planes_of(group: RegisteredGroup, write: Write) -> tuple[str, list[list[tor
         raise LayoutMismatch(f"group {group.name!r} has layers with pages of different shapes")
     form = _written_form(names[0], tensors[0], group, write)
     if form:
-        layers, split = [], 1
-        for tensor in tensors:
-            split, planes = next((split, planes) for name, split, planes in _forms(tensor, group) if name == form)
-            layers.append(planes)
+        layers = [_planes_in(form, tensor, group) for tensor in tensors]
+        split = next(split for name, split, _ in _forms(tensors[0], group) if name == form)
         found = zip(names, tensors, layers, strict=True)
         if all(_is_written(name, tensor, planes, group, write) for name, tensor, planes in found):
             return form, layers, split
@@ -292,11 +304,13 @@ def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:
             row[torch.tensor(source)] = torch.randint(
                 0, 256, (count, row.shape[1]), generator=random, dtype=torch.uint8
             ).to(row.device)
-            row[torch.tensor(target)] = 0
-        _copy_block(pages, layout, source, target)
-        for row in rows:
-            if not torch.equal(row[torch.tensor(source)], row[torch.tensor(target)]):
-                return f"a page that was copied as {facts.packing} is not what it was"
+        for is_exact in (False, True):
+            for row in rows:
+                row[torch.tensor(target)] = 0
+            _copy_block(pages, layout, source, target, is_exact=is_exact)
+            for row in rows:
+                if not torch.equal(row[torch.tensor(source)], row[torch.tensor(target)]):
+                    return f"a page that was copied as {facts.packing} is not what it was"
         return ""
     except (LayoutMismatch, BadInput) as error:
         return _first_line(error)
@@ -305,7 +319,7 @@ def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:
             row[touched] = was
 
 
-def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: list[int]) -> None:
+def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: list[int], *, is_exact: bool) -> None:
     """One block from pages to pages through the store's own codec."""
     codec = codec_named("raw")
     for part in layout.parts:
@@ -313,7 +327,7 @@ def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: l
         view = memoryview(payload.numpy().data)
         span = [FrameSpan(payload.data_ptr(), view, None)]
         tables = [[PageRun(0, table)] * len(layout.groups) for table in (source, target)]
-        given, into = (codec.bind(pages.pages(table, layout, 0), layout, part) for table in tables)
+        given, into = (codec.bind(pages.pages(table, layout, 0, is_exact=is_exact), layout, part) for table in tables)
         (encoded,) = given.encode([0], span, digest)
         if isinstance(encoded, Flaw) or into.decode(span, [0], 0, [encoded], digest) != 1:
             raise LayoutMismatch("a page's digests are not those of its copy")

@@ -4,9 +4,9 @@
               > step after step: what was computed is offered > finished
     step      orders for the workers > their reports
 
-Nothing here waits. Tokens are hashed here, once; what leaves this process are prefix keys. This is the edge at which
-any fault of the store becomes a miss. Must never import an engine, and must never offer a token's KV before the engine
-has accepted the token.
+Nothing here waits, but for a third of a millisecond in a step that has nothing else to do. Tokens are hashed here,
+once; what leaves this process are prefix keys. This is the edge at which any fault of the store becomes a miss. Must
+never import an engine, and must never offer a token's KV before the engine has accepted the token.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ QUICK_LOAD_MS = 2.0
 MAX_SAVED_EVENTS = 4096
 """Kept until somebody asks for them."""
 CLOSE_SECONDS = 1.0
+IDLE_WAIT_SECONDS = 0.0003
+"""How long an engine that runs nothing waits for answers in each step: to be asked again costs a step, which is more."""
+IDLE_PAUSE_SECONDS = 0.00002
 
 _log = getLogger(__name__)
 
@@ -86,12 +89,16 @@ class PagedScheduler:
         open_store: Callable[[], ClosableStore],
         clock: Callable[[], float],
         choose: Callable[[], float],
+        pause: Callable[[float], None],
     ) -> None:
-        """open_store: in the session that the workers join. clock: monotonic seconds. choose: evenly from 0 up to 1."""
+        """open_store: in the session that the workers join. clock: monotonic seconds. choose: evenly from 0 up to 1.
+        pause: for so many seconds."""
         self.settings = settings
         self.choice: LoadChoice | None = None
         self._clock = clock
         self._choose = choose
+        self._pause = pause
+        self._idle_seconds = IDLE_WAIT_SECONDS
         self._namespace = OpenedNamespace(open_store)
         self._facts: NamespaceFacts | None = None
         self._told = -1
@@ -200,6 +207,11 @@ class PagedScheduler:
         if lookup is None:
             return 0, False
         tokens = self._promised(state, lookup, local_tokens)
+        while tokens is None and not self._running and self._idle_seconds > 0:
+            began = self._clock()
+            self._pause(IDLE_PAUSE_SECONDS)
+            tokens = self._promised(state, lookup, local_tokens)
+            self._idle_seconds -= self._clock() - began
         if tokens is None:
             return None, False
         if not state.is_admitted:
@@ -270,7 +282,7 @@ class PagedScheduler:
         if not self._is_exact:
             self._plan.decoded(page for load in orders.loads for run in load.tables for page in run.pages)
         self._offer_all(due, orders)
-        self._running = running
+        self._running, self._idle_seconds = running, IDLE_WAIT_SECONDS
         orders.failures_seen = dict(self._failures)
         orders.is_idle = not running
         if self._facts is not None and self._told != self._facts.number:

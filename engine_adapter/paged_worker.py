@@ -254,7 +254,9 @@ class PagedWorker:
                 lease = namespace.attach(order.ticket)
                 with lease:
                     if lease.tokens > order.first_token:
-                        pages = self.pages.pages(order.tables, namespace.layout, order.first_token)
+                        pages = self.pages.pages(
+                            order.tables, namespace.layout, order.first_token, is_exact=namespace.is_exact
+                        )
                         for loaded in self._loaded(namespace, lease, pages, order):
                             got, reason = min(loaded.tokens, order.stop_token), loaded.reason
                         tokens = max(tokens, got)
@@ -311,7 +313,7 @@ class PagedWorker:
             namespace = self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
                 return ()
-            pages = self.pages.pages(order.tables, namespace.layout, order.first_token)
+            pages = self.pages.pages(order.tables, namespace.layout, order.first_token, is_exact=namespace.is_exact)
             into = _blank(pages)
             with namespace.attach(order.ticket) as lease:
                 stop = order.first_token + namespace.block_tokens
@@ -348,7 +350,7 @@ class PagedWorker:
             while first < len(keys):
                 stop = min(first + step, len(keys))
                 run = [_cut(table, first * block, stop * block, self.pages.facts.page_tokens) for table in order.tables]
-                pages = self.pages.pages(run, namespace.layout, first * block)
+                pages = self.pages.pages(run, namespace.layout, first * block, is_exact=namespace.is_exact)
                 prompt = Prompt(stop * block, keys[:stop])
                 reading = _Reading(self, save)
                 # What the puts of all ranks have in common.

@@ -364,7 +364,7 @@ class _SchedulerSide:
 
     def __init__(self, config: VllmConfig, groups: Any, settings: ConnectorSettings, session: str) -> None:
         self.half = PagedScheduler(
-            settings, lambda: _open_store(settings.url, session), time.monotonic, random.Random().random
+            settings, lambda: _open_store(settings.url, session), time.monotonic, random.Random().random, time.sleep
         )
         self.reader = RequestReader(AdapterDigests(adapter_digest))
         self._config = config
