@@ -54,7 +54,7 @@ MAX_SAVED_EVENTS = 4096
 """Kept until somebody asks for them."""
 CLOSE_SECONDS = 1.0
 IDLE_WAIT_SECONDS = 0.0003
-"""How long an engine that runs nothing waits for answers in each step: to be asked again costs a step, which is more."""
+"""How long an engine that runs nothing waits for answers in each step: to be asked again costs it a whole step."""
 IDLE_PAUSE_SECONDS = 0.00002
 
 _log = getLogger(__name__)
