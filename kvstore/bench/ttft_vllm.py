@@ -163,7 +163,9 @@ class _Bench:
             for turn in range(-1, options.turns):
                 self._say(f"TTFT, turn {turn + 1} of {options.turns}")
                 order = list(engines.values())
-                for engine in order if turn % 2 else reversed(order):
+                first = turn % len(order)
+                for engine in order[first:] + order[:first]:
+                    self._ask(engine, prefix)  # it comes from elsewhere: its weights are in no cache any more
                     for path, answer in self._ttft_turn(engine, prefix, is_own_first=bool(turn % 2)):
                         self._check(engine.name, path, answer, options.prefix_tokens)
                         if turn >= 0:
