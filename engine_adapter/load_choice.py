@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from engine_adapter.audit import Audits, Holdout, TtftSaving
 from engine_adapter.costmodel import CostModel, Decision
@@ -70,7 +71,10 @@ class LoadChoice:
         return local_tokens + decision.load_tokens, MissReason.CHEAPER_TO_COMPUTE
 
     def load_ms(self, tokens: int, now: float) -> float:
-        """What loading so many tokens from DRAM is expected to take."""
+        """What loading so many tokens from DRAM is expected to take; infinite until one has been seen, since what is
+        believed before is what good machines do."""
+        if not self.costs.loads.has_seen(HitTier.DRAM):
+            return inf
         return self.costs.predicted_load_ms([(HitTier.DRAM, tokens)], now)
 
     def begins(self, request: str, now: float) -> None:

@@ -315,6 +315,11 @@ class LoadSpeed:
         }
         self.refused = 0
 
+    def has_seen(self, tier: HitTier) -> bool:
+        """Whether a load from it has ended."""
+        belief = self._beliefs.get(tier)
+        return belief is not None and belief.loads > 0
+
     def of_tier(self, tier: HitTier, now_seconds: float) -> tuple[float, float]:
         """Seconds of overhead, and seconds per byte."""
         belief = self._beliefs.get(tier)
