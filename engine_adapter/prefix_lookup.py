@@ -56,7 +56,7 @@ class PrefixLookup:
         self._pending_match: Pending[Match] | None = None
         self._pending_lease: Pending[Lease] | None = None
         try:
-            self._pending_match = namespace.submit_match(prompt)
+            self._pending_match = namespace.submit_match(prompt, deadline_ms=match_deadline_ms)
         except Exception as error:
             self._miss(self._fault(error))
 

@@ -172,7 +172,7 @@ class Door(Protocol):
         """Pin the longest readable prefix; frames of the blocks from `first_block` on."""
         ...
 
-    def submit_match(self, number: int, keys: Sequence[bytes]) -> Submitted[MatchReply]:
+    def submit_match(self, number: int, keys: Sequence[bytes], deadline_ms: float) -> Submitted[MatchReply]:
         """`match`, without waiting for its answer."""
         ...
 

@@ -161,13 +161,16 @@ class NamespaceHandle:
         tokens, keys = self._hashed(token_ids, extra_keys)
         return self._matched(tokens, keys, self._door.match(self.number, keys))
 
-    def submit_match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = ()) -> Pending[Match]:
-        """`match` for a thread that must not wait: `poll` returns the `Match` once it is there.
+    def submit_match(
+        self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), deadline_ms: float = 50
+    ) -> Pending[Match]:
+        """`match` for a thread that must not wait: `poll` returns it once it is there, or a miss once it is late.
 
         The prompt is hashed here, in the caller's thread: some 0.3 ms for 32,768 tokens given as an array.
         """
+        _check_deadline(deadline_ms)
         tokens, keys = self._hashed(token_ids, extra_keys)
-        submitted = self._door.submit_match(self.number, keys)
+        submitted = self._door.submit_match(self.number, keys, deadline_ms)
         cancelled = MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled")
         return Pending(submitted, partial(self._matched, tokens, keys), partial(self._matched, tokens, keys, cancelled))
 
@@ -358,8 +361,7 @@ class NamespaceHandle:
         _check_kind("match", match, Match, "what `match` or `submit_match(...).poll` returned")
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
-        if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
-            raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")
+        _check_deadline(deadline_ms)
         check_request(request)
         first_block = min(first_token // self.block_tokens, match.blocks)
         return match.keys[: match.blocks], first_block, min(float(deadline_ms), 1000 * MAX_SECONDS), request
@@ -469,6 +471,11 @@ class NamespaceHandle:
 def _first_window(first_block: int, blocks: int) -> int:
     """The first block of the window that a joint put from there on begins with."""
     return min(first_block, max(blocks - 1, 0)) // WINDOW_BLOCKS * WINDOW_BLOCKS
+
+
+def _check_deadline(deadline_ms: float) -> None:
+    if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
+        raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")
 
 
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:

@@ -108,7 +108,7 @@ class TenantDoor:
         """As `Door.lease`."""
         return self._store.lease(number, keys, first_block, deadline_ms)
 
-    def submit_match(self, number: int, keys: Sequence[bytes]) -> Submitted[MatchReply]:
+    def submit_match(self, number: int, keys: Sequence[bytes], deadline_ms: float) -> Submitted[MatchReply]:
         """As `Door.submit_match`: tables in memory answer at once."""
         return Answered(self._store.match(number, keys))
 

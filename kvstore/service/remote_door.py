@@ -169,13 +169,14 @@ class RemoteDoor:
         except Away as away:
             return _no_lease(first_block, away.reason, away.detail)
 
-    def submit_match(self, number: int, keys: Sequence[bytes]) -> Submitted[MatchReply]:
+    def submit_match(self, number: int, keys: Sequence[bytes], deadline_ms: float) -> Submitted[MatchReply]:
         """As `Door.submit_match`. Waits for nothing: without a connection it is a miss, and one is made meanwhile."""
 
         def steps(known: int) -> Steps[MatchReply]:
             return taken((yield m.Match(known, list(keys))), m.Matched).reply
 
-        return self._submit(number, lambda run, known: steps(known), self._limits.match, _no_match)
+        seconds = min(float(deadline_ms), MAX_DEADLINE_MS) / 1000
+        return self._submit(number, lambda run, known: steps(known), seconds, _no_match)
 
     def submit_lease(
         self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""

@@ -403,6 +403,8 @@ class EngineVerbs:
     def test_bad_input_is_raised_where_it_is_submitted(self, engine: Engine) -> None:
         with pytest.raises(BadInput):
             engine.mine.submit_match([-1])
+        with pytest.raises(BadInput, match="deadline_ms=-1; give milliseconds"):
+            engine.mine.submit_match([1], deadline_ms=-1)
         with pytest.raises(BadInput):
             engine.mine.submit_lease(engine.mine.match(ids(512)), deadline_ms=-1)
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from select import select
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,25 +92,74 @@ def run(run_once: Callable[[dict[str, Any]], list[Any]]) -> Callable[[dict[str, 
     return run_once
 
 
-@pytest.fixture(scope="session")
-def run_once() -> Callable[[dict[str, Any]], list[Any]]:
-    """The same for fixtures that outlive a test."""
+class Nursery:
+    """Runs of engines, one after the other. A context."""
 
-    def session(plan: dict[str, Any]) -> list[Any]:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}:{ROOT / 'kernels'}:{os.environ.get('ENGINE_PATH', '')}",
-        }
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._runs = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, plan: dict[str, Any]) -> list[Any]:
+        """A plan's outcome, step by step."""
+        if plan.get("multiprocessing") or plan.get("options", {}).get("tensor_parallel_size", 1) > 1:
+            return self._alone(plan)
+        self._runs += 1
+        given, outcome, log = (self._scratch / f"{self._runs}.{kind}" for kind in ("plan", "outcome", "log"))
+        given.write_text(json.dumps(plan))
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "engines.nursery"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=_environment(),
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{given} {outcome} {log}\n")
+        self._process.stdin.flush()
+        ended, _, _ = select([self._process.stdout], [], [], SECONDS)
+        status = self._process.stdout.readline().strip() if ended else f"still there after {SECONDS} s"
+        if status != "0":
+            self.end()
+            raise AssertionError(f"{status}: {log.read_text()[-6000:] if log.exists() else 'nothing logged'}")
+        told: list[Any] = json.loads(outcome.read_text())["steps"]
+        return told
+
+    def _alone(self, plan: dict[str, Any]) -> list[Any]:
+        """Of engines with processes of their own: vLLM is told at its import which processors each of them has."""
         done = subprocess.run(
             [sys.executable, "-m", "engines.session"],
             input=json.dumps(plan),
             capture_output=True,
             text=True,
             timeout=SECONDS,
-            env=environment,
+            env=_environment(),
             check=False,
         )
         assert done.returncode == 0, done.stderr[-6000:]
-        return json.loads(done.stdout)["steps"]
+        told: list[Any] = json.loads(done.stdout)["steps"]
+        return told
 
-    return session
+    def end(self) -> None:
+        """Whatever still runs ends with it."""
+        process, self._process = self._process, None
+        if process is not None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+            process.wait()
+
+
+def _environment() -> dict[str, str]:
+    path = [ROOT / "tests", ROOT, ROOT / "kernels", os.environ.get("ENGINE_PATH", "")]
+    return {**os.environ, "PYTHONPATH": ":".join(map(str, path))}
+
+
+@pytest.fixture(scope="session")
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[dict[str, Any]], list[Any]]]:
+    """The same for fixtures that outlive a test."""
+    nursery = Nursery(tmp_path_factory.mktemp("runs"))
+    yield nursery.run
+    nursery.end()

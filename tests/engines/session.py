@@ -134,14 +134,19 @@ class Session:
         return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
 
 
-def main() -> None:
-    """Read the plan, follow it, tell."""
-    plan = json.load(sys.stdin)
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM logs to standard output
+def outcome_of(text: str) -> str:
+    """Follow a plan. Both are JSON."""
+    plan = json.loads(text)
     session = Session(plan)
     outcome = [getattr(session, step["do"])(step) for step in plan["steps"]]
-    json.dump({"started_seconds": session.started_seconds, "steps": outcome}, out)
+    return json.dumps({"started_seconds": session.started_seconds, "steps": outcome})
+
+
+def main() -> None:
+    """Read the plan, follow it, tell."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to standard output
+    out.write(outcome_of(sys.stdin.read()))
     out.close()
 
 

@@ -15,6 +15,9 @@ from engines import models
 COUNT = int(os.environ.get("ENGINE_PROMPTS", "20"))
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 
+PATIENT: dict[str, Any] = {"audit": 0, "cost_model": False, "match_deadline_ms": 5000, "lease_deadline_ms": 5000}
+"""What is found is loaded, on a machine that is busy with something else as well."""
+
 DTYPES = {
     "bf16": dict(options=dict(dtype="bfloat16")),
     "fp32": dict(options=dict(dtype="float32")),
@@ -39,7 +42,7 @@ def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar:
     print(f"seed {SEED}")
     case: dict[str, Any] = DTYPES[name]
     asked = {"count": COUNT, "seed": SEED}
-    extra = {"codec": "raw", "audit": 0, "cost_model": False, "lease_deadline_ms": 5000, **case.get("extra", {})}
+    extra = {"codec": "raw", **PATIENT, **case.get("extra", {})}
     cold, again, outside = "cold", "again", "outside"
     plan = {
         "model": saved(**case.get("shape", {}), kind=case.get("model", "llama")),
@@ -54,18 +57,13 @@ def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar:
         ],
     }
     steps = dict(zip([cold, "settled", again, outside], run(plan), strict=True))
-    late = 0
     for own, external in zip(steps[again], steps[outside], strict=True):
         account = external["kvstore"]
         assert account["asked"] == external["prompt_tokens"]
         assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
         assert account["hits"].get("dram", 0) == external["cached"], external
-        if account["misses"].get("deadline"):  # a machine that is busy with something else
-            late += 1
-            continue
         assert external["cached"] == own["cached"] > 0, (own, external)
         assert own["tokens"] == external["tokens"]
-    assert late <= COUNT // 4, "that many look-ups were late, and nothing was compared"
 
 
 # Many at once ---------------------------------------------------------------------------------------------------------
@@ -98,9 +96,7 @@ CROWDS = {
 
 def transfer(url: str, case: dict[str, Any]) -> dict[str, Any]:
     """The connector of a case."""
-    made = models.connector(
-        url, codec="raw", audit=0, cost_model=False, lease_deadline_ms=5000, **case.get("extra", {})
-    )
+    made = models.connector(url, codec="raw", **PATIENT, **case.get("extra", {}))
     if "connector" in case:
         made |= {"kv_connector": case["connector"], "kv_connector_module_path": "engines.wrong_connectors"}
     return made

@@ -55,8 +55,8 @@ class ReversingConnector(KvStoreConnector):
         assert isinstance(worker, paged_worker.PagedWorker)
         save, pages = worker._save, worker.pages.pages
 
-        def reversed_pages(*args: Any) -> Pages:
-            given = pages(*args)
+        def reversed_pages(*args: Any, **kwargs: Any) -> Pages:
+            given = pages(*args, **kwargs)
             table = torch.tensor(given.table)
             planes = {layer: [plane[table].flip(3) for plane in both] for layer, both in given.planes.items()}
             return Pages(planes, range(len(given.table)), given.page_tokens)
