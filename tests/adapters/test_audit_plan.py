@@ -1,0 +1,142 @@
+"""From the choice of a hit that is computed all the same to the verdict: the plan alone, with a real store's leases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from adapters.test_paged_scheduler import FACTS, LAYOUT, put
+from engine_adapter.audit import AuditResult, Verdict
+from engine_adapter.audit_plan import AuditPlan
+from engine_adapter.engine_requests import Computed, RequestCounts, RequestFacts, RequestState
+from engine_adapter.load_choice import LoadChoice
+from engine_adapter.save_plan import SavePlan
+from engine_adapter.step_orders import AuditReport, NamespaceFacts, StepOrders
+from kvstore.layout import Layout
+from kvstore.miss import Account
+from kvstore.node import EmbeddedStore
+from paged_engine import Request
+from workbench import ids
+
+SECONDS = 30
+EXACT = AuditResult(Verdict.EXACT, 0.0, 0.0, 0.0, 0.1, 0, None)
+CLOSE = AuditResult(Verdict.CLOSE, 0.01, 0.01, 0.01, 0.1, 0, None)
+DRIFTED = AuditResult(Verdict.DRIFTED, 1.0, 1.0, 1.0, 0.1, 0, None)
+TABLE = list(range(1, 12))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
+    with kvstore.embedded(str(tmp_path / "kv"), dram="4MiB", limits=kvstore.Limits(pinned_fraction=1.0)) as opened:
+        yield opened
+        deadline = time.monotonic() + SECONDS
+        while opened.usage().leases:
+            assert time.monotonic() < deadline, "a lease is held"
+            time.sleep(0.001)
+
+
+class Held:
+    """A request that is held out, of 330 tokens of which 320 are stored."""
+
+    def __init__(self, store: EmbeddedStore, ranks: tuple[int, ...] = (0,), facts: NamespaceFacts = FACTS) -> None:
+        self.choice = LoadChoice(1.0, is_on=False, audit=1.0, choose=lambda: 0.0)
+        numbers = count(50)
+        self.plan = AuditPlan(self.choice, facts, ranks, lambda: next(numbers), 5000)
+        self.saves = SavePlan(ranks, 32, 64)
+        self.counts = RequestCounts()
+        self.handle = put(store, ids(320))
+        self.state = self.of("a")
+
+    def of(self, name: str) -> RequestState:
+        request = Request(name, ids(330), 330, None, known=330)  # type: ignore[arg-type]
+        state = RequestState(request, RequestFacts(), Account.of([]))
+        state.prompt = self.handle.hashed(ids(330))
+        return state
+
+    def begins(self) -> bool:
+        return self.plan.begins(self.state, self.handle.match(ids(330)), self.handle, 0.0)
+
+    def computed(self, stop: int = 330) -> StepOrders:
+        """Steps until the lease is there; where it cannot be needed yet, one."""
+        deadline = time.monotonic() + SECONDS
+        orders = StepOrders()
+        one = Computed("a", stop, lambda: [TABLE])
+        while True:
+            self.plan.computed(self.state, one, self.saves, orders)
+            if orders.audits or stop < 320 or self.state.audit is None or self.state.audit.pending is None:
+                return orders
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def reported(self, orders: StepOrders, rank: int, *results: AuditResult) -> Verdict | None:
+        (order,) = orders.audits
+        return self.plan.reported(AuditReport(order.number, "a", rank, results), self.saves, self.counts, 0.0)
+
+
+def test_the_last_block_that_could_be_used_is_compared(store: EmbeddedStore) -> None:
+    held = Held(store)
+    assert held.begins() and held.plan.name
+    assert held.computed(319).audits == []
+    orders = held.computed(320)
+    (order,) = orders.audits
+    assert (order.first_token, order.tables[0].first, order.tables[0].pages) == (256, 8, [9, 10])
+    assert held.saves.taken({9}) == [order.number] and held.saves.taken({8}) == []
+    assert held.computed().audits == [], "once"
+    assert held.reported(orders, 0, CLOSE) is Verdict.CLOSE
+    assert held.saves.taken({9}) == [] and held.counts.audited == {Verdict.CLOSE: 1}
+    assert held.choice.holdout.begins("b", 0.0), "the next one may be held out"
+
+
+def test_all_ranks_have_to_compare_and_the_worst_counts(store: EmbeddedStore) -> None:
+    held = Held(store, (0, 1, 2))
+    assert held.begins()
+    orders = held.computed()
+    assert held.reported(orders, 1, EXACT) is None and held.reported(orders, 0, DRIFTED) is None
+    assert held.saves.taken({9}) != [], "the third one reads"
+    assert held.reported(orders, 2, EXACT) is Verdict.DRIFTED
+    assert held.counts.audited == {Verdict.EXACT: 2, Verdict.DRIFTED: 1}
+    assert held.reported(orders, 2, DRIFTED) is None, "it is over"
+
+
+def test_a_request_that_ends_before_its_block_is_computed_holds_nothing(store: EmbeddedStore) -> None:
+    held = Held(store)
+    assert held.begins()
+    held.plan.ended(held.state)
+    held.plan.ended(held.state)
+    assert held.computed(319).audits == [] and held.choice.holdout.begins("b", 0.0)
+
+
+def test_a_request_that_ends_while_its_block_is_compared_is_compared(store: EmbeddedStore) -> None:
+    held = Held(store)
+    assert held.begins()
+    orders = held.computed()
+    held.plan.ended(held.state)
+    assert store.usage().leases == 1, "a worker reads it"
+    assert held.reported(orders, 0, EXACT) is Verdict.EXACT
+
+
+def test_a_block_that_is_gone_is_not_compared(store: EmbeddedStore) -> None:
+    held = Held(store)
+    found = held.handle.match(ids(330))
+    assert store.evict(100) == 5
+    assert held.plan.begins(held.state, found, held.handle, 0.0)
+    assert held.computed().audits == [] and held.choice.holdout.begins("b", 0.0)
+
+
+def test_when_it_is_closed_nothing_that_is_reported_counts(store: EmbeddedStore) -> None:
+    held = Held(store)
+    assert held.begins()
+    orders = held.computed()
+    held.plan.close()
+    assert held.reported(orders, 0, DRIFTED) is None and held.counts.audited == {}
+
+
+def test_bytes_are_not_held_out(store: EmbeddedStore) -> None:
+    opaque = Layout(LAYOUT.groups, 64, 32, packing="opaque:torch.float32:[1]:[1]")
+    held = Held(store, facts=NamespaceFacts(0, "", "m", opaque, "raw", 0, {}))
+    assert not held.begins() and held.choice.holdout.hits == 0

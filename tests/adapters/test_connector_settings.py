@@ -1,0 +1,89 @@
+"""What a user may set, and the one line that a wrong key or value is told with."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from engine_adapter.connector_settings import MAX_DEADLINE_MS, ConnectorSettings, LoadMode, SavePolicy
+from kvstore.codec import CODECS
+from kvstore.errors import BadInput
+from workbench import one_line
+
+URL = {"url": "unix:/run/kvstore/kvstore.sock"}
+
+
+def test_the_url_is_all_that_is_needed() -> None:
+    settings = ConnectorSettings.of(URL)
+    assert settings == ConnectorSettings(URL["url"])
+    assert (settings.codec, settings.save, settings.load, settings.audit) == ("auto", "all", "auto", 0.001)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"codec": codec} for codec in ("auto", *CODECS)]
+    + [{"save": policy} for policy in ("all", "prompt", "none")]
+    + [{"load": mode} for mode in ("auto", "async", "sync", "layerwise")]
+    + [
+        {"match_deadline_ms": 0},
+        {"match_deadline_ms": MAX_DEADLINE_MS},
+        {"lease_deadline_ms": 0.5},
+        {"model": "abc"},
+        {"weights_epoch": 1 << 62},
+        {"block_tokens": 4096},
+        {"load_threads": 16},
+        {"save_bytes": 0},
+        {"cost_model": False},
+        {"audit": 1},
+        {"audit": 0.0},
+        {"ttl": None},
+        {"ttl": 0.5},
+        {"priority": -100},
+    ],
+)
+def test_what_is_allowed_is_taken_as_it_is(given: dict[str, Any]) -> None:
+    settings = ConnectorSettings.of({**URL, **given})
+    for name, value in given.items():
+        assert getattr(settings, name) == value
+    assert isinstance(settings.save, SavePolicy) and isinstance(settings.load, LoadMode)
+
+
+NAN = float("nan")
+WRONG: list[tuple[str, Any]] = [
+    *(("url", value) for value in ("", "/run/kv.sock", "embedded:./kv", 5, None)),
+    *(("codec", value) for value in ("zip", "", None, 8)),
+    *(("save", value) for value in ("some", "", True, None)),
+    *(("load", value) for value in ("fast", 1, None)),
+    *((name, value) for name in ("match_deadline_ms", "lease_deadline_ms") for value in (-1, "20", True, NAN, 60_001)),
+    *(("model", value) for value in (5, None, ["a"])),
+    *(("weights_epoch", value) for value in (-1, 1.0, "1", True, 1 << 63)),
+    *(("block_tokens", value) for value in (-64, 4097, 64.0)),
+    *(("load_threads", value) for value in (0, 17, "1", False)),
+    *(("save_bytes", value) for value in (-1, "1GiB", 1 << 41)),
+    *(("cost_model", value) for value in (1, "true", None)),
+    *(("audit", value) for value in (-0.1, 1.1, True, "0.1", NAN, None)),
+    *(("ttl", value) for value in (0, -1, True, "60", NAN, 1e30)),
+    *(("priority", value) for value in (-101, 101, 1.0, True, None)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_wrong_value_is_one_line_that_names_it(name: str, value: Any) -> None:
+    with pytest.raises(BadInput) as caught:
+        ConnectorSettings.of({**URL, name: value})
+    assert one_line(caught.value, f"kv_connector_extra_config has {name}={value!r};")
+
+
+def test_every_setting_has_a_wrong_value_here() -> None:
+    assert {name for name, _ in WRONG} == {field.name for field in fields(ConnectorSettings)}
+
+
+def test_a_key_that_is_not_known_is_named_with_those_that_are() -> None:
+    with pytest.raises(BadInput) as caught:
+        ConnectorSettings.of({**URL, "path": 1, "Codec": "raw"})
+    assert one_line(caught.value, "'Codec', 'path', which is no setting", "url, codec, save, load")
+    with pytest.raises(BadInput) as caught:
+        ConnectorSettings.of({})
+    assert one_line(caught.value, "has no url", '{"url": "unix:PATH"}')

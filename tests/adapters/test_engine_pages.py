@@ -1,0 +1,218 @@
+"""How an engine lays its pages is found out by its own writing, and whatever is not proven is bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, register
+from engine_adapter.step_orders import PageRun
+from kvstore.errors import BadInput
+from kvstore.layout import Attention
+from paged_engine import FORMS
+from workbench import one_line
+
+PAGES, TOKENS, HEADS, WIDTH = 8, 32, 2, 16
+Write = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class Pool:
+    """Layers of one form, and the engine's way to write them."""
+
+    def __init__(
+        self, form: str, *, layers: int = 2, split: int = 1, dtype: torch.dtype = torch.float32, pages: int = PAGES
+    ) -> None:
+        self.form = FORMS[form]
+        self.tokens = TOKENS // split
+        size = self.form.shape(pages * split, self.tokens, HEADS, WIDTH)
+        torch.manual_seed(1)
+        self.layers = {f"layer.{number}": torch.randn(size).to(dtype) for number in range(layers)}
+        self.writes = 0
+
+    def group(self, **given: Any) -> RegisteredGroup:
+        options: dict[str, Any] = {
+            "name": "a",
+            "layers": self.layers,
+            "kv_heads": HEADS,
+            "widths": (WIDTH, WIDTH),
+            "page_tokens": TOKENS,
+            "num_pages": PAGES,
+            **given,
+        }
+        return RegisteredGroup(**options)
+
+    def write(self, name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        self.writes += 1
+        for plane, part in zip(self.form.planes(self.layers[name]), (key, value), strict=True):
+            plane[slots // self.tokens, slots % self.tokens] = part
+
+    def registered(self, write: Write | None = None, **given: Any) -> EnginePages:
+        """With what is in the pages as it was before."""
+        before = {name: tensor.clone() for name, tensor in self.layers.items()}
+        pages = register([self.group(**given)], 0, "", write or self.write)
+        for name, tensor in self.layers.items():
+            assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), "pages are as they were"
+        return pages
+
+
+def no_write(*given: Any) -> None:
+    raise NotImplementedError("this engine's kernel cannot be called\nfrom here")
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_found_by_its_writing(form: str, dtype: torch.dtype, split: int) -> None:
+    pool = Pool(form, dtype=dtype, split=split)
+    pages = pool.registered()
+    assert pages.facts.packing == form and not pages.facts.refused and pool.writes >= 2
+    (group,) = pages.facts.groups
+    assert (group.layers, group.kv_heads, group.widths) == ((0, 1), HEADS, (WIDTH, WIDTH))
+    assert group.dtype == str(dtype).removeprefix("torch.") and pages.numbers == {"layer.0": 0, "layer.1": 1}
+    layout = layout_of([pages.facts], HEADS, 0)
+    given = pages.pages([PageRun(1, [3, 5])], layout, TOKENS)
+    assert given.page_tokens == TOKENS // split and list(given.table) == [
+        page * split + piece for page in (3, 5) for piece in range(split)
+    ]
+    for plane, wanted in zip(given.planes[1], pool.form.planes(pool.layers["layer.1"]), strict=True):
+        assert torch.equal(plane.float(), wanted.float())
+
+
+def test_a_latent_plane_is_found() -> None:
+    layers = {"layer.0": torch.randn(PAGES, TOKENS, 24)}
+    group = RegisteredGroup("mla", layers, 1, (24,), TOKENS, PAGES)
+
+    def write(name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        layers[name][slots // TOKENS, slots % TOKENS] = key[:, 0]
+
+    pages = register([group], 0, "", write)
+    assert pages.facts.packing == "latent" and pages.facts.groups[0].widths == (24,)
+
+
+def elsewhere(pool: Pool) -> Write:
+    def write(name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        pool.write(name, key, value, slots + pool.tokens)
+
+    return write
+
+
+def swapped(pool: Pool) -> Write:
+    return lambda name, key, value, slots: pool.write(name, value, key, slots)
+
+
+def scaled(pool: Pool) -> Write:
+    return lambda name, key, value, slots: pool.write(name, key * 2, value, slots)
+
+
+def second_layer_otherwise(pool: Pool) -> Write:
+    def write(name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        pool.write(name, *((key, value) if name == "layer.0" else (value, key)), slots)
+
+    return write
+
+
+@pytest.mark.parametrize("form", ["slabs", "planes-0-tokens", "planes-1-heads"])
+@pytest.mark.parametrize("wrong", [None, swapped, scaled, second_layer_otherwise])
+def test_pages_that_are_written_in_another_way_are_bytes(form: str, wrong: Callable[[Pool], Write] | None) -> None:
+    pool = Pool(form)
+    pages = pool.registered(no_write if wrong is None else wrong(pool))
+    assert pages.facts.packing.startswith("opaque:torch.float32:") and not pages.facts.refused
+    (group,) = pages.facts.groups
+    assert (group.dtype, group.kv_heads) == ("uint8", 1)
+    row = sum(tensor.nbytes for tensor in pool.layers.values()) // PAGES // TOKENS // 2
+    assert sum(group.widths) == row, "all bytes of a page"
+
+
+def test_a_write_somewhere_else_is_no_proof() -> None:
+    """What it wrote there is left there: it is not known where that is."""
+    pool = Pool("slabs")
+    pages = register([pool.group()], 0, "", elsewhere(pool))
+    assert pages.facts.packing.startswith("opaque:")
+
+
+def test_opaque_pages_of_unlike_shapes_are_different_namespaces() -> None:
+    packings = {Pool(form).registered(no_write).facts.packing for form in ("slabs", "tokens-first", "planes-0-tokens")}
+    packings.add(Pool("slabs", dtype=torch.bfloat16).registered(no_write).facts.packing)
+    assert len(packings) == 4
+
+
+def test_numbers_that_no_codec_knows_are_bytes() -> None:
+    pool = Pool("slabs", dtype=torch.float64)
+    assert pool.registered().facts.packing.startswith("opaque:torch.float64")
+
+
+def test_a_layer_of_another_shape_is_refused() -> None:
+    pool = Pool("slabs")
+    pool.layers["layer.1"] = torch.zeros(PAGES, HEADS, TOKENS, WIDTH)
+    assert "pages of different shapes" in pool.registered().facts.refused
+    pool.layers["layer.1"] = pool.layers["layer.0"].bfloat16()
+    assert "pages of different shapes" in pool.registered().facts.refused
+
+
+def test_groups_without_layers_and_engines_with_few_pages_are_refused() -> None:
+    pool = Pool("slabs")
+    empty = RegisteredGroup("b", {}, HEADS, (WIDTH, WIDTH), TOKENS, PAGES)
+    for groups in ([pool.group(), empty], [empty, pool.group()]):
+        facts = register(groups, 3, "s", pool.write).facts
+        assert facts.refused == "group 'b' has no pages here" and (facts.rank, facts.scales) == (3, "s")
+    few = Pool("slabs", pages=2)
+    assert "3 are needed" in few.registered(num_pages=2).facts.refused
+    few = Pool("slabs", pages=4)
+    assert few.registered(num_pages=4).facts.refused == "the engine has 4 pages; a block needs 2"
+
+
+def test_groups_with_pages_of_different_sizes_are_refused() -> None:
+    one, other = Pool("slabs"), Pool("slabs", split=2)
+    groups = [one.group(), other.group(name="b", layers={"x": other.layers["layer.0"]})]
+    facts = register(groups, 0, "", lambda name, *given: None).facts
+    assert "different sizes" in facts.refused
+    groups = [one.group(), one.group(name="b", page_tokens=16, num_pages=16, layers={"x": torch.zeros(16, 2, 16, 32)})]
+    assert "different sizes" in register(groups, 0, "", no_write).facts.refused
+
+
+def test_pages_that_cannot_be_made_out_are_refused() -> None:
+    layers = {"layer.0": torch.zeros(PAGES * 3 + 1, 5)}
+    facts = register([RegisteredGroup("a", layers, 2, (8, 8), TOKENS, PAGES)], 0, "", no_write).facts
+    assert "cannot be made out" in facts.refused and "\n" not in facts.refused
+
+
+def test_groups_of_windows_have_layers_of_their_own() -> None:
+    one, other = Pool("planes-0-tokens"), Pool("planes-0-tokens", layers=3)
+    names = {f"w.{number}": tensor for number, tensor in enumerate(other.layers.values())}
+
+    def write(name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        (one if name in one.layers else other).write(name.replace("w", "layer"), key, value, slots)
+
+    pages = register([one.group(), other.group(name="b", layers=names, window=40)], 0, "", write)
+    assert [(group.layers, group.window) for group in pages.facts.groups] == [((0, 1), 0), ((2, 3, 4), 40)]
+    assert pages.facts.page_bytes == sum(t.nbytes for t in [*one.layers.values(), *names.values()]) // PAGES
+    layout = layout_of([pages.facts], HEADS, 128)
+    assert layout.block_tokens == 128 and layout.groups[1].attention is Attention.SLIDING
+    given = pages.pages([PageRun(2, [3, 4, 5]), PageRun(4, [6])], layout, 64)
+    assert list(given.table) == [3, 4, 5]
+    assert (list(given.of_group("b").table), given.of_group("b").first_page) == ([6], 2)
+    first = pages.pages([PageRun(4, [6]), PageRun(2, [3, 4, 5])], layout, 64)
+    assert list(first.table) == [3, 4, 5] and first.of_group("a").first_page == 2
+
+
+# Layouts of several ranks --------------------------------------------------------------------------------------------
+
+
+def test_ranks_hold_their_own_heads_and_more_ranks_than_heads_the_same() -> None:
+    facts = [register([Pool("slabs").group()], rank, "", Pool("slabs").write).facts for rank in range(4)]
+    facts = [Pool("slabs").registered().facts for _ in range(4)]
+    assert layout_of(facts, 8, 0).groups[0].kv_heads == 8
+    assert layout_of(facts, 4, 0).groups[0].kv_heads == 4
+    assert layout_of(facts[:1], 0, 0).groups[0].kv_heads == 2
+    opaque = [Pool("slabs").registered(no_write).facts for _ in range(4)]
+    assert layout_of(opaque, 1, 0).groups[0].kv_heads == 4, "bytes of one rank are not those of another"
+
+
+def test_ranks_that_disagree_are_told_apart() -> None:
+    one, other = Pool("slabs").registered().facts, Pool("tokens-first").registered().facts
+    with pytest.raises(BadInput) as caught:
+        layout_of([one, other], 4, 0)
+    assert one_line(caught.value, "ranks 0 and 0", "different kinds")

@@ -1,0 +1,102 @@
+"""How far a found prefix is loaded: what the scheduler's half asks, and what it teaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine_adapter.load_choice import STEPS_AHEAD, LoadChoice, StepWork
+from kvstore.handle import Match
+from kvstore.miss import Account, HitTier, MissReason
+
+BLOCK = 64
+
+
+def match(*tiers: tuple[HitTier, int], asked: int = 1000) -> Match:
+    blocks = sum(count for _, count in tiers)
+    segments: list[Any] = [(tier, count * BLOCK) for tier, count in tiers]
+    segments.append((MissReason.ABSENT, asked - blocks * BLOCK))
+    return Match([bytes(32)] * blocks, blocks, blocks * BLOCK, tiers, Account.of(segments), MissReason.ABSENT, "")
+
+
+def choice(*, is_on: bool = True) -> LoadChoice:
+    return LoadChoice(1000.0, is_on=is_on, audit=0.0, choose=lambda: 1.0)
+
+
+@dataclass
+class Engine:
+    """Steps of an engine that takes so many seconds for a token."""
+
+    choice: LoadChoice
+    now: float = 100.0
+
+    def compute(self, tokens: int, seconds: float, waited: bool = False) -> None:
+        self.choice.step_begins(StepWork([(0, tokens)], 0), self.now)
+        self.now += seconds
+        self.choice.step_ends(self.now, waited)
+
+    def load(self, name: str, found: Match, seconds: float, local: int = 0) -> int:
+        stop, _ = self.choice.stop_token(name, found, local, 999, BLOCK, False, self.now)
+        self.choice.begins(name, self.now)
+        self.now += seconds
+        self.choice.ended(name, None, stop - local, self.now)
+        return stop
+
+
+def test_before_anything_is_known_all_is_loaded() -> None:
+    stop, reason = choice().stop_token("a", match((HitTier.DRAM, 10)), 0, 999, BLOCK, False, 100.0)
+    assert (stop, reason) == (999, MissReason.GRID)
+
+
+def test_what_the_engine_has_is_not_asked_about() -> None:
+    chosen = choice()
+    assert chosen.stop_token("a", match((HitTier.DRAM, 3)), 192, 999, BLOCK, False, 1.0) == (999, MissReason.GRID)
+    assert chosen.costs.counts.to_dict()["decisions"] == 0
+
+
+def test_a_slow_tier_is_declined_and_where_it_is_off_it_is_not() -> None:
+    for is_on in (True, False):
+        engine = Engine(choice(is_on=is_on))
+        for tokens in (100, 300, 500, 700, 900) * 6:
+            engine.compute(tokens, 0.001 + tokens * 1e-5)
+        for number in range(4):
+            engine.load(f"l{number}", match((HitTier.NVME, 10)), 2.0)
+        found = match((HitTier.DRAM, 2), (HitTier.NVME, 8))
+        stops = [engine.choice.stop_token(f"a{at}", found, 0, 999, BLOCK, False, engine.now) for at in range(3)]
+        if is_on:
+            assert (min(stops)[0] <= 128) and min(stops)[1] is MissReason.CHEAPER_TO_COMPUTE, stops
+        else:
+            assert set(stops) == {(999, MissReason.GRID)}
+
+
+def test_a_load_that_is_dropped_teaches_nothing() -> None:
+    engine = Engine(choice())
+    engine.choice.stop_token("a", match((HitTier.DRAM, 10)), 0, 999, BLOCK, False, engine.now)
+    engine.choice.dropped("a")
+    engine.choice.begins("a", engine.now)
+    engine.choice.ended("a", 1.0, 640, engine.now)
+    before = engine.choice.load_ms(640, engine.now)
+    engine.load("b", match((HitTier.DRAM, 10)), 5.0)
+    engine.load("c", match((HitTier.DRAM, 10)), 5.0)
+    assert engine.choice.load_ms(640, engine.now) > before
+
+
+def test_steps_that_waited_for_a_load_are_not_learned_from() -> None:
+    engine = Engine(choice())
+    for tokens in (100, 400, 800) * 5:
+        engine.compute(tokens, 3.0, waited=True)
+    taught = engine.choice.to_dict(engine.now)["prefill"]
+    fresh = choice().to_dict(engine.now)["prefill"]
+    assert taught == fresh
+    engine.compute(100, 0.01)
+    assert engine.choice.to_dict(engine.now)["prefill"] != fresh
+
+
+def test_an_engine_that_schedules_far_ahead_is_timed_for_some_of_its_steps() -> None:
+    chosen = choice()
+    for at in range(3 * STEPS_AHEAD):
+        chosen.step_begins(StepWork([(0, 100)], 0), float(at))
+    assert len(chosen._steps) == STEPS_AHEAD
+    for at in range(3 * STEPS_AHEAD):
+        chosen.step_ends(100.0 + at, False)
+    assert not chosen._steps

@@ -1,0 +1,112 @@
+"""A namespace that is opened in the background, of a store that may come late."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from adapters.test_paged_scheduler import LAYOUT
+from engine_adapter import opened_namespace
+from engine_adapter.opened_namespace import OpenedNamespace
+from engine_adapter.step_orders import NamespaceFacts
+from kvstore.node import EmbeddedStore
+from paged_engine import SharedStore
+
+SECONDS = 30
+
+
+def facts(number: int, epoch: int = 0, model: str = "m") -> NamespaceFacts:
+    return NamespaceFacts(number, "", model, LAYOUT, "raw", epoch, {})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
+    with kvstore.embedded(str(tmp_path / "kv"), dram="1MiB") as opened:
+        yield opened
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opened_namespace, "RETRY_SECONDS", 0.01)
+
+
+def test_nothing_is_opened_before_it_is_wanted(store: EmbeddedStore) -> None:
+    def never() -> Any:
+        raise AssertionError
+
+    opened = OpenedNamespace(never)
+    assert opened.now() is None and opened.wait(0, 0.01) is None and opened.detail == "nothing was opened yet"
+    opened.close(1.0)
+
+
+def test_the_one_that_is_wanted_is_open_soon(store: EmbeddedStore) -> None:
+    opened = OpenedNamespace(lambda: SharedStore(store))
+    opened.want(facts(0, 7))
+    handle = opened.wait(0, SECONDS)
+    assert handle is not None and opened.now() is handle
+    assert handle.namespace.weights_epoch == 7
+    opened.close(1.0)
+    assert opened.now() is None and opened.wait(0, SECONDS) is None, "and it does not come back"
+
+
+def test_a_store_that_comes_late_is_tried_until_it_is_there(
+    store: EmbeddedStore, soon: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_there, tries = threading.Event(), []
+
+    def comes() -> Any:
+        tries.append(1)
+        if not is_there.is_set():
+            raise kvstore.Unreachable("no socket there\nand more")
+        return SharedStore(store)
+
+    with caplog.at_level(logging.INFO, "engine_adapter"):
+        opened = OpenedNamespace(comes)
+        opened.want(facts(0))
+        started = time.monotonic()
+        assert opened.wait(0, 0.1) is None and opened.now() is None
+        assert time.monotonic() - started >= 0.1
+        assert opened.detail == "no socket there" and len(tries) > 2
+        is_there.set()
+        assert opened.wait(0, SECONDS) is not None
+    assert len(caplog.records) == 1, "one line, however often it is tried"
+    opened.close(1.0)
+
+
+def test_one_that_cannot_be_opened_does_not_keep_the_next_from_it(store: EmbeddedStore, soon: None) -> None:
+    opened = OpenedNamespace(lambda: SharedStore(store))
+    opened.want(NamespaceFacts(0, "", "m", LAYOUT, "no such codec", 0, {}))
+    assert opened.wait(0, 0.05) is None and "no such codec" in opened.detail
+    opened.want(facts(1))
+    assert opened.wait(1, SECONDS) is not None
+    opened.close(1.0)
+
+
+def test_a_shard_is_opened_as_one(store: EmbeddedStore) -> None:
+    opened = OpenedNamespace(lambda: SharedStore(store), 0)
+    opened.want(facts(0))
+    handle = opened.wait(0, SECONDS)
+    assert handle is not None and handle.shard == 0
+    opened.close(1.0)
+
+
+def test_close_hangs_up_and_ends_the_thread(store: EmbeddedStore, soon: None) -> None:
+    closed = []
+
+    class Told(SharedStore):
+        def close(self) -> None:
+            closed.append(1)
+
+    opened = OpenedNamespace(lambda: Told(store))
+    opened.want(facts(0))
+    assert opened.wait(0, SECONDS)
+    opened.close(SECONDS)
+    opened.close(SECONDS)
+    assert closed == [1] and opened._thread is not None and not opened._thread.is_alive()

@@ -1,0 +1,349 @@
+"""The two halves of a connector in a small engine, through a real store: no page that is read is ever wrong, and no
+block that is stored.
+
+An engine that draws what happens next: prompts that share prefixes, chunks, preemption, requests that are given up,
+loads that fail half-way, saves that wait until their pages are somebody else's. That it would find what is wrong is
+shown by taking one precaution out at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random, SystemRandom
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from engine_adapter.step_orders import NamespaceFacts
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import HitTier, MissReason
+from kvstore.node import EmbeddedStore
+from paged_engine import Faults, PagedEngine, Request, Shape, SharedStore, Status, wrong_blocks
+from workbench import blank_pages, ids, prompt_values
+
+SEED = int(os.environ.get("PAGED_SEED", "0")) or SystemRandom().randrange(1 << 30)
+STEPS = int(os.environ.get("PAGED_STEPS", "300"))
+INT8_ERROR = 1 / 250
+"""Numbers lie in 0 .. 1, and half a step of 8 bits is half of 1 / 127 at most; rounded up to what bfloat16 adds."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Of torch: on a machine with few cores its threads wait for each other far longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
+    with kvstore.embedded(str(tmp_path / "kv"), dram="16MiB", limits=kvstore.Limits(pinned_fraction=1.0)) as opened:
+        yield opened
+        opened.check()
+
+
+def engine_at(store: EmbeddedStore, shape: Shape, random: Random, **options: Any) -> PagedEngine:
+    return PagedEngine(shape, lambda session: SharedStore(store), random, **options)
+
+
+def handle_of(store: Any, facts: NamespaceFacts) -> NamespaceHandle:
+    """The namespace of an engine, for whoever has pages with all heads."""
+    handle: NamespaceHandle = store.namespace(
+        model=facts.model, layout=facts.layout, codec=facts.codec, weights_epoch=facts.weights_epoch
+    )
+    return handle
+
+
+@dataclass
+class Drawn:
+    """What was asked of an engine, and in which namespace: streams, by weights."""
+
+    streams: list[tuple[int, list[int]]]
+    facts: list[NamespaceFacts]
+
+
+def drive(engine: PagedEngine, random: Random, steps: int, evict: Callable[[int], object], weights: bool) -> Drawn:
+    """Requests come and go for so many steps. Then all that is left is brought to its end."""
+    stems = [[random.randrange(997) for _ in range(500)] for _ in range(4)]
+    assert engine.half._facts is not None
+    drawn = Drawn([], [engine.half._facts])
+    asked: list[Request] = []
+    for number in range(steps):
+        if len(engine.requests) < 9 and random.random() < 0.4:
+            prompt = random.choice(stems)[: random.randrange(1, 450)]
+            if asked and random.random() < 0.3:  # a conversation goes on
+                prompt = random.choice(asked).stream[:500]
+            prompt = prompt + [random.randrange(997) for _ in range(random.randrange(1, 100))]
+            asked.append(engine.add(f"r{number}", prompt, random.choice([1, 3, 20, 70])))
+            drawn.streams.append((engine.weights, asked[-1].stream))
+        chance = random.random()
+        if engine.requests and chance < 0.04:
+            engine.abort(random.choice(list(engine.requests.values())))
+        elif chance < 0.05:
+            engine.forget()
+        elif chance < 0.10:
+            evict(random.randrange(1, 12))
+        elif chance < 0.15:
+            random.choice([engine.gate.open, engine.gate.shut])()
+        elif chance < 0.155 and weights:
+            engine.change_weights()
+            assert engine.half.wait_open(30)
+            drawn.facts.append(engine.half._facts)
+        elif chance < 0.5:
+            engine.gate.let(random.randrange(1, 3))
+        engine.step()
+    engine.gate.open()
+    engine.run()
+    engine.settle()
+    return drawn
+
+
+def check_accounts(engine: PagedEngine) -> None:
+    """Of every request: where each token of its prompt came from."""
+    counts = engine.half.take_counts()
+    assert counts.requests == len(engine.over)
+    assert sum(counts.hits.values()) + sum(counts.misses.values()) == counts.asked
+    for request in engine.over:
+        told: Any = request.told
+        assert told["asked"] == request.num_prompt_tokens
+        assert sum(told["hits"].values()) + sum(told["misses"].values()) == told["asked"], told
+
+
+def check_stored(store: Any, drawn: Drawn, error: float) -> int:
+    """Everything that is stored is right; how many blocks that is."""
+    blocks = 0
+    for number, facts in enumerate(drawn.facts):
+        handle = handle_of(store, facts)
+        for weights, stream in drawn.streams:
+            if weights <= number:
+                count, wrong = wrong_blocks(handle, stream, number, error)
+                assert not wrong, f"what is stored of tokens {wrong} is not their KV"
+                blocks += count
+    return blocks
+
+
+SHAPES = {
+    "as it is": Shape(),
+    "ahead": Shape(ahead=1, form="planes-0-tokens"),
+    "ahead, pages in pieces": Shape(ahead=1, kernel_pages=2, form="heads-first"),
+    "pages of a block": Shape(pages=24, page_tokens=64, form="planes-1-heads"),
+    "blocks of a page": Shape(pages=14, page_tokens=128, form="slabs-k-across"),
+    "no cache of its own": Shape(own_cache=False, dtype="bfloat16"),
+    "8 bits": Shape(codec="int8-kc64", error=INT8_ERROR),
+    "8 bits, ahead": Shape(codec="int8-kc64", error=INT8_ERROR, ahead=1),
+    "two ranks": Shape(ranks=2),
+    "two ranks, ahead": Shape(ranks=2, ahead=1),
+    "windows": Shape(pages=80, windows=(0, 20), own_cache=False),
+    "windows, ahead": Shape(pages=80, windows=(0, 100), own_cache=False, ahead=1),
+}
+
+
+MODES = ("auto", "async", "sync", "layerwise")
+ALL_MODES = [(name, mode) for name in SHAPES for mode in MODES]
+"""For `PAGED_ALL=1`; otherwise each shape has one or two of the modes."""
+
+
+# It finds what is wrong ----------------------------------------------------------------------------------------------
+
+
+def no_fences(engine: PagedEngine) -> None:
+    step = engine.half.step
+
+    def unfenced(*given: Any) -> Any:
+        orders = step(*given)
+        orders.fenced = []
+        return orders
+
+    engine.half.step = unfenced  # type: ignore[method-assign]
+
+
+def no_growth(engine: PagedEngine) -> None:
+    step = engine.half.step
+    engine.half.step = lambda running, due, grown, work: step(running, due, [], work)  # type: ignore[method-assign]
+
+
+def no_second_admission(engine: PagedEngine) -> None:
+    allocated = engine.half.allocated
+
+    def once(name: str, tables: Any, tokens: int) -> None:
+        state = engine.half._states.get(name)
+        allocated(name, [] if state is not None and state.is_parked else tables, tokens)
+
+    engine.half.allocated = once  # type: ignore[method-assign]
+
+
+def stale_saves(engine: PagedEngine) -> None:
+    for worker in engine.workers:
+
+        def start(worker: Any = worker, start: Any = worker.start_saves) -> None:
+            worker._orders.failures_seen = {worker._rank: worker._failures}
+            start()
+
+        worker.start_saves = start  # type: ignore[method-assign]
+
+
+def silent_failures(engine: PagedEngine) -> None:
+    for worker in engine.workers:
+        worker._mark_invalid = lambda report, order: None  # type: ignore[method-assign]
+
+
+def decoded_again(engine: PagedEngine) -> None:
+    engine.half._is_exact = True
+
+
+def reads_after_the_fence(engine: PagedEngine) -> None:
+    for worker in engine.workers:
+        worker._fence = lambda numbers: None  # type: ignore[method-assign]
+
+
+WRONGS: dict[str, tuple[Callable[[PagedEngine], None], Shape, str]] = {
+    "no fences": (no_fences, Shape(), "auto"),
+    "pages of a growing request are not fenced": (no_growth, Shape(), "auto"),
+    "pages of a second admission are not fenced": (no_second_admission, Shape(), "async"),
+    "a fence waits for nothing": (reads_after_the_fence, Shape(ahead=1), "auto"),
+    "saved behind a load that failed": (stale_saves, Shape(ahead=1), "sync"),
+    "pages that did not come are not named": (silent_failures, Shape(), "async"),
+    "decoded numbers are encoded again": (decoded_again, Shape(codec="int8-kc64", error=INT8_ERROR), "sync"),
+}
+
+
+# One thing at a time -------------------------------------------------------------------------------------------------
+
+
+def finished(engine: PagedEngine, name: str, prompt: list[int], outputs: int = 1) -> Request:
+    request = engine.add(name, prompt, outputs)
+    engine.run()
+    return request
+
+
+def hits(request: Request) -> dict[str, int]:
+    assert request.told is not None
+    found: dict[str, int] = request.told["hits"]
+    return found
+
+
+@pytest.mark.parametrize("load", MODES)
+def test_another_engine_loads_what_one_has_saved(store: EmbeddedStore, load: str) -> None:
+    prompt = ids(300)
+    with engine_at(store, Shape(), Random(1), load=load) as one:
+        first = finished(one, "a", prompt, 40)
+        one.settle()
+        handle = handle_of(store, one.half._facts)  # type: ignore[arg-type]
+        assert hits(first) == {} and handle.match(first.stream).blocks == 5
+    with engine_at(store, Shape(form="slabs"), Random(2), load=load) as other:
+        second = finished(other, "b", prompt)
+        third = finished(other, "c", [*first.stream[:339], 5])
+    assert hits(second) == {"dram": 256}
+    assert hits(third) == {"engine": 288, "dram": 32}, "what was generated is stored too"
+
+
+def test_a_page_that_is_given_away_while_its_save_waits_is_not_read(store: EmbeddedStore) -> None:
+    with engine_at(store, Shape(pages=14), Random(1)) as engine:
+        engine.gate.shut()
+        finished(engine, "a", ids(300))
+        finished(engine, "b", ids(300, 500))
+        engine.gate.open()
+        engine.settle()
+        handle = handle_of(store, engine.half._facts)  # type: ignore[arg-type]
+        assert engine.half.take_counts().dropped_saves == 1
+        assert wrong_blocks(handle, ids(300), 0, 0.0)[1] == [] and wrong_blocks(handle, ids(300, 500), 0, 0.0) == (
+            4,
+            [],
+        )
+
+
+class AlwaysLast(Random):
+    """The page that was freed last is given away first."""
+
+    def random(self) -> float:
+        return 0.0
+
+
+def test_a_decoded_block_is_not_put_again(store: EmbeddedStore) -> None:
+    """Evicted from the store while an engine has its decoded pages: it is not stored from those."""
+    shape = Shape(codec="int8-kc64", error=INT8_ERROR)
+    with engine_at(store, shape, Random(1)) as one:
+        finished(one, "a", ids(260))
+        one.settle()
+        handle = handle_of(store, one.half._facts)  # type: ignore[arg-type]
+        exact = [prompt_values(pages, 1, 0, 0, 64) for _, pages in _blocks(handle, ids(256))]
+    with engine_at(store, shape, Random(2), save="all") as other:
+        loaded = finished(other, "b", ids(330))
+        other.settle()
+        assert hits(loaded) == {"dram": 256}
+        assert store.evict(100) >= 5
+        finished(other, "c", ids(400))
+        other.settle()
+        assert hits(other.over[-1]) == {"engine": 320}
+        assert handle.match(ids(400)).blocks == 0, "nothing of what was decoded"
+        other.forget()
+        finished(other, "d", ids(400))
+        other.settle()
+        assert handle.match(ids(400)).blocks == 6, "computed anew, and stored"
+        again = [prompt_values(pages, 1, 0, 0, 64) for _, pages in _blocks(handle, ids(256))]
+        assert all(bool((mine == theirs).all()) for mine, theirs in zip(exact, again, strict=True))
+
+
+def _blocks(handle: NamespaceHandle, stream: list[int]) -> list[tuple[int, Any]]:
+    pages = blank_pages(handle.layout, len(stream) // 64, 64)
+    with handle.lease(handle.match(stream)) as lease:
+        assert handle.get(lease, pages).tokens == len(stream)
+    return [(first, pages.cut(first // 64, first // 64 + 1)) for first in range(0, len(stream), 64)]
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_other_weights_find_nothing_and_saves_of_the_old_ones_go_on(store: EmbeddedStore) -> None:
+    with engine_at(store, Shape(pages=60), Random(1)) as engine:
+        old = engine.half._facts
+        assert old is not None
+        finished(engine, "a", ids(300))
+        engine.settle()
+        engine.gate.shut()
+        finished(engine, "b", ids(300, 500))
+        engine.change_weights()
+        assert engine.half.wait_open(30)
+        engine.gate.open()
+        mine = finished(engine, "c", ids(300))
+        engine.settle()
+        new = engine.half._facts
+        assert new is not None and hits(mine) == {}
+        assert wrong_blocks(handle_of(store, old), ids(300), 0, 0.0) == (4, [])
+        assert wrong_blocks(handle_of(store, new), ids(300), 1, 0.0) == (4, [])
+        assert wrong_blocks(handle_of(store, new), ids(300), 0, 0.0) == (4, [0, 64, 128, 192]), "it looks at numbers"
+
+
+def test_orders_and_reports_name_no_tokens(store: EmbeddedStore) -> None:
+    with engine_at(store, Shape(), Random(1)) as engine:
+        engine.add("a", [123456789] * 200, 1)
+        engine.step()
+        assert engine.workers[0]._orders.is_idle is False
+        assert str(123456789) not in repr(engine.workers[0]._orders)
+
+
+def test_a_load_that_fails_beside_the_steps_is_computed_and_counted(store: EmbeddedStore) -> None:
+    with engine_at(store, Shape(), Random(1)) as engine:
+        finished(engine, "a", ids(300))
+        engine.settle()
+    for load in MODES:
+        with engine_at(store, Shape(), Random(1), faults=Faults(3, failing=1.0), load=load) as other:
+            request = finished(other, "b", ids(300))
+            assert request.told is not None and request.status is Status.OVER
+            lost = request.told["misses"].get("corrupt", 0)
+            assert lost > 0 and lost + hits(request).get("dram", 0) == 256, request.told
+            counts = other.half.take_counts()
+            assert counts.failed_loads == counts.loads == 1 and counts.misses[MissReason.CORRUPT] == lost
+            assert counts.hits.get(HitTier.DRAM, 0) == 256 - lost
+            other.settle()

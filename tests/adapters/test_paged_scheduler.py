@@ -1,0 +1,618 @@
+"""What the scheduler's half decides, one thing at a time: a real store in this process, and no workers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from engine_adapter.audit import AuditResult, Verdict
+from engine_adapter.connector_settings import ConnectorSettings
+from engine_adapter.engine_requests import NEVER, Computed, RequestFacts
+from engine_adapter.load_choice import StepWork
+from engine_adapter.paged_scheduler import PagedScheduler, namespace_config
+from engine_adapter.step_orders import AuditReport, LoadReport, NamespaceFacts, SaveReport, StepOrders, StepReports
+from kvstore.handle import NamespaceHandle
+from kvstore.layout import Layout
+from kvstore.miss import HitTier, MissReason
+from kvstore.node import EmbeddedStore
+from paged_engine import Request, SharedStore
+from workbench import FakeClock, ids, plausible_pages
+
+PAGE = 32
+LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_tokens=PAGE, block_tokens=64)
+FACTS = NamespaceFacts(0, "", "3f5e1c0d9a", LAYOUT, "raw", 0, {})
+SECONDS = 30
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
+    with kvstore.embedded(str(tmp_path / "kv"), dram="4MiB", limits=kvstore.Limits(pinned_fraction=1.0)) as opened:
+        yield opened
+        opened.check()
+
+
+def handle_of(store: EmbeddedStore, facts: NamespaceFacts = FACTS) -> NamespaceHandle:
+    return store.namespace(model=facts.model, layout=facts.layout, codec=facts.codec, weights_epoch=facts.weights_epoch)
+
+
+def put(store: EmbeddedStore, tokens: Sequence[int]) -> NamespaceHandle:
+    handle = handle_of(store)
+    blocks = len(tokens) // 64
+    assert handle.put(tokens[: 64 * blocks], plausible_pages(LAYOUT, blocks)).reason is None
+    return handle
+
+
+@dataclass
+class Late:
+    """A store whose answers come when a test says so. Everything behind that is the real one."""
+
+    store: EmbeddedStore
+    is_late: bool = False
+    asked: int = 0
+    handles: list[NamespaceHandle] = field(default_factory=list)
+
+    def namespace(self, **given: Any) -> NamespaceHandle:
+        handle = self.store.namespace(**given)
+        handle._door = _LateDoor(handle._door, self)  # type: ignore[assignment]
+        self.handles.append(handle)
+        return handle
+
+    def close(self) -> None:
+        """It is not theirs."""
+
+
+class _LateDoor:
+    def __init__(self, door: Any, late: Late) -> None:
+        self._door = door
+        self._late = late
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._door, name)
+
+    def submit_match(self, *given: Any) -> Any:
+        self._late.asked += 1
+        return _LateAnswer(self._door.submit_match(*given), self._late)
+
+    def submit_lease(self, *given: Any) -> Any:
+        return _LateAnswer(self._door.submit_lease(*given), self._late)
+
+
+class _LateAnswer:
+    def __init__(self, answer: Any, late: Late) -> None:
+        self._answer = answer
+        self._late = late
+        self.cancel, self.forsake = answer.cancel, answer.forsake
+
+    def poll(self) -> Any:
+        return None if self._late.is_late else self._answer.poll()
+
+
+class Half:
+    """A scheduler's half, and what an engine would do around it."""
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        ranks: int = 1,
+        facts: NamespaceFacts = FACTS,
+        choose: Callable[[], float] = lambda: 0.0,
+        **settings: Any,
+    ) -> None:
+        given = {"cost_model": False, "audit": 0.0, "lease_deadline_ms": 5000, "load": "async", **settings}
+        self.clock = FakeClock()
+        checked = ConnectorSettings.of({"url": "unix:none", **given})
+        self.half = PagedScheduler(checked, lambda: store, self.clock.monotonic_seconds, choose)
+        self.half.use(facts, range(ranks))
+        assert self.half.wait_open(SECONDS)
+        self.ranks = ranks
+        self.next_page = 1
+
+    def add(self, name: str, prompt: Sequence[int], facts: RequestFacts | None = None, more: int = 0) -> Request:
+        stream = [*prompt, *range(5000, 5000 + more)]
+        request = Request(name, stream, len(prompt), None, known=len(prompt))  # type: ignore[arg-type]
+        self.half.added(request, facts or RequestFacts())
+        return request
+
+    def matched(self, request: Request, local: int = 0) -> tuple[int, bool]:
+        """Asked until there is an answer."""
+        deadline = time.monotonic() + SECONDS
+        while True:
+            tokens, is_async = self.half.matched(request.request_id, local)
+            if tokens is not None:
+                return tokens, is_async
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def admit(self, request: Request, local: int = 0, tokens: int | None = None) -> int:
+        """With pages for what is promised, or for so many tokens."""
+        promised, _ = self.matched(request, local)
+        count = -(-(tokens or local + promised) // PAGE)
+        request.tables = [self.pages(count)]
+        self.half.allocated(request.request_id, request.tables, promised)
+        request.computed = local + promised
+        return promised
+
+    def pages(self, count: int) -> list[int]:
+        self.next_page += count
+        return list(range(self.next_page - count, self.next_page))
+
+    def step(self, *requests: Request, grown: Sequence[int] = (), upto: int | None = None) -> StepOrders:
+        """A step that computes all of these."""
+        due = []
+        for request in requests:
+            stop = upto or request.known
+            if stop >= request.due:
+                due.append(Computed(request.request_id, stop, lambda one=request: one.tables))
+        running = {request.request_id for request in requests}
+        return self.half.step(running, due, grown, StepWork((), len(requests)))
+
+    def loaded(self, orders: StepOrders, tokens: int | None = None, rank: int = 0) -> None:
+        """What a worker says of the only load."""
+        (order,) = orders.loads
+        stop = order.stop_token if tokens is None else tokens
+        reason = None if stop >= order.stop_token else MissReason.CORRUPT
+        report = LoadReport(order.number, order.request, rank, stop, 0.004, reason)
+        self.half.reported(StepReports(loads=[report]))
+
+    def saved(self, orders: StepOrders, held: int, stored: int, **given: Any) -> None:
+        """What a worker says of the only save."""
+        (order,) = orders.saves
+        report = SaveReport(order.number, order.request, 0, held, stored, 0.004, **given)
+        self.half.reported(StepReports(saves=[report]))
+
+    def told(self, request: Request) -> Any:
+        return self.half.finished(request.request_id)
+
+
+# The look-up ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_comes_between_two_questions_is_a_hit(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    late = Late(store)
+    half = Half(late)
+    late.is_late = True
+    request = half.add("a", ids(330))
+    assert half.half.matched("a", 0) == (None, False)
+    assert half.half.matched("a", 0) == (None, False)
+    late.is_late = False
+    assert half.matched(request) == (320, True)
+    assert late.asked == 1, "asked once"
+    assert half.told(request)["hits"] == {"dram": 320}
+
+
+def test_no_answer_in_time_is_a_miss_and_a_late_question_is_not_a_late_answer(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    late = Late(store)
+    half = Half(late)
+    late.is_late = True
+    one, other = half.add("a", ids(330)), half.add("b", ids(330))
+    assert half.half.matched("a", 0) == (None, False) == half.half.matched("b", 0)
+    half.clock.advance(0.019)
+    assert half.half.matched("a", 0) == (None, False)
+    half.clock.advance(0.002)
+    assert half.half.matched("a", 0) == (0, False)
+    late.is_late = False
+    assert half.half.matched("a", 0) == (0, False), "it stays what it was"
+    assert half.matched(other) == (320, True), "it was there when it was asked for"
+    told = half.told(one)
+    assert told["misses"] == {"deadline": 330} and told["detail"] == "no answer within 20 ms"
+
+
+def test_one_token_is_computed_at_least(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    request = half.add("a", ids(320))
+    assert half.matched(request) == (256, True)
+    told = half.told(request)
+    assert told["hits"] == {"dram": 256} and sum(told["misses"].values()) == 64 and "last_token" in told["misses"]
+
+
+def test_what_the_engine_has_itself_is_its_own(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    request = half.add("a", ids(330))
+    assert half.admit(request, local=96) == 224
+    assert half.half.hit_tiers("a", 224) == {HitTier.DRAM: 224} and half.half.hit_tiers("a", 223) == {}
+    assert half.told(request)["hits"] == {"engine": 96, "dram": 224}
+    more = half.add("b", ids(330))
+    assert half.admit(more, local=320) == 0
+    assert half.told(more)["hits"] == {"engine": 320}
+
+
+def test_requests_that_are_given_up_hold_nothing(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    for local in (0, 64):
+        request = half.add("a", ids(330))
+        half.half.matched("a", local)
+        half.told(request)
+    request = half.add("b", ids(330))
+    half.matched(request)
+    half.told(request)
+    _until(lambda: not store.usage().leases)
+    assert half.told(request) is None and half.half.matched("b", 0) == (0, False), "it is not there any more"
+    half.half.allocated("b", [[1, 2]], 0)
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_store_that_comes_later_is_used_from_then_on(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    half.half._namespace._handle, handle = None, half.half._namespace._handle
+    request = half.add("a", ids(330))
+    half.half._namespace._handle = handle
+    assert half.matched(request) == (320, True), "asked for when it is admitted, if not before"
+    assert half.told(request)["hits"] == {"dram": 320}
+
+
+# Held out ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_held_out_stays_so_and_is_asked_about_once(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store), audit=0.5)
+    request = half.add("a", ids(330))
+    assert half.half.choice is not None
+    for local in (0, 64, 0, 32):
+        assert half.matched(request, local) == (0, False)
+    assert (half.half.choice.holdout.hits, half.half.choice.holdout.held_out) == (1, 1)
+    half.half.allocated("a", [half.pages(11)], 0)
+    told = half.told(request)
+    assert told["hits"] == {"engine": 32} and told["misses"]["audit"] == 320 - 32
+    _until(lambda: not store.usage().leases)
+
+
+def test_a_request_that_is_not_held_out_stays_so(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    drawn = iter([0.9, 0.0, 0.0, 0.0])
+    half = Half(SharedStore(store), audit=0.5, choose=lambda: next(drawn))
+    request = half.add("a", ids(330))
+    assert [half.matched(request, local) for local in (0, 64, 32)] == [(320, True), (256, True), (288, True)]
+    assert half.told(request)["misses"].get("audit") is None
+
+
+# Loads ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [320, 128, 0])
+def test_a_load_that_ends_after_its_request_is_over_is_counted(store: EmbeddedStore, tokens: int) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    request = half.add("a", ids(330))
+    half.admit(request)
+    orders = half.step()
+    told = half.told(request)
+    assert told["load_ms"] is None and told["hits"] == {"dram": 320}, "nobody knows better yet"
+    assert half.half.take_counts().requests == 0
+    half.loaded(orders, tokens)
+    counts = half.half.take_counts()
+    assert counts.requests == 1 and counts.asked == 330
+    assert counts.hits.get(HitTier.DRAM, 0) == tokens and counts.failed_loads == (tokens < 320)
+    assert counts.misses.get(MissReason.CORRUPT, 0) == 320 - tokens
+    _until(lambda: not store.usage().leases)
+
+
+def test_a_load_is_over_when_every_rank_has_reported_and_brings_what_the_worst_did(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store), ranks=3)
+    request = half.add("a", ids(330))
+    half.admit(request)
+    orders = half.step()
+    half.loaded(orders, rank=2)
+    half.loaded(orders, 128, rank=0)
+    assert half.half._loads and store.usage().leases == 1
+    half.loaded(orders, 192, rank=1)
+    assert not half.half._loads
+    told = half.told(request)
+    assert told["hits"] == {"dram": 128} and told["misses"]["corrupt"] == 192 and told["load_ms"] == 4.0
+    _until(lambda: not store.usage().leases)
+
+
+def test_a_parked_request_that_is_admitted_again_fences_what_lies_behind_its_load(store: EmbeddedStore) -> None:
+    put(store, ids(128))
+    half = Half(SharedStore(store), save="all")
+    # A save that reads pages 1 to 10, which another request is given while it waits.
+    first = half.add("s", ids(320, 1000))
+    half.admit(first, tokens=320)
+    (save,) = half.step(first).saves
+    assert half.told(first)
+    request = half.add("a", ids(330))
+    assert half.matched(request) == (128, True)
+    half.half.allocated("a", [[20, 21, 22, 23]], 128)
+    orders = half.step()
+    assert orders.fenced == []
+    half.loaded(orders)
+    half.half.allocated("a", [[20, 21, 22, 23, 3, 4]], 0)
+    assert half.step(request).fenced == [save.number]
+
+
+def test_a_load_that_failed_and_gives_its_pages_back_is_admitted_anew_without_the_store(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    request = half.add("a", ids(330))
+    half.admit(request)
+    half.loaded(half.step(), 0)
+    assert half.matched(request) == (0, False)
+    half.half.allocated("a", [half.pages(11)], 0)
+    told = half.told(request)
+    assert told["hits"] == {} and told["misses"]["corrupt"] == 320
+
+
+def test_a_request_that_comes_again_is_looked_up_with_what_it_generated(store: EmbeddedStore) -> None:
+    half = Half(SharedStore(store), save="none")
+    request = half.add("a", ids(100), more=100)
+    assert half.admit(request, tokens=200) == 0
+    request.known = 200
+    put(store, request.stream)
+    assert half.matched(request) == (192, True)
+    half.half.allocated("a", [half.pages(6)], 192)
+    (order,) = half.step().loads
+    assert (order.first_token, order.stop_token) == (0, 192)
+    told = half.told(request)
+    assert told["asked"] == 100 and sum(told["misses"].values()) == 100, "of its first admission"
+
+
+def test_an_engine_that_counts_on_tokens_hears_of_a_lease_that_is_gone(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    request = half.add("a", ids(330))
+    assert half.matched(request) == (320, True)
+    half.half.refuse(MissReason.AUDIT, "drifted")
+    half.half.allocated("a", [half.pages(10)], 320)
+    (order,) = half.step().loads
+    assert order.ticket == b"" and order.stop_token == 320, "an order that fails"
+
+
+@pytest.mark.parametrize(
+    ("mode", "others", "waits"),
+    [("async", 0, False), ("async", 1, False), ("sync", 1, True), ("layerwise", 1, True), ("auto", 0, True)],
+)
+def test_when_a_load_is_waited_for(store: EmbeddedStore, mode: str, others: int, waits: bool) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store), load=mode)
+    busy = [half.add(f"o{number}", ids(50, 3000)) for number in range(others)]
+    for one in busy:
+        half.admit(one, tokens=50)
+    half.step(*busy)
+    request = half.add("a", ids(330))
+    assert half.matched(request) == (320, not waits)
+    half.half.allocated("a", [half.pages(10)], 320)
+    (order,) = half.step(*busy).loads
+    assert (order.waits, order.layerwise) == (waits, mode == "layerwise")
+
+
+def test_with_several_groups_no_step_waits(store: EmbeddedStore) -> None:
+    layout = Layout(
+        (LAYOUT.groups[0], kvstore.KvGroup("w", (1,), 1, (8, 8), "float32", kvstore.Attention.SLIDING, 64)), 64, PAGE
+    )
+    half = Half(SharedStore(store), load="sync", facts=NamespaceFacts(0, "", "m", layout, "raw", 0, {}))
+    handle = half.half._namespace.now()
+    assert handle is not None
+    handle.put(ids(128), plausible_pages(layout, 2))
+    request = half.add("a", ids(130))
+    assert half.matched(request) == (128, True)
+
+
+# Saves ---------------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_offered_as_they_are_complete_and_only_accepted_tokens(store: EmbeddedStore) -> None:
+    half = Half(SharedStore(store))
+    request = half.add("a", ids(150), more=100)
+    half.admit(request, tokens=256)
+    assert request.due == 64
+    assert [half.step(request, upto=63).saves, request.due] == [[], 64]
+    (first,) = half.step(request, upto=100).saves
+    assert (first.first_token, len(first.keys), first.tables[0].pages) == (0, 32, request.tables[0][:2])
+    assert request.due == 128
+    (second,) = half.step(request, upto=150).saves
+    assert (second.first_token, len(second.keys)) == (64, 64) and request.due == 192
+    request.known = 200
+    (third,) = half.step(request, upto=300).saves
+    assert (third.first_token, third.tables[0].first) == (128, 4) and third.tables[0].pages == request.tables[0][4:6]
+    assert third.keys == b"".join(handle_of(store).hashed(request.stream[:192]).keys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "blocks"),
+    [
+        ({}, RequestFacts(), 3),
+        ({"save": "prompt"}, RequestFacts(), 2),
+        ({"save": "none"}, RequestFacts(), 0),
+        ({}, RequestFacts(saves=False), 0),
+        ({}, RequestFacts(refused=MissReason.UNSUPPORTED, detail="no"), 0),
+        ({}, RequestFacts(reads=False), 3),
+    ],
+)
+def test_what_is_offered_is_what_was_wanted(
+    store: EmbeddedStore, settings: dict[str, Any], facts: RequestFacts, blocks: int
+) -> None:
+    half = Half(SharedStore(store), **settings)
+    request = half.add("a", ids(150), facts, more=60)
+    half.admit(request, tokens=224)
+    orders = half.step(request).saves
+    request.known = 210
+    orders += half.step(request).saves
+    assert sum(len(order.tables[0].pages) * PAGE // 64 for order in orders) == blocks
+    if blocks < 3:
+        assert request.due >= NEVER or not blocks, "and nobody asks again"
+    told = half.told(request)
+    assert sum(told["misses"].values()) == 150
+    if facts.refused:
+        assert told["misses"] == {"unsupported": 150} and told["detail"] == "no"
+
+
+def test_what_a_user_wants_of_saved_blocks_goes_before_what_the_engine_was_told(store: EmbeddedStore) -> None:
+    half = Half(SharedStore(store), ttl=5.0, priority=3)
+    one, other = half.add("a", ids(64)), half.add("b", ids(64, 500), RequestFacts(ttl=7.0, priority=-2))
+    half.admit(one, tokens=64)
+    half.admit(other, tokens=64)
+    saves = half.step(one, other).saves
+    assert [(order.ttl, order.priority) for order in saves] == [(5.0, 3), (7.0, -2)]
+
+
+def test_what_was_dropped_is_offered_again_and_what_is_held_is_not(store: EmbeddedStore) -> None:
+    half = Half(SharedStore(store))
+    request = half.add("a", ids(400))
+    half.admit(request, tokens=400)
+    half.saved(half.step(request, upto=128), 0, 0, dropped=True)
+    orders = half.step(request, upto=192)
+    assert orders.saves[0].first_token == 0
+    half.saved(orders, 3, 3)
+    assert half.half.take_saved() == [(request, 0, 3)]
+    orders = half.step(request, upto=320)
+    assert orders.saves[0].first_token == 192
+    half.saved(orders, 4, 1, reason=MissReason.QUOTA)
+    assert half.step(request, upto=384).saves[0].first_token == 256
+    told = half.told(request)
+    assert told["put_reasons"] == {"quota": 1} and told["saved_blocks"] == 4
+    counts = half.half.take_counts()
+    assert counts.saved_blocks == 4 and counts.dropped_saves == 1
+
+
+# When it ends --------------------------------------------------------------------------------------------------------
+
+
+def drifted(half: Half, request: Request) -> StepReports:
+    """What is reported of a request that is held out and whose block is another one."""
+    half.matched(request)
+    half.half.allocated(request.request_id, request.tables, 0)
+    result = AuditResult(Verdict.DRIFTED, 1.0, 1.0, 1.0, 0.1, 0, None)
+    deadline = 2000
+    while not (orders := half.step(request)).audits:
+        deadline -= 1
+        assert deadline
+    (order,) = orders.audits
+    return StepReports(audits=[AuditReport(order.number, order.request, 0, (result,))])
+
+
+def test_after_drift_what_comes_is_a_miss_and_what_runs_goes_on(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store), audit=1.0)
+    running = half.add("r", ids(200, 1000), more=200)
+    half.admit(running, tokens=400)
+    (save,) = half.step(running).saves
+    held_out = half.add("a", ids(330))
+    held_out.tables = [half.pages(11)]
+    half.half.reported(drifted(half, held_out))
+    assert half.half.take_counts().audited == {Verdict.DRIFTED: 1}
+    late = half.add("b", ids(330))
+    assert half.matched(late) == (0, False)
+    half.half.allocated("b", [[1, 2, 3]], 0)
+    running.known = 300
+    orders = half.step(running, late)
+    assert save.number in orders.fenced, "its pages are somebody else's now"
+    assert orders.saves == [] and running.due == NEVER
+    told = half.told(late)
+    assert told["misses"] == {"audit": 330} and "is not what this engine computes" in told["detail"]
+    half.saved(StepOrders(saves=[save]), 3, 3)
+    assert half.told(running)["saved_blocks"] == 3 and half.told(held_out) is not None
+    _until(lambda: not store.usage().leases)
+
+
+class Broken(Request):
+    """A request whose tokens cannot be had any more."""
+
+    def token_ids(self, first: int, stop: int) -> list[int]:
+        raise RuntimeError("no tokens")
+
+
+def test_a_fault_ends_the_stores_use_and_not_the_engine_with_one_line(
+    store: EmbeddedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    sound = half.add("s", ids(200, 1000), more=200)
+    half.admit(sound, tokens=400)
+    (save,) = half.step(sound).saves
+    with caplog.at_level(logging.INFO, "engine_adapter"):
+        for name in "ab":
+            broken = Broken(name, ids(330), 330, None, known=330)  # type: ignore[arg-type]
+            half.half.added(broken, RequestFacts())
+            assert half.half.matched(name, 0) == (0, False)
+            half.half.allocated(name, [[1, 2, 3]], 0)
+            half.step(broken)
+            told = half.told(broken)
+            assert told is not None and sum(told["misses"].values()) == 330
+    assert [record.levelname for record in caplog.records] == ["ERROR"], caplog.text
+    sound.known = 300
+    orders = half.step(sound)
+    assert orders.saves == [] and sound.due == NEVER
+    half.saved(StepOrders(saves=[save]), 3, 3)
+    late = half.add("late", ids(330))
+    assert half.matched(late) == (0, False)
+    assert half.told(late)["misses"] == {"disabled": 330}
+    assert "RuntimeError" in half.half._refused[1]  # type: ignore[index]
+
+
+def test_a_fault_while_a_block_is_offered_ends_the_stores_use(store: EmbeddedStore) -> None:
+    half = Half(SharedStore(store))
+    broken = Broken("a", ids(330), 130, None, known=130)  # type: ignore[arg-type]
+    broken.token_ids = lambda first, stop: broken.stream[first:stop]  # type: ignore[method-assign]
+    half.half.added(broken, RequestFacts())
+    half.admit(broken, tokens=330)
+    del broken.token_ids
+    broken.known = 200
+    assert half.step(broken).saves == [] and broken.due == NEVER
+    assert half.told(half.add("b", ids(100)))["misses"] == {"disabled": 100}
+
+
+def test_weights_that_were_changed_are_another_namespace(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    early, waiting = half.add("a", ids(200, 1000), more=100), half.add("w", ids(330))
+    half.admit(early, tokens=300)
+    first = half.step(early)
+    assert first.namespace == FACTS
+    assert half.matched(waiting)[0] == 320
+    half.half.renamed(17)
+    assert half.half.wait_open(SECONDS)
+    _until(lambda: not store.usage().leases)
+    early.known = 300
+    orders = half.step(early)
+    assert orders.namespace is not None
+    assert (orders.namespace.number, orders.namespace.weights_epoch) == (1, 17)
+    assert orders.saves == [] and early.due == NEVER and half.step().namespace is None
+    assert half.matched(waiting) == (0, False)
+    half.saved(first, 3, 3)
+    assert half.told(waiting)["misses"] == {"disabled": 330}
+    late = half.add("l", ids(330))
+    assert half.matched(late) == (0, False), "nothing is stored under these weights"
+    half.half.allocated("l", [half.pages(11)], 0)
+    late.tables = [half.pages(11)]
+    (save,) = half.step(late).saves
+    assert save.namespace == 1
+    half.half.allocated("x", [late.tables[0][:1]], 0)
+    assert half.step().fenced == [save.number]
+
+
+def test_before_a_worker_has_spoken_nothing_is_asked(store: EmbeddedStore) -> None:
+    half = PagedScheduler(ConnectorSettings.of({"url": "unix:none"}), lambda: SharedStore(store), float, float)
+    request = Request("a", ids(100), 100, None, known=100)  # type: ignore[arg-type]
+    half.added(request, RequestFacts())
+    assert half.matched("a", 0) == (0, False) and not half.wait_open(0.0)
+    half.allocated("a", [[1, 2, 3, 4]], 0)
+    assert half.step({"a"}, [], [], StepWork((), 1)).namespace is None
+    half.renamed(3)
+    told: Any = half.finished("a")
+    assert told["misses"] == {"disabled": 100} and half.block_tokens == 0
+    half.close()
+
+
+def test_fields_of_a_namespace_are_text_and_empty_ones_are_left_out() -> None:
+    assert namespace_config(a=1, b=None, c="", d={}, e="x", f=0) == {"a": "1", "e": "x", "f": "0"}

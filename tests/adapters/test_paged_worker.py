@@ -1,0 +1,571 @@
+"""What the worker's half does, one thing at a time: real pages, a real store in this process, orders by hand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from engine_adapter import paged_worker
+from engine_adapter.audit import Verdict
+from engine_adapter.engine_pages import layout_of
+from engine_adapter.paged_worker import PagedWorker
+from engine_adapter.save_plan import page_runs
+from engine_adapter.step_orders import AuditOrder, LoadOrder, NamespaceFacts, PageRun, SaveOrder, StepOrders
+from engine_adapter.step_orders import StepReports as Reports
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import MissReason
+from kvstore.node import EmbeddedStore
+from paged_engine import Rank, Shape, SharedStore, kv_numbers, wrong_blocks
+from workbench import ids
+
+SECONDS = 30
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
+    with kvstore.embedded(str(tmp_path / "kv"), dram="4MiB", limits=kvstore.Limits(pinned_fraction=1.0)) as opened:
+        yield opened
+        opened.check()
+
+
+class GatedWorker(PagedWorker):
+    """Saves stop before they read, in the middle of it, and loads before they begin, where a test says so."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self.before_read, self.in_read, self.load_gate = threading.Event(), threading.Event(), threading.Event()
+        self.reads = threading.Event()
+        for event in (self.before_read, self.in_read, self.load_gate):
+            event.set()
+        self.layer_gate: threading.Semaphore | None = None
+        super().__init__(*given, **options)
+
+    def begin_reading(self, save: Any) -> bool:
+        self.before_read.wait(SECONDS)
+        may = super().begin_reading(save)
+        if may:
+            self.reads.set()
+            self.in_read.wait(SECONDS)
+        return may
+
+    def _load(self, *given: Any) -> Any:
+        self.load_gate.wait(SECONDS)
+        return super()._load(*given)
+
+    def _loaded(self, *given: Any) -> Iterator[Any]:
+        for loaded in super()._loaded(*given):
+            if self.layer_gate is not None:
+                self.layer_gate.acquire(timeout=SECONDS)
+            yield loaded
+
+
+class Bench:
+    """A worker with pages, and a handle on the same namespace."""
+
+    def __init__(self, store: EmbeddedStore, shape: Shape | None = None, **options: Any) -> None:
+        self.shape = shape or Shape(pages=30)
+        self.rank = Rank(self.shape, 0)
+        self.layout = layout_of([self.rank.pages.facts], 2, 64)
+        self.facts = NamespaceFacts(0, "", "m", self.layout, "raw", 0, {})
+        self.handle: NamespaceHandle = store.namespace(model="m", layout=self.layout)
+        given = {"load_threads": 1, "save_bytes": 1 << 20, **options}
+        self.worker = GatedWorker(self.rank.pages, lambda session: SharedStore(store), time.monotonic, **given)
+        self.begin(namespace=self.facts)
+        assert self.worker._opened(0, SECONDS) is not None
+        self.number = 10
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for event in (self.worker.before_read, self.worker.in_read, self.worker.load_gate):
+            event.set()
+        self.worker.close()
+
+    def begin(self, **orders: Any) -> StepOrders:
+        step = StepOrders(**orders)
+        self.worker.begin(step)
+        return step
+
+    def fill(self, tokens: list[int], table: list[int]) -> None:
+        """As a forward does."""
+        numbers = kv_numbers(tokens, len(self.layout.layers), 0)
+        for layer, planes in enumerate(self.rank.planes):
+            for number, plane in enumerate(planes):
+                for at in range(len(tokens)):
+                    plane[table[at // self.shape.page_tokens], at % self.shape.page_tokens] = numbers[layer, number, at]
+
+    def is_right(self, tokens: list[int], table: list[int], first: int, stop: int, layers: int = 2) -> bool:
+        numbers = kv_numbers(tokens, len(self.layout.layers), 0)
+        size = self.shape.page_tokens
+        return all(
+            torch.equal(self.rank.planes[layer][number][table[at // size], at % size], numbers[layer, number, at])
+            for layer in range(layers)
+            for number in range(2)
+            for at in range(first, stop)
+        )
+
+    def save(self, tokens: list[int], table: list[int], first: int = 0) -> SaveOrder:
+        self.number += 1
+        keys = self.handle.hashed(tokens).keys
+        tables = page_runs([table] * len(self.shape.windows), first, 64 * len(keys), self.shape.page_tokens)
+        return SaveOrder(self.number, f"r{self.number}", 0, b"".join(keys), first, tables, None, 0)
+
+    def load(self, tokens: list[int], table: list[int], first: int = 0, **given: Any) -> tuple[LoadOrder, Any]:
+        self.number += 1
+        lease = self.handle.lease(self.handle.match(tokens), first)
+        stop = given.pop("stop", len(tokens) // 64 * 64)
+        tables = page_runs([table] * len(self.shape.windows), first, stop, self.shape.page_tokens)
+        options = {"waits": True, **given}
+        return LoadOrder(self.number, f"r{self.number}", 0, lease.ticket(), first, stop, tables, **options), lease
+
+    def stored(self, tokens: list[int]) -> None:
+        """These blocks, from the first pages on."""
+        table = list(range(1, 1 + -(-len(tokens) // self.shape.page_tokens)))
+        self.fill(tokens, table)
+        self.begin(saves=[self.save(tokens, table)])
+        self.worker.start_saves()
+        assert self.reports(saves=1).saves[0].reason is None
+
+    def reports(self, **counts: int) -> Reports:
+        """Once so many of each kind are there."""
+        deadline, found = time.monotonic() + SECONDS, Reports()
+        while any(len(getattr(found, kind)) < count for kind, count in counts.items()):
+            assert time.monotonic() < deadline, found
+            found.merge(self.worker.take_reports() or Reports())
+            time.sleep(0.001)
+        return found
+
+
+def blocks_for(seconds: float, call: Callable[[], Any]) -> threading.Thread:
+    """A call in a thread, which has not returned after that time."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert thread.is_alive(), "it did not wait"
+    return thread
+
+
+def ends(thread: threading.Thread) -> None:
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+# Fences --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fence_waits_for_a_save_that_reads(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        table = [1, 2, 3, 4]
+        bench.fill(ids(128), table)
+        bench.worker.in_read.clear()
+        order = bench.save(ids(128), table)
+        bench.begin(saves=[order])
+        bench.worker.start_saves()
+        assert bench.worker.reads.wait(SECONDS)
+        fence = blocks_for(0.1, lambda: bench.begin(fenced=[order.number]))
+        bench.worker.in_read.set()
+        ends(fence)
+        bench.fill(ids(128, 900), table)
+        (report,) = bench.reports(saves=1).saves
+        assert report.stored == 2 and not report.dropped, "it had read everything"
+        assert wrong_blocks(bench.handle, ids(128), 0, 0.0) == (2, [])
+
+
+def test_a_fence_does_not_wait_for_a_save_of_other_pages(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.fill(ids(64), [1, 2])
+        bench.worker.in_read.clear()
+        first, other = bench.save(ids(64), [1, 2]), bench.save(ids(64, 100), [3, 4])
+        bench.begin(saves=[first, other])
+        bench.worker.start_saves()
+        assert bench.worker.reads.wait(SECONDS)
+        started = time.monotonic()
+        bench.begin(fenced=[other.number, 99])
+        assert time.monotonic() - started < 1.0
+        (report,) = bench.reports(saves=1).saves
+        assert (report.number, report.dropped, report.stored) == (other.number, True, 0)
+        bench.worker.in_read.set()
+        (report,) = bench.reports(saves=1).saves
+        assert (report.number, report.stored) == (first.number, 1)
+
+
+def test_a_save_that_is_fenced_before_it_reads_reads_nothing(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.fill(ids(128), [1, 2, 3, 4])
+        bench.worker.before_read.clear()
+        order = bench.save(ids(128), [1, 2, 3, 4])
+        bench.begin(saves=[order])
+        bench.worker.start_saves()
+        _until(lambda: bench.worker._saving is not None)
+        bench.begin(fenced=[order.number])
+        bench.fill(ids(128, 900), [1, 2, 3, 4])
+        bench.worker.before_read.set()
+        (report,) = bench.reports(saves=1).saves
+        assert report.dropped and report.stored == 0 and not bench.worker.reads.is_set()
+        assert bench.handle.match(ids(128)).blocks == 0
+
+
+def test_with_windows_a_fence_waits_a_little_for_saves_that_wait(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing behind could be stored any more without those pages."""
+    with Bench(store, Shape(windows=(0, 40))) as bench:
+        monkeypatch.setattr(paged_worker, "WINDOW_FENCE_SECONDS", SECONDS)
+        order = bench.save(ids(128), [1, 2, 3, 4])
+        order = SaveOrder(order.number, "r", 0, order.keys, 0, (order.tables[0], PageRun(0, [5, 6, 7, 8])), None, 0)
+        bench.worker.before_read.clear()
+        bench.begin(saves=[order])
+        bench.worker.start_saves()
+        fence = blocks_for(0.1, lambda: bench.begin(fenced=[order.number]))
+        bench.worker.before_read.set()
+        ends(fence)
+        (report,) = bench.reports(saves=1).saves
+        assert report.stored == 2 and not report.dropped
+        monkeypatch.setattr(paged_worker, "WINDOW_FENCE_SECONDS", 0.05)
+        bench.worker.before_read.clear()
+        last = bench.save(ids(128, 700), [1, 2, 3, 4])
+        bench.begin(saves=[last])
+        bench.worker.start_saves()
+        bench.begin(fenced=[last.number])
+        bench.worker.before_read.set()
+        assert bench.reports(saves=1).saves[0].dropped
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# Loads ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 64, 96])
+def test_a_load_that_the_step_waits_for_is_over_when_it_begins(store: EmbeddedStore, first: int) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(256))
+        table = list(range(11, 19))
+        order, lease = bench.load(ids(256), table, first)
+        bench.begin(loads=[order])
+        bench.worker.start_loads()
+        assert bench.is_right(ids(256), table, first, 256)
+        assert not first or not bench.is_right(ids(256), table, 0, first), "the engine's own pages are not touched"
+        assert bench.worker.finished() == (set(), set(), set())
+        (report,) = bench.reports(loads=1).loads
+        assert (report.tokens, report.reason) == (256, None)
+        bench.worker.start_loads()
+        assert bench.worker.take_reports() is None, "once"
+        lease.release()
+        assert store.usage().leases == 0
+
+
+class _Told:
+    def __init__(self, tokens: int, failed_pages: set[int]) -> None:
+        self.tokens = tokens
+        self.failed_pages = failed_pages
+
+
+def _received(bench: Bench, requests: int) -> tuple[set[str], list[_Told]]:
+    received: set[str] = set()
+    failed: set[str] = set()
+    pages: set[int] = set()
+    deadline = time.monotonic() + SECONDS
+    while True:
+        done, short, invalid = bench.worker.finished()
+        received, failed, pages = received | done, failed | short, pages | invalid
+        if len(received) >= requests:
+            break
+        assert time.monotonic() < deadline
+    assert failed == received
+    return received, [_Told(report.tokens, pages) for report in bench.reports(loads=1).loads]
+
+
+@pytest.mark.parametrize("ticket", [b"", b"no ticket of anybody's", None])
+def test_a_ticket_that_names_nothing_is_a_load_that_brought_nothing(store: EmbeddedStore, ticket: bytes | None) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(256))
+        order, lease = bench.load(ids(256), list(range(11, 19)), 96)
+        lease.release()
+        given = LoadOrder(
+            5, "r", 0, order.ticket if ticket is None else ticket, 96, 256, order.tables, waits=True, layerwise=False
+        )
+        bench.begin(loads=[given])
+        bench.worker.start_loads()
+        assert bench.worker.finished() == (set(), set(), set(range(14, 19)))
+        reports = bench.reports(loads=1)
+        assert reports.loads[0].tokens == 96 and reports.loads[0].reason is MissReason.STALE_HINT
+        assert reports.failures == {0: 1}
+
+
+def test_a_layer_is_waited_for_until_it_is_there(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(256))
+        table = list(range(11, 19))
+        order, lease = bench.load(ids(256), table, layerwise=True)
+        gate = bench.worker.layer_gate = threading.Semaphore(0)
+        bench.begin(loads=[order])
+        bench.worker.start_loads()
+        first = blocks_for(0.1, lambda: bench.worker.wait_layer("layer.0"))
+        gate.release()
+        ends(first)
+        assert bench.is_right(ids(256), table, 0, 256, layers=1)
+        second = blocks_for(0.1, lambda: bench.worker.wait_layer("layer.1"))
+        other = blocks_for(0.05, lambda: bench.worker.wait_layer("a layer of another name"))
+        saves = blocks_for(0.05, bench.worker.start_saves)
+        gate.release()
+        ends(second)
+        assert bench.is_right(ids(256), table, 0, 256)
+        gate.release(9)
+        ends(other)
+        ends(saves)
+        assert bench.reports(loads=1).loads[0].tokens == 256
+        bench.worker.wait_layer("layer.1")
+        lease.release()
+
+
+def test_layers_of_a_load_that_fails_are_not_waited_for(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(256))
+        order, lease = bench.load(ids(256), list(range(11, 19)), layerwise=True)
+        lease.release()
+        bench.begin(loads=[order])
+        bench.worker.start_loads()
+        bench.worker.wait_layer("layer.1")
+        bench.worker.start_saves()
+        assert bench.worker.finished()[2] == set(range(11, 19))
+
+
+def test_an_idle_step_waits_a_little_for_loads_and_no_other_does(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_worker, "IDLE_WAIT_SECONDS", 0.4)
+    with Bench(store) as bench:
+        bench.stored(ids(64))
+        bench.worker.load_gate.clear()
+        order, lease = bench.load(ids(64), [11, 12], waits=False)
+
+        def took(**orders: Any) -> float:
+            bench.begin(**orders)
+            bench.worker.start_loads()
+            started = time.monotonic()
+            assert bench.worker.finished() == (set(), set(), set())
+            return time.monotonic() - started
+
+        assert took(is_idle=True) < 0.2, "there is no load"
+        assert took(loads=[order]) < 0.2, "there is something to compute"
+        assert took(is_idle=True) >= 0.35
+        bench.begin(is_idle=True)
+        waiting = threading.Timer(0.05, bench.worker.load_gate.set)
+        waiting.start()
+        started = time.monotonic()
+        assert bench.worker.finished()[0] == {order.request}
+        assert time.monotonic() - started < 0.35, "until one is over, and no longer"
+        lease.release()
+
+
+def test_without_a_store_loads_and_saves_end_in_time(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_worker, "OPEN_SECONDS", 0.05)
+    rank = Rank(Shape(), 0)
+
+    def none(session: str) -> Any:
+        raise kvstore.Unreachable("there is no store")
+
+    worker = PagedWorker(rank.pages, none, time.monotonic, load_threads=2, save_bytes=1 << 20)
+    layout = layout_of([rank.pages.facts], 2, 64)
+    load = LoadOrder(1, "a", 0, b"", 0, 64, (PageRun(0, [1, 2]),), waits=False)
+    save = SaveOrder(2, "b", 0, bytes(32), 0, (PageRun(0, [3, 4]),), None, 0)
+    worker.begin(StepOrders([load], [save], namespace=NamespaceFacts(0, "", "m", layout, "raw", 0, {}), is_idle=True))
+    worker.start_loads()
+    worker.start_saves()
+    received: set[str] = set()
+    reports = Reports()
+    deadline = time.monotonic() + SECONDS
+    while not received or not reports.saves:
+        received |= worker.finished()[0]
+        reports.merge(worker.take_reports() or Reports())
+        assert time.monotonic() < deadline
+    assert reports.loads[0].reason is reports.saves[0].reason is MissReason.UNREACHABLE
+    worker.close(1.0)
+
+
+# Saves ---------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_saved_of_a_step_that_waited_for_a_load_that_failed(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(256))
+        order, lease = bench.load(ids(256), list(range(11, 19)))
+        lease.release()
+        bench.fill(ids(64, 500), [20, 21])
+        bench.begin(loads=[order], saves=[bench.save(ids(64, 500), [20, 21])])
+        bench.worker.start_loads()
+        bench.worker.start_saves()
+        first = bench.reports(saves=1)
+        assert first.saves[0].dropped and first.saves[0].reason is None and first.failures == {0: 1}
+        bench.begin(saves=[bench.save(ids(64, 500), [20, 21])])
+        bench.worker.start_saves()
+        assert bench.reports(saves=1).saves[0].dropped, "the scheduler does not know yet"
+        bench.begin(saves=[bench.save(ids(64, 500), [20, 21])], failures_seen={0: 1, 1: 7})
+        bench.worker.start_saves()
+        assert bench.reports(saves=1).saves[0].stored == 1
+
+
+def test_a_load_beside_the_steps_that_fails_spoils_no_step(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(256))
+        order, lease = bench.load(ids(256), list(range(11, 19)), waits=False)
+        lease.release()
+        bench.fill(ids(64, 500), [20, 21])
+        bench.begin(loads=[order])
+        bench.worker.start_loads()
+        _received(bench, 1)
+        bench.begin(saves=[bench.save(ids(64, 500), [20, 21])])
+        bench.worker.start_saves()
+        assert bench.reports(saves=1).saves[0].stored == 1
+
+
+def test_no_more_waits_to_be_saved_than_may(store: EmbeddedStore) -> None:
+    rank_bytes = Bench(store)
+    page = rank_bytes.rank.pages.facts.page_bytes
+    rank_bytes.worker.close()
+    with Bench(store, save_bytes=5 * page) as bench:
+        bench.worker.before_read.clear()
+        orders = [bench.save(ids(64, 100 * number), [2 * number, 2 * number + 1]) for number in range(1, 5)]
+        bench.begin(saves=orders)
+        bench.worker.start_saves()
+        dropped = bench.reports(saves=2).saves
+        assert [report.number for report in dropped] == [order.number for order in orders[2:]]
+        assert {(report.dropped, report.reason) for report in dropped} == {(True, MissReason.DEADLINE)}
+        bench.worker.before_read.set()
+        assert [report.stored for report in bench.reports(saves=2).saves] == [1, 1]
+        bench.begin(saves=[bench.save(ids(128, 1000), [20, 21, 22, 23])])
+        bench.worker.start_saves()
+        assert bench.reports(saves=1).saves[0].stored == 2, "there is room again"
+
+
+def test_a_save_says_how_much_is_held(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(128))
+        table = list(range(1, 13))
+        bench.fill(ids(320), table)
+        bench.begin(saves=[bench.save(ids(320), table), bench.save(ids(384), table, 256 + 64)])
+        bench.worker.start_saves()
+        first, second = bench.reports(saves=2).saves
+        assert (first.held, first.stored, second.held, second.stored) == (5, 3, 6, 1)
+        assert store.evict(3) == 3
+        bench.begin(saves=[bench.save(ids(384), table, 320)])
+        bench.worker.start_saves()
+        (third,) = bench.reports(saves=1).saves
+        assert (third.held, third.stored, third.dropped) == (3, 0, False) and third.reason is not None
+
+
+def test_close_saves_what_waits_as_far_as_there_is_time(store: EmbeddedStore) -> None:
+    bench = Bench(store)
+    bench.fill(ids(256), list(range(1, 9)))
+    bench.begin(saves=[bench.save(ids(256), list(range(1, 9)))])
+    bench.worker.start_saves()
+    bench.worker.close()
+    assert bench.handle.match(ids(256)).blocks == 4
+    bench.worker.close()
+    late = Bench(store)
+    late.worker.before_read.clear()
+    late.begin(saves=[late.save(ids(256, 900), list(range(1, 9)))])
+    late.worker.start_saves()
+    started = time.monotonic()
+    late.worker.close(0.2)
+    assert time.monotonic() - started < 3.0
+    late.worker.before_read.set()
+
+
+def test_the_same_orders_twice_are_once(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.fill(ids(64), [1, 2])
+        orders = bench.begin(saves=[bench.save(ids(64), [1, 2])])
+        bench.worker.begin(orders)
+        bench.worker.start_saves()
+        bench.worker.begin(orders)
+        bench.worker.start_saves()
+        assert len(bench.reports(saves=1).saves) == 1
+        time.sleep(0.05)
+        assert bench.worker.take_reports() is None
+
+
+# Audits --------------------------------------------------------------------------------------------------------------
+
+
+def audited(bench: Bench, tables: tuple[PageRun, ...], first: int = 64, **orders: Any) -> Any:
+    lease = bench.handle.lease(bench.handle.match(ids(128)), first)
+    order = AuditOrder(77, "a", 0, lease.ticket(), first, tables)
+    bench.begin(audits=[order], **orders)
+    bench.worker.start_saves()
+    (report,) = bench.reports(audits=1).audits
+    lease.release()
+    assert store_is_free(bench)
+    return [result.verdict for result in report.results]
+
+
+def store_is_free(bench: Bench) -> bool:
+    return bench.worker._namespace is not None and not bench.worker._is_reading
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.0, "exact"), (1e-6, "close"), (0.1, "drifted")])
+def test_an_audit_says_how_far_the_stored_block_is_from_the_computed_one(
+    store: EmbeddedStore, off: float, verdict: str
+) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(128))
+        bench.fill(ids(128), [11, 12, 13, 14])
+        bench.rank.planes[1][0][torch.tensor([13, 14])] *= 1 + off
+        assert audited(bench, (PageRun(2, [13, 14]),)) == [Verdict(verdict)]
+        bench.rank.planes[1][0][torch.tensor([11, 12])] += 1
+        assert audited(bench, (PageRun(2, [13, 14]),)) == [Verdict(verdict)], "the block's own pages alone"
+
+
+def two_groups(store: EmbeddedStore, window: int) -> Bench:
+    bench = Bench(store, Shape(windows=(0, window)))
+    bench.fill(ids(128), [1, 2, 3, 4])
+    bench.begin(saves=[bench.save(ids(128), [1, 2, 3, 4])])
+    bench.worker.start_saves()
+    assert bench.reports(saves=1).saves[0].stored == 2
+    return bench
+
+
+def test_of_two_groups_each_is_compared(store: EmbeddedStore) -> None:
+    with two_groups(store, 40) as bench:
+        runs = PageRun(2, [3, 4]), PageRun(2, [3, 4])
+        assert audited(bench, runs) == [Verdict.EXACT]
+        bench.rank.planes[2][1][torch.tensor([4])] += 1  # of the second group, in its window
+        assert audited(bench, runs) == [Verdict.DRIFTED]
+
+
+def test_an_audit_whose_pages_are_somebody_elses_finds_nothing(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(128))
+        bench.worker.before_read.clear()
+        lease = bench.handle.lease(bench.handle.match(ids(128)), 64)
+        bench.begin(audits=[AuditOrder(77, "a", 0, lease.ticket(), 64, (PageRun(2, [13, 14]),))])
+        bench.worker.start_saves()
+        bench.begin(fenced=[77])
+        bench.worker.before_read.set()
+        assert bench.reports(audits=1).audits[0].results == ()
+        lease.release()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_lease_that_is_gone_ends_an_audit_without_a_verdict(store: EmbeddedStore, seed: int) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(128))
+        ticket = [b"", b"x" * 40, bench.handle.lease(bench.handle.match(ids(64)), 0).ticket()][seed]
+        bench.begin(audits=[AuditOrder(77, "a", 0, ticket, 64, (PageRun(2, [13, 14]),))])
+        bench.worker.start_saves()
+        assert bench.reports(audits=1).audits[0].results == ()
+        assert Random(seed)

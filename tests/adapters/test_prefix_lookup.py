@@ -1,0 +1,188 @@
+"""One request's way to a promise: a real store in this process, whose answers come when a test says so."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from adapters.test_paged_scheduler import FACTS, LAYOUT, Late, put
+from engine_adapter import prefix_lookup
+from engine_adapter.prefix_lookup import PrefixLookup
+from kvstore.errors import StoreClosed
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import MissReason
+from kvstore.node import EmbeddedStore
+from workbench import FakeClock, ids
+
+SECONDS = 30
+GRID = MissReason.GRID
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
+    with kvstore.embedded(str(tmp_path / "kv"), dram="4MiB", limits=kvstore.Limits(pinned_fraction=1.0)) as opened:
+        put(opened, ids(320))
+        yield opened
+        opened.check()
+
+
+class Asked:
+    """A look-up of 330 tokens, of which 320 are stored."""
+
+    def __init__(self, store: EmbeddedStore, tokens: int = 330) -> None:
+        self.late = Late(store)
+        self.clock = FakeClock()
+        self.handle: NamespaceHandle = self.late.namespace(model=FACTS.model, layout=LAYOUT)
+        self.lookup = PrefixLookup(
+            self.handle,
+            self.handle.hashed(ids(tokens)),
+            "r",
+            self.clock.monotonic_seconds,
+            match_deadline_ms=20,
+            lease_deadline_ms=5000,
+        )
+
+    def matched(self, first: int = 0, stop: int = 320, reason: MissReason = GRID) -> int:
+        deadline = time.monotonic() + SECONDS
+        while (tokens := self.lookup.matched(first, stop, reason)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return tokens
+
+
+def is_free(store: EmbeddedStore) -> bool:
+    deadline = time.monotonic() + SECONDS
+    while store.usage().leases and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return not store.usage().leases
+
+
+@pytest.mark.parametrize(("first", "stop", "tokens"), [(0, 320, 320), (96, 320, 320), (0, 100, 64), (64, 329, 320)])
+def test_what_is_promised_is_pinned_until_it_is_given_back(
+    store: EmbeddedStore, first: int, stop: int, tokens: int
+) -> None:
+    asked = Asked(store)
+    assert asked.matched(first, stop) == tokens
+    assert asked.lookup.account.hit_tokens == tokens and asked.lookup.account.asked == 330
+    assert asked.matched(first, stop) == tokens and store.usage().leases == 1
+    assert store.evict(100) == 5 - (tokens // 64)
+    lease = asked.lookup.take()
+    assert lease is not None and lease.tokens == tokens and asked.lookup.is_over
+    asked.lookup.give_back()
+    assert asked.lookup.take() is None and store.usage().leases == 1, "it is the taker's"
+    lease.release()
+    assert is_free(store)
+
+
+@pytest.mark.parametrize(("first", "stop"), [(320, 320), (0, 63), (128, 128), (192, 128)])
+def test_what_is_no_more_than_the_engine_has_is_not_pinned(store: EmbeddedStore, first: int, stop: int) -> None:
+    asked = Asked(store)
+    assert asked.matched(first, stop, MissReason.AUDIT) == 0
+    assert asked.lookup.is_over and is_free(store)
+    hit = min(stop, 320) // 64 * 64
+    assert asked.lookup.account.hit_tokens == hit
+    assert asked.lookup.account.misses.get(MissReason.AUDIT, 0) == 320 - hit
+
+
+def test_a_prompt_of_which_nothing_is_stored_is_over_at_once(store: EmbeddedStore) -> None:
+    asked = Asked(store)
+    asked.lookup = PrefixLookup(
+        asked.handle,
+        asked.handle.hashed(ids(100, 7000)),
+        "r",
+        asked.clock.monotonic_seconds,
+        match_deadline_ms=20,
+        lease_deadline_ms=50,
+    )
+    assert asked.matched() == 0 and asked.lookup.is_over
+    assert asked.lookup.account.asked == 100 and asked.lookup.account.hit_tokens == 0
+
+
+def test_with_less_of_the_engines_own_a_lease_is_taken_anew(store: EmbeddedStore) -> None:
+    asked = Asked(store)
+    assert asked.matched(256) == 320
+    assert asked.lookup.lease is not None and asked.lookup.lease.first_token == 256
+    assert asked.matched(70) == 320
+    assert asked.lookup.lease is not None and asked.lookup.lease.first_token == 64
+    assert asked.matched(192) == 320 and asked.lookup.lease.first_token == 64, "it covers that"
+    asked.lookup.give_back()
+    assert is_free(store)
+
+
+def test_a_lease_that_has_waited_long_is_taken_anew(store: EmbeddedStore) -> None:
+    asked = Asked(store)
+    assert asked.matched() == 320
+    first = asked.lookup.lease
+    asked.clock.advance(prefix_lookup.HELD_SECONDS + 1)
+    assert asked.matched() == 320 and asked.lookup.lease is not first
+    assert first is not None and first.released
+    asked.lookup.give_back()
+    assert is_free(store)
+
+
+def test_a_lease_that_brings_nothing_is_a_miss_with_its_reason(store: EmbeddedStore) -> None:
+    asked = Asked(store)
+    assert asked.lookup.found() is not None
+    assert store.evict(100) == 5
+    assert asked.matched() == 0 and asked.lookup.is_over
+    assert asked.lookup.account.hit_tokens == 0 and asked.lookup.account.asked == 330
+    assert is_free(store)
+
+
+def test_the_deadline_begins_with_the_first_question(store: EmbeddedStore) -> None:
+    asked = Asked(store)
+    asked.late.is_late = True
+    asked.clock.advance(100)
+    assert asked.lookup.matched(0, 320, GRID) is None
+    asked.clock.advance(0.021)
+    assert asked.lookup.matched(0, 320, GRID) == 0
+    assert asked.lookup.account.misses == {MissReason.DEADLINE: 330}
+    assert asked.lookup.found() is None and asked.lookup.matched(0, 320, GRID) == 0
+
+
+@pytest.mark.parametrize("when", ["asked", "found", "leasing", "held"])
+def test_giving_back_lets_go_of_everything_and_may_be_done_again(store: EmbeddedStore, when: str) -> None:
+    asked = Asked(store)
+    asked.late.is_late = when in ("asked", "leasing")
+    if when != "asked":
+        asked.late.is_late = False
+        asked.lookup.found()
+        asked.late.is_late = when == "leasing"
+    if when == "leasing":
+        asked.lookup.matched(0, 320, GRID)
+    if when == "held":
+        asked.matched()
+    asked.lookup.give_back()
+    asked.lookup.give_back()
+    asked.late.is_late = False
+    assert (asked.matched() == 0 and asked.lookup.found() is None) or when != "asked"
+    assert is_free(store)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RuntimeError("no\nmore"), MissReason.UNREACHABLE), (StoreClosed("closed"), MissReason.DISABLED)],
+)
+@pytest.mark.parametrize("verb", ["submit_match", "submit_lease"])
+def test_a_fault_of_the_store_is_a_miss_and_one_line(
+    store: EmbeddedStore, verb: str, error: Exception, reason: MissReason, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = Asked(store)
+
+    def fails(*given: Any) -> Any:
+        raise error
+
+    setattr(asked.handle._door, verb, fails)
+    with caplog.at_level(logging.INFO, "engine_adapter"):
+        lookup = PrefixLookup(asked.handle, asked.lookup.prompt, "r", float, match_deadline_ms=20, lease_deadline_ms=50)
+        assert lookup.matched(0, 320, GRID) == 0 and lookup.is_over
+    assert lookup.account.misses == {reason: 330}
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (reason is MissReason.UNREACHABLE) == lookup.faults
+    assert all("\n" not in line and "RuntimeError" in line for line in lines)

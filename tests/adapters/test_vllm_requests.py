@@ -1,0 +1,178 @@
+"""What a request's KV depends on besides its tokens, read off objects that look like vLLM's."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_adapter.adapter_digests import AdapterDigests
+from engine_adapter.engine_requests import RequestFacts
+from engine_adapter.vllm_requests import HINTS, EngineView, RequestReader, hinted
+from kvstore.identity import ExtraKey
+from kvstore.miss import MissReason
+
+READER = RequestReader(AdapterDigests(lambda path: f"digest of {path.name}"))
+
+
+def request(**given: Any) -> SimpleNamespace:
+    usual: dict[str, Any] = {
+        "request_id": "r",
+        "prompt_embeds": None,
+        "sampling_params": SimpleNamespace(),
+        "lora_request": None,
+        "cache_salt": None,
+        "mm_features": [],
+        "kv_transfer_params": None,
+    }
+    return SimpleNamespace(**{**usual, **given})
+
+
+def feature(identifier: Any, offset: int, length: int) -> SimpleNamespace:
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def lora(folder: Path, number: int = 1, **given: Any) -> SimpleNamespace:
+    folder.mkdir(exist_ok=True)
+    (folder / "weights").write_text("w")
+    return SimpleNamespace(lora_int_id=number, lora_path=str(folder), lora_name="name", **given)
+
+
+def keys(**given: Any) -> tuple[ExtraKey, ...]:
+    facts = READER.facts(request(**given))
+    assert facts.refused is None, facts
+    return facts.extra_keys
+
+
+def test_text_depends_on_nothing_else() -> None:
+    assert READER.facts(request()) == RequestFacts()
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"prompt_embeds": object()}, "embeddings"),
+        ({"resumable": True}, "streamed"),
+        ({"sampling_params": None}, "generates nothing"),
+        ({"mm_features": [feature("", 3, 4)]}, "content hash"),
+    ],
+)
+def test_what_is_not_understood_is_not_cached(given: dict[str, Any], word: str) -> None:
+    facts = READER.facts(request(**given))
+    assert facts.refused is MissReason.UNSUPPORTED and word in facts.detail
+
+
+def test_a_salt_is_kept_as_a_digest_and_other_salts_are_others() -> None:
+    one, other, none = keys(cache_salt="secret"), keys(cache_salt="Secret"), keys(cache_salt="")
+    assert len({one, other, none}) == 3 and none == ()
+    assert b"secret" not in repr(one).encode()
+
+
+def test_an_image_is_its_content_at_its_place() -> None:
+    found = {
+        keys(mm_features=[feature("h1", 3, 4)]),
+        keys(mm_features=[feature("h2", 3, 4)]),
+        keys(mm_features=[feature("h1", 4, 4)]),
+        keys(mm_features=[feature("h1", 3, 5)]),
+        keys(mm_features=[feature("h1", 3, 4), feature("h2", 9, 4)]),
+        keys(mm_features=[feature("h2", 9, 4), feature("h1", 3, 4)]),
+        keys(mm_features=[feature("h2", 3, 4), feature("h1", 9, 4)]),
+    }
+    assert len(found) == 7
+    (key,) = keys(mm_features=[feature("h1", 3, 4)])
+    assert key.first_token == 3, "what lies before it does not depend on it"
+
+
+def test_an_adapter_is_its_content_and_not_its_name(tmp_path: Path) -> None:
+    loaded = lora(tmp_path / "a")
+    first = READER.facts(request(lora_request=loaded))
+    if first.refused:
+        assert first.refused is MissReason.UNSUPPORTED and "being read" in first.detail
+    deadline = time.monotonic() + 30
+    while READER.facts(request(lora_request=loaded)).refused:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert keys(lora_request=loaded) == (ExtraKey(b"adapter:digest of a"),)
+    assert keys(lora_request=loaded, cache_salt="s") != keys(lora_request=loaded)
+    missing = SimpleNamespace(lora_int_id=9, lora_path=str(tmp_path / "none"), lora_name="name")
+    assert "cannot be read" in READER.facts(request(lora_request=missing)).detail
+
+
+def test_a_request_that_must_not_read_the_cache_does_not() -> None:
+    facts = READER.facts(request(skip_reading_prefix_cache=True))
+    assert not facts.reads and facts.saves
+
+
+# Hints ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, "text", 7, {"kvstore": None}])
+def test_without_hints_nothing_is_wanted(params: Any) -> None:
+    assert hinted(RequestFacts(), params) == RequestFacts()
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"store": False}, {"saves": False}),
+        ({"store": True}, {}),
+        ({"ttl": 60}, {"ttl": 60}),
+        ({"ttl": 0.5, "priority": -100}, {"ttl": 0.5, "priority": -100}),
+        ({"conversation": "c", "priority": 100}, {"priority": 100}),
+    ],
+)
+def test_what_a_user_wants_is_taken(given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    facts = RequestFacts((ExtraKey(b"k"),), reads=False)
+    found = hinted(facts, {"kvstore": given})
+    assert found == RequestFacts((ExtraKey(b"k"),), reads=False, **wanted) and found.ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"store": "no"}, "store='no'; give true or false"),
+        ({"store": 0}, "store=0; give true or false"),
+        ({"ttl": 0}, "ttl=0; give seconds above 0"),
+        ({"ttl": True}, "ttl=True; give seconds above 0"),
+        ({"ttl": float("nan")}, "ttl=nan; give seconds above 0"),
+        ({"ttl": "60"}, "ttl='60'; give seconds above 0"),
+        ({"priority": 101}, "priority=101; give a whole number from -100 to 100"),
+        ({"priority": 1.5}, "priority=1.5; give a whole number from -100 to 100"),
+        ({"priority": False}, "priority=False; give a whole number from -100 to 100"),
+        ({"conversation": 5}, "conversation=5; give text"),
+        ({"stores": True}, f"stores; allowed: {', '.join(HINTS)}"),
+        ([1], f"kvstore=[1]; give an object with {', '.join(HINTS)}"),
+        (False, f"kvstore=False; give an object with {', '.join(HINTS)}"),
+    ],
+)
+def test_what_is_not_understood_is_told_and_has_no_effect(given: Any, told: str) -> None:
+    found = hinted(RequestFacts(), {"kvstore": given})
+    assert found == RequestFacts(ignored=(told,))
+
+
+def test_what_is_right_beside_what_is_wrong_has_its_effect() -> None:
+    found = hinted(RequestFacts(), {"kvstore": {"store": False, "ttl": -1, "x": 1}})
+    assert not found.saves and found.ttl is None and len(found.ignored) == 2
+
+
+# A request as the scheduler's half sees it ---------------------------------------------------------------------------
+
+
+def test_a_view_shows_the_request_as_it_is_now() -> None:
+    engines = SimpleNamespace(request_id="r", num_tokens=5, num_prompt_tokens=3, all_token_ids=[1, 2, 3, 4, 5])
+    view = EngineView(engines)
+    assert (view.request_id, view.num_tokens, view.num_prompt_tokens, view.due) == ("r", 5, 3, 0)
+    assert view.token_ids(1, 4) == [2, 3, 4]
+    engines.num_tokens, engines.all_token_ids = 6, [*range(6)]
+    assert (view.num_tokens, view.token_ids(4, 6)) == (6, [4, 5])
+
+
+@pytest.mark.parametrize(
+    ("computed", "has_drafts", "final"), [(4, False, 4), (9, False, 5), (2, True, 2), (4, True, 3), (9, True, 3)]
+)
+def test_only_what_is_accepted_is_final(computed: int, has_drafts: bool, final: int) -> None:
+    engines = SimpleNamespace(request_id="r", num_tokens=5, num_prompt_tokens=3, all_token_ids=[1, 2, 3, 4, 5])
+    assert EngineView(engines).final(computed, has_drafts=has_drafts) == final
