@@ -43,8 +43,8 @@ class SavePlan:
         self._page_tokens = page_tokens
         self._block_tokens = block_tokens
         self._offers: dict[int, Offer] = {}
-        self._reading: dict[int, int] = {}
-        """Pages that are read, each by the save that was ordered last."""
+        self._reading: dict[int, set[int]] = {}
+        """Pages that are read, and by which orders: a page of the engine's own cache may be read by several."""
         self._decoded: set[int] = set()
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class SavePlan:
     def taken(self, pages: set[int]) -> list[int]:
         """These pages are written to from now on; returns the saves that read any of them."""
         self._decoded -= pages
-        return sorted({self._reading[page] for page in pages if page in self._reading})
+        return sorted({number for page in pages for number in self._reading.get(page, ())})
 
     def decoded(self, pages: Iterable[int]) -> None:
         """These hold what an inexact codec restored."""
@@ -87,13 +87,16 @@ class SavePlan:
 
     def watch(self, number: int, tables: Iterable[PageRun]) -> None:
         """These pages are read by an order of that number, which is no save."""
-        self._reading.update({page: number for run in tables for page in run.pages})
+        for page in (page for run in tables for page in run.pages):
+            self._reading.setdefault(page, set()).add(number)
 
     def unwatch(self, number: int, tables: Iterable[PageRun]) -> None:
         """They are not any more."""
         for page in (page for run in tables for page in run.pages):
-            if self._reading.get(page) == number:
-                del self._reading[page]
+            readers = self._reading.get(page, set())
+            readers.discard(number)
+            if not readers:
+                self._reading.pop(page, None)
 
     def reported(self, report: SaveReport) -> Offer | None:
         """One worker has done its share; the save, once all have."""

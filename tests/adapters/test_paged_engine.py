@@ -259,6 +259,38 @@ def test_a_page_that_is_given_away_while_its_save_waits_is_not_read(store: Embed
         )
 
 
+def test_two_saves_that_read_the_same_pages_are_both_fenced(store: EmbeddedStore) -> None:
+    """A prompt's pages are the next one's, in the engine's own cache, before the first save of them has begun."""
+    with engine_at(store, Shape(pages=14), Random(1)) as engine:
+        engine.gate.shut()
+        finished(engine, "a", ids(300))
+        finished(engine, "b", ids(330))
+        assert hits(engine.over[1]) == {"engine": 288}
+        finished(engine, "c", ids(400, 500))
+        engine.gate.open()
+        engine.settle()
+        assert engine.half.take_counts().dropped_saves == 2
+        assert wrong_blocks(handle_of(store, engine.half._facts), ids(330), 0, 0.0)[1] == []  # type: ignore[arg-type]
+
+
+def test_a_save_that_is_dropped_does_not_end_the_watch_over_anothers_pages(store: EmbeddedStore) -> None:
+    with engine_at(store, Shape(pages=30), Random(1)) as engine:
+        engine.gate.shut()
+        finished(engine, "a", ids(300))
+        second = engine.add("b", ids(460), 1)
+        engine.run()
+        behind = [run.pages[-1] for run in engine.half._plan._offers[max(engine.half._plan._offers)].order.tables]
+        engine.pool.free.remove(behind[0])
+        engine.pool.free.append(behind[0])
+        engine.random = engine.pool._random = AlwaysLast()
+        finished(engine, "c", [7])  # takes the second save's last page
+        assert engine.half.take_counts().dropped_saves == 1 and second.told is not None
+        finished(engine, "d", ids(700, 3000))
+        engine.gate.open()
+        engine.settle()
+        assert wrong_blocks(handle_of(store, engine.half._facts), ids(460), 0, 0.0)[1] == []  # type: ignore[arg-type]
+
+
 class AlwaysLast(Random):
     """The page that was freed last is given away first."""
 
