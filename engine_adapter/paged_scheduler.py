@@ -280,7 +280,8 @@ class PagedScheduler:
         if taken:
             orders.fenced += self._plan.taken(taken)
         if not self._is_exact:
-            self._plan.decoded(page for load in orders.loads for run in load.tables for page in run.pages)
+            for load in orders.loads:
+                self._plan.decoded((page for run in load.tables for page in run.pages), load.number)
         self._offer_all(due, orders)
         self._running, self._idle_seconds = running, IDLE_WAIT_SECONDS
         orders.failures_seen = dict(self._failures)
@@ -465,7 +466,8 @@ class PagedScheduler:
             self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
         if not is_whole:  # the engine computes these
             page = tokens // self.page_tokens
-            self._plan.computed(number for run in order.tables for number in run.pages[max(0, page - run.first) :])
+            behind = (number for run in order.tables for number in run.pages[max(0, page - run.first) :])
+            self._plan.computed(behind, order.number)
         if load.account is not None:  # its request is over
             self._counts.add(load.account if is_whole else load.account.cut(tokens, load.why))
         state = self._states.get(order.request)

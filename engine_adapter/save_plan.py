@@ -45,7 +45,8 @@ class SavePlan:
         self._offers: dict[int, Offer] = {}
         self._reading: dict[int, set[int]] = {}
         """Pages that are read, and by which orders: a page of the engine's own cache may be read by several."""
-        self._decoded: set[int] = set()
+        self._decoded: dict[int, int] = {}
+        """Pages that hold what an inexact codec restored, each with the load that brought it."""
 
     def __len__(self) -> int:
         """Saves under way."""
@@ -53,16 +54,21 @@ class SavePlan:
 
     def taken(self, pages: set[int]) -> list[int]:
         """These pages are written to from now on; returns the saves that read any of them."""
-        self._decoded -= pages
+        if self._decoded:
+            for page in pages:
+                self._decoded.pop(page, None)
         return sorted({number for page in pages for number in self._reading.get(page, ())})
 
-    def decoded(self, pages: Iterable[int]) -> None:
-        """These hold what an inexact codec restored."""
-        self._decoded.update(pages)
+    def decoded(self, pages: Iterable[int], number: int) -> None:
+        """These hold what an inexact codec restored: in the load of that number."""
+        self._decoded.update(dict.fromkeys(pages, number))
 
-    def computed(self, pages: Iterable[int]) -> None:
-        """These do not after all: the engine computes them."""
-        self._decoded.difference_update(pages)
+    def computed(self, pages: Iterable[int], number: int) -> None:
+        """These do not after all: that load failed, and the engine computes them. Where they are somebody else's by
+        now, what they hold is not that load's."""
+        for page in pages:
+            if self._decoded.get(page) == number:
+                del self._decoded[page]
 
     def exact_runs(self, tables: Sequence[Sequence[int]], first_block: int, stop_block: int) -> list[tuple[int, int]]:
         """Runs of blocks whose pages are all as the engine computed them."""
@@ -72,7 +78,7 @@ class SavePlan:
         runs: list[tuple[int, int]] = []
         for number in range(first_block, stop_block):
             span = slice(number * per_block, (number + 1) * per_block)
-            if not all(self._decoded.isdisjoint(table[span]) for table in tables):
+            if not all(self._decoded.keys().isdisjoint(table[span]) for table in tables):
                 continue
             if runs and runs[-1][1] == number:
                 runs[-1] = (runs[-1][0], number + 1)

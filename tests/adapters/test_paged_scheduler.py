@@ -378,6 +378,24 @@ def test_an_engine_that_counts_on_tokens_hears_of_a_lease_that_is_gone(store: Em
     assert order.ticket == b"" and order.stop_token == 320, "an order that fails"
 
 
+def test_a_load_that_failed_says_nothing_of_pages_that_are_another_loads_by_now(store: EmbeddedStore) -> None:
+    """A step ahead: its request is given up, and its pages are loaded into anew, before that it failed is known."""
+    facts = NamespaceFacts(0, "", "m", LAYOUT, "int8-kc64", 0, {})
+    half = Half(SharedStore(store), facts=facts, load="sync")
+    handle = half.half._namespace.now()
+    assert handle is not None and handle.put(ids(320), plausible_pages(LAYOUT, 5)).stored == 5
+    one, other = half.add("a", ids(330)), half.add("b", ids(330))
+    half.admit(one)
+    first = half.step(one)
+    half.told(one)
+    assert half.matched(other) == (320, False)
+    half.half.allocated("b", one.tables, 320)
+    second = half.step(other)
+    half.loaded(first, 0)
+    half.loaded(second)
+    assert half.half._plan.exact_runs(one.tables, 0, 5) == [], "they hold what the second one restored"
+
+
 @pytest.mark.parametrize(
     ("mode", "others", "waits"),
     [("async", 0, False), ("async", 1, False), ("sync", 1, True), ("layerwise", 1, True), ("auto", 0, True)],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_adapter.save_plan import FREED, SavePlan, page_runs
@@ -47,6 +48,75 @@ STEPS = st.lists(
     ),
     max_size=40,
 )
+
+
+@given(STEPS, st.sampled_from([(0,), (0, 1)]))
+@settings(max_examples=150)
+def test_every_save_that_reads_a_page_is_named_until_all_ranks_have_reported(
+    steps: list[tuple[str, object]], ranks: tuple[int, ...]
+) -> None:
+    plan, simple, loads = SavePlan(ranks, 32, 64), Simple(), list[int]()
+    for number, (what, given_) in enumerate(steps, 1):
+        pages = sorted(given_) if isinstance(given_, set) else []
+        if what == "save":
+            plan.add(order(number, pages), 0, 1)
+            simple.saves[number] = set(pages), set(ranks)
+        elif what == "audit":
+            plan.watch(number, [PageRun(0, pages)])
+            simple.audits[number] = set(pages)
+        elif what == "taken":
+            assert plan.taken(set(pages)) == simple.readers(set(pages))
+            for page in pages:
+                simple.decoded.pop(page, None)
+        elif what == "load":
+            plan.taken(set(pages))  # whoever is loaded into pages was given them
+            plan.decoded(pages, number)
+            simple.decoded.update(dict.fromkeys(pages, number))
+            loads.append(number)
+        elif what == "load failed" and loads:
+            plan.computed(pages, loads[0])
+            for page in pages:
+                if simple.decoded.get(page) == loads[0]:
+                    del simple.decoded[page]
+            loads.pop(0)
+        elif what == "report" and simple.saves:
+            chosen = sorted(simple.saves)[int(given_) % len(simple.saves)]  # type: ignore[call-overload]
+            waiting = simple.saves[chosen][1]
+            offer = plan.reported(report(chosen, waiting.pop()))
+            assert (offer is None) == bool(waiting)
+            if not waiting:
+                del simple.saves[chosen]
+        elif what == "compared" and simple.audits:
+            chosen = sorted(simple.audits)[int(given_) % len(simple.audits)]  # type: ignore[call-overload]
+            plan.unwatch(chosen, [PageRun(0, sorted(simple.audits.pop(chosen)))])
+        assert len(plan) == len(simple.saves)
+        for page in range(1, 13):
+            assert plan.exact_runs([[page, page]], 0, 1) == ([] if page in simple.decoded else [(0, 1)])
+    assert plan.taken(set(range(1, 13))) == simple.readers(set(range(1, 13)))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=24, max_size=24), min_size=1, max_size=3),
+    st.sets(st.integers(1, 30)),
+    st.integers(0, 12),
+    st.integers(0, 12),
+)
+def test_runs_of_blocks_without_a_decoded_page(
+    tables: list[list[int]], decoded: set[int], one: int, other: int
+) -> None:
+    plan = SavePlan((0,), 32, 64)
+    plan.decoded(decoded, 1)
+    first, stop = sorted((one, other))
+    runs = plan.exact_runs(tables, first, stop)
+    wanted = {
+        block
+        for block in range(first, stop)
+        if not any(page in decoded for table in tables for page in table[2 * block : 2 * block + 2])
+    }
+    assert {block for start, end in runs for block in range(start, end)} == wanted
+    if decoded:
+        assert all(end < start for (_, end), (start, _) in pairwise(runs)), "as few as can be"
+        assert all(start < end for start, end in runs)
 
 
 @given(
