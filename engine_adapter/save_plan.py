@@ -114,7 +114,8 @@ class SavePlan:
         if report.reason is not None or report.dropped:
             offer.dropped |= report.dropped
             offer.reason = report.reason or offer.reason
-            offer.held = min(offer.held, max(report.held, offer.first_block))
+            # What was dropped says nothing about the blocks before; a put may find that they were evicted.
+            offer.held = min(offer.held, max(report.held, offer.first_block) if report.dropped else report.held)
         if offer.waiting:
             return None
         del self._offers[report.number]

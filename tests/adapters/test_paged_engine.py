@@ -330,6 +330,22 @@ def _blocks(handle: NamespaceHandle, stream: list[int]) -> list[tuple[int, Any]]
     return [(first, pages.cut(first // 64, first // 64 + 1)) for first in range(0, len(stream), 64)]
 
 
+def test_what_was_evicted_meanwhile_is_offered_again_with_the_next_block(store: EmbeddedStore) -> None:
+    with engine_at(store, Shape(pages=60), Random(1)) as engine:
+        request = engine.add("a", ids(330), 200)
+        while request.known < 390:
+            engine.step()
+        engine.drain()
+        handle = handle_of(store, engine.half._facts)  # type: ignore[arg-type]
+        _until(lambda: not engine.workers[0]._saves and not engine.workers[0]._saving)
+        assert handle.match(request.stream).blocks == 6
+        assert store.evict(3) == 3 and handle.match(request.stream).blocks == 3
+        while request.status is not Status.OVER:
+            engine.step()
+            _until(lambda: not engine.workers[0]._saves and not engine.workers[0]._saving)
+        assert handle.match(request.stream).blocks == len(request.stream) // 64
+
+
 def _until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not is_so():

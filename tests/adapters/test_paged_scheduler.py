@@ -503,6 +503,15 @@ def test_what_was_dropped_is_offered_again_and_what_is_held_is_not(store: Embedd
     assert counts.saved_blocks == 4 and counts.dropped_saves == 1
 
 
+def test_what_was_evicted_before_a_save_is_offered_with_the_next_one(store: EmbeddedStore) -> None:
+    half = Half(SharedStore(store))
+    request = half.add("a", ids(400))
+    half.admit(request, tokens=400)
+    half.saved(half.step(request, upto=256), 4, 4)
+    half.saved(half.step(request, upto=320), 2, 0, reason=MissReason.EVICTED)
+    assert half.step(request, upto=384).saves[0].first_token == 128
+
+
 # When it ends --------------------------------------------------------------------------------------------------------
 
 

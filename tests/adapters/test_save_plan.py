@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,3 +146,21 @@ def test_a_save_of_several_ranks_holds_what_all_of_them_hold() -> None:
     offer = plan.reported(report(1, 1, held=3, stored=3))
     assert offer is not None and (offer.held, offer.stored, offer.reason) == (1, 3, MissReason.QUOTA)
     assert plan.reported(report(1, 1)) is None and not offer.dropped
+
+
+@pytest.mark.parametrize(
+    ("held", "given_", "wanted"),
+    [
+        (6, {}, 6),
+        (5, {"reason": MissReason.QUOTA}, 5),
+        (2, {"reason": MissReason.EVICTED}, 2),
+        (0, {"dropped": True}, 4),
+        (5, {"dropped": True, "reason": MissReason.DISABLED}, 5),
+    ],
+)
+def test_what_is_held_after_a_save_of_blocks_4_and_5(held: int, given_: dict[str, object], wanted: int) -> None:
+    """What was dropped says nothing about the blocks before."""
+    plan = SavePlan((0,), 32, 64)
+    plan.add(order(1, [1, 2, 3, 4], 4), 4, 6)
+    offer = plan.reported(report(1, held=held, **given_))
+    assert offer is not None and offer.held == wanted
