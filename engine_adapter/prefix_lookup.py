@@ -134,33 +134,35 @@ class PrefixLookup:
             self.account = account
             self.give_back()
             return 0
-        if self.lease is not None:
-            is_old = self._clock() - self._leased_at > HELD_SECONDS
-            if not is_old and self.lease.first_token <= first_token and not self.lease.released:
-                return self._promised(tokens)
+        wanted = replace(match, keys=match.keys[:blocks], blocks=blocks, tokens=tokens, account=account)
+        while not self._is_good(first_token):
             self._release()
-        if self._pending_lease is None:
-            wanted = replace(match, keys=match.keys[:blocks], blocks=blocks, tokens=tokens, account=account)
-            self._pending_lease = self.namespace.submit_lease(
-                wanted, first_token, 1000 * self._lease_seconds, self.request
-            )
-        lease = self._pending_lease.poll()
-        if lease is None:
-            return None
-        self._pending_lease = None
-        self.lease, self._leased_at = lease, self._clock()
-        self.account = lease.account
-        if lease.reason is not None:
-            self.detail = lease.detail or self.detail
-        return self._promised(tokens)
-
-    def _promised(self, stop_token: int) -> int:
+            if self._pending_lease is None:
+                self._pending_lease = self.namespace.submit_lease(
+                    wanted, first_token, 1000 * self._lease_seconds, self.request
+                )
+            lease = self._pending_lease.poll()
+            if lease is None:
+                return None
+            # It may have been asked for when the engine had more of its own than it has now.
+            self._pending_lease = None
+            self.lease, self._leased_at = lease, self._clock()
+            if lease.reason is not None:
+                self.detail = lease.detail or self.detail
         assert self.lease is not None
-        tokens = min(self.lease.tokens, stop_token)
-        if tokens <= self.lease.first_token:
+        # It may have been taken when more was wanted than now.
+        self.account = self.lease.account.cut(tokens, reason)
+        promised = min(self.lease.tokens, tokens)
+        if promised <= self.lease.first_token:
             self.give_back()
             return 0
-        return tokens
+        return promised
+
+    def _is_good(self, first_token: int) -> bool:
+        """Whether a lease is held, and of all that is wanted behind the engine's own."""
+        if self.lease is None or self.lease.released:
+            return False
+        return self.lease.first_token <= first_token and self._clock() - self._leased_at <= HELD_SECONDS
 
     def _release(self) -> None:
         lease, self.lease = self.lease, None

@@ -228,6 +228,25 @@ def test_what_the_engine_has_itself_is_its_own(store: EmbeddedStore) -> None:
     assert half.told(more)["hits"] == {"engine": 320}
 
 
+def test_a_lease_that_was_asked_for_behind_more_of_the_engines_own_is_asked_for_again(store: EmbeddedStore) -> None:
+    """The engine's own cache shrinks while the lease is on its way: what is promised is what is pinned."""
+    put(store, ids(320))
+    late = Late(store)
+    half = Half(late)
+    request = half.add("a", ids(330))
+    assert half.half._states["a"].lookup.found() is not None  # type: ignore[union-attr]
+    late.is_late = True
+    assert half.half.matched("a", 128) == (None, False), "the lease is asked for"
+    late.is_late = False
+    assert half.matched(request, 0) == (320, True)
+    half.half.allocated("a", [half.pages(10)], 320)
+    (order,) = half.step().loads
+    handle = handle_of(store)
+    with handle.attach(order.ticket) as lease:
+        assert lease.first_token == 0 and lease.tokens == 320
+    assert half.told(request)["hits"] == {"dram": 320}
+
+
 def test_requests_that_are_given_up_hold_nothing(store: EmbeddedStore) -> None:
     put(store, ids(320))
     half = Half(SharedStore(store))

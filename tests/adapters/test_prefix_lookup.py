@@ -104,6 +104,20 @@ def test_a_prompt_of_which_nothing_is_stored_is_over_at_once(store: EmbeddedStor
     assert asked.lookup.account.asked == 100 and asked.lookup.account.hit_tokens == 0
 
 
+@pytest.mark.parametrize("stop", [256, 128, 64])
+def test_a_decision_for_less_is_less_in_the_account_too(store: EmbeddedStore, stop: int) -> None:
+    """What is pinned already may be more than what is wanted by now."""
+    asked = Asked(store)
+    assert asked.matched(0, 320) == 320
+    assert asked.matched(0, stop, MissReason.CHEAPER_TO_COMPUTE) == stop
+    assert asked.lookup.account.hit_tokens == stop
+    assert asked.lookup.account.misses[MissReason.CHEAPER_TO_COMPUTE] == 320 - stop
+    assert asked.matched(0, 320) == 320
+    assert asked.lookup.account.hit_tokens == 320, "and no less than it could be"
+    asked.lookup.give_back()
+    assert is_free(store)
+
+
 def test_with_less_of_the_engines_own_a_lease_is_taken_anew(store: EmbeddedStore) -> None:
     asked = Asked(store)
     assert asked.matched(256) == 320
@@ -111,6 +125,18 @@ def test_with_less_of_the_engines_own_a_lease_is_taken_anew(store: EmbeddedStore
     assert asked.matched(70) == 320
     assert asked.lookup.lease is not None and asked.lookup.lease.first_token == 64
     assert asked.matched(192) == 320 and asked.lookup.lease.first_token == 64, "it covers that"
+    asked.lookup.give_back()
+    assert is_free(store)
+
+
+def test_with_less_of_the_engines_own_while_the_lease_is_on_its_way_it_is_asked_for_anew(store: EmbeddedStore) -> None:
+    asked = Asked(store)
+    asked.lookup.found()
+    asked.late.is_late = True
+    assert asked.lookup.matched(256, 320, GRID) is None
+    asked.late.is_late = False
+    assert asked.matched(0) == 320
+    assert asked.lookup.lease is not None and asked.lookup.lease.first_token == 0
     asked.lookup.give_back()
     assert is_free(store)
 
