@@ -57,9 +57,9 @@ class OpenedNamespace:
         return self._handle
 
     def wait(self, number: int, seconds: float) -> NamespaceHandle | None:
-        """The handle of the namespace of that number, within that time."""
+        """The handle of the namespace of that number, within that time; none, at once, where a later one is wanted."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._number == number and self._handle), seconds)
+            self._changed.wait_for(lambda: self._is_known(number), seconds)
             return self._handle if self._number == number else None
 
     def close(self, seconds: float) -> None:
@@ -72,6 +72,10 @@ class OpenedNamespace:
         store, self._store = self._store, None
         if store is not None:
             store.close()
+
+    def _is_known(self, number: int) -> bool:
+        is_past = self._wanted is not None and self._wanted.number > number
+        return self._closed or is_past or (self._number == number and self._handle is not None)
 
     def _loop(self) -> None:
         is_told = False

@@ -372,6 +372,24 @@ def test_an_idle_step_waits_a_little_for_loads_and_no_other_does(
         lease.release()
 
 
+def test_a_load_of_a_namespace_that_is_no_more_is_over_at_once(store: EmbeddedStore) -> None:
+    """After the weights were changed nobody waits for the old namespace to come back."""
+    with Bench(store) as bench:
+        bench.stored(ids(64))
+        order, lease = bench.load(ids(64), [11, 12], waits=False)
+        saves = [bench.save(ids(64, 100 * number), [1, 2]) for number in range(1, 5)]
+        bench.begin(namespace=NamespaceFacts(1, "", "m", bench.layout, "raw", 1, {}), loads=[order], saves=saves)
+        started = time.monotonic()
+        bench.worker.start_loads()
+        bench.worker.start_saves()
+        _until(lambda: bool(bench.worker.finished()[0]))
+        reports = bench.reports(loads=1, saves=4)
+        assert time.monotonic() - started < paged_worker.OPEN_SECONDS / 2
+        assert reports.loads[0].reason is MissReason.UNREACHABLE
+        assert {report.reason for report in reports.saves} == {MissReason.UNREACHABLE}
+        lease.release()
+
+
 def test_without_a_store_loads_and_saves_end_in_time(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_worker, "OPEN_SECONDS", 0.05)
     rank = Rank(Shape(), 0)
