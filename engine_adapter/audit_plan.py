@@ -78,19 +78,23 @@ class AuditPlan:
         orders.audits.append(audit.order)
 
     def reported(self, report: AuditReport, plan: SavePlan, counts: RequestCounts, now: float) -> Verdict | None:
-        """One rank has compared; the verdict, once all have and there was something to compare."""
+        """One rank has compared; the verdict, once all have. None where one of them had nothing to compare: it may be
+        the one that knows that the step was computed behind a load that failed."""
         state = self._under_way.get(report.number)
         audit = state.audit if state is not None else None
         if state is None or audit is None or audit.order is None:
             return None
         audit.waiting.discard(report.rank)
         audit.results += report.results
+        audit.is_void |= not report.results
         if audit.waiting:
             return None
         del self._under_way[report.number]
         plan.unwatch(report.number, audit.order.tables)
         audit.order = None
         self.ended(state)
+        if audit.is_void:
+            return None
         for result in audit.results:
             counts.audited[result.verdict] = counts.audited.get(result.verdict, 0) + 1
         return self._choice.audits.record(self.name, audit.results, now)

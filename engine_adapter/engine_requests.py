@@ -90,7 +90,8 @@ class LoadUnderWay:
 
 @dataclass(slots=True)
 class AuditUnderWay:
-    """A hit that is computed all the same. block: the one that is compared; pending, lease: of what is stored of it."""
+    """A hit that is computed all the same. block: the one that is compared; pending, lease: of what is stored of it.
+    is_void: a rank had nothing to compare."""
 
     block: int
     pending: Pending[Lease] | None
@@ -98,6 +99,7 @@ class AuditUnderWay:
     order: AuditOrder | None = None
     waiting: set[int] = field(default_factory=set)
     results: tuple[AuditResult, ...] = ()
+    is_void: bool = False
 
 
 @dataclass(eq=False, slots=True)

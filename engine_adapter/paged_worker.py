@@ -158,11 +158,14 @@ class PagedWorker:
             return
         is_stale = self._orders.failures_seen.get(self._rank, 0) != self._failures
         with self._changed:
+            # What was computed behind a load that failed is wrong, until the scheduler knows and has it done again.
             for audit in audits:
-                self._saves.append(_Reader(audit, 0))
+                if is_stale:
+                    self._report_audit(audit, ())
+                else:
+                    self._saves.append(_Reader(audit, 0))
             for order in orders:
                 size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
-                # What was computed behind a load that failed is wrong, until the scheduler knows and has it done again.
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
                     reason = None if is_stale else MissReason.DEADLINE
                     self._report_save(order, 0, 0, 0.0, reason, dropped=True)

@@ -103,6 +103,16 @@ def test_all_ranks_have_to_compare_and_the_worst_counts(store: EmbeddedStore) ->
     assert held.reported(orders, 2, DRIFTED) is None, "it is over"
 
 
+@pytest.mark.parametrize("silent", [0, 1])
+def test_where_one_rank_has_nothing_to_say_there_is_no_verdict(store: EmbeddedStore, silent: int) -> None:
+    held = Held(store, (0, 1))
+    assert held.begins()
+    orders = held.computed()
+    assert held.reported(orders, silent) is None
+    assert held.reported(orders, 1 - silent, DRIFTED) is None
+    assert held.counts.audited == {} and held.saves.taken({9}) == []
+
+
 def test_a_request_that_ends_before_its_block_is_computed_holds_nothing(store: EmbeddedStore) -> None:
     held = Held(store)
     assert held.begins()

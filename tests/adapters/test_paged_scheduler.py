@@ -571,6 +571,21 @@ def test_after_drift_what_comes_is_a_miss_and_what_runs_goes_on(store: EmbeddedS
     _until(lambda: not store.usage().leases)
 
 
+def test_an_audit_to_which_one_rank_has_nothing_to_say_finds_nothing(store: EmbeddedStore) -> None:
+    """A rank that knows that its step was computed behind a load that failed says nothing; the others do not know."""
+    put(store, ids(320))
+    half = Half(SharedStore(store), audit=1.0, ranks=2)
+    held_out = half.add("a", ids(330))
+    held_out.tables = [half.pages(11)]
+    reports = drifted(half, held_out)
+    half.half.reported(reports)
+    (audit,) = reports.audits
+    half.half.reported(StepReports(audits=[AuditReport(audit.number, audit.request, 1, ())]))
+    assert half.half.take_counts().audited == {}
+    late = half.add("b", ids(330))
+    assert half.told(late)["misses"].get("audit") is None
+
+
 class Broken(Request):
     """A request whose tokens cannot be had any more."""
 

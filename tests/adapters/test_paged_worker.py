@@ -578,6 +578,21 @@ def test_an_audit_whose_pages_are_somebody_elses_finds_nothing(store: EmbeddedSt
         lease.release()
 
 
+def test_nothing_is_compared_of_a_step_that_waited_for_a_load_that_failed(store: EmbeddedStore) -> None:
+    """Its numbers are wrong and are computed again: they say nothing about what is stored."""
+    with Bench(store) as bench:
+        bench.stored(ids(128))
+        order, lease = bench.load(ids(128), [15, 16, 17, 18])
+        lease.release()
+        held = bench.handle.lease(bench.handle.match(ids(128)), 64)
+        audit = AuditOrder(77, "a", 0, held.ticket(), 64, (PageRun(2, [13, 14]),))
+        bench.begin(loads=[order], audits=[audit])
+        bench.worker.start_loads()
+        bench.worker.start_saves()
+        assert bench.reports(audits=1).audits[0].results == ()
+        held.release()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_lease_that_is_gone_ends_an_audit_without_a_verdict(store: EmbeddedStore, seed: int) -> None:
     with Bench(store) as bench:
