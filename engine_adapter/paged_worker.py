@@ -40,7 +40,7 @@ from kvstore.handle import Lease, NamespaceHandle
 from kvstore.identity import Prompt
 from kvstore.layout import Layout
 from kvstore.miss import MissReason
-from kvstore.pages import GroupPages, Pages
+from kvstore.pages import Pages
 from tiering.frame import KEY_BYTES
 
 _log = getLogger(__name__)
@@ -460,19 +460,18 @@ def _cut(run: PageRun, first_token: int, stop_token: int, page_tokens: int) -> P
 
 
 def _blank(pages: Pages) -> Pages:
-    """As many pages, in memory of their own."""
+    """As many pages, in memory of their own: of every group all of them."""
     planes = {layer: [plane[: len(pages.table)].clone() for plane in both] for layer, both in pages.planes.items()}
-    groups = {name: GroupPages(range(len(group.table)), group.first_page) for name, group in pages.groups.items()}
-    return Pages(planes, range(len(pages.table)), pages.page_tokens, groups)
+    return Pages(planes, range(len(pages.table)), pages.page_tokens)
 
 
 def _block(pages: Pages, layout: Layout) -> dict[int, list[torch.Tensor]]:
     """The numbers of all pages, as one block: by layer and plane [kv_head, token, width]. Without groups of which the
-    engine has freed a part."""
+    engine has freed a part, and those of a window so short that a load brings a part only."""
     found = {}
     for group in layout.groups:
         of_group = pages.of_group(group.name)
-        if of_group.first_page:
+        if of_group.first_page or (group.window and layout.block_tokens - group.window >= pages.page_tokens):
             continue
         table = torch.tensor(list(of_group.table))
         for layer in group.layers:

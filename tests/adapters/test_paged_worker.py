@@ -565,6 +565,28 @@ def test_of_two_groups_each_is_compared(store: EmbeddedStore) -> None:
         assert audited(bench, runs) == [Verdict.DRIFTED]
 
 
+@pytest.mark.parametrize("window", [20, 40])
+def test_a_group_with_freed_pages_is_left_out(
+    store: EmbeddedStore, window: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with two_groups(store, window) as bench:
+        bench.rank.planes[2][1][torch.tensor([4])] += 1
+        assert audited(bench, (PageRun(2, [3, 4]), PageRun(3, [4]))) == [Verdict.EXACT]
+        bench.rank.planes[1][1][torch.tensor([4])] += 1
+        assert audited(bench, (PageRun(2, [3, 4]), PageRun(4, []))) == [Verdict.DRIFTED]
+    assert not caplog.records, "nothing has failed"
+
+
+def test_a_group_with_a_window_that_is_shorter_than_a_block_is_left_out(store: EmbeddedStore) -> None:
+    """Of it a load brings the last page only."""
+    with two_groups(store, 20) as bench:
+        bench.fill(ids(128), [11, 12, 13, 14])
+        for planes in bench.rank.planes:
+            for plane in planes:
+                plane[:3] = 7
+        assert audited(bench, (PageRun(2, [13, 14]), PageRun(2, [13, 14]))) == [Verdict.EXACT]
+
+
 def test_an_audit_whose_pages_are_somebody_elses_finds_nothing(store: EmbeddedStore) -> None:
     with Bench(store) as bench:
         bench.stored(ids(128))
