@@ -267,8 +267,8 @@ class PagedWorker:
                         reason = lease.reason or MissReason.STALE_HINT
         except Exception as error:
             reason = self._fault(error)
-        if tokens >= order.stop_token:
-            reason = None
+        # An engine of several groups hears of nothing but the reason.
+        reason = None if tokens >= order.stop_token else reason or MissReason.STALE_HINT
         seconds = self._clock() - asked_at
         return LoadReport(order.number, order.request, self._rank, tokens, seconds, reason)
 

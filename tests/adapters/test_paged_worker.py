@@ -268,6 +268,18 @@ def test_a_load_that_the_step_waits_for_is_over_when_it_begins(store: EmbeddedSt
         assert store.usage().leases == 0
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_load_does_not_bring_is_named_by_its_pages(store: EmbeddedStore, waits: bool) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(256))
+        order, lease = bench.load(ids(192), list(range(11, 19)), 64, stop=256, waits=waits)
+        bench.begin(loads=[order])
+        bench.worker.start_loads()
+        (report,) = _received(bench, 0 if waits else 1)[1]
+        assert (report.tokens, report.failed_pages) == (192, {17, 18})
+        lease.release()
+
+
 class _Told:
     def __init__(self, tokens: int, failed_pages: set[int]) -> None:
         self.tokens = tokens
