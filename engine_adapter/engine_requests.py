@@ -71,13 +71,14 @@ class Computed:
 
 @dataclass(slots=True)
 class LoadUnderWay:
-    """tokens: up to which pages are verified, as far as is known. waiting: ranks that have not reported. account: of
-    its request, where that is over and not counted yet."""
+    """tokens: up to which pages are verified, as far as is known. waiting: ranks that have not reported. is_first: of
+    its request's first admission, which the account is of. account: where the request is over and not counted yet."""
 
     order: LoadOrder
     lease: Lease | None
     waiting: set[int]
     tokens: int
+    is_first: bool = True
     seconds: float = 0.0
     reason: MissReason | None = None
     account: Account | None = None

@@ -235,13 +235,16 @@ class PagedScheduler:
         lookup = state.lookup
         found = lookup.found() if lookup is not None else None
         self._is_offered(state, found.blocks if found is not None else 0)
-        if not state.is_admitted:
+        is_first = not state.is_admitted
+        if is_first:
             state.is_admitted = True
             state.account = state.account.behind(HitTier.ENGINE, state.local_tokens)
         if tokens and self._facts is not None:
             # Without a lease the order fails at the worker: an engine that counts on tokens has to hear of it.
             lease = lookup.take() if lookup is not None else None
             self._order_load(state, self._facts, lease, tables, state.local_tokens + tokens)
+            if state.load is not None:
+                state.load.is_first = is_first
         else:
             self._let_go(state)
 
@@ -468,8 +471,9 @@ class PagedScheduler:
             page = tokens // self.page_tokens
             behind = (number for run in order.tables for number in run.pages[max(0, page - run.first) :])
             self._plan.computed(behind, order.number)
+        is_miss = load.is_first and not is_whole
         if load.account is not None:  # its request is over
-            self._counts.add(load.account if is_whole else load.account.cut(tokens, load.why))
+            self._counts.add(load.account.cut(tokens, load.why) if is_miss else load.account)
         state = self._states.get(order.request)
         if state is None or state.load is not load:
             return
@@ -479,7 +483,7 @@ class PagedScheduler:
             state.local_tokens = tokens  # the engine has these, and comes for room for the rest
         if not is_whole:
             state.facts = replace(state.facts, reads=False)  # or it could go on like that for ever
-            state.account = state.account.cut(tokens, load.why)
+            state.account = state.account.cut(tokens, load.why) if is_miss else state.account
             self._is_offered(state, min(state.offered, tokens // self.block_tokens))
 
     # Saves -----------------------------------------------------------------------------------------------------------

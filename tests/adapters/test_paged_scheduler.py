@@ -386,6 +386,17 @@ def test_a_request_that_comes_again_is_looked_up_with_what_it_generated(store: E
     assert told["asked"] == 100 and sum(told["misses"].values()) == 100, "of its first admission"
 
 
+def test_a_load_of_the_second_admission_that_fails_is_no_miss_of_the_first(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    request = half.add("a", ids(330))
+    half.admit(request)
+    half.loaded(half.step())
+    half.admit(request)
+    half.loaded(half.step(), 64)
+    assert half.told(request)["hits"] == {"dram": 320}
+
+
 def test_an_engine_that_counts_on_tokens_hears_of_a_lease_that_is_gone(store: EmbeddedStore) -> None:
     put(store, ids(320))
     half = Half(SharedStore(store))
