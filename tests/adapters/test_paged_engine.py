@@ -25,6 +25,7 @@ from kvstore.handle import NamespaceHandle
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import EmbeddedStore
 from paged_engine import Faults, PagedEngine, Request, Shape, SharedStore, Status, wrong_blocks
+from service.sidecar import Sidecar
 from workbench import blank_pages, ids, prompt_values
 
 SEED = int(os.environ.get("PAGED_SEED", "0")) or SystemRandom().randrange(1 << 30)
@@ -150,6 +151,36 @@ ALL_MODES = [(name, mode) for name in SHAPES for mode in MODES]
 """For `PAGED_ALL=1`; otherwise each shape has one or two of the modes."""
 
 
+@pytest.mark.parametrize(
+    ("name", "load"), ALL_MODES if os.environ.get("PAGED_ALL") else ALL_MODES[::5] + ALL_MODES[3::5]
+)
+def test_no_page_that_is_read_is_wrong_and_no_block_that_is_stored(name: str, load: str, tmp_path: Path) -> None:
+    print(f"PAGED_SEED={SEED}")
+    shape, random = SHAPES[name], Random(f"{SEED} {name} {load}")
+    audit = random.choice([0.0, 0.3])
+    faults = Faults(random.randrange(1000), failing=0.15, pause=0.003)
+    with Sidecar(tmp_path, dram="8MiB") as sidecar:
+        engine = PagedEngine(
+            shape,
+            sidecar.client,
+            random,
+            faults=faults,
+            session="5e" * 16,
+            load=load,
+            audit=audit,
+            load_threads=random.choice([1, 2]),
+        )
+        with engine:
+            drawn = drive(engine, random, STEPS, sidecar.store.evict, weights=random.random() < 0.5)
+            check_accounts(engine)
+            assert engine.half._refused is None, "no fault, and nothing has drifted"
+        with sidecar.client() as client:
+            blocks = check_stored(client, drawn, shape.error)
+        told = f"{engine.loaded_tokens} tokens, {engine.preemptions} preempted, {blocks} blocks, {engine.steps} steps"
+        print(told)
+        assert blocks > 0, told
+
+
 # It finds what is wrong ----------------------------------------------------------------------------------------------
 
 
@@ -212,6 +243,28 @@ WRONGS: dict[str, tuple[Callable[[PagedEngine], None], Shape, str]] = {
     "pages that did not come are not named": (silent_failures, Shape(), "async"),
     "decoded numbers are encoded again": (decoded_again, Shape(codec="int8-kc64", error=INT8_ERROR), "sync"),
 }
+
+
+@pytest.mark.parametrize("name", WRONGS)
+def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
+    """By the test above, with one precaution less."""
+    print(f"PAGED_SEED={SEED}")
+    break_it, shape, load = WRONGS[name]
+    for attempt in range(8):
+        random = Random(f"{SEED} {name} {attempt}")
+        faults = Faults(attempt, failing=0.3, pause=0.003)
+        with (
+            kvstore.embedded(str(tmp_path / str(attempt)), dram="8MiB") as store,
+            engine_at(store, shape, random, faults=faults, load=load) as engine,
+        ):
+            break_it(engine)
+            try:
+                drawn = drive(engine, random, STEPS, store.evict, weights=False)
+                check_stored(store, drawn, shape.error)
+            except AssertionError as error:
+                assert any(word in str(error) for word in ("not its prefix's", "not their KV", "are saved")), error
+                return
+    raise AssertionError("nothing was found")
 
 
 # One thing at a time -------------------------------------------------------------------------------------------------
