@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from select import select
 from typing import Any
@@ -59,14 +60,30 @@ class Sidecar:
             self._process = None
 
 
+@contextmanager
+def started(name: str) -> Iterator[Sidecar]:
+    """One that has nothing yet. In a folder with a short name, since sockets' names are short."""
+    directory = Path("/tmp") / f"kv-{os.getpid()}-{name[-12:]}"
+    made = Sidecar(directory)
+    try:
+        yield made
+    finally:
+        made.stop()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    """One that has nothing yet. In a folder with a short name, since sockets' names are short."""
-    directory = Path("/tmp") / f"kv-{os.getpid()}-{tmp_path.name[-12:]}"
-    made = Sidecar(directory)
-    yield made
-    made.stop()
-    shutil.rmtree(directory, ignore_errors=True)
+    """A test's own."""
+    with started(tmp_path.name) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared_sidecar(request: pytest.FixtureRequest) -> Iterator[Sidecar]:
+    """Of the tests of one file that ask one engine."""
+    with started(request.path.stem) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +96,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         if name not in made:
             from engines import models
 
-            make = {"llama": models.save_llama, "gemma": models.save_gemma}[kind]
+            make = {"llama": models.save_llama, "gemma": models.save_gemma, "trained": models.save_trained}[kind]
             made[name] = str(make(tmp_path_factory.mktemp("model"), **shape))
         return made[name]
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def save_llama(
@@ -61,6 +66,36 @@ def save_gemma(directory: Path, *, window: int = 192, vocab: int = 1000, seed: i
     )
     Gemma3ForCausalLM(config).save_pretrained(directory)
     save_tokenizer(directory, vocab)
+    return directory
+
+
+def save_trained(directory: Path) -> Path:
+    """The demo's model, which has learned something: a token is a byte."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(ROOT / "kvstore/demo/trained" / name, directory)
+    save_tokenizer(directory, 256)
+    return directory
+
+
+def save_adapter(directory: Path, *, seed: int, layers: int = 4, hidden: int = 256, kv_width: int = 128) -> Path:
+    """A LoRA for `save_llama`'s model, as peft writes it; K and V are others with it. Each file is replaced whole."""
+    drawn = torch.Generator().manual_seed(seed)
+    rank, outputs = 8, {"q_proj": hidden, "k_proj": kv_width, "v_proj": kv_width}
+    weights = {
+        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{side}.weight": 0.1
+        * torch.randn((rank, hidden) if side == "A" else (width, rank), generator=drawn)
+        for layer in range(layers)
+        for name, width in outputs.items()
+        for side in "AB"
+    }
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(outputs), "bias": "none"}
+    directory.mkdir(exist_ok=True)
+    for name, content in (
+        ("adapter_model.safetensors", safetensors.torch.save(weights)),
+        ("adapter_config.json", json.dumps(config).encode()),
+    ):
+        (directory / f"{name}.new").write_bytes(content)
+        (directory / f"{name}.new").replace(directory / name)
     return directory
 
 

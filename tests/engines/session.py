@@ -1,8 +1,8 @@
 """One run of a real vLLM in a process of its own: python -m engines.session < plan.json > outcome.json
 
 A plan says which model, how the engine is started, and what is asked of it, step by step; the outcome has for each step
-the tokens, how many of each prompt's were cached, and what the connector told. Processes are not reused: an engine is
-never quite gone from the one that made it.
+the tokens, how many of each prompt's were cached, and what the connector told. A step may have a name ("as").
+Processes are not reused: an engine is never quite gone from the one that made it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ from engines import models
 
 
 def prompts(count: int, seed: int, *, vocab: int = 999, page: int = 64, longest: int = 1200) -> list[list[int]]:
-    """Prompts that share prefixes: each goes on from the beginning of one of a few, and its last page is not full."""
+    """Prompts that share prefixes: each goes on from the beginning of one of a few, and its last page is not full. None
+    is shorter than two pages, which is the largest stored block of these tests, and a token."""
     rng = random.Random(seed)
     stems = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(max(2, count // 6))]
     made = []
     for _ in range(count):
-        shared = rng.choice(stems)[: rng.randrange(page, longest)]
+        shared = rng.choice(stems)[: rng.randrange(2 * page, longest)]
         tail = [rng.randrange(vocab) for _ in range(rng.randrange(10, 200))]
         whole = (len(shared) + len(tail)) // page * page
         made.append(((shared + tail)[:whole] + tail)[: whole + rng.randrange(1, 32)])
     return made
 
 
+def named(plan: dict[str, Any], outcome: list[Any]) -> dict[str, Any]:
+    """What the steps that have names told."""
+    return {step["as"]: told for step, told in zip(plan["steps"], outcome, strict=True) if "as" in step}
+
+
 class Session:
-    """An engine, and what it answered."""
+    """An engine, and what it answered. asked: the prompts of the steps that have names, with what was generated."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         options = plan.get("options", {})
@@ -42,34 +48,76 @@ class Session:
         started = time.perf_counter()
         self.llm = models.start(model, plan.get("transfer"), **options)
         self.started_seconds = time.perf_counter() - started
+        self.asked: dict[str, list[list[int]]] = {}
+        self._listener: Any = None
 
     def generate(self, step: dict[str, Any]) -> list[dict[str, Any]]:
-        """All prompts of the step; `at_once` of them are in the engine together."""
-        from vllm import SamplingParams
+        """All prompts of the step; `at_once` of them are in the engine together.
 
-        extra = {"kv_transfer_params": step["hints"]} if "hints" in step else None
-        params = SamplingParams(temperature=0, max_tokens=step.get("max_tokens", 12), ignore_eos=True, extra_args=extra)
-        given = prompts(**step["prompts"]) if isinstance(step["prompts"], dict) else step["prompts"]
+        prompts: token ids, or how they are drawn, or the name of a step: its prompts, each with what was generated.
+        """
+        given = step["prompts"]
+        if isinstance(given, dict):
+            given = prompts(**given)
+        elif isinstance(given, str):
+            given = self.asked[given]
+        params, more = self._params(step), self._adapter(step)
         told: list[dict[str, Any]] = []
         at_once = step.get("at_once", 1)
         for first in range(0, len(given), at_once):
             if step.get("reset_before_each"):
                 self.reset({})
-            part = [
-                {"prompt_token_ids": ids, **({"cache_salt": step["salt"]} if "salt" in step else {})}
-                for ids in given[first : first + at_once]
-            ]
-            for answer in self.llm.generate(part, params, use_tqdm=False):
+            part = [self._prompt(step, ids) for ids in given[first : first + at_once]]
+            answers = self.llm.generate(part, params, use_tqdm=False, **more)
+            for ids, answer in zip(given[first:], answers, strict=False):
+                made = answer.outputs[0]
                 told.append(
                     {
-                        "tokens": list(answer.outputs[0].token_ids),
-                        "prompt_tokens": len(answer.prompt_token_ids),
+                        "tokens": list(made.token_ids),
+                        "prompt_tokens": len(ids),
                         "cached": answer.num_cached_tokens,
-                        "finish": answer.outputs[0].finish_reason,
+                        "finish": made.finish_reason,
                         "kvstore": (answer.kv_transfer_params or {}).get("kvstore"),
                     }
                 )
+                if step.get("logprobs"):
+                    told[-1]["logprobs"] = [
+                        chosen[token].logprob for token, chosen in zip(made.token_ids, made.logprobs, strict=True)
+                    ]
+        if "as" in step:
+            self.asked[step["as"]] = [ids + one["tokens"] for ids, one in zip(given, told, strict=True)]
         return told
+
+    def _params(self, step: dict[str, Any]) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=0,
+            max_tokens=step.get("max_tokens", 12),
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": step["hints"]} if "hints" in step else None,
+            logprobs=0 if step.get("logprobs") else None,
+            skip_reading_prefix_cache=True if step.get("skip_reading") else None,
+        )
+
+    def _adapter(self, step: dict[str, Any]) -> dict[str, Any]:
+        from vllm.lora.request import LoRARequest
+
+        if "adapter" not in step:
+            return {}
+        return {
+            "lora_request": LoRARequest("adapter", step["adapter"], step["path"], load_inplace=step.get("anew", False))
+        }
+
+    def _prompt(self, step: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+        """As ids, or as that many embeddings."""
+        import torch
+
+        if step.get("embeddings"):
+            config = self.llm.llm_engine.model_config
+            drawn = torch.Generator().manual_seed(len(ids))
+            return {"prompt_embeds": torch.randn(len(ids), config.get_hidden_size(), generator=drawn).to(config.dtype)}
+        return {"prompt_token_ids": ids, **({"cache_salt": step["salt"]} if "salt" in step else {})}
 
     def churn(self, step: dict[str, Any]) -> list[dict[str, Any]]:
         """The prompts arrive one by one while others run; some are given up on the way. The others, as above."""
@@ -112,6 +160,18 @@ class Session:
             for number, ids in enumerate(given)
         ]
 
+    def overtaken(self, step: dict[str, Any]) -> list[int]:
+        """One prompt, with an adapter whose files are written anew after some tokens. What was generated."""
+        engine, made, is_written = self.llm.llm_engine, [], False
+        engine.add_request("overtaken", {"prompt_token_ids": step["prompt"]}, self._params(step), **self._adapter(step))
+        while engine.has_unfinished_requests():
+            if len(made) >= step["after"] and not is_written:
+                is_written = self.adapter(step)
+            for answer in engine.step():
+                made = list(answer.outputs[0].token_ids)
+        self.asked[step["as"]] = [step["prompt"] + made]
+        return made
+
     def reset(self, step: dict[str, Any]) -> bool:
         """Forget the engine's own cache."""
         for _ in range(200):
@@ -132,6 +192,53 @@ class Session:
     def metrics(self, step: dict[str, Any]) -> dict[str, float]:
         """Counters of the engine."""
         return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
+
+    def counted(self, step: dict[str, Any]) -> dict[str, float]:
+        """The connector's own, by origin and by event."""
+        from prometheus_client import REGISTRY
+
+        return {
+            sample.labels.get("origin") or sample.labels["event"]: sample.value
+            for family in REGISTRY.collect()
+            for sample in family.samples
+            if sample.name.startswith("kvstore:") and sample.name.endswith("_total")
+        }
+
+    def adapter(self, step: dict[str, Any]) -> bool:
+        """Write an adapter, over what is there."""
+        models.save_adapter(Path(step["path"]), seed=step["seed"])
+        return True
+
+    def listen(self, step: dict[str, Any]) -> bool:
+        """To KV events from here on."""
+        import zmq
+
+        self._listener = zmq.Context.instance().socket(zmq.SUB)
+        self._listener.connect(step["endpoint"])
+        self._listener.subscribe("")
+        time.sleep(0.5)  # a publisher drops what it has no subscriber for
+        return True
+
+    def events(self, step: dict[str, Any]) -> list[dict[str, Any]]:
+        """Those about blocks that were stored, since they were asked for last; the engine's own have another medium."""
+        import msgspec
+        from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+        heard = []
+        while self._listener.poll(500):
+            *_, payload = self._listener.recv_multipart()
+            for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+                if isinstance(event, BlockStored):
+                    heard.append(
+                        {
+                            "medium": event.medium,
+                            "hashes": [str(one) for one in event.block_hashes],
+                            "parent": event.parent_block_hash and str(event.parent_block_hash),
+                            "tokens": event.token_ids,
+                            "block": event.block_size,
+                        }
+                    )
+        return heard
 
 
 def outcome_of(text: str) -> str:
