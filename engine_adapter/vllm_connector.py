@@ -49,7 +49,7 @@ from engine_adapter.adapter import chosen_codec
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.connector_settings import ConnectorSettings, LoadMode
 from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, register
-from engine_adapter.engine_requests import Computed, RequestFacts
+from engine_adapter.engine_requests import NEVER, Computed, RequestFacts
 from engine_adapter.load_choice import StepWork
 from engine_adapter.model_files import adapter_digest, model_fingerprint, snapshot_directory
 from engine_adapter.paged_scheduler import PagedScheduler, namespace_config
@@ -434,6 +434,7 @@ class _SchedulerSide:
             facts = self.reader.facts(request)
         except Exception as error:  # what a request is cannot be told: it is not cached
             facts = RequestFacts(refused=MissReason.UNSUPPORTED, detail=f"{type(error).__name__}: {error}"[:200])
+        mine.extra_keys = facts.extra_keys
         self.half.added(mine, facts)
 
     def step(self, output: Any) -> StepOrders:
@@ -456,10 +457,20 @@ class _SchedulerSide:
         for request_id, tokens in scheduled.items():
             mine = self._requests.get(request_id)
             if mine is not None and mine.request.num_computed_tokens + tokens >= mine.due:
+                if self._is_other(mine):
+                    mine.due = NEVER
+                    continue
                 computed = mine.request.num_computed_tokens + tokens - len(drafts.get(request_id, ()))
                 final = mine.final(computed, has_drafts=self._config.speculative_config is not None)
                 due.append(Computed(request_id, final, partial(resolve, request_id)))
         return self.half.step(set(scheduled), due, grown, self._work(output))
+
+    def _is_other(self, mine: EngineView) -> bool:
+        """Whether its adapter's files have changed since it came: the engine may have read them anew, as it does in
+        each step where a request wants that, and computes with those."""
+        if mine.request.lora_request is None or not mine.extra_keys:
+            return False
+        return self.reader.facts(mine.request).extra_keys != mine.extra_keys
 
     def _work(self, output: Any) -> StepWork:
         """Prompts that the step computes, and how many requests get one more token."""

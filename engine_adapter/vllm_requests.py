@@ -86,11 +86,12 @@ def _refused(detail: str) -> RequestFacts:
 
 
 class EngineView:
-    """`EngineRequest` over one of vLLM's."""
+    """`EngineRequest` over one of vLLM's. extra_keys: what its KV depends on besides tokens, as it was when it came."""
 
     def __init__(self, request: Any) -> None:
         self.request = request
         self.due = 0
+        self.extra_keys: tuple[ExtraKey, ...] = ()
 
     @property
     def request_id(self) -> str:

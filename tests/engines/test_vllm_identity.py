@@ -1,0 +1,193 @@
+"""What makes a prefix the same prefix, in a real vLLM: salts, adapters and their files; and what is never the same."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
+
+from engines import models
+from engines.session import named
+
+SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
+OPTIONS = dict(dtype="float32", enable_lora=True, max_lora_rank=8, enable_prompt_embeds=True)
+FIRST, SECOND = 1, 2
+"""The numbers that the engine gives the adapter."""
+
+
+def apart(count: int, tokens: int = 330) -> list[list[int]]:
+    """Prompts of which none begins as another one does. Two full blocks, and some."""
+    rng = random.Random(SEED)
+    return [[rng.randrange(999) for _ in range(tokens)] for _ in range(count)]
+
+
+*PROMPTS, LAST = apart(4)
+SHORT = [[7, 8, 9]]
+
+
+def save_and_ask(name: str, **how: Any) -> list[dict[str, Any]]:
+    """The prompts twice: `name`_first, which are saved, and `name`, after the engine has forgotten them."""
+    ask = {"do": "generate", "prompts": PROMPTS, **how}
+    return [{"do": "reset"}, {**ask, "as": f"{name}_first"}, {"do": "settle"}, {"do": "reset"}, {**ask, "as": name}]
+
+
+@pytest.fixture(scope="module")
+def told(shared_sidecar: Any, saved: Any, run_once: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One engine's story."""
+    print(f"seed {SEED}")
+    path = str(tmp_path_factory.mktemp("adapters") / "mine")
+    first = {"adapter": FIRST, "path": path}
+    anew = {**first, "anew": True}
+    second = {"adapter": SECOND, "path": path}
+    plan = {
+        "model": saved(),
+        "transfer": models.connector(
+            shared_sidecar.url, codec="raw", audit=0, cost_model=False, match_deadline_ms=1000, lease_deadline_ms=5000
+        ),
+        "options": OPTIONS,
+        "steps": [
+            *save_and_ask("plain"),
+            {"do": "generate", "prompts": PROMPTS, "as": "own"},
+            {"do": "reset"},
+            {"do": "generate", "prompts": PROMPTS, "as": "not_read", "skip_reading": True},
+            *save_and_ask("salted", salt="one"),
+            {"do": "generate", "prompts": PROMPTS, "as": "other_salt", "salt": "another"},
+            {"do": "adapter", "path": path, "seed": 1},
+            {"do": "generate", "prompts": SHORT, "as": "being_read", **first},  # whose files are read meanwhile
+            {"do": "settle"},
+            *save_and_ask("adapted", **first),
+            {"do": "adapter", "path": path, "seed": 2},
+            {"do": "reset"},
+            {"do": "generate", "prompts": PROMPTS, "as": "changed", **first},
+            {"do": "generate", "prompts": SHORT, **anew},
+            {"do": "settle"},
+            *save_and_ask("anew", **anew),
+            {
+                "do": "overtaken",
+                "prompt": LAST,
+                "max_tokens": 80,
+                "after": 20,
+                "seed": 3,
+                **anew,
+                "as": "overtaken",
+            },
+            {"do": "adapter", "path": path, "seed": 2},
+            {"do": "generate", "prompts": SHORT, **anew},
+            {"do": "settle"},
+            {"do": "reset"},
+            {"do": "generate", "prompts": "overtaken", "as": "after_overtaken", **anew},
+            {"do": "generate", "prompts": SHORT, **second},
+            {"do": "settle"},
+            {"do": "reset"},
+            {"do": "generate", "prompts": PROMPTS, "as": "renumbered", **second},
+            {"do": "run", "command": f"rm -r {path}"},
+            {"do": "reset"},
+            {"do": "generate", "prompts": PROMPTS, "as": "gone", **second},
+            {"do": "generate", "prompts": PROMPTS[:1], "as": "embedded", "embeddings": True},
+            {"do": "settle"},
+            {"do": "generate", "prompts": PROMPTS[:1], "as": "embedded_again", "embeddings": True},
+        ],
+    }
+    return named(plan, run_once(plan))
+
+
+@pytest.fixture(scope="module")
+def alone(saved: Any, run_once: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same of an engine without a connector: an adapter that was written anew has a number of its own there."""
+    path = str(tmp_path_factory.mktemp("adapters") / "theirs")
+    ask = {"do": "generate", "prompts": PROMPTS}
+    plan = {
+        "model": saved(),
+        "options": OPTIONS,
+        "steps": [
+            {**ask, "as": "plain"},
+            {"do": "adapter", "path": path, "seed": 1},
+            {"do": "reset"},
+            {**ask, "as": "adapted", "adapter": FIRST, "path": path},
+            {"do": "adapter", "path": path, "seed": 2},
+            {"do": "reset"},
+            {**ask, "as": "anew", "adapter": SECOND, "path": path},
+        ],
+    }
+    return named(plan, run_once(plan))
+
+
+def external(told: list[dict[str, Any]]) -> list[int]:
+    """Tokens that came from the store; every account adds up."""
+    for one in told:
+        account = one["kvstore"]
+        assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
+    return [one["kvstore"]["hits"].get("dram", 0) for one in told]
+
+
+def tokens(told: list[dict[str, Any]]) -> list[list[int]]:
+    return [one["tokens"] for one in told]
+
+
+def reasons(told: list[dict[str, Any]]) -> set[str]:
+    """Of the misses in front of the last block."""
+    return {reason for one in told for reason in one["kvstore"]["misses"]} - {"partial_block", "last_token"}
+
+
+HIT = [256] * len(PROMPTS)
+NONE = [0] * len(PROMPTS)
+
+
+def test_a_prompt_is_found_again(told: dict[str, Any], alone: dict[str, Any]) -> None:
+    """What the others are compared with."""
+    assert external(told["plain_first"]) == NONE and external(told["plain"]) == HIT
+    assert tokens(told["plain"]) == tokens(told["own"]) == tokens(alone["plain"])
+
+
+def test_a_salt_has_prefixes_of_its_own(told: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert external(told["salted_first"]) == NONE and reasons(told["salted_first"]) == {"absent"}
+    assert external(told["salted"]) == HIT
+    assert external(told["other_salt"]) == NONE and reasons(told["other_salt"]) == {"absent"}
+    for name in ("salted_first", "salted", "other_salt"):
+        assert tokens(told[name]) == tokens(alone["plain"])
+
+
+def test_an_adapter_has_prefixes_of_its_own(told: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert reasons(told["being_read"]) == {"unsupported"}
+    assert external(told["adapted_first"]) == NONE and reasons(told["adapted_first"]) == {"absent"}
+    assert external(told["adapted"]) == HIT
+    assert tokens(told["adapted_first"]) == tokens(told["adapted"]) == tokens(alone["adapted"])
+    assert all(mine != plain for mine, plain in zip(tokens(told["adapted"]), tokens(alone["plain"]), strict=True))
+
+
+def test_an_adapter_whose_files_changed_is_not_cached_until_it_is_read_anew(
+    told: dict[str, Any], alone: dict[str, Any]
+) -> None:
+    assert external(told["changed"]) == NONE and reasons(told["changed"]) == {"unsupported"}
+    assert tokens(told["changed"]) == tokens(alone["adapted"]), "the engine goes on with what it has read"
+    assert external(told["anew_first"]) == NONE and reasons(told["anew_first"]) == {"absent"}
+    assert external(told["anew"]) == HIT
+    assert tokens(told["anew_first"]) == tokens(told["anew"]) == tokens(alone["anew"])
+    assert all(mine != old for mine, old in zip(tokens(told["anew"]), tokens(alone["adapted"]), strict=True))
+
+
+def test_what_was_computed_after_an_adapter_changed_is_not_stored(told: dict[str, Any]) -> None:
+    """The engine reads such an adapter anew in each step: 20 tokens fill no further block, 80 fill one."""
+    assert len(told["overtaken"]) == 80
+    assert external(told["after_overtaken"]) == [256], told["after_overtaken"]
+
+
+def test_the_same_files_are_the_same_adapter_by_another_number(told: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert external(told["renumbered"]) == HIT
+    assert tokens(told["renumbered"]) == tokens(alone["anew"])
+
+
+def test_an_adapter_whose_files_are_gone_is_not_cached(told: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert external(told["gone"]) == NONE and reasons(told["gone"]) == {"unsupported"}
+    assert tokens(told["gone"]) == tokens(alone["anew"])
+
+
+def test_embeddings_are_not_cached(told: dict[str, Any]) -> None:
+    for name in ("embedded", "embedded_again"):
+        (one,) = told[name]
+        assert external([one]) == [0] and reasons([one]) == {"unsupported"} and one["kvstore"]["saved_blocks"] == 0
+        assert one["kvstore"]["asked"] == one["prompt_tokens"]
