@@ -344,8 +344,12 @@ class PagedScheduler:
         namespace = self._namespace.now() if self._refused is None else None
         if facts.refused is not None:
             reason, detail = facts.refused, facts.detail
+        elif self._refused is not None:
+            reason, detail = self._refused
+        elif namespace is None:
+            reason, detail = MissReason.UNREACHABLE, self._namespace.detail
         else:
-            reason, detail = self._refused or (MissReason.UNREACHABLE, self._namespace.detail)
+            reason, detail = MissReason.DISABLED, "the request is not to read what is cached"
         if not state.is_admitted:
             state.account, state.detail = Account.of([(reason, tokens)]), detail
         if namespace is None or facts.refused is not None or self._facts is None:

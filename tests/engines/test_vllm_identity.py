@@ -143,6 +143,13 @@ def test_a_prompt_is_found_again(told: dict[str, Any], alone: dict[str, Any]) ->
     assert tokens(told["plain"]) == tokens(told["own"]) == tokens(alone["plain"])
 
 
+def test_a_prompt_that_is_not_to_be_read_is_computed(told: dict[str, Any], alone: dict[str, Any]) -> None:
+    """As vLLM itself wants it where logprobs of the prompt are asked for."""
+    assert external(told["not_read"]) == NONE and reasons(told["not_read"]) == {"disabled"}
+    assert [one["cached"] for one in told["not_read"]] == NONE
+    assert tokens(told["not_read"]) == tokens(alone["plain"])
+
+
 def test_a_salt_has_prefixes_of_its_own(told: dict[str, Any], alone: dict[str, Any]) -> None:
     assert external(told["salted_first"]) == NONE and reasons(told["salted_first"]) == {"absent"}
     assert external(told["salted"]) == HIT
