@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # from 0.31 on
@@ -509,7 +510,7 @@ class _SchedulerSide:
         self.half.renamed(time.time_ns())
 
     def events(self) -> list[Any]:
-        """Blocks that the store has got, by the engine's own hashes."""
+        """Blocks that the store has got, by the engine's own hashes, in the form in which it tells them itself."""
         events = []
         block, hashed = self.half.block_tokens, self._hash_tokens
         for mine, first, stop in self.half.take_saved():
@@ -522,8 +523,8 @@ class _SchedulerSide:
             lora = mine.request.lora_request
             events.append(
                 BlockStored(
-                    block_hashes=list(hashes[start:end]),
-                    parent_block_hash=hashes[start - 1] if start else None,
+                    block_hashes=[maybe_convert_block_hash(one) for one in hashes[start:end]],
+                    parent_block_hash=maybe_convert_block_hash(hashes[start - 1]) if start else None,
                     token_ids=mine.token_ids(start * hashed, end * hashed),
                     block_size=hashed,
                     lora_id=lora.lora_int_id if lora is not None else None,

@@ -1,0 +1,157 @@
+"""What a user tells a real vLLM's connector about a request and hears of it, KV events, and weights that change."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
+
+from engines import models
+from engines.session import named
+
+SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
+BLOCK = 128
+"""Tokens of a stored block, which is the engine's page."""
+
+
+def apart(count: int, tokens: int) -> list[list[int]]:
+    """Prompts of which none begins as another one does."""
+    rng = random.Random(f"{SEED} {count} {tokens}")
+    return [[rng.randrange(999) for _ in range(tokens)] for _ in range(count)]
+
+
+LONG, KEPT, REFUSED, WRONG = apart(1, 700)[0], apart(1, 400)[0], apart(1, 401)[0], apart(1, 402)[0]
+TELLS = {"kvstore": {"ttl": 3600.5, "priority": 7, "conversation": "mine"}}
+NOT_SAVED = {"kvstore": {"store": False}}
+MISTAKES = {"kvstore": {"stroe": True, "store": "no", "ttl": -1, "priority": 101, "conversation": 5}}
+
+
+@pytest.fixture(scope="module")
+def told(shared_sidecar: Any, saved: Any, run_once: Any) -> dict[str, Any]:
+    """One engine's story."""
+    print(f"seed {SEED}")
+    endpoint = f"ipc://{shared_sidecar.directory}/events"
+    wait = [{"do": "settle"}, {"do": "reset"}]
+    tell = {"do": "generate", "prompts": [[1, 2, 3]]}  # reports of saves come with a step
+    plan = {
+        "model": saved(),
+        "transfer": models.connector(
+            shared_sidecar.url, codec="raw", audit=0, cost_model=False, match_deadline_ms=1000, lease_deadline_ms=5000
+        ),
+        "options": dict(
+            dtype="float32",
+            kv_events_config=dict(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint),
+        ),
+        "steps": [
+            {"do": "listen", "endpoint": endpoint},
+            # What is generated completes a block.
+            {"do": "generate", "prompts": [LONG], "max_tokens": 140, "as": "long"},
+            {"do": "settle"},
+            tell,
+            {"do": "events", "as": "events"},
+            {"do": "generate", "prompts": [KEPT], "hints": TELLS, "as": "kept_first"},
+            *wait,
+            {"do": "generate", "prompts": [KEPT], "as": "kept"},
+            {"do": "generate", "prompts": [REFUSED], "hints": NOT_SAVED, "as": "refused_first"},
+            *wait,
+            {"do": "generate", "prompts": [REFUSED], "hints": NOT_SAVED, "as": "refused"},
+            {"do": "generate", "prompts": [WRONG], "hints": MISTAKES, "as": "wrong_first"},
+            *wait,
+            {"do": "generate", "prompts": [WRONG], "hints": {"kvstore": 7}, "as": "wrong"},
+            {"do": "generate", "prompts": [[4, 5, 6]], "hints": {"somebody": "else"}, "as": "others"},
+            {"do": "counted", "as": "counted"},
+            {"do": "reset", "connector": True},
+            {"do": "settle"},
+            {"do": "generate", "prompts": [KEPT], "as": "renamed_first"},
+            *wait,
+            {"do": "generate", "prompts": [KEPT], "as": "renamed"},
+        ],
+    }
+    return named(plan, run_once(plan))
+
+
+def one(told: list[dict[str, Any]]) -> dict[str, Any]:
+    """The only answer; its account adds up."""
+    (answer,) = told
+    account = answer["kvstore"]
+    assert account["asked"] == answer["prompt_tokens"]
+    assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]
+    return account
+
+
+def test_a_request_is_told_what_became_of_it(told: dict[str, Any]) -> None:
+    first, again = one(told["kept_first"]), one(told["kept"])
+    assert first == {
+        "asked": 400,
+        "hits": {},
+        "misses": {"absent": 384, "partial_block": 16},
+        "detail": first["detail"],
+        "load_ms": 0.0,
+        "saved_blocks": first["saved_blocks"],
+        "put_reasons": {},
+    }
+    assert again["hits"] == {"dram": 384} and again["misses"] == {"partial_block": 16}
+    assert again["load_ms"] > 0 and again["saved_blocks"] == 0
+    assert "ignored" not in again
+
+
+def test_what_is_not_to_be_stored_is_not_found_again(told: dict[str, Any]) -> None:
+    """Beside one that is: `test_a_request_is_told_what_became_of_it`."""
+    for name in ("refused_first", "refused"):
+        account = one(told[name])
+        assert account["hits"] == {} and account["misses"] == {"absent": 384, "partial_block": 17}
+        assert account["saved_blocks"] == 0 and "ignored" not in account
+
+
+def test_hints_that_are_wrong_are_named_and_have_no_effect(told: dict[str, Any]) -> None:
+    first, again = one(told["wrong_first"]), one(told["wrong"])
+    ignored = [line.partition("=")[0].partition(";")[0] for line in first["ignored"]]
+    assert ignored == ["stroe", "store", "ttl", "priority", "conversation"], first["ignored"]
+    assert again["hits"] == {"dram": 384}, "it was stored"
+    assert again["ignored"] == ["kvstore=7; give an object with store, ttl, priority, conversation"]
+    assert "ignored" not in one(told["others"])
+
+
+def test_counters_add_up_to_what_requests_were_told(told: dict[str, Any]) -> None:
+    counted = told["counted"]
+    names = ("long", "kept_first", "kept", "refused_first", "refused", "wrong_first", "wrong", "others")
+    accounts = [one(told[name]) for name in names]
+    assert counted["hit_dram"] == sum(account["hits"].get("dram", 0) for account in accounts) == 2 * 384
+    assert counted["miss_absent"] == sum(account["misses"].get("absent", 0) for account in accounts)
+    assert counted["loads"] == 2 and "failed_loads" not in counted and "dropped_saves" not in counted
+    # 140 tokens behind 700 make a sixth block; of the last token no KV is ever computed.
+    assert counted["saved_blocks"] == (700 + 139) // BLOCK + 3 + 3
+
+
+def test_blocks_that_were_stored_are_events_with_the_engines_own_hashes(told: dict[str, Any]) -> None:
+    own, stored = ([*each(told["events"], is_ours)] for is_ours in (False, True))
+    assert len(stored) == (700 + 139) // BLOCK
+    assert sorted(stored) == sorted(own)
+    chain = {name: parent for name, parent, _ in stored}
+    assert list(chain.values()).count(None) == 1 and all(parent is None or parent in chain for parent in chain.values())
+
+
+def each(events: list[dict[str, Any]], is_ours: bool) -> Iterator[tuple[Any, Any, list[int]]]:
+    """Block by block: (hash, its parent's, tokens)."""
+    for event in events:
+        if (event["medium"] == "kvstore") is is_ours:
+            block, parent = event["block"], event["parent"]
+            assert len(event["tokens"]) == block * len(event["hashes"])
+            for number, name in enumerate(event["hashes"]):
+                yield name, parent, event["tokens"][number * block : (number + 1) * block]
+                parent = name
+
+
+def test_what_was_stored_before_the_weights_changed_is_not_found(told: dict[str, Any]) -> None:
+    """`reset_prefix_cache(reset_connector=True)`, as vLLM does it when weights are updated in place."""
+    first, again = one(told["renamed_first"]), one(told["renamed"])
+    assert one(told["kept"])["hits"] == {"dram": 384}
+    assert first["hits"] == {} and set(first["misses"]) <= {"absent", "other_namespace", "partial_block"}
+    assert again["hits"] == {"dram": 384}, "what is computed from then on is stored and found"
+    tokens = {tuple(told[name][0]["tokens"]) for name in ("kept_first", "kept", "renamed_first", "renamed")}
+    assert len(tokens) == 1, "these weights did not change"
