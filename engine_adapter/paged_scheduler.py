@@ -238,7 +238,9 @@ class PagedScheduler:
         is_first = not state.is_admitted
         if is_first:
             state.is_admitted = True
-            state.account = state.account.behind(HitTier.ENGINE, state.local_tokens)
+            account = state.account.behind(HitTier.ENGINE, state.local_tokens)
+            # What it does not take is no hit, as where another connector beside this one has it too.
+            state.account = account.cut(state.local_tokens + tokens, MissReason.DISABLED)
         if tokens and self._facts is not None:
             # Without a lease the order fails at the worker: an engine that counts on tokens has to hear of it.
             lease = lookup.take() if lookup is not None else None
