@@ -1,0 +1,141 @@
+"""vLLM's own server with the connector, started by the command of docs/vllm.md: what its users and its scraper see."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
+
+from engines import models
+from engines.models import ROOT
+
+pytestmark = pytest.mark.slow
+START_SECONDS = 180
+NAME = "small"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+TEXT = (ROOT / "docs/vllm.md").read_bytes()[:300]
+
+
+def documented(model: str, url: str) -> list[str]:
+    """The command as it is written there, of this model and socket."""
+    text = (ROOT / "docs/vllm.md").read_text("utf-8")
+    (block,) = re.findall(r"```\n(python -m vllm\.entrypoints\.openai\.api_server .*?)```", text, re.DOTALL)
+    command = shlex.split(block)
+    assert command[0] == "python" and command.count("MODEL") == 1
+    given = " ".join(command)
+    assert given.count("unix:/run/kvstore/kvstore.sock") == 1
+    replaced = [word.replace("unix:/run/kvstore/kvstore.sock", url).replace("MODEL", model) for word in command]
+    return [sys.executable, *replaced[1:]]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+class Server:
+    """Asked over HTTP."""
+
+    def __init__(self, port: int) -> None:
+        self._at = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self._at + path, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        content = json.dumps(body or {}).encode()
+        asked = urllib.request.Request(self._at + path, content, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=120) as answer:
+            said = answer.read()
+            return json.loads(said) if said else None
+
+    def metric(self, name: str, label: str) -> float:
+        """0 where there is none."""
+        found = re.findall(rf"^{name}\{{[^}}]*{label}[^}}]*\}} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return sum(map(float, found))
+
+
+@contextmanager
+def serving(model: str, url: str, log: Path) -> Iterator[Server]:
+    """The server, once it answers. Its cache can be reset by whoever asks (VLLM_SERVER_DEV_MODE)."""
+    port = free_port()
+    models.prepare()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('ENGINE_PATH', '')}",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    small = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--chat-template", TEMPLATE]
+    small += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"]
+    with log.open("wb") as out:
+        command = [*documented(model, url), *small]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    try:
+        server, give_up_at = Server(port), time.monotonic() + START_SECONDS
+        while True:
+            try:
+                server.get("/health")
+                break
+            except (OSError, urllib.error.URLError):
+                is_waiting = process.poll() is None and time.monotonic() < give_up_at
+                assert is_waiting, log.read_text("utf-8", "replace")[-6000:]
+                time.sleep(0.5)
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def test_a_server_by_the_book_answers_from_the_store_and_says_so(sidecar: Any, saved: Any, tmp_path: Path) -> None:
+    """On the model that has learned something, of which a token is a byte: 8 bits do not change what it says."""
+    log = tmp_path / "server.log"
+    with serving(saved("trained"), sidecar.url, log) as server:
+        chat = {
+            "model": NAME,
+            "messages": [{"role": "user", "content": " ".join(f"w{byte}" for byte in TEXT)}],
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+            "kv_transfer_params": {"kvstore": {"ttl": 3600, "typo": 1}},
+        }
+        first = server.post("/v1/chat/completions", chat)
+        time.sleep(1.0)
+        assert server.post("/reset_prefix_cache") == {"success": True}
+        again = server.post("/v1/chat/completions", chat)
+        plain = {"model": NAME, "prompt": [5] * 64 + list(range(200)) * 2, "max_tokens": 8, "temperature": 0}
+        whole = server.post("/v1/completions", plain)
+        assert first["choices"][0]["message"]["content"] == again["choices"][0]["message"]["content"]
+        told, found = (one["kv_transfer_params"]["kvstore"] for one in (first, again))
+        assert told["asked"] == found["asked"] == first["usage"]["prompt_tokens"] >= 300
+        assert told["hits"] == {} and found["hits"] == {"dram": 256}
+        assert told["ignored"] == found["ignored"] == ["typo; allowed: store, ttl, priority, conversation"]
+        assert whole["kv_transfer_params"]["kvstore"]["misses"]["absent"] == 384
+        assert server.metric("kvstore:prompt_tokens_total", 'origin="hit_dram"') == 256
+        assert server.metric("kvstore:prompt_tokens_total", 'origin="miss_absent"') == 256 + 384
+        assert server.metric("kvstore:events_total", 'event="loads"') == 1
+        assert server.metric("kvstore:events_total", 'event="saved_blocks"') >= 2
+    said = log.read_text("utf-8", "replace")
+    assert f"kvstore: ready at {sidecar.url}, codec int8-kc64, blocks of 128 tokens" in said
