@@ -3,7 +3,7 @@
     make test-vllm-matrix ARGS="--prompts 200 --versions 0.32.0"
 
 Other versions than the installed one are unpacked beside it and put first on the path: they name the same torch.
-Writes benchmarks/results/vllm_matrix.json: by version and test its outcome and seconds, with seed and prompts.
+Writes benchmarks/results/vllm_matrix.json: by version, file and test its outcome and seconds, with seed and prompts.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ def run(version: str, prompts: int, seed: int, extra: list[str]) -> dict[str, ob
     }
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={report}"]
     done = subprocess.run([*command, *TESTS, *extra], cwd=ROOT, env=environment, check=False)
-    tests = {}
+    tests: dict[str, dict[str, object]] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        tests[str(case.get("name"))] = {"outcome": outcome, "seconds": round(float(case.get("time", 0)), 1)}
+        file = str(case.get("classname")).rpartition(".")[2]
+        seconds = round(float(case.get("time", 0)), 1)
+        tests.setdefault(file, {})[str(case.get("name"))] = {"outcome": outcome, "seconds": seconds}
     return {"status": done.returncode, "tests": tests}
 
 
