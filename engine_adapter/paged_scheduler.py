@@ -211,7 +211,7 @@ class PagedScheduler:
             began = self._clock()
             self._pause(IDLE_PAUSE_SECONDS)
             tokens = self._promised(state, lookup, local_tokens)
-            self._idle_seconds -= self._clock() - began
+            self._idle_seconds -= max(self._clock() - began, IDLE_PAUSE_SECONDS)
         if tokens is None:
             return None, False
         if not state.is_admitted:

@@ -393,7 +393,7 @@ class PagedEngine:
         self.pool = PagePool(shape.pages, random)
         self.layers = len(shape.windows) * shape.layers_each
         checked = ConnectorSettings.of({"url": "unix:none", **given})
-        self.half = PagedScheduler(checked, lambda: open_store(session), clock, random.random)
+        self.half = PagedScheduler(checked, lambda: open_store(session), clock, random.random, time.sleep)
         self.workers = [
             worker(
                 self.gate,
@@ -881,6 +881,7 @@ def stored_blocks(handle: NamespaceHandle, stream: Sequence[int]) -> Iterator[tu
 def wrong_blocks(handle: NamespaceHandle, stream: Sequence[int], weights: int, error: float) -> tuple[int, list[int]]:
     """How many blocks are stored, and the first tokens of those that hold something else than the stream's KV."""
     numbers = kv_numbers(stream, len(handle.layout.layers), weights)
+    lies_across = handle.is_exact and "slabs-k-across" in handle.layout.packing
     count, wrong = 0, set()
     for first, pages in stored_blocks(handle, stream):
         count += 1
@@ -889,6 +890,14 @@ def wrong_blocks(handle: NamespaceHandle, stream: Sequence[int], weights: int, e
             for layer in group.layers:
                 for number, plane in enumerate(pages.planes[layer]):
                     wanted = numbers[layer, number, first + start : first + handle.block_tokens]
-                    if not bool(((plane[0, start:].float() - wanted).abs() <= error).all()):
+                    read = _turned(plane[0], handle.layout.page_tokens) if lies_across and not number else plane[0]
+                    if not bool(((read[start:].float() - wanted).abs() <= error).all()):
                         wrong.add(first)
     return count, sorted(wrong)
+
+
+def _turned(block: torch.Tensor, page_tokens: int) -> torch.Tensor:
+    """K of a block [token, head, width] whose pages hold of each head [width, token] numbers in a row."""
+    heads_first = block.unflatten(0, (-1, page_tokens)).transpose(1, 2).contiguous()
+    as_written = heads_first.view(*heads_first.shape[:2], heads_first.shape[3], page_tokens)
+    return as_written.permute(0, 3, 1, 2).flatten(0, 1)

@@ -73,12 +73,26 @@ def test_every_form_is_found_by_its_writing(form: str, dtype: torch.dtype, split
     assert (group.layers, group.kv_heads, group.widths) == ((0, 1), HEADS, (WIDTH, WIDTH))
     assert group.dtype == str(dtype).removeprefix("torch.") and pages.numbers == {"layer.0": 0, "layer.1": 1}
     layout = layout_of([pages.facts], HEADS, 0)
-    given = pages.pages([PageRun(1, [3, 5])], layout, TOKENS)
+    given = pages.pages([PageRun(1, [3, 5])], layout, TOKENS, is_exact=False)
     assert given.page_tokens == TOKENS // split and list(given.table) == [
         page * split + piece for page in (3, 5) for piece in range(split)
     ]
     for plane, wanted in zip(given.planes[1], pool.form.planes(pool.layers["layer.1"]), strict=True):
         assert torch.equal(plane.float(), wanted.float())
+
+
+def test_k_that_lies_across_is_copied_as_it_lies_where_nobody_looks_into_it() -> None:
+    pool = Pool("slabs-k-across")
+    pages = pool.registered()
+    layout = layout_of([pages.facts], HEADS, 0)
+    turned, lying = (
+        pages.pages([PageRun(0, [1])], layout, 0, is_exact=is_exact).planes[0] for is_exact in (False, True)
+    )
+    assert not torch.equal(turned[0].float(), lying[0].float()) and torch.equal(turned[1].float(), lying[1].float())
+    slab = pool.layers["layer.0"][1].flatten(1)
+    for head in range(HEADS):
+        written = torch.cat([plane[1, :, head].flatten() for plane in lying])
+        assert torch.equal(written, slab[head]), "a head's numbers, K before V, in the order of memory"
 
 
 def test_a_latent_plane_is_found() -> None:
@@ -191,10 +205,10 @@ def test_groups_of_windows_have_layers_of_their_own() -> None:
     assert pages.facts.page_bytes == sum(t.nbytes for t in [*one.layers.values(), *names.values()]) // PAGES
     layout = layout_of([pages.facts], HEADS, 128)
     assert layout.block_tokens == 128 and layout.groups[1].attention is Attention.SLIDING
-    given = pages.pages([PageRun(2, [3, 4, 5]), PageRun(4, [6])], layout, 64)
+    given = pages.pages([PageRun(2, [3, 4, 5]), PageRun(4, [6])], layout, 64, is_exact=False)
     assert list(given.table) == [3, 4, 5]
     assert (list(given.of_group("b").table), given.of_group("b").first_page) == ([6], 2)
-    first = pages.pages([PageRun(4, [6]), PageRun(2, [3, 4, 5])], layout, 64)
+    first = pages.pages([PageRun(4, [6]), PageRun(2, [3, 4, 5])], layout, 64, is_exact=False)
     assert list(first.table) == [3, 4, 5] and first.of_group("a").first_page == 2
 
 

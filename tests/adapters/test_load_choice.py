@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from engine_adapter.load_choice import STEPS_AHEAD, LoadChoice, StepWork
@@ -75,10 +76,11 @@ def test_a_load_that_is_dropped_teaches_nothing() -> None:
     engine.choice.dropped("a")
     engine.choice.begins("a", engine.now)
     engine.choice.ended("a", 1.0, 640, engine.now)
-    before = engine.choice.load_ms(640, engine.now)
+    assert engine.choice.load_ms(640, engine.now) == inf, "no load was seen"
     engine.load("b", match((HitTier.DRAM, 10)), 5.0)
+    first = engine.choice.load_ms(640, engine.now)
     engine.load("c", match((HitTier.DRAM, 10)), 5.0)
-    assert engine.choice.load_ms(640, engine.now) > before
+    assert inf > engine.choice.load_ms(640, engine.now) > first
 
 
 def test_steps_that_waited_for_a_load_are_not_learned_from() -> None:

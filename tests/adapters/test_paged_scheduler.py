@@ -109,7 +109,7 @@ class Half:
         given = {"cost_model": False, "audit": 0.0, "lease_deadline_ms": 5000, "load": "async", **settings}
         self.clock = FakeClock()
         checked = ConnectorSettings.of({"url": "unix:none", **given})
-        self.half = PagedScheduler(checked, lambda: store, self.clock.monotonic_seconds, choose)
+        self.half = PagedScheduler(checked, lambda: store, self.clock.monotonic_seconds, choose, self.clock.advance)
         self.half.use(facts, range(ranks))
         assert self.half.wait_open(SECONDS)
         self.ranks = ranks
@@ -674,7 +674,9 @@ def test_weights_that_were_changed_are_another_namespace(store: EmbeddedStore) -
 
 
 def test_before_a_worker_has_spoken_nothing_is_asked(store: EmbeddedStore) -> None:
-    half = PagedScheduler(ConnectorSettings.of({"url": "unix:none"}), lambda: SharedStore(store), float, float)
+    half = PagedScheduler(
+        ConnectorSettings.of({"url": "unix:none"}), lambda: SharedStore(store), float, float, lambda _: None
+    )
     request = Request("a", ids(100), 100, None, known=100)  # type: ignore[arg-type]
     half.added(request, RequestFacts())
     assert half.matched("a", 0) == (0, False) and not half.wait_open(0.0)
