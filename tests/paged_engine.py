@@ -791,7 +791,8 @@ class PagedEngine:
             new = [max(0, -(-(computed + tokens) // size) - max(len(own), gone)) for gone in behind]
         wanted = sum(new)
         if is_async:  # it is not preempted meanwhile: its prompt has to fit, beside that of others
-            held = [(one, len(one.tables[0])) for one in self.waiting if one.tables]
+            others = [one for one in self.requests.values() if one.status in (Status.WAITING, Status.PARKED)]
+            held = [(one, len(one.tables[0])) for one in others if one.tables]
             for one, pages in [*held, (request, -(-computed // size))]:
                 wanted += max(0, -(-one.known // size) - pages) * len(self.shape.windows)
         if wanted > len(self.pool.free) - sum(not self.pool.users[page] for page in own):
