@@ -130,6 +130,22 @@ def test_a_request_that_ends_while_its_block_is_compared_is_compared(store: Embe
     assert held.reported(orders, 0, EXACT) is Verdict.EXACT
 
 
+@pytest.mark.parametrize("page", [1, 9, 10])
+def test_what_was_computed_behind_decoded_numbers_is_not_compared(store: EmbeddedStore, page: int) -> None:
+    """They are another block's, or less exact than what the stored block was computed from."""
+    held = Held(store)
+    held.saves.decoded([page], 7)
+    assert held.begins()
+    assert held.computed().audits == [] and held.choice.holdout.begins("b", 0.0)
+    held.state = held.of("b")
+    held.saves.taken({page})
+    held.saves.decoded([11], 7)
+    held.plan.ended(held.state)
+    held.choice.holdout.ended("b")
+    assert held.begins() and held.computed().audits, "behind the block it does not matter"
+    held.plan.close()
+
+
 def test_a_block_that_is_gone_is_not_compared(store: EmbeddedStore) -> None:
     held = Held(store)
     found = held.handle.match(ids(330))
