@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -539,12 +538,7 @@ def audited(bench: Bench, tables: tuple[PageRun, ...], first: int = 64, **orders
     bench.worker.start_saves()
     (report,) = bench.reports(audits=1).audits
     lease.release()
-    assert store_is_free(bench)
     return [result.verdict for result in report.results]
-
-
-def store_is_free(bench: Bench) -> bool:
-    return bench.worker._namespace is not None and not bench.worker._is_reading
 
 
 @pytest.mark.parametrize(("off", "verdict"), [(0.0, "exact"), (1e-6, "close"), (0.1, "drifted")])
@@ -627,12 +621,11 @@ def test_nothing_is_compared_of_a_step_that_waited_for_a_load_that_failed(store:
         held.release()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_lease_that_is_gone_ends_an_audit_without_a_verdict(store: EmbeddedStore, seed: int) -> None:
+@pytest.mark.parametrize("which", range(3))
+def test_a_lease_that_is_gone_ends_an_audit_without_a_verdict(store: EmbeddedStore, which: int) -> None:
     with Bench(store) as bench:
         bench.stored(ids(128))
-        ticket = [b"", b"x" * 40, bench.handle.lease(bench.handle.match(ids(64)), 0).ticket()][seed]
+        ticket = [b"", b"x" * 40, bench.handle.lease(bench.handle.match(ids(64)), 0).ticket()][which]
         bench.begin(audits=[AuditOrder(77, "a", 0, ticket, 64, (PageRun(2, [13, 14]),))])
         bench.worker.start_saves()
         assert bench.reports(audits=1).audits[0].results == ()
-        assert Random(seed)
