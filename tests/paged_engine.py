@@ -422,6 +422,8 @@ class PagedEngine:
         self.steps = 0
         self.loaded_tokens = 0
         self.preemptions = 0
+        self.step()  # tells the workers of the namespace
+        assert all(one._opened(0, SECONDS) is not None for one in self.workers)
 
     def __enter__(self) -> PagedEngine:
         return self
