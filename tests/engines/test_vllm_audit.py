@@ -32,7 +32,7 @@ OTHERS = (1, 2, 3)
 
 def transfer(url: str, audit: float, model: str = "by hand") -> dict[str, Any]:
     return models.connector(
-        url, codec="raw", audit=audit, cost_model=False, match_deadline_ms=1000, lease_deadline_ms=5000, model=model
+        url, codec="raw", audit=audit, cost_model=False, match_deadline_ms=10_000, lease_deadline_ms=10_000, model=model
     )
 
 

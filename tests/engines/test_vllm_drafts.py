@@ -43,7 +43,7 @@ def test_a_conversation_goes_on_from_what_was_stored_of_it_with_drafts(
     plan = {
         "model": saved(),
         "transfer": models.connector(
-            sidecar.url, codec="raw", audit=0, cost_model=False, match_deadline_ms=1000, lease_deadline_ms=5000
+            sidecar.url, codec="raw", audit=0, cost_model=False, match_deadline_ms=10_000, lease_deadline_ms=10_000
         ),
         "options": {**options, "speculative_config": DRAFTED},
         "steps": [

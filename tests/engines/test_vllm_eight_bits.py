@@ -36,7 +36,7 @@ def test_an_external_hit_in_8_bits_reads_text_as_the_engines_own_does(sidecar: A
     plan = {
         "model": saved("trained"),
         "transfer": models.connector(
-            sidecar.url, audit=0, cost_model=False, match_deadline_ms=1000, lease_deadline_ms=5000
+            sidecar.url, audit=0, cost_model=False, match_deadline_ms=10_000, lease_deadline_ms=10_000
         ),
         "options": {"dtype": "float32", "max_model_len": 4096},
         "steps": [

@@ -46,7 +46,12 @@ def told(shared_sidecar: Any, saved: Any, run_once: Any, tmp_path_factory: pytes
     plan = {
         "model": saved(),
         "transfer": models.connector(
-            shared_sidecar.url, codec="raw", audit=0, cost_model=False, match_deadline_ms=1000, lease_deadline_ms=5000
+            shared_sidecar.url,
+            codec="raw",
+            audit=0,
+            cost_model=False,
+            match_deadline_ms=10_000,
+            lease_deadline_ms=10_000,
         ),
         "options": OPTIONS,
         "steps": [

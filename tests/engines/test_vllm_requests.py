@@ -41,7 +41,12 @@ def told(shared_sidecar: Any, saved: Any, run_once: Any) -> dict[str, Any]:
     plan = {
         "model": saved(),
         "transfer": models.connector(
-            shared_sidecar.url, codec="raw", audit=0, cost_model=False, match_deadline_ms=1000, lease_deadline_ms=5000
+            shared_sidecar.url,
+            codec="raw",
+            audit=0,
+            cost_model=False,
+            match_deadline_ms=10_000,
+            lease_deadline_ms=10_000,
         ),
         "options": dict(
             dtype="float32",
