@@ -26,6 +26,8 @@ def apart(count: int, tokens: int) -> list[list[int]]:
 
 
 PROMPTS = apart(4, 450)
+MADE = 66
+"""A block more: what is stored is asked for again where it was not there when the prompt was through."""
 OTHERS = (1, 2, 3)
 """What is asked after the first of them."""
 
@@ -43,8 +45,8 @@ def one_by_one() -> list[dict[str, Any]]:
         step
         for number, prompt in enumerate(PROMPTS)
         for step in (
-            {"do": "generate", "prompts": [prompt], "as": f"asked_{number}"},
-            {"do": "settle", "seconds": 0.3},
+            {"do": "generate", "prompts": [prompt], "max_tokens": MADE, "as": f"asked_{number}"},
+            {"do": "settle", "seconds": 0.5},
             tell,
         )
     ]
@@ -69,7 +71,7 @@ def audited(saved: Any, run: Any, url: str, **model: Any) -> dict[str, Any]:
         "transfer": transfer(url, audit=1.0),
         "options": {"dtype": "float32", "block_size": 32},
         "steps": [
-            {"do": "generate", "prompts": PROMPTS, "as": "first"},
+            {"do": "generate", "prompts": PROMPTS, "max_tokens": MADE, "as": "first"},
             {"do": "settle"},
             {"do": "reset"},
             *one_by_one(),
@@ -98,7 +100,7 @@ def test_every_hit_is_compared_and_drift_ends_the_use_of_what_is_stored(
         "options": {"dtype": "float32", "block_size": 32},
         "steps": [
             # Nobody has stored anything with this salt: it computes all of it.
-            {"do": "generate", "prompts": PROMPTS, "salt": "alone", "as": "alone"},
+            {"do": "generate", "prompts": PROMPTS, "max_tokens": MADE, "salt": "alone", "as": "alone"},
             {"do": "settle"},
             {"do": "reset"},
             *one_by_one(),
