@@ -10,9 +10,12 @@ import an engine.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
@@ -47,6 +50,8 @@ _log = getLogger(__name__)
 
 PIECE_BYTES = 8 << 20
 """Of a save, put at a time: others' blocks go in between, and a fence waits for no more than the rest of one."""
+SAVE_NICENESS = 10
+"""On a machine whose processors the engine computes with, it goes first."""
 OPEN_SECONDS = 5.0
 """How long a load waits for its namespace to be opened, which happens once, when the store is there."""
 WINDOW_FENCE_SECONDS = 0.02
@@ -288,6 +293,9 @@ class PagedWorker:
     # Saves -----------------------------------------------------------------------------------------------------------
 
     def _save_loop(self) -> None:
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SAVE_NICENESS)
         while True:
             with self._changed:
                 self._saving = None

@@ -471,7 +471,10 @@ class _SchedulerSide:
         each step where a request wants that, and computes with those."""
         if mine.request.lora_request is None or not mine.extra_keys:
             return False
-        return self.reader.facts(mine.request).extra_keys != mine.extra_keys
+        try:
+            return self.reader.facts(mine.request).extra_keys != mine.extra_keys
+        except Exception:  # what cannot be told is not stored
+            return True
 
     def _work(self, output: Any) -> StepWork:
         """Prompts that the step computes, and how many requests get one more token."""
