@@ -48,7 +48,7 @@ class LoadChoice:
         self._is_on = is_on
         self._decided: dict[str, Decision] = {}
         self._under_way: dict[str, _Under] = {}
-        self._steps: deque[tuple[float, StepWork]] = deque()
+        self._steps: deque[tuple[float, StepWork, bool]] = deque()
         self._last_report_at = 0.0
 
     def stop_token(
@@ -95,16 +95,16 @@ class LoadChoice:
         self._decided.pop(request, None)
         self._under_way.pop(request, None)
 
-    def step_begins(self, work: StepWork, now: float) -> None:
-        """A step is scheduled."""
+    def step_begins(self, work: StepWork, now: float, waits: bool) -> None:
+        """A step is scheduled. waits: for a load."""
         if len(self._steps) < STEPS_AHEAD:
-            self._steps.append((now, work))
+            self._steps.append((now, work, waits))
 
-    def step_ends(self, now: float, waited: bool) -> None:
-        """The oldest step that was scheduled has reported. waited: for a load."""
+    def step_ends(self, now: float) -> None:
+        """The oldest step that was scheduled has reported."""
         last, self._last_report_at = self._last_report_at, now
         if self._steps:
-            began, work = self._steps.popleft()
+            began, work, waited = self._steps.popleft()
             if not waited:
                 self.costs.prefill.observe(work.prefills, work.decodes, now - max(began, last))
 

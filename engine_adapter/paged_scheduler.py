@@ -118,7 +118,6 @@ class PagedScheduler:
         self._failures: dict[int, int] = {}
         self._counts = RequestCounts()
         self._saved: list[tuple[EngineRequest, int, int]] = []
-        self._waited = False
         self._first_tokens: list[tuple[float, bool, int, int]] = []
         """Of this step: (when it was added, whether it was held out, prompt, found)."""
 
@@ -295,8 +294,7 @@ class PagedScheduler:
             self._told = self._facts.number
             orders.namespace = self._facts
         if running and self.choice is not None:
-            self.choice.step_begins(work, self._clock())
-            self._waited = any(load.waits for load in orders.loads)
+            self.choice.step_begins(work, self._clock(), any(load.waits for load in orders.loads))
         return orders
 
     @_edge(None)
@@ -304,7 +302,7 @@ class PagedScheduler:
         """A step is over; what the workers have done."""
         now = self._clock()
         if self.choice is not None and self._running:
-            self.choice.step_ends(now, self._waited)
+            self.choice.step_ends(now)
             for added_at, held_out, prompt_tokens, found_tokens in self._first_tokens:
                 self.choice.saving.record(held_out, prompt_tokens, found_tokens, now - added_at)
             self._first_tokens.clear()

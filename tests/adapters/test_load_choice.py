@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+import pytest
+
 from engine_adapter.load_choice import STEPS_AHEAD, LoadChoice, StepWork
 from kvstore.handle import Match
 from kvstore.miss import Account, HitTier, MissReason
@@ -32,9 +34,9 @@ class Engine:
     now: float = 100.0
 
     def compute(self, tokens: int, seconds: float, waited: bool = False) -> None:
-        self.choice.step_begins(StepWork([(0, tokens)], 0), self.now)
+        self.choice.step_begins(StepWork([(0, tokens)], 0), self.now, waited)
         self.now += seconds
-        self.choice.step_ends(self.now, waited)
+        self.choice.step_ends(self.now)
 
     def load(self, name: str, found: Match, seconds: float, local: int = 0) -> int:
         stop, _ = self.choice.stop_token(name, found, local, 999, BLOCK, False, self.now)
@@ -94,11 +96,23 @@ def test_steps_that_waited_for_a_load_are_not_learned_from() -> None:
     assert engine.choice.to_dict(engine.now)["prefill"] != fresh
 
 
+def test_of_steps_that_are_under_way_together_each_has_its_own_wait() -> None:
+    engine, alone = Engine(choice()), Engine(choice())
+    for tokens in (100, 400, 800) * 5:
+        engine.choice.step_begins(StepWork([(0, tokens)], 0), engine.now, True)
+        engine.choice.step_begins(StepWork([(0, 100)], 0), engine.now, False)
+        for seconds in (3.0, 0.01):  # the one that waited reports first
+            engine.now += seconds
+            engine.choice.step_ends(engine.now)
+        alone.compute(100, 0.01)
+    assert engine.choice.costs.prefill.to_dict() == pytest.approx(alone.choice.costs.prefill.to_dict())
+
+
 def test_an_engine_that_schedules_far_ahead_is_timed_for_some_of_its_steps() -> None:
     chosen = choice()
     for at in range(3 * STEPS_AHEAD):
-        chosen.step_begins(StepWork([(0, 100)], 0), float(at))
+        chosen.step_begins(StepWork([(0, 100)], 0), float(at), False)
     assert len(chosen._steps) == STEPS_AHEAD
     for at in range(3 * STEPS_AHEAD):
-        chosen.step_ends(100.0 + at, False)
+        chosen.step_ends(100.0 + at)
     assert not chosen._steps
