@@ -197,7 +197,11 @@ def test_with_the_policy_fail_a_request_ends_with_an_error_or_is_right(
         assert mine["finish"] == "error" or mine["tokens"] == theirs["tokens"]
 
 
-def test_the_sidecar_is_killed_under_a_hundred_requests(sidecar: Any, saved: Any, run: Any, run_once: Any) -> None:
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_sidecar_is_killed_under_a_hundred_requests(
+    processes: int, sidecar: Any, saved: Any, run: Any, run_once: Any
+) -> None:
+    """Also where the engine's core is a process of its own."""
     print(f"seed {SEED}")
     asked = {"count": 100, "seed": SEED, "longest": 500}
     options = {"dtype": "float32", "block_size": 32, "max_num_seqs": 100, "max_num_batched_tokens": 1024}
@@ -214,6 +218,7 @@ def test_the_sidecar_is_killed_under_a_hundred_requests(sidecar: Any, saved: Any
             "model": saved(),
             "transfer": transfer(sidecar.url, {}),
             "options": options,
+            "multiprocessing": processes > 1,
             "steps": [
                 {"do": "generate", "prompts": asked, "at_once": 100, "max_tokens": 24},
                 {"do": "settle"},
