@@ -10,18 +10,16 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 
-import vllm.entrypoints.llm
-import vllm.v1.engine.core
-import vllm.v1.engine.llm_engine
-import vllm.v1.worker.cpu_worker  # noqa: F401
-
-from engines import session
+IMPORTED = ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
 
 
 def run(plan: str, outcome: str, log: str) -> None:
     """In the forked process. It does not return."""
+    from engines import session
+
     status = 1
     try:
         os.setpgid(0, 0)
@@ -40,12 +38,16 @@ def run(plan: str, outcome: str, log: str) -> None:
 
 def main() -> None:
     """A line for a line until there are no more."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to standard output, from its import on
+    for name in IMPORTED:
+        import_module(name)
     for line in sys.stdin:
         child = os.fork()
         if not child:
             run(*line.split())
         _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(os.waitstatus_to_exitcode(status), file=out, flush=True)
 
 
 if __name__ == "__main__":
