@@ -3,7 +3,8 @@
     make test-vllm-matrix ARGS="--prompts 200 --versions 0.32.0"
 
 Other versions than the installed one are unpacked beside it and put first on the path: they name the same torch.
-Writes benchmarks/results/vllm_matrix.json: by version, file and test its outcome and seconds, with seed and prompts.
+Writes benchmarks/results/vllm_matrix.json: by version the commit, prompts and seed, and by file and test its outcome
+and seconds. A version that is not asked for keeps what was written of it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def run(version: str, prompts: int, seed: int, extra: list[str]) -> dict[str, ob
     """All tests on one version."""
     path = str(unpacked(version))
     report = ROOT / ".venv-engines" / f"report-{version}.xml"
+    report.unlink(missing_ok=True)
     environment = {
         **os.environ,
         "PYTHONPATH": path,
@@ -52,6 +54,8 @@ def run(version: str, prompts: int, seed: int, extra: list[str]) -> dict[str, ob
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={report}"]
     done = subprocess.run([*command, *TESTS, *extra], cwd=ROOT, env=environment, check=False)
     tests: dict[str, dict[str, object]] = {}
+    if not report.exists():
+        raise SystemExit(f"error: the tests on vLLM {version} ended with status {done.returncode} and without a report")
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
@@ -59,6 +63,12 @@ def run(version: str, prompts: int, seed: int, extra: list[str]) -> dict[str, ob
         seconds = round(float(case.get("time", 0)), 1)
         tests.setdefault(file, {})[str(case.get("name"))] = {"outcome": outcome, "seconds": seconds}
     return {"status": done.returncode, "tests": tests}
+
+
+def commit() -> str:
+    """Of the code under test; with a + where files differ from it."""
+    asked = ["git", "describe", "--always", "--dirty=+", "--abbrev=12"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> int:
@@ -71,14 +81,18 @@ def main() -> int:
     given = parser.parse_args()
     seed = given.seed or random.SystemRandom().randrange(1 << 30)
     print(f"{given.prompts} prompts for each configuration, seed {seed}", flush=True)
-    runs = {}
+    RESULTS.parent.mkdir(exist_ok=True)
+    written = json.loads(RESULTS.read_text())["versions"] if RESULTS.exists() else {}
+    said = {"commit": commit(), "prompts": given.prompts, "seed": seed}
+    is_passed = True
     for version in given.versions:
         started = time.monotonic()
-        runs[version] = run(version, given.prompts, seed, given.tests)
-        print(f"vLLM {version}: {time.monotonic() - started:.0f} s, status {runs[version]['status']}", flush=True)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"prompts": given.prompts, "seed": seed, "versions": runs}, indent=1) + "\n")
-    return int(any(one["status"] for one in runs.values()))
+        told = run(version, given.prompts, seed, given.tests)
+        print(f"vLLM {version}: {time.monotonic() - started:.0f} s, status {told['status']}", flush=True)
+        is_passed &= told["status"] == 0
+        written[version] = said | told
+        RESULTS.write_text(json.dumps({"versions": dict(sorted(written.items()))}, indent=1) + "\n")
+    return int(not is_passed)
 
 
 if __name__ == "__main__":
