@@ -3,6 +3,9 @@
     begins (a hit is held out, the stored block is leased) > computed (the block is there: its comparison is ordered)
     > reported (by every rank) > a verdict
 
+With a codec that is not exact, what was computed behind a restored prefix carries its errors, and small changes of the
+weights hide behind them. Nothing lies before a prompt's first block: it is compared every other time.
+
 One thread; nothing here waits. `audit` says which hits, `audit_blocks` compares. Must never import an engine.
 """
 
@@ -12,11 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine_adapter.audit import Verdict
-from engine_adapter.engine_requests import AuditUnderWay, Computed, RequestCounts, RequestState
+from engine_adapter.engine_requests import AuditUnderWay, Computed, RequestState
 from engine_adapter.load_choice import LoadChoice
 from engine_adapter.save_plan import SavePlan, page_runs
 from engine_adapter.step_orders import AuditOrder, AuditReport, NamespaceFacts, StepOrders
+from kvstore.codec import codec_named
 from kvstore.handle import Match, NamespaceHandle
+
+GIVEN_UP = "given_up"
+"""Beside the verdicts: the request ended first, the block was gone, or a page before it held restored numbers."""
 
 
 class AuditPlan:
@@ -36,23 +43,27 @@ class AuditPlan:
         self._ranks = tuple(ranks)
         self._number = number
         self._lease_deadline_ms = lease_deadline_ms
+        self._is_first_due = not codec_named(facts.codec).is_exact
+        """Whether the next one is a prompt's first block."""
         self._under_way: dict[int, RequestState] = {}
+        self._outcomes: dict[str, int] = {}
         self.name = ""
         """Of the namespace, for people."""
 
     def begins(self, state: RequestState, match: Match, namespace: NamespaceHandle, now: float) -> bool:
         """Whether this hit is computed all the same; asked once for each request that hits. The last block that could
-        have been used is compared."""
+        have been used is compared, or the first."""
         if self._facts.layout.packing.startswith("opaque"):
             return False  # bytes that nobody can read as numbers
         if not self._choice.holdout.begins(state.request.request_id, now):
             return False
         self.name = self.name or namespace.namespace.digest().hex()[:12]
         block = namespace.block_tokens
-        last = min(match.tokens, state.prompt.tokens - 1) // block
-        wanted = replace(match, keys=match.keys[:last], blocks=last, tokens=last * block)
-        pending = namespace.submit_lease(wanted, (last - 1) * block, self._lease_deadline_ms)
-        state.audit = AuditUnderWay(last - 1, pending)
+        stop = 1 if self._is_first_due else min(match.tokens, state.prompt.tokens - 1) // block
+        self._is_first_due = not (self._is_first_due or codec_named(self._facts.codec).is_exact)
+        wanted = replace(match, keys=match.keys[:stop], blocks=stop, tokens=stop * block)
+        pending = namespace.submit_lease(wanted, (stop - 1) * block, self._lease_deadline_ms)
+        state.audit = AuditUnderWay(stop - 1, pending)
         return True
 
     def computed(self, state: RequestState, one: Computed, plan: SavePlan, orders: StepOrders) -> None:
@@ -80,7 +91,7 @@ class AuditPlan:
         plan.watch(audit.order.number, tables)
         orders.audits.append(audit.order)
 
-    def reported(self, report: AuditReport, plan: SavePlan, counts: RequestCounts, now: float) -> Verdict | None:
+    def reported(self, report: AuditReport, plan: SavePlan, now: float) -> Verdict | None:
         """One rank has compared; the verdict, once all have. None where one of them had nothing to compare: it may be
         the one that knows that the step was computed behind a load that failed."""
         state = self._under_way.get(report.number)
@@ -95,12 +106,9 @@ class AuditPlan:
         del self._under_way[report.number]
         plan.unwatch(report.number, audit.order.tables)
         audit.order = None
+        audit.verdicts = () if audit.is_void else tuple(result.verdict for result in audit.results)
         self.ended(state)
-        if audit.is_void:
-            return None
-        for result in audit.results:
-            counts.audited[result.verdict] = counts.audited.get(result.verdict, 0) + 1
-        return self._choice.audits.record(self.name, audit.results, now)
+        return self._choice.audits.record(self.name, audit.results, now) if audit.verdicts else None
 
     def close(self) -> None:
         """Whatever is reported from now on is of no interest."""
@@ -119,5 +127,12 @@ class AuditPlan:
             audit.pending.end()
         if audit.lease is not None:
             audit.lease.release()
-        audit.pending, audit.lease = None, None
+        state.audit = None
+        for outcome in audit.verdicts or (GIVEN_UP,):
+            self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
         self._choice.holdout.ended(state.request.request_id)
+
+    def take_outcomes(self) -> dict[str, int]:
+        """Since it was last asked: blocks by verdict, of each rank, and requests of which nothing could be compared."""
+        outcomes, self._outcomes = self._outcomes, {}
+        return outcomes

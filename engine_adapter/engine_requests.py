@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine_adapter.audit import AuditResult, Verdict
+from engine_adapter.audit import AuditResult, Saving, Verdict
 from engine_adapter.prefix_lookup import PrefixLookup
 from engine_adapter.step_orders import AuditOrder, LoadOrder
 from kvstore.handle import Lease
@@ -92,7 +92,7 @@ class LoadUnderWay:
 @dataclass(slots=True)
 class AuditUnderWay:
     """A hit that is computed all the same. block: the one that is compared; pending, lease: of what is stored of it.
-    is_void: a rank had nothing to compare."""
+    is_void: a rank had nothing to compare. verdicts: of all ranks, once they are there."""
 
     block: int
     pending: Pending[Lease] | None
@@ -101,6 +101,7 @@ class AuditUnderWay:
     waiting: set[int] = field(default_factory=set)
     results: tuple[AuditResult, ...] = ()
     is_void: bool = False
+    verdicts: tuple[Verdict, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -150,10 +151,16 @@ class RequestState:
         return told
 
 
+SAVING = "ttft_saved_ms_"
+"""What begins so in `RequestCounts.to_dict` is as it is now; of everything else there is more since the last time."""
+
+
 @dataclass(slots=True)
 class RequestCounts:
     """In tokens unless named otherwise. hits, misses: by tier and by reason; their sum is what was asked for. A load
-    that failed is a miss. audited: blocks, by what became of them."""
+    that failed is a miss. audited: blocks, by what became of them (`AuditPlan.take_outcomes`). costs: of the decisions
+    how far to load (`LoadChoice.take_costs`). saving: what a hit saves as far as is known, which is no sum; None where
+    nothing is new."""
 
     requests: int = 0
     asked: int = 0
@@ -163,7 +170,9 @@ class RequestCounts:
     failed_loads: int = 0
     saved_blocks: int = 0
     dropped_saves: int = 0
-    audited: dict[Verdict, int] = field(default_factory=dict)
+    audited: dict[str, int] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
+    saving: Saving | None = None
 
     def add(self, account: Account) -> None:
         """One more request."""
@@ -174,9 +183,9 @@ class RequestCounts:
         for reason, tokens in account.misses.items():
             self.misses[reason] = self.misses.get(reason, 0) + tokens
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int | float]:
         """Flat, without those that are zero."""
-        flat = {
+        flat: dict[str, int | float] = {
             "requests": self.requests,
             "asked": self.asked,
             **{f"hit_{tier}": tokens for tier, tokens in self.hits.items()},
@@ -185,6 +194,12 @@ class RequestCounts:
             "failed_loads": self.failed_loads,
             "saved_blocks": self.saved_blocks,
             "dropped_saves": self.dropped_saves,
-            **{f"audited_{verdict}": blocks for verdict, blocks in self.audited.items()},
+            **{f"audited_{outcome}": blocks for outcome, blocks in self.audited.items()},
+            **{f"cost_{name}": count for name, count in self.costs.items()},
         }
+        if self.saving is not None:
+            flat |= {
+                f"{SAVING}mean": self.saving.mean_ms,
+                f"{SAVING}standard_error": self.saving.standard_error_ms,
+            }
         return {name: count for name, count in flat.items() if count}

@@ -50,6 +50,7 @@ class LoadChoice:
         self._under_way: dict[str, _Under] = {}
         self._steps: deque[tuple[float, StepWork, bool]] = deque()
         self._last_report_at = 0.0
+        self._told: dict[str, int | float] = {}
 
     def stop_token(
         self, request: str, match: Match, local_tokens: int, cap: int, block_tokens: int, busy: bool, now: float
@@ -107,6 +108,12 @@ class LoadChoice:
             began, work, waited = self._steps.popleft()
             if not waited:
                 self.costs.prefill.observe(work.prefills, work.decodes, now - max(began, last))
+
+    def take_costs(self) -> dict[str, float]:
+        """`CostCounts` since it was last asked."""
+        now, before = self.costs.counts.to_dict(), self._told
+        self._told = now
+        return {name: count - before.get(name, 0) for name, count in now.items()} if now != before else {}
 
     def to_dict(self, now: float) -> dict[str, object]:
         """For people."""

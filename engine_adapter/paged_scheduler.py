@@ -167,6 +167,7 @@ class PagedScheduler:
             state.facts = RequestFacts(refused=MissReason.DISABLED, detail="it began before the weights were changed")
         if self._audits is not None:
             self._audits.close()
+        self._collect()
         plan = self._plan  # saves that are under way read pages as before
         self.use(replace(self._facts, number=self._facts.number + 1, weights_epoch=weights_epoch), self._ranks)
         self._plan = plan
@@ -318,8 +319,19 @@ class PagedScheduler:
 
     def take_counts(self) -> RequestCounts:
         """What was counted since it was last asked."""
+        self._collect()
         counts, self._counts = self._counts, RequestCounts()
+        if self.choice is not None and counts.requests:
+            counts.saving = self.choice.saving.estimate()
         return counts
+
+    def _collect(self) -> None:
+        """What is counted elsewhere."""
+        costs, audited = self._counts.costs, self._counts.audited
+        for name, cost in self.choice.take_costs().items() if self.choice is not None else ():
+            costs[name] = costs.get(name, 0) + cost
+        for name, blocks in self._audits.take_outcomes().items() if self._audits is not None else ():
+            audited[name] = audited.get(name, 0) + blocks
 
     def take_saved(self) -> list[tuple[EngineRequest, int, int]]:
         """Blocks that the store has got since it was last asked: (request, first block, stop block)."""
@@ -413,7 +425,7 @@ class PagedScheduler:
     def _audited(self, report: AuditReport) -> None:
         if self._audits is None:
             return
-        verdict = self._audits.reported(report, self._plan, self._counts, self._clock())
+        verdict = self._audits.reported(report, self._plan, self._clock())
         if verdict is Verdict.DRIFTED:
             name = self._audits.name
             self.refuse(MissReason.AUDIT, f"what is stored in namespace {name} is not what this engine computes")

@@ -342,7 +342,7 @@ class PagedWorker:
             stored, codec = _block(into, namespace.layout), namespace.namespace.codec
             # Of several groups nobody says how deep in the model a layer is: then all may be off as the last may.
             deepest = len(pages.planes) - 1 if len(namespace.layout.groups) > 1 else None
-            return (compare_block(stored, computed, codec, deepest),)
+            return (compare_block(stored, computed, codec, deepest, is_first=order.first_token == 0),)
         except Exception as error:
             self._fault(error)
             return ()

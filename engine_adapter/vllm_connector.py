@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -49,13 +49,14 @@ import kvstore
 from engine_adapter.adapter import chosen_codec
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.connector_settings import ConnectorSettings, LoadMode
-from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, register
-from engine_adapter.engine_requests import NEVER, Computed, RequestFacts
+from engine_adapter.engine_pages import layout_of
+from engine_adapter.engine_requests import NEVER, SAVING, Computed, RequestFacts
 from engine_adapter.load_choice import StepWork
-from engine_adapter.model_files import adapter_digest, model_fingerprint, snapshot_directory
-from engine_adapter.paged_scheduler import PagedScheduler, namespace_config
+from engine_adapter.model_files import adapter_digest
+from engine_adapter.paged_scheduler import PagedScheduler
 from engine_adapter.paged_worker import PagedWorker
 from engine_adapter.step_orders import NamespaceFacts, StepOrders, StepReports, WorkerFacts
+from engine_adapter.vllm_config import config_fields, fingerprint, registered_pages, unsupported
 from engine_adapter.vllm_requests import EngineView, RequestReader
 from kvstore.errors import BadInput
 from kvstore.miss import HitTier, MissReason
@@ -64,7 +65,6 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own nam
 
 START_SECONDS = 10.0
 """An engine that starts waits so long for its store, once."""
-ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 MEDIUM = "kvstore"
 """Of the KV events about blocks in the store."""
 
@@ -105,14 +105,14 @@ class Counts(KVConnectorStats):
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """The sum."""
+        """The sum, and of what is as it is now the latter."""
         for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
+            self.data[name] = count if name.startswith(SAVING) else self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the engine's log line: tokens."""
-        return dict(self.data)
+        """For the engine's log line."""
+        return {name: round(count, 2) for name, count in self.data.items()}
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
@@ -131,14 +131,22 @@ class CountsProm(KVConnectorPromMetrics):
         )
         self._events = self._counter_cls(
             name="kvstore:events_total",
-            documentation="Loads, failed loads, saved blocks and dropped saves.",
+            documentation="Loads, saves, audited blocks by outcome, and decisions how far to load by what they cost.",
             labelnames=[*labelnames, "event"],
+        )
+        self._saving = self._gauge_cls(
+            name="kvstore:ttft_saved_ms",
+            documentation="What a hit saves of the time to the first token, beside hits computed all the same.",
+            labelnames=[*labelnames, "statistic"],
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what was counted."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, count in transfer_stats_data.items():
+            if name.startswith(SAVING):
+                self._saving.labels(*labels, name.removeprefix(SAVING)).set(count)
+                continue
             counter = self._tokens if name.startswith(("hit_", "miss_")) else self._events
             counter.labels(*labels, name).inc(count)
 
@@ -168,7 +176,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find out what the pages are."""
-        pages = _register(self._config, self._groups_config, kv_caches)
+        pages = registered_pages(self._config, self._groups_config, kv_caches)
         if pages.facts.refused:
             logger.warning("nothing is stored by this worker: %s", pages.facts.refused)
         self._worker = PagedWorker(
@@ -380,7 +388,9 @@ class _SchedulerSide:
 
     def begin(self, facts: Sequence[WorkerFacts], wait_seconds: float = START_SECONDS) -> None:
         """The pages are known: name the namespace. Whatever forbids that is one line, and the engine runs without."""
-        refused = _unsupported(self._config, self._groups) or next((one.refused for one in facts if one.refused), "")
+        refused = unsupported(
+            self._config, self._groups, is_failure_told=KVConnectorTransferResults is not None
+        ) or next((one.refused for one in facts if one.refused), "")
         try:
             if refused:
                 raise BadInput(refused)
@@ -392,11 +402,11 @@ class _SchedulerSide:
             named = NamespaceFacts(
                 0,
                 self._session,
-                self._settings.model or _fingerprint(self._config),
+                self._settings.model or fingerprint(self._config),
                 layout,
                 codec,
                 self._settings.weights_epoch,
-                _config_fields(self._config, facts),
+                config_fields(self._config, facts, vllm.__version__),
             )
         except (BadInput, OSError) as error:
             self.half.refuse(MissReason.UNSUPPORTED, str(error))
@@ -541,99 +551,6 @@ class _SchedulerSide:
     def _hash_tokens(self) -> int:
         """Tokens to one of the engine's hashes."""
         return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
-
-
-def _unsupported(config: VllmConfig, groups: Any) -> str:
-    """Why this engine's KV cannot be stored at all; empty where it can."""
-    parallel = config.parallel_config
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            return f"{name}={getattr(parallel, name)} is not supported; allowed: 1"
-    if config.model_config.runner_type != "generate":
-        return f"a model that is run to {config.model_config.runner_type}; allowed: to generate"
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups.kv_cache_groups]
-    unknown = sorted({kind for kind in kinds if kind not in ATTENTION_SPECS})
-    if unknown:
-        return f"KV groups of kind {', '.join(unknown)}; allowed: {', '.join(ATTENTION_SPECS)}"
-    if len(kinds) > 1 and KVConnectorTransferResults is None:
-        return f"{len(kinds)} KV groups, of which this vLLM takes no word of a load that failed; it needs 0.31 or later"
-    if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups.kv_cache_groups):
-        return "attention that is not causal"
-    return ""
-
-
-def _fingerprint(config: VllmConfig) -> str:
-    """Of the weights' files, and of a draft model's, whose layers have KV of their own. Raises `BadInput`."""
-    model, load = config.model_config, config.load_config
-    if load.load_format == "dummy":
-        raise BadInput("load_format=dummy makes weights up, which no file tells")
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        raise BadInput("calculate_kv_scales makes scales of the first requests, and they are not in a block")
-    names = [(getattr(model, "model_weights", "") or model.model, model.revision)]
-    draft = getattr(config.speculative_config, "draft_model_config", None)
-    if draft is not None and draft.model != model.model:
-        names.append((draft.model, draft.revision))
-    try:
-        found = [snapshot_directory(name, revision, load.download_dir) for name, revision in names]
-    except BadInput as error:
-        raise BadInput(f'{error}; give their fingerprint as "model" in kv_connector_extra_config') from None
-    return "+".join(model_fingerprint(one) for one in found)
-
-
-def _register(config: VllmConfig, groups: Any, kv_caches: Mapping[str, torch.Tensor]) -> EnginePages:
-    parallel = config.parallel_config
-    registered = []
-    for number, group in enumerate(groups.kv_cache_groups):
-        spec = group.kv_cache_spec
-        layers: dict[str, torch.Tensor] = {}
-        for name in group.layer_names:
-            if name in kv_caches and all(kv_caches[name] is not other for other in layers.values()):
-                layers[name] = kv_caches[name]  # some models have layers that use the pages of another one
-        heads, width = getattr(spec, "num_kv_heads", 0), getattr(spec, "head_size", 0)
-        value_width = getattr(spec, "head_size_v", width)
-        widths = (width, value_width) if value_width else (width,)
-        window = int(spec.sliding_window) if type(spec).__name__ == "SlidingWindowSpec" else 0
-        registered.append(
-            RegisteredGroup(f"group{number}", layers, heads, widths, spec.block_size, groups.num_blocks, window)
-        )
-    modules = config.compilation_config.static_forward_context
-
-    def write(name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-        layer = modules[name]
-        layer.impl.do_kv_cache_update(layer, key, value, kv_caches[name], slots)
-
-    return register(registered, parallel.rank % parallel.world_size, _scales(modules, kv_caches), write)
-
-
-def _scales(layers: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Digest of the KV scales of all layers; empty where all are one."""
-    scales = [
-        (name, scale, float(getattr(layers.get(name), f"{scale}_float", 1.0)))
-        for name in names
-        for scale in ("_k_scale", "_v_scale")
-    ]
-    if all(value == 1.0 for _, _, value in scales):
-        return ""
-    return blake2b(repr(scales).encode(), digest_size=16).hexdigest()
-
-
-def _config_fields(config: VllmConfig, facts: Sequence[WorkerFacts]) -> Mapping[str, str]:
-    """What decides KV besides weights and layout, in words that a person can compare."""
-    model, cache = config.model_config, config.cache_config
-    rope = str(getattr(model.hf_text_config, "rope_parameters", None) or "")
-    return namespace_config(
-        dtype=str(model.dtype).removeprefix("torch."),
-        quantization=model.quantization,
-        kv_cache_dtype=cache.cache_dtype,
-        kv_scales="+".join(sorted({one.scales for one in facts})),
-        rope=rope,
-        overrides=model.hf_overrides if isinstance(model.hf_overrides, dict) else None,
-        device=facts[0].device,
-        # For these a position's K depends on how long a prompt may get.
-        max_model_len=model.max_model_len if any(kind in rope for kind in ("longrope", "dynamic")) else None,
-        draft=getattr(config.speculative_config, "method", None),
-        engine=f"vllm {vllm.__version__}",  # a model's code may be mended from one to the next
-    )
 
 
 def _open_store(url: str, session: str) -> kvstore.SidecarStore:

@@ -3,7 +3,7 @@ and how small a change is found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from engine_adapter.hf_layers import ModelCall, even_cache  # noqa: E402
 from engine_adapter.hf_model import layout_of  # noqa: E402
 from kvstore.demo.model import load_trained  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK = 64
 TOKENS = 5 * BLOCK
 CODECS = ["raw", int8.KC64, int8.TH]
@@ -38,14 +40,6 @@ USUAL, WIDE = 0.05, 0.2
 """Ranges of weights: with wide ones an error grows from layer to layer."""
 
 Block = dict[int, list[torch.Tensor]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model_of(dtype: torch.dtype, layers: int = 3, spread: float = USUAL, seed: int = 0) -> Any:
@@ -262,6 +256,67 @@ def test_a_trained_model(dtype: torch.dtype, _found: float, _hidden: float, foun
         assert {result.verdict for result in near} <= {Verdict.EXACT, Verdict.CLOSE}
         assert {result.verdict for result in compare(stored, changed, codec)} == {Verdict.DRIFTED}, codec
         assert {result.verdict for result in compare(stored, adapted, codec)} == {Verdict.DRIFTED}, codec
+
+
+# Behind what a codec restored -------------------------------------------------------------------------------------
+
+
+def in_turns(model: Any, tokens: list[int], codec: str) -> list[Block]:
+    """The KV of a prompt's blocks where each is computed behind the blocks before it as the codec restored them."""
+    layout = layout_of(model, BLOCK)
+    planes = BufferSet(layout, 1, TOKENS, torch.device("cpu")).of_rows(0, 1)
+    call, ids, masks = (
+        ModelCall(model),
+        torch.tensor([tokens]),
+        ChunkMask(TOKENS, getattr(torch, layout.groups[0].dtype)),
+    )
+    blocks = []
+    for begin in range(0, len(tokens), BLOCK):
+        span = slice(begin, begin + BLOCK)
+        call(ids[:, span], even_cache(planes, begin), masks.of(BLOCK, begin + BLOCK))
+        blocks.append({layer: [plane[0, :, span].clone() for plane in pair] for layer, pair in enumerate(planes)})
+        for layer, pair in decoded(blocks[-1], codec).items():
+            for plane, restored in zip(planes[layer], pair, strict=True):
+                plane[0, :, span] = restored
+    return blocks
+
+
+MODELS: dict[str, tuple[Callable[[torch.dtype], Any], float]] = {
+    "usual": (lambda dtype: model_of(dtype), 0.25),
+    "wide and deep": (lambda dtype: model_of(dtype, 16, WIDE), 0.9),
+    "trained": (lambda dtype: load_trained().to(dtype), 0.2),
+}
+"""With the share of what is allowed that is used at most."""
+
+
+@pytest.mark.parametrize("codec", [int8.KC64, int8.TH])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_computed_behind_restored_blocks_is_close(dtype: torch.dtype, name: str, codec: str) -> None:
+    make, share = MODELS[name]
+    model = make(dtype)
+    prompt = list(Path(__file__).read_bytes()[:TOKENS]) if name == "trained" else prompt_of()
+    stored, now = in_turns(model, prompt, codec), computed(model, prompt, 256)
+    results = [
+        compare_block(decoded(old, codec), new, codec, is_first=not number)
+        for number, (old, new) in enumerate(zip(stored, now, strict=True))
+    ]
+    assert Verdict.DRIFTED not in {result.verdict for result in results}
+    assert max(result.of_allowed for result in results) < share
+    if name == "wide and deep" and dtype is not torch.bfloat16:
+        as_if_first = compare_block(decoded(stored[-1], codec), now[-1], codec)
+        assert as_if_first.verdict is Verdict.DRIFTED
+
+
+@pytest.mark.parametrize("codec", [int8.KC64, int8.TH])
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_computed_otherwise_has_drifted_also_behind_restored_blocks(
+    dtype: torch.dtype, other: str, codec: str
+) -> None:
+    for old, new in zip(OTHERS[other](dtype), reference(dtype), strict=True):
+        result = compare_block(decoded(old, codec), new, codec, is_first=False)
+        assert result.verdict is Verdict.DRIFTED
 
 
 # Numbers ----------------------------------------------------------------------------------------------------------

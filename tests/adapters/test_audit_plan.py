@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
-from pathlib import Path
 
 import pytest
 
-import kvstore
 from adapters.test_paged_scheduler import FACTS, LAYOUT, put
 from engine_adapter.audit import AuditResult, Verdict
 from engine_adapter.audit_plan import AuditPlan
-from engine_adapter.engine_requests import Computed, RequestCounts, RequestFacts, RequestState
+from engine_adapter.engine_requests import Computed, RequestFacts, RequestState
 from engine_adapter.load_choice import LoadChoice
 from engine_adapter.save_plan import SavePlan
 from engine_adapter.step_orders import AuditReport, NamespaceFacts, StepOrders
@@ -30,14 +29,13 @@ DRIFTED = AuditResult(Verdict.DRIFTED, 1.0, 1.0, 1.0, 0.1, 0, None)
 TABLE = list(range(1, 12))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.embedded(str(tmp_path / "kv"), dram="4MiB", limits=kvstore.Limits(pinned_fraction=1.0)) as opened:
-        yield opened
-        deadline = time.monotonic() + SECONDS
-        while opened.usage().leases:
-            assert time.monotonic() < deadline, "a lease is held"
-            time.sleep(0.001)
+@pytest.fixture(autouse=True)
+def _no_lease_is_left(store: EmbeddedStore) -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + SECONDS
+    while store.usage().leases:
+        assert time.monotonic() < deadline, "a lease is held"
+        time.sleep(0.001)
 
 
 class Held:
@@ -48,7 +46,6 @@ class Held:
         numbers = count(50)
         self.plan = AuditPlan(self.choice, facts, ranks, lambda: next(numbers), 5000)
         self.saves = SavePlan(ranks, 32, 64)
-        self.counts = RequestCounts()
         self.handle = put(store, ids(320))
         self.state = self.of("a")
 
@@ -75,7 +72,7 @@ class Held:
 
     def reported(self, orders: StepOrders, rank: int, *results: AuditResult) -> Verdict | None:
         (order,) = orders.audits
-        return self.plan.reported(AuditReport(order.number, "a", rank, results), self.saves, self.counts, 0.0)
+        return self.plan.reported(AuditReport(order.number, "a", rank, results), self.saves, 0.0)
 
 
 def test_the_last_block_that_could_be_used_is_compared(store: EmbeddedStore) -> None:
@@ -88,7 +85,8 @@ def test_the_last_block_that_could_be_used_is_compared(store: EmbeddedStore) -> 
     assert held.saves.taken({9}) == [order.number] and held.saves.taken({8}) == []
     assert held.computed().audits == [], "once"
     assert held.reported(orders, 0, CLOSE) is Verdict.CLOSE
-    assert held.saves.taken({9}) == [] and held.counts.audited == {Verdict.CLOSE: 1}
+    assert held.saves.taken({9}) == [] and held.plan.take_outcomes() == {Verdict.CLOSE: 1}
+    assert held.plan.take_outcomes() == {}
     assert held.choice.holdout.begins("b", 0.0), "the next one may be held out"
 
 
@@ -99,7 +97,7 @@ def test_all_ranks_have_to_compare_and_the_worst_counts(store: EmbeddedStore) ->
     assert held.reported(orders, 1, EXACT) is None and held.reported(orders, 0, DRIFTED) is None
     assert held.saves.taken({9}) != [], "the third one reads"
     assert held.reported(orders, 2, EXACT) is Verdict.DRIFTED
-    assert held.counts.audited == {Verdict.EXACT: 2, Verdict.DRIFTED: 1}
+    assert held.plan.take_outcomes() == {Verdict.EXACT: 2, Verdict.DRIFTED: 1}
     assert held.reported(orders, 2, DRIFTED) is None, "it is over"
 
 
@@ -110,7 +108,7 @@ def test_where_one_rank_has_nothing_to_say_there_is_no_verdict(store: EmbeddedSt
     orders = held.computed()
     assert held.reported(orders, silent) is None
     assert held.reported(orders, 1 - silent, DRIFTED) is None
-    assert held.counts.audited == {} and held.saves.taken({9}) == []
+    assert held.plan.take_outcomes() == {"given_up": 1} and held.saves.taken({9}) == []
 
 
 def test_a_request_that_ends_before_its_block_is_computed_holds_nothing(store: EmbeddedStore) -> None:
@@ -119,6 +117,7 @@ def test_a_request_that_ends_before_its_block_is_computed_holds_nothing(store: E
     held.plan.ended(held.state)
     held.plan.ended(held.state)
     assert held.computed(319).audits == [] and held.choice.holdout.begins("b", 0.0)
+    assert held.plan.take_outcomes() == {"given_up": 1}
 
 
 def test_a_request_that_ends_while_its_block_is_compared_is_compared(store: EmbeddedStore) -> None:
@@ -146,6 +145,18 @@ def test_what_was_computed_behind_decoded_numbers_is_not_compared(store: Embedde
     held.plan.close()
 
 
+def test_with_an_inexact_codec_every_other_time_the_first_block_is_compared(store: EmbeddedStore) -> None:
+    held = Held(store, facts=replace(FACTS, codec="int8-kc64"))
+    seen = []
+    for name in "abcd":
+        held.state = held.of(name)
+        assert held.begins()
+        (order,) = held.computed().audits
+        seen.append(order.first_token)
+        held.plan.reported(AuditReport(order.number, name, 0, (CLOSE,)), held.saves, 0.0)
+    assert seen == [0, 256, 0, 256]
+
+
 def test_a_block_that_is_gone_is_not_compared(store: EmbeddedStore) -> None:
     held = Held(store)
     found = held.handle.match(ids(330))
@@ -159,7 +170,7 @@ def test_when_it_is_closed_nothing_that_is_reported_counts(store: EmbeddedStore)
     assert held.begins()
     orders = held.computed()
     held.plan.close()
-    assert held.reported(orders, 0, DRIFTED) is None and held.counts.audited == {}
+    assert held.reported(orders, 0, DRIFTED) is None and held.plan.take_outcomes() == {"given_up": 1}
 
 
 def test_bytes_are_not_held_out(store: EmbeddedStore) -> None:

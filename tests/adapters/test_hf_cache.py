@@ -25,6 +25,8 @@ transformers = pytest.importorskip("transformers")
 from engine_adapter.hf_cache import Kept, PrefixCache, Token  # noqa: E402
 from engine_adapter.sampling import Sampling  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY = 512
 SHAPE = {
     "vocab_size": VOCABULARY,
@@ -70,14 +72,6 @@ def plain(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0
     )
     return output[0, len(prompt) :].tolist()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random, SystemRandom
 from typing import Any
 
 import pytest
-import torch
 
 import kvstore
 from engine_adapter.step_orders import NamespaceFacts
@@ -28,26 +27,12 @@ from paged_engine import Faults, PagedEngine, Request, Shape, SharedStore, Statu
 from service.sidecar import Sidecar
 from workbench import blank_pages, ids, prompt_values
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEED = int(os.environ.get("PAGED_SEED", "0")) or SystemRandom().randrange(1 << 30)
 STEPS = int(os.environ.get("PAGED_STEPS", "300"))
 INT8_ERROR = 1 / 250
 """Numbers lie in 0 .. 1, and half a step of 8 bits is half of 1 / 127 at most; rounded up to what bfloat16 adds."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Of torch: on a machine with few cores its threads wait for each other far longer than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.embedded(str(tmp_path / "kv"), dram="16MiB", limits=kvstore.Limits(pinned_fraction=1.0)) as opened:
-        yield opened
-        opened.check()
 
 
 def engine_at(store: EmbeddedStore, shape: Shape, random: Random, **options: Any) -> PagedEngine:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,13 +28,6 @@ PAGE = 32
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_tokens=PAGE, block_tokens=64)
 FACTS = NamespaceFacts(0, "", "3f5e1c0d9a", LAYOUT, "raw", 0, {})
 SECONDS = 30
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.embedded(str(tmp_path / "kv"), dram="4MiB", limits=kvstore.Limits(pinned_fraction=1.0)) as opened:
-        yield opened
-        opened.check()
 
 
 def handle_of(store: EmbeddedStore, facts: NamespaceFacts = FACTS) -> NamespaceHandle:
@@ -326,6 +318,30 @@ def test_a_load_that_ends_after_its_request_is_over_is_counted(store: EmbeddedSt
     _until(lambda: not store.usage().leases)
 
 
+def test_what_decisions_cost_and_what_hits_save_is_counted(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    drawn = iter([0.0, 0.9] * 3)
+    half = Half(SharedStore(store), audit=0.5, choose=lambda: next(drawn))
+    counted = []
+    for number in range(6):  # every other one is computed all the same
+        request = half.add(f"{number}", ids(330))
+        tokens = half.admit(request, tokens=330)
+        assert tokens == (0, 320)[number % 2]
+        half.clock.advance(0.1 if tokens else 0.5)
+        orders = half.step(request, upto=330)
+        audits = [AuditReport(audit.number, audit.request, 0, ()) for audit in orders.audits]
+        loads = [LoadReport(load.number, load.request, 0, 320, 0.004, None) for load in orders.loads]
+        half.half.reported(StepReports(loads=loads, audits=audits))
+        half.told(request)
+        counted.append(half.half.take_counts().to_dict())
+    assert [one["cost_decisions"] for one in counted] == [1] * 6
+    assert sum(one.get("cost_loaded_tokens", 0) for one in counted) >= 3 * 320
+    assert [one.get("ttft_saved_ms_mean") for one in counted[:3]] == [None] * 3, "two of each are needed"
+    assert counted[-1]["ttft_saved_ms_mean"] == pytest.approx(400, abs=1)
+    assert counted[-1].get("ttft_saved_ms_standard_error", 0) < 1
+    assert half.half.take_counts().to_dict() == {}
+
+
 def test_a_load_is_over_when_every_rank_has_reported_and_brings_what_the_worst_did(store: EmbeddedStore) -> None:
     put(store, ids(320))
     half = Half(SharedStore(store), ranks=3)
@@ -592,7 +608,7 @@ def test_an_audit_to_which_one_rank_has_nothing_to_say_finds_nothing(store: Embe
     half.half.reported(reports)
     (audit,) = reports.audits
     half.half.reported(StepReports(audits=[AuditReport(audit.number, audit.request, 1, ())]))
-    assert half.half.take_counts().audited == {}
+    assert half.half.take_counts().audited == {"given_up": 1}
     late = half.add("b", ids(330))
     assert half.told(late)["misses"].get("audit") is None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +25,6 @@ from paged_engine import Rank, Shape, SharedStore, kv_numbers, wrong_blocks
 from workbench import ids
 
 SECONDS = 30
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.embedded(str(tmp_path / "kv"), dram="4MiB", limits=kvstore.Limits(pinned_fraction=1.0)) as opened:
-        yield opened
-        opened.check()
 
 
 class GatedWorker(PagedWorker):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import kvstore
 from adapters.test_paged_scheduler import FACTS, LAYOUT, Late, put
 from engine_adapter import prefix_lookup
 from engine_adapter.prefix_lookup import PrefixLookup
@@ -24,12 +21,9 @@ SECONDS = 30
 GRID = MissReason.GRID
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    with kvstore.embedded(str(tmp_path / "kv"), dram="4MiB", limits=kvstore.Limits(pinned_fraction=1.0)) as opened:
-        put(opened, ids(320))
-        yield opened
-        opened.check()
+@pytest.fixture(autouse=True)
+def _stored(store: EmbeddedStore) -> None:
+    put(store, ids(320))
 
 
 class Asked:

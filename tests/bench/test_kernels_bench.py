@@ -23,18 +23,11 @@ from workbench import one_line
 
 __all__ = ["kernels_can_run"]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 64, 2, 16)
 TINY = replace(kernels.SMALL, kv_bytes=(2 * SHAPE.payload_bytes,), transfer_bytes=3 * SHAPE.payload_bytes)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """For tensors this small torch's threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +16,11 @@ from kvstore.bench.on_device import clock_of
 from kvstore.errors import BadInput
 from workbench import one_line
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = replace(ttft.SMALL, contexts=(256,), laps=2, copy_bytes=1 << 16)
 KV_BYTES = 256 * 2 * 2 * 2 * 16 * 4
 """Of the prefix: 2 layers, K and V, 2 heads, 16 numbers, float32."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """For tensors this small torch's threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -103,12 +103,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return save
 
 
-@pytest.fixture
-def run(run_once: Callable[[dict[str, Any]], list[Any]]) -> Callable[[dict[str, Any]], list[Any]]:
-    """A plan's outcome, step by step."""
-    return run_once
-
-
 class Nursery:
     """Runs of engines, one after the other. A context."""
 
@@ -175,8 +169,8 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def run_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[dict[str, Any]], list[Any]]]:
-    """The same for fixtures that outlive a test."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[dict[str, Any]], list[Any]]]:
+    """A plan's outcome, step by step."""
     nursery = Nursery(tmp_path_factory.mktemp("runs"))
     yield nursery.run
     nursery.end()

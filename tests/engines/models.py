@@ -16,6 +16,10 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 ROOT = Path(__file__).resolve().parents[2]
 
 
+PATIENT: dict[str, Any] = {"audit": 0, "cost_model": False, "match_deadline_ms": 10_000, "lease_deadline_ms": 10_000}
+"""Settings with which what is found is loaded, on a machine that is busy with something else as well."""
+
+
 def save_llama(
     directory: Path,
     *,

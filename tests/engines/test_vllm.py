@@ -15,9 +15,6 @@ from engines import models
 COUNT = int(os.environ.get("ENGINE_PROMPTS", "20"))
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 
-PATIENT: dict[str, Any] = {"audit": 0, "cost_model": False, "match_deadline_ms": 5000, "lease_deadline_ms": 5000}
-"""What is found is loaded, on a machine that is busy with something else as well."""
-
 DTYPES = {
     "bf16": dict(options=dict(dtype="bfloat16")),
     "fp32": dict(options=dict(dtype="float32")),
@@ -42,7 +39,7 @@ def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar:
     print(f"seed {SEED}")
     case: dict[str, Any] = DTYPES[name]
     asked = {"count": COUNT, "seed": SEED}
-    extra = {"codec": "raw", **PATIENT, **case.get("extra", {})}
+    extra = {"codec": "raw", **models.PATIENT, **case.get("extra", {})}
     cold, again, outside = "cold", "again", "outside"
     plan = {
         "model": saved(**case.get("shape", {}), kind=case.get("model", "llama")),
@@ -98,18 +95,18 @@ CROWDS = {
 
 def transfer(url: str, case: dict[str, Any]) -> dict[str, Any]:
     """The connector of a case."""
-    made = models.connector(url, codec="raw", **PATIENT, **case.get("extra", {}))
+    made = models.connector(url, codec="raw", **models.PATIENT, **case.get("extra", {}))
     if "connector" in case:
         made |= {"kv_connector": case["connector"], "kv_connector_module_path": "engines.wrong_connectors"}
     return made
 
 
 @pytest.fixture(scope="module")
-def alone(saved: Any, run_once: Any) -> Any:
+def alone(saved: Any, run: Any) -> Any:
     """What the same model answers without a connector."""
     asked = {"count": CROWD, "seed": SEED}
     steps = [{"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS}]
-    return run_once({"model": saved(), "options": {"dtype": "float32"}, "steps": steps})[0]
+    return run({"model": saved(), "options": {"dtype": "float32"}, "steps": steps})[0]
 
 
 @pytest.mark.parametrize("name", chosen(CROWDS, "as it is", "late", "half of it"))
@@ -198,14 +195,12 @@ def test_with_the_policy_fail_a_request_ends_with_an_error_or_is_right(
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_sidecar_is_killed_under_a_hundred_requests(
-    processes: int, sidecar: Any, saved: Any, run: Any, run_once: Any
-) -> None:
+def test_the_sidecar_is_killed_under_a_hundred_requests(processes: int, sidecar: Any, saved: Any, run: Any) -> None:
     """Also where the engine's core is a process of its own."""
     print(f"seed {SEED}")
     asked = {"count": 100, "seed": SEED, "longest": 500}
     options = {"dtype": "float32", "block_size": 32, "max_num_seqs": 100, "max_num_batched_tokens": 1024}
-    (alone,) = run_once(
+    (alone,) = run(
         {
             "model": saved(),
             "options": options,

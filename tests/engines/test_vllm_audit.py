@@ -33,9 +33,7 @@ OTHERS = (1, 2, 3)
 
 
 def transfer(url: str, audit: float, model: str = "by hand") -> dict[str, Any]:
-    return models.connector(
-        url, codec="raw", audit=audit, cost_model=False, match_deadline_ms=10_000, lease_deadline_ms=10_000, model=model
-    )
+    return models.connector(url, codec="raw", **{**models.PATIENT, "audit": audit, "model": model})
 
 
 def one_by_one() -> list[dict[str, Any]]:
@@ -89,9 +87,7 @@ def audited(saved: Any, run: Any, url: str, **model: Any) -> dict[str, Any]:
     return told
 
 
-def test_every_hit_is_compared_and_drift_ends_the_use_of_what_is_stored(
-    sidecar: Any, saved: Any, run: Any, run_once: Any
-) -> None:
+def test_every_hit_is_compared_and_drift_ends_the_use_of_what_is_stored(sidecar: Any, saved: Any, run: Any) -> None:
     print(f"seed {SEED}")
     before = audited(saved, run, sidecar.url)
     plan = {

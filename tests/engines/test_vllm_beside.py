@@ -22,9 +22,7 @@ OURS, THEIRS = "ours first", "theirs first"
 
 
 def transfer(url: str, place: Path, order: str) -> dict[str, Any]:
-    ours = models.connector(
-        url, codec="raw", audit=0, cost_model=False, match_deadline_ms=10_000, lease_deadline_ms=10_000
-    )
+    ours = models.connector(url, codec="raw", **models.PATIENT)
     policy = ours.pop("kv_load_failure_policy")
     theirs = {
         "kv_connector": "ExampleConnector",

@@ -32,9 +32,7 @@ PROMPTS = long(8)
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_from_what_was_stored_of_it_with_drafts(
-    sidecar: Any, saved: Any, run: Any, run_once: Any
-) -> None:
+def test_a_conversation_goes_on_from_what_was_stored_of_it_with_drafts(sidecar: Any, saved: Any, run: Any) -> None:
     print(f"seed {SEED}")
     options = {"dtype": "float32", "block_size": 32}
     begin = {"do": "generate", "prompts": PROMPTS, "max_tokens": 100, "as": "begun"}
@@ -42,9 +40,7 @@ def test_a_conversation_goes_on_from_what_was_stored_of_it_with_drafts(
     wait = [{"do": "settle"}, {"do": "reset"}]
     plan = {
         "model": saved(),
-        "transfer": models.connector(
-            sidecar.url, codec="raw", audit=0, cost_model=False, match_deadline_ms=10_000, lease_deadline_ms=10_000
-        ),
+        "transfer": models.connector(sidecar.url, codec="raw", **models.PATIENT),
         "options": {**options, "speculative_config": DRAFTED},
         "steps": [
             begin,
@@ -60,7 +56,7 @@ def test_a_conversation_goes_on_from_what_was_stored_of_it_with_drafts(
     }
     told = named(plan, run(plan))
     plan = {"model": saved(), "options": options, "steps": [begin, {**go_on, "as": "gone_on"}]}
-    alone = named(plan, run_once(plan))
+    alone = named(plan, run(plan))
 
     for name, reference in (
         ("begun", "begun"),

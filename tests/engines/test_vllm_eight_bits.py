@@ -35,9 +35,7 @@ def test_an_external_hit_in_8_bits_reads_text_as_the_engines_own_does(sidecar: A
     ask = {"do": "generate", "prompts": texts, "max_tokens": MADE, "logprobs": True}
     plan = {
         "model": saved("trained"),
-        "transfer": models.connector(
-            sidecar.url, audit=0, cost_model=False, match_deadline_ms=10_000, lease_deadline_ms=10_000
-        ),
+        "transfer": models.connector(sidecar.url, **models.PATIENT),
         "options": {"dtype": "float32", "max_model_len": 4096},
         "steps": [
             ask,

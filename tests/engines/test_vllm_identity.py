@@ -37,7 +37,7 @@ def save_and_ask(name: str, **how: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def told(shared_sidecar: Any, saved: Any, run_once: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(shared_sidecar: Any, saved: Any, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One engine's story."""
     print(f"seed {SEED}")
     path = str(tmp_path_factory.mktemp("adapters") / "mine")
@@ -46,14 +46,7 @@ def told(shared_sidecar: Any, saved: Any, run_once: Any, tmp_path_factory: pytes
     second = {"adapter": SECOND, "path": path}
     plan = {
         "model": saved(),
-        "transfer": models.connector(
-            shared_sidecar.url,
-            codec="raw",
-            audit=0,
-            cost_model=False,
-            match_deadline_ms=10_000,
-            lease_deadline_ms=10_000,
-        ),
+        "transfer": models.connector(shared_sidecar.url, codec="raw", **models.PATIENT),
         "options": OPTIONS,
         "steps": [
             *save_and_ask("plain"),
@@ -98,11 +91,11 @@ def told(shared_sidecar: Any, saved: Any, run_once: Any, tmp_path_factory: pytes
             {"do": "generate", "prompts": PROMPTS[:1], "as": "embedded_again", "embeddings": True},
         ],
     }
-    return named(plan, run_once(plan))
+    return named(plan, run(plan))
 
 
 @pytest.fixture(scope="module")
-def alone(saved: Any, run_once: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(saved: Any, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same of an engine without a connector: an adapter that was written anew has a number of its own there."""
     path = str(tmp_path_factory.mktemp("adapters") / "theirs")
     plan = {
@@ -118,7 +111,7 @@ def alone(saved: Any, run_once: Any, tmp_path_factory: pytest.TempPathFactory) -
             {**ASK, "as": "anew", "adapter": SECOND, "path": path},
         ],
     }
-    return named(plan, run_once(plan))
+    return named(plan, run(plan))
 
 
 def external(told: list[dict[str, Any]]) -> list[int]:

@@ -32,7 +32,7 @@ MISTAKES = {"kvstore": {"stroe": True, "store": "no", "ttl": -1, "priority": 101
 
 
 @pytest.fixture(scope="module")
-def told(shared_sidecar: Any, saved: Any, run_once: Any) -> dict[str, Any]:
+def told(shared_sidecar: Any, saved: Any, run: Any) -> dict[str, Any]:
     """One engine's story."""
     print(f"seed {SEED}")
     endpoint = f"ipc://{shared_sidecar.directory}/events"
@@ -40,14 +40,7 @@ def told(shared_sidecar: Any, saved: Any, run_once: Any) -> dict[str, Any]:
     tell = {"do": "generate", "prompts": [[1, 2, 3]]}  # reports of saves come with a step
     plan = {
         "model": saved(),
-        "transfer": models.connector(
-            shared_sidecar.url,
-            codec="raw",
-            audit=0,
-            cost_model=False,
-            match_deadline_ms=10_000,
-            lease_deadline_ms=10_000,
-        ),
+        "transfer": models.connector(shared_sidecar.url, codec="raw", **models.PATIENT),
         "options": dict(
             dtype="float32",
             kv_events_config=dict(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint),
@@ -77,7 +70,7 @@ def told(shared_sidecar: Any, saved: Any, run_once: Any) -> dict[str, Any]:
             {"do": "generate", "prompts": [KEPT], "as": "renamed"},
         ],
     }
-    return named(plan, run_once(plan))
+    return named(plan, run(plan))
 
 
 def one(told: list[dict[str, Any]]) -> dict[str, Any]:

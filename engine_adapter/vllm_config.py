@@ -1,0 +1,117 @@
+"""What vLLM's configuration says about the KV that an engine has (floor 3).
+
+Reads vLLM's objects and imports none of its modules: whether such KV can be stored, whose weights made it, what its
+pages are, and what else decides its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from engine_adapter.engine_pages import EnginePages, RegisteredGroup, register
+from engine_adapter.model_files import model_fingerprint, snapshot_directory
+from engine_adapter.paged_scheduler import namespace_config
+from engine_adapter.step_orders import WorkerFacts
+from kvstore.errors import BadInput
+
+ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+"""KV groups of these kinds can be stored."""
+
+
+def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
+    """Why this engine's KV cannot be stored at all; empty where it can. is_failure_told: of several groups, whether
+    the engine can be told that a load brought less than it was to."""
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            return f"{name}={getattr(parallel, name)} is not supported; allowed: 1"
+    if config.model_config.runner_type != "generate":
+        return f"a model that is run to {config.model_config.runner_type}; allowed: to generate"
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups.kv_cache_groups]
+    unknown = sorted({kind for kind in kinds if kind not in ATTENTION_SPECS})
+    if unknown:
+        return f"KV groups of kind {', '.join(unknown)}; allowed: {', '.join(ATTENTION_SPECS)}"
+    if len(kinds) > 1 and not is_failure_told:
+        return f"{len(kinds)} KV groups, of which this vLLM takes no word of a load that failed; it needs 0.31 or later"
+    if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups.kv_cache_groups):
+        return "attention that is not causal"
+    return ""
+
+
+def fingerprint(config: Any) -> str:
+    """Of the weights' files, and of a draft model's, whose layers have KV of their own. Raises `BadInput`."""
+    model, load = config.model_config, config.load_config
+    if load.load_format == "dummy":
+        raise BadInput("load_format=dummy makes weights up, which no file tells")
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise BadInput("calculate_kv_scales makes scales of the first requests, and they are not in a block")
+    names = [(getattr(model, "model_weights", "") or model.model, model.revision)]
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    if draft is not None and draft.model != model.model:
+        names.append((draft.model, draft.revision))
+    try:
+        found = [snapshot_directory(name, revision, load.download_dir) for name, revision in names]
+    except BadInput as error:
+        raise BadInput(f'{error}; give their fingerprint as "model" in kv_connector_extra_config') from None
+    return "+".join(model_fingerprint(one) for one in found)
+
+
+def registered_pages(config: Any, groups: Any, kv_caches: Mapping[str, torch.Tensor]) -> EnginePages:
+    """What the pages of this worker are, of all its groups."""
+    parallel = config.parallel_config
+    registered = []
+    for number, group in enumerate(groups.kv_cache_groups):
+        spec = group.kv_cache_spec
+        layers: dict[str, torch.Tensor] = {}
+        for name in group.layer_names:
+            if name in kv_caches and all(kv_caches[name] is not other for other in layers.values()):
+                layers[name] = kv_caches[name]  # some models have layers that use the pages of another one
+        heads, width = getattr(spec, "num_kv_heads", 0), getattr(spec, "head_size", 0)
+        value_width = getattr(spec, "head_size_v", width)
+        widths = (width, value_width) if value_width else (width,)
+        window = int(spec.sliding_window) if type(spec).__name__ == "SlidingWindowSpec" else 0
+        registered.append(
+            RegisteredGroup(f"group{number}", layers, heads, widths, spec.block_size, groups.num_blocks, window)
+        )
+    modules = config.compilation_config.static_forward_context
+
+    def write(name: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        layer = modules[name]
+        layer.impl.do_kv_cache_update(layer, key, value, kv_caches[name], slots)
+
+    return register(registered, parallel.rank % parallel.world_size, _scales(modules, kv_caches), write)
+
+
+def _scales(layers: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Digest of the KV scales of all layers; empty where all are one."""
+    scales = [
+        (name, scale, float(getattr(layers.get(name), f"{scale}_float", 1.0)))
+        for name in names
+        for scale in ("_k_scale", "_v_scale")
+    ]
+    if all(value == 1.0 for _, _, value in scales):
+        return ""
+    return blake2b(repr(scales).encode(), digest_size=16).hexdigest()
+
+
+def config_fields(config: Any, facts: Sequence[WorkerFacts], version: str) -> Mapping[str, str]:
+    """What decides KV besides weights and layout, in words that a person can compare. version: of vLLM."""
+    model, cache = config.model_config, config.cache_config
+    rope = str(getattr(model.hf_text_config, "rope_parameters", None) or "")
+    return namespace_config(
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        kv_cache_dtype=cache.cache_dtype,
+        kv_scales="+".join(sorted({one.scales for one in facts})),
+        rope=rope,
+        overrides=model.hf_overrides if isinstance(model.hf_overrides, dict) else None,
+        device=facts[0].device,
+        # For these a position's K depends on how long a prompt may get.
+        max_model_len=model.max_model_len if any(kind in rope for kind in ("longrope", "dynamic")) else None,
+        draft=getattr(config.speculative_config, "method", None),
+        engine=f"vllm {version}",  # a model's code may be mended from one to the next
+    )
