@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("0.28.0", "0.31.0", "0.32.0")
 TESTS = ("tests/engines",)
+HANGS_SECONDS = 1200
 RESULTS = ROOT / "benchmarks/results/vllm_matrix.json"
 
 
@@ -52,6 +53,7 @@ def run(version: str, prompts: int, seed: int, extra: list[str]) -> dict[str, ob
         "ENGINE_SEED": str(seed),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command += ["-o", f"faulthandler_timeout={HANGS_SECONDS}"]
     done = subprocess.run([*command, *TESTS, *extra], cwd=ROOT, env=environment, check=False)
     tests: dict[str, dict[str, object]] = {}
     if not report.exists():

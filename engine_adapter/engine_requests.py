@@ -72,13 +72,15 @@ class Computed:
 @dataclass(slots=True)
 class LoadUnderWay:
     """tokens: up to which pages are verified, as far as is known. waiting: ranks that have not reported. is_first: of
-    its request's first admission, which the account is of. account: where the request is over and not counted yet."""
+    its request's first admission, which the account is of. pages: from the first one that it brings to the request's
+    last, of a load that a step waits for. account: where the request is over and not counted yet."""
 
     order: LoadOrder
     lease: Lease | None
     waiting: set[int]
     tokens: int
-    is_first: bool = True
+    is_first: bool
+    pages: tuple[int, ...] = ()
     seconds: float = 0.0
     reason: MissReason | None = None
     account: Account | None = None

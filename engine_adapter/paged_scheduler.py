@@ -113,6 +113,7 @@ class PagedScheduler:
         self._taken: set[int] = set()
         """Pages that were given to requests since the last step."""
         self._orders = StepOrders()
+        self._spoiled: set[int] = set()
         self._next_number = 1
         self._running: set[str] = set()
         self._failures: dict[int, int] = {}
@@ -200,6 +201,8 @@ class PagedScheduler:
         state = self._states.get(request_id)
         if state is None:
             return 0, False
+        if self._is_unsure(state, local_tokens):
+            return None, False
         state.local_tokens, state.is_parked = local_tokens, False
         if state.lookup is None or (state.is_admitted and state.lookup.is_over):
             self._look_up(state)  # it was preempted, and comes again with what it had generated
@@ -244,9 +247,7 @@ class PagedScheduler:
         if tokens and self._facts is not None:
             # Without a lease the order fails at the worker: an engine that counts on tokens has to hear of it.
             lease = lookup.take() if lookup is not None else None
-            self._order_load(state, self._facts, lease, tables, state.local_tokens + tokens)
-            if state.load is not None:
-                state.load.is_first = is_first
+            self._order_load(state, self._facts, lease, tables, state.local_tokens + tokens, is_first=is_first)
         else:
             self._let_go(state)
 
@@ -316,6 +317,12 @@ class PagedScheduler:
         for audited in reports.audits:
             self._audited(audited)
         self._failures.update(reports.failures)
+
+    def take_spoiled(self) -> set[int]:
+        """Pages that a load which a step waited for has left without KV, and those that were computed behind them,
+        since it was last asked. The engine must not give them to other requests, nor to this one if it comes anew."""
+        spoiled, self._spoiled = self._spoiled, set()
+        return spoiled
 
     def take_counts(self) -> RequestCounts:
         """What was counted since it was last asked."""
@@ -405,6 +412,19 @@ class PagedScheduler:
             return lookup.matched(local_tokens, local_tokens, MissReason.AUDIT)
         return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
 
+    def _is_unsure(self, state: RequestState, local_tokens: int) -> bool:
+        """Whether what the engine itself has for a request may be pages that another one's load brings just now: it
+        takes them for cached as soon as a step waits for that load, and nobody knows yet whether they come."""
+        for load in self._loads.values():
+            order, other = load.order, self._states.get(load.order.request)
+            if not order.waits or other is state or local_tokens <= order.first_token:
+                continue
+            blocks = order.first_token // self.block_tokens
+            keys, others = state.prompt.keys, other.prompt.keys if other is not None else []
+            if min(len(keys), len(others)) < blocks or keys[:blocks][-1:] == others[:blocks][-1:]:
+                return True
+        return False
+
     def _waits(self, state: RequestState, promised: int) -> bool:
         """Whether the step that needs the load waits for it."""
         mode = self.settings.load
@@ -443,6 +463,8 @@ class PagedScheduler:
         lease: Lease | None,
         tables: Sequence[Sequence[int]],
         stop_token: int,
+        *,
+        is_first: bool,
     ) -> None:
         waits, request_id = state.waits, state.request.request_id
         order = LoadOrder(
@@ -456,7 +478,10 @@ class PagedScheduler:
             waits,
             self.settings.load is LoadMode.LAYERWISE,
         )
-        state.load = self._loads[order.number] = LoadUnderWay(order, lease, set(self._ranks), stop_token)
+        load = LoadUnderWay(order, lease, set(self._ranks), stop_token, is_first=is_first)
+        if waits:
+            load.pages = tuple(tables[0][state.local_tokens // self.page_tokens :])
+        state.load = self._loads[order.number] = load
         state.is_parked = not waits
         self._orders.loads.append(order)
         self._is_offered(state, max(state.offered, stop_token // self.block_tokens))
@@ -487,6 +512,7 @@ class PagedScheduler:
             page = tokens // self.page_tokens
             behind = (number for run in order.tables for number in run.pages[max(0, page - run.first) :])
             self._plan.computed(behind, order.number)
+            self._spoiled.update(load.pages[page - order.first_token // self.page_tokens :])
         is_miss = load.is_first and not is_whole
         if load.account is not None:  # its request is over
             self._counts.add(load.account.cut(tokens, load.why) if is_miss else load.account)

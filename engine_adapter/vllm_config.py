@@ -42,6 +42,20 @@ def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
     return ""
 
 
+def unwaitable(config: Any) -> str:
+    """Why no step of this engine may wait for a load; empty where one may. Where such a load fails, vLLM computes again
+    what it was to bring; but an engine that schedules a step before it knows the last one's output does not take that
+    step back, and the second model runner goes on from a wrong place (vLLM issue 49250). Where a failed load ends its
+    request instead, nothing has to be taken back."""
+    if config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        return ""
+    if config.scheduler_config.async_scheduling:
+        return "steps are scheduled ahead (async_scheduling)"
+    if getattr(config, "use_v2_model_runner", False):
+        return "the second model runner (VLLM_USE_V2_MODEL_RUNNER)"
+    return ""
+
+
 def fingerprint(config: Any) -> str:
     """Of the weights' files, and of a draft model's, whose layers have KV of their own. Raises `BadInput`."""
     model, load = config.model_config, config.load_config

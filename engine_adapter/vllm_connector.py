@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -56,7 +56,7 @@ from engine_adapter.model_files import adapter_digest
 from engine_adapter.paged_scheduler import PagedScheduler
 from engine_adapter.paged_worker import PagedWorker
 from engine_adapter.step_orders import NamespaceFacts, StepOrders, StepReports, WorkerFacts
-from engine_adapter.vllm_config import config_fields, fingerprint, registered_pages, unsupported
+from engine_adapter.vllm_config import config_fields, fingerprint, registered_pages, unsupported, unwaitable
 from engine_adapter.vllm_requests import EngineView, RequestReader
 from kvstore.errors import BadInput
 from kvstore.miss import HitTier, MissReason
@@ -165,6 +165,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._invalid: set[int] = set()
         self._is_told = False
         if role is KVConnectorRole.SCHEDULER:
+            self._settings = _with_load_mode(self._settings, unwaitable(vllm_config))
             self._scheduler = _SchedulerSide(vllm_config, kv_cache_config, self._settings, self._session)
 
     @property
@@ -281,6 +282,11 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """The same by (pipeline, tensor) rank; an engine with pipeline stages is refused when it is looked at."""
         self.set_xfer_handshake_metadata({rank: one for (stage, rank), one in metadata.items() if stage == 0})
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The engine's own cache."""
+        if self._scheduler is not None:
+            self._scheduler.pool = gpu_block_pool
+
     def on_new_request(self, request: Any) -> None:
         """Its look-up begins."""
         if self._scheduler is not None:
@@ -385,6 +391,7 @@ class _SchedulerSide:
         self._tables: dict[str, list[list[int]]] = {}
         self._facts: list[WorkerFacts] = []
         self.is_alone = False
+        self.pool: Any = None
 
     def begin(self, facts: Sequence[WorkerFacts], wait_seconds: float = START_SECONDS) -> None:
         """The pages are known: name the namespace. Whatever forbids that is one line, and the engine runs without."""
@@ -437,6 +444,9 @@ class _SchedulerSide:
             if len(self._facts) == self._config.parallel_config.tensor_parallel_size:
                 self.begin(sorted(self._facts, key=lambda one: one.rank), wait_seconds=0.0)
         self.half.reported(reports)
+        spoiled = self.half.take_spoiled()
+        if spoiled:
+            self.pool.evict_blocks(spoiled)
 
     def added(self, request: Any) -> None:
         """A request that was not there before."""
@@ -551,6 +561,20 @@ class _SchedulerSide:
     def _hash_tokens(self) -> int:
         """Tokens to one of the engine's hashes."""
         return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
+
+
+def _with_load_mode(settings: ConnectorSettings, unwaitable: str) -> ConnectorSettings:
+    """Where no step may wait for a load, they all run beside the steps."""
+    if not unwaitable or settings.load is LoadMode.ASYNC:
+        return settings
+    if settings.load is not LoadMode.AUTO:
+        logger.warning(
+            'kvstore: "load": "%s" is not done, loads run beside the steps ("async"), since a load that failed could '
+            "not be taken back: %s",
+            settings.load,
+            unwaitable,
+        )
+    return replace(settings, load=LoadMode.ASYNC)
 
 
 def _open_store(url: str, session: str) -> kvstore.SidecarStore:

@@ -156,6 +156,7 @@ class Request:
     computed: int = 0
     placeholders: int = 0
     flying: int = 0
+    named: int = 0
     stale: int = 0
     preempted: int = 0
     status: Status = Status.WAITING
@@ -422,6 +423,8 @@ class PagedEngine:
         self.steps = 0
         self.loaded_tokens = 0
         self.preemptions = 0
+        self.turned_back: list[Request] = []
+        """Of the last failed loads that a step waited for."""
         self.step()  # tells the workers of the namespace
         assert all(one._opened(0, SECONDS) is not None for one in self.workers)
 
@@ -534,6 +537,7 @@ class PagedEngine:
             if more is None:
                 break
             grown += more
+            self._name_pages(request, min(request.computed + tokens, request.known))
             scheduled[request] = (request.computed, tokens)
             budget -= tokens
         orders_before = len(self.half._orders.loads)
@@ -579,6 +583,7 @@ class PagedEngine:
                 continue
             request.status = Status.RUNNING
             self.running.append(request)
+            self._name_pages(request, min(computed + tokens, request.known))
             scheduled[request] = (computed, tokens)
             budget -= tokens
         self.waiting.extendleft(reversed(skipped))
@@ -601,7 +606,6 @@ class PagedEngine:
             if request.computed >= request.known + request.placeholders:
                 samples.add(request)
                 request.placeholders += 1
-            self._name_pages(request, min(request.computed, request.known))
         tables = {one: [list(table) for table in one.tables] for one in scheduled}
         return Step(self.steps, orders, scheduled, samples, tables, has_sync_loads)
 
@@ -699,14 +703,13 @@ class PagedEngine:
     # Output
 
     def _output(self, step: Step) -> None:
-        later = [step, *self.flying]
         for name in step.failed:
             request = self.requests.get(name)
             if request is not None and request.status is Status.PARKED:
                 request.computed = 0
                 self.failed.add(name)
         if step.invalid:
-            self._invalid(step, later)
+            self._invalid(step)
         for request, (_, tokens) in step.scheduled.items():
             assert tokens
             request.flying -= 1
@@ -726,6 +729,8 @@ class PagedEngine:
                 (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
                 self._end(request, frees=True)
         self.half.reported(step.reports)
+        for page in self.half.take_spoiled():
+            self.pool.forget(page)
         for name in step.received:
             request = self.requests.get(name)
             assert request is not None, "a load that nobody waits for"
@@ -736,8 +741,9 @@ class PagedEngine:
                 self._free(request)
                 del self.requests[name]
 
-    def _invalid(self, step: Step, later: list[Step]) -> None:
-        """Loads that failed: go back to before them, and forget whatever was computed behind them."""
+    def _invalid(self, step: Step) -> None:
+        """Loads that failed: go back to before them. Of requests that share a page, the first one computes it again.
+        What others may find under these pages' names, nobody looks after."""
         size = self.shape.page_tokens
         self.pool.decoded -= step.invalid
         for request in self.waiting:
@@ -747,18 +753,19 @@ class PagedEngine:
                 if at is not None:
                     request.computed = at * size
                     self.failed.add(request.request_id)
-        for one in later:
-            for request, (first, tokens) in one.scheduled.items():
-                pages = one.tables[request][0][: -(-(first + tokens) // size)]
-                at = next((at for at, page in enumerate(pages) if page in step.invalid), None)
-                if at is None:
-                    continue
-                one.thrown_away.add(request)
-                for page in pages[at:]:
-                    self.pool.forget(page)
-                if request.status is Status.RUNNING and request.tables[0][: len(pages)] == pages:
-                    request.computed = min(request.computed, at * size)
-                    request.placeholders = 0
+        marked: set[int] = set()
+        self.turned_back.clear()
+        for request in self.running:
+            before = request.computed - step.scheduled.get(request, (0, 0))[1]
+            places = [at for at in range(-(-before // size)) if request.tables[0][at] in step.invalid]
+            mine = [at for at in places if request.tables[0][at] not in marked]
+            if places:
+                assert not self.shape.ahead, "a step that was scheduled since is not taken back"
+                marked.update(request.tables[0][at] for at in mine)
+                request.computed = mine[0] * size if mine else before
+                request.placeholders = 0
+                step.thrown_away.add(request)
+                self.turned_back.append(request)
 
     # Pages
 
@@ -777,10 +784,12 @@ class PagedEngine:
         return stop, hash((self.weights, tuple(request.stream[:stop])))
 
     def _name_pages(self, request: Request, tokens: int) -> None:
+        """Each page once, whatever becomes of it: vLLM keeps a count."""
         if self.shape.own_cache:
-            for at in range(tokens // self.shape.page_tokens):
-                if request.tables[0][at] not in self.pool.names:
-                    self.pool.name(request.tables[0][at], self._page_name(request, at))
+            whole = tokens // self.shape.page_tokens
+            for at in range(request.named, whole):
+                self.pool.name(request.tables[0][at], self._page_name(request, at))
+            request.named = max(request.named, whole)
 
     def _allocate(self, request: Request, own: list[int], computed: int, tokens: int, is_async: bool) -> bool:
         """Pages up to so many tokens; all or none. computed: what is there before the next step."""
@@ -801,6 +810,7 @@ class PagedEngine:
             return False
         if not request.tables:
             self.pool.touch(own)
+            request.named = len(own)
             request.tables = [own + [0] * (gone - len(own)) for gone in behind]
         for table, count in zip(request.tables, new, strict=True):
             table += self.pool.take(count)
@@ -863,7 +873,7 @@ class PagedEngine:
     def _free(self, request: Request) -> None:
         for table in request.tables:
             self.pool.give_back(table)
-        request.tables = []
+        request.tables, request.named = [], 0
 
 
 # What is stored ----------------------------------------------------------------------------------------------------

@@ -172,6 +172,22 @@ class Session:
         self.asked[step["as"]] = [step["prompt"] + made]
         return made
 
+    def given_up(self, step: dict[str, Any]) -> dict[str, Any]:
+        """A prompt that is given up when its load has failed, and another one that comes with it, or right after."""
+        engine, params = self.llm.llm_engine, self._params(step)
+        engine.add_request("given up", {"prompt_token_ids": step["prompt"]}, params)
+        if step["together"]:
+            engine.add_request("other", {"prompt_token_ids": step["other"]}, params)
+        while not self.counted({}).get("failed_loads"):
+            assert not engine.step(), "over before its load has failed"
+        engine.abort_request(["given up"])
+        if not step["together"]:
+            engine.add_request("other", {"prompt_token_ids": step["other"]}, params)
+        answers: list[Any] = []
+        while engine.has_unfinished_requests():
+            answers += engine.step()
+        return {"tokens": list(answers[-1].outputs[0].token_ids), "kvstore": answers[-1].kv_transfer_params["kvstore"]}
+
     def reset(self, step: dict[str, Any]) -> bool:
         """Forget the engine's own cache."""
         for _ in range(200):

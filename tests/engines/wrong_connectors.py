@@ -74,6 +74,8 @@ class ReversingConnector(KvStoreConnector):
 class FailingConnector(KvStoreConnector):
     """Every third load brings half of its blocks, and leaves numbers in the pages of the others that mean nothing."""
 
+    FIRST, EVERY = 1, 3
+
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         worker = self._worker
@@ -82,7 +84,7 @@ class FailingConnector(KvStoreConnector):
 
         def fails(order: LoadOrder, *args: Any) -> LoadReport:
             report: LoadReport = load(order, *args)
-            if next(loads) % 3 != 1 or report.tokens < order.stop_token:
+            if next(loads) % self.EVERY != self.FIRST or report.tokens < order.stop_token:
                 return report
             page = worker.pages.facts.page_tokens
             tokens = (order.first_token + order.stop_token) // 2 // page * page
@@ -93,3 +95,9 @@ class FailingConnector(KvStoreConnector):
             return replace(report, tokens=tokens, reason=MissReason.CORRUPT)
 
         worker._load = fails  # type: ignore[method-assign]
+
+
+class HalvingConnector(FailingConnector):
+    """Every load does."""
+
+    FIRST, EVERY = 0, 1
