@@ -3,8 +3,9 @@
     make test-vllm-matrix ARGS="--prompts 200 --versions 0.32.0"
 
 Other versions than the installed one are unpacked beside it and put first on the path: they name the same torch.
-Writes benchmarks/results/vllm_matrix.json: by version the commit, prompts and seed, and by file and test its outcome
-and seconds. A version that is not asked for keeps what was written of it.
+Writes benchmarks/results/vllm_matrix.json: by version, file and test its outcome and seconds, and the commit, prompts
+and seed of that run. What is not asked for keeps what was written of it: `-- tests/engines/test_vllm.py` runs that file
+again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ TESTS = ("tests/engines",)
 HANGS_SECONDS = 1200
 RESULTS = ROOT / "benchmarks/results/vllm_matrix.json"
 
+Tests = dict[str, dict[str, dict[str, object]]]
+"""By file and name."""
+
 
 def unpacked(version: str) -> Path:
     """Where that version is; fetched once."""
@@ -40,8 +44,8 @@ def unpacked(version: str) -> Path:
     return place
 
 
-def run(version: str, prompts: int, seed: int, extra: list[str]) -> dict[str, object]:
-    """All tests on one version."""
+def run(version: str, prompts: int, seed: int, extra: list[str]) -> tuple[bool, Tests]:
+    """The tests on one version: whether all passed, and what became of each."""
     path = str(unpacked(version))
     report = ROOT / ".venv-engines" / f"report-{version}.xml"
     report.unlink(missing_ok=True)
@@ -54,8 +58,9 @@ def run(version: str, prompts: int, seed: int, extra: list[str]) -> dict[str, ob
     }
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={report}"]
     command += ["-o", f"faulthandler_timeout={HANGS_SECONDS}"]
-    done = subprocess.run([*command, *TESTS, *extra], cwd=ROOT, env=environment, check=False)
-    tests: dict[str, dict[str, object]] = {}
+    names_files = any((ROOT / argument.partition("::")[0]).is_file() for argument in extra)
+    done = subprocess.run([*command, *([] if names_files else TESTS), *extra], cwd=ROOT, env=environment, check=False)
+    tests: Tests = {}
     if not report.exists():
         raise SystemExit(f"error: the tests on vLLM {version} ended with status {done.returncode} and without a report")
     for case in ElementTree.parse(report).getroot().iter("testcase"):
@@ -64,7 +69,7 @@ def run(version: str, prompts: int, seed: int, extra: list[str]) -> dict[str, ob
         file = str(case.get("classname")).rpartition(".")[2]
         seconds = round(float(case.get("time", 0)), 1)
         tests.setdefault(file, {})[str(case.get("name"))] = {"outcome": outcome, "seconds": seconds}
-    return {"status": done.returncode, "tests": tests}
+    return done.returncode == 0, tests
 
 
 def commit() -> str:
@@ -89,10 +94,12 @@ def main() -> int:
     is_passed = True
     for version in given.versions:
         started = time.monotonic()
-        told = run(version, given.prompts, seed, given.tests)
-        print(f"vLLM {version}: {time.monotonic() - started:.0f} s, status {told['status']}", flush=True)
-        is_passed &= told["status"] == 0
-        written[version] = said | told
+        is_whole, told = run(version, given.prompts, seed, given.tests)
+        print(f"vLLM {version}: {time.monotonic() - started:.0f} s, {'passed' if is_whole else 'FAILED'}", flush=True)
+        is_passed &= is_whole
+        files = written.setdefault(version, {})
+        for file, tests in told.items():
+            files.setdefault(file, {}).update({name: row | said for name, row in tests.items()})
         RESULTS.write_text(json.dumps({"versions": dict(sorted(written.items()))}, indent=1) + "\n")
     return int(not is_passed)
 

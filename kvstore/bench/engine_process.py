@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -35,9 +36,11 @@ class EngineProcess:
         settings = [f"{key}={value}" for key, value in {**SETTINGS, "VLLM_CPU_KVCACHE_SPACE": kv_gib}.items()]
         # The engine's threads wait as they do where nobody measures, and not as this command line's.
         command = ["env", "-u", "OMP_WAIT_POLICY", *settings, sys.executable, "-m", "kvstore.bench.vllm_engine"]
-        with self._log.open("wb") as log:
+        answers, theirs = os.pipe()  # on its standard output vLLM logs, from its import on
+        self._answers = os.fdopen(answers)
+        with self._log.open("wb") as log, os.fdopen(theirs, "w"):
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                [*command, str(theirs)], stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=(theirs,)
             )
         self._send(plan)
 
@@ -56,7 +59,7 @@ class EngineProcess:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         try:
             if kind is None:
                 self._process.stdin.close()
@@ -67,7 +70,7 @@ class EngineProcess:
             if self._process.poll() is None:
                 self._process.kill()
                 self._process.wait()
-            self._process.stdout.close()
+            self._answers.close()
 
     def _send(self, line: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -78,11 +81,10 @@ class EngineProcess:
             raise self._failure("it is gone") from None
 
     def _answer(self, seconds: float) -> Any:
-        assert self._process.stdout is not None
         watch = threading.Timer(seconds, self._process.kill)
         watch.start()
         try:
-            line = self._process.stdout.readline()
+            line = self._answers.readline()
         finally:
             watch.cancel()
         if not line:

@@ -1,10 +1,10 @@
 """A vLLM in a process of its own, driven line by line: what `bench ttft --engine vllm` measures with (floor 4).
 
-    python -m kvstore.bench.vllm_engine
+    python -m kvstore.bench.vllm_engine DESCRIPTOR
 
 A first line of JSON says how the engine is started; each one after it is a verb with what it needs, and each is
-answered by one line. Steps are driven here, so that each one's time is seen. vLLM has to be imported before anything
-that loads llvmlite, and its logs go to standard error.
+answered by one line on the open file descriptor of that number. Steps are driven here, so that each one's time is seen.
+vLLM has to be imported before anything that loads llvmlite, and logs to standard output from then on.
 """
 
 from __future__ import annotations
@@ -242,8 +242,7 @@ def _parameters(max_tokens: int) -> SamplingParams:
 
 def main() -> None:
     """Start, then a line for a line until there are no more."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM logs to standard output
+    out = os.fdopen(int(sys.argv[1]), "w")
     driver = Driver(json.loads(sys.stdin.readline()))
     out.write(json.dumps({"vllm": vllm.__version__, "threads": torch.get_num_threads()}) + "\n")
     out.flush()
