@@ -54,11 +54,12 @@ class Step:
 
 
 KERNEL_TESTS = ("test_paged.py", "test_paged_int8.py", "test_paged_digest.py", "test_cuda.py")
+ADAPTER_TESTS = ("tests/adapters/test_engine_stream.py", "tests/adapters/test_paged_engine.py")
 BENCH = ("kvstore", "bench")
 STEPS = (
     Step(
         "tests",
-        ("pytest", "-q", *(f"tests/kernels/{name}" for name in KERNEL_TESTS)),
+        ("pytest", "-q", *(f"tests/kernels/{name}" for name in KERNEL_TESTS), *ADAPTER_TESTS),
         ("pytest", "-q", "tests/kernels/test_cuda.py"),
         limit_s=120,
         kernel_tests=True,

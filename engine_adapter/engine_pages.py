@@ -17,6 +17,7 @@ from logging import getLogger
 
 import torch
 
+from engine_adapter.engine_stream import EngineStream
 from engine_adapter.step_orders import GroupFacts, PageRun, WorkerFacts
 from kv_kernels.flaws import Flaw
 from kvstore.codec import codec_named
@@ -53,7 +54,8 @@ class RegisteredGroup:
 
 
 class EnginePages:
-    """The planes of all layers, and what is known of them. numbers: of the engine's layers, by name."""
+    """The planes of all layers, and what is known of them. numbers: of the engine's layers, by name. stream: in which
+    the engine reads and writes them."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class EnginePages:
         self._planes = planes
         self._as_they_lie = as_they_lie or planes
         self._split = split
+        self.stream = EngineStream(next((both[0].device for both in planes.values()), torch.device("cpu")))
 
     def pages(self, tables: Sequence[PageRun], layout: Layout, first_token: int, *, is_exact: bool) -> Pages:
         """What a verb of the store takes that begins with `first_token`. tables: by group, in the layout's order; of a

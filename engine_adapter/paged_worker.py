@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
+from typing import Any
 
 import torch
 
@@ -63,10 +64,11 @@ NO_LAYER = 1 << 30
 
 @dataclass(slots=True)
 class _Reader:
-    """An order that reads pages. bytes: that wait to be saved for it."""
+    """An order that reads pages. after: the step that computes them. bytes: that wait to be saved for it."""
 
     order: SaveOrder | AuditOrder
-    bytes: int
+    after: Any
+    bytes: int = 0
     dropped: bool = False
 
 
@@ -92,7 +94,8 @@ class PagedWorker:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._namespace: OpenedNamespace | None = None
-        self._loads: deque[tuple[LoadOrder, float]] = deque()
+        self._loads: deque[tuple[LoadOrder, float, Any]] = deque()
+        """Each with the time, and with the step before."""
         self._loading = 0
         self._saves: deque[_Reader] = deque()
         self._saving: _Reader | None = None
@@ -134,12 +137,13 @@ class PagedWorker:
     def start_loads(self) -> None:
         """Run those that the step waits for; begin the others."""
         orders, self._orders.loads = self._orders.loads, []
+        before = self.pages.stream.mark() if orders else None  # which may read what was in these pages
         for order in orders:
             if order.waits and not order.layerwise:
                 self._finish_load(self._load(order, self._clock(), OPEN_SECONDS), order)
                 continue
             with self._changed:
-                self._loads.append((order, self._clock()))
+                self._loads.append((order, self._clock(), before))
                 if order.waits:
                     self._layers[order.number] = -1
                 else:
@@ -161,6 +165,7 @@ class PagedWorker:
         audits, self._orders.audits = self._orders.audits, []
         if not orders and not audits:
             return
+        after = self.pages.stream.mark()
         is_stale = self._orders.failures_seen.get(self._rank, 0) != self._failures
         with self._changed:
             # What was computed behind a load that failed is wrong, until the scheduler knows and has it done again.
@@ -168,7 +173,7 @@ class PagedWorker:
                 if is_stale:
                     self._report_audit(audit, ())
                 else:
-                    self._saves.append(_Reader(audit, 0))
+                    self._saves.append(_Reader(audit, after))
             for order in orders:
                 size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
@@ -176,7 +181,7 @@ class PagedWorker:
                     self._report_save(order, 0, 0, 0.0, reason, dropped=True)
                     continue
                 self._waiting_bytes += size
-                self._saves.append(_Reader(order, size))
+                self._saves.append(_Reader(order, after, size))
             self._changed.notify_all()
 
     def finished(self) -> tuple[set[str], set[str], set[int]]:
@@ -224,8 +229,9 @@ class PagedWorker:
                     self._changed.wait()
                 if self._closed:
                     return
-                order, asked_at = self._loads.popleft()
-            report = self._load(order, asked_at, OPEN_SECONDS)
+                order, asked_at, before = self._loads.popleft()
+            with self.pages.stream.behind(before):
+                report = self._load(order, asked_at, OPEN_SECONDS)
             if order.waits:
                 self._finish_load(report, order)
                 continue
@@ -308,11 +314,13 @@ class PagedWorker:
                 reader = self._saving = self._saves.popleft()
             order, started = reader.order, self._clock()
             if isinstance(order, AuditOrder):
-                results = self._audit(order, reader)
+                with self.pages.stream.behind(reader.after):
+                    results = self._audit(order, reader)
                 with self._changed:
                     self._report_audit(order, results)
                 continue
-            held, stored, reason = self._save(order, reader)
+            with self.pages.stream.behind(reader.after):
+                held, stored, reason = self._save(order, reader)
             with self._changed:
                 self._waiting_bytes -= reader.bytes
                 is_dropped = reader.dropped and reason is MissReason.DISABLED
@@ -335,6 +343,7 @@ class PagedWorker:
                 return ()
             try:
                 computed = _block(pages, namespace.layout)
+                self.pages.stream.wait()  # these are copies; once they are made, pages may be written to
             finally:
                 reading.end()
             if not computed:

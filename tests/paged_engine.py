@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
@@ -41,6 +42,8 @@ HEADS, WIDTH = 2, 8
 """Of each layer, of all ranks."""
 SECONDS = 60
 """Nothing takes longer."""
+SLEEP_CYCLES = 200_000
+"""Of a GPU, before each write: a tenth of a millisecond."""
 
 
 # Pages -------------------------------------------------------------------------------------------------------------
@@ -112,6 +115,8 @@ class Shape:
     codec: str = "raw"
     error: float = 0.0
     """How far a number may be off for the codec."""
+    device: str = "cpu"
+    """On any other one steps are put into a stream of the engine's own, and each is long on its way."""
 
 
 def kv_numbers(tokens: Sequence[int], layers: int, weights: int) -> torch.Tensor:
@@ -308,6 +313,7 @@ class SlowWorker(PagedWorker):
                 for planes in self.pages._planes.values():
                     for plane in planes:
                         plane[number] = 3
+        self.pages.stream.wait()
         return replace(report, tokens=tokens, reason=MissReason.CORRUPT)
 
 
@@ -321,7 +327,7 @@ class Rank:
         split, dtype = shape.kernel_pages, getattr(torch, shape.dtype)
         size = form.shape(shape.pages * split, shape.page_tokens // split, heads, WIDTH)
         layers = len(shape.windows) * shape.layers_each
-        memory = torch.full((layers, *size), 2.0).to(dtype)
+        memory = torch.full((layers, *size), 2.0, dtype=dtype, device=shape.device)
         self.tensors = {f"layer.{number}": memory[number] for number in range(layers)}
         self.planes = [form.planes(tensor) for tensor in self.tensors.values()]
         self.stacked = [
@@ -391,6 +397,7 @@ class PagedEngine:
         self.faults = faults or Faults()
         self.weights = 0
         self.ranks = [Rank(shape, rank) for rank in range(shape.ranks)]
+        self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
         self.pool = PagePool(shape.pages, random)
         self.layers = len(shape.windows) * shape.layers_each
         checked = ConnectorSettings.of({"url": "unix:none", **given})
@@ -619,6 +626,19 @@ class PagedEngine:
     # Execute
 
     def _execute(self, step: Step) -> None:
+        with self._in_stream():
+            self._run(step)
+
+    @contextmanager
+    def _in_stream(self) -> Iterator[None]:
+        """As an engine on a GPU: what is put in here is done later."""
+        if self.shape.device == "cpu":
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _run(self, step: Step) -> None:
         given: list[StepOrders] = [pickle.loads(pickle.dumps(step.orders)) for _ in self.workers]
         for worker, orders in zip(self.workers, given, strict=True):
             worker.begin(orders)
@@ -684,8 +704,10 @@ class PagedEngine:
             numbers = 1.5 - numbers
         for rank in self.ranks:
             for number, planes in enumerate(rank.stacked[group]):
-                made = numbers[:, number, first : first + tokens, rank.heads]
-                planes[layers.start : layers.stop, new[0], new[1]] = made.to(planes.dtype)
+                made = numbers[:, number, first : first + tokens, rank.heads].to(planes.device, planes.dtype)
+                if self.shape.device != "cpu":
+                    torch.cuda._sleep(SLEEP_CYCLES)
+                planes[layers.start : layers.stop, new[0], new[1]] = made
 
     def _places(self, table: Sequence[int], first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of these tokens: kernel pages, and tokens in them."""
@@ -697,8 +719,8 @@ class PagedEngine:
 
     def _is_right(self, held: torch.Tensor, wanted: torch.Tensor) -> bool:
         if not self.shape.error:
-            return torch.equal(held, wanted.to(held.dtype))
-        return bool((held.float() - wanted).abs().amax() <= self.shape.error)
+            return torch.equal(held, wanted.to(held.device, held.dtype))
+        return bool((held.float() - wanted.to(held.device)).abs().amax() <= self.shape.error)
 
     # Output
 

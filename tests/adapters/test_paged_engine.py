@@ -17,6 +17,7 @@ from random import Random, SystemRandom
 from typing import Any
 
 import pytest
+import torch
 
 import kvstore
 from engine_adapter.step_orders import NamespaceFacts
@@ -133,6 +134,13 @@ SHAPES = {
     "windows, ahead": Shape(pages=80, windows=(0, 100), own_cache=False, ahead=1),
 }
 
+
+ON_A_GPU = {
+    "on a GPU": Shape(device="cuda"),
+    "on a GPU, ahead": Shape(device="cuda", ahead=1, form="planes-0-tokens"),
+    "on a GPU, 8 bits": Shape(device="cuda", codec="int8-kc64", error=INT8_ERROR, ahead=1),
+}
+SHAPES |= ON_A_GPU if torch.cuda.is_available() else {}
 
 MODES = ("auto", "async", "sync", "layerwise")
 ALL_MODES = [(name, mode) for name, shape in SHAPES.items() for mode in (MODES if not shape.ahead else ["async"])]

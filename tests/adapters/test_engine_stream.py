@@ -1,0 +1,121 @@
+"""What a thread does behind a mark: on a GPU it comes after the engine's step, and on a CPU there is nothing to do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.test_paged_worker import Bench, _until
+from engine_adapter.audit import Verdict
+from engine_adapter.engine_stream import EngineStream
+from engine_adapter.step_orders import AuditOrder, PageRun
+from kvstore.node import EmbeddedStore
+from workbench import ids
+
+LATE_CYCLES = 200_000_000
+"""A tenth of a second or so."""
+
+
+def seen_by_another_thread(order: EngineStream, mark: Any, page: torch.Tensor, *, waits: bool) -> list[float]:
+    seen: list[float] = []
+
+    def look() -> None:
+        if waits:
+            with order.behind(mark):
+                copy = page.clone()
+                order.wait()
+                seen.append(float(copy.amin()))
+        else:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                seen.append(float(page.clone().amin()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(30)
+    return seen
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU for torch")
+@pytest.mark.parametrize("waits", [True, False])
+def test_on_a_gpu_a_page_is_read_after_the_step_that_writes_it(waits: bool) -> None:
+    page = torch.zeros(1 << 16, device="cuda")
+    order, engine = EngineStream(page.device), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(engine):
+        torch.cuda._sleep(LATE_CYCLES)
+        page.fill_(7.0)
+        mark = order.mark()
+    assert seen_by_another_thread(order, mark, page, waits=waits) == [7.0 if waits else 0.0]
+    torch.cuda.synchronize()
+
+
+def test_on_a_cpu_nothing_is_put_off() -> None:
+    order = EngineStream(torch.device("cpu"))
+    assert order.mark() is None
+    with order.behind(None):
+        order.wait()
+
+
+class Recorded(EngineStream):
+    """A stream that says who did what. Marks are numbers; a step is one of the engine's."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.steps = 0
+        self.told: list[tuple[str, int]] = []
+        self.here = threading.local()
+
+    def mark(self) -> int:
+        assert threading.current_thread() is threading.main_thread(), "the engine's"
+        return self.steps
+
+    @contextmanager
+    def behind(self, mark: Any) -> Iterator[None]:
+        self.here.mark = mark
+        yield
+        del self.here.mark
+
+    def wait(self) -> None:
+        self.told.append(("waited", self.here.mark))
+
+    def tell(self, what: str, call: Any) -> Any:
+        def told(*given: Any, **options: Any) -> Any:
+            self.told.append((what, getattr(self.here, "mark", -1)))
+            return call(*given, **options)
+
+        return told
+
+
+def test_all_that_threads_of_a_worker_do_with_pages_is_behind_the_step_it_belongs_to(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(128))
+        stream = bench.worker.pages.stream = Recorded()
+        for name in ("_load", "begin_reading", "end_reading"):
+            setattr(bench.worker, name, stream.tell(name.strip("_"), getattr(bench.worker, name)))
+        stream.steps = 5
+        load, lease = bench.load(ids(128), [9, 10, 11, 12], waits=False)
+        bench.begin(loads=[load])
+        bench.worker.start_loads()
+        stream.steps = 6
+        _until(lambda: bool(bench.worker.finished()[0]))
+        audit = AuditOrder(99, "a", 0, lease.ticket(), 64, (PageRun(2, [3, 4]),))
+        bench.begin(saves=[bench.save(ids(64, 700), [5, 6])], audits=[audit])
+        bench.worker.start_saves()
+        stream.steps = 7
+        found = bench.reports(saves=1, audits=1)
+        assert found.audits[0].results[0].verdict is Verdict.EXACT
+        lease.release()
+        waiting, lease = bench.load(ids(128), [9, 10, 11, 12])
+        bench.begin(loads=[waiting])
+        bench.worker.start_loads()
+        lease.release()
+    read = [("begin_reading", 6), ("waited", 6), ("end_reading", 6)]
+    assert stream.told[0] == ("load", 5)
+    assert stream.told[1:4] == read, "copies are made before the pages are given back"
+    assert stream.told[4:6] == [("begin_reading", 6), ("end_reading", 6)]
+    assert stream.told[6:] == [("load", -1)], "the engine's own thread is where its stream is"
