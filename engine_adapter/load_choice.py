@@ -48,7 +48,7 @@ class LoadChoice:
         self._is_on = is_on
         self._decided: dict[str, Decision] = {}
         self._under_way: dict[str, _Under] = {}
-        self._steps: deque[tuple[float, StepWork, bool]] = deque()
+        self._steps: deque[tuple[int, float, StepWork, bool]] = deque(maxlen=STEPS_AHEAD)
         self._last_report_at = 0.0
         self._told: dict[str, int | float] = {}
 
@@ -96,17 +96,16 @@ class LoadChoice:
         self._decided.pop(request, None)
         self._under_way.pop(request, None)
 
-    def step_begins(self, work: StepWork, now: float, waits: bool) -> None:
-        """A step is scheduled. waits: for a load."""
-        if len(self._steps) < STEPS_AHEAD:
-            self._steps.append((now, work, waits))
+    def step_begins(self, number: int, work: StepWork, now: float, waits: bool) -> None:
+        """A step is scheduled; numbers go up. waits: for a load."""
+        self._steps.append((number, now, work, waits))
 
-    def step_ends(self, now: float) -> None:
-        """The oldest step that was scheduled has reported."""
+    def step_ends(self, number: int, now: float) -> None:
+        """That step has reported. Those before it that have not never will."""
         last, self._last_report_at = self._last_report_at, now
-        if self._steps:
-            began, work, waited = self._steps.popleft()
-            if not waited:
+        while self._steps and self._steps[0][0] <= number:
+            scheduled, began, work, waited = self._steps.popleft()
+            if scheduled == number and not waited:
                 self.costs.prefill.observe(work.prefills, work.decodes, now - max(began, last))
 
     def take_costs(self) -> dict[str, float]:

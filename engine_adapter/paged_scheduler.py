@@ -119,8 +119,9 @@ class PagedScheduler:
         self._failures: dict[int, int] = {}
         self._counts = RequestCounts()
         self._saved: list[tuple[EngineRequest, int, int]] = []
-        self._first_tokens: list[tuple[float, bool, int, int]] = []
-        """Of this step: (when it was added, whether it was held out, prompt, found)."""
+        self._first_tokens: list[tuple[int, float, bool, int, int]] = []
+        """That come with a step: (its number, when it was added, whether it was held out, prompt, found)."""
+        self._step = 0
 
     # The namespace ---------------------------------------------------------------------------------------------------
 
@@ -281,6 +282,9 @@ class PagedScheduler:
         """What the workers do around this step. running: requests of which it computes anything. due: those of them
         that complete a block. grown: pages that are new to requests that ran before."""
         orders, self._orders = self._orders, StepOrders()
+        if running:
+            self._step += 1
+            orders.number = self._step
         taken, self._taken = self._taken, set()
         taken.update(grown)
         if taken:
@@ -291,25 +295,24 @@ class PagedScheduler:
         self._offer_all(due, orders)
         self._running, self._idle_seconds = running, IDLE_WAIT_SECONDS
         orders.failures_seen = dict(self._failures)
-        orders.is_idle = not running
         if self._facts is not None and self._told != self._facts.number:
             self._told = self._facts.number
             orders.namespace = self._facts
         if running and self.choice is not None:
-            self.choice.step_begins(work, self._clock(), any(load.waits for load in orders.loads))
+            self.choice.step_begins(self._step, work, self._clock(), any(load.waits for load in orders.loads))
         return orders
 
     @_edge(None)
     def reported(self, reports: StepReports | None) -> None:
-        """A step is over; what the workers have done."""
-        now = self._clock()
-        if self.choice is not None and self._running:
-            self.choice.step_ends(now)
-            for added_at, held_out, prompt_tokens, found_tokens in self._first_tokens:
-                self.choice.saving.record(held_out, prompt_tokens, found_tokens, now - added_at)
-            self._first_tokens.clear()
+        """A step is over, which need not be the last one that was scheduled; what the workers have done."""
         if reports is None:
             return
+        if reports.step and self.choice is not None:
+            now = self._clock()
+            self.choice.step_ends(reports.step, now)
+            while self._first_tokens and self._first_tokens[0][0] <= reports.step:
+                _, added_at, held_out, prompt_tokens, found_tokens = self._first_tokens.pop(0)
+                self.choice.saving.record(held_out, prompt_tokens, found_tokens, now - added_at)
         for loaded in reports.loads:
             self._loaded(loaded)
         for saved in reports.saves:
@@ -546,7 +549,8 @@ class PagedScheduler:
         if self._audits is not None:
             self._audits.computed(state, one, self._plan, orders)
         if state.found_tokens and one.stop >= state.request.num_prompt_tokens:
-            self._first_tokens.append((state.added_at, bool(state.held_out), state.account.asked, state.found_tokens))
+            asked, found = state.account.asked, state.found_tokens
+            self._first_tokens.append((self._step, state.added_at, bool(state.held_out), asked, found))
             state.found_tokens = 0
         facts, policy, namespace = state.facts, self.settings.save, self._namespace.now()
         is_other = self._facts is None or state.number != self._facts.number or self._refused is not None

@@ -110,6 +110,7 @@ class PagedWorker:
         self._invalid: set[int] = set()
         self._failures = 0
         self._orders = StepOrders()
+        self._told_step = 0
         self._closed = False
         self._threads = [
             threading.Thread(target=self._load_loop, name=f"kv-load-{number}", daemon=True)
@@ -188,7 +189,7 @@ class PagedWorker:
         """Requests whose loads are over, those of them that brought less, and pages that are not valid: theirs, and of
         the loads that the step waited for."""
         with self._changed:
-            if self._orders.is_idle and self._loading and not self._done_loads:
+            if not self._orders.number and self._loading and not self._done_loads:
                 self._changed.wait(IDLE_WAIT_SECONDS)
             done, self._done_loads = self._done_loads, []
             self._loading -= len(done)
@@ -200,10 +201,12 @@ class PagedWorker:
     def take_reports(self) -> StepReports | None:
         """What the scheduler has not been told; None where there is nothing."""
         with self._lock:
-            if not self._reports and not self._save_reports and not self._audit_reports:
+            step = self._orders.number if self._orders.number != self._told_step else 0
+            self._told_step = self._orders.number
+            if not step and not self._reports and not self._save_reports and not self._audit_reports:
                 return None
             failures = {self._rank: self._failures}
-            taken = StepReports(self._reports, self._save_reports, self._audit_reports, failures)
+            taken = StepReports(self._reports, self._save_reports, self._audit_reports, failures, step=step)
             self._reports, self._save_reports, self._audit_reports = [], [], []
             return taken
 

@@ -110,8 +110,9 @@ class AuditOrder:
 
 @dataclass(slots=True)
 class StepOrders:
-    """One step. opened: the namespace, where it is a new one. fenced: saves whose pages this step writes to.
-    failures_seen: how many failed loads of this worker's rank the scheduler knows of. is_idle: nothing is computed."""
+    """One step. namespace: where it is a new one. fenced: saves and audits whose pages this step writes to.
+    failures_seen: how many failed loads of this worker's rank the scheduler knows of. number: of those steps that
+    compute anything, 0 for others."""
 
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
@@ -119,7 +120,7 @@ class StepOrders:
     fenced: list[int] = field(default_factory=list)
     namespace: NamespaceFacts | None = None
     failures_seen: Mapping[int, int] = field(default_factory=dict)
-    is_idle: bool = False
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,8 @@ class LoadReport:
 @dataclass(frozen=True, slots=True)
 class SaveReport:
     """held: leading blocks of the prompt that the store has; stored: of these, new ones. reason: why there are no more,
-    None where all that was offered is held. dropped: given up, since the engine wanted the pages."""
+    None where all that was offered is held. dropped: given up, since the engine wanted the pages, the step was computed
+    behind a load that failed, too much waits to be saved, or the worker is closed."""
 
     number: int
     request: str
@@ -163,16 +165,18 @@ class AuditReport:
 @dataclass(slots=True)
 class StepReports:
     """What all workers have to say after a step. failures: loads that steps waited for in vain, by rank. facts: of
-    those that could not say it when the engine started."""
+    those that could not say it when the engine started. step: its number."""
 
     loads: list[LoadReport] = field(default_factory=list)
     saves: list[SaveReport] = field(default_factory=list)
     audits: list[AuditReport] = field(default_factory=list)
     failures: dict[int, int] = field(default_factory=dict)
     facts: list[WorkerFacts] = field(default_factory=list)
+    step: int = 0
 
     def merge(self, other: StepReports) -> None:
         """Take in what another worker says."""
+        self.step = max(self.step, other.step)
         self.loads += other.loads
         self.saves += other.saves
         self.audits += other.audits

@@ -430,6 +430,8 @@ class PagedEngine:
         self.steps = 0
         self.loaded_tokens = 0
         self.preemptions = 0
+        self.crossed: deque[bytes] = deque(maxlen=100)
+        """Orders and reports, as they went from process to process."""
         self.turned_back: list[Request] = []
         """Of the last failed loads that a step waited for."""
         self.step()  # tells the workers of the namespace
@@ -639,7 +641,7 @@ class PagedEngine:
             yield
 
     def _run(self, step: Step) -> None:
-        given: list[StepOrders] = [pickle.loads(pickle.dumps(step.orders)) for _ in self.workers]
+        given: list[StepOrders] = [pickle.loads(self._crossing(step.orders)) for _ in self.workers]
         for worker, orders in zip(self.workers, given, strict=True):
             worker.begin(orders)
             worker.begin(orders)
@@ -662,7 +664,7 @@ class PagedEngine:
             step.invalid |= invalid
             reports = worker.take_reports()
             if reports is not None:
-                reports = pickle.loads(pickle.dumps(reports))
+                reports = pickle.loads(self._crossing(reports))
                 if step.reports is None:
                     step.reports = reports
                 else:
@@ -671,6 +673,11 @@ class PagedEngine:
             step.invalid.clear()
         else:
             step.failed.clear()
+
+    def _crossing(self, told: StepOrders | StepReports) -> bytes:
+        crossed = pickle.dumps(told)
+        self.crossed.append(crossed)
+        return crossed
 
     def _forward(self, step: Step) -> None:
         """Layer by layer where loads come so, else all layers of a group together."""

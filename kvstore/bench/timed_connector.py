@@ -106,7 +106,7 @@ class TimedConnector(KvStoreConnector):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Whether this step computes anything is with its orders."""
-        self.is_idle = isinstance(connector_metadata, Orders) and connector_metadata.step.is_idle
+        self.is_idle = isinstance(connector_metadata, Orders) and not connector_metadata.step.number
         super().bind_connector_metadata(connector_metadata)
 
 

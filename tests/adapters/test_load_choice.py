@@ -32,11 +32,19 @@ class Engine:
 
     choice: LoadChoice
     now: float = 100.0
+    steps: int = 0
+
+    def begin(self, tokens: int, waited: bool = False) -> int:
+        self.steps += 1
+        self.choice.step_begins(self.steps, StepWork([(0, tokens)], 0), self.now, waited)
+        return self.steps
+
+    def end(self, number: int, seconds: float) -> None:
+        self.now += seconds
+        self.choice.step_ends(number, self.now)
 
     def compute(self, tokens: int, seconds: float, waited: bool = False) -> None:
-        self.choice.step_begins(StepWork([(0, tokens)], 0), self.now, waited)
-        self.now += seconds
-        self.choice.step_ends(self.now)
+        self.end(self.begin(tokens, waited), seconds)
 
     def load(self, name: str, found: Match, seconds: float, local: int = 0) -> int:
         stop, _ = self.choice.stop_token(name, found, local, 999, BLOCK, False, self.now)
@@ -99,20 +107,26 @@ def test_steps_that_waited_for_a_load_are_not_learned_from() -> None:
 def test_of_steps_that_are_under_way_together_each_has_its_own_wait() -> None:
     engine, alone = Engine(choice()), Engine(choice())
     for tokens in (100, 400, 800) * 5:
-        engine.choice.step_begins(StepWork([(0, tokens)], 0), engine.now, True)
-        engine.choice.step_begins(StepWork([(0, 100)], 0), engine.now, False)
-        for seconds in (3.0, 0.01):  # the one that waited reports first
-            engine.now += seconds
-            engine.choice.step_ends(engine.now)
+        waiting, other = engine.begin(tokens, waited=True), engine.begin(100)
+        engine.end(waiting, 3.0)
+        engine.end(other, 0.01)
         alone.compute(100, 0.01)
     assert engine.choice.costs.prefill.to_dict() == pytest.approx(alone.choice.costs.prefill.to_dict())
 
 
 def test_an_engine_that_schedules_far_ahead_is_timed_for_some_of_its_steps() -> None:
-    chosen = choice()
-    for at in range(3 * STEPS_AHEAD):
-        chosen.step_begins(StepWork([(0, 100)], 0), float(at), False)
-    assert len(chosen._steps) == STEPS_AHEAD
-    for at in range(3 * STEPS_AHEAD):
-        chosen.step_ends(100.0 + at)
-    assert not chosen._steps
+    engine = Engine(choice())
+    numbers = [engine.begin(100) for _ in range(3 * STEPS_AHEAD)]
+    assert len(engine.choice._steps) == STEPS_AHEAD
+    for number in numbers:
+        engine.end(number, 1.0)
+    assert not engine.choice._steps
+
+
+def test_a_step_that_never_reports_is_nobody_elses() -> None:
+    engine, alone = Engine(choice()), Engine(choice())
+    for tokens in (100, 400, 800) * 5:
+        engine.begin(50)
+        engine.compute(tokens, tokens / 1000)
+        alone.compute(tokens, tokens / 1000)
+    assert engine.choice.costs.prefill.to_dict() == pytest.approx(alone.choice.costs.prefill.to_dict())
