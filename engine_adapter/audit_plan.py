@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine_adapter.audit import Verdict
+from engine_adapter.engine_pages import is_opaque
 from engine_adapter.engine_requests import AuditUnderWay, Computed, RequestState
 from engine_adapter.load_choice import LoadChoice
 from engine_adapter.save_plan import SavePlan, page_runs
@@ -53,8 +54,8 @@ class AuditPlan:
     def begins(self, state: RequestState, match: Match, namespace: NamespaceHandle, now: float) -> bool:
         """Whether this hit is computed all the same; asked once for each request that hits. The last block that could
         have been used is compared, or the first."""
-        if self._facts.layout.packing.startswith("opaque"):
-            return False  # bytes that nobody can read as numbers
+        if is_opaque(self._facts.layout.packing):
+            return False
         if not self._choice.holdout.begins(state.request.request_id, now):
             return False
         self.name = self.name or namespace.namespace.digest().hex()[:12]
@@ -104,19 +105,23 @@ class AuditPlan:
         if audit.waiting:
             return None
         del self._under_way[report.number]
-        plan.unwatch(report.number, audit.order.tables)
+        plan.unwatch(report.number)
         audit.order = None
         audit.verdicts = () if audit.is_void else tuple(result.verdict for result in audit.results)
         self.ended(state)
         return self._choice.audits.record(self.name, audit.results, now) if audit.verdicts else None
 
-    def close(self) -> None:
-        """Whatever is reported from now on is of no interest."""
-        for state in self._under_way.values():
+    def close(self) -> dict[int, set[int]]:
+        """Whatever is reported from now on is of no interest. The comparisons under way, each with the ranks that have
+        not reported: until they have, they read pages."""
+        reading = {}
+        for number, state in self._under_way.items():
             if state.audit is not None:
+                reading[number] = state.audit.waiting
                 state.audit.order = None
                 self.ended(state)
         self._under_way.clear()
+        return reading
 
     def ended(self, state: RequestState) -> None:
         """There is nothing more to come of it, unless a comparison is under way. Safe to call again."""

@@ -101,6 +101,8 @@ class ConnectorSettings:
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
             _wanted(name, value, whole, f"a whole number from {lowest} to {highest}")
+        is_blocks = self.block_tokens % 64 == 0
+        _wanted("block_tokens", self.block_tokens, is_blocks, "a multiple of 64, or 0 for the smallest that fits")
         _wanted("cost_model", self.cost_model, isinstance(self.cost_model, bool), "true or false")
         _wanted("audit", self.audit, _is_number(self.audit, 0, 1), "a share from 0 to 1")
         is_ttl = self.ttl is None or (_is_number(self.ttl, 0, 1 << 40) and self.ttl > 0)

@@ -79,10 +79,12 @@ class EnginePages:
         sliding group those pages that are there. is_exact: for a codec that does not look into what it copies."""
         start = first_token // self.facts.page_tokens
         groups = dict(zip((group.name for group in layout.groups), tables, strict=True))
-        whole = next((run for run in tables if run.first == start), tables[0])
+        whole = next((run for run in tables if run.first == start), None)
+        # Where every group lacks its first pages each has a table of its own, and this one says where they end.
+        table = whole.pages if whole is not None else [0] * (tables[0].first + len(tables[0].pages) - start)
         return Pages(
             self._as_they_lie if is_exact else self._planes,
-            self._kernel_pages(whole.pages),
+            self._kernel_pages(table),
             self.facts.page_tokens // self._split,
             {
                 name: GroupPages(self._kernel_pages(run.pages), (run.first - start) * self._split)
@@ -139,6 +141,11 @@ def register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: W
     return pages
 
 
+def is_opaque(packing: str) -> bool:
+    """Whether any group's pages are bytes that nobody can read as numbers."""
+    return any(one.startswith(OPAQUE) for one in packing.split("+"))
+
+
 def layout_of(facts: Sequence[WorkerFacts], total_kv_heads: int, block_tokens: int) -> Layout:
     """The layout of whole blocks, from what every rank's worker says. Raises `BadInput` where they disagree."""
     first = facts[0]
@@ -148,7 +155,7 @@ def layout_of(facts: Sequence[WorkerFacts], total_kv_heads: int, block_tokens: i
     groups = []
     for group in first.groups:
         heads = group.kv_heads * len(facts)
-        if not first.packing.startswith(OPAQUE) and len(facts) > 1:
+        if not is_opaque(first.packing) and len(facts) > 1:
             heads = min(heads, max(total_kv_heads, group.kv_heads))  # more ranks than heads: each has one of them
         kind = Attention.SLIDING if group.window else Attention.FULL
         groups.append(KvGroup(group.name, group.layers, heads, group.widths, group.dtype, kind, group.window))

@@ -47,7 +47,8 @@ class EngineRequest(Protocol):
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """What a request's KV depends on besides its tokens, and what its user wants. refused: why it is not looked up and
-    not saved, else None. ignored: of what its user asked for, what was not understood."""
+    not saved, else None. ttl, priority: None where nothing was said. ignored: of what its user asked for, what was not
+    understood."""
 
     extra_keys: tuple[ExtraKey, ...] = ()
     refused: MissReason | None = None
@@ -55,7 +56,7 @@ class RequestFacts:
     reads: bool = True
     saves: bool = True
     ttl: float | None = None
-    priority: int = 0
+    priority: int | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -110,7 +111,8 @@ class AuditUnderWay:
 class RequestState:
     """One request on its way. account, detail: of its first admission. number: of the namespace in which the prompt was
     hashed. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the engine's own.
-    offered: blocks up to which its KV was offered, or is held. is_parked: the engine waits for its load. held_out:
+    offered: blocks up to which its KV was offered, or is held. taken_tokens: of the engine's own and ours, at its last
+    admission. is_parked: the engine waits for its load. held_out:
     whether its hit is computed all the same, None until that is decided. added_at, and found_tokens of the store's:
     while its first token is waited for, to learn what hits save.
     """
@@ -130,6 +132,7 @@ class RequestState:
     waits: bool = True
     is_admitted: bool = False
     offered: int = 0
+    taken_tokens: int = 0
     load: LoadUnderWay | None = None
     load_ms: float = 0.0
     saved_blocks: int = 0

@@ -109,11 +109,16 @@ class PagedScheduler:
         self._loads: dict[int, LoadUnderWay] = {}
         self._plan = SavePlan((0,), 1, 1)
         self._audits: AuditPlan | None = None
+        self._former_audits: dict[int, set[int]] = {}
+        """Comparisons that are not wanted any more, each with the ranks that have not reported."""
         self._saving: dict[int, EngineRequest] = {}
         self._taken: set[int] = set()
         """Pages that were given to requests since the last step."""
         self._orders = StepOrders()
         self._spoiled: set[int] = set()
+        self._is_broken = False
+        self._turned_away: set[str] = set()
+        """Requests whose load beside the steps brought nothing: the engine took their pages back."""
         self._next_number = 1
         self._running: set[str] = set()
         self._failures: dict[int, int] = {}
@@ -126,12 +131,15 @@ class PagedScheduler:
     # The namespace ---------------------------------------------------------------------------------------------------
 
     def use(self, facts: NamespaceFacts, ranks: Sequence[int]) -> None:
-        """From now on requests belong to this namespace; it is opened in the background, however long that takes."""
-        self._facts, self._ranks, self._refused = facts, tuple(ranks), None
+        """From now on requests belong to this namespace; it is opened in the background, however long that takes.
+        Raises `BadInput` where the codec is none for such pages; then nothing has changed."""
         layout, settings, codec = facts.layout, self.settings, codec_named(facts.codec)
+        payload_bytes = sum(codec.payload_bytes(part) for part in layout.parts)
+        self._facts, self._ranks = facts, tuple(ranks)
+        if not self._is_broken:
+            self._refused = None  # also what had drifted: these are other weights, or other words for them
         self._is_exact = codec.is_exact
         self._plan = SavePlan(ranks, layout.page_tokens, layout.block_tokens)
-        payload_bytes = sum(codec.payload_bytes(part) for part in layout.parts)
         self.choice = LoadChoice(
             payload_bytes / layout.block_tokens,
             is_on=settings.cost_model,
@@ -153,11 +161,15 @@ class PagedScheduler:
             self._end_audit(state)
 
     def broke(self, error: Exception) -> None:
-        """A fault of our own: the engine runs on without the store."""
-        detail = f"a fault in the adapter: {type(error).__name__}"
-        if self._refused != (MissReason.DISABLED, detail):
+        """A fault of our own: the engine runs on without the store, until it ends. Whether pages that a step waited
+        for have come is not known any more: they are nobody's."""
+        if not self._is_broken:
             _log.error("nothing is looked up or saved any more in this engine", exc_info=error)
-        self._refused = (MissReason.DISABLED, detail)
+        self._is_broken = True
+        self._refused = (MissReason.DISABLED, f"a fault in the adapter: {type(error).__name__}")
+        for load in self._loads.values():
+            if load.order.waits:
+                self._spoiled.update(load.pages)
 
     def renamed(self, weights_epoch: int) -> None:
         """The weights were changed in place: what was stored before, and what is computed now, is not theirs."""
@@ -168,7 +180,7 @@ class PagedScheduler:
             self._end_audit(state)
             state.facts = RequestFacts(refused=MissReason.DISABLED, detail="it began before the weights were changed")
         if self._audits is not None:
-            self._audits.close()
+            self._former_audits |= self._audits.close()
         self._collect()
         plan = self._plan  # saves that are under way read pages as before
         self.use(replace(self._facts, number=self._facts.number + 1, weights_epoch=weights_epoch), self._ranks)
@@ -202,9 +214,10 @@ class PagedScheduler:
         state = self._states.get(request_id)
         if state is None:
             return 0, False
-        if self._is_unsure(state, local_tokens):
+        state.is_parked = False
+        if self._is_unsure(state, local_tokens) or self._is_held_up(state):
             return None, False
-        state.local_tokens, state.is_parked = local_tokens, False
+        state.local_tokens = local_tokens
         if state.lookup is None or (state.is_admitted and state.lookup.is_over):
             self._look_up(state)  # it was preempted, and comes again with what it had generated
         lookup = state.lookup
@@ -222,7 +235,10 @@ class PagedScheduler:
             state.account, state.detail = lookup.account, lookup.detail
         promised = max(0, tokens - local_tokens)
         state.waits = self._waits(state, promised)  # decided once: who is told that it is parked waits for a report
-        return promised, bool(promised) and not state.waits
+        is_beside = bool(promised) and not state.waits
+        if is_beside and self._turned_away:
+            return None, False
+        return promised, is_beside
 
     def allocated(self, request_id: str, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """The engine has room. tokens: how many behind its own it counts on; 0 for none, and for the second call after
@@ -240,6 +256,8 @@ class PagedScheduler:
         found = lookup.found() if lookup is not None else None
         self._is_offered(state, found.blocks if found is not None else 0)
         is_first = not state.is_admitted
+        state.taken_tokens = state.local_tokens + tokens
+        self._turned_away.discard(request_id)
         if is_first:
             state.is_admitted = True
             account = state.account.behind(HitTier.ENGINE, state.local_tokens)
@@ -252,6 +270,14 @@ class PagedScheduler:
         else:
             self._let_go(state)
 
+    def begins_with(self, request_id: str, computed: int) -> None:
+        """It runs from now on, and has so many tokens. Beside other connectors: what one of these has brought, and
+        what is computed behind that, is not saved, since nobody tells in time whether it came."""
+        state = self._states.get(request_id)
+        if state is not None and computed > state.taken_tokens:
+            state.facts = replace(state.facts, saves=False)
+            self._is_offered(state, state.offered)
+
     @_edge(None)
     def finished(self, request_id: str) -> dict[str, object] | None:
         """It is over, or was given up. What its user is told."""
@@ -259,6 +285,7 @@ class PagedScheduler:
         if state is None:
             return None
         self._running.discard(request_id)
+        self._turned_away.discard(request_id)
         self._let_go(state)
         self._end_audit(state)
         if state.load is not None:
@@ -420,7 +447,7 @@ class PagedScheduler:
         takes them for cached as soon as a step waits for that load, and nobody knows yet whether they come."""
         for load in self._loads.values():
             order, other = load.order, self._states.get(load.order.request)
-            if not order.waits or other is state or local_tokens <= order.first_token:
+            if not order.waits or other is state or local_tokens <= order.first_token or self._is_broken:
                 continue
             blocks = order.first_token // self.block_tokens
             keys, others = state.prompt.keys, other.prompt.keys if other is not None else []
@@ -428,11 +455,25 @@ class PagedScheduler:
                 return True
         return False
 
+    def _is_held_up(self, state: RequestState) -> bool:
+        """Whether a request that was turned away has to let others pass. It is the first one that the engine looks at,
+        and where there is no room for it, nobody behind it is looked at either: those that hold pages and only have to
+        be begun would hold them for ever."""
+        if state.request.request_id not in self._turned_away:
+            return False
+        return any(other.is_parked for other in self._states.values())
+
+    @property
+    def _can_wait(self) -> bool:
+        """Engines take no word of single pages where some of a prompt may be missing."""
+        groups = self._facts.layout.groups if self._facts is not None else ()
+        return len(groups) == 1 and not groups[0].window
+
     def _waits(self, state: RequestState, promised: int) -> bool:
         """Whether the step that needs the load waits for it."""
         mode = self.settings.load
-        if self._facts is None or len(self._facts.layout.groups) > 1:
-            return False  # engines take no word of single pages where there are several groups
+        if not self._can_wait:
+            return False
         if mode is not LoadMode.AUTO:
             return mode is not LoadMode.ASYNC
         is_alone = not (self._running - {state.request.request_id} or self._loads)
@@ -447,6 +488,13 @@ class PagedScheduler:
 
     def _audited(self, report: AuditReport) -> None:
         if self._audits is None:
+            return
+        former = self._former_audits.get(report.number)
+        if former is not None:  # of weights that are no more: a worker read these pages until now
+            former.discard(report.rank)
+            if not former:
+                del self._former_audits[report.number]
+                self._plan.unwatch(report.number)
             return
         verdict = self._audits.reported(report, self._plan, self._clock())
         if verdict is Verdict.DRIFTED:
@@ -526,6 +574,9 @@ class PagedScheduler:
         state.load_ms += 1000 * load.seconds
         if not order.waits:
             state.local_tokens = tokens  # the engine has these, and comes for room for the rest
+            if not is_whole and (not tokens or not self._can_wait):
+                self._turned_away.add(order.request)
+                state.is_parked = False
         if not is_whole:
             state.facts = replace(state.facts, reads=False)  # or it could go on like that for ever
             state.account = state.account.cut(tokens, load.why) if is_miss else state.account
@@ -593,7 +644,7 @@ class PagedScheduler:
             first_block * block,
             page_runs(tables, first_block * block, stop_block * block, self.page_tokens),
             facts.ttl if facts.ttl is not None else self.settings.ttl,
-            facts.priority or self.settings.priority,
+            facts.priority if facts.priority is not None else self.settings.priority,
         )
         self._plan.add(order, first_block, stop_block)
         self._saving[order.number] = state.request

@@ -189,6 +189,7 @@ class PagedWorker:
         """Requests whose loads are over, those of them that brought less, and pages that are not valid: theirs, and of
         the loads that the step waited for."""
         with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._layers)
             if not self._orders.number and self._loading and not self._done_loads:
                 self._changed.wait(IDLE_WAIT_SECONDS)
             done, self._done_loads = self._done_loads, []

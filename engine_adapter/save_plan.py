@@ -45,6 +45,8 @@ class SavePlan:
         self._offers: dict[int, Offer] = {}
         self._reading: dict[int, set[int]] = {}
         """Pages that are read, and by which orders: a page of the engine's own cache may be read by several."""
+        self._read: dict[int, set[int]] = {}
+        """The same by order."""
         self._decoded: dict[int, int] = {}
         """Pages that hold what an inexact codec restored, each with the load that brought it."""
 
@@ -92,17 +94,18 @@ class SavePlan:
         self.watch(order.number, order.tables)
 
     def watch(self, number: int, tables: Iterable[PageRun]) -> None:
-        """These pages are read by an order of that number, which is no save."""
-        for page in (page for run in tables for page in run.pages):
+        """These pages are read by an order of that number."""
+        self._read[number] = {page for run in tables for page in run.pages}
+        for page in self._read[number]:
             self._reading.setdefault(page, set()).add(number)
 
-    def unwatch(self, number: int, tables: Iterable[PageRun]) -> None:
-        """They are not any more."""
-        for page in (page for run in tables for page in run.pages):
-            readers = self._reading.get(page, set())
+    def unwatch(self, number: int) -> None:
+        """They are not any more. Safe to call again."""
+        for page in self._read.pop(number, ()):
+            readers = self._reading[page]
             readers.discard(number)
             if not readers:
-                self._reading.pop(page, None)
+                del self._reading[page]
 
     def reported(self, report: SaveReport) -> Offer | None:
         """One worker has done its share; the save, once all have."""
@@ -119,7 +122,7 @@ class SavePlan:
         if offer.waiting:
             return None
         del self._offers[report.number]
-        self.unwatch(report.number, offer.order.tables)
+        self.unwatch(report.number)
         return offer
 
 

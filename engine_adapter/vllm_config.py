@@ -20,35 +20,44 @@ from kvstore.errors import BadInput
 
 ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 """KV groups of these kinds can be stored."""
+WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
+"""Ways to draft tokens."""
 
 
 def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
-    """Why this engine's KV cannot be stored at all; empty where it can. is_failure_told: of several groups, whether
-    the engine can be told that a load brought less than it was to."""
+    """Why this engine's KV cannot be stored at all; empty where it can. is_failure_told: whether the engine can be told
+    that a request's load has failed; of single pages it cannot be told where pages of a prompt are missing."""
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return f"{name}={getattr(parallel, name)} is not supported; allowed: 1"
     if config.model_config.runner_type != "generate":
         return f"a model that is run to {config.model_config.runner_type}; allowed: to generate"
+    if config.load_config.load_format == "dummy":
+        return "load_format=dummy makes weights up, which no file tells"
     kinds = [type(group.kv_cache_spec).__name__ for group in groups.kv_cache_groups]
     unknown = sorted({kind for kind in kinds if kind not in ATTENTION_SPECS})
     if unknown:
         return f"KV groups of kind {', '.join(unknown)}; allowed: {', '.join(ATTENTION_SPECS)}"
-    if len(kinds) > 1 and not is_failure_told:
-        return f"{len(kinds)} KV groups, of which this vLLM takes no word of a load that failed; it needs 0.31 or later"
+    if is_windowed(groups) and not is_failure_told:
+        return "sliding windows, where this vLLM goes on from a wrong place after a load that failed; use 0.31 or later"
+    if any(getattr(group.kv_cache_spec, "extra_retained_tokens", 0) for group in groups.kv_cache_groups):
+        return "sliding windows with drafts of several layers, for which vLLM keeps more than a window"
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups.kv_cache_groups):
         return "attention that is not causal"
     return ""
 
 
+def is_windowed(groups: Any) -> bool:
+    """Whether any pages of a prompt may be missing in the engine's tables."""
+    specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
+    return len(specs) > 1 or any(type(spec).__name__ == "SlidingWindowSpec" for spec in specs)
+
+
 def unwaitable(config: Any) -> str:
     """Why no step of this engine may wait for a load; empty where one may. Where such a load fails, vLLM computes again
-    what it was to bring; but an engine that schedules a step before it knows the last one's output does not take that
-    step back, and the second model runner goes on from a wrong place (vLLM issue 49250). Where a failed load ends its
-    request instead, nothing has to be taken back."""
-    if config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        return ""
+    what it was to bring, or ends the request. What was scheduled before that is known it takes back in neither case,
+    and the second model runner goes on from a wrong place (vLLM issue 49250)."""
     if config.scheduler_config.async_scheduling:
         return "steps are scheduled ahead (async_scheduling)"
     if getattr(config, "use_v2_model_runner", False):
@@ -56,13 +65,15 @@ def unwaitable(config: Any) -> str:
     return ""
 
 
+def has_draft_layers(config: Any) -> bool:
+    """Whether tokens are drafted by layers that have KV of their own, which may depend on a token that comes later."""
+    speculative = config.speculative_config
+    return speculative is not None and getattr(speculative, "method", None) not in WITHOUT_LAYERS
+
+
 def fingerprint(config: Any) -> str:
     """Of the weights' files, and of a draft model's, whose layers have KV of their own. Raises `BadInput`."""
     model, load = config.model_config, config.load_config
-    if load.load_format == "dummy":
-        raise BadInput("load_format=dummy makes weights up, which no file tells")
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        raise BadInput("calculate_kv_scales makes scales of the first requests, and they are not in a block")
     names = [(getattr(model, "model_weights", "") or model.model, model.revision)]
     draft = getattr(config.speculative_config, "draft_model_config", None)
     if draft is not None and draft.model != model.model:

@@ -49,14 +49,22 @@ import kvstore
 from engine_adapter.adapter import chosen_codec
 from engine_adapter.adapter_digests import AdapterDigests
 from engine_adapter.connector_settings import ConnectorSettings, LoadMode
-from engine_adapter.engine_pages import layout_of
+from engine_adapter.engine_pages import is_opaque, layout_of
 from engine_adapter.engine_requests import NEVER, SAVING, Computed, RequestFacts
 from engine_adapter.load_choice import StepWork
 from engine_adapter.model_files import adapter_digest
 from engine_adapter.paged_scheduler import PagedScheduler
 from engine_adapter.paged_worker import PagedWorker
 from engine_adapter.step_orders import NamespaceFacts, StepOrders, StepReports, WorkerFacts
-from engine_adapter.vllm_config import config_fields, fingerprint, registered_pages, unsupported, unwaitable
+from engine_adapter.vllm_config import (
+    config_fields,
+    fingerprint,
+    has_draft_layers,
+    is_windowed,
+    registered_pages,
+    unsupported,
+    unwaitable,
+)
 from engine_adapter.vllm_requests import EngineView, RequestReader
 from kvstore.errors import BadInput
 from kvstore.miss import HitTier, MissReason
@@ -138,6 +146,7 @@ class CountsProm(KVConnectorPromMetrics):
             name="kvstore:ttft_saved_ms",
             documentation="What a hit saves of the time to the first token, beside hits computed all the same.",
             labelnames=[*labelnames, "statistic"],
+            multiprocess_mode="mostrecent",
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -166,6 +175,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_told = False
         if role is KVConnectorRole.SCHEDULER:
             self._settings = _with_load_mode(self._settings, unwaitable(vllm_config))
+            if has_draft_layers(vllm_config):
+                self._settings = replace(self._settings, audit=0.0)
             self._scheduler = _SchedulerSide(vllm_config, kv_cache_config, self._settings, self._session)
 
     @property
@@ -231,14 +242,13 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return None, received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same, and which of them brought less; with several groups that is all that is told (from 0.31 on)."""
+        """The same, and which of them brought less; with windows that is all that is told (from 0.31 on)."""
         received, failed = self._finished()
-        several = len(self._groups_config.kv_cache_groups) > 1
-        if several:
+        if is_windowed(self._groups_config):
             self._invalid = set()
-        return KVConnectorTransferResults(
-            finished_sending=set(), finished_recving=received, failed_recving=failed if several else set()
-        )
+        else:
+            failed = set()
+        return KVConnectorTransferResults(finished_sending=set(), finished_recving=received, failed_recving=failed)
 
     def _finished(self) -> tuple[set[str], set[str]]:
         if self._worker is None:
@@ -405,7 +415,7 @@ class _SchedulerSide:
             layout = layout_of(facts, model.get_total_num_kv_heads(), self._settings.block_tokens)
             codec = self._settings.codec
             if codec == "auto":
-                codec = "raw" if layout.packing.startswith("opaque") else chosen_codec(None, layout)
+                codec = "raw" if is_opaque(layout.packing) else chosen_codec(None, layout)
             named = NamespaceFacts(
                 0,
                 self._session,
@@ -415,11 +425,11 @@ class _SchedulerSide:
                 self._settings.weights_epoch,
                 config_fields(self._config, facts, vllm.__version__),
             )
+            self.half.use(named, [one.rank for one in facts])
         except (BadInput, OSError) as error:
             self.half.refuse(MissReason.UNSUPPORTED, str(error))
             logger.warning("kvstore: no prefix is looked up or saved: %s", error)
             return
-        self.half.use(named, [one.rank for one in facts])
         is_there = self.half.wait_open(wait_seconds)
         logger.info(
             "kvstore: %s at %s, codec %s, blocks of %d tokens (%d KiB before the codec), pages %s on %s",
@@ -464,6 +474,8 @@ class _SchedulerSide:
         resolve = getattr(getattr(output, "kv_connector_block_state", None), "get_block_ids", None)
         cached = output.scheduled_cached_reqs
         resumed = cached.resumed_req_ids  # whose pages are known from their admission
+        if not self.is_alone:
+            self._begin_with(output, cached, resumed)
         grown = [
             page
             for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True)
@@ -485,6 +497,14 @@ class _SchedulerSide:
                 final = mine.final(computed, has_drafts=self._config.speculative_config is not None)
                 due.append(Computed(request_id, final, partial(resolve, request_id)))
         return self.half.step(set(scheduled), due, grown, self._work(output))
+
+    def _begin_with(self, output: Any, cached: Any, resumed: Any) -> None:
+        """Beside other connectors: what requests have when they begin to run."""
+        for new in output.scheduled_new_reqs:
+            self.half.begins_with(new.req_id, new.num_computed_tokens)
+        for request_id, tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if request_id in resumed:
+                self.half.begins_with(request_id, tokens)
 
     def _is_other(self, mine: EngineView) -> bool:
         """Whether its adapter's files have changed since it came: the engine may have read them anew, as it does in

@@ -6,6 +6,7 @@ an extra key here, or the request is refused: what is not understood is not cach
 
 from __future__ import annotations
 
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -59,26 +60,23 @@ def hinted(facts: RequestFacts, params: Any) -> RequestFacts:
     if given is None:
         return facts
     if not isinstance(given, dict):
-        return _with(facts, ignored=(f"kvstore={given!r}; give an object with {', '.join(HINTS)}",))
+        return replace(facts, ignored=(f"kvstore={given!r}; give an object with {', '.join(HINTS)}",))
     ignored = [f"{name}; allowed: {', '.join(HINTS)}" for name in given if name not in HINTS]
-    saves, ttl, priority = given.get("store", True), given.get("ttl"), given.get("priority", 0)
+    saves, ttl, priority = given.get("store", True), given.get("ttl"), given.get("priority")
     if not isinstance(saves, bool):
         ignored.append(f"store={saves!r}; give true or false")
         saves = True
     if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < 1 << 40):
         ignored.append(f"ttl={ttl!r}; give seconds above 0")
         ttl = None
-    if isinstance(priority, bool) or not isinstance(priority, int) or not -100 <= priority <= 100:
+    is_whole = isinstance(priority, int) and not isinstance(priority, bool)
+    if priority is not None and not (is_whole and -100 <= priority <= 100):
         ignored.append(f"priority={priority!r}; give a whole number from -100 to 100")
-        priority = 0
+        priority = None
     conversation = given.get("conversation", "")
     if not isinstance(conversation, str):
         ignored.append(f"conversation={conversation!r}; give text")
-    return _with(facts, saves=saves, ttl=ttl, priority=priority, ignored=tuple(ignored))
-
-
-def _with(facts: RequestFacts, **changed: Any) -> RequestFacts:
-    return RequestFacts(**{name: getattr(facts, name) for name in facts.__slots__} | changed)
+    return replace(facts, saves=saves, ttl=ttl, priority=priority, ignored=tuple(ignored))
 
 
 def _refused(detail: str) -> RequestFacts:

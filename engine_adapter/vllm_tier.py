@@ -295,8 +295,6 @@ def check_engine(config: Any, hash_seed: str | None, version: str = vllm.__versi
         reason = "weights are updated in place, and block hashes do not change with them"
     elif getattr(config.model_config, "enable_sleep_mode", False):
         reason = "with enable_sleep_mode other weights may be there after a sleep, and block hashes do not change"
-    elif getattr(config.cache_config, "calculate_kv_scales", False):
-        reason = "calculate_kv_scales makes scales of the first requests, and they are not in a chunk"
     elif parallel.world_size > 1 and (parallel.nnodes > 1 or parallel.distributed_executor_backend != "mp"):
         reason = "the primary tier has the KV of this host's workers only; use one host and the executor backend mp"
     if reason:

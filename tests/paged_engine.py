@@ -164,6 +164,7 @@ class Request:
     named: int = 0
     stale: int = 0
     preempted: int = 0
+    was_parked: bool = False
     status: Status = Status.WAITING
     tables: list[list[int]] = field(default_factory=list)
     told: dict[str, Any] | None = None
@@ -557,8 +558,9 @@ class PagedEngine:
 
     def _admit(self, scheduled: dict[Request, tuple[int, int]], budget: int) -> int:
         skipped: list[Request] = []
-        # Those that hold pages come first: nobody takes these from them.
-        self.waiting = deque(sorted(self.waiting, key=lambda request: not request.tables))
+        # Those whose loads are beside the steps come first, also where a load failed and their pages are free again:
+        # if there is no room for one of them, nobody behind it is looked at.
+        self.waiting = deque(sorted(self.waiting, key=lambda request: not request.was_parked))
         while self.waiting and budget > 0 and len(self.running) < self.shape.most_running:
             request = self.waiting.popleft()
             name = request.request_id
@@ -587,10 +589,10 @@ class PagedEngine:
             request.computed = computed
             self.loaded_tokens += loaded
             if is_async:
-                request.status = Status.PARKED
+                request.status, request.was_parked = Status.PARKED, True
                 skipped.append(request)
                 continue
-            request.status = Status.RUNNING
+            request.status, request.was_parked = Status.RUNNING, False
             self.running.append(request)
             self._name_pages(request, min(computed + tokens, request.known))
             scheduled[request] = (computed, tokens)
@@ -669,7 +671,7 @@ class PagedEngine:
                     step.reports = reports
                 else:
                     step.reports.merge(reports)
-        if len(self.shape.windows) > 1:
+        if len(self.shape.windows) > 1 or self.shape.windows[0]:
             step.invalid.clear()
         else:
             step.failed.clear()

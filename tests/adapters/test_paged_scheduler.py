@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from engine_adapter.engine_requests import NEVER, Computed, RequestFacts
 from engine_adapter.load_choice import StepWork
 from engine_adapter.paged_scheduler import PagedScheduler, namespace_config
 from engine_adapter.step_orders import AuditReport, LoadReport, NamespaceFacts, SaveReport, StepOrders, StepReports
+from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
 from kvstore.layout import Layout
 from kvstore.miss import HitTier, MissReason
@@ -331,7 +332,7 @@ def test_what_decisions_cost_and_what_hits_save_is_counted(store: EmbeddedStore)
         orders = half.step(request, upto=330)
         audits = [AuditReport(audit.number, audit.request, 0, ()) for audit in orders.audits]
         loads = [LoadReport(load.number, load.request, 0, 320, 0.004, None) for load in orders.loads]
-        half.half.reported(StepReports(loads=loads, audits=audits))
+        half.half.reported(StepReports(loads=loads, audits=audits, step=orders.number))
         half.told(request)
         counted.append(half.half.take_counts().to_dict())
     assert [one["cost_decisions"] for one in counted] == [1] * 6
@@ -340,6 +341,134 @@ def test_what_decisions_cost_and_what_hits_save_is_counted(store: EmbeddedStore)
     assert counted[-1]["ttft_saved_ms_mean"] == pytest.approx(400, abs=1)
     assert counted[-1].get("ttft_saved_ms_standard_error", 0) < 1
     assert half.half.take_counts().to_dict() == {}
+
+
+def test_who_was_turned_away_lets_those_pass_that_hold_pages(store: EmbeddedStore) -> None:
+    """Or, first in the queue and without room, it would keep them from ever beginning."""
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    first, second = half.add("a", ids(330)), half.add("b", [*ids(320), 7])
+    for request in (first, second):
+        assert half.admit(request) == 320
+    one, other = half.step().loads
+    reports = [
+        LoadReport(one.number, "a", 0, 0, 0.004, MissReason.UNREACHABLE),
+        LoadReport(other.number, "b", 0, 320, 0.004),
+    ]
+    half.half.reported(StepReports(loads=reports))
+    assert half.half.matched("a", 0) == (None, False), "the other one has its pages and does not run yet"
+    late = half.add("c", [*ids(320), 8])
+    _until(lambda: half.half._states["c"].lookup is not None and half.half._states["c"].lookup.found() is not None)
+    assert half.half.matched("c", 0) == (None, False), "and nobody new takes pages"
+    half.half.allocated("b", second.tables, 0)
+    assert half.matched(first) == (0, False)
+    half.half.allocated("a", first.tables, 0)
+    assert half.matched(late) == (320, True)
+    assert half.told(first)["misses"] == {"unreachable": 320, "partial_block": 10}
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_nobody_waits_for_a_request_that_is_over(store: EmbeddedStore, is_over: bool) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    first = half.add("a", ids(330))
+    half.admit(first)
+    half.loaded(half.step(), 0)
+    if is_over:
+        half.told(first)
+    late = half.add("c", [*ids(320), 8])
+    if is_over:
+        assert half.matched(late) == (320, True)
+    else:
+        assert half.matched(first) == (0, False), "nobody else is there"
+
+
+def test_what_is_on_its_way_for_a_step_is_nobody_elses(store: EmbeddedStore) -> None:
+    """The engine may take pages for its own into which the step only just loads."""
+    put(store, ids(320))
+    half = Half(SharedStore(store), load="sync")
+    first = half.add("a", ids(330))
+    half.admit(first)
+    sharer, other = half.add("b", [*ids(320), 7]), half.add("c", ids(330, 500))
+    assert half.half.matched("b", 320) == (None, False)
+    assert half.half.matched("b", 64) == (None, False)
+    assert half.matched(sharer) == (320, False), "it has none of them"
+    assert half.matched(other, 0) == (0, False)
+    orders = half.step(first)
+    assert half.half.matched("b", 320) == (None, False), "nobody knows yet"
+    half.loaded(orders, 160)
+    assert half.half.take_spoiled() == set(first.tables[0][5:]) and half.half.take_spoiled() == set()
+    assert half.half.matched("b", 160)[0] is not None
+
+
+def test_after_a_fault_of_our_own_nobody_is_held_up_and_nothing_is_shared(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store), load="sync")
+    first = half.add("a", ids(330))
+    half.admit(first)
+    half.step(first)
+    half.half.broke(RuntimeError("for a test"))
+    assert half.half.take_spoiled() == set(first.tables[0])
+    sharer = half.add("b", [*ids(320), 7])
+    assert half.half.matched(sharer.request_id, 320) == (0, False)
+    half.half.renamed(1)
+    assert half.matched(half.add("c", ids(330))) == (0, False), "other weights do not mend it"
+
+
+def test_other_weights_end_a_drift(store: EmbeddedStore) -> None:
+    half = Half(SharedStore(store))
+    half.half.refuse(MissReason.AUDIT, "drifted")
+    assert half.told(half.add("a", ids(330)))["misses"] == {"audit": 330}
+    half.half.renamed(1)
+    assert half.half.wait_open(SECONDS)
+    assert "audit" not in half.told(half.add("b", ids(330)))["misses"]
+
+
+def test_what_another_connector_brings_is_not_saved(store: EmbeddedStore) -> None:
+    half = Half(SharedStore(store))
+    ours, theirs = half.add("a", ids(330)), half.add("b", ids(330, 500))
+    for request in (ours, theirs):
+        half.admit(request, tokens=330)
+    half.half.begins_with("a", 0)
+    half.half.begins_with("b", 128)
+    half.half.begins_with("nobody", 128)
+    (save,) = half.step(ours, theirs, upto=330).saves
+    assert save.request == "a" and theirs.due == NEVER
+
+
+def test_a_comparison_under_way_when_weights_change_reads_pages_until_it_ends(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store), audit=1.0, ranks=2)
+    held_out = half.add("a", ids(330))
+    held_out.tables = [half.pages(11)]
+    (audit,) = drifted(half, held_out).audits
+    page = held_out.tables[0][9]
+    half.half.renamed(1)
+    for rank in (0, 1):
+        assert half.half._plan.taken({page}) == [audit.number]
+        half.half.reported(StepReports(audits=[AuditReport(audit.number, "a", rank, ())]))
+    assert half.half._plan.taken({page}) == []
+    assert half.half.take_counts().audited == {"given_up": 1}
+
+
+@pytest.mark.parametrize(("said", "priority"), [(None, 3), (0, 0), (-2, -2)])
+def test_what_a_request_says_goes_before_what_the_engine_was_told(
+    store: EmbeddedStore, said: int | None, priority: int
+) -> None:
+    half = Half(SharedStore(store), priority=3)
+    request = half.add("a", ids(64), RequestFacts(priority=said))
+    half.admit(request, tokens=64)
+    assert half.step(request).saves[0].priority == priority
+
+
+def test_a_codec_that_is_none_for_these_pages_changes_nothing(store: EmbeddedStore) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store))
+    group = replace(LAYOUT.groups[0], dtype="float8_e4m3fn")
+    layout = Layout((group,), LAYOUT.block_tokens, LAYOUT.page_tokens)
+    with pytest.raises(BadInput):
+        half.half.use(replace(FACTS, number=1, layout=layout, codec="int8-kc64"), (0,))
+    assert half.matched(half.add("a", ids(330))) == (320, True)
 
 
 def test_a_load_is_over_when_every_rank_has_reported_and_brings_what_the_worst_did(store: EmbeddedStore) -> None:

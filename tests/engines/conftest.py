@@ -96,7 +96,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         if name not in made:
             from engines import models
 
-            make = {"llama": models.save_llama, "gemma": models.save_gemma, "trained": models.save_trained}[kind]
+            make = {
+                "llama": models.save_llama,
+                "gemma": models.save_gemma,
+                "mistral": models.save_mistral,
+                "trained": models.save_trained,
+            }[kind]
             made[name] = str(make(tmp_path_factory.mktemp("model"), **shape))
         return made[name]
 

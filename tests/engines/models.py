@@ -11,7 +11,15 @@ from typing import Any
 import safetensors.torch
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,6 +79,33 @@ def save_gemma(directory: Path, *, window: int = 192, vocab: int = 1000, seed: i
     Gemma3ForCausalLM(config).save_pretrained(directory)
     save_tokenizer(directory, vocab)
     return directory
+
+
+def save_mistral(directory: Path, *, window: int = 192, vocab: int = 1000, seed: int = 0) -> Path:
+    """Every layer sees a window."""
+    torch.manual_seed(seed)
+    config = MistralConfig(
+        vocab_size=vocab,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        sliding_window=window,
+        max_position_embeddings=16384,
+        initializer_range=0.1,
+    )
+    MistralForCausalLM(config).save_pretrained(directory)
+    save_tokenizer(directory, vocab)
+    return directory
+
+
+def takes_windows() -> bool:
+    """Whether this vLLM can be told that a load has failed of which pages are missing in its tables."""
+    from engine_adapter.vllm_connector import KVConnectorTransferResults
+
+    return KVConnectorTransferResults is not None
 
 
 def save_trained(directory: Path) -> Path:

@@ -16,6 +16,14 @@ from pathlib import Path
 IMPORTED = ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
 
 
+def wanted_version() -> None:
+    """A report names a version: it has to be that one which runs."""
+    import vllm
+
+    wanted = os.environ.get("ENGINE_VERSION", vllm.__version__)
+    assert vllm.__version__.startswith(wanted), f"vLLM {vllm.__version__} runs, {wanted} was asked for"
+
+
 def run(plan: str, outcome: str, log: str) -> None:
     """In the forked process. It does not return."""
     from engines import session
@@ -42,6 +50,7 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM logs to standard output, from its import on
     for name in IMPORTED:
         import_module(name)
+    wanted_version()
     for line in sys.stdin:
         child = os.fork()
         if not child:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engines import models
+from engines.nursery import wanted_version
 
 
 def prompts(count: int, seed: int, *, vocab: int = 999, page: int = 64, longest: int = 1200) -> list[list[int]]:
@@ -270,6 +271,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to standard output
     out.write(outcome_of(sys.stdin.read()))
+    wanted_version()
     out.close()
 
 

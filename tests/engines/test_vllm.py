@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ DTYPES = {
     "two processes": dict(options=dict(dtype="bfloat16"), multiprocessing=True),
     "two ranks": dict(options=dict(dtype="float32", tensor_parallel_size=2)),
     "windows": dict(options=dict(dtype="float32", block_size=32), model="gemma"),
+    "nothing but windows": dict(options=dict(dtype="float32", block_size=32), model="mistral"),
 }
 
 
@@ -54,6 +56,10 @@ def test_an_external_hit_gives_the_tokens_of_the_engines_own(name: str, sidecar:
         ],
     }
     steps = dict(zip([cold, "settled", again, outside], run(plan), strict=True))
+    if "windows" in name and not models.takes_windows():
+        for one in steps[outside]:
+            assert one["kvstore"]["misses"] == {"unsupported": one["prompt_tokens"]} and one["cached"] == 0
+        return
     for own, external in zip(steps[again], steps[outside], strict=True):
         account = external["kvstore"]
         assert account["asked"] == external["prompt_tokens"]
@@ -90,6 +96,12 @@ CROWDS = {
     "half of it": dict(connector="FailingConnector"),
     "half of it, in the steps": dict(connector="FailingConnector", extra=dict(load="sync")),
     "large pages": dict(options=dict(block_size=128, num_gpu_blocks_override=40)),
+    "windows, half of it": dict(
+        connector="FailingConnector", model="gemma", options=dict(num_gpu_blocks_override=None)
+    ),
+    "nothing but windows, half of it": dict(
+        connector="FailingConnector", model="mistral", options=dict(num_gpu_blocks_override=50)
+    ),
 }
 
 
@@ -103,10 +115,15 @@ def transfer(url: str, case: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(saved: Any, run: Any) -> Any:
-    """What the same model answers without a connector."""
+    """What a model answers without a connector."""
     asked = {"count": CROWD, "seed": SEED}
     steps = [{"do": "generate", "prompts": asked, "at_once": 8, "max_tokens": TOKENS}]
-    return run({"model": saved(), "options": {"dtype": "float32"}, "steps": steps})[0]
+
+    @cache
+    def answers(kind: str) -> Any:
+        return run({"model": saved(kind=kind), "options": {"dtype": "float32"}, "steps": steps})[0]
+
+    return answers
 
 
 @pytest.mark.parametrize("name", chosen(CROWDS, "as it is", "late", "half of it"))
@@ -115,10 +132,10 @@ def test_a_crowd_gets_the_tokens_of_an_engine_without_a_store(
 ) -> None:
     print(f"seed {SEED}")
     case: dict[str, Any] = CROWDS[name]
-    asked = {"count": CROWD, "seed": SEED}
+    asked, kind = {"count": CROWD, "seed": SEED}, case.get("model", "llama")
     first, _, _, second, _, churned, metrics = run(
         {
-            "model": saved(),
+            "model": saved(kind=kind),
             "transfer": transfer(sidecar.url, case),
             "options": {**CROWDED, **case.get("options", {})},
             "steps": [
@@ -133,13 +150,15 @@ def test_a_crowd_gets_the_tokens_of_an_engine_without_a_store(
         }
     )
     for told in (first, second, churned):
-        for number, (mine, theirs) in enumerate(zip(told, alone, strict=True)):
+        for number, (mine, theirs) in enumerate(zip(told, alone(kind), strict=True)):
             assert mine.get("aborted") or mine["tokens"] == theirs["tokens"], (name, number, mine, theirs)
+    if kind != "llama" and not models.takes_windows():
+        return
     external = [
         sum(one["kvstore"]["hits"].get("dram", 0) for one in told if "kvstore" in one) for told in (second, churned)
     ]
     assert min(external) > 0, external
-    assert metrics["vllm:num_preemptions"] > 0
+    assert metrics["vllm:num_preemptions"] > 0 or kind != "llama", "with windows pages are free soon"
     for one in (*first, *second):
         account = one["kvstore"]
         assert sum(account["hits"].values()) + sum(account["misses"].values()) == account["asked"]

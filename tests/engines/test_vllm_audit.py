@@ -143,4 +143,6 @@ def test_without_an_audit_these_weights_would_have_given_other_tokens(sidecar: A
 @pytest.mark.slow
 def test_with_windows_nothing_that_is_right_has_drifted(sidecar: Any, saved: Any, run: Any) -> None:
     print(f"seed {SEED}")
+    if not models.takes_windows():
+        pytest.skip("this vLLM is refused models with windows: nothing is audited")
     audited(saved, run, sidecar.url, kind="gemma")

@@ -12,6 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from engine_adapter.vllm_connector import KvStoreConnector
+from engines.nursery import wanted_version
+
+
+def test_the_vllm_that_runs_is_the_one_that_was_asked_for() -> None:
+    wanted_version()
+
 
 # What 0.28, 0.31 and 0.32 have. A hook that is not here may be one that a connector has to answer.
 HOOKS = {
