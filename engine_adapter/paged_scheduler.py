@@ -11,7 +11,7 @@ never import an engine, and must never offer a token's KV before the engine has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import wraps
 from logging import getLogger
@@ -680,8 +680,3 @@ class PagedScheduler:
     def _number(self) -> int:
         self._next_number += 1
         return self._next_number
-
-
-def namespace_config(**fields: object) -> Mapping[str, str]:
-    """Fields of a namespace as text; empty ones are left out."""
-    return {name: str(value) for name, value in fields.items() if value not in (None, "", {})}

@@ -6,6 +6,7 @@ pages are, and what else decides its numbers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -14,12 +15,13 @@ import torch
 
 from engine_adapter.engine_pages import EnginePages, RegisteredGroup, register
 from engine_adapter.model_files import model_fingerprint, snapshot_directory
-from engine_adapter.paged_scheduler import namespace_config
 from engine_adapter.step_orders import WorkerFacts
 from kvstore.errors import BadInput
 
 ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 """KV groups of these kinds can be stored."""
+PLACES = ("_name_or_path", "_commit_hash", "transformers_version")
+"""In a model's configuration: where it was found, and by what it was written."""
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
 """Ways to draft tokens."""
 
@@ -72,17 +74,25 @@ def has_draft_layers(config: Any) -> bool:
 
 
 def fingerprint(config: Any) -> str:
-    """Of the weights' files, and of a draft model's, whose layers have KV of their own. Raises `BadInput`."""
-    model, load = config.model_config, config.load_config
-    names = [(getattr(model, "model_weights", "") or model.model, model.revision)]
+    """Of the weights' files. Raises `BadInput`."""
+    model = config.model_config
+    return _fingerprint(config, getattr(model, "model_weights", "") or model.model, model.revision)
+
+
+def draft_fingerprint(config: Any) -> str:
+    """Of a draft model of its own, whose layers have KV in the blocks as well; empty where there is none. Raises
+    `BadInput`."""
     draft = getattr(config.speculative_config, "draft_model_config", None)
-    if draft is not None and draft.model != model.model:
-        names.append((draft.model, draft.revision))
+    if draft is None or draft.model == config.model_config.model:
+        return ""
+    return _fingerprint(config, draft.model, draft.revision)
+
+
+def _fingerprint(config: Any, name: str, revision: str | None) -> str:
     try:
-        found = [snapshot_directory(name, revision, load.download_dir) for name, revision in names]
+        return model_fingerprint(snapshot_directory(name, revision, config.load_config.download_dir))
     except BadInput as error:
         raise BadInput(f'{error}; give their fingerprint as "model" in kv_connector_extra_config') from None
-    return "+".join(model_fingerprint(one) for one in found)
 
 
 def registered_pages(config: Any, groups: Any, kv_caches: Mapping[str, torch.Tensor]) -> EnginePages:
@@ -123,20 +133,53 @@ def _scales(layers: Mapping[str, Any], names: Iterable[str]) -> str:
     return blake2b(repr(scales).encode(), digest_size=16).hexdigest()
 
 
+def model_settings(config: Any) -> dict[str, object]:
+    """What a model is made of besides its weights' files, as vLLM has resolved it: overrides are in it, and what was
+    given beside the model. Not how the engine computes."""
+    model = config.model_config
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    return {
+        "hf_config": model.hf_config.to_dict(),
+        "quantization": [str(model.quantization), getattr(model, "quantization_config", None)],
+        "model_impl": str(model.model_impl),
+        "disable_sliding_window": model.disable_sliding_window,
+        "kv_cache_dtype_skip_layers": str(getattr(config.cache_config, "kv_cache_dtype_skip_layers", None)),
+        "load": [str(config.load_config.load_format), config.load_config.model_loader_extra_config],
+        "draft": draft.hf_config.to_dict() if draft is not None else None,
+    }
+
+
+def plain(value: object) -> str:
+    """As text that is equal for what is equal, without the place where a model was found."""
+    return json.dumps(_without_places(value), sort_keys=True, default=str)
+
+
+def _without_places(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _without_places(it) for key, it in value.items() if key not in PLACES}
+    return [_without_places(it) for it in value] if isinstance(value, list | tuple) else value
+
+
 def config_fields(config: Any, facts: Sequence[WorkerFacts], version: str) -> Mapping[str, str]:
-    """What decides KV besides weights and layout, in words that a person can compare. version: of vLLM."""
+    """What decides KV besides weights and layout, in words that a person can compare, and all the rest as a digest.
+    version: of vLLM. Raises `BadInput` where a draft model's weights cannot be read."""
     model, cache = config.model_config, config.cache_config
     rope = str(getattr(model.hf_text_config, "rope_parameters", None) or "")
-    return namespace_config(
+    return _named(
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
         kv_cache_dtype=cache.cache_dtype,
         kv_scales="+".join(sorted({one.scales for one in facts})),
         rope=rope,
-        overrides=model.hf_overrides if isinstance(model.hf_overrides, dict) else None,
         device=facts[0].device,
         # For these a position's K depends on how long a prompt may get.
         max_model_len=model.max_model_len if any(kind in rope for kind in ("longrope", "dynamic")) else None,
-        draft=getattr(config.speculative_config, "method", None),
+        draft=" ".join(filter(None, (getattr(config.speculative_config, "method", None), draft_fingerprint(config)))),
+        settings=blake2b(plain(model_settings(config)).encode(), digest_size=16).hexdigest(),
         engine=f"vllm {version}",  # a model's code may be mended from one to the next
     )
+
+
+def _named(**fields: object) -> Mapping[str, str]:
+    """Fields of a namespace as text; empty ones are left out."""
+    return {name: str(value) for name, value in fields.items() if value not in (None, "", {})}

@@ -12,10 +12,9 @@ All methods run in vLLM's scheduler, return at once and never raise because of t
 from __future__ import annotations
 
 import inspect
-import json
 import platform
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 from hashlib import blake2b
 from logging import getLogger
@@ -50,6 +49,7 @@ import kvstore
 from engine_adapter.chunk_layout import chunk_layout
 from engine_adapter.chunk_store import ChunkLimits, ChunkStore, Verdict
 from engine_adapter.model_files import model_fingerprint, snapshot_directory
+from engine_adapter.vllm_config import model_settings, plain
 from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
 
@@ -321,25 +321,20 @@ def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
     """What decides a chunk's bytes besides weights and prompt: fields of the namespace, as text."""
     offloading, model, cache = spec.config, config.model_config, config.cache_config
     parallel, speculative = offloading.parallel, config.speculative_config
-    rope = _plain(model.hf_config.to_dict())
+    rope = plain(model.hf_config.to_dict())
     depends_on_length = any(kind in rope for kind in ('"longrope"', '"dynamic"'))
     draft = getattr(speculative, "draft_model_config", None)
     settings = {
-        "hf_config": rope,
-        "quantization": [str(model.quantization), _plain(getattr(model, "quantization_config", None))],
-        "model_impl": str(model.model_impl),
-        "disable_sliding_window": model.disable_sliding_window,
+        **model_settings(config),
         "attention": {
             it.name: str(getattr(config.attention_config, it.name)) for it in fields(config.attention_config)
         },
         "cache": {
             name: str(getattr(cache, name, None))
-            for name in ("kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode")
+            for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode")
         },
-        "load": [str(config.load_config.load_format), _plain(config.load_config.model_loader_extra_config)],
         "max_model_len": model.max_model_len if depends_on_length else None,
         "groups": [[list(group.layer_names), group.tokens_per_block] for group in offloading.groups],
-        "draft": _plain(draft.hf_config.to_dict()) if draft is not None else None,
     }
     return {
         "engine": f"vllm {vllm.__version__}",
@@ -352,7 +347,7 @@ def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
         "workers": f"tp {parallel.tp_size}, pp {parallel.pp_size}, pcp {parallel.pcp_size}, dcp {parallel.dcp_size}",
         "host_layout": f"replicated {spec.replicated_layout}, canonical {offloading.canonical_layout}",
         "speculative": f"{getattr(speculative, 'method', None)} {_draft_fingerprint(config, draft)}".strip(),
-        "settings": blake2b(_plain(settings).encode(), digest_size=32).hexdigest(),
+        "settings": blake2b(plain(settings).encode(), digest_size=32).hexdigest(),
     }
 
 
@@ -387,19 +382,6 @@ def _platform() -> str:
         has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()
         return f"cpu {platform.machine()}, amx {has_amx}"
     return f"{device} {current_platform.get_device_name()}"
-
-
-def _plain(value: object) -> str:
-    """As text that is equal for what is equal, without the place where a model was found."""
-    return json.dumps(_without_places(value), sort_keys=True, default=str)
-
-
-def _without_places(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            str(key): _without_places(it) for key, it in value.items() if key not in ("_name_or_path", "_commit_hash")
-        }
-    return [_without_places(it) for it in value] if isinstance(value, list | tuple) else value
 
 
 def _group_of(name: bytes) -> int:

@@ -15,7 +15,7 @@ from engine_adapter.audit import AuditResult, Verdict
 from engine_adapter.connector_settings import ConnectorSettings
 from engine_adapter.engine_requests import NEVER, Computed, RequestFacts
 from engine_adapter.load_choice import StepWork
-from engine_adapter.paged_scheduler import PagedScheduler, namespace_config
+from engine_adapter.paged_scheduler import PagedScheduler
 from engine_adapter.step_orders import AuditReport, LoadReport, NamespaceFacts, SaveReport, StepOrders, StepReports
 from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
@@ -831,7 +831,3 @@ def test_before_a_worker_has_spoken_nothing_is_asked(store: EmbeddedStore) -> No
     told: Any = half.finished("a")
     assert told["misses"] == {"disabled": 100} and half.block_tokens == 0
     half.close()
-
-
-def test_fields_of_a_namespace_are_text_and_empty_ones_are_left_out() -> None:
-    assert namespace_config(a=1, b=None, c="", d={}, e="x", f=0) == {"a": "1", "e": "x", "f": "0"}

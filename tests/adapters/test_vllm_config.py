@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.vllm_config import fingerprint, has_draft_layers, unsupported, unwaitable
+from engine_adapter.step_orders import WorkerFacts
+from engine_adapter.vllm_config import config_fields, fingerprint, has_draft_layers, unsupported, unwaitable
 from kvstore.errors import BadInput
 
 
@@ -97,3 +98,60 @@ def test_weights_that_are_not_there_have_no_fingerprint() -> None:
     )
     with pytest.raises(BadInput, match='"model" in kv_connector_extra_config'):
         fingerprint(given)
+
+
+FACTS = WorkerFacts(0, 32, (), "slabs", "", "cpu", 4096)
+
+
+def model(place: str = "/here", **changed: Any) -> Any:
+    """An engine's configuration, as far as it decides KV."""
+    hf_config = {"_name_or_path": place, "transformers_version": place, "rope_theta": 10000.0, "layers": [1, {"a": 2}]}
+    of_model = dict(
+        hf_text_config=SimpleNamespace(rope_parameters={"rope_type": "default"}),
+        dtype="torch.float32",
+        quantization=None,
+        model_impl="auto",
+        disable_sliding_window=False,
+        max_model_len=2048,
+        model=place,
+    )
+    hf_config |= changed.pop("hf_config", {})
+    of_cache = dict(cache_dtype=changed.pop("cache_dtype", "auto"))
+    of_model |= changed
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**of_model, hf_config=SimpleNamespace(to_dict=lambda: hf_config)),
+        cache_config=SimpleNamespace(**of_cache),
+        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
+        speculative_config=None,
+    )
+
+
+def test_the_same_model_at_another_place_has_the_same_fields() -> None:
+    fields = config_fields(model(), [FACTS], "0.32.0")
+    assert fields == config_fields(model("/there"), [FACTS], "0.32.0")
+    assert fields["engine"] == "vllm 0.32.0" and fields["dtype"] == "float32" and "max_model_len" not in fields
+    assert not set(fields) & {"quantization", "kv_scales", "draft"}, "what is empty is left out"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(hf_config={"rope_theta": 500000.0}),
+        dict(hf_config={"layers": [1, {"a": 3}]}),
+        dict(dtype="torch.bfloat16"),
+        dict(quantization="fp8"),
+        dict(model_impl="transformers"),
+        dict(disable_sliding_window=True),
+        dict(cache_dtype="fp8"),
+    ],
+)
+def test_whatever_decides_kv_is_in_the_fields(changed: dict[str, Any]) -> None:
+    assert config_fields(model(**changed), [FACTS], "0.32.0") != config_fields(model(), [FACTS], "0.32.0")
+
+
+def test_where_rope_depends_on_the_longest_prompt_that_is_in_the_fields() -> None:
+    rope = SimpleNamespace(rope_parameters={"rope_type": "dynamic"})
+    one, other = (
+        config_fields(model(hf_text_config=rope, max_model_len=length), [FACTS], "0.32.0") for length in (2048, 4096)
+    )
+    assert one != other and one["max_model_len"] == "2048"
