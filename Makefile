@@ -2,7 +2,7 @@
 # first: a fresh machine needs make, a C compiler and Python 3.11 or 3.12 with its venv module, no more.
 #
 #   make demo                          the main job, end to end
-#   make test ARGS="-k frame -x"       ARGS go to the command behind demo, test, test-kernels, bench, gpu
+#   make test ARGS="-k frame -x"       ARGS go to the command behind demo, bench, gpu, torture and all tests
 #   make env PYTHON=/opt/python3.12    which Python a new environment is made from
 #   make gpu STAGE=ttft                one step of the list for a GPU; all of them without STAGE
 #   make gpu PYTHON=python3            with that Python as it is, where no environment can be made
@@ -50,8 +50,8 @@ help:
 	@echo 'make test    run every test but those of the next line, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed'
 	@echo 'make test-kernels  the tests of kernels, transfers, codecs, adapters and the demo, within the same time'
 	@echo 'make test-drawn    the tests that draw histories and shapes at random, within the same time'
-	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB); at most $(ENGINE_LIMIT_SECONDS) seconds'
-	@echo 'make test-vllm-matrix  the same with 200 prompts for each configuration, on every vLLM that is served'
+	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB), without the slow tests; at most $(ENGINE_LIMIT_SECONDS) seconds'
+	@echo 'make test-vllm-matrix  all of these, with 200 prompts for each configuration, on every vLLM that is served: hours'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
 	@echo 'make bench   run every benchmark that needs no GPU against its physical limit'
 	@echo 'make gpu     test and measure on a GPU, at most 8 minutes; results in benchmarks/results (benchmarks/gpu.py)'
@@ -63,7 +63,7 @@ help:
 	@echo 'PYTHON=...   the Python to make $(VENV) from: 3.11 or 3.12; found by itself when not given'
 	@echo '             make gpu PYTHON=... makes none: it runs with that Python as it is'
 	@echo 'STAGE=...    steps of make gpu alone: tests, kernels, codec, ttft'
-	@echo 'ARGS=...     further arguments for demo, test, bench, gpu and torture'
+	@echo 'ARGS=...     further arguments for demo, bench, gpu, torture and all tests'
 
 env: $(STAMP)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 from engine_adapter.audit import Verdict
 from engine_adapter.audit_plan import AuditPlan
 from engine_adapter.connector_settings import ConnectorSettings, LoadMode, SavePolicy
+from engine_adapter.costmodel import SYNCHRONOUS_MS
 from engine_adapter.engine_requests import (
     NEVER,
     Computed,
@@ -48,8 +49,6 @@ from kvstore.handle import Lease
 from kvstore.identity import Prompt
 from kvstore.miss import Account, HitTier, MissReason
 
-QUICK_LOAD_MS = 2.0
-"""A load that takes no longer is worth a step's time."""
 MAX_SAVED_EVENTS = 4096
 """Kept until somebody asks for them."""
 CLOSE_SECONDS = 1.0
@@ -477,7 +476,7 @@ class PagedScheduler:
         if mode is not LoadMode.AUTO:
             return mode is not LoadMode.ASYNC
         is_alone = not (self._running - {state.request.request_id} or self._loads)
-        return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < QUICK_LOAD_MS)
+        return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS)
 
     def _let_go(self, state: RequestState) -> None:
         if state.lookup is not None:

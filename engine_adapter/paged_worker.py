@@ -74,7 +74,8 @@ class _Reader:
 
 class PagedWorker:
     """One worker's half. The engine's thread calls everything but what is marked; nothing is waited for but a fence,
-    the loads that a step waits for, and at most `IDLE_WAIT_SECONDS` in a step that computes nothing."""
+    the loads that a step waits for (`OPEN_SECONDS` for their namespace, and as long as the store's own deadlines say),
+    and at most `IDLE_WAIT_SECONDS` in a step that computes nothing."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class PagedWorker:
         before = self.pages.stream.mark() if orders else None  # which may read what was in these pages
         for order in orders:
             if order.waits and not order.layerwise:
-                self._finish_load(self._load(order, self._clock(), OPEN_SECONDS), order)
+                self._finish_load(self._load(order, self._clock()), order)
                 continue
             with self._changed:
                 self._loads.append((order, self._clock(), before))
@@ -235,7 +236,7 @@ class PagedWorker:
                     return
                 order, asked_at, before = self._loads.popleft()
             with self.pages.stream.behind(before):
-                report = self._load(order, asked_at, OPEN_SECONDS)
+                report = self._load(order, asked_at)
             if order.waits:
                 self._finish_load(report, order)
                 continue
@@ -261,11 +262,11 @@ class PagedWorker:
         for run in order.tables:
             self._invalid.update(run.pages[max(0, first - run.first) : last - run.first])
 
-    def _load(self, order: LoadOrder, asked_at: float, open_seconds: float) -> LoadReport:
+    def _load(self, order: LoadOrder, asked_at: float) -> LoadReport:
         """Any thread. Attach, copy, verify, let go."""
         tokens, reason = order.first_token, None
         try:
-            namespace = self._opened(order.namespace, open_seconds)
+            namespace = self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
                 reason = MissReason.UNREACHABLE
             else:
@@ -275,6 +276,7 @@ class PagedWorker:
                         pages = self.pages.pages(
                             order.tables, namespace.layout, order.first_token, is_exact=namespace.is_exact
                         )
+                        got = tokens
                         for loaded in self._loaded(namespace, lease, pages, order):
                             got, reason = min(loaded.tokens, order.stop_token), loaded.reason
                         tokens = max(tokens, got)

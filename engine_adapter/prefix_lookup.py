@@ -44,7 +44,6 @@ class PrefixLookup:
         self.request = request
         self.account = Account.of([(MissReason.DISABLED, prompt.tokens)])
         self.detail = ""
-        self.faults = 0
         self.lease: Lease | None = None
         self._clock = clock
         self._match_seconds = match_deadline_ms / 1000
@@ -176,6 +175,5 @@ class PrefixLookup:
     def _fault(self, error: Exception) -> MissReason:
         if isinstance(error, StoreClosed):
             return MissReason.DISABLED
-        self.faults += 1
         _log.warning("the store failed a look-up: %s: %s", type(error).__name__, str(error).partition("\n")[0])
         return MissReason.UNREACHABLE

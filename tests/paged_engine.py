@@ -300,10 +300,10 @@ class SlowWorker(PagedWorker):
             time.sleep(self.faults.pause * self.pause.random())
         return may
 
-    def _load(self, order: LoadOrder, asked_at: float, open_seconds: float) -> LoadReport:
+    def _load(self, order: LoadOrder, asked_at: float) -> LoadReport:
         draw = Random(self.faults.seed * 1_000_003 + order.number * 31 + self._rank)
         time.sleep(self.faults.pause * draw.random())
-        report = super()._load(order, asked_at, open_seconds)
+        report = super()._load(order, asked_at)
         if draw.random() >= self.faults.failing:
             return report
         page = self.pages.facts.page_tokens

@@ -306,7 +306,7 @@ def test_another_engine_loads_what_one_has_saved(store: EmbeddedStore, load: str
         one.settle()
         handle = handle_of(store, one.half._facts)  # type: ignore[arg-type]
         assert hits(first) == {} and handle.match(first.stream).blocks == 5
-    with engine_at(store, Shape(form="slabs"), Random(2), load=load) as other:
+    with engine_at(store, Shape(), Random(2), load=load) as other:
         second = finished(other, "b", prompt)
         third = finished(other, "c", [*first.stream[:339], 5])
     assert hits(second) == {"dram": 256}
@@ -495,20 +495,20 @@ def test_orders_and_reports_name_no_tokens(store: EmbeddedStore) -> None:
             assert str(token).encode() not in crossed
 
 
-def test_a_load_that_fails_beside_the_steps_is_computed_and_counted(store: EmbeddedStore) -> None:
+@pytest.mark.parametrize("load", MODES)
+def test_a_load_that_fails_is_computed_and_counted(store: EmbeddedStore, load: str) -> None:
     with engine_at(store, Shape(), Random(1)) as engine:
         finished(engine, "a", ids(300))
         engine.settle()
-    for load in MODES:
-        with engine_at(store, Shape(), Random(1), faults=Faults(3, failing=1.0), load=load) as other:
-            request = finished(other, "b", ids(300))
-            assert request.told is not None and request.status is Status.OVER
-            lost = request.told["misses"].get("corrupt", 0)
-            assert lost > 0 and lost + hits(request).get("dram", 0) == 256, request.told
-            counts = other.half.take_counts()
-            assert counts.failed_loads == counts.loads == 1 and counts.misses[MissReason.CORRUPT] == lost
-            assert counts.hits.get(HitTier.DRAM, 0) == 256 - lost
-            other.settle()
+    with engine_at(store, Shape(), Random(1), faults=Faults(3, failing=1.0), load=load) as other:
+        request = finished(other, "b", ids(300))
+        assert request.told is not None and request.status is Status.OVER
+        lost = request.told["misses"].get("corrupt", 0)
+        assert lost > 0 and lost + hits(request).get("dram", 0) == 256, request.told
+        counts = other.half.take_counts()
+        assert counts.failed_loads == counts.loads == 1 and counts.misses[MissReason.CORRUPT] == lost
+        assert counts.hits.get(HitTier.DRAM, 0) == 256 - lost
+        other.settle()
 
 
 @pytest.mark.parametrize("is_broken", [False, True])

@@ -8,8 +8,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
+from vllm.config import SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from engine_adapter.vllm_connector import KvStoreConnector
 from engines.nursery import wanted_version
@@ -103,10 +108,27 @@ def test_no_abstract_hook_is_left() -> None:
             "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens total_num_scheduled_tokens "
             "scheduled_spec_decode_tokens",
         ),
-        (NewRequestData, "req_id block_ids"),
-        (CachedRequestData, "req_ids new_block_ids resumed_req_ids"),
+        (NewRequestData, "req_id block_ids num_computed_tokens"),
+        (CachedRequestData, "req_ids new_block_ids resumed_req_ids num_computed_tokens"),
+        (KVConnectorOutput, "kv_connector_worker_meta"),
     ],
 )
 def test_what_is_read_of_a_step_is_there(kind: type, fields: str) -> None:
     there = set(kind.__dataclass_fields__)  # type: ignore[attr-defined]
     assert not set(fields.split()) - there, set(fields.split()) - there
+
+
+def test_what_is_read_of_a_request_is_there() -> None:
+    """Where a name is new, what it says would be overlooked in silence."""
+    request = Request("a", [1, 2, 3], SamplingParams(), None)
+    for name in (
+        "request_id num_tokens num_prompt_tokens num_computed_tokens all_token_ids block_hashes prompt_embeds "
+        "resumable sampling_params lora_request cache_salt mm_features kv_transfer_params skip_reading_prefix_cache"
+    ).split():
+        assert hasattr(request, name), name
+
+
+def test_what_is_asked_of_the_engines_own_cache_is_there() -> None:
+    assert list(inspect.signature(BlockPool.evict_blocks).parameters) == ["self", "block_ids"]
+    assert isinstance(VllmConfig.use_v2_model_runner, property)
+    assert "async_scheduling" in SchedulerConfig.__dataclass_fields__
