@@ -441,7 +441,8 @@ class _SchedulerSide:
             layout.packing,
             facts[0].device,
         )
-        if self._config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        # Beside other connectors a child does not see what was said for all of them.
+        if self.is_alone and self._config.kv_transfer_config.kv_load_failure_policy != "recompute":
             logger.warning(
                 "kvstore: a request whose load fails ends with an error; set "
                 '"kv_load_failure_policy": "recompute" beside kv_connector to have it computed instead'
