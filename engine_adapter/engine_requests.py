@@ -72,10 +72,12 @@ class Computed:
 
 @dataclass(slots=True)
 class LoadUnderWay:
-    """tokens: up to which pages are verified, as far as is known. waiting: ranks that have not reported. is_first: of
-    its request's first admission, which the account is of. pages: from the first one that it brings to the request's
-    last, of a load that a step waits for. account: where the request is over and not counted yet."""
+    """state: of its request. tokens: up to which pages are verified, as far as is known. waiting: ranks that have not
+    reported. is_first: of its request's first admission, which the account is of. pages: from the first one that it
+    brings to the request's last, of a load that a step waits for. account: where the request is over and not counted
+    yet."""
 
+    state: RequestState = field(repr=False)
     order: LoadOrder
     lease: Lease | None
     waiting: set[int]
@@ -85,6 +87,16 @@ class LoadUnderWay:
     seconds: float = 0.0
     reason: MissReason | None = None
     account: Account | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it brought what was ordered."""
+        return self.tokens >= self.order.stop_token
+
+    @property
+    def end(self) -> int:
+        """Tokens of the prompt that its request has with it."""
+        return max(self.tokens, self.order.first_token)
 
     @property
     def why(self) -> MissReason:
@@ -112,7 +124,7 @@ class RequestState:
     """One request on its way. account, detail: of its first admission. number: of the namespace in which the prompt was
     hashed. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the engine's own.
     offered: blocks up to which its KV was offered, or is held. taken_tokens: of the engine's own and ours, at its last
-    admission. is_parked: the engine waits for its load. held_out:
+    admission. held_out:
     whether its hit is computed all the same, None until that is decided. added_at, and found_tokens of the store's:
     while its first token is waited for, to learn what hits save.
     """
@@ -128,7 +140,6 @@ class RequestState:
     chosen_for: int = -1
     stop_token: int = 0
     stop_reason: MissReason = MissReason.GRID
-    is_parked: bool = False
     waits: bool = True
     is_admitted: bool = False
     offered: int = 0

@@ -31,6 +31,7 @@ from engine_adapter.engine_requests import (
     RequestState,
 )
 from engine_adapter.load_choice import LoadChoice, StepWork
+from engine_adapter.load_plan import LoadPlan
 from engine_adapter.opened_namespace import ClosableStore, OpenedNamespace
 from engine_adapter.prefix_lookup import PrefixLookup
 from engine_adapter.save_plan import SavePlan, page_runs
@@ -105,7 +106,7 @@ class PagedScheduler:
         self._is_exact = True
         self._refused: tuple[MissReason, str] | None = (MissReason.DISABLED, "the workers have said nothing yet")
         self._states: dict[str, RequestState] = {}
-        self._loads: dict[int, LoadUnderWay] = {}
+        self._loads = LoadPlan(1, 1)
         self._plan = SavePlan((0,), 1, 1)
         self._audits: AuditPlan | None = None
         self._former_audits: dict[int, set[int]] = {}
@@ -114,10 +115,7 @@ class PagedScheduler:
         self._taken: set[int] = set()
         """Pages that were given to requests since the last step."""
         self._orders = StepOrders()
-        self._spoiled: set[int] = set()
         self._is_broken = False
-        self._turned_away: set[str] = set()
-        """Requests whose load beside the steps brought nothing: the engine took their pages back."""
         self._next_number = 1
         self._running: set[str] = set()
         self._failures: dict[int, int] = {}
@@ -134,6 +132,8 @@ class PagedScheduler:
         Raises `BadInput` where the codec is none for such pages; then nothing has changed."""
         layout, settings, codec = facts.layout, self.settings, codec_named(facts.codec)
         payload_bytes = sum(codec.payload_bytes(part) for part in layout.parts)
+        if self._facts is None:
+            self._loads = LoadPlan(layout.page_tokens, layout.block_tokens)
         self._facts, self._ranks = facts, tuple(ranks)
         if not self._is_broken:
             self._refused = None  # also what had drifted: these are other weights, or other words for them
@@ -166,9 +166,7 @@ class PagedScheduler:
             _log.error("nothing is looked up or saved any more in this engine", exc_info=error)
         self._is_broken = True
         self._refused = (MissReason.DISABLED, f"a fault in the adapter: {type(error).__name__}")
-        for load in self._loads.values():
-            if load.order.waits:
-                self._spoiled.update(load.pages)
+        self._loads.give_up()
 
     def renamed(self, weights_epoch: int) -> None:
         """The weights were changed in place: what was stored before, and what is computed now, is not theirs."""
@@ -213,8 +211,7 @@ class PagedScheduler:
         state = self._states.get(request_id)
         if state is None:
             return 0, False
-        state.is_parked = False
-        if self._is_unsure(state, local_tokens) or self._is_held_up(state):
+        if self._loads.asks(state, local_tokens):
             return None, False
         state.local_tokens = local_tokens
         if state.lookup is None or (state.is_admitted and state.lookup.is_over):
@@ -235,7 +232,7 @@ class PagedScheduler:
         promised = max(0, tokens - local_tokens)
         state.waits = self._waits(state, promised)  # decided once: who is told that it is parked waits for a report
         is_beside = bool(promised) and not state.waits
-        if is_beside and self._turned_away:
+        if is_beside and self._loads.takes_no_more:
             return None, False
         return promised, is_beside
 
@@ -246,17 +243,13 @@ class PagedScheduler:
         first = state.local_tokens // self.page_tokens if state is not None else 0
         for table in tables:
             self._taken.update(table[first:])
-        if state is None:
-            return
-        if state.is_parked:
-            state.is_parked = False
+        if state is None or self._loads.resumes(request_id):
             return
         lookup = state.lookup
         found = lookup.found() if lookup is not None else None
         self._is_offered(state, found.blocks if found is not None else 0)
         is_first = not state.is_admitted
         state.taken_tokens = state.local_tokens + tokens
-        self._turned_away.discard(request_id)
         if is_first:
             state.is_admitted = True
             account = state.account.behind(HitTier.ENGINE, state.local_tokens)
@@ -284,7 +277,7 @@ class PagedScheduler:
         if state is None:
             return None
         self._running.discard(request_id)
-        self._turned_away.discard(request_id)
+        self._loads.ended(request_id)
         self._let_go(state)
         self._end_audit(state)
         if state.load is not None:
@@ -350,8 +343,7 @@ class PagedScheduler:
     def take_spoiled(self) -> set[int]:
         """Pages that a load which a step waited for has left without KV, and those that were computed behind them,
         since it was last asked. The engine must not give them to other requests, nor to this one if it comes anew."""
-        spoiled, self._spoiled = self._spoiled, set()
-        return spoiled
+        return self._loads.take_spoiled()
 
     def take_counts(self) -> RequestCounts:
         """What was counted since it was last asked."""
@@ -441,27 +433,6 @@ class PagedScheduler:
             return lookup.matched(local_tokens, local_tokens, MissReason.AUDIT)
         return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
 
-    def _is_unsure(self, state: RequestState, local_tokens: int) -> bool:
-        """Whether what the engine itself has for a request may be pages that another one's load brings just now: it
-        takes them for cached as soon as a step waits for that load, and nobody knows yet whether they come."""
-        for load in self._loads.values():
-            order, other = load.order, self._states.get(load.order.request)
-            if not order.waits or other is state or local_tokens <= order.first_token or self._is_broken:
-                continue
-            blocks = order.first_token // self.block_tokens
-            keys, others = state.prompt.keys, other.prompt.keys if other is not None else []
-            if min(len(keys), len(others)) < blocks or keys[:blocks][-1:] == others[:blocks][-1:]:
-                return True
-        return False
-
-    def _is_held_up(self, state: RequestState) -> bool:
-        """Whether a request that was turned away has to let others pass. It is the first one that the engine looks at,
-        and where there is no room for it, nobody behind it is looked at either: those that hold pages and only have to
-        be begun would hold them for ever."""
-        if state.request.request_id not in self._turned_away:
-            return False
-        return any(other.is_parked for other in self._states.values())
-
     @property
     def _can_wait(self) -> bool:
         """Engines take no word of single pages where some of a prompt may be missing."""
@@ -528,11 +499,10 @@ class PagedScheduler:
             waits,
             self.settings.load is LoadMode.LAYERWISE,
         )
-        load = LoadUnderWay(order, lease, set(self._ranks), stop_token, is_first=is_first)
+        state.load = LoadUnderWay(state, order, lease, set(self._ranks), stop_token, is_first=is_first)
         if waits:
-            load.pages = tuple(tables[0][state.local_tokens // self.page_tokens :])
-        state.load = self._loads[order.number] = load
-        state.is_parked = not waits
+            state.load.pages = tuple(tables[0][state.local_tokens // self.page_tokens :])
+        self._loads.add(state.load)
         self._orders.loads.append(order)
         self._is_offered(state, max(state.offered, stop_token // self.block_tokens))
         self._counts.loads += 1
@@ -540,20 +510,12 @@ class PagedScheduler:
             self.choice.begins(request_id, self._clock())
 
     def _loaded(self, report: LoadReport) -> None:
-        load = self._loads.get(report.number)
+        load = self._loads.reported(report)
         if load is None:
             return
-        load.waiting.discard(report.rank)
-        load.seconds = max(load.seconds, report.seconds)
-        if report.tokens < load.tokens:
-            load.tokens, load.reason = report.tokens, report.reason
-        if load.waiting:
-            return
-        del self._loads[report.number]
         if load.lease is not None:
             load.lease.release()
-        order, tokens = load.order, max(load.tokens, load.order.first_token)
-        is_whole = load.tokens >= order.stop_token
+        order, tokens, is_whole = load.order, load.end, load.is_whole
         self._counts.failed_loads += not is_whole
         if self.choice is not None:
             seconds = load.seconds if order.waits else None
@@ -562,7 +524,6 @@ class PagedScheduler:
             page = tokens // self.page_tokens
             behind = (number for run in order.tables for number in run.pages[max(0, page - run.first) :])
             self._plan.computed(behind, order.number)
-            self._spoiled.update(load.pages[page - order.first_token // self.page_tokens :])
         is_miss = load.is_first and not is_whole
         if load.account is not None:  # its request is over
             self._counts.add(load.account.cut(tokens, load.why) if is_miss else load.account)
@@ -574,8 +535,7 @@ class PagedScheduler:
         if not order.waits:
             state.local_tokens = tokens  # the engine has these, and comes for room for the rest
             if not is_whole and (not tokens or not self._can_wait):
-                self._turned_away.add(order.request)
-                state.is_parked = False
+                self._loads.turn_away(order.request)
         if not is_whole:
             state.facts = replace(state.facts, reads=False)  # or it could go on like that for ever
             state.account = state.account.cut(tokens, load.why) if is_miss else state.account

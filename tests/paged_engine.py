@@ -500,7 +500,7 @@ class PagedEngine:
             if time.monotonic() > deadline:
                 left = [(name, one.status, one.computed, one.known) for name, one in self.requests.items()]
                 loads = [(worker._loading, len(worker._loads), worker._done_loads) for worker in self.workers]
-                raise AssertionError(f"they do not come to an end: {left}; {self.half._loads}; {loads}")
+                raise AssertionError(f"they do not come to an end: {left}; {self.half._loads._under_way}; {loads}")
 
     def settle(self) -> None:
         """Until nothing waits to be saved, and that is known."""

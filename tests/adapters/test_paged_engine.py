@@ -211,8 +211,7 @@ def no_second_admission(engine: PagedEngine) -> None:
     allocated = engine.half.allocated
 
     def once(name: str, tables: Any, tokens: int) -> None:
-        state = engine.half._states.get(name)
-        allocated(name, [] if state is not None and state.is_parked else tables, tokens)
+        allocated(name, [] if name in engine.half._loads._parked else tables, tokens)
 
     engine.half.allocated = once  # type: ignore[method-assign]
 
@@ -237,7 +236,7 @@ def spoiled_pages_are_kept(engine: PagedEngine) -> None:
 
 
 def pages_on_their_way_are_shared(engine: PagedEngine) -> None:
-    engine.half._is_unsure = lambda state, local_tokens: False  # type: ignore[method-assign]
+    engine.half._loads._is_unsure = lambda state, local_tokens: False  # type: ignore[method-assign]
 
 
 def decoded_again(engine: PagedEngine) -> None:
