@@ -39,10 +39,13 @@ def save_llama(
     vocab: int = 1000,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    window: int = 0,
 ) -> Path:
-    """Weights wide enough apart that no token is repeated for ever, which would hide errors."""
+    """Weights wide enough apart that no token is repeated for ever, which would hide errors. window: of every layer,
+    which makes a Mistral of it."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config_kind, kind = (MistralConfig, MistralForCausalLM) if window else (LlamaConfig, LlamaForCausalLM)
+    config = config_kind(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -53,8 +56,9 @@ def save_llama(
         max_position_embeddings=16384,
         initializer_range=0.1,
         tie_word_embeddings=False,
+        **({"sliding_window": window} if window else {}),
     )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
+    kind(config).to(dtype).save_pretrained(directory)
     save_tokenizer(directory, vocab)
     return directory
 
@@ -77,26 +81,6 @@ def save_gemma(directory: Path, *, window: int = 192, vocab: int = 1000, seed: i
         query_pre_attn_scalar=64,
     )
     Gemma3ForCausalLM(config).save_pretrained(directory)
-    save_tokenizer(directory, vocab)
-    return directory
-
-
-def save_mistral(directory: Path, *, window: int = 192, vocab: int = 1000, seed: int = 0) -> Path:
-    """Every layer sees a window."""
-    torch.manual_seed(seed)
-    config = MistralConfig(
-        vocab_size=vocab,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        sliding_window=window,
-        max_position_embeddings=16384,
-        initializer_range=0.1,
-    )
-    MistralForCausalLM(config).save_pretrained(directory)
     save_tokenizer(directory, vocab)
     return directory
 
