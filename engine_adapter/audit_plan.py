@@ -44,7 +44,8 @@ class AuditPlan:
         self._ranks = tuple(ranks)
         self._number = number
         self._lease_deadline_ms = lease_deadline_ms
-        self._is_first_due = not codec_named(facts.codec).is_exact
+        self._is_exact = codec_named(facts.codec).is_exact
+        self._is_first_due = not self._is_exact
         """Whether the next one is a prompt's first block."""
         self._under_way: dict[int, RequestState] = {}
         self._outcomes: dict[str, int] = {}
@@ -61,7 +62,7 @@ class AuditPlan:
         self.name = self.name or namespace.namespace.digest().hex()[:12]
         block = namespace.block_tokens
         stop = 1 if self._is_first_due else min(match.tokens, state.prompt.tokens - 1) // block
-        self._is_first_due = not (self._is_first_due or codec_named(self._facts.codec).is_exact)
+        self._is_first_due = not self._is_exact and not self._is_first_due
         wanted = replace(match, keys=match.keys[:stop], blocks=stop, tokens=stop * block)
         pending = namespace.submit_lease(wanted, (stop - 1) * block, self._lease_deadline_ms)
         state.audit = AuditUnderWay(stop - 1, pending)
@@ -107,9 +108,9 @@ class AuditPlan:
         del self._under_way[report.number]
         plan.unwatch(report.number)
         audit.order = None
-        audit.verdicts = () if audit.is_void else tuple(result.verdict for result in audit.results)
-        self.ended(state)
-        return self._choice.audits.record(self.name, audit.results, now) if audit.verdicts else None
+        results = () if audit.is_void else audit.results
+        self._end(state, [result.verdict for result in results])
+        return self._choice.audits.record(self.name, results, now)
 
     def close(self) -> dict[int, set[int]]:
         """Whatever is reported from now on is of no interest. The comparisons under way, each with the ranks that have
@@ -125,15 +126,20 @@ class AuditPlan:
 
     def ended(self, state: RequestState) -> None:
         """There is nothing more to come of it, unless a comparison is under way. Safe to call again."""
+        if state.audit is not None and state.audit.order is None:
+            self._end(state, [])
+
+    def _end(self, state: RequestState, verdicts: Sequence[Verdict]) -> None:
+        """Let go of what is held, and count. verdicts: none where nothing was compared."""
         audit = state.audit
-        if audit is None or audit.order is not None:
-            return
+        assert audit is not None
         if audit.pending is not None:
             audit.pending.end()
         if audit.lease is not None:
             audit.lease.release()
         state.audit = None
-        for outcome in audit.verdicts or (GIVEN_UP,):
+        outcomes: list[str] = [*verdicts] or [GIVEN_UP]
+        for outcome in outcomes:
             self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
         self._choice.holdout.ended(state.request.request_id)
 

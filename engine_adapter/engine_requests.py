@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine_adapter.audit import AuditResult, Saving, Verdict
+from engine_adapter.audit import AuditResult, Saving
 from engine_adapter.prefix_lookup import PrefixLookup
 from engine_adapter.step_orders import AuditOrder, LoadOrder
 from kvstore.handle import Lease
@@ -107,7 +107,7 @@ class LoadUnderWay:
 @dataclass(slots=True)
 class AuditUnderWay:
     """A hit that is computed all the same. block: the one that is compared; pending, lease: of what is stored of it.
-    is_void: a rank had nothing to compare. verdicts: of all ranks, once they are there."""
+    is_void: a rank had nothing to compare."""
 
     block: int
     pending: Pending[Lease] | None
@@ -116,7 +116,6 @@ class AuditUnderWay:
     waiting: set[int] = field(default_factory=set)
     results: tuple[AuditResult, ...] = ()
     is_void: bool = False
-    verdicts: tuple[Verdict, ...] = ()
 
 
 @dataclass(eq=False, slots=True)

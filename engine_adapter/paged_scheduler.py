@@ -434,16 +434,17 @@ class PagedScheduler:
         return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
 
     @property
-    def _can_wait(self) -> bool:
-        """Engines take no word of single pages where some of a prompt may be missing."""
+    def _is_told_by_page(self) -> bool:
+        """Whether the engine hears which pages a load did not bring, and not only of which request: it takes no such
+        word where there are several groups, or pages that left a window are missing."""
         groups = self._facts.layout.groups if self._facts is not None else ()
         return len(groups) == 1 and not groups[0].window
 
     def _waits(self, state: RequestState, promised: int) -> bool:
         """Whether the step that needs the load waits for it."""
         mode = self.settings.load
-        if not self._can_wait:
-            return False
+        if not self._is_told_by_page:
+            return False  # and a step that waited could not be taken back
         if mode is not LoadMode.AUTO:
             return mode is not LoadMode.ASYNC
         is_alone = not (self._running - {state.request.request_id} or self._loads)
@@ -534,7 +535,7 @@ class PagedScheduler:
         state.load_ms += 1000 * load.seconds
         if not order.waits:
             state.local_tokens = tokens  # the engine has these, and comes for room for the rest
-            if not is_whole and (not tokens or not self._can_wait):
+            if not is_whole and (not tokens or not self._is_told_by_page):
                 self._loads.turn_away(order.request)
         if not is_whole:
             state.facts = replace(state.facts, reads=False)  # or it could go on like that for ever

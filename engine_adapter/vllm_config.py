@@ -23,7 +23,7 @@ ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 PLACES = ("_name_or_path", "_commit_hash", "transformers_version")
 """In a model's configuration: where it was found, and by what it was written."""
 WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix")
-"""Ways to draft tokens."""
+"""Ways to draft tokens that need no layers."""
 
 
 def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
@@ -41,8 +41,8 @@ def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
     unknown = sorted({kind for kind in kinds if kind not in ATTENTION_SPECS})
     if unknown:
         return f"KV groups of kind {', '.join(unknown)}; allowed: {', '.join(ATTENTION_SPECS)}"
-    if is_windowed(groups) and not is_failure_told:
-        return "sliding windows, where this vLLM goes on from a wrong place after a load that failed; use 0.31 or later"
+    if not is_told_by_page(groups) and not is_failure_told:
+        return "several KV groups or windows, where this vLLM cannot be told that a load has failed; use 0.31 or later"
     if any(getattr(group.kv_cache_spec, "extra_retained_tokens", 0) for group in groups.kv_cache_groups):
         return "sliding windows with drafts of several layers, for which vLLM keeps more than a window"
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups.kv_cache_groups):
@@ -50,10 +50,11 @@ def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
     return ""
 
 
-def is_windowed(groups: Any) -> bool:
-    """Whether any pages of a prompt may be missing in the engine's tables."""
-    specs = [group.kv_cache_spec for group in groups.kv_cache_groups]
-    return len(specs) > 1 or any(type(spec).__name__ == "SlidingWindowSpec" for spec in specs)
+def is_told_by_page(groups: Any) -> bool:
+    """Whether vLLM takes the word that pages of a load did not come: of one group, none of whose pages may be missing
+    in its tables as those that left a window are."""
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups.kv_cache_groups]
+    return len(kinds) == 1 and kinds != ["SlidingWindowSpec"]
 
 
 def unwaitable(config: Any) -> str:
@@ -76,7 +77,10 @@ def has_draft_layers(config: Any) -> bool:
 def fingerprint(config: Any) -> str:
     """Of the weights' files. Raises `BadInput`."""
     model = config.model_config
-    return _fingerprint(config, getattr(model, "model_weights", "") or model.model, model.revision)
+    try:
+        return _fingerprint(config, getattr(model, "model_weights", "") or model.model, model.revision)
+    except BadInput as error:
+        raise BadInput(f'{error}; give their fingerprint as "model" in kv_connector_extra_config') from None
 
 
 def draft_fingerprint(config: Any) -> str:
@@ -85,14 +89,14 @@ def draft_fingerprint(config: Any) -> str:
     draft = getattr(config.speculative_config, "draft_model_config", None)
     if draft is None or draft.model == config.model_config.model:
         return ""
-    return _fingerprint(config, draft.model, draft.revision)
+    try:
+        return _fingerprint(config, draft.model, draft.revision)
+    except BadInput as error:
+        raise BadInput(f"the draft model: {error}; give vLLM its snapshot directory") from None
 
 
 def _fingerprint(config: Any, name: str, revision: str | None) -> str:
-    try:
-        return model_fingerprint(snapshot_directory(name, revision, config.load_config.download_dir))
-    except BadInput as error:
-        raise BadInput(f'{error}; give their fingerprint as "model" in kv_connector_extra_config') from None
+    return model_fingerprint(snapshot_directory(name, revision, config.load_config.download_dir))
 
 
 def registered_pages(config: Any, groups: Any, kv_caches: Mapping[str, torch.Tensor]) -> EnginePages:

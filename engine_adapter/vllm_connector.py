@@ -60,7 +60,7 @@ from engine_adapter.vllm_config import (
     config_fields,
     fingerprint,
     has_draft_layers,
-    is_windowed,
+    is_told_by_page,
     registered_pages,
     unsupported,
     unwaitable,
@@ -242,12 +242,12 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return None, received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same, and which of them brought less; with windows that is all that is told (from 0.31 on)."""
+        """The same, and which of them brought less; with several groups or windows that is all that is told."""
         received, failed = self._finished()
-        if is_windowed(self._groups_config):
-            self._invalid = set()
-        else:
+        if is_told_by_page(self._groups_config):
             failed = set()
+        else:
+            self._invalid = set()
         return KVConnectorTransferResults(finished_sending=set(), finished_recving=received, failed_recving=failed)
 
     def _finished(self) -> tuple[set[str], set[str]]:

@@ -18,7 +18,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import fields
 from hashlib import blake2b
 from logging import getLogger
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -49,7 +48,7 @@ import kvstore
 from engine_adapter.chunk_layout import chunk_layout
 from engine_adapter.chunk_store import ChunkLimits, ChunkStore, Verdict
 from engine_adapter.model_files import model_fingerprint, snapshot_directory
-from engine_adapter.vllm_config import model_settings, plain
+from engine_adapter.vllm_config import draft_fingerprint, model_settings, plain
 from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
 
@@ -323,7 +322,6 @@ def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
     parallel, speculative = offloading.parallel, config.speculative_config
     rope = plain(model.hf_config.to_dict())
     depends_on_length = any(kind in rope for kind in ('"longrope"', '"dynamic"'))
-    draft = getattr(speculative, "draft_model_config", None)
     settings = {
         **model_settings(config),
         "attention": {
@@ -346,7 +344,7 @@ def engine_facts(config: Any, spec: Any, chunk_bytes: int) -> dict[str, str]:
         "chunk": f"{chunk_bytes} bytes, {spec.blocks_per_chunk} blocks, a hash of {spec.tokens_per_hash} tokens",
         "workers": f"tp {parallel.tp_size}, pp {parallel.pp_size}, pcp {parallel.pcp_size}, dcp {parallel.dcp_size}",
         "host_layout": f"replicated {spec.replicated_layout}, canonical {offloading.canonical_layout}",
-        "speculative": f"{getattr(speculative, 'method', None)} {_draft_fingerprint(config, draft)}".strip(),
+        "speculative": f"{getattr(speculative, 'method', None)} {draft_fingerprint(config)}".strip(),
         "settings": blake2b(plain(settings).encode(), digest_size=32).hexdigest(),
     }
 
@@ -362,17 +360,6 @@ def _opened_twice(url: str) -> tuple[kvstore.SidecarStore | kvstore.EmbeddedStor
     if not isinstance(first, kvstore.SidecarStore):
         return first, first
     return first, kvstore.open(url, engine=engine, session=first.session)
-
-
-def _draft_fingerprint(config: Any, draft: Any) -> str:
-    """A draft model's layers have KV in the chunks, too."""
-    if draft is None or draft.model == config.model_config.model:
-        return ""
-    if not Path(draft.model).exists():
-        raise BadInput(
-            f"KvStoreTier: the draft model {draft.model!r} is no directory; give vLLM its snapshot directory"
-        )
-    return model_fingerprint(draft.model)
 
 
 def _platform() -> str:

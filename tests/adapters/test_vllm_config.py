@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from engine_adapter.step_orders import WorkerFacts
-from engine_adapter.vllm_config import config_fields, fingerprint, has_draft_layers, unsupported, unwaitable
+from engine_adapter.vllm_config import (
+    config_fields,
+    draft_fingerprint,
+    fingerprint,
+    has_draft_layers,
+    unsupported,
+    unwaitable,
+)
 from kvstore.errors import BadInput
 
 
@@ -91,13 +98,18 @@ def test_drafts_of_layers_are_told_from_others(speculative: Any, has_layers: boo
 
 
 def test_weights_that_are_not_there_have_no_fingerprint() -> None:
+    absent = SimpleNamespace(model="/nowhere/at all", revision=None)
     given = SimpleNamespace(
-        model_config=SimpleNamespace(model="/nowhere/at all", revision=None),
+        model_config=absent,
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
-        speculative_config=None,
+        speculative_config=SimpleNamespace(draft_model_config=SimpleNamespace(model="/nor here", revision=None)),
     )
     with pytest.raises(BadInput, match='"model" in kv_connector_extra_config'):
         fingerprint(given)
+    with pytest.raises(BadInput, match=r"the draft model: .* give vLLM its snapshot directory"):
+        draft_fingerprint(given)
+    given.speculative_config.draft_model_config = absent
+    assert draft_fingerprint(given) == "", "drafts of the model's own layers"
 
 
 FACTS = WorkerFacts(0, 32, (), "slabs", "", "cpu", 4096)

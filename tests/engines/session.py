@@ -187,7 +187,7 @@ class Session:
         answers: list[Any] = []
         while engine.has_unfinished_requests():
             answers += engine.step()
-        return {"tokens": list(answers[-1].outputs[0].token_ids), "kvstore": answers[-1].kv_transfer_params["kvstore"]}
+        return {"tokens": list(answers[-1].outputs[0].token_ids)}
 
     def reset(self, step: dict[str, Any]) -> bool:
         """Forget the engine's own cache."""
