@@ -479,6 +479,7 @@ def test_a_request_that_brings_a_damaged_block_up_settles_it_alone(
 
 THREADS = 4
 OPERATIONS = 120
+"""Of each worker at least; more where the scrub has not come by often enough."""
 
 
 def test_nothing_is_condemned_while_a_lease_looks_for_slots_for_it(
@@ -518,15 +519,18 @@ def test_nothing_is_condemned_while_a_lease_looks_for_slots_for_it(
 class Worker:
     """One thread that puts and reads prompts with common beginnings, and compares every byte."""
 
-    def __init__(self, rig: Rig, handle: NamespaceHandle, planes: Any, seed: str) -> None:
+    def __init__(self, rig: Rig, handle: NamespaceHandle, planes: Any, seed: str, enough: threading.Event) -> None:
         self.rig, self.handle, self.planes, self.random = rig, handle, planes, Random(seed)
+        self.enough = enough
         self.fault: BaseException | None = None
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
     def run(self) -> None:
         try:
-            for _ in range(OPERATIONS):
+            done = 0
+            while done < OPERATIONS or not self.enough.is_set():
+                done += 1
                 blocks = self.random.randrange(1, BLOCKS + 1)
                 chosen = prompt(self.random.randrange(16), blocks)
                 if self.random.random() < 0.6:
@@ -547,8 +551,12 @@ class Worker:
 
 
 def run_workers(rig: Rig, monkeypatch: pytest.MonkeyPatch, seed: int, meanwhile: Callable[[Random], None]) -> list[str]:
-    """Four workers and a scrub that never rests; returns the verdicts of its second looks."""
+    """Four workers and a scrub that never rests; returns the verdicts of its second looks.
+
+    On any disk: the workers go on until the scrub has read some frames and has met one that changed meanwhile.
+    """
     looks: list[str] = []
+    enough, late = threading.Event(), time.monotonic() + LONG_SECONDS
     second_look = Scrubbing._second_look
 
     def counted(self: Scrubbing, place: int) -> Any:
@@ -563,9 +571,11 @@ def run_workers(rig: Rig, monkeypatch: pytest.MonkeyPatch, seed: int, meanwhile:
     rig.files.before = in_the_scrubs_read(monkeypatch, lambda *_: time.sleep(pauses.choice([0.0005, 0.0005, 0.03])))
     handle, random = rig.namespace(), Random(seed)
     planes = random_pages(handle.layout, BLOCKS, 64, 1).planes
-    workers = [Worker(rig, handle, planes, f"{seed} {number}") for number in range(THREADS)]
+    workers = [Worker(rig, handle, planes, f"{seed} {number}", enough) for number in range(THREADS)]
     while any(worker.thread.is_alive() for worker in workers):
         meanwhile(random)
+        if (looks and rig.scrub.frames > 10) or time.monotonic() > late:
+            enough.set()
         time.sleep(0.005)
     for worker in workers:
         assert worker.fault is None, worker.fault
