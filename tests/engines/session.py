@@ -133,7 +133,7 @@ class Session:
         params = SamplingParams(temperature=0, max_tokens=step.get("max_tokens", 12), ignore_eos=True)
         steps = 0
         while waiting or engine.has_unfinished_requests():
-            while waiting and len(running) < step["at_once"] and rng.random() < 0.7:
+            while waiting and len(running) < step["at_once"] and (not running or rng.random() < 0.7):
                 number, ids = waiting.pop(0)
                 engine.add_request(str(number), {"prompt_token_ids": ids}, params)
                 running.add(str(number))
@@ -145,6 +145,8 @@ class Session:
             steps += 1
             if steps == step.get("kill_at"):
                 os.kill(step["kill"], signal.SIGKILL)
+            if not engine.has_unfinished_requests():
+                continue  # an engine in a process of its own would be waited for
             for answer in engine.step():
                 if answer.finished:
                     running.discard(answer.request_id)
