@@ -16,7 +16,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import SystemClock
-from kvstore.config import DEFAULT_SCRUB, DEFAULT_TENANT, Limits
+from kvstore.config import DEFAULT_SCRUB, DEFAULT_TENANT, POLICIES, Limits, checked_policy
 from kvstore.errors import (
     BadInput,
     DirectoryInUse,
@@ -33,10 +33,12 @@ from kvstore.miss import Account, HitTier, MissReason
 from kvstore.pages import GroupPages, Pages
 from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.messages import MIN_SESSION_BYTES
+from tiering.policies.lru import LeafFirstLru
 
 if TYPE_CHECKING:
     from kv_kernels.device_transfers import DeviceTransfers
     from kvstore.node import EmbeddedStore
+    from tiering.policies.policy import PolicyMaker
 
 __version__ = "0.1.0"
 __all__ = [
@@ -85,6 +87,7 @@ def open(
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
     scrub: str | int = DEFAULT_SCRUB,
+    policy: str = POLICIES[0],
     engine: str = "",
     session: str | None = None,
 ) -> EmbeddedStore | SidecarStore:
@@ -97,8 +100,9 @@ def open(
     memory budget, as a size ("2GiB"). nvme: the budget on disk, in DIRECTORY/nvme; without it blocks live in memory
     only. slab, extent: size of the pieces that disk and memory are shared out in, chosen from the budgets if not given.
     tenant: whose blocks these are. limits: the store's named upper bounds. scrub: bytes per second at which what is on
-    disk is read and verified again in the background, once a day; "off" for never. Raises `BadInput`, `DirectoryInUse`
-    or `KeysUnusable`, each with one line that says what to do.
+    disk is read and verified again in the background, once a day; "off" for never. policy: which blocks go first when
+    DRAM is full: "lru", "adaptive" (LRU, and what it learns where that finds more) or "s3-fifo". Raises `BadInput`,
+    `DirectoryInUse` or `KeysUnusable`, each with one line that says what to do.
     """
     scheme, _, rest = str(url).partition(":")
     if scheme not in ("embedded", "unix") or not rest:
@@ -110,8 +114,8 @@ def open(
         from kvstore.codec import Codecs  # imports torch, which is none of a sidecar's business
 
         given = {"dram": dram, "nvme": nvme, "slab": slab, "extent": extent, "tenant": tenant, "limits": limits}
-        given["scrub"] = scrub
-        usual = {"dram": "1GiB", "tenant": DEFAULT_TENANT, "scrub": DEFAULT_SCRUB}
+        given |= {"scrub": scrub, "policy": policy}
+        usual = {"dram": "1GiB", "tenant": DEFAULT_TENANT, "scrub": DEFAULT_SCRUB, "policy": POLICIES[0]}
         for name, value in given.items():
             if value != usual.get(name):
                 raise BadInput(f"{name}={value!r} is the sidecar's to know; give it to kvstore serve, and not to open")
@@ -124,7 +128,17 @@ def open(
         raise BadInput(
             "session= is for processes that share a sidecar, unix:PATH; leave it out for a store in this one"
         )
-    return embedded(rest, dram=dram, nvme=nvme, slab=slab, extent=extent, tenant=tenant, limits=limits, scrub=scrub)
+    return embedded(
+        rest,
+        dram=dram,
+        nvme=nvme,
+        slab=slab,
+        extent=extent,
+        tenant=tenant,
+        limits=limits,
+        scrub=scrub,
+        policy=policy,
+    )
 
 
 def embedded(
@@ -137,6 +151,7 @@ def embedded(
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
     scrub: str | int = DEFAULT_SCRUB,
+    policy: str = POLICIES[0],
 ) -> EmbeddedStore:
     """Open a store in this process: `open("embedded:DIRECTORY", ...)` for whoever needs to know its type."""
     from kvstore.codec import Codecs
@@ -149,6 +164,7 @@ def embedded(
         except ImportError:
             raise BadInput("nvme= needs the package lmdb; install prefix-kvstore[server]") from None
         indexes = LmdbMaker
+    chosen = policy_named(policy)
     codecs = Codecs(_open_gpu)
     return open_embedded(
         directory,
@@ -162,7 +178,19 @@ def embedded(
         scrub=scrub,
         indexes=indexes,
         before_close=codecs.close,
+        policy=chosen,
     )
+
+
+def policy_named(name: str) -> PolicyMaker:
+    """What makes an eviction policy of that name. Raises `BadInput`."""
+    if checked_policy(name, "policy") == POLICIES[0]:
+        return LeafFirstLru
+    try:
+        from kvstore import policies  # imports numba
+    except ImportError:
+        raise BadInput(f"policy={name!r} needs the package numba; install prefix-kvstore[server]") from None
+    return policies.policy_named(name)
 
 
 def _open_gpu(index: int) -> DeviceTransfers | None:

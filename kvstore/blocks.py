@@ -108,6 +108,7 @@ class Blocks:
             )
             sealers.append(Sealer(stamp, keys.mac))
             classes.append(SlotClass(keys.tenant, digest_of_namespace, part.index, stamp.frame_bytes))
+        self.residency.policy.expect(self.dram.budget_bytes // sum(one.frame_bytes for one in classes))
         space = Space(self.index.add_namespace(keys.tenant), keys.tenant, namespace, tuple(classes), tuple(sealers))
         assert space.number == len(self.spaces)
         self.spaces.append(space)
@@ -162,9 +163,19 @@ class Blocks:
             residency.published(row, generation)
             self.unverified.discard(row)
             if is_new:
-                residency.listed(row, index.depth(row))
+                residency.listed(row)
         for part in range(len(self.spaces[number].classes)):
             self.dram.own(residency.places_of(rows, part), rows)
+
+    def used(self, chain: Sequence[int], count: int) -> None:
+        """A request came for a readable block and all its ancestors, the deepest first: it was given them, or it stored
+        the first `count`, and was given the others before."""
+        self.residency.policy.used(chain, count)
+        if self.lower is None:
+            self.residency.policy.touched(chain)
+            return
+        for residency in (self.residency, self.lower.residency):
+            residency.policy.touched([row for row in chain if residency.is_listed(row)])
 
     def evict_worst(self, blocks: int, number: int | None = None) -> int:
         """5. Take the worst leaves that nobody pins out of DRAM, up to that many; returns how many went.
@@ -318,7 +329,7 @@ class Blocks:
         for row, generation in zip(rows, generations, strict=True):
             if self.index.state(row) is RowState.VISIBLE and self.residency.generation(row) == generation:
                 residency.published(row, generation)
-                residency.listed(row, self.index.depth(row))
+                residency.listed(row)
                 kept.append(row)
                 self._end_older(number, self.index.key(row))
             else:
@@ -359,7 +370,7 @@ class Blocks:
             self.lower.residency.reserved([row], part, [place])
         self._came_below(row)
         self.lower.residency.published(row, generation)
-        self.lower.residency.listed(row, self.index.depth(row))
+        self.lower.residency.listed(row)
         self.lower.tier.own(places, [row] * len(places))
 
     def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
@@ -380,7 +391,7 @@ class Blocks:
             self.dram.commit([place], [b""])
             self.dram.own([place], [row])
         residency.published(row, self.lower.residency.generation(row))
-        residency.listed(row, self.index.depth(row))
+        residency.listed(row)
         self.unverified.discard(row)
         self.counters["promoted_blocks"] += 1
 
@@ -400,7 +411,7 @@ class Blocks:
             residency.reserved([row], part, [place])
             residency.part_sealed(row, part, header_digest)
         residency.published(row, generation)
-        residency.listed(row, self.index.depth(row))
+        residency.listed(row)
         self.dram.own(places, [row] * len(places))
         self.unverified.add(row)
 
@@ -451,7 +462,7 @@ class Blocks:
             parent = self.index.parent(row)
             if parent != NO_ROW:
                 self.residency.child_came(parent)
-            self.residency.listed(row, self.index.depth(row))
+            self.residency.listed(row)
         self.counters["quarantined_blocks"] += 1
 
     def _came_below(self, row: int) -> None:

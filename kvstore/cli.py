@@ -4,6 +4,7 @@
     serve                   a store for all engines of a host
     stat, namespaces, drop, purge, warm      an operator and a sidecar that runs
     fsck                    a directory that nobody uses
+    replay                  recorded requests, through the tables of a store without memory
 
 Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was
 given, what is allowed and how to mend it. Long work shows its progress on a terminal and nowhere else.
@@ -15,23 +16,28 @@ The environment is read here and nowhere else. Each command imports its own modu
 command does not need another one's packages. Must never show a traceback, unless KVSTORE_TRACEBACK is set.
 """
 
+import gzip
+import io
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, NoReturn, Protocol
 
 import kvstore
-from kvstore.errors import StoreError
+from kvstore.errors import BadInput, StoreError
 from tiering.errors import TierError
 
-_EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "server") | {
+_EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn", "numba"), "server") | {
+    "matplotlib": "plot",
     "torch": "hf",
     "transformers": "hf",
     "triton": "gpu",
@@ -224,8 +230,16 @@ def serve(
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
     # No run has a connection for every microsecond, so this one's are numbered above those of all before it.
     first_number = time.time_ns() // 1000
+    run_number = secrets.randbelow(RUNS)
     outside = Outside(
-        SystemClock(), secrets.randbelow(RUNS), first_number, secrets.token_bytes, LmdbMaker, _health_pages, wire
+        SystemClock(),
+        run_number,
+        first_number,
+        secrets.token_bytes,
+        LmdbMaker,
+        _health_pages,
+        kvstore.policy_named,
+        wire,
     )
     keeper_pid = os.getppid() if wire is not None else None
     begins_again = run(settings, outside, lambda sockets, port: _say_serving(sockets, port, keeper_pid, as_json))
@@ -373,6 +387,99 @@ def warm(
         path = socket or default_socket(data, TENANT_SOCKET)
         warmed = operate.warm(path, SystemClock(), namespace, file, prompts, show)
     return _print(report.WarmReport(warmed), as_json)
+
+
+@app.command()
+def replay(
+    traces: Annotated[
+        list[str], typer.Argument(metavar="TRACE...", help="JSON lines in Mooncake's form, gzip or not.")
+    ],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,..", help="lru, s3-fifo or adaptive. May be given again; lru if left out."),
+    ] = None,
+    blocks: Annotated[
+        list[str] | None, typer.Option(metavar="N,..", help="Blocks that DRAM has room for. May be given again.")
+    ] = None,
+    count_partial: Annotated[
+        bool, typer.Option("--count-partial", help="Store and count a prompt's last block also if it is not full.")
+    ] = False,
+    block_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of the traces' blocks. Found out if left out.")
+    ] = None,
+    warmup: Annotated[
+        float, typer.Option(metavar="SHARE", help="Of the requests: these fill the store and are not counted.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of what a policy draws.")] = 0,
+    prefill_rate: Annotated[
+        float, typer.Option(metavar="N", help="Tokens per second of a short prompt, for the seconds that hits save.")
+    ] = 10_000.0,
+    kv_bytes_per_token: Annotated[
+        int, typer.Option(metavar="N", help="For the bytes that are written. Those of an 8B model if left out.")
+    ] = 128 << 10,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the curves there: .png, .svg or .pdf.")] = None,
+    as_json: Json = False,
+) -> int:
+    """What policies would have found of recorded requests, through the store's own tables, beside the offline optimum.
+
+    No KV is stored, so any size can be tried on any machine. Equal traces, seeds and sizes give equal figures.
+    """
+    from kvstore.insight import replays
+    from kvstore.insight.trace import read_trace
+    from kvstore.node import build_replay
+    from kvstore.policies import policy_named
+
+    names = [name for given in policy or ["lru"] for name in given.split(",")]
+    chosen = {name: policy_named(name) for name in names}
+    sizes = [_blocks(size) for given in blocks or () for size in given.split(",")]
+    options = replays.Options(sizes, count_partial, warmup, seed, prefill_rate, kv_bytes_per_token)
+    draw = _plotter(plot) if plot is not None else None
+    paths = [Path(one) for one in traces]
+    is_short = len({path.name for path in paths}) == len(paths)
+    with _progress() as show:
+        read = []
+        for path in paths:
+            show(f"reading {path}")
+            with _lines(path) as lines:
+                read.append(read_trace(path.name if is_short else str(path), lines, block_tokens))
+        result = replays.run(read, chosen, options, build_replay, show)
+    status = _print(result, as_json)
+    if draw is not None:
+        sys.stdout.flush()
+        draw(result)
+    return status
+
+
+def _blocks(given: str) -> int:
+    if re.fullmatch(r"\s*[0-9]{1,12}\s*", given) is None:
+        raise typer.BadParameter(f"--blocks {given[:40]!r}; give whole numbers, such as --blocks 1000,10000")
+    return int(given)
+
+
+@contextmanager
+def _lines(file: Path) -> Iterator[Iterator[str]]:
+    """Of a text file, unpacked if it was packed."""
+    with open(file, "rb") as raw:
+        is_packed = raw.peek(2)[:2] == b"\x1f\x8b"
+        try:
+            with io.TextIOWrapper(gzip.open(raw) if is_packed else raw, encoding="utf-8", errors="replace") as lines:
+                yield lines
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise BadInput(f"{file} cannot be unpacked ({error}); it was cut off or damaged: fetch it again") from None
+
+
+def _plotter(file: str) -> Callable[[Any], None]:
+    """Draws a result there. What is missing for it is said before any work."""
+    from kvstore.insight.replay_plot import draw
+
+    if Path(file).suffix not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(f"--plot {file}: give a name that ends in .png, .svg or .pdf")
+    is_new = not os.path.lexists(file)
+    with open(file, "ab"):  # else it would be said behind all the work that it cannot be written
+        pass
+    if is_new:
+        os.unlink(file)
+    return lambda result: draw(result).savefig(file, dpi=150)
 
 
 def _health_pages(host: str, port: int, daemon: Any) -> Any:

@@ -30,6 +30,8 @@ _UNITS = {
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 _PAGE_BYTES = 4096
 
+POLICIES = ("lru", "s3-fifo", "adaptive")
+"""How DRAM chooses what goes first."""
 MAX_NAMESPACES = 1 << 15
 MIN_DRAM_BYTES = 1 << 20
 MIN_EXTENT_BYTES = 64 << 10
@@ -89,6 +91,13 @@ def format_size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def checked_policy(given: str, name: str) -> str:
+    """One of `POLICIES`. `name` is the option, for the message."""
+    if given not in POLICIES:
+        raise BadInput(f"{name}={given!r}; allowed: {', '.join(POLICIES)}")
+    return given
 
 
 MAX_SECONDS = 10**9

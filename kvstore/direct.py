@@ -66,12 +66,12 @@ class DirectReader:
             if self._closed:
                 return DirectReply(0, first_block, first_block)
             self.run_out()
-            rows = self._blocks.index.match(number, keys)[first_block : first_block + self._affordable(number)]
-            rows = list(takewhile(self._blocks.is_below, rows))
+            chain = self._blocks.index.match(number, keys)
+            rows = list(takewhile(self._blocks.is_below, chain[first_block : first_block + self._affordable(number)]))
             if not rows:
                 return DirectReply(0, first_block, first_block)
             self._lower.residency.keep(rows)
-            self._lower.residency.policy.touched(rows[::-1])
+            self._blocks.used(chain[: first_block + len(rows)][::-1], len(rows))
             lease = self._leases.add(number, first_block, rows, (), self._clock.monotonic_seconds())
             return DirectReply(lease, first_block, first_block + len(rows))
 

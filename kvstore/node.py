@@ -32,6 +32,7 @@ from kvstore.door import Grant, LeaseReply, MatchReply, Submitted
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
+from kvstore.insight.replay import Replay
 from kvstore.layout import Layout
 from kvstore.levels import WRITES
 from kvstore.miss import MissReason
@@ -42,7 +43,7 @@ from kvstore.requests import Requests
 from kvstore.store import DROP_SECONDS, Clock, Store, StoreUsage
 from tiering.dram import DramTier
 from tiering.errors import TierError
-from tiering.extents import ExtentPool
+from tiering.extents import BlankPool, ExtentPool
 from tiering.failpoint import Reach, go_on
 from tiering.files import (
     DirectFiles,
@@ -55,11 +56,13 @@ from tiering.files import (
     read_text_files,
     write_secret_file,
 )
+from tiering.frame import frame_bytes
 from tiering.keeping import Keeper, Kept
 from tiering.move_queue import MoveQueue, QueueLimits
 from tiering.mover import Mover
 from tiering.nvme import IndexMaker, NvmeTier, slab_name
 from tiering.policies.lru import LeafFirstLru
+from tiering.policies.policy import PolicyMaker
 from tiering.residency import Pins, Residency
 from tiering.scrub import ScrubLimits
 from tiering.slab import STAMP_SLAB, UID_BYTES, OtherFormat
@@ -399,6 +402,7 @@ def open_embedded(
     kept: Sequence[Kept] = (),
     guard: int = 0,
     before_close: Callable[[], object] = lambda: None,
+    policy: PolicyMaker = LeafFirstLru,
 ) -> EmbeddedStore:
     """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
     `KeysUnusable`, each with one line that says what to do.
@@ -406,7 +410,8 @@ def open_embedded(
     scrub: how fast the NVMe tier is read and verified again in the background, or all its limits. indexes: makes the
     index of an NVMe tier; needed with `nvme` only. files, gone, reach: for tests; what holds the
     slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints. run, keeper,
-    kept, guard: as in `build_store`. before_close: ends what the codecs have going with this store's memory.
+    kept, guard: as in `build_store`. before_close: ends what the codecs have going with this store's memory. policy:
+    which blocks go first when DRAM is full.
     """
     if nvme is None and slab is not None:
         raise BadInput(f"slab={slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out")
@@ -454,6 +459,7 @@ def open_embedded(
             keeper=keeper,
             kept=kept,
             guard=guard,
+            policy=policy,
         )
         store.start_loading({one.tenant: one for one in known})
     except BaseException:
@@ -575,12 +581,14 @@ def build_store(
     keeper: Keeper | None = None,
     kept: Sequence[Kept] = (),
     guard: int = 0,
+    policy: PolicyMaker = LeafFirstLru,
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none.
 
     run: below `RUNS`. Extents, leases and reservations are numbered from it on, so that what a client of an earlier run
     remembers names nothing in this one. keeper: holds DRAM for the next process. kept: what it held of the one before,
-    and guard: holders below that may be clients of that one (`DramTier.take_over`).
+    and guard: holders below that may be clients of that one (`DramTier.take_over`). policy: of DRAM; what leaves NVMe
+    is what was used there longest ago.
     """
     clock = clock or SystemClock()
     assert 0 <= run < RUNS
@@ -591,9 +599,24 @@ def build_store(
     lower = Lower(tier, Residency(LeafFirstLru(), pins)) if tier is not None else None
     first_generation = (tier.session << SESSION_BITS) + 1 if tier is not None else 1
     first_generation = max(first_generation, dram.newest_generation() + 1)
-    index, residency = PrefixIndex(limits.forgotten), Residency(LeafFirstLru(), pins)
+    index = PrefixIndex(limits.forgotten)
+    residency = Residency(policy(index.names, secrets.randbelow(1 << 31)), pins)
     blocks = Blocks(index, residency, dram, ring, lower, first_generation, gone)
     # Writes that hang leave a thread for reads.
     queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
     first_number = (run << LEASE_BITS) + 1
     return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, first_number, taken_over, new_uid())
+
+
+def build_replay(policy: PolicyMaker, dram_blocks: int, seed: int = 0) -> Replay:
+    """The tables of a store that has room for so many blocks, and no memory: for traces."""
+    layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=64)
+    payload_bytes = 1 << 12
+    dram_bytes = dram_blocks * frame_bytes(payload_bytes)
+    dram = DramTier(BlankPool(dram_bytes, dram_bytes))
+    keys = TenantKeys.derive(bytes(SECRET_BYTES))
+    index = PrefixIndex(forgotten_limit=0)
+    blocks = Blocks(index, Residency(policy(index.names, seed), Pins()), dram, KeyRing([keys]))
+    space = blocks.add_space(keys, Namespace("0" * 40, layout, "raw"), [payload_bytes])
+    dram.adopt(dram.new_extent(), space.classes[0])
+    return Replay(blocks, space.number)

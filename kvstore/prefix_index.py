@@ -62,6 +62,7 @@ class PrefixIndex:
     def __init__(self, forgotten_limit: int = 65536) -> None:
         self._names: list[_Names] = []
         self._keys = np.empty(0, dtype=object)
+        self.names = array("q")  # by row: of its block whenever that comes, for whoever counts blocks without keys
         self._parents = array("i")
         self._children = array("i")
         self._depths = array("i")
@@ -187,6 +188,7 @@ class PrefixIndex:
         assert key not in names.visible and key not in names.hidden
         row = self._new_row()
         self._keys[row] = key
+        self.names[row] = int.from_bytes(key[:8], "little", signed=True) ^ namespace << 48
         self._parents[row] = parent
         self._children[row] = 0
         self._depths[row] = self._depths[parent] + 1 if parent != NO_ROW else 0
@@ -244,11 +246,13 @@ class PrefixIndex:
     ) -> range:
         """Visible rows for blocks that were found on disk, each key new to the namespace. `link` follows at once."""
         names = self._names[namespace]
+        heads = np.frombuffer(b"".join([key[:8] for key in keys]), np.int64)
         first = self._next_row
         stop = first + len(keys)
         self._grow(stop)
         self._next_row = stop
         self._keys[first:stop] = keys
+        np.frombuffer(self.names, np.int64)[first:stop] = heads ^ namespace << 48
         for column, values in (
             (self._children, 0),
             (self._depths, depths),
@@ -316,6 +320,7 @@ class PrefixIndex:
             return
         more = max(missing, 1024, len(self._states) >> 3)
         self._keys = np.concatenate([self._keys, np.empty(more, dtype=object)])
-        for column in (self._parents, self._children, self._depths, self._owners, self._expires, self._priorities):
+        columns = self._parents, self._children, self._depths, self._owners, self._expires, self._priorities, self.names
+        for column in columns:
             column.frombytes(bytes(column.itemsize * more))
         self._states.extend(bytes(more))

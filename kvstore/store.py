@@ -890,7 +890,7 @@ class Store:
         """Blocks that are pinned already, and in DRAM."""
         blocks, residency = self._blocks, self._blocks.residency
         parts = range(len(blocks.spaces[number].classes))
-        self._touch(chain[::-1])
+        blocks.used(chain[::-1], len(rows))
         places = tuple(residency.places_of(rows, part) for part in parts)
         now, tenant = self._clock.monotonic_seconds(), blocks.spaces[number].tenant
         lease = self._leases.add(number, first_block, rows, places, now, tenant)
@@ -942,16 +942,6 @@ class Store:
         is_above = self._blocks.is_above
         runs = groupby(HitTier.DRAM if is_above(row) else HitTier.NVME for row in rows)
         return tuple((tier, len(list(run))) for tier, run in runs)
-
-    def _touch(self, chain: Sequence[int]) -> None:
-        """A chain was used, the deepest block first."""
-        blocks = self._blocks
-        if blocks.lower is None:
-            blocks.residency.policy.touched(chain)
-            return
-        blocks.residency.policy.touched([row for row in chain if blocks.residency.is_listed(row)])
-        lower = blocks.lower.residency
-        lower.policy.touched([row for row in chain if lower.is_listed(row)])
 
     def _is_moving(self, number: int) -> bool:
         if any(waiting == number for waiting, _ in self._lifting):
@@ -1160,7 +1150,7 @@ class Store:
     def _touch_published(self, record: ReservationRecord) -> None:
         """A chain was stored, as far as it is readable. Once for a reservation: until then its rows keep the chain."""
         if record.published:
-            self._touch(self._blocks.index.chain(record.rows[record.published - 1]))
+            self._blocks.used(self._blocks.index.chain(record.rows[record.published - 1]), record.published)
 
     def _give_up(self, record: ReservationRecord, start: int) -> None:
         """End the rows from `start` on, the deepest first."""

@@ -397,3 +397,26 @@ def _left(address: int, size_bytes: int, leaving: Sequence[Callable[[Callable[[]
 def _advise(address: int, size_bytes: int, advice: int) -> None:
     if _libc.madvise(address, size_bytes, advice):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+class BlankExtent(Extent):
+    """An extent's size without its memory: for tables that run without payload."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.name = b""
+        self.view = memoryview(bytearray())
+
+    def is_shared(self, first: int = 0, last: int = MAX_HOLDER) -> bool:
+        """Never."""
+        return False
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class BlankPool(ExtentPool):
+    """A pool of such."""
+
+    def _make(self) -> Extent:
+        return BlankExtent(self.extent_bytes)

@@ -284,10 +284,10 @@ class Residency:
         if not self._children[parent] and self._listed[parent]:
             self.policy.became_leaf(parent)
 
-    def listed(self, row: int, depth: int) -> None:
-        """The block is readable here: the policy knows it from now on. depth: blocks before it."""
+    def listed(self, row: int) -> None:
+        """The block is readable here: the policy knows it from now on."""
         self._listed[row] = 1
-        self.policy.inserted(row, depth, 0, 0.0)
+        self.policy.inserted(row)
         if self._children[row]:
             self.policy.became_inner(row)
 

@@ -304,7 +304,7 @@ class _Filled:
             residency.grow_to(row)
             index.publish(row)
             residency.published(row, row + 1)
-            residency.listed(row, index.depth(row))
+            residency.listed(row)
             if parent != NO_ROW:
                 residency.child_came(parent)
             parent = row

@@ -20,6 +20,7 @@ from kvstore.service.logs import log_to_stderr
 from kvstore.service.settings import Settings, host_and_port
 from tiering.extents import Extent
 from tiering.nvme import IndexMaker
+from tiering.policies.policy import PolicyMaker
 
 ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 SWITCH_SECONDS = 0.0001
@@ -48,7 +49,7 @@ class Health(Protocol):
 class Outside:
     """What a sidecar is handed. run: below `node.RUNS`, of this run. first_number: of a connection, above those of
     every earlier run. new_token: random bytes, that many. health: makes the pages, from host, port and the daemon.
-    keeper: who holds the memory for the next process, if anybody does.
+    policies: finds one by its name. keeper: who holds the memory for the next process, if anybody does.
     """
 
     clock: Clock
@@ -57,6 +58,7 @@ class Outside:
     new_token: Callable[[int], bytes]
     indexes: Callable[[Path], IndexMaker]
     health: Callable[[str, int, Daemon], Health]
+    policies: Callable[[str], PolicyMaker]
     keeper: KeeperWire | None = None
 
 
@@ -140,6 +142,7 @@ def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
         limits=settings.limits.shared_by(len(settings.sockets())),
         scrub=settings.store.scrub,
         indexes=outside.indexes if nvme is not None else None,
+        policy=outside.policies(settings.store.policy),
         run=outside.run,
         keeper=outside.keeper,
         kept=outside.keeper.receive() if outside.keeper is not None else (),

@@ -1,7 +1,7 @@
 """What an operator may set: one TOML file, and the flags of `kvstore serve`, which override it (floor 2).
 
     [store]    data dram nvme extent slab scrub          [limits]  see `kvstore.config.Limits`
-               prefault keeper
+               prefault keeper policy
     [door]     socket mode users, and see `DoorLimits`   [tenants.NAME]  socket users
     [admin]    socket                                    [http]    listen
     [log]      level format
@@ -20,7 +20,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvstore.config import MAX_SECONDS, MAX_SOCKET_BYTES, Limits, parse_rate, parse_size
+from kvstore.config import MAX_SECONDS, MAX_SOCKET_BYTES, POLICIES, Limits, checked_policy, parse_rate, parse_size
 from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
 from kvstore.service.connections import DoorLimits
@@ -42,7 +42,7 @@ class StoreSettings:
     have, and four fifths of what the disk has free. nvme: "off" for none. extent, slab: sizes of the pieces; chosen
     from the budgets if not given. scrub: how fast what is on disk is verified again. prefault: whether all of dram is
     taken from the machine at the start, behind what is served. keeper: whether a parent process holds the memory, and
-    starts the sidecar again after a crash.
+    starts the sidecar again after a crash. policy: which blocks go first when dram is full.
     """
 
     data: str = "./kv"
@@ -53,6 +53,7 @@ class StoreSettings:
     scrub: str = "8MiB/s"
     prefault: bool = True
     keeper: bool = True
+    policy: str = POLICIES[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,7 @@ def _check(settings: Settings) -> None:
     if settings.http.listen is not None:
         host_and_port(settings.http.listen)
     _check_sizes(settings.store)
+    checked_policy(settings.store.policy, "store.policy")
     for one in fields(DoorLimits):
         value = getattr(settings.door.limits, one.name)
         most = {"sweep_seconds": MAX_SWEEP_SECONDS, "silence_seconds": MAX_SECONDS}.get(one.name, math.inf)

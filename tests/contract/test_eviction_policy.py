@@ -7,6 +7,7 @@ chains grow at their ends, are touched from a block up to its root, and lose lea
 from __future__ import annotations
 
 import gc
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learned_policy import by_worth
+from tiering.policies.adaptive import Adaptive
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import EvictionPolicy
+from tiering.policies.s3_fifo import S3Fifo
 
 STEPS = st.lists(st.tuples(st.sampled_from("grow grow root touch evict worst refill".split()), st.integers(0, 10**6)),
                  max_size=60)  # fmt: skip
@@ -51,9 +55,6 @@ class Forest:
     def leaves(self) -> set[int]:
         return set(self.parents) - set(self.parents.values())
 
-    def depth(self, row: int) -> int:
-        return len(self.chain(row)) - 1
-
     def chain(self, row: int) -> list[int]:
         rows = []
         while row != -1:
@@ -67,12 +68,13 @@ class Forest:
         if parent != -1 and parent not in self.parents.values():
             self.policy.became_inner(parent)
         self.parents[row] = parent
-        self.policy.inserted(row, self.depth(row), 0, 0.0)
+        self.policy.inserted(row)
         self.order.append(row)
-        self._touch(row)
+        self._touch(row, 1)
 
-    def _touch(self, row: int) -> None:
+    def _touch(self, row: int, count: int | None = None) -> None:
         chain = self.chain(row)
+        self.policy.used(chain, len(chain) if count is None else count)
         self.policy.touched(chain)
         for one in chain:
             self.order.remove(one)
@@ -140,7 +142,7 @@ class EvictionPolicyContract:
 
     @given(steps=STEPS, before=st.lists(st.integers(-1, 20), max_size=20))
     @settings(max_examples=60)
-    def test_what_was_there_before_a_restart_goes_first(self, steps: list[tuple[str, int]], before: list[int]) -> None:
+    def test_what_was_there_before_a_restart_is_in_step(self, steps: list[tuple[str, int]], before: list[int]) -> None:
         """Blocks of an earlier life, an ancestor before its descendants, come in while new ones are there already."""
         policy = self.make()
         forest = Forest(policy)
@@ -153,7 +155,7 @@ class EvictionPolicyContract:
         forest.parents.update(old)
         victims = list(policy.victims())
         assert set(victims) == forest.leaves() and len(victims) == len(set(victims))
-        assert victims[: len(leaves)] == sorted(leaves, reverse=True), "the last of those that came in goes first"
+        self.check_loaded(victims, leaves)
         for row in reversed(old):
             policy.removed(row)
             parent = forest.parents.pop(row)
@@ -162,35 +164,50 @@ class EvictionPolicyContract:
             assert set(policy.victims()) == forest.leaves()
         assert set(forest.parents) == new
 
+    def check_loaded(self, victims: list[int], leaves: set[int]) -> None:
+        """What is asked of the order of those that came in; the highest row came last."""
+
+    def test_what_stays_is_passed_over_once(self) -> None:
+        """Tens of thousands of leaves that somebody pins are no work for minutes."""
+        policy = self.make()
+        rows = range(20_000)
+        for row in rows:
+            policy.inserted(row)
+        taken = [row for row in policy.victims() if row % 1000 == 999 and policy.removed(row) is None]  # type: ignore[func-returns-value]
+        assert sorted(taken) == list(rows)[999::1000]
+
     def test_an_empty_policy_has_no_victims(self) -> None:
         assert list(self.make().victims()) == []
 
     def test_rows_may_come_in_any_order_and_come_again(self) -> None:
         policy = self.make()
         for row in (100_000, 3, 0):
-            policy.inserted(row, 0, 0, 0.0)
+            policy.inserted(row)
         assert set(policy.victims()) == {100_000, 3, 0}
         policy.removed(3)
-        policy.inserted(3, 0, 0, 0.0)
+        policy.inserted(3)
         assert set(policy.victims()) == {100_000, 3, 0}
 
     @pytest.mark.parametrize("event", ["inserted twice", "removed twice", "touched after its end"])
     def test_events_that_cannot_be_are_bugs(self, event: str) -> None:
         policy = self.make()
-        policy.inserted(0, 0, 0, 0.0)
-        policy.inserted(1, 0, 0, 0.0)
+        policy.inserted(0)
+        policy.inserted(1)
         with pytest.raises(AssertionError):
             if event == "inserted twice":
-                policy.inserted(0, 0, 0, 0.0)
+                policy.inserted(0)
             policy.removed(0)
             if event == "removed twice":
                 policy.removed(0)
             policy.touched([0])
+            list(policy.victims())
 
 
-class TestLeafFirstLru(EvictionPolicyContract):
-    def make(self) -> EvictionPolicy:
-        return LeafFirstLru()
+class GoesByAge(EvictionPolicyContract):
+    """Those that do as LRU does, as long as they know no better."""
+
+    def check_loaded(self, victims: list[int], leaves: set[int]) -> None:
+        assert victims[: len(leaves)] == sorted(leaves, reverse=True), "the last of those that came in goes first"
 
     @given(steps=STEPS)
     @settings(max_examples=100)
@@ -204,10 +221,15 @@ class TestLeafFirstLru(EvictionPolicyContract):
     def test_touching_nothing_and_the_newest(self) -> None:
         policy = self.make()
         for row in range(3):
-            policy.inserted(row, 0, 0, 0.0)
+            policy.inserted(row)
         policy.touched([])
         policy.touched([2, 2, 0])
         assert list(policy.victims()) == [1, 2, 0]
+
+
+class TestLeafFirstLru(GoesByAge):
+    def make(self) -> EvictionPolicy:
+        return LeafFirstLru()
 
     def test_a_long_list_is_no_work_for_the_garbage_collector(self) -> None:
         def tracked(policy: Any) -> int:
@@ -223,12 +245,32 @@ class TestLeafFirstLru(EvictionPolicyContract):
 
         small, large = LeafFirstLru(), LeafFirstLru()
         for row in range(20_000):
-            large.inserted(row, 0, 0, 0.0)
+            large.inserted(row)
         assert tracked(large) == tracked(small)
 
     def test_the_first_victims_of_many_come_at_once(self) -> None:
         policy = self.make()
         for row in range(20_000):
-            policy.inserted(row, 0, 0, 0.0)
+            policy.inserted(row)
         victims: Iterator[int] = policy.victims()
         assert [next(victims) for _ in range(3)] == [0, 1, 2]
+
+
+NAMES = array("q", range(1, 200_000))
+
+
+class TestAdaptive(GoesByAge):
+    def make(self) -> EvictionPolicy:
+        return Adaptive(NAMES, 3)
+
+
+class TestAdaptiveThatGoesByWorth(EvictionPolicyContract):
+    """Whatever the guard says."""
+
+    def make(self) -> EvictionPolicy:
+        return by_worth(NAMES, 3)
+
+
+class TestS3Fifo(EvictionPolicyContract):
+    def make(self) -> EvictionPolicy:
+        return S3Fifo(NAMES)

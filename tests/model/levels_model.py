@@ -33,6 +33,8 @@ from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, Chain, OpenS
 from simulation.two_tiers import Disk, Sizes, bugs, nothing, open_two_tiers, wait_until_idle
 from tiering.errors import TierError, TierUnavailable
 from tiering.frame import HEADER_BYTES
+from tiering.policies.lru import LeafFirstLru
+from tiering.policies.policy import PolicyMaker
 from tiering.tier import extent_of, slot_of
 
 SPACES = (
@@ -84,9 +86,10 @@ class Dict:
 class LevelsModel:
     """See the top of the file. Every public method is one act."""
 
-    def __init__(self, sizes: Sizes | None = None, *, faults: bool = False) -> None:
+    def __init__(self, sizes: Sizes | None = None, *, faults: bool = False, policy: PolicyMaker = LeafFirstLru) -> None:
         """faults: the disk fails besides, so that requests may be refused, and starts may have to be tried again."""
         self.faults = faults
+        self.policy = policy
         self.warming = False
         self.directory = tempfile.TemporaryDirectory(prefix="kv-levels-")
         self.sizes = sizes or Sizes()
@@ -392,7 +395,7 @@ class LevelsModel:
 
     def _open(self, while_loading: Callable[[], object] | None = None) -> None:
         path = Path(self.directory.name)
-        self.opened = open_two_tiers(path, self.disk, self.sizes, LIMITS, while_loading=while_loading)
+        self.opened = open_two_tiers(path, self.disk, self.sizes, LIMITS, None, None, while_loading, self.policy)
         for name, versions in self.known.lingering.items():
             self.known.versions.setdefault(name, set()).update(versions)
         self.spaces = [self.opened.namespace(model, layout, tenant) for tenant, model, layout in SPACES]

@@ -37,6 +37,7 @@ from tiering.extents import ExtentPool
 from tiering.files import DirectoryLock
 from tiering.mover import Copy, MoveDone, Mover
 from tiering.policies.lru import LeafFirstLru
+from tiering.policies.policy import PolicyMaker
 from tiering.residency import Pins, Residency
 from tiering.tier import FrameSpan
 from workbench import FakeClock
@@ -345,7 +346,11 @@ class Owned:
 
 
 def open_store(
-    directory: str | Path, dram: int = 1 << 20, extent: int = 64 << 10, limits: Limits | None = None
+    directory: str | Path,
+    dram: int = 1 << 20,
+    extent: int = 64 << 10,
+    limits: Limits | None = None,
+    policy: PolicyMaker = LeafFirstLru,
 ) -> OpenStore:
     """An embedded store of a few extents, put together by hand."""
     path = Path(directory)
@@ -353,7 +358,8 @@ def open_store(
     config = DramConfig(dram, extent)
     tier = DramTier(ExtentPool(config.budget_bytes, config.extent_bytes))
     limits = limits or Limits()
-    blocks = Blocks(PrefixIndex(limits.forgotten), Residency(LeafFirstLru(), Pins()), tier, ring)
+    index = PrefixIndex(limits.forgotten)
+    blocks = Blocks(index, Residency(policy(index.names, 1), Pins()), tier, ring)
     mover = InterruptibleMover(Mover(tier, ring))
     core = Store(blocks, mover, clock, limits)  # type: ignore[arg-type]
     store = EmbeddedStore(core, ring, keys, lock, codec_named)

@@ -10,10 +10,16 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from learned_policy import by_worth
 from model.levels_model import SPACES, LevelsModel
 from model.store_model import Prompt
+from tiering.policies.lru import LeafFirstLru
+from tiering.policies.policy import PolicyMaker
+from tiering.policies.s3_fifo import S3Fifo
 
 SEED = 20261122
+POLICIES: tuple[PolicyMaker, ...] = (LeafFirstLru, by_worth, S3Fifo)
+"""Lives by plain chance take them in turn."""
 
 prompts = st.builds(
     Prompt,
@@ -141,7 +147,7 @@ def wander(seeds: range, steps: int = 150) -> Counter[str]:
     """The same acts by plain chance: long lives, quickly."""
     totals: Counter[str] = Counter()
     for number in seeds:
-        random, model = Random(number), LevelsModel()
+        random, model = Random(number), LevelsModel(policy=POLICIES[number % len(POLICIES)])
         try:
             for _ in range(steps):
                 act(model, random)

@@ -22,6 +22,7 @@ from kvstore.codec import codec_named
 from kvstore.config import Limits
 from kvstore.handle import Lease, Match
 from kvstore.miss import MissReason
+from learned_policy import by_worth
 from model.store_model import (
     BLOCK_TOKENS,
     LATENT,
@@ -36,6 +37,8 @@ from model.store_model import (
 )
 from tiering.frame import HEADER_BYTES
 from tiering.mover import Copy
+from tiering.policies.lru import LeafFirstLru
+from tiering.policies.policy import PolicyMaker
 from tiering.tier import FrameSpan
 
 LEASE_SECONDS = 60.0
@@ -118,12 +121,14 @@ class Known:
 class StoreMachine(RuleBasedStateMachine):
     """See the top of the file."""
 
-    def __init__(self, totals: Counter[str]) -> None:
+    def __init__(self, totals: Counter[str], policy: PolicyMaker = LeafFirstLru) -> None:
         super().__init__()
         self.totals = totals
         self.directory = temporary_directory()
         self.opened = open_store(
-            self.directory.name, limits=Limits(lease_seconds=LEASE_SECONDS, pinned_fraction=PINNED_FRACTION)
+            self.directory.name,
+            limits=Limits(lease_seconds=LEASE_SECONDS, pinned_fraction=PINNED_FRACTION),
+            policy=policy,
         )
         self.core = self.opened.core
         self.spaces = [self.opened.namespace(model, layout, tenant) for tenant, model, layout in SPACES]
@@ -571,14 +576,15 @@ def _parent(name: Name) -> tuple[str, Any]:
     return space, (extra, letters[:-1])
 
 
-def test_the_store_against_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("policy", "examples"), [(LeafFirstLru, 100), (by_worth, 40)])
+def test_the_store_against_a_dict(policy: PolicyMaker, examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle, "WINDOW_BLOCKS", 3)  # so that what is done with five blocks is done in pieces
     monkeypatch.setattr(getting, "PIECE_BLOCKS", 3)
     totals: Counter[str] = Counter()
     run_state_machine_as_test(
-        lambda: StoreMachine(totals),
+        lambda: StoreMachine(totals, policy),
         settings=settings(
-            max_examples=100,
+            max_examples=examples,
             stateful_step_count=60,
             deadline=None,
             print_blob=True,

@@ -20,6 +20,7 @@ from workbench import one_line
         ("[store]\nnvme = 'off'\nslab = 'large'\n", ("store.slab='large'",)),
         ("[store]\nextent = 'auto'\n", ("store.extent='auto'",)),
         ("[store]\nscrub = 'fast'\n", ("store.scrub='fast'", "or off")),
+        ("[store]\npolicy = 'arc'\n", ("store.policy='arc'", "allowed: lru, s3-fifo, adaptive")),
         ("[store]\nkeeper = 'yes'\n", ("store.keeper='yes'", "true or false")),
         ("[door]\nmode = 660\n", ("door.mode=660", "in quotes")),
         ("[door]\nsocket = ''\n", ("door.socket=''",)),

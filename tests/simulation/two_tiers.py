@@ -31,6 +31,8 @@ from tiering.files import DirectFiles, DirectoryLock, Files, make_directory
 from tiering.frame_index import Change, FrameIndex
 from tiering.lmdb_index import LmdbMaker
 from tiering.nvme import Found, NvmeTier
+from tiering.policies.lru import LeafFirstLru
+from tiering.policies.policy import PolicyMaker
 from workbench import FakeClock
 
 IDLE_SECONDS = 60
@@ -209,6 +211,7 @@ def open_two_tiers(
     clock: Clock | None = None,
     gone: Callable[[int, bytes], None] | None = None,
     while_loading: Callable[[], object] | None = None,
+    policy: PolicyMaker = LeafFirstLru,
 ) -> OpenStore:
     """As `node.open_embedded` does it, on any disk; the keys and the lock are real files in `directory`.
 
@@ -226,7 +229,7 @@ def open_two_tiers(
         if while_loading is not None:
             _interrupt(tier, while_loading)
         clock = clock or FakeClock()
-        core = build_store(DramConfig(sizes.dram, sizes.extent), limits, ring, clock, tier, gone)
+        core = build_store(DramConfig(sizes.dram, sizes.extent), limits, ring, clock, tier, gone, policy=policy)
         core.start_loading({one.tenant: one for one in keys.tenants()})
     except BaseException:
         lock.release()

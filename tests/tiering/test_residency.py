@@ -194,7 +194,7 @@ def test_the_worst_is_the_oldest_leaf_that_nobody_pins() -> None:
     residency = rows_of(3)
     assert list(residency.worst()) == []
     for row in range(3):
-        residency.listed(row, 0)
+        residency.listed(row)
     assert list(residency.worst()) == [0, 1, 2]
     residency.pins.pin([0, 1])
     assert list(residency.worst()) == [2]
@@ -228,7 +228,7 @@ class Setup:
             self.tier.own([place], [self.rows])
             self.tier.commit([place], [bytes(4096)])
             self.residency.reserved([self.rows], 0, [place])
-            self.residency.listed(self.rows, 0)
+            self.residency.listed(self.rows)
             rows.append(self.rows)
             self.rows += 1
         assert len(rows) == count
@@ -410,7 +410,7 @@ def test_the_policy_knows_the_leaves_of_what_is_listed(steps: list[tuple[str, in
                 residency.child_came(parent)
         elif action == "list" and here.get(row) is False:
             here[row] = True
-            residency.listed(row, 0)
+            residency.listed(row)
         elif action == "unlist" and row in here:
             here[row] = False
             residency.unlisted(row)

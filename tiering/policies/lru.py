@@ -20,13 +20,17 @@ _UNLISTED = -1
 class LeafFirstLru:
     """`EvictionPolicy`: the leaf that was used longest ago goes first."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[int] = (), seed: int = 0) -> None:
+        """Neither what blocks are called nor a seed matters here."""
         self._newer = array("i", [_END])
         self._older = array("i", [_END])
         self._is_leaf = bytearray(1)
 
-    def inserted(self, row: int, depth: int, turn: int, cost: float) -> None:
-        """At the recent end, as a leaf. Depth, turn and cost do not matter here."""
+    def expect(self, blocks: int) -> None:
+        """How much room there is does not matter here."""
+
+    def inserted(self, row: int) -> None:
+        """At the recent end, as a leaf."""
         node = row + 1
         if node >= len(self._newer):
             self._grow(node)
@@ -49,6 +53,9 @@ class LeafFirstLru:
         row_of_nodes = np.concatenate([[newer[_END]], nodes, [_END]])
         older[row_of_nodes[:-1]] = row_of_nodes[1:]
         newer[row_of_nodes[1:]] = row_of_nodes[:-1]
+
+    def used(self, chain: Sequence[int], count: int) -> None:
+        """How often a block was used does not matter here."""
 
     def touched(self, rows: Sequence[int]) -> None:
         """To the recent end, one after the other."""

@@ -1,28 +1,43 @@
 """The contract of an eviction policy (floor 1).
 
-A policy orders blocks by what they are worth. It sees rows (small integers that stand for blocks) and what happens to
-them; never bytes, pins or locks. Only leaves may be proposed as victims: a block that has children is the way to them.
+A policy orders the blocks of one tier by what they are worth. It sees rows (small integers that stand for blocks) and
+what happens to them; never bytes, pins or locks. Only leaves may be proposed as victims: a block that has children is
+the way to them.
+
+    a request finds blocks     used: the chain that it was given        touched: those that this tier has
+    it computes the others     inserted, one by one, then became_inner for those that got a child
+    and stores them            used: the same chain, of which the new ones count        touched
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
     """What happens to blocks in, victims out. Rows are reused after `removed`."""
 
-    def inserted(self, row: int, depth: int, turn: int, cost: float) -> None:
-        """A block became readable, as a leaf. depth: blocks before it; turn: of its conversation; cost: seconds."""
+    def expect(self, blocks: int) -> None:
+        """The tier has room for so many blocks, by what is known now; told before any of them comes."""
+        ...
+
+    def inserted(self, row: int) -> None:
+        """A block became readable here, as a leaf; the row may have been another block's before."""
         ...
 
     def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
         """Blocks from before a restart, the one that was used last first: all are older than what is known here."""
         ...
 
+    def used(self, chain: Sequence[int], count: int) -> None:
+        """A request came for a block and all its ancestors, the deepest first, whatever tier they are in. The first
+        `count` of them count as uses: the others were counted when it asked for them."""
+        ...
+
     def touched(self, rows: Sequence[int]) -> None:
-        """Blocks of one chain were used; the deepest comes first, so that an ancestor is always the more recent."""
+        """Blocks of one chain are the most recent ones; the deepest comes first, so that an ancestor is more recent."""
         ...
 
     def became_leaf(self, row: int) -> None:
@@ -44,3 +59,8 @@ class EvictionPolicy(Protocol):
         after any other change the caller starts again.
         """
         ...
+
+
+PolicyMaker = Callable[["array[int]", int], EvictionPolicy]
+"""Makes one from a column that has, by row, the name of the block there, the same whenever that block comes, and which
+may grow; and from a seed."""

@@ -1,0 +1,30 @@
+"""The curves of a replay as a picture (floor 2)."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from kvstore.insight.replays import OPTIMUM, ReplayResult
+
+
+def draw(result: ReplayResult) -> Figure:
+    """Hit rates over sizes, a panel for each trace; the optimum is dashed."""
+    figure = Figure(figsize=(6.4 * len(result.traces), 4.4), layout="constrained")
+    for axes, trace in zip(figure.subplots(1, len(result.traces), squeeze=False)[0], result.traces, strict=True):
+        rows = [row for row in result.rows if row.trace == trace.name]
+        for policy in dict.fromkeys(row.policy for row in rows):
+            curve = sorted((row.dram_blocks, row.block_hit_rate) for row in rows if row.policy == policy)
+            style = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {}
+            axes.plot(*zip(*curve, strict=True), marker="o", markersize=3.5, label=policy, **style)
+        sizes = sorted({row.dram_blocks for row in rows})
+        if len(sizes) > 1:
+            axes.set_xscale("log")
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45, minor=False)
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"DRAM, blocks of {trace.block_tokens} tokens")
+        axes.set_ylabel("hit rate, blocks")
+        axes.set_title(trace.name, parse_math=False)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    return figure

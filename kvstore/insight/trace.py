@@ -1,0 +1,152 @@
+"""Request traces: what was asked for, block by block, without a token of it (floor 2).
+
+The published form of Mooncake's traces, JSON lines in the order of arrival:
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
+
+timestamp in ms, lengths in tokens; one id for each block of the prompt, the last of which may be filled in part. Equal
+ids at equal places mean equal prefixes. Here a block is named by its whole chain, so that a trace whose ids name blocks
+without what lies before them is read as rightly. Reads lines and no files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import BadInput
+
+Column = np.ndarray[Any, Any]
+
+BLOCK_TOKENS = tuple(1 << bits for bits in range(4, 14))
+"""What a trace's blocks are tried for, where it is not said: 16 to 8,192 tokens."""
+
+_EXAMPLE = '{"timestamp": 0, "input_length": 700, "output_length": 20, "hash_ids": [0, 1]}'
+_LENGTHS = ("input_length", "output_length")
+_MOST = 1 << 62
+MOST_TOKENS = 1 << 31
+"""Of one prompt; sums of some billion prompts stay below 2**62."""
+_SHOWN = 40
+"""Characters of a wrong value in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their arrival.
+
+    blocks: one number for each block of each request, from 0 on in the order in which they were seen first; equal
+    numbers are equal prefixes. starts: where each request's blocks begin, and the end of the last one's.
+    """
+
+    name: str
+    block_tokens: int
+    timestamps_ms: Column
+    input_tokens: Column
+    output_tokens: Column
+    blocks: Column
+    starts: Column
+
+    @property
+    def requests(self) -> int:
+        """How many there are."""
+        return len(self.timestamps_ms)
+
+    @property
+    def distinct_blocks(self) -> int:
+        """Blocks that are different from each other."""
+        return int(self.blocks.max()) + 1 if len(self.blocks) else 0
+
+    def chains(self) -> Iterator[list[int]]:
+        """The blocks of each request."""
+        starts = self.starts.tolist()
+        for start, stop in pairwise(starts):
+            yield self.blocks[start:stop].tolist()
+
+    def without_partial(self) -> Trace:
+        """The same without blocks that a prompt fills in part: those are never stored."""
+        lengths = np.diff(self.starts)
+        is_partial = lengths * self.block_tokens > self.input_tokens
+        kept = np.ones(len(self.blocks), bool)
+        kept[self.starts[1:][is_partial] - 1] = False
+        _, numbers = np.unique(self.blocks[kept], return_inverse=True)
+        starts = np.concatenate([[0], np.cumsum(lengths - is_partial)])
+        columns = self.timestamps_ms, self.input_tokens, self.output_tokens
+        return Trace(self.name, self.block_tokens, *columns, numbers.reshape(-1), starts)
+
+
+def read_trace(name: str, lines: Iterable[str], block_tokens: int | None = None) -> Trace:
+    """A trace from its lines. Raises `BadInput` with the line's number.
+
+    block_tokens: of one block; if not given, the only size that fits all lengths.
+    """
+    numbers: dict[tuple[int, int], int] = {}  # (number of the block before, id) -> number
+    blocks: list[int] = []
+    starts = [0]
+    rows: list[tuple[int, int, int]] = []
+    for at, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        timestamp, tokens, output, ids = _request(f"{name}, line {at}", line)
+        before = -1
+        for one in ids:
+            before = numbers.setdefault((before, one), len(numbers))
+            blocks.append(before)
+        starts.append(len(blocks))
+        rows.append((timestamp, tokens, output))
+    if not rows:
+        raise BadInput(f"{name} has no request in it; a line looks like {_EXAMPLE}")
+    table = np.array(rows, np.int64)
+    lengths = np.diff(np.array(starts))
+    size = _block_tokens(name, block_tokens, table[:, 1], lengths)
+    return Trace(name, size, table[:, 0], table[:, 1], table[:, 2], np.array(blocks, np.int64), np.array(starts))
+
+
+def _request(where: str, line: str) -> tuple[int, int, int, list[int]]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise BadInput(f"{where}: no JSON; a line looks like {_EXAMPLE}") from None
+    if not isinstance(found, dict):
+        raise BadInput(f"{where}: {type(found).__name__} in place of an object; a line looks like {_EXAMPLE}")
+    ids = found.get("hash_ids")
+    if not isinstance(ids, list) or not all(type(one) is int and -_MOST < one < _MOST for one in ids):
+        raise BadInput(f"{where}: hash_ids has to be a list of whole numbers; a line looks like {_EXAMPLE}")
+    for length in _LENGTHS:
+        if not _is_number(found.get(length), MOST_TOKENS, int):
+            raise BadInput(f"{where}: {length}={_shown(found.get(length))}; give tokens, 0 to {MOST_TOKENS - 1}")
+    if not _is_number(found.get("timestamp"), _MOST, int, float):
+        raise BadInput(f"{where}: timestamp={_shown(found.get('timestamp'))}; give milliseconds, a number from 0 on")
+    return int(found["timestamp"]), found["input_length"], found["output_length"], ids
+
+
+def _is_number(found: Any, limit: int, *kinds: type) -> bool:
+    return type(found) in kinds and 0 <= found < limit
+
+
+def _shown(found: Any) -> str:
+    text = repr(found)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _block_tokens(name: str, given: int | None, tokens: Column, lengths: Column) -> int:
+    if given is not None:
+        if not 1 <= given < MOST_TOKENS:
+            raise BadInput(f"--block-tokens {given}; give 1 to {MOST_TOKENS - 1}")
+        wrong = np.flatnonzero(lengths != -(-tokens // given))
+        if len(wrong):
+            at = int(wrong[0])
+            raise BadInput(
+                f"{name}: request {at + 1} has {lengths[at]} blocks and {tokens[at]} tokens, which are "
+                f"{-(-tokens[at] // given)} blocks of {given}; give the --block-tokens that it was recorded with"
+            )
+        return given
+    fitting = [size for size in BLOCK_TOKENS if (lengths == -(-tokens // size)).all()]
+    if len(fitting) != 1:
+        found = f"blocks of {' or '.join(map(str, fitting))} tokens fit" if fitting else "no usual size of a block fits"
+        raise BadInput(f"{name}: {found} its lengths; give --block-tokens")
+    return fitting[0]

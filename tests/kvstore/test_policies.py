@@ -1,0 +1,118 @@
+"""Policies in a store: chosen by name, told the same as in a replay, and never in the way of what the tables keep."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.codec import codec_named
+from kvstore.config import POLICIES
+from kvstore.errors import BadInput
+from kvstore.node import build_replay, open_embedded
+from kvstore.policies import MAKERS, policy_named
+from learned_policy import by_worth
+from recorded import made_of
+from tiering.policies.adaptive import Adaptive
+from tiering.policies.lru import LeafFirstLru
+from tiering.policies.policy import PolicyMaker
+from tiering.policies.s3_fifo import S3Fifo
+from workbench import MODEL, one_line, random_pages, small_layout
+
+SEED = 11
+
+
+def prompts(random: Random, count: int) -> list[list[int]]:
+    """Chains with common beginnings, some of them hot."""
+    made = []
+    for _ in range(count):
+        first = min(int(random.paretovariate(0.8)), 30)
+        made.append([first * 100 + random.choice([0, 0, 0, depth]) for depth in range(random.randrange(1, 14))])
+    return made
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "by worth"])
+def test_a_replay_tells_what_the_store_does(name: str, tmp_path: Path) -> None:
+    """The same prompts through a store with leases, puts and real pages, and through its tables alone."""
+    print("seed", SEED)
+    maker: PolicyMaker = MAKERS.get(name, by_worth)
+    seeded = partial(_seeded, maker)
+    asked = prompts(Random(SEED), 400)
+    hits = []
+    with open_embedded(str(tmp_path), codecs=codec_named, dram="1MiB", extent="1MiB", policy=seeded) as store:
+        ns = store.namespace(model=MODEL, layout=small_layout())
+        room = (1 << 20) // store.core._blocks.spaces[0].block_bytes
+        pages = random_pages(ns.layout, 14, seed=SEED)
+        for ids in asked:
+            tokens = [one for block in ids for one in range(block, block + 64)]
+            match = ns.match(tokens)
+            with ns.lease(match) as lease:
+                hits.append(lease.tokens // 64)
+            assert ns.put(tokens, pages).reason is None
+        store.check()
+        assert store.usage().counters["evicted_blocks"] > 100
+    replay = build_replay(seeded, room)
+    assert replay.run(made_of(*asked)).dram_hits.tolist() == hits
+    replay.check()
+
+
+def _seeded(maker: PolicyMaker, names: Any, seed: int) -> Any:
+    return maker(names, SEED)
+
+
+def test_names_make_policies() -> None:
+    assert tuple(MAKERS) == POLICIES and POLICIES[0] == "lru"
+    assert (kvstore.policy_named("lru"), kvstore.policy_named("adaptive")) == (LeafFirstLru, Adaptive)
+    assert policy_named("s3-fifo") is S3Fifo
+
+
+def test_a_policy_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(BadInput) as refused:
+        kvstore.open(f"embedded:{tmp_path / 'kv'}", dram="1MiB", policy="arc")
+    assert one_line(refused.value, "policy='arc'", "allowed: lru, s3-fifo, adaptive")
+    assert not (tmp_path / "kv").exists(), "nothing was made"
+    with pytest.raises(BadInput, match="policy='adaptive' is the sidecar's to know"):
+        kvstore.open("unix:/tmp/kvstore.sock", policy="adaptive")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_store_in_this_process_takes_one(name: str, tmp_path: Path) -> None:
+    with kvstore.embedded(str(tmp_path), dram="1MiB", policy=name) as store:
+        ns = store.namespace(model=MODEL, layout=small_layout())
+        for first in range(40):
+            assert ns.put(list(range(first * 1000, first * 1000 + 320)), random_pages(ns.layout, 5)).stored == 5
+        store.check()
+
+
+def run_without(setup: str, program: str) -> str:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os, sys\n{setup}\n{program}"],
+        env={"PYTHONPATH": f"{root}:{root / 'kernels'}", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+SAY = "import kvstore\ntry: kvstore.policy_named('adaptive')\nexcept kvstore.BadInput as error: print(error)"
+
+
+def test_without_numba_it_says_what_to_install() -> None:
+    assert run_without("sys.modules['numba'] = None", SAY) == (
+        "policy='adaptive' needs the package numba; install prefix-kvstore[server]"
+    )
+    assert "NUMBA_DISABLE_JIT forbids; unset it, or take lru" in run_without("os.environ['NUMBA_DISABLE_JIT']='1'", SAY)
+
+
+def test_lru_needs_no_numba() -> None:
+    program = "import kvstore, kvstore.node\nkvstore.policy_named('lru')\nprint('numba' in sys.modules)"
+    assert run_without("", program) == "False"

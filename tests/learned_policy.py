@@ -1,0 +1,20 @@
+"""An adaptive policy that goes by worth from the start, by worth that means nothing: for tables that must not care."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from tiering.policies import adaptive_loops
+from tiering.policies.adaptive import Adaptive
+
+
+def by_worth(names: array[int], seed: int) -> Adaptive:
+    """As if the guard had said so, whatever is learned later."""
+    policy = Adaptive(names, seed)
+    policy._numbers[adaptive_loops.RULE] = 1
+    policy._scores[adaptive_loops.OWN_SCORE] = 1e9
+    shape = adaptive_loops.KINDS, adaptive_loops.AGES
+    policy._learned[adaptive_loops.WORTH] = np.random.default_rng(seed).random(shape)
+    return policy

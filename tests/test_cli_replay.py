@@ -1,0 +1,113 @@
+"""`kvstore replay` as people and scripts see it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("numba")
+
+from recorded import line
+from test_cli import NO_TORCH, error_line, run_cli, run_here
+
+REQUESTS = [[1, 2, 3], [1, 2, 4], [5], [1, 2, 3], [6, 7, 8], [1, 2, 4]]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "some.jsonl"
+    path.write_text("".join(line(ids) + "\n" for ids in REQUESTS))
+    return path
+
+
+def test_a_table_for_people_and_an_object_for_scripts(trace: Path) -> None:
+    packed = trace.with_suffix(".gz")
+    packed.write_bytes(gzip.compress(trace.read_bytes()))
+    given = ("--policy", "lru,adaptive", "--blocks", "4,8", "--block-tokens", "16")
+    shown = run_cli("replay", str(trace), str(packed), *given, before=NO_TORCH)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "some.jsonl: 6 requests, 16 blocks of 16 tokens, 8 distinct (full blocks alone)" in shown.stdout
+    assert "some.gz: 6 requests" in shown.stdout and "of optimum" in shown.stdout
+    told = json.loads(run_cli("replay", str(trace), *given, "--json", before=NO_TORCH).stdout)
+    assert [(row["policy"], row["dram_blocks"]) for row in told["rows"]] == [
+        (policy, blocks) for blocks in (4, 8) for policy in ("lru", "adaptive", "optimum")
+    ]
+    assert told["traces"][0]["distinct_blocks"] == 8
+    assert [row["hit_blocks"] for row in told["rows"]][3:] == [8, 8, 8], "with room for all, all is found again"
+
+
+def test_curves_are_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = trace.with_name("curves.png")
+    given = ("--blocks", "2,4,8", "--block-tokens", "16", "--plot", str(picture))
+    done = run_here(monkeypatch, capsys, "replay", str(trace), *given)
+    assert (done.returncode, done.stderr) == (0, "") and picture.read_bytes().startswith(b"\x89PNG")
+    svg = trace.with_name("curves.svg")
+    run_here(monkeypatch, capsys, "replay", str(trace), *given[:-1], str(svg))
+    assert "optimum" in svg.read_text() and "some.jsonl" in svg.read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--blocks", "4", "--policy", "arc"), "policy='arc'; allowed: lru, s3-fifo, adaptive"),
+        (("--policy", "lru"), "no size was given; give --blocks"),
+        (("--blocks", "1e3"), "--blocks '1e3'; give whole numbers"),
+        (("--blocks", "\u00b2"), "--blocks '\u00b2'; give whole numbers"),
+        (("--blocks", "9" * 5000), "give whole numbers"),
+        (("--blocks", "0"), "0 blocks; give 1 to"),
+        (("--blocks", "4", "--block-tokens", str(1 << 63)), "give 1 to 2147483647"),
+        (("--blocks", "4", "--plot", "no/such/place.png"), "no/such/place.png: No such file or directory"),
+        (("--blocks", "4", "--block-tokens", "512"), "give the --block-tokens that it was recorded with"),
+        (("--blocks", "4", "--plot", "curves.bmp"), "--plot curves.bmp: give a name that ends in .png"),
+        (("--blocks", "4", "--warmup", "1"), "--warmup 1; give the share"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    given: tuple[str, ...], says: str, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_here(monkeypatch, capsys, "replay", str(trace), "--json", *given)
+    assert says in error_line(result)
+
+
+def test_files_that_cannot_be_read_are_one_line(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked(path: Path) -> str:
+        return error_line(run_here(monkeypatch, capsys, "replay", str(path), "--blocks", "4"))
+
+    assert "No such file" in asked(trace.with_name("none"))
+    cut = trace.with_name("cut.gz")
+    cut.write_bytes(gzip.compress(trace.read_bytes() * 100)[:-20])
+    assert "cut.gz cannot be unpacked" in asked(cut) and "fetch it again" in asked(cut)
+    other = trace.with_name("other")
+    other.write_bytes(bytes(range(256)))
+    assert "other, line 1: no JSON" in asked(other)
+
+
+def test_traces_of_one_name_are_told_apart_and_pipes_are_read(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = trace.parent / "deeper" / trace.name
+    other.parent.mkdir()
+    other.write_bytes(trace.read_bytes())
+    given = ("--blocks", "4", "--block-tokens", "16", "--json")
+    told = json.loads(run_here(monkeypatch, capsys, "replay", str(trace), str(other), *given).stdout)
+    assert [one["trace"] for one in told["traces"]] == [str(trace), str(other)]
+    assert "given twice" in error_line(run_here(monkeypatch, capsys, "replay", str(trace), str(trace), *given))
+    reader, writer = os.pipe()
+    os.write(writer, trace.read_bytes())
+    os.close(writer)
+    told = json.loads(run_here(monkeypatch, capsys, "replay", f"/dev/fd/{reader}", *given).stdout)
+    os.close(reader)
+    assert told["traces"][0]["requests"] == 6
+
+
+def test_without_numba_it_names_the_extra(trace: Path) -> None:
+    line = error_line(run_cli("replay", str(trace), "--blocks", "4", before="sys.modules['numba'] = None"))
+    assert "numba" in line and "pip install 'prefix-kvstore[server]'" in line

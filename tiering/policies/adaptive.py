@@ -1,0 +1,239 @@
+"""The adaptive policy: least recently used, and better where it can prove it (floor 1).
+
+How likely a block is to be used again is learned from what happens. A key-only *history* knows of many names when they
+were used last. Each use is counted under the age that the block had by then, counted in uses, and under its kind: how
+often it was used before (once, 2-3, 4-7, 8 times and more), and whether it was the last block of its request. For each
+use a few names are drawn from the history and counted as looked at, at their ages: so it is known how many blocks
+reached an age without being used, and not only of those that were evicted. Uses over looks is the rate at which blocks
+of a kind and age are used. A block is worth the best, over all horizons, of the chance of a use to the time that it
+takes up room for that: N. Beckmann, H. Chen, A. Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI
+2018.
+
+The victim is worth least among 64 leaves that are drawn and the least recently used one.
+
+What is learned may be wrong: the past of some loads says nothing of their future. Two *ghosts*, which have names and no
+blocks, live through the same uses in as much room, one with the least recently used leaf as victim, one with the one
+that is worth least. Hits are counted in both, and fade. The tier begins as LRU, goes by worth once that ghost leads,
+and returns to LRU when it falls behind.
+
+Everything that is done for each block is compiled (`adaptive_loops`). Events are collected in a buffer and told there
+in one call.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from tiering.policies import adaptive_loops as loops
+
+HISTORY_PER_BLOCK, HISTORY_LEAST = 4, 1 << 16
+"""Names in the history, for each block that the tier has room for, and at least."""
+HALF_LIFE_PER_NAME = 3
+"""After how many uses for each name of the history what was learned counts half."""
+SCORE_HALF_LIFE_PER_BLOCK, SCORE_HALF_LIFE_LEAST = 4, 20_000
+"""After how many uses a ghost's hits count half, for each block that the tier has room for, and at least."""
+LEAD, FLOOR = 0.01, 0.0005
+"""By what share of its hits, and of all uses, the learning ghost has to lead before the tier follows it."""
+SMALLEST = 256
+EVENTS = 1024
+ATTEMPTS = 4
+"""Draws for a victim, where some of what was drawn may not go."""
+MOST_ROOM = 1 << 22
+"""Blocks that ghosts are made for, at most: of a larger tier they are a part."""
+WRONG_EVENT = "a row was inserted twice, or touched or removed where it is not"
+
+
+class Adaptive:
+    """`EvictionPolicy`: learned worth under the guard of LRU."""
+
+    def __init__(self, names: array[int], seed: int = 0) -> None:
+        """names: of the block in each row, the same whenever that block comes; it may grow. seed: of what is drawn."""
+        self._names = names
+        self._loops = loops.prepare()
+        self._stop = 0
+        self._make_buffer(EVENTS)
+        self._found = np.zeros((2, EVENTS), np.int32)
+        self._draws = seed << 16  # what is drawn for a victim depends on that and on how many went
+        self._changes = 0
+        self._order: Any = np.zeros(SMALLEST, loops.ORDER)
+        self._learned = np.zeros((3, loops.KINDS, loops.AGES))
+        self._numbers = np.zeros(loops.NUMBERS, np.int64)
+        self._numbers[loops.DUE] = loops.RECKON_USES
+        self._numbers[loops.DRAWS] = seed * 2 + 0x2545F4914F6CDD1D
+        self._scores = np.zeros(4)
+        self._scores[loops.WEIGHT] = 1.0
+        self._ghosts: list[Any] = [np.zeros(1, loops.GHOST), None] * 2
+        self._history: list[Any] = [np.zeros(1, loops.HISTORY), None]
+        for nodes in (self._ghosts[0], self._ghosts[2], self._history[0]):
+            nodes["name"][0] = seed * 2 + 0x1E3779B97F4A7C15
+        self.expect(1)
+
+    def expect(self, blocks: int) -> None:
+        """There is room for so many blocks. What is known stays, where that is more than before."""
+        blocks = min(blocks, MOST_ROOM)
+        if blocks <= self._numbers[loops.NODES]:
+            return
+        names = max(HISTORY_PER_BLOCK * blocks, HISTORY_LEAST)
+        self._ghosts = [part for at in (0, 2) for part in self._grown(self._ghosts[at], blocks)]
+        self._history = self._grown(self._history[0], names)
+        self._numbers[[loops.NODES, loops.LRU + loops.MOST, loops.OWN + loops.MOST]] = blocks
+        self._numbers[loops.NAMES + loops.MOST] = names
+        half_life = max(SCORE_HALF_LIFE_PER_BLOCK * blocks, SCORE_HALF_LIFE_LEAST)
+        self._settings = np.array([HALF_LIFE_PER_NAME * names, half_life, LEAD, FLOOR])
+
+    def _grown(self, nodes: Any, names: int) -> list[Any]:
+        """Nodes for so many names, with heads. What is not used yet is no memory yet."""
+        more = np.zeros(max(len(nodes), names + 1), nodes.dtype)
+        more[: len(nodes)] = nodes
+        heads = np.zeros(1 << max(names - 1, 1).bit_length(), np.int32)
+        self._loops.enter_all(more, heads)
+        return [more, heads]
+
+    @property
+    def goes_by_worth(self) -> bool:
+        """Whether victims are chosen by what was learned at present."""
+        return bool(self._numbers[loops.RULE])
+
+    def inserted(self, row: int) -> None:
+        """At the recent end, as a leaf."""
+        if row + 1 >= len(self._order):
+            self._grow(row)
+        self._tell(loops.INSERTED, row)
+
+    def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
+        """At the old end, one after the other, as if used once, long ago."""
+        if not len(rows):
+            return
+        self._flush()
+        self._changes += 1
+        nodes = np.asarray(rows, np.int64) + 1
+        if int(nodes.max()) >= len(self._order):
+            self._grow(int(nodes.max()))
+        order = self._order
+        assert ((order["newer"][nodes] == 0) & (order["older"][0] != nodes)).all(), "a row is inserted once"
+        ring = np.concatenate([[order["newer"][0]], nodes, [0]])
+        order["older"][ring[:-1]] = ring[1:]
+        order["newer"][ring[1:]] = ring[:-1]
+        order["kind"][nodes] = order["when"][nodes] = 0
+        leaves, first = nodes[np.asarray(are_leaves, bool)], self._numbers[loops.LEAVES]
+        order["leaf"][first : first + len(leaves)] = leaves
+        order["leaf_at"][nodes] = 0
+        order["leaf_at"][leaves] = first + 1 + np.arange(len(leaves))
+        self._numbers[loops.LEAVES] += len(leaves)
+        self._numbers[loops.SIZE] += len(nodes)
+
+    def used(self, chain: Sequence[int], count: int) -> None:
+        """Counted, for the history and for both ghosts."""
+        if not len(chain):
+            return
+        rows = np.array(chain, np.int32)
+        if len(rows) > self._found.shape[1]:
+            self._found = np.zeros((2, 2 * len(rows)), np.int32)
+        highest = int(rows.max())
+        if highest + 1 >= len(self._order):  # of another tier
+            self._grow(highest)
+        stop, self._stop = self._stop, 0
+        is_right = self._loops.learn(
+            self._seen, stop, rows, count, np.frombuffer(self._names, np.int64), self._order, *self._ghosts,
+            *self._history, self._found, self._learned, self._numbers, self._scores, self._settings,
+        )  # fmt: skip
+        assert is_right, WRONG_EVENT
+
+    def touched(self, rows: Sequence[int]) -> None:
+        """To the recent end, one after the other."""
+        length = len(rows)
+        if not length:
+            return
+        told = array("i", (loops.TOUCHED, length, *rows))
+        at = self._room_for(2 + length)
+        self._events[at : at + 2 + length] = told
+        self._changes += 1
+
+    def became_leaf(self, row: int) -> None:
+        """It may be proposed from now on."""
+        self._tell(loops.LEAF, row)
+
+    def became_inner(self, row: int) -> None:
+        """It may not be proposed any more."""
+        self._tell(loops.INNER, row)
+
+    def removed(self, row: int) -> None:
+        """Out of the order; the history and the ghosts go on without it."""
+        self._draws += 1
+        self._tell(loops.REMOVED, row)
+
+    def victims(self) -> Iterator[int]:
+        """What is worth least of some, again and again, as long as it goes; behind some that did not go, all by age."""
+        skipped: set[int] = set()
+        for attempt in range(ATTEMPTS):
+            node = self._first_victim(attempt)
+            while node and node not in skipped:
+                changes = self._changes
+                yield node - 1
+                if self._changes == changes:
+                    skipped.add(node)
+                    break
+                node = self._first_victim(attempt)
+            if not self.goes_by_worth:
+                break
+        order = self._order
+        node = self._loops.next_leaf(order, 0)
+        while node:
+            before = node
+            if node not in skipped:
+                before, changes = int(order[node]["older"]), self._changes
+                yield node - 1
+                if self._changes == changes:
+                    before = node
+                self._flush()
+                order = self._order
+            node = self._loops.next_leaf(order, before)
+
+    def _first_victim(self, attempt: int) -> int:
+        stop, self._stop = self._stop, 0
+        draw = self._draws + (attempt << 50)
+        node: int = self._loops.first_victim(self._seen, stop, self._order, self._learned, self._numbers, draw)
+        assert node >= 0, WRONG_EVENT
+        return node
+
+    # Inside ---------------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: int, row: int) -> None:
+        at = self._stop
+        if at + 2 > self._capacity:
+            self._flush()
+            at = 0
+        self._events[at] = event
+        self._events[at + 1] = row
+        self._stop = at + 2
+        self._changes += 1
+
+    def _room_for(self, numbers: int) -> int:
+        """Where in the buffer so many numbers go."""
+        if self._stop + numbers > self._capacity:
+            self._flush()
+            if numbers > self._capacity:
+                self._make_buffer(2 * numbers)
+        at = self._stop
+        self._stop = at + numbers
+        return at
+
+    def _make_buffer(self, numbers: int) -> None:
+        self._events = array("i", bytes(4 * numbers))
+        self._seen: Any = np.frombuffer(self._events, np.int32)
+        self._capacity = numbers
+
+    def _flush(self) -> None:
+        """Every event takes effect."""
+        stop, self._stop = self._stop, 0
+        is_right = self._loops.follow(self._seen, stop, self._order, self._numbers)
+        assert is_right, WRONG_EVENT
+
+    def _grow(self, row: int) -> None:
+        self._flush()
+        more = max(row + 2 - len(self._order), 1024, len(self._order) >> 3)
+        self._order = np.concatenate([self._order, np.zeros(more, loops.ORDER)])

@@ -1,0 +1,561 @@
+"""What the adaptive policy does for every block, compiled by numba (floor 1). `adaptive` says in words what and why.
+
+All state is arrays of records that `adaptive` makes; a call costs a quarter of a microsecond for each, so there are
+few.
+
+    order     blocks of the tier: a ring in the order of their last use, and an unordered list of the leaves
+    ghost     the same of names in place of blocks, with the tree over them
+    history   names in the order of their last use
+
+Node 0 is a ring's two ends, and row r is node r + 1, so that what begins as zeros begins empty. Names are looked up by
+hash in chains of nodes, which `heads` begin: with few heads that is slow, and never wrong.
+"""
+
+from __future__ import annotations
+
+from logging import getLogger
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import config, float64, from_dtype, int32, int64, njit
+
+INSERTED, REMOVED, LEAF, INNER, TOUCHED = -1, -2, -3, -4, -5
+"""Events. The last one has a number and as many rows behind it, the others a row."""
+
+KINDS = 8
+"""Of blocks: bit 0, whether it was its request's last one; above it how often it was used: once, 2-3, 4-7, 8 and
+more."""
+LAST, LEVEL = 1, 2
+STEPS, OCTAVES = 8, 22
+"""Ages are counted in uses, and told apart in so many steps for each octave."""
+AGES = STEPS * OCTAVES
+CANDIDATES = 64
+"""Leaves that are drawn for one victim."""
+SAMPLES = 4
+"""Names of the history whose age is looked at for each use."""
+MOST_GO = 4
+"""Blocks that leave a ghost for one that comes, where it has come to have less room."""
+RECKON_USES = 2048
+"""Uses between two reckonings of worth."""
+DOUBT = 8.0
+"""Looks without a use that every kind has at every age from the start."""
+
+USES, LOOKS, WORTH = 0, 1, 2
+"""What is learned, by kind and age."""
+
+CLOCK, DUE, RULE, SWITCHES, DRAWS, SIZE, LEAVES, NODES, FULL = range(9)
+"""Whole numbers: uses so far; when worth is reckoned next; 1 where the tier goes by it; how often that changed; the
+state that draws; blocks of the tier; leaves of it; blocks that a ghost has nodes for;
+how many there were when a victim was asked for, at most, since the last reckoning."""
+LRU, OWN, NAMES = 9, 13, 17
+"""And from there on, of the ghosts and of the history, what `COUNT`, `LEAF_COUNT`, `MOST` and `FREE` are behind that:
+how many there are, leaves among them, how many there may be, and a node that was given back."""
+COUNT, LEAF_COUNT, MOST, FREE = range(4)
+NUMBERS = 21
+
+LRU_SCORE, OWN_SCORE, SCORE_USES, WEIGHT = range(4)
+"""Hits of both ghosts and what was asked for; each counts `WEIGHT`, which grows, so that what is old counts little."""
+HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR = range(4)
+"""Settings: half-lives of what is learned and of scores, in uses, and by what the learning ghost has to lead."""
+
+_RING = [("when", "<i8"), ("newer", "<i4"), ("older", "<i4"), ("leaf_at", "<i4"), ("leaf", "<i4"), ("kind", "<i4")]
+ORDER = np.dtype(_RING, align=True)
+"""when, kind: of the last use. leaf_at: a leaf's place in the column `leaf`, from 1 on."""
+GHOST = np.dtype([*_RING, ("next", "<i4"), ("parent", "<i4"), ("children", "<i4"), ("name", "<i8")], align=True)
+HISTORY = np.dtype(
+    [
+        ("when", "<i8"),
+        ("name", "<i8"),
+        ("newer", "<i4"),
+        ("older", "<i4"),
+        ("next", "<i4"),
+        ("kind", "u1"),
+        ("uses", "u1"),
+    ],
+    align=True,
+)
+
+_log = getLogger(__name__)
+_compiled = njit(nogil=True)
+
+
+class Loops(NamedTuple):
+    """What `adaptive` calls."""
+
+    follow: Any
+    learn: Any
+    first_victim: Any
+    enter_all: Any
+    next_leaf: Any
+
+
+_ENTRANCES = ("_follow", "_learn", "_first_victim", "_enter_all", "_next_leaf")
+
+
+def is_usable() -> bool:
+    """Whether numba compiles here: it can be told not to (NUMBA_DISABLE_JIT)."""
+    return not config.DISABLE_JIT
+
+
+def prepare() -> Loops:
+    """Compile. Some seconds the first time on a machine: later processes find the result on disk, where numba has a
+    place to keep it. A place that is full or damaged costs these seconds only."""
+    global _ready
+    if _ready is None:
+        try:  # where there is no place at all, the first line fails already
+            loops = Loops(*(njit(cache=True, nogil=True)(globals()[name]) for name in _ENTRANCES))
+            _compile(loops)
+        except Exception as error:  # of a disk, or whatever damaged bytes make; what else is wrong shows below again
+            _log.warning(
+                "what numba compiled cannot be kept or read: %s: %s; it is compiled for this process alone: free the "
+                "disk, or empty that folder (NUMBA_CACHE_DIR, else __pycache__ beside tiering/policies)",
+                type(error).__name__,
+                error,
+            )
+            loops = Loops(*(njit(nogil=True)(globals()[name]) for name in _ENTRANCES))
+            _compile(loops)
+        _ready = loops
+    return _ready
+
+
+@_compiled
+def _step(state):
+    """The next state of a generator (xorshift64: G. Marsaglia, Journal of Statistical Software 8 (14), 2003)."""
+    state ^= state << np.uint64(13)
+    state ^= state >> np.uint64(7)
+    return state ^ (state << np.uint64(17))
+
+
+@_compiled
+def _below(state, bound):
+    """A whole number from 0 on, from a state's upper bits."""
+    return np.int64(((state >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
+
+
+@_compiled
+def _age_of(uses):
+    """The step of an age."""
+    octave = 0
+    while uses >= 2 * STEPS:
+        uses >>= 1
+        octave += 1
+    return min(octave * STEPS + uses, AGES - 1)
+
+
+# Rings and leaves ----------------------------------------------------------------------------------------------------
+
+
+@_compiled
+def _append(ring, node):
+    """At the recent end."""
+    newest = ring[0].older
+    ring[newest].newer = node
+    ring[node].older = newest
+    ring[node].newer = 0
+    ring[0].older = node
+
+
+@_compiled
+def _take_out(ring, node):
+    after, before = ring[node].newer, ring[node].older
+    ring[after].older = before
+    ring[before].newer = after
+
+
+@_compiled
+def _renew(ring, node):
+    if ring[0].older != node:
+        _take_out(ring, node)
+        _append(ring, node)
+
+
+@_compiled
+def _add_leaf(ring, node, numbers, leaves):
+    """leaves: where in `numbers` they are counted."""
+    if ring[node].leaf_at == 0:
+        ring[numbers[leaves]].leaf = node
+        numbers[leaves] += 1
+        ring[node].leaf_at = numbers[leaves]
+
+
+@_compiled
+def _drop_leaf(ring, node, numbers, leaves):
+    at = ring[node].leaf_at
+    if at != 0:
+        numbers[leaves] -= 1
+        last = ring[numbers[leaves]].leaf
+        ring[at - 1].leaf = last
+        ring[last].leaf_at = at
+        ring[node].leaf_at = 0
+
+
+@_compiled
+def _oldest_leaf(ring, node):
+    """The leaf that was used longest ago of what was used after `node`, or 0."""
+    node = ring[node].newer
+    while node != 0 and ring[node].leaf_at == 0:
+        node = ring[node].newer
+    return node
+
+
+@_compiled
+def _least(ring, leaves, first, learned, clock, state):
+    """Of some leaves and one that is given, the one that is worth least; of equals the one that was used longest
+    ago."""
+    found, when = first, ring[first].when
+    least = learned[WORTH, ring[first].kind, _age_of(clock - when)]
+    for _ in range(CANDIDATES):
+        state = _step(state)
+        node = ring[_below(state, leaves)].leaf
+        used = ring[node].when
+        worth = learned[WORTH, ring[node].kind, _age_of(clock - used)]
+        if worth < least or (worth == least and used < when):
+            found, least, when = node, worth, used
+    return found
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+@_compiled
+def _head(nodes, heads, name):
+    """Where a name's chain begins. Node 0 has a factor in place of a name, which nobody outside can know."""
+    return np.int64((np.uint64(name) * np.uint64(nodes[0].name)) >> np.uint64(32)) & (len(heads) - 1)
+
+
+@_compiled
+def _find(nodes, heads, name):
+    """The node of a name, or 0."""
+    node = heads[_head(nodes, heads, name)]
+    while node != 0 and nodes[node].name != name:
+        node = nodes[node].next
+    return node
+
+
+@_compiled
+def _enter(nodes, heads, node, name):
+    at = _head(nodes, heads, name)
+    nodes[node].name = name
+    nodes[node].next = heads[at]
+    heads[at] = node
+
+
+@_compiled
+def _strike(nodes, heads, node):
+    at = _head(nodes, heads, nodes[node].name)
+    one = heads[at]
+    if one == node:
+        heads[at] = nodes[node].next
+        return
+    while nodes[one].next != node:
+        one = nodes[one].next
+    nodes[one].next = nodes[node].next
+
+
+# Ghosts --------------------------------------------------------------------------------------------------------------
+
+
+@_compiled
+def _ghost_insert(ghost, heads, which, name, parent, learned, numbers):
+    """A block comes, and what has to go for it does: the worst leaf by the ghost's own rule. Returns its node, or 0
+    where all that could go is the way to it."""
+    leaves = which + LEAF_COUNT
+    if parent != 0:
+        ghost[parent].children += 1
+        _drop_leaf(ghost, parent, numbers, leaves)
+    for _ in range(MOST_GO):
+        if numbers[which + COUNT] < numbers[which + MOST]:
+            break
+        victim = _oldest_leaf(ghost, 0)
+        if victim == 0:
+            break
+        if which == OWN:
+            state = _step(np.uint64(numbers[DRAWS]))
+            numbers[DRAWS] = np.int64(state)
+            victim = _least(ghost, numbers[leaves], victim, learned, numbers[CLOCK], state)
+        _ghost_remove(ghost, heads, which, victim, numbers)
+    if numbers[which + COUNT] + 1 >= len(ghost):
+        if parent != 0:
+            ghost[parent].children -= 1
+            if ghost[parent].children == 0:
+                _add_leaf(ghost, parent, numbers, leaves)
+        return 0
+    node = numbers[which + FREE]
+    if node != 0:
+        numbers[which + FREE] = ghost[node].next
+    else:
+        node = numbers[which + COUNT] + 1
+    numbers[which + COUNT] += 1
+    _enter(ghost, heads, node, name)
+    ghost[node].parent = parent
+    ghost[node].children = 0
+    _add_leaf(ghost, node, numbers, leaves)
+    _append(ghost, node)
+    return node
+
+
+@_compiled
+def _ghost_remove(ghost, heads, which, node, numbers):
+    _take_out(ghost, node)
+    _drop_leaf(ghost, node, numbers, which + LEAF_COUNT)
+    _strike(ghost, heads, node)
+    numbers[which + COUNT] -= 1
+    parent = ghost[node].parent
+    if parent != 0:
+        ghost[parent].children -= 1
+        if ghost[parent].children == 0:
+            _add_leaf(ghost, parent, numbers, which + LEAF_COUNT)
+    ghost[node].next = numbers[which + FREE]
+    numbers[which + FREE] = node
+
+
+@_compiled
+def _ghost_used(
+    ghost, heads, which, rows, count, names, history, found, learned,
+    numbers,
+):  # fmt: skip
+    """A request came for a chain, the deepest block first. Returns how many of the first `count` are here.
+
+    found: the history's node of each of the first rows, and room for nodes.
+    """
+    hits, parent, reached = 0, 0, len(rows)
+    for at in range(len(rows) - 1, -1, -1):
+        name = names[rows[at]]
+        node = _find(ghost, heads, name)
+        if node == 0:
+            if at >= count:
+                break  # it was asked for, and has gone since: what follows it cannot be had
+            node = _ghost_insert(ghost, heads, which, name, parent, learned, numbers)
+            if node == 0:
+                break
+        elif ghost[node].parent != parent:
+            break  # another block's name begins alike
+        elif at < count:
+            hits += 1
+        if at <= count and found[0, at] != 0:
+            ghost[node].kind = history[found[0, at]].kind
+            ghost[node].when = history[found[0, at]].when
+        found[1, at] = parent = node
+        reached = at
+    for at in range(reached, len(rows)):
+        _renew(ghost, found[1, at])
+    return hits
+
+
+# Learning ------------------------------------------------------------------------------------------------------------
+
+
+@_compiled
+def _remember(history, heads, name, is_last, learned, numbers):
+    """One use: counted at the age that the block had, and some others' ages are looked at. Returns its node."""
+    clock = numbers[CLOCK] + 1
+    numbers[CLOCK] = clock
+    node = _find(history, heads, name)
+    if node != 0:
+        learned[USES, history[node].kind, _age_of(clock - history[node].when)] += 1.0
+        _take_out(history, node)
+    else:
+        if numbers[NAMES + COUNT] == numbers[NAMES + MOST]:
+            node = history[0].newer
+            _take_out(history, node)
+            _strike(history, heads, node)
+        else:
+            numbers[NAMES + COUNT] += 1
+            node = numbers[NAMES + COUNT]
+        _enter(history, heads, node, name)
+        history[node].uses = 0
+    _append(history, node)
+    uses = min(history[node].uses + 1, 255)
+    history[node].uses = uses
+    history[node].when = clock
+    history[node].kind = LEVEL * (0 if uses < 2 else 1 if uses < 4 else 2 if uses < 8 else 3) + is_last
+    state = np.uint64(numbers[DRAWS])
+    for _ in range(SAMPLES):
+        state = _step(state)
+        one = 1 + _below(state, numbers[NAMES + COUNT])
+        learned[LOOKS, history[one].kind, _age_of(clock - history[one].when)] += 1.0
+    numbers[DRAWS] = np.int64(state)
+    return node
+
+
+@_compiled
+def _reckon(learned, names, half_life):
+    """The worth of each kind at each age: the best, over all horizons, of the chance of a use to the time it takes."""
+    alive, waited = np.empty(AGES + 1), np.empty(AGES + 1)
+    per_look = names / SAMPLES  # a look stands for so many blocks that were that old for the time of one use
+    for kind in range(KINDS):
+        alive[0], waited[0] = 1.0, 0.0
+        for age in range(AGES):
+            width = 1.0 if age < STEPS else 2.0 ** (age // STEPS - 1)
+            rate = learned[USES, kind, age] / ((learned[LOOKS, kind, age] + DOUBT) * per_look)
+            alive[age + 1] = alive[age] * np.exp(-rate * width)
+            waited[age + 1] = waited[age] + (
+                (alive[age] - alive[age + 1]) / rate if rate > 1e-15 else alive[age] * width
+            )
+        for age in range(AGES):
+            best = 0.0
+            for end in range(age + 1, AGES + 1):
+                time = waited[end] - waited[age]
+                if time > 0.0:
+                    best = max(best, (alive[age] - alive[end]) / time)
+            learned[WORTH, kind, age] = best
+    learned[:WORTH] *= 0.5 ** (RECKON_USES / half_life)
+
+
+@_compiled
+def _fit(numbers):
+    """Ghosts have as much room as the tier turned out to have, where blocks are not as large as was expected: it was
+    full when somebody asked for a victim, but for what was about to come."""
+    full, most = min(numbers[FULL], numbers[NODES]), numbers[LRU + MOST]
+    if full > most:
+        most = full
+    elif 0 < full < most - (most >> 3):
+        most -= (most - full + 3) >> 2
+    numbers[LRU + MOST] = numbers[OWN + MOST] = most
+    numbers[FULL] = 0
+
+
+@_compiled
+def _guard(scores, settings, count, numbers):
+    """Follow the ghost that had more hits."""
+    scores[SCORE_USES] += count * scores[WEIGHT]
+    scores[WEIGHT] *= 2.0 ** (count / settings[SCORE_HALF_LIFE])
+    if scores[WEIGHT] > 1e100:
+        scores /= scores[WEIGHT]
+    own, lru = scores[OWN_SCORE], scores[LRU_SCORE]
+    leads = own > lru * (1.0 + settings[LEAD]) + settings[FLOOR] * scores[SCORE_USES]
+    if (numbers[RULE] == 0 and leads) or (numbers[RULE] == 1 and own < lru):
+        numbers[RULE] = 1 - numbers[RULE]
+        numbers[SWITCHES] += 1
+
+
+@_compiled
+def _followed(events, stop, order, numbers):
+    """As `_follow`."""
+    at = 0
+    while at < stop:
+        event, row = events[at], events[at + 1]
+        node = row + 1
+        if event == TOUCHED:
+            at += 2 + row
+            for one in events[at - row : at]:
+                if order[one + 1].newer == 0 and order[0].older != one + 1:
+                    return False
+                _renew(order, one + 1)
+            continue
+        if (order[node].newer != 0 or order[0].older == node) == (event == INSERTED):
+            return False
+        if event == INSERTED:
+            order[node].kind = 0
+            order[node].when = numbers[CLOCK]
+            numbers[SIZE] += 1
+            _append(order, node)
+            _add_leaf(order, node, numbers, LEAVES)
+        elif event == REMOVED:
+            numbers[SIZE] -= 1
+            _take_out(order, node)
+            _drop_leaf(order, node, numbers, LEAVES)
+            order[node].newer = 0
+        elif event == LEAF:
+            _add_leaf(order, node, numbers, LEAVES)
+        else:
+            _drop_leaf(order, node, numbers, LEAVES)
+        at += 2
+    return True
+
+
+# What adaptive calls -------------------------------------------------------------------------------------------------
+
+
+def _follow(events, stop, order, numbers):
+    """What happened to the tier's own order. False for an event that cannot be."""
+    return _followed(events, stop, order, numbers)
+
+
+def _learn(
+    events, stop, chain, count, names, order, lru, lru_heads, own, own_heads, history, history_heads, found, learned,
+    numbers, scores, settings,
+):  # fmt: skip
+    """Events; then a request came for a chain, the deepest block first, of which the first `count` count as used."""
+    if not _followed(events, stop, order, numbers):
+        return False
+    for at in range(min(count + 1, len(chain))):
+        name = names[chain[at]]
+        if at < count:
+            node = _remember(history, history_heads, name, 1 if at == 0 else 0, learned, numbers)
+        else:  # the end of what was found is not the request's end
+            node = _find(history, history_heads, name)
+            if node != 0:
+                history[node].kind &= 255 - LAST
+        found[0, at] = node
+        if node != 0:
+            order[chain[at] + 1].kind = history[node].kind
+            order[chain[at] + 1].when = history[node].when
+    hits = _ghost_used(lru, lru_heads, LRU, chain, count, names, history, found, learned, numbers)
+    scores[LRU_SCORE] += hits * scores[WEIGHT]
+    hits = _ghost_used(own, own_heads, OWN, chain, count, names, history, found, learned, numbers)
+    scores[OWN_SCORE] += hits * scores[WEIGHT]
+    _guard(scores, settings, count, numbers)
+    if numbers[CLOCK] >= numbers[DUE]:
+        _reckon(learned, numbers[NAMES + COUNT], settings[HALF_LIFE])
+        _fit(numbers)
+        numbers[DUE] = numbers[CLOCK] + RECKON_USES
+    return True
+
+
+def _first_victim(events, stop, order, learned, numbers, draw):
+    """Events; then the leaf that goes first, the same for the same draw until something changes. 0 without any, -1 for
+    an event that cannot be."""
+    if not _followed(events, stop, order, numbers):
+        return -1
+    numbers[FULL] = max(numbers[FULL], numbers[SIZE])
+    first = _oldest_leaf(order, 0)
+    if first == 0 or numbers[RULE] == 0:
+        return first
+    state = _step(np.uint64(draw + 1) * np.uint64(11400714819323198485))
+    return _least(order, numbers[LEAVES], first, learned, numbers[CLOCK], state)
+
+
+def _enter_all(nodes, heads):
+    """Into new heads."""
+    node = nodes[0].newer
+    while node != 0:
+        _enter(nodes, heads, node, nodes[node].name)
+        node = nodes[node].newer
+
+
+def _next_leaf(order, node):
+    """The leaf that was used longest ago of those that were used after `node`, or 0."""
+    return _oldest_leaf(order, node)
+
+
+def _compile(loops: Loops) -> None:
+    order, ghost, history = (from_dtype(dtype)[::1] for dtype in (ORDER, GHOST, HISTORY))
+    some, heads, found, learned = int32[::1], int32[::1], int32[:, ::1], float64[:, :, ::1]
+    numbers, scores = int64[::1], float64[::1]
+    events = (some, int64)
+    loops.follow.compile((*events, order, numbers))
+    loops.learn.compile(
+        (
+            *events,
+            some,
+            int64,
+            numbers,
+            order,
+            *(ghost, heads) * 2,
+            history,
+            heads,
+            found,
+            learned,
+            numbers,
+            scores,
+            scores,
+        )
+    )
+    loops.first_victim.compile((*events, order, learned, numbers, int64))
+    loops.enter_all.compile((ghost, heads))
+    loops.enter_all.compile((history, heads))
+    loops.next_leaf.compile((order, int64))
+
+
+_ready: Loops | None = None
