@@ -16,7 +16,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import SystemClock
-from kvstore.config import DEFAULT_SCRUB, DEFAULT_TENANT, POLICIES, Limits, checked_policy
+from kvstore.config import DEFAULT_POLICY, DEFAULT_SCRUB, DEFAULT_TENANT, Limits, checked_policy
 from kvstore.errors import (
     BadInput,
     DirectoryInUse,
@@ -34,6 +34,7 @@ from kvstore.pages import GroupPages, Pages
 from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.messages import MIN_SESSION_BYTES
 from tiering.policies.lru import LeafFirstLru
+from tiering.policies.s3_fifo import S3Fifo
 
 if TYPE_CHECKING:
     from kv_kernels.device_transfers import DeviceTransfers
@@ -87,7 +88,7 @@ def open(
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
     scrub: str | int = DEFAULT_SCRUB,
-    policy: str = POLICIES[0],
+    policy: str = DEFAULT_POLICY,
     engine: str = "",
     session: str | None = None,
 ) -> EmbeddedStore | SidecarStore:
@@ -110,12 +111,12 @@ def open(
             f"{url!r} is not a store's address; allowed: unix:PATH of a sidecar's socket, e.g. "
             "unix:/run/kvstore/kvstore.sock, or embedded:DIRECTORY, e.g. embedded:./kv"
         )
+    given: dict[str, Any] = {"dram": dram, "nvme": nvme, "slab": slab, "extent": extent, "tenant": tenant}
+    given |= {"limits": limits, "scrub": scrub, "policy": policy}
     if scheme == "unix":
         from kvstore.codec import Codecs  # imports torch, which is none of a sidecar's business
 
-        given = {"dram": dram, "nvme": nvme, "slab": slab, "extent": extent, "tenant": tenant, "limits": limits}
-        given |= {"scrub": scrub, "policy": policy}
-        usual = {"dram": "1GiB", "tenant": DEFAULT_TENANT, "scrub": DEFAULT_SCRUB, "policy": POLICIES[0]}
+        usual = {"dram": "1GiB", "tenant": DEFAULT_TENANT, "scrub": DEFAULT_SCRUB, "policy": DEFAULT_POLICY}
         for name, value in given.items():
             if value != usual.get(name):
                 raise BadInput(f"{name}={value!r} is the sidecar's to know; give it to kvstore serve, and not to open")
@@ -128,17 +129,7 @@ def open(
         raise BadInput(
             "session= is for processes that share a sidecar, unix:PATH; leave it out for a store in this one"
         )
-    return embedded(
-        rest,
-        dram=dram,
-        nvme=nvme,
-        slab=slab,
-        extent=extent,
-        tenant=tenant,
-        limits=limits,
-        scrub=scrub,
-        policy=policy,
-    )
+    return embedded(rest, **given)
 
 
 def embedded(
@@ -151,7 +142,7 @@ def embedded(
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
     scrub: str | int = DEFAULT_SCRUB,
-    policy: str = POLICIES[0],
+    policy: str = DEFAULT_POLICY,
 ) -> EmbeddedStore:
     """Open a store in this process: `open("embedded:DIRECTORY", ...)` for whoever needs to know its type."""
     from kvstore.codec import Codecs
@@ -183,14 +174,19 @@ def embedded(
 
 
 def policy_named(name: str) -> PolicyMaker:
-    """What makes an eviction policy of that name. Raises `BadInput`."""
-    if checked_policy(name, "policy") == POLICIES[0]:
-        return LeafFirstLru
+    """What makes an eviction policy of that name. Raises `BadInput`, also where what it needs is not there."""
+    simple: dict[str, PolicyMaker] = {"lru": LeafFirstLru, "s3-fifo": S3Fifo}
+    if checked_policy(name, "policy") in simple:
+        return simple[name]
     try:
-        from kvstore import policies  # imports numba
+        # Imports numba: half a second, and vLLM on a CPU must not find it imported.
+        from tiering.policies.adaptive import Adaptive
+        from tiering.policies.adaptive_loops import is_usable
     except ImportError:
         raise BadInput(f"policy={name!r} needs the package numba; install prefix-kvstore[server]") from None
-    return policies.policy_named(name)
+    if not is_usable():
+        raise BadInput(f"policy={name!r} is compiled by numba, which NUMBA_DISABLE_JIT forbids; unset it, or take lru")
+    return Adaptive
 
 
 def _open_gpu(index: int) -> DeviceTransfers | None:

@@ -33,10 +33,11 @@ from types import TracebackType
 from typing import Annotated, Any, NoReturn, Protocol
 
 import kvstore
+from kvstore.config import DEFAULT_POLICY
 from kvstore.errors import BadInput, StoreError
 from tiering.errors import TierError
 
-_EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn", "numba"), "server") | {
+_EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "server") | {
     "matplotlib": "plot",
     "torch": "hf",
     "transformers": "hf",
@@ -230,10 +231,9 @@ def serve(
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
     # No run has a connection for every microsecond, so this one's are numbered above those of all before it.
     first_number = time.time_ns() // 1000
-    run_number = secrets.randbelow(RUNS)
     outside = Outside(
         SystemClock(),
-        run_number,
+        secrets.randbelow(RUNS),
         first_number,
         secrets.token_bytes,
         LmdbMaker,
@@ -427,10 +427,9 @@ def replay(
     from kvstore.insight import replays
     from kvstore.insight.trace import read_trace
     from kvstore.node import build_replay
-    from kvstore.policies import policy_named
 
-    names = [name for given in policy or ["lru"] for name in given.split(",")]
-    chosen = {name: policy_named(name) for name in names}
+    names = [name for given in policy or [DEFAULT_POLICY] for name in given.split(",")]
+    chosen = {name: kvstore.policy_named(name) for name in names}
     sizes = [_blocks(size) for given in blocks or () for size in given.split(",")]
     options = replays.Options(sizes, count_partial, warmup, seed, prefill_rate, kv_bytes_per_token)
     draw = _plotter(plot) if plot is not None else None

@@ -32,6 +32,7 @@ _PAGE_BYTES = 4096
 
 POLICIES = ("lru", "s3-fifo", "adaptive")
 """How DRAM chooses what goes first."""
+DEFAULT_POLICY = "lru"
 MAX_NAMESPACES = 1 << 15
 MIN_DRAM_BYTES = 1 << 20
 MIN_EXTENT_BYTES = 64 << 10

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("typer")
-pytest.importorskip("numba")
 
 from recorded import line
 from test_cli import NO_TORCH, error_line, run_cli, run_here
@@ -109,5 +108,8 @@ def test_traces_of_one_name_are_told_apart_and_pipes_are_read(
 
 
 def test_without_numba_it_names_the_extra(trace: Path) -> None:
-    line = error_line(run_cli("replay", str(trace), "--blocks", "4", before="sys.modules['numba'] = None"))
-    assert "numba" in line and "pip install 'prefix-kvstore[server]'" in line
+    without = {"before": "sys.modules['numba'] = None"}
+    given = ("replay", str(trace), "--blocks", "4", "--block-tokens", "16")
+    assert run_cli(*given, "--policy", "lru,s3-fifo", **without).returncode == 0
+    line = error_line(run_cli(*given, "--policy", "adaptive", **without))
+    assert "needs the package numba; install prefix-kvstore[server]" in line

@@ -20,7 +20,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvstore.config import MAX_SECONDS, MAX_SOCKET_BYTES, POLICIES, Limits, checked_policy, parse_rate, parse_size
+from kvstore.config import DEFAULT_POLICY, MAX_SECONDS, MAX_SOCKET_BYTES, Limits, checked_policy, parse_rate, parse_size
 from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
 from kvstore.service.connections import DoorLimits
@@ -53,7 +53,7 @@ class StoreSettings:
     scrub: str = "8MiB/s"
     prefault: bool = True
     keeper: bool = True
-    policy: str = POLICIES[0]
+    policy: str = DEFAULT_POLICY
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvstore.insight
+from kvstore.config import POLICIES
 from kvstore.errors import BadInput
 from kvstore.insight import replays
 from kvstore.insight.optimum import optimal_hits
 from kvstore.insight.replays import OPTIMUM, Options
 from kvstore.insight.trace import Trace
 from kvstore.node import build_replay
-from kvstore.policies import MAKERS
 from recorded import line, made_of, read_trace, recorded
 
 SEED = 7
+MAKERS = {name: kvstore.policy_named(name) for name in POLICIES}
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=40)
 QUIET = (lambda doing, done, steps: None,)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -16,7 +17,6 @@ from kvstore.codec import codec_named
 from kvstore.config import POLICIES
 from kvstore.errors import BadInput
 from kvstore.node import build_replay, open_embedded
-from kvstore.policies import MAKERS, policy_named
 from learned_policy import by_worth
 from recorded import made_of
 from tiering.policies.adaptive import Adaptive
@@ -41,7 +41,7 @@ def prompts(random: Random, count: int) -> list[list[int]]:
 def test_a_replay_tells_what_the_store_does(name: str, tmp_path: Path) -> None:
     """The same prompts through a store with leases, puts and real pages, and through its tables alone."""
     print("seed", SEED)
-    maker: PolicyMaker = MAKERS.get(name, by_worth)
+    maker = kvstore.policy_named(name) if name in POLICIES else by_worth
     seeded = partial(_seeded, maker)
     asked = prompts(Random(SEED), 400)
     hits = []
@@ -67,9 +67,7 @@ def _seeded(maker: PolicyMaker, names: Any, seed: int) -> Any:
 
 
 def test_names_make_policies() -> None:
-    assert tuple(MAKERS) == POLICIES and POLICIES[0] == "lru"
-    assert (kvstore.policy_named("lru"), kvstore.policy_named("adaptive")) == (LeafFirstLru, Adaptive)
-    assert policy_named("s3-fifo") is S3Fifo
+    assert [kvstore.policy_named(name) for name in POLICIES] == [LeafFirstLru, S3Fifo, Adaptive]
 
 
 def test_a_policy_that_is_not_there_is_one_line(tmp_path: Path) -> None:
@@ -113,6 +111,26 @@ def test_without_numba_it_says_what_to_install() -> None:
     assert "NUMBA_DISABLE_JIT forbids; unset it, or take lru" in run_without("os.environ['NUMBA_DISABLE_JIT']='1'", SAY)
 
 
-def test_lru_needs_no_numba() -> None:
-    program = "import kvstore, kvstore.node\nkvstore.policy_named('lru')\nprint('numba' in sys.modules)"
+@pytest.mark.parametrize("name", ["lru", "s3-fifo"])
+def test_what_is_not_compiled_needs_no_numba(name: str) -> None:
+    program = f"import kvstore, kvstore.node\nkvstore.policy_named({name!r})\nprint('numba' in sys.modules)"
     assert run_without("", program) == "False"
+
+
+def test_each_use_is_told_once(tmp_path: Path) -> None:
+    """What a lease grants and what a put adds count; what lies before a lease, or before a put, does not."""
+    told: list[tuple[int, int]] = []
+
+    class Told(LeafFirstLru):
+        def used(self, chain: Sequence[int], count: int) -> None:
+            told.append((len(chain), count))
+
+    with open_embedded(str(tmp_path), codecs=codec_named, dram="1MiB", policy=Told) as store:
+        ns = store.namespace(model=MODEL, layout=small_layout())
+        tokens, pages = list(range(320)), random_pages(ns.layout, 5)
+        ns.put(tokens[:192], pages)
+        for first_token in (0, 128):
+            ns.lease(ns.match(tokens), first_token=first_token).release()
+        ns.put(tokens, pages)
+        ns.put(tokens, pages)
+    assert told == [(3, 3), (3, 3), (3, 1), (5, 2)]

@@ -87,7 +87,7 @@ class Adaptive:
 
     def _grown(self, nodes: Any, names: int) -> list[Any]:
         """Nodes for so many names, with heads. What is not used yet is no memory yet."""
-        more = np.zeros(max(len(nodes), names + 1), nodes.dtype)
+        more = np.zeros(names + 1, nodes.dtype)
         more[: len(nodes)] = nodes
         heads = np.zeros(1 << max(names - 1, 1).bit_length(), np.int32)
         self._loops.enter_all(more, heads)

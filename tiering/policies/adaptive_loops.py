@@ -1,6 +1,6 @@
 """What the adaptive policy does for every block, compiled by numba (floor 1). `adaptive` says in words what and why.
 
-All state is arrays of records that `adaptive` makes; a call costs a quarter of a microsecond for each, so there are
+All state is arrays of records that `adaptive` makes; a call costs the more, the more arrays it is given, so there are
 few.
 
     order     blocks of the tier: a ring in the order of their last use, and an unordered list of the leaves
@@ -43,15 +43,15 @@ DOUBT = 8.0
 USES, LOOKS, WORTH = 0, 1, 2
 """What is learned, by kind and age."""
 
-CLOCK, DUE, RULE, SWITCHES, DRAWS, SIZE, LEAVES, NODES, FULL = range(9)
-"""Whole numbers: uses so far; when worth is reckoned next; 1 where the tier goes by it; how often that changed; the
-state that draws; blocks of the tier; leaves of it; blocks that a ghost has nodes for;
-how many there were when a victim was asked for, at most, since the last reckoning."""
-LRU, OWN, NAMES = 9, 13, 17
+CLOCK, DUE, RULE, DRAWS, SIZE, LEAVES, NODES, FULL = range(8)
+"""Whole numbers: uses so far; when worth is reckoned next; 1 where the tier goes by it; the state that draws; blocks of
+the tier; leaves of it; blocks that a ghost has nodes for; how many there were when a victim was asked for, at most,
+since the last reckoning."""
+LRU, OWN, NAMES = 8, 12, 16
 """And from there on, of the ghosts and of the history, what `COUNT`, `LEAF_COUNT`, `MOST` and `FREE` are behind that:
 how many there are, leaves among them, how many there may be, and a node that was given back."""
 COUNT, LEAF_COUNT, MOST, FREE = range(4)
-NUMBERS = 21
+NUMBERS = 20
 
 LRU_SCORE, OWN_SCORE, SCORE_USES, WEIGHT = range(4)
 """Hits of both ghosts and what was asked for; each counts `WEIGHT`, which grows, so that what is old counts little."""
@@ -310,10 +310,7 @@ def _ghost_remove(ghost, heads, which, node, numbers):
 
 
 @_compiled
-def _ghost_used(
-    ghost, heads, which, rows, count, names, history, found, learned,
-    numbers,
-):  # fmt: skip
+def _ghost_used(ghost, heads, which, rows, count, names, history, found, learned, numbers):
     """A request came for a chain, the deepest block first. Returns how many of the first `count` are here.
 
     found: the history's node of each of the first rows, and room for nodes.
@@ -426,7 +423,6 @@ def _guard(scores, settings, count, numbers):
     leads = own > lru * (1.0 + settings[LEAD]) + settings[FLOOR] * scores[SCORE_USES]
     if (numbers[RULE] == 0 and leads) or (numbers[RULE] == 1 and own < lru):
         numbers[RULE] = 1 - numbers[RULE]
-        numbers[SWITCHES] += 1
 
 
 @_compiled

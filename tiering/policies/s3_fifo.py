@@ -1,10 +1,10 @@
 """S3-FIFO for prefixes: three queues and no list that every use reorders (floor 1).
 
-A new block enters a small queue, a tenth of all blocks. Whoever comes to its old end is looked at: used again since it
-came, it goes on to the main queue; else it leaves, and its name alone is remembered in a ghost as long as the main
-queue. What comes back while the ghost knows it goes to the main queue at once. At the main queue's old end a block that
-was used since it last stood there goes to the new end with one use less, and one that was not leaves. Uses are counted
-up to three.
+A new block enters a small queue, a tenth of all that stands in queues. Whoever comes to its old end is looked at: used
+twice since it came, it goes on to the main queue; else it leaves, and its name alone is remembered in a ghost, which
+has nine tenths as many names as there are blocks. What comes back while the ghost knows it goes to the main queue at
+once. At the main queue's old end a block that was used since it last stood there goes to the new end with one use less,
+and one that was not leaves. Uses are counted up to three.
 
 For prefixes: only leaves stand in the queues, since a block with children is in use as the way to them. A block whose
 last child goes stands at the old end of its queue, for it came before that child.
@@ -33,7 +33,7 @@ class S3Fifo:
         """names: of the block in each row, the same whenever that block comes. Nothing is drawn."""
         self._names = names
         self._queues = (OrderedDict[int, None](), OrderedDict[int, None]())  # leaves, the oldest first
-        self._members = [0, 0]  # of each queue, leaves or not
+        self._blocks = 0  # of both queues, leaves or not
         self._queue_of = bytearray()
         self._uses = array("b")
         self._ghost = OrderedDict[int, None]()
@@ -95,7 +95,7 @@ class S3Fifo:
         self._leave(row)
         if queue == _SMALL:
             self._ghost[self._names[row]] = None
-            while len(self._ghost) > (1 - SMALL_SHARE) * (sum(self._members) + 1):
+            while len(self._ghost) > (1 - SMALL_SHARE) * (self._blocks + 1):
                 self._ghost.popitem(last=False)
 
     def victims(self) -> Iterator[int]:
@@ -155,13 +155,13 @@ class S3Fifo:
         self._changes += 1
         self._queue_of[row] = queue
         self._queues[queue][row] = None
-        self._members[queue] += 1
+        self._blocks += 1
 
     def _leave(self, row: int) -> None:
         self._changes += 1
         queue = self._queue_of[row]
         self._queues[queue].pop(row, None)
-        self._members[queue] -= 1
+        self._blocks -= 1
         self._queue_of[row] = _GONE
 
     def _grow(self, row: int) -> None:
