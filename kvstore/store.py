@@ -591,6 +591,11 @@ class Store:
                 self._touch_published(record)
                 self._cancel(record)
 
+    @property
+    def runs_out_at(self) -> float:
+        """When the first joint put's time is over, in monotonic seconds; inf where none is under way."""
+        return self._joint.due_at
+
     def run_out(self) -> None:
         """End joint puts whose time is over, also while nobody asks for anything: often called, and seldom waits."""
         if self._clock.monotonic_seconds() < self._joint.due_at:

@@ -59,6 +59,9 @@ over, for each lease that is named."""
 TURNED_AWAY = 32
 """Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
+IDLE_LOOK_SECONDS = 0.5
+"""Where nobody comes and nothing is to be looked after, it looks around no more often: whoever computes beside it has
+the processor to himself."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +112,7 @@ class LocalDoor:
         self._large: list[Asked] = []  # that wait for it
         self._large_now: Asked | None = None
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
+        self._is_watchful = True  # whether somebody came, or has to be looked after, since it looked around
         self._deaf: list[Listener] = []  # there were no descriptors left for who wants to come in
         self._closing = False
         self._closes_at = 0.0
@@ -209,8 +213,9 @@ class LocalDoor:
             came_at, looked_at = looked_at, self._clock.monotonic_seconds()
             found = self._selector.select(0)
             if not found and not is_busy:
-                found = self._selector.select(_TOKEN_SECONDS if ready else self._limits.sweep_seconds)
+                found = self._selector.select(_TOKEN_SECONDS if ready else self._rest_seconds())
                 came_at = looked_at = self._clock.monotonic_seconds()
+            self._is_watchful |= bool(found)
             for key, events in found:
                 if isinstance(key.data, Listener):
                     self._accept(key.data)
@@ -264,10 +269,17 @@ class LocalDoor:
             self._selector.register(listener.socket, selectors.EVENT_READ, listener)
         self._deaf.clear()
         self._sessions.sweep()
+        self._is_watchful = self._sessions.is_waited_for
         for one in list(self._connections):
             waits_for_him = one.caller is None or one.unsent or (one.read and one not in ready and not one.in_flight)
+            self._is_watchful |= bool(waits_for_him or one.in_flight)
             if waits_for_him and now - one.heard_at > self._limits.silence_seconds:
                 self._show_out(one)
+
+    def _rest_seconds(self) -> float:
+        """Until it looks around again, if nobody comes."""
+        often = self._limits.sweep_seconds
+        return often if self._is_watchful or self._deaf or self._closing else max(often, IDLE_LOOK_SECONDS)
 
     def _show_out_tenant(self, tenant: bytes, done: threading.Event) -> None:
         for listener in self._listeners:

@@ -43,8 +43,8 @@ class CallLimits:
     """How long a call may take, in seconds. connect: until the sidecar says welcome. match: for a look-up. lease:
     beyond the deadline of the lease itself. fill: for room, which may have to be made, and for commits. drop: for a
     namespace to be forgotten. open: how long a new namespace waits for a sidecar that is not there yet. first_pause,
-    longest_pause: before it is called again. ping: how often it is asked, by a thread, what memory is to be let go of,
-    and undone what nobody waits for.
+    longest_pause: before it is called again. ping: how often it is asked, by a thread and where nobody else asks
+    anything, what memory is to be let go of, and undone what nobody waits for.
     """
 
     connect: float = 1.0
@@ -55,7 +55,7 @@ class CallLimits:
     open: float = 10.0
     first_pause: float = 0.02
     longest_pause: float = 1.0
-    ping: float = 0.25
+    ping: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,13 @@ class _Held:
 
 
 class _Touch:
-    """What the thread in the background is told. wanted: there is no connection, and somebody asked for one."""
+    """What the thread in the background is told. wanted: there is no connection, and somebody asked for one. heard: how
+    many answers had come when it looked last."""
 
     def __init__(self) -> None:
         self.ended = False
         self.wanted = False
+        self.heard = 0
         self.nudge = threading.Event()
 
 
@@ -504,10 +506,12 @@ class RemoteDoor:
     def _ping(self, run: Run) -> None:
         """Let go of memory also while nobody asks for anything: others may be waiting for it."""
         self._settle(run)
-        try:
-            run.wire.call(m.Ping(), self._limits.connect)
-        except (TooLate, Unreachable):
-            return
+        if run.wire.heard == self._touch.heard:  # else an answer that came since has said it
+            try:
+                run.wire.call(m.Ping(), self._limits.connect)
+            except (TooLate, Unreachable):
+                return
+        self._touch.heard = run.wire.heard
         run.unmap(run.wire.retired())
         self._settle(run)
 

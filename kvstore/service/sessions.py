@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from kvstore.identity import TenantKeys
 from kvstore.service.messages import MIN_SESSION_BYTES
@@ -240,6 +241,11 @@ class Sessions:
             for reservation in aborted:
                 self._store.abort(reservation)
         return len(self._departed)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether `sweep` has something to wait for: departed connections, or joint puts under way."""
+        return bool(self._departed) or self._store.runs_out_at != inf
 
     # Facts ---------------------------------------------------------------------------------------------------------
 
