@@ -41,7 +41,8 @@ class ConnectorSettings:
     is held back for its look-up. lease_deadline_ms: and for blocks that are brought up from lower tiers. model: the
     fingerprint of the weights, where it cannot be read from files. weights_epoch: of weights that were changed in place
     before the engine started. block_tokens: of a stored block; 0 is the smallest that fits the engine's page.
-    load_threads: of each worker. save_bytes: what may wait to be saved, in each worker. cost_model: whether a prefix is
+    load_threads: of each worker. save_bytes: what may wait to be saved, in each worker. save_patience_ms: how long a
+    save waits for an engine that computes on the same processors to have nothing to do. cost_model: whether a prefix is
     loaded only as far as that beats computing it. audit: the share of hits that are computed all the same and compared.
     ttl: seconds that saved blocks are wanted for. priority: of saved blocks, -100 .. 100.
     """
@@ -57,6 +58,7 @@ class ConnectorSettings:
     block_tokens: int = 0
     load_threads: int = 1
     save_bytes: int = 1 << 30
+    save_patience_ms: float = 1000.0
     cost_model: bool = True
     audit: float = 0.001
     ttl: float | None = None
@@ -87,7 +89,7 @@ class ConnectorSettings:
         _wanted("url", self.url, is_url, 'a sidecar\'s socket, as "unix:/run/kvstore/kvstore.sock"')
         codecs = ("auto", *sorted(CODECS))
         _wanted("codec", self.codec, self.codec in codecs, f"one of {', '.join(codecs)}")
-        for name in ("match_deadline_ms", "lease_deadline_ms"):
+        for name in ("match_deadline_ms", "lease_deadline_ms", "save_patience_ms"):
             value = getattr(self, name)
             _wanted(name, value, _is_number(value, 0, MAX_DEADLINE_MS), f"milliseconds, 0 to {MAX_DEADLINE_MS}")
         _wanted("model", self.model, isinstance(self.model, str), "the fingerprint of the weights as text")

@@ -27,6 +27,7 @@ from engine_adapter.audit import AuditResult
 from engine_adapter.audit_blocks import compare_block
 from engine_adapter.engine_pages import EnginePages
 from engine_adapter.opened_namespace import ClosableStore, OpenedNamespace
+from engine_adapter.save_patience import SavePatience
 from engine_adapter.step_orders import (
     AuditOrder,
     AuditReport,
@@ -59,15 +60,19 @@ WINDOW_FENCE_SECONDS = 0.02
 """How long a step waits for saves of pages that it wants, in engines with sliding windows."""
 IDLE_WAIT_SECONDS = 0.005
 """An engine with nothing to do but to wait for loads would spin, and keep the loader from the interpreter's lock."""
+PRESSED_SHARE = 0.5
+"""Of what may wait to be saved: with more than this, saves wait for nobody."""
 NO_LAYER = 1 << 30
 
 
 @dataclass(slots=True)
 class _Reader:
-    """An order that reads pages. after: the step that computes them. bytes: that wait to be saved for it."""
+    """An order that reads pages. after: the step that computes them. since: when it came. bytes: that wait to be saved
+    for it."""
 
     order: SaveOrder | AuditOrder
     after: Any
+    since: float
     bytes: int = 0
     dropped: bool = False
 
@@ -85,8 +90,10 @@ class PagedWorker:
         *,
         load_threads: int,
         save_bytes: int,
+        save_patience: float = 0.0,
     ) -> None:
-        """open_store: of a session. clock: monotonic seconds."""
+        """open_store: of a session. clock: monotonic seconds. save_patience: seconds for which a save waits for the
+        engine to have nothing to do; not where pages leave a window while it waits."""
         self.pages = pages
         self._rank = pages.facts.rank
         self._open_store = open_store
@@ -102,6 +109,9 @@ class PagedWorker:
         self._saving: _Reader | None = None
         self._is_reading = False
         self._waiting_bytes = 0
+        has_windows = any(group.window for group in pages.facts.groups)
+        self._patience = SavePatience(0.0 if has_windows else save_patience)
+        self._is_hurried = False
         self._done_loads: list[LoadReport] = []
         self._reports: list[LoadReport] = []  # of orders, which come with the steps in which these are taken
         self._save_reports: list[SaveReport] = []
@@ -128,6 +138,8 @@ class PagedWorker:
         if orders is self._orders:
             return
         self._orders = orders
+        if orders.number:
+            self._patience.step_began()
         if orders.namespace is not None:
             if self._namespace is None:
                 shard = self._rank if orders.namespace.layout.head_shards > 1 else None
@@ -161,6 +173,8 @@ class PagedWorker:
 
     def start_saves(self) -> None:
         """After the forward: its pages are complete."""
+        if not self._orders.saves and not self._orders.audits and not self._layers:
+            return
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._layers)
         orders, self._orders.saves = self._orders.saves, []
@@ -168,6 +182,7 @@ class PagedWorker:
         if not orders and not audits:
             return
         after = self.pages.stream.mark()
+        now = self._clock()
         is_stale = self._orders.failures_seen.get(self._rank, 0) != self._failures
         with self._changed:
             # What was computed behind a load that failed is wrong, until the scheduler knows and has it done again.
@@ -175,7 +190,7 @@ class PagedWorker:
                 if is_stale:
                     self._report_audit(audit, ())
                 else:
-                    self._saves.append(_Reader(audit, after))
+                    self._saves.append(_Reader(audit, after, now))
             for order in orders:
                 size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
@@ -183,12 +198,14 @@ class PagedWorker:
                     self._report_save(order, 0, 0, 0.0, reason, dropped=True)
                     continue
                 self._waiting_bytes += size
-                self._saves.append(_Reader(order, after, size))
+                self._saves.append(_Reader(order, after, now, size))
             self._changed.notify_all()
 
     def finished(self) -> tuple[set[str], set[str], set[int]]:
         """Requests whose loads are over, those of them that brought less, and pages that are not valid: theirs, and of
         the loads that the step waited for."""
+        if not self._loading and not self._layers and not self._invalid:
+            return set(), set(), set()
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._layers)
             if not self._orders.number and self._loading and not self._done_loads:
@@ -201,8 +218,9 @@ class PagedWorker:
             return {report.request for report in done}, failed, invalid
 
     def take_reports(self) -> StepReports | None:
-        """What the scheduler has not been told; None where there is nothing."""
+        """What the scheduler has not been told; None where there is nothing. The step is over."""
         with self._lock:
+            self._patience.step_ended(self._clock())
             step = self._orders.number if self._orders.number != self._told_step else 0
             self._told_step = self._orders.number
             if not step and not self._reports and not self._save_reports and not self._audit_reports:
@@ -216,6 +234,8 @@ class PagedWorker:
         """Save what waits, as far as that goes in the time; then hang up. Safe to call again."""
         give_up_at = self._clock() + seconds
         with self._changed:
+            self._is_hurried = True
+            self._changed.notify_all()
             while (self._saves or self._saving) and not self._closed and self._clock() < give_up_at:
                 self._changed.wait(0.05)
             self._closed = True
@@ -312,9 +332,8 @@ class PagedWorker:
             with self._changed:
                 self._saving = None
                 self._changed.notify_all()
-                # Somebody waits for a load, nobody for a save.
-                while not self._closed and (not self._saves or len(self._done_loads) < self._loading):
-                    self._changed.wait()
+                while not self._closed and (pause := self._pause()) != 0:
+                    self._changed.wait(pause)
                 if self._closed:
                     return
                 reader = self._saving = self._saves.popleft()
@@ -331,6 +350,31 @@ class PagedWorker:
                 self._waiting_bytes -= reader.bytes
                 is_dropped = reader.dropped and reason is MissReason.DISABLED
                 self._report_save(order, held, stored, self._clock() - started, reason, dropped=is_dropped)
+
+    def _pause(self) -> float | None:
+        """Seconds until it may be the turn of the first save, 0 when it is; None: when something has changed. Under the
+        lock."""
+        # Somebody waits for a load, nobody for a save.
+        if not self._saves or len(self._done_loads) < self._loading:
+            return None
+        # An audit has a lease, which runs out.
+        if any(isinstance(reader.order, AuditOrder) for reader in self._saves):
+            return 0
+        return self._pause_of(self._saves[0])
+
+    def _pause_of(self, save: _Reader) -> float:
+        """Of this one, as far as the engine is what it waits for. Under the lock."""
+        if not self._patience or self._is_hurried or self._waiting_bytes > PRESSED_SHARE * self._save_bytes:
+            return 0
+        return self._patience.seconds_left(save.since, self._clock())
+
+    def _let_pass(self, save: _Reader) -> None:
+        """The saver's thread, between two pieces: an engine that has something to do again goes first."""
+        if not self._patience:
+            return
+        with self._changed:
+            while not self._closed and not save.dropped and (pause := self._pause_of(save)):
+                self._changed.wait(pause)
 
     def _audit(self, order: AuditOrder, reader: _Reader) -> tuple[AuditResult, ...]:
         """Any thread. The stored block beside the computed one."""
@@ -394,6 +438,8 @@ class PagedWorker:
                 if result.reason is not None:
                     return result.stopped_at or 0, stored, result.reason
                 first = held = stop
+                if first < len(keys):
+                    self._let_pass(save)
         except Exception as error:
             return held, stored, self._fault(error)
         return held, stored, None
@@ -416,9 +462,12 @@ class PagedWorker:
                 else:
                     self._waiting_bytes -= reader.bytes
                     self._report_save(reader.order, 0, 0, 0.0, None, dropped=True)
+                    self._patience.gave_up(self._clock())
             self._saves = kept
             if self._saving is not None and self._saving.order.number in numbers:
                 self._saving.dropped = True
+                self._patience.gave_up(self._clock())
+                self._changed.notify_all()
                 while self._is_reading and self._saving is not None and self._saving.order.number in numbers:
                     self._changed.wait()
 

@@ -197,7 +197,16 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             time.monotonic,
             load_threads=self._settings.load_threads,
             save_bytes=self._settings.save_bytes,
+            save_patience=self._save_patience(pages.facts),
         )
+
+    def _save_patience(self, facts: WorkerFacts) -> float:
+        """Seconds. None where the engine computes on another device, where somebody waits for what it saves, and where
+        several workers save one block together."""
+        is_producer = self._config.kv_transfer_config.kv_role == "kv_producer"
+        if facts.device != "cpu" or is_producer or self._config.parallel_config.tensor_parallel_size > 1:
+            return 0.0
+        return self._settings.save_patience_ms / 1000
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Carried to the scheduler before the first request. A `MultiConnector` carries one child's only, to all of

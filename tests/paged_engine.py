@@ -388,6 +388,7 @@ class PagedEngine:
         session: str = "",
         worker: type[SlowWorker] = SlowWorker,
         clock: Callable[[], float] = time.monotonic,
+        save_patience: float = 0.0,
         **settings: Any,
     ) -> None:
         given = {"cost_model": False, "audit": 0.0, "match_deadline_ms": 5000, "lease_deadline_ms": 5000, **settings}
@@ -412,6 +413,7 @@ class PagedEngine:
                 time.monotonic,
                 load_threads=checked.load_threads,
                 save_bytes=checked.save_bytes,
+                save_patience=save_patience,
             )
             for rank, one in enumerate(self.ranks)
         ]

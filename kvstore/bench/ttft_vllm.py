@@ -31,6 +31,7 @@ from kvstore.bench.lengths import parse_tokens
 from kvstore.bench.measure import Progress
 from kvstore.bench.sidecar import Sidecar
 from kvstore.bench.vllm_rows import (
+    AT_ONCE,
     BARE,
     COLD,
     DEFAULT,
@@ -231,27 +232,33 @@ class _Bench:
         self.result.rows.append(hooks_row(told["steps"], told["seconds"], told["hooks"]))
 
     def overhead(self) -> None:
-        """Two engines take turns with the same new prompts; now the one is first, now the other."""
+        """Engines take turns with the same new prompts; each is as often first as the others. Each store is another
+        one, or they would find what the others have saved."""
         options = self._options
-        times: dict[str, list[float]] = {PLAIN: [], DEFAULT: []}
+        times: dict[str, list[float]] = {PLAIN: [], DEFAULT: [], AT_ONCE: []}
         with ExitStack() as stack:
-            sidecar = stack.enter_context(self._sidecar(8 * options.prefix_tokens))
-            engines = self._started(stack, {PLAIN: None, DEFAULT: _connector(sidecar.socket, "auto", AS_SHIPPED)})
+            transfers: dict[str, dict[str, Any] | None] = {PLAIN: None}
+            for name, settings in ((DEFAULT, AS_SHIPPED), (AT_ONCE, {"save_patience_ms": 0})):
+                sidecar = stack.enter_context(self._sidecar(8 * options.prefix_tokens))
+                transfers[name] = _connector(sidecar.socket, "auto", settings)
+            engines = self._started(stack, transfers)
             for engine in engines.values():
                 self._warm_up(engine)
             for pair in range(-1, options.pairs):
                 self._say(f"overhead, pair {pair + 1} of {options.pairs}")
                 prompts = [self._tokens(options.pair_tokens) for _ in range(options.pair_prompts)]
-                order = list(engines.values())
-                for engine in order if pair % 2 else reversed(order):
+                first = pair % len(engines)
+                order = [*engines.values()][first:] + [*engines.values()][:first]
+                for engine in order if pair // len(engines) % 2 else reversed(order):
                     answers = engine.do("ask", prompts=prompts, max_tokens=options.answer_tokens)
                     engine.do("settle")
                     for answer in answers:
                         self._check(engine.name, COLD, answer, 0)
                     if pair >= 0:
                         times[engine.name].append(sum(answer["total_ms"] for answer in answers))
-            self._check_saved(engines[DEFAULT], prompts[0])
-        self.result.rows.append(overhead_row(times[PLAIN], times[DEFAULT]))
+            for name in (DEFAULT, AT_ONCE):
+                self._check_saved(engines[name], prompts[0])
+                self.result.rows.append(overhead_row(times[PLAIN], times[name], name))
 
     # Engines ---------------------------------------------------------------------------------------------------------
 

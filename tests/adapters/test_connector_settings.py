@@ -35,6 +35,7 @@ def test_the_url_is_all_that_is_needed() -> None:
         {"block_tokens": 4096},
         {"load_threads": 16},
         {"save_bytes": 0},
+        {"save_patience_ms": 0},
         {"cost_model": False},
         {"audit": 1},
         {"audit": 0.0},
@@ -56,7 +57,11 @@ WRONG: list[tuple[str, Any]] = [
     *(("codec", value) for value in ("zip", "", None, 8)),
     *(("save", value) for value in ("some", "", True, None)),
     *(("load", value) for value in ("fast", 1, None)),
-    *((name, value) for name in ("match_deadline_ms", "lease_deadline_ms") for value in (-1, "20", True, NAN, 60_001)),
+    *(
+        (name, value)
+        for name in ("match_deadline_ms", "lease_deadline_ms", "save_patience_ms")
+        for value in (-1, "20", True, NAN, 60_001)
+    ),
     *(("model", value) for value in (5, None, ["a"])),
     *(("weights_epoch", value) for value in (-1, 1.0, "1", True, 1 << 63)),
     *(("block_tokens", value) for value in (-64, 4097, 64.0)),

@@ -21,12 +21,13 @@ import pytest
 import torch
 
 import kvstore
+from engine_adapter import paged_worker
 from engine_adapter.engine_requests import RequestCounts
 from engine_adapter.step_orders import NamespaceFacts, StepOrders, StepReports
 from kvstore.handle import NamespaceHandle
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import EmbeddedStore
-from paged_engine import Faults, PagedEngine, Request, Shape, SharedStore, Status, wrong_blocks
+from paged_engine import SECONDS, Faults, PagedEngine, Request, Shape, SharedStore, Status, wrong_blocks
 from service.sidecar import Sidecar
 from workbench import blank_pages, ids, prompt_values
 
@@ -173,6 +174,7 @@ def test_no_page_that_is_read_is_wrong_and_no_block_that_is_stored(name: str, lo
             load=load,
             audit=audit,
             load_threads=random.choice([1, 2]),
+            save_patience=random.choice([0.0, 0.0, 0.02]),
         )
         with engine:
             drawn = drive(engine, random, STEPS, sidecar.store.evict, weights=random.random() < 0.5)
@@ -442,8 +444,11 @@ def test_other_weights_find_nothing_and_saves_of_the_old_ones_go_on(store: Embed
 
 
 @pytest.mark.parametrize("windows", [(20,), (100,), (0, 100), (100, 40)])
-def test_prompts_longer_than_every_window_are_loaded_whole(store: EmbeddedStore, windows: tuple[int, ...]) -> None:
-    """Of which the engine has only the last pages."""
+def test_prompts_longer_than_every_window_are_loaded_whole(
+    store: EmbeddedStore, windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which the engine has only the last pages. However slow the machine: what is given up is nobody's hit."""
+    monkeypatch.setattr(paged_worker, "WINDOW_FENCE_SECONDS", SECONDS)
     shape = Shape(pages=80, windows=windows, own_cache=False)
     with engine_at(store, shape, Random(1)) as one:
         first = finished(one, "a", ids(300), 60)

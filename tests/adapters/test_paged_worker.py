@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvstore
-from engine_adapter import paged_worker
+from engine_adapter import paged_worker, save_patience
 from engine_adapter.audit import Verdict
 from engine_adapter.engine_pages import layout_of
 from engine_adapter.paged_worker import PagedWorker
@@ -228,6 +228,79 @@ def test_with_windows_a_fence_waits_a_little_for_saves_that_wait(
         bench.begin(fenced=[last.number])
         bench.worker.before_read.set()
         assert bench.reports(saves=1).saves[0].dropped
+
+
+def test_a_save_waits_for_the_engine_to_have_nothing_to_do(store: EmbeddedStore) -> None:
+    with Bench(store, save_patience=SECONDS) as bench:
+        bench.fill(ids(64), [1, 2])
+        bench.begin(number=1, saves=[bench.save(ids(64), [1, 2])])
+        bench.worker.start_saves()
+        for number in range(2, 30):
+            time.sleep(save_patience.QUIET_SECONDS / 5)
+            bench.worker.take_reports()
+            assert len(bench.worker._saves) == 1, "it runs"
+            bench.begin(number=number)
+        bench.worker.take_reports()
+        assert bench.reports(saves=1).saves[0].stored == 1, "while it only asks, it has nothing to do"
+
+
+def test_a_save_waits_no_longer_than_that(store: EmbeddedStore) -> None:
+    with Bench(store, save_patience=0.2) as bench:
+        bench.fill(ids(64), [1, 2])
+        bench.begin(number=1, saves=[bench.save(ids(64), [1, 2])])
+        started = time.monotonic()
+        bench.worker.start_saves()
+        _until(lambda: not bench.worker._saves and not bench.worker._saving)
+        assert time.monotonic() - started >= 0.2, "the step is still on"
+        assert bench.reports(saves=1).saves[0].stored == 1
+
+
+def test_where_waiting_loses_something_saves_do_not_wait(store: EmbeddedStore) -> None:
+    """When much waits, behind a save that a fence has cost, where an audit has a lease, and at the end."""
+    page = Rank(Shape(pages=30), 0).pages.facts.page_bytes
+    with Bench(store, save_patience=SECONDS, save_bytes=8 * page) as bench:
+        bench.fill(ids(256), [1, 2, 3, 4, 5, 6, 7, 8])
+        first = bench.save(ids(128), [1, 2, 3, 4])
+        bench.begin(number=1, saves=[first])
+        bench.worker.start_saves()
+        time.sleep(0.1)
+        assert len(bench.worker._saves) == 1
+        bench.begin(number=2, saves=[bench.save(ids(64), [1, 2])])
+        bench.worker.start_saves()
+        _until(lambda: len(bench.worker._save_reports) == 1)
+        assert bench.reports(saves=1).saves[0].number == first.number
+        bench.begin(number=3, fenced=[bench.number])
+        assert bench.reports(saves=1).saves[0].dropped
+        bench.begin(number=4, saves=[bench.save(ids(192), [1, 2, 3, 4, 5, 6], first=128)])
+        bench.worker.start_saves()
+        assert bench.reports(saves=1).saves[0].stored == 1
+    with Bench(store, save_patience=SECONDS) as bench:
+        bench.fill(ids(64, 500), [1, 2])
+        bench.begin(number=1, saves=[bench.save(ids(64, 500), [1, 2])])
+        bench.worker.start_saves()
+        assert len(bench.worker._saves) == 1
+    assert bench.handle.match(ids(64, 500)).blocks == 1
+
+
+def test_between_two_pieces_a_save_waits_again(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_worker, "PIECE_BYTES", 1)
+    with Bench(store, save_patience=SECONDS) as bench:
+        bench.fill(ids(256), [1, 2, 3, 4, 5, 6, 7, 8])
+        order = bench.save(ids(256), [1, 2, 3, 4, 5, 6, 7, 8])
+        bench.worker.in_read.clear()
+        bench.begin(number=1, saves=[order])
+        bench.worker.start_saves()
+        bench.worker.take_reports()
+        assert bench.worker.reads.wait(SECONDS)
+        bench.begin(number=2)
+        bench.worker.in_read.set()
+        _until(lambda: bench.handle.match(ids(256)).blocks == 1)
+        time.sleep(0.1)
+        assert bench.handle.match(ids(256)).blocks == 1, "the next one waits for the step"
+        bench.begin(number=3, fenced=[order.number])
+        (report,) = bench.reports(saves=1).saves
+        assert (report.stored, report.dropped) == (1, True)
+    assert wrong_blocks(bench.handle, ids(256), 0, 0.0) == (1, [])
 
 
 def _until(is_so: Callable[[], bool]) -> None:
@@ -611,6 +684,18 @@ def test_nothing_is_compared_of_a_step_that_waited_for_a_load_that_failed(store:
         bench.worker.start_saves()
         assert bench.reports(audits=1).audits[0].results == ()
         held.release()
+
+
+def test_an_audit_does_not_wait_for_the_engine(store: EmbeddedStore) -> None:
+    """Its lease would run out; what waits before it goes as well."""
+    with Bench(store) as bench:
+        bench.stored(ids(128))
+    with Bench(store, save_patience=SECONDS) as bench:
+        bench.fill(ids(128), [11, 12, 13, 14])
+        bench.begin(number=1, saves=[bench.save(ids(64, 500), [1, 2])])
+        bench.worker.start_saves()
+        assert audited(bench, (PageRun(2, [13, 14]),), number=2) == [Verdict.EXACT]
+        assert bench.handle.match(ids(64, 500)).blocks == 1
 
 
 @pytest.mark.parametrize("which", range(3))

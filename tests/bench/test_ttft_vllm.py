@@ -13,6 +13,7 @@ from rich.console import Console
 
 from kvstore.bench import ttft_vllm, vllm_rows
 from kvstore.bench.vllm_rows import (
+    AT_ONCE,
     BARE,
     COLD,
     DEFAULT,
@@ -100,6 +101,8 @@ def test_a_slowdown_is_judged_by_the_upper_end_of_its_interval() -> None:
     factors = [1.0 if number % 2 else 1.2 for number in range(40)]
     unsure = overhead_row(without, [factor * ms for factor, ms in zip(factors, without, strict=True)])
     assert unsure.low == pytest.approx(0.0) and unsure.high == pytest.approx(0.2) and unsure.met is False
+    at_once = overhead_row(without, [1.2 * ms for ms in without], AT_ONCE)
+    assert at_once.what.endswith(AT_ONCE) and at_once.met is None, "it is told beside the other"
 
 
 @pytest.mark.parametrize(("count", "rank"), [(1, 0), (2, 0), (5, 0), (6, 0), (9, 1), (40, 13), (100, 39)])

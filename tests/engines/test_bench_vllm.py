@@ -70,5 +70,7 @@ def test_every_step_has_its_hooks() -> None:
 
 
 def test_pairs_are_of_the_same_new_prompts() -> None:
-    (row,) = measured(OVERHEAD, pairs=3).rows
-    assert row.count == 3 and row.low <= row.value <= row.high and row.limit is not None and row.limit > 0
+    shipped, at_once = measured(OVERHEAD, pairs=3).rows
+    assert (shipped.target is None, at_once.target is None) == (False, True)
+    for row in (shipped, at_once):
+        assert row.count == 3 and row.low <= row.value <= row.high and row.limit is not None and row.limit > 0
