@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from kvstore.identity import Namespace, TenantKeys
 from kvstore.prefix_index import NO_ROW, Column, PrefixIndex, RowState
+from tiering.admission import Admission
 from tiering.dram import DramTier
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
-from tiering.nvme import NvmeTier
 from tiering.residency import FrameState, Residency
-from tiering.tier import NO_PLACE, SlotClass, extent_of, slot_of
+from tiering.tier import NO_PLACE, LowerTier, SlotClass, extent_of, slot_of
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,16 @@ class Space:
         return sum(slot_class.frame_bytes for slot_class in self.classes)
 
 
-@dataclass(frozen=True)
-class Lower:
-    """The tier below DRAM, and which blocks are there."""
+TierBelow = TypeVar("TierBelow", bound=LowerTier, covariant=True)
 
-    tier: NvmeTier
+
+@dataclass(frozen=True)
+class Lower(Generic[TierBelow]):
+    """The tier below DRAM, which blocks are there, and which of those that leave DRAM are to be."""
+
+    tier: TierBelow
     residency: Residency
+    admission: Admission
 
 
 Unsealed = tuple[int, bytes, int, int, Sequence[bytes]]
@@ -62,7 +67,7 @@ class Blocks:
         residency: Residency,
         dram: DramTier,
         keys: MacKeys,
-        lower: Lower | None = None,
+        lower: Lower[LowerTier] | None = None,
         first_generation: int = 1,
         gone: Callable[[int, bytes], None] | None = None,
     ) -> None:
@@ -164,6 +169,8 @@ class Blocks:
             self.unverified.discard(row)
             if is_new:
                 residency.listed(row)
+                if self.lower is not None:
+                    self.lower.admission.stored(row)
         for part in range(len(self.spaces[number].classes)):
             self.dram.own(residency.places_of(rows, part), rows)
 
@@ -174,25 +181,33 @@ class Blocks:
         if self.lower is None:
             self.residency.policy.touched(chain)
             return
+        self.lower.admission.used(chain, count)
         for residency in (self.residency, self.lower.residency):
             residency.policy.touched([row for row in chain if residency.is_listed(row)])
 
-    def evict_worst(self, blocks: int, number: int | None = None) -> int:
+    def evict_worst(self, blocks: int, number: int | None = None, leaves: Callable[[int], object] | None = None) -> int:
         """5. Take the worst leaves that nobody pins out of DRAM, up to that many; returns how many went.
 
         Those that NVMe has stay readable; the others are given up, rows and frames.
 
         number: for the sake of a namespace that is short of slots. A worse leaf of another one may be a step towards an
-        extent, so the caller has to look again after it.
+        extent, so the caller has to look again after it. leaves: told each row that NVMe has not, before it goes; it
+        may take it down.
         """
-        return self._evict(self.residency.worst(), blocks, number)
+        return self._evict(self.residency.worst(), blocks, number, leaves)
 
     def evict_own(self, blocks: int, number: int) -> int:
         """The same of one namespace's leaves alone, whatever others have that is worse."""
         namespace_of = self.index.namespace_of
         return self._evict((row for row in self.residency.worst() if namespace_of(row) == number), blocks, number)
 
-    def _evict(self, worst: Iterable[int], blocks: int, number: int | None) -> int:
+    def _evict(
+        self,
+        worst: Iterable[int],
+        blocks: int,
+        number: int | None,
+        leaves: Callable[[int], object] | None = None,
+    ) -> int:
         gone = 0
         places: list[int] = []
         evicted = 0
@@ -204,6 +219,9 @@ class Blocks:
             if number is not None and self.dram.is_guarded(self.residency.place(row, 0)):
                 continue  # its slots would be of use to nobody yet
             stays = below is not None and below.is_listed(row)
+            if below is not None and not stays and leaves is not None:
+                leaves(row)
+                stays = below.is_listed(row)
             if below is not None and not stays and self.index.children(row):
                 continue  # quarantined, and the way to blocks that NVMe alone has
             places += self.residency.left(row, self.index.parent(row))

@@ -401,6 +401,20 @@ def replay(
     blocks: Annotated[
         list[str] | None, typer.Option(metavar="N,..", help="Blocks that DRAM has room for. May be given again.")
     ] = None,
+    dram_blocks: Annotated[
+        list[str] | None, typer.Option(metavar="N,..", help="The same, for use beside --nvme-blocks.")
+    ] = None,
+    nvme_blocks: Annotated[
+        int, typer.Option(metavar="N", help="Blocks that a tier below has room for. None if left out.")
+    ] = 0,
+    admission: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,..", help="To it, beside all: learned, random, oracle. learned if left out."),
+    ] = None,
+    write_share: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SHARE,..", help="Budgets of learned and random, of the bytes that all writes."),
+    ] = None,
     count_partial: Annotated[
         bool, typer.Option("--count-partial", help="Store and count a prompt's last block also if it is not full.")
     ] = False,
@@ -430,8 +444,12 @@ def replay(
 
     names = [name for given in policy or [DEFAULT_POLICY] for name in given.split(",")]
     chosen = {name: kvstore.policy_named(name) for name in names}
-    sizes = [_blocks(size) for given in blocks or () for size in given.split(",")]
-    options = replays.Options(sizes, count_partial, warmup, seed, prefill_rate, kv_bytes_per_token)
+    sizes = [_blocks(size) for given in [*(blocks or ()), *(dram_blocks or ())] for size in given.split(",")]
+    admitting = [name for given in admission or [replays.LEARNED] for name in given.split(",")]
+    shares = [_share(share) for given in write_share or () for share in given.split(",")]
+    options = replays.Options(
+        sizes, count_partial, warmup, seed, prefill_rate, kv_bytes_per_token, nvme_blocks, admitting, shares
+    )
     draw = _plotter(plot) if plot is not None else None
     paths = [Path(one) for one in traces]
     is_short = len({path.name for path in paths}) == len(paths)
@@ -453,6 +471,13 @@ def _blocks(given: str) -> int:
     if re.fullmatch(r"\s*[0-9]{1,12}\s*", given) is None:
         raise typer.BadParameter(f"--blocks {given[:40]!r}; give whole numbers, such as --blocks 1000,10000")
     return int(given)
+
+
+def _share(given: str) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise typer.BadParameter(f"--write-share {given[:40]!r}; give shares, such as --write-share 0.5,0.8") from None
 
 
 @contextmanager

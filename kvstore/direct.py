@@ -24,6 +24,7 @@ from tiering.errors import BlockCorrupt, BlockMissing
 from tiering.extents import private_pages
 from tiering.frame import MacKeys, verify_frame
 from tiering.move_queue import Clock, Move, MoveQueue, Priority
+from tiering.nvme import NvmeTier
 from tiering.tier import NO_PLACE, Finding, FrameSpan
 
 _Name = tuple[bytes, int, list[int]]
@@ -36,7 +37,7 @@ class DirectReader:
     def __init__(
         self,
         blocks: Blocks,
-        lower: Lower,
+        lower: Lower[NvmeTier],
         queue: MoveQueue,
         keys: MacKeys,
         clock: Clock,

@@ -26,6 +26,7 @@ from kvstore.prefix_index import NO_ROW, RowState
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import HEADER_BYTES, MacKeys, digest, verify_frame
 from tiering.move_queue import Clock, Move, MoveCounts, MoveQueue, Priority
+from tiering.nvme import NvmeTier
 from tiering.tier import Finding
 
 LOADING_LOOK_SECONDS = 0.05
@@ -76,7 +77,7 @@ class Levels:
     def __init__(
         self,
         blocks: Blocks,
-        lower: Lower,
+        lower: Lower[NvmeTier],
         queue: MoveQueue,
         keys: MacKeys,
         clock: Clock,

@@ -34,7 +34,7 @@ from kvstore.prefix_index import NO_ROW, Column, RowState
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.extents import private_pages
 from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
-from tiering.nvme import Found
+from tiering.nvme import Found, NvmeTier
 from tiering.tier import NO_PLACE, SlotClass
 
 SLICE_BLOCKS = 4096
@@ -94,7 +94,7 @@ class _Undecided:
 class Loader:
     """Takes in a directory once. The lock is the store's."""
 
-    def __init__(self, blocks: Blocks, lower: Lower, keys: MacKeys, lock: threading.Lock) -> None:
+    def __init__(self, blocks: Blocks, lower: Lower[NvmeTier], keys: MacKeys, lock: threading.Lock) -> None:
         self._blocks = blocks
         self._lower = lower
         self._keys = keys

@@ -12,6 +12,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -41,6 +42,8 @@ from kvstore.pending import Answered, LeaseThreads
 from kvstore.prefix_index import PrefixIndex
 from kvstore.requests import Requests
 from kvstore.store import DROP_SECONDS, Clock, Store, StoreUsage
+from tiering.admission import Admission, AdmitAll
+from tiering.books import BookTier
 from tiering.dram import DramTier
 from tiering.errors import TierError
 from tiering.extents import BlankPool, ExtentPool
@@ -596,7 +599,7 @@ def build_store(
     dram = DramTier(pool, run << EXTENT_BITS, keeper)
     taken_over = dram.take_over(kept, guard)
     pins = Pins()
-    lower = Lower(tier, Residency(LeafFirstLru(), pins)) if tier is not None else None
+    lower = Lower(tier, Residency(LeafFirstLru(), pins), AdmitAll()) if tier is not None else None
     first_generation = (tier.session << SESSION_BITS) + 1 if tier is not None else 1
     first_generation = max(first_generation, dram.newest_generation() + 1)
     index = PrefixIndex(limits.forgotten)
@@ -605,18 +608,36 @@ def build_store(
     # Writes that hang leave a thread for reads.
     queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
     first_number = (run << LEASE_BITS) + 1
-    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, first_number, taken_over, new_uid())
+    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, first_number, taken_over, new_uid(), lower)
 
 
-def build_replay(policy: PolicyMaker, dram_blocks: int, seed: int = 0) -> Replay:
-    """The tables of a store that has room for so many blocks, and no memory: for traces."""
+def build_replay(
+    policy: PolicyMaker,
+    dram_blocks: int,
+    seed: int = 0,
+    nvme_blocks: int = 0,
+    admission: Callable[[Replay], Admission] | None = None,
+) -> Replay:
+    """The tables of a store that has room for so many blocks, and no memory: for traces. nvme_blocks: of the tier
+    below, where there is one. admission: to it; None for everything."""
     layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=64)
     payload_bytes = 1 << 12
     dram_bytes = dram_blocks * frame_bytes(payload_bytes)
     dram = DramTier(BlankPool(dram_bytes, dram_bytes))
     keys = TenantKeys.derive(bytes(SECRET_BYTES))
     index = PrefixIndex(forgotten_limit=0)
-    blocks = Blocks(index, Residency(policy(index.names, seed), Pins()), dram, KeyRing([keys]))
+    pins = Pins()
+    nvme = BookTier() if nvme_blocks else None
+    lower = None
+    if nvme is not None:
+        lower = Lower(nvme, Residency(LeafFirstLru(), pins), AdmitAll())
+    blocks = Blocks(index, Residency(policy(index.names, seed), pins), dram, KeyRing([keys]), lower)
     space = blocks.add_space(keys, Namespace("0" * 40, layout, "raw"), [payload_bytes])
     dram.adopt(dram.new_extent(), space.classes[0])
-    return Replay(blocks, space.number)
+    replay = Replay(blocks, space.number, nvme)
+    if nvme is not None and lower is not None:
+        nvme.open(space.classes[0], nvme_blocks)
+        if admission is not None:
+            blocks.lower = replace(lower, admission=admission(replay))
+            blocks.lower.admission.expect(nvme_blocks)
+    return replay

@@ -29,7 +29,7 @@ from kvstore.prefix_index import RowState
 from tiering.errors import BlockCorrupt, BlockMissing, TierUnavailable
 from tiering.frame import ALIGNMENT, HEADER_BYTES, MacKeys, Stamp, open_header, verify_payload
 from tiering.move_queue import Move, MoveQueue, Priority
-from tiering.nvme import Resident, slab_name
+from tiering.nvme import NvmeTier, Resident, slab_name
 from tiering.scrub import Clock, Scrub, ScrubLimits, ScrubUsage, Verdict
 from tiering.tier import extent_of, slot_of
 
@@ -80,7 +80,7 @@ class Scrubbing:
     def __init__(
         self,
         blocks: Blocks,
-        lower: Lower,
+        lower: Lower[NvmeTier],
         levels: Levels,
         queue: MoveQueue,
         keys: MacKeys,

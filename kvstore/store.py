@@ -16,7 +16,7 @@ from itertools import groupby
 from numbers import Integral
 from typing import Protocol
 
-from kvstore.blocks import Blocks, Space
+from kvstore.blocks import Blocks, Lower, Space
 from kvstore.config import Limits
 from kvstore.direct import DirectReader
 from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply
@@ -35,6 +35,7 @@ from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import MAX_SLICES, frame_bytes
 from tiering.move_queue import MoveCounts, MoveQueue
 from tiering.mover import Copy, MoveDone, Mover, Outcome
+from tiering.nvme import NvmeTier
 from tiering.residency import Evict, Grow, Vacate
 from tiering.scrub import ScrubLimits, ScrubUsage
 from tiering.slab import PAGE_BYTES
@@ -113,13 +114,16 @@ class Store:
         first_number: int = 1,
         taken_over: Sequence[int] = (),
         name: bytes = b"",
+        lower: Lower[NvmeTier] | None = None,
     ) -> None:
         """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed.
+        lower: the one of `blocks`.
 
         first_number: of a lease, and of a reservation. taken_over: extents of an earlier process, in the DRAM tier.
         name: of this run, unlike that of any other store.
         """
         self._blocks = blocks
+        self._lower = lower
         self._mover = mover
         self.name = name
         self._clock = clock
@@ -140,11 +144,11 @@ class Store:
         self._takeover: Takeover | None = None
         self._scrubbing: Scrubbing | None = None
         self.direct: DirectReader | None = None
-        if blocks.lower is not None:
+        if lower is not None:
             assert queue is not None
             self._levels = Levels(
                 blocks,
-                blocks.lower,
+                lower,
                 queue,
                 mover.keys,
                 clock,
@@ -156,7 +160,7 @@ class Store:
             )
             self.direct = DirectReader(
                 blocks,
-                blocks.lower,
+                lower,
                 queue,
                 mover.keys,
                 clock,
@@ -164,11 +168,11 @@ class Store:
                 self._lock,
                 self._levels.condemn_below,
             )
-            loader = self._loader = Loader(blocks, blocks.lower, mover.keys, self._lock)
+            loader = self._loader = Loader(blocks, lower, mover.keys, self._lock)
             if scrub is not None:
                 self._scrubbing = Scrubbing(
                     blocks,
-                    blocks.lower,
+                    lower,
                     self._levels,
                     queue,
                     mover.keys,
@@ -698,7 +702,7 @@ class Store:
     def usage(self) -> StoreUsage:
         """Counts and bytes now."""
         with self._lock:
-            lower = self._blocks.lower if not self._closed else None  # in a forked child its lock may never be free
+            lower = self._lower if not self._closed else None  # in a forked child its lock may never be free
             scrub = self._scrubbing.usage() if self._scrubbing is not None else None
             if not self._closed:
                 self._blocks.dram.look_at_guarded()
@@ -743,9 +747,9 @@ class Store:
             if self._levels is not None:
                 self._levels.is_over = True
             self._blocks.dram.close()
-        if self._blocks.lower is not None:
+        if self._lower is not None:
             # In a thread of its own, because a disk that hangs must not keep whoever closes.
-            self._closer = threading.Thread(target=self._blocks.lower.tier.close, name="kv-close", daemon=True)
+            self._closer = threading.Thread(target=self._lower.tier.close, name="kv-close", daemon=True)
             self._closer.start()
             self._closer.join(self._limits.close_seconds)
 
@@ -854,13 +858,13 @@ class Store:
                     f"a block of {namespace.layout.block_tokens} tokens needs a frame of {frame_bytes(payload)} bytes "
                     f"and an extent has {extent}; give more DRAM, a larger extent=, smaller blocks or layer_shards"
                 )
-        if self._blocks.lower is not None:
-            slab = self._blocks.lower.tier.slab_bytes
+        if self._lower is not None:
+            slab = self._lower.tier.slab_bytes
             largest = max(map(frame_bytes, payload_bytes)) + SLAB_OVERHEAD_BYTES
-            if largest > slab or slab * len(payload_bytes) > self._blocks.lower.tier.budget_bytes:
+            if largest > slab or slab * len(payload_bytes) > self._lower.tier.budget_bytes:
                 raise BadInput(
                     f"a block of {len(payload_bytes)} parts, the largest of {largest} bytes on disk, does not fit into "
-                    f"slabs of {slab} bytes within nvme={self._blocks.lower.tier.budget_bytes}: each part needs a slab "
+                    f"slabs of {slab} bytes within nvme={self._lower.tier.budget_bytes}: each part needs a slab "
                     "of its own; give more NVMe, another slab=, smaller blocks or layer_shards"
                 )
         needed = extent * len(payload_bytes)

@@ -51,6 +51,20 @@ def test_curves_are_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "optimum" in svg.read_text() and "some.jsonl" in svg.read_text()
 
 
+def test_with_a_tier_below_a_row_for_each_admission(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    picture = trace.with_name("curves.png")
+    given = ("--dram-blocks", "3", "--nvme-blocks", "8", "--block-tokens", "16", "--admission", "learned,oracle")
+    shown = run_here(monkeypatch, capsys, "replay", str(trace), *given, "--plot", str(picture))
+    assert (shown.returncode, shown.stderr) == (0, "") and picture.read_bytes().startswith(b"\x89PNG")
+    assert "to NVMe" in shown.stdout and "learned" in shown.stdout
+    told = json.loads(run_here(monkeypatch, capsys, "replay", str(trace), *given, "--json").stdout)
+    assert [row["admission"] for row in told["rows"]] == ["all", "learned", "oracle", None]
+    assert told["options"]["nvme_blocks"] == 8 and told["rows"][0]["nvme_hit_blocks"] > 0
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -65,6 +79,9 @@ def test_curves_are_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         (("--blocks", "4", "--block-tokens", "512"), "give the --block-tokens that it was recorded with"),
         (("--blocks", "4", "--plot", "curves.bmp"), "--plot curves.bmp: give a name that ends in .png"),
         (("--blocks", "4", "--warmup", "1"), "--warmup 1; give the share"),
+        (("--blocks", "4", "--nvme-blocks", "8", "--admission", "luck"), "--admission 'luck'; allowed: all, learned"),
+        (("--blocks", "4", "--nvme-blocks", "8", "--write-share", "half"), "--write-share 'half'; give shares"),
+        (("--blocks", "4", "--write-share", "0.5"), "give --nvme-blocks, too"),
     ],
 )
 def test_what_cannot_be_is_one_line(

@@ -33,7 +33,7 @@ from tiering.files import Files
 from tiering.frame import HEADER_BYTES, MacKeys, Stamp, parse_header
 from tiering.frame_index import Change, FrameIndex
 from tiering.header_scan import HeaderScan, entry_of_header
-from tiering.residency import Column, FrameEvent, FrameState
+from tiering.residency import FrameEvent, FrameState
 from tiering.slab import (
     BAD,
     DOUBTS,
@@ -64,7 +64,7 @@ from tiering.slab import (
     unread_key,
 )
 from tiering.slots import Piece, SlotLedger
-from tiering.tier import SlotClass, Usage, extent_of, place_of, slot_of
+from tiering.tier import Column, SlotClass, Usage, extent_of, place_of, slot_of
 
 _ZERO_PAGE = private_pages(PAGE_BYTES).view
 _RESERVED, _RESIDENT = int(FrameState.RESERVED), int(FrameState.RESIDENT)

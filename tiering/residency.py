@@ -20,14 +20,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from tiering.policies.policy import EvictionPolicy
-from tiering.tier import NO_PLACE, SlotClass, extent_of
-
-Column = np.ndarray[Any, Any]
+from tiering.tier import NO_PLACE, Column, SlotClass, extent_of
 
 
 class FrameState(IntEnum):

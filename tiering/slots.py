@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from tiering.residency import Column, FrameEvent, FrameState, SlotTable
-from tiering.tier import SLOT_BITS, SlotClass, Usage, extent_of, place_of, slot_of
+from tiering.residency import FrameEvent, FrameState, SlotTable
+from tiering.tier import SLOT_BITS, Column, SlotClass, Usage, extent_of, place_of, slot_of
 
 
 class Piece:

@@ -7,9 +7,13 @@ others. A *place* is a slot's address in a tier, one integer: extent number in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Column = np.ndarray[Any, Any]
 
 SLOT_BITS = 24
 """Bits of a place that number the slot inside its extent."""
@@ -111,6 +115,42 @@ class Tier(Protocol):
 
     def usage(self) -> Usage:
         """Counts and bytes now."""
+        ...
+
+
+class LowerTier(Protocol):
+    """What the tables over the tiers need of the one below DRAM: its slots, and whose they are."""
+
+    def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
+        """As `Tier.reserve`."""
+        ...
+
+    def abort(self, places: Sequence[int]) -> None:
+        """As `Tier.abort`."""
+        ...
+
+    def delete(self, places: Sequence[int], *, claim: bool = False) -> None:
+        """As `Tier.delete`. claim: the slots are for whoever evicted the frames, and not for everybody."""
+        ...
+
+    def condemn(self, places: Sequence[int]) -> None:
+        """A check failed: the slots are not used again."""
+        ...
+
+    def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
+        """Note which block's frame stands at each place."""
+        ...
+
+    def own_many(self, places: Column, rows: Column) -> None:
+        """The same for columns."""
+        ...
+
+    def frames_of(self, slot_class: SlotClass) -> int:
+        """Readable frames of a class."""
+        ...
+
+    def check(self) -> None:
+        """Verify its invariants."""
         ...
 
 

@@ -1,7 +1,8 @@
 """Replay: a trace through the store's own index, tables and policies, without payload and without a clock (floor 2).
 
-    request   match > what is found counts as a hit > used
+    request   match > what is found counts as a hit, in DRAM or below > used > what is below is brought up
               slots for the rest: free ones, else the worst leaves go > readable > used
+    leaf      DRAM needs its slot > what NVMe has not is written there, its ancestors first, if it is admitted > gone
 
 These are the steps of a lease and a put that nobody disturbs, in the order in which `store` takes them. A request is
 over when the next one begins. Nothing is drawn but what a policy draws from its seed, so equal traces give equal
@@ -18,6 +19,7 @@ import numpy as np
 from kvstore.blocks import Blocks
 from kvstore.insight.trace import Column, Trace
 from kvstore.prefix_index import NO_ROW
+from tiering.books import BookTier
 
 REQUESTS_PER_LOOK = 200
 """How often whoever waits is told how far it is."""
@@ -25,44 +27,123 @@ REQUESTS_PER_LOOK = 200
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What became of each request: blocks that were found in DRAM, and blocks that were written there."""
+    """What became of each request: blocks that were found in DRAM and on NVMe alone, and blocks that were written to
+    each. What is brought up from NVMe is written to DRAM."""
 
     dram_hits: Column
     dram_writes: Column
+    nvme_hits: Column
+    nvme_writes: Column
 
 
 class Replay:
     """One store's tables. `run` once."""
 
-    def __init__(self, blocks: Blocks, number: int) -> None:
-        """number: of the namespace that all requests are of."""
+    def __init__(self, blocks: Blocks, number: int, nvme: BookTier | None = None) -> None:
+        """number: of the namespace that all requests are of. nvme: the tier below, where there is one."""
+        self.seconds = 0.0
+        """Of the trace, at the request that runs."""
+        self.request = 0
+        """Its number."""
+        self.names = blocks.index.names
+        """Of each row, its block in the trace."""
         self._blocks = blocks
         self._number = number
-        self._dram_hits: list[int] = []
-        self._dram_writes: list[int] = []
+        self._nvme = nvme
+        self._written_below = 0
+        self._rows: list[tuple[int, int, int, int]] = []
 
     def run(self, trace: Trace, progress: Callable[[int], object] = lambda done: None) -> Replayed:
         """All requests, in their order. progress: told from time to time how many are done."""
         names = [number.to_bytes(32, "little") for number in range(trace.distinct_blocks)]
+        seconds = (trace.timestamps_ms / 1000).tolist()
         for done, chain in enumerate(trace.chains()):
             if done % REQUESTS_PER_LOOK == 0:
                 progress(done)
+            self.request, self.seconds = done, max(self.seconds, seconds[done])
             self._request([names[block] for block in chain])
         progress(trace.requests)
-        return Replayed(np.array(self._dram_hits, np.int64), np.array(self._dram_writes, np.int64))
+        return Replayed(*np.array(self._rows, np.int64).reshape(-1, 4).T)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the blocks of these tables, which have no bytes."""
+        (slot_class,) = self._blocks.spaces[self._number].classes
+        return slot_class.frame_bytes
 
     def check(self) -> None:
         """Verify every invariant of the tables."""
         self._blocks.index.check()
         self._blocks.dram.check()
         self._blocks.residency.check()
+        if self._blocks.lower is not None:
+            self._blocks.lower.tier.check()
+            self._blocks.lower.residency.check()
 
     def _request(self, keys: Sequence[bytes]) -> None:
-        rows = self._blocks.index.match(self._number, keys)
+        blocks = self._blocks
+        rows = blocks.index.match(self._number, keys)
         if rows:
-            self._blocks.used(rows[::-1], len(rows))
-        self._dram_hits.append(len(rows))
-        self._dram_writes.append(self._store(keys[len(rows) :], rows[-1] if rows else NO_ROW))
+            blocks.used(rows[::-1], len(rows))
+        above = next((at for at, row in enumerate(rows) if not blocks.is_above(row)), len(rows))
+        self._written_below = 0
+        brought, stored = 0, 0
+        blocks.residency.pins.pin(rows)
+        if above < len(rows):
+            brought = self._bring_up(rows[above:])
+        blocks.residency.pins.unpin(rows)
+        if above + brought == len(rows):
+            stored = self._store(keys[len(rows) :], rows[-1] if rows else NO_ROW)
+        self._rows.append((above, brought + stored, len(rows) - above, self._written_below))
+
+    def _bring_up(self, rows: Sequence[int]) -> int:
+        """From NVMe to DRAM, as far as there is room; returns how many there were."""
+        blocks, number = self._blocks, self._number
+        filled = 0
+        while filled < len(rows):
+            free = self._room(len(rows) - filled)
+            if not free:
+                break
+            taken = rows[filled : filled + free]
+            blocks.make_place_above(number, taken)
+            for row in taken:
+                blocks.promoted(row, [b""])
+            filled += len(taken)
+        return filled
+
+    def _room(self, wanted: int) -> int:
+        """Free slots in DRAM, for which others may have to go; 0 where none can."""
+        blocks, number = self._blocks, self._number
+        (slot_class,) = blocks.spaces[number].classes
+        while not (free := blocks.dram.free_slots(slot_class)):
+            if not blocks.evict_worst(wanted, number, self._leaves):
+                return 0
+        return free
+
+    def _leaves(self, row: int) -> None:
+        """DRAM needs its slot, and NVMe has not got it."""
+        blocks, number = self._blocks, self._number
+        lower, nvme = blocks.lower, self._nvme
+        assert lower is not None and nvme is not None
+        (slot_class,) = blocks.spaces[number].classes
+        way = []
+        while row != NO_ROW and not blocks.is_below(row):
+            way.append(row)
+            row = blocks.index.parent(row)
+        if not lower.admission.admits(way, slot_class.frame_bytes):
+            return
+        for one in reversed(way):
+            parent = blocks.index.parent(one)
+            pinned = [one] if parent == NO_ROW else [one, parent]
+            blocks.residency.pins.pin(pinned)
+            has_room = nvme.free_slots(slot_class) or blocks.evict_below(1, number)[0]
+            blocks.residency.pins.unpin(pinned)
+            if not has_room:
+                return
+            (places,) = blocks.make_place_below(number, [one])
+            nvme.commit(places)
+            blocks.demoted(number, [one], [blocks.residency.generation(one)])
+            self._written_below += 1
 
     def _store(self, keys: Sequence[bytes], parent: int) -> int:
         """Blocks behind `parent`, as far as there is room; returns how many there were."""
@@ -71,16 +152,14 @@ class Replay:
         for key in keys:
             rows.append(blocks.begin(number, key, rows[-1] if rows else parent, 0, 0))
         filled = 0
-        (slot_class,) = blocks.spaces[number].classes
         while filled < len(rows):
-            free = blocks.dram.free_slots(slot_class)
-            if free:
-                taken = rows[filled : filled + free]
-                (places,) = blocks.place(number, taken)
-                blocks.dram.commit(places, [b""] * len(places))
-                filled += len(taken)
-            elif not blocks.evict_worst(len(rows) - filled, number):
+            free = self._room(len(rows) - filled)
+            if not free:
                 break  # all that is left is the way to this request's own blocks
+            taken = rows[filled : filled + free]
+            (places,) = blocks.place(number, taken)
+            blocks.dram.commit(places, [b""] * len(places))
+            filled += len(taken)
         for row in reversed(rows[filled:]):
             blocks.give_up(row)
         if filled:

@@ -8,7 +8,10 @@ from kvstore.insight.replays import OPTIMUM, ReplayResult
 
 
 def draw(result: ReplayResult) -> Figure:
-    """Hit rates over sizes, a panel for each trace; the optimum is dashed."""
+    """Hit rates over sizes, a panel for each trace; the optimum is dashed. With a tier below DRAM: over what was
+    written to that, a curve for each admission."""
+    if result.options.nvme_blocks:
+        return _draw_admissions(result)
     figure = Figure(figsize=(6.4 * len(result.traces), 4.4), layout="constrained")
     for axes, trace in zip(figure.subplots(1, len(result.traces), squeeze=False)[0], result.traces, strict=True):
         rows = [row for row in result.rows if row.trace == trace.name]
@@ -24,6 +27,27 @@ def draw(result: ReplayResult) -> Figure:
         axes.set_ylim(bottom=0)
         axes.set_xlabel(f"DRAM, blocks of {trace.block_tokens} tokens")
         axes.set_ylabel("hit rate, blocks")
+        axes.set_title(trace.name, parse_math=False)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    return figure
+
+
+def _draw_admissions(result: ReplayResult) -> Figure:
+    figure = Figure(figsize=(6.4 * len(result.traces), 4.4), layout="constrained")
+    for axes, trace in zip(figure.subplots(1, len(result.traces), squeeze=False)[0], result.traces, strict=True):
+        rows = [row for row in result.rows if row.trace == trace.name and row.admission is not None]
+        for policy, blocks, admission in dict.fromkeys((row.policy, row.dram_blocks, row.admission) for row in rows):
+            mine = [row for row in rows if (row.policy, row.dram_blocks, row.admission) == (policy, blocks, admission)]
+            curve = sorted((row.nvme_written_bytes / (1 << 40), row.block_hit_rate) for row in mine)
+            label = f"{admission}, {policy} of {blocks:,}"
+            axes.plot(*zip(*curve, strict=True), marker="o", markersize=3.5, label=label)
+        best = max(row.block_hit_rate for row in result.rows if row.trace == trace.name and row.policy == OPTIMUM)
+        axes.axhline(best, color="black", linestyle="--", linewidth=1, label=OPTIMUM)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"written to NVMe ({result.options.nvme_blocks:,} blocks), TiB")
+        axes.set_ylabel("hit rate of both tiers, blocks")
         axes.set_title(trace.name, parse_math=False)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)

@@ -7,7 +7,7 @@ QUADRATIC).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -18,8 +18,10 @@ from rich.text import Text
 from kvstore.config import format_size
 from kvstore.errors import BadInput
 from kvstore.insight.optimum import optimal_hits
-from kvstore.insight.replay import Replay
+from kvstore.insight.replay import Replay, Replayed
 from kvstore.insight.trace import Column, Trace
+from kvstore.insight.yardsticks import CoinAdmission, OracleAdmission, requests_of, share_that_writes
+from tiering.admission import Admission, AdmitAll, LearnedAdmission
 from tiering.policies.policy import PolicyMaker
 
 QUADRATIC_TOKENS = 61_000
@@ -30,6 +32,7 @@ KV_BYTES_PER_TOKEN = 128 << 10
 """Of the same model in bfloat16, with 8 KV heads."""
 
 OPTIMUM = "optimum"
+ALL, LEARNED, COIN, ORACLE = ADMISSIONS = ("all", "learned", "random", "oracle")
 MOST_BLOCKS = 1 << 22
 """What tables are made for; a trace of that many distinct blocks has some million requests."""
 
@@ -37,7 +40,9 @@ MOST_BLOCKS = 1 << 22
 @dataclass(frozen=True, slots=True)
 class Options:
     """blocks: sizes of DRAM. warmup: the share of requests that only fill. prefill_rate: tokens per second of a short
-    prompt. kv_bytes_per_token: for what is written."""
+    prompt. kv_bytes_per_token: for what is written. nvme_blocks: size of the tier below; 0 for none. admission: to it;
+    `ALL` is always shown. write_shares: of the bytes that `ALL` writes over the whole trace, as budgets of `LEARNED`;
+    `COIN` is to write as much as that did."""
 
     blocks: Sequence[int]
     count_partial: bool = False
@@ -45,6 +50,9 @@ class Options:
     seed: int = 0
     prefill_rate: float = 10_000.0
     kv_bytes_per_token: int = KV_BYTES_PER_TOKEN
+    nvme_blocks: int = 0
+    admission: Sequence[str] = (LEARNED,)
+    write_shares: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         for blocks in self.blocks:
@@ -60,17 +68,33 @@ class Options:
             raise BadInput(f"--prefill-rate {self.prefill_rate:g}; give tokens per second, 0.001 or more")
         if not 0 < self.kv_bytes_per_token < 1 << 40:
             raise BadInput(f"--kv-bytes-per-token {self.kv_bytes_per_token}; give bytes, more than 0")
+        if not 0 <= self.nvme_blocks <= MOST_BLOCKS:
+            raise BadInput(f"--nvme-blocks {self.nvme_blocks}; give 0 to {MOST_BLOCKS}")
+        for name in self.admission:
+            if name not in ADMISSIONS:
+                raise BadInput(f"--admission {name[:40]!r}; allowed: {', '.join(ADMISSIONS)}")
+        for share in self.write_shares:
+            if not 0.01 <= share <= 1:
+                raise BadInput(f"--write-share {share:g}; give a share of what is written without a choice, 0.01 to 1")
+        if self.write_shares and not self.nvme_blocks:
+            raise BadInput("--write-share is of what is written to NVMe; give --nvme-blocks, too")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy at one size. Rates are shares of what was asked for; written: to DRAM."""
+    """One policy at one size. Rates are shares of what was asked for; hits are of all tiers where none is named;
+    written: to DRAM, where none is. write_share: that the admission was to keep to."""
 
     trace: str
     policy: str
     dram_blocks: int
+    nvme_blocks: int
+    admission: str | None
+    write_share: float | None
     asked_blocks: int
     hit_blocks: int
+    dram_hit_blocks: int
+    nvme_hit_blocks: int
     block_hit_rate: float
     asked_tokens: int
     hit_tokens: int
@@ -79,12 +103,21 @@ class Row:
     saved_prefill_seconds: float
     written_blocks: int
     written_bytes: int
+    nvme_written_blocks: int
+    nvme_written_bytes: int
 
 
 class Builder(Protocol):
     """Makes the tables of a store: `node.build_replay`."""
 
-    def __call__(self, policy: PolicyMaker, dram_blocks: int, seed: int) -> Replay: ...
+    def __call__(
+        self,
+        policy: PolicyMaker,
+        dram_blocks: int,
+        seed: int,
+        nvme_blocks: int = 0,
+        admission: Callable[[Replay], Admission] | None = None,
+    ) -> Replay: ...
 
 
 Progress = Callable[[str, int, int], object]
@@ -110,7 +143,9 @@ class ReplayResult:
             }
             for one in self.traces
         ]
-        options = asdict(self.options) | {"blocks": list(self.options.blocks)}
+        options = asdict(self.options)
+        for name in ("blocks", "admission", "write_shares"):
+            options[name] = list(options[name])
         return {"options": options, "traces": traces, "rows": [asdict(row) for row in self.rows]}
 
     def render(self, console: Any) -> None:
@@ -123,24 +158,59 @@ class ReplayResult:
                     f"tokens, {trace.distinct_blocks:,} distinct ({counted})"
                 )
             )
-            table = Table(box=None, pad_edge=False)
-            heads = "policy|*DRAM blocks|*hit blocks|*of asked|*of optimum|*tokens|*prefill saved|*written"
-            for head in heads.split("|"):
-                table.add_column(head.lstrip("*"), justify="right" if head.startswith("*") else "left")
             rows = [row for row in self.rows if row.trace == trace.name]
-            best = {row.dram_blocks: row.hit_blocks for row in rows if row.policy == OPTIMUM}
-            for row in rows:
-                table.add_row(
-                    row.policy,
-                    f"{row.dram_blocks:,}",
-                    f"{row.hit_blocks:,}",
-                    f"{row.block_hit_rate:.4f}",
-                    f"{row.hit_blocks / best[row.dram_blocks]:.3f}" if best[row.dram_blocks] else "-",
-                    f"{row.token_hit_rate:.4f}",
-                    f"{row.saved_prefill_seconds:,.0f} of {row.prefill_seconds:,.0f} s",
-                    "-" if row.policy == OPTIMUM else format_size(row.written_bytes),
-                )
-            console.print(table)
+            console.print(_tiers(rows) if self.options.nvme_blocks else _one_tier(rows))
+
+
+def _table(heads: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for head in heads.split("|"):
+        table.add_column(head.lstrip("*"), justify="right" if head.startswith("*") else "left")
+    return table
+
+
+def _one_tier(rows: Sequence[Row]) -> Table:
+    table = _table("policy|*DRAM blocks|*hit blocks|*of asked|*of optimum|*tokens|*prefill saved|*written")
+    best = {row.dram_blocks: row.hit_blocks for row in rows if row.policy == OPTIMUM}
+    for row in rows:
+        table.add_row(
+            row.policy,
+            f"{row.dram_blocks:,}",
+            f"{row.hit_blocks:,}",
+            f"{row.block_hit_rate:.4f}",
+            f"{row.hit_blocks / best[row.dram_blocks]:.3f}" if best[row.dram_blocks] else "-",
+            f"{row.token_hit_rate:.4f}",
+            f"{row.saved_prefill_seconds:,.0f} of {row.prefill_seconds:,.0f} s",
+            "-" if row.policy == OPTIMUM else format_size(row.written_bytes),
+        )
+    return table
+
+
+def _tiers(rows: Sequence[Row]) -> Table:
+    table = _table(
+        "policy|admission|*DRAM blocks|*NVMe blocks|*DRAM hits|*NVMe hits|*of asked|*prefill saved|*to DRAM|*to NVMe"
+        "|*share"
+    )
+    of_all = {(row.policy, row.dram_blocks): row.nvme_written_blocks for row in rows if row.admission == ALL}
+    for row in rows:
+        is_optimum = row.policy == OPTIMUM
+        everything = of_all.get((row.policy, row.dram_blocks))
+        table.add_row(
+            row.policy,
+            "-"
+            if row.admission is None
+            else row.admission + ("" if row.write_share is None else f" {row.write_share:g}"),
+            f"{row.dram_blocks:,}",
+            f"{row.nvme_blocks:,}",
+            "-" if is_optimum else f"{row.dram_hit_blocks:,}",
+            "-" if is_optimum else f"{row.nvme_hit_blocks:,}",
+            f"{row.block_hit_rate:.4f}",
+            f"{row.saved_prefill_seconds:,.0f} s",
+            "-" if is_optimum else format_size(row.written_bytes),
+            "-" if is_optimum else format_size(row.nvme_written_bytes),
+            f"{row.nvme_written_blocks / everything:.3f}" if everything else "-",
+        )
+    return table
 
 
 def run(
@@ -157,18 +227,94 @@ def run(
         account = _Account(trace, options)
         for blocks in dict.fromkeys(options.blocks):
             for name, policy in policies.items():
-                replay = build(policy, blocks, options.seed)
-                doing = f"{trace.name}: {name}, {blocks:,} blocks"
-
-                def told(done: int, doing: str = doing, steps: int = trace.requests) -> None:
-                    progress(doing, done, steps)
-
-                done = replay.run(trace, told)
-                rows.append(account.row(name, blocks, done.dram_hits, done.dram_writes))
+                here = _Here(
+                    trace, policy, blocks, options, build, progress, f"{trace.name}: {name}, {blocks:,} blocks"
+                )
+                if not options.nvme_blocks:
+                    rows.append(account.row(name, blocks, here.run("")))
+                    continue
+                for admission, share, done in here.admitted():
+                    rows.append(account.row(name, blocks, done, admission, share))
             progress(f"{trace.name}: optimum, {blocks:,} blocks", 0, 0)
-            hits = optimal_hits(trace, blocks)
-            rows.append(account.row(OPTIMUM, blocks, hits, np.zeros_like(hits)))
+            hits = optimal_hits(trace, blocks + options.nvme_blocks)
+            rows.append(account.row(OPTIMUM, blocks, Replayed(hits, *[np.zeros_like(hits)] * 3)))
     return ReplayResult(options, tuple(used), tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """One policy at one size, with any admission."""
+
+    trace: Trace
+    policy: PolicyMaker
+    blocks: int
+    options: Options
+    build: Builder
+    progress: Progress
+    doing: str
+
+    def run(self, words: str, admission: Callable[[Replay], Admission] | None = None) -> Replayed:
+        """Once through the trace. words: which admission it is."""
+
+        def told(done: int) -> None:
+            self.progress(self.doing + words, done, self.trace.requests)
+
+        replay = self.build(self.policy, self.blocks, self.options.seed, self.options.nvme_blocks, admission)
+        return replay.run(self.trace, told)
+
+    def admitted(self) -> Iterator[tuple[str, float | None, Replayed]]:
+        """Everything, and what else is wanted: (admission, share of the bytes, what became of it)."""
+        everything = self.run(", everything admitted", lambda replay: AdmitAll())
+        yield ALL, None, everything
+        total = int(everything.nvme_writes.sum())
+        seconds = float(np.ptp(self.trace.timestamps_ms)) / 1000
+        shares = self.options.write_shares if total else ()
+        written = {share: int(share * self._counted(everything)) for share in shares}
+        if LEARNED in self.options.admission:
+            yield LEARNED, None, self.run(", learned", self._learned(None))
+            for share in shares:
+                budget = LearnedAdmission.rate_for(share * total, seconds)
+                done = self.run(f", learned, {share:g} of the bytes", self._learned(budget))
+                written[share] = self._counted(done)
+                yield LEARNED, share, done
+        if COIN in self.options.admission:
+            for share in shares:
+                yield COIN, share, self._coin(share, written[share])
+        if ORACLE in self.options.admission:
+            requests = requests_of(self.trace)
+            yield (
+                ORACLE,
+                None,
+                self.run(
+                    ", an oracle admits",
+                    lambda replay: OracleAdmission(requests, replay.names, lambda: replay.request),
+                ),
+            )
+
+    def _counted(self, done: Replayed) -> int:
+        """Blocks that were written to NVMe behind the warm-up."""
+        return int(done.nvme_writes[int(self.options.warmup * self.trace.requests) :].sum())
+
+    def _learned(self, blocks_per_second: float | None) -> Callable[[Replay], Admission]:
+        def learned(replay: Replay) -> Admission:
+            budget = None if blocks_per_second is None else blocks_per_second * replay.block_bytes
+            return LearnedAdmission(replay.names, lambda: replay.seconds, budget)
+
+        return learned
+
+    def _coin(self, share: float, wanted: int) -> Replayed:
+        """The one of several that writes most nearly so many blocks."""
+        tried: dict[int, Replayed] = {}
+
+        def written(chance: float) -> int:
+            words = f", random, {share:g} of the bytes, try {len(tried) + 1}"
+            done = self.run(words, lambda replay: CoinAdmission(chance, self.options.seed))
+            count = self._counted(done)
+            tried[count] = done
+            return count
+
+        written(share_that_writes(wanted, written))
+        return tried[min(tried, key=lambda count: abs(count - wanted))]
 
 
 class _Account:
@@ -181,10 +327,19 @@ class _Account:
         self._asked_blocks = int(np.diff(trace.starts)[self._first :].sum())
         self._tokens = trace.input_tokens[self._first :]
 
-    def row(self, policy: str, dram_blocks: int, hits: Column, writes: Column) -> Row:
-        """hits, writes: blocks of each request."""
-        blocks = hits[self._first :]
-        written = int(writes[self._first :].sum())
+    def row(
+        self,
+        policy: str,
+        dram_blocks: int,
+        done: Replayed,
+        admission: str | None = None,
+        write_share: float | None = None,
+    ) -> Row:
+        """Behind the warm-up."""
+        dram, nvme = done.dram_hits[self._first :], done.nvme_hits[self._first :]
+        blocks = dram + nvme
+        written, written_below = (int(one[self._first :].sum()) for one in (done.dram_writes, done.nvme_writes))
+        block_bytes = self._trace.block_tokens * self._options.kv_bytes_per_token
         tokens = np.minimum(blocks * self._trace.block_tokens, self._tokens)
         asked, hit = self._asked_blocks, int(blocks.sum())
         asked_tokens, hit_tokens = int(self._tokens.sum()), int(tokens.sum())
@@ -192,8 +347,13 @@ class _Account:
             self._trace.name,
             policy,
             dram_blocks,
+            self._options.nvme_blocks,
+            admission,
+            write_share,
             asked,
             hit,
+            int(dram.sum()),
+            int(nvme.sum()),
             hit / asked if asked else 0.0,
             asked_tokens,
             hit_tokens,
@@ -201,7 +361,9 @@ class _Account:
             self._seconds(self._tokens),
             self._seconds(tokens),
             written,
-            written * self._trace.block_tokens * self._options.kv_bytes_per_token,
+            written * block_bytes,
+            written_below,
+            written_below * block_bytes,
         )
 
     def _seconds(self, tokens: Column) -> float:
