@@ -194,6 +194,7 @@ class PagedWorker:
             for order in orders:
                 size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
+                    self._patience.gave_up(now)  # those that wait might have gone
                     reason = None if is_stale else MissReason.DEADLINE
                     self._report_save(order, 0, 0, 0.0, reason, dropped=True)
                     continue
@@ -349,6 +350,8 @@ class PagedWorker:
             with self._changed:
                 self._waiting_bytes -= reader.bytes
                 is_dropped = reader.dropped and reason is MissReason.DISABLED
+                if is_dropped:
+                    self._patience.gave_up(self._clock())
                 self._report_save(order, held, stored, self._clock() - started, reason, dropped=is_dropped)
 
     def _pause(self) -> float | None:
@@ -357,14 +360,14 @@ class PagedWorker:
         # Somebody waits for a load, nobody for a save.
         if not self._saves or len(self._done_loads) < self._loading:
             return None
-        # An audit has a lease, which runs out.
-        if any(isinstance(reader.order, AuditOrder) for reader in self._saves):
-            return 0
         return self._pause_of(self._saves[0])
 
     def _pause_of(self, save: _Reader) -> float:
         """Of this one, as far as the engine is what it waits for. Under the lock."""
         if not self._patience or self._is_hurried or self._waiting_bytes > PRESSED_SHARE * self._save_bytes:
+            return 0
+        # An audit has a lease, which runs out.
+        if any(isinstance(reader.order, AuditOrder) for reader in self._saves):
             return 0
         return self._patience.seconds_left(save.since, self._clock())
 
@@ -466,7 +469,6 @@ class PagedWorker:
             self._saves = kept
             if self._saving is not None and self._saving.order.number in numbers:
                 self._saving.dropped = True
-                self._patience.gave_up(self._clock())
                 self._changed.notify_all()
                 while self._is_reading and self._saving is not None and self._saving.order.number in numbers:
                     self._changed.wait()

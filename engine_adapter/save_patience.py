@@ -4,7 +4,8 @@
 
 Encoding and copying take the processors, the memory's bandwidth and the interpreter's lock from a step; behind it they
 cost nobody anything. The wait is bounded, and ends where it loses anything: a save whose pages were wanted before it
-was its turn is lost for good. Pure: times come in. One thread at a time.
+was its turn, or that found no room behind those that wait, is lost. Pure: times come in. Under the lock of whoever has
+it, but for `step_began`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class SavePatience:
             self._stepped_at = now
 
     def gave_up(self, now: float) -> None:
-        """A save lost its pages before it was its turn."""
+        """A save was lost."""
         self._hurried_until = now + HURRIED_SECONDS
 
     def seconds_left(self, since: float, now: float) -> float:

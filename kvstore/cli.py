@@ -444,7 +444,10 @@ def replay(
 
     names = [name for given in policy or [DEFAULT_POLICY] for name in given.split(",")]
     chosen = {name: kvstore.policy_named(name) for name in names}
-    sizes = [_blocks(size) for given in [*(blocks or ()), *(dram_blocks or ())] for size in given.split(",")]
+    if admission and not nvme_blocks:
+        raise typer.BadParameter("--admission is to NVMe; give --nvme-blocks, too")
+    sizes = [_blocks(size, "--blocks") for given in blocks or () for size in given.split(",")]
+    sizes += [_blocks(size, "--dram-blocks") for given in dram_blocks or () for size in given.split(",")]
     admitting = [name for given in admission or [replays.LEARNED] for name in given.split(",")]
     shares = [_share(share) for given in write_share or () for share in given.split(",")]
     options = replays.Options(
@@ -467,9 +470,9 @@ def replay(
     return status
 
 
-def _blocks(given: str) -> int:
+def _blocks(given: str, name: str) -> int:
     if re.fullmatch(r"\s*[0-9]{1,12}\s*", given) is None:
-        raise typer.BadParameter(f"--blocks {given[:40]!r}; give whole numbers, such as --blocks 1000,10000")
+        raise typer.BadParameter(f"{name} {given[:40]!r}; give whole numbers, such as {name} 1000,10000")
     return int(given)
 
 

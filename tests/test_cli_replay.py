@@ -82,6 +82,8 @@ def test_with_a_tier_below_a_row_for_each_admission(
         (("--blocks", "4", "--nvme-blocks", "8", "--admission", "luck"), "--admission 'luck'; allowed: all, learned"),
         (("--blocks", "4", "--nvme-blocks", "8", "--write-share", "half"), "--write-share 'half'; give shares"),
         (("--blocks", "4", "--write-share", "0.5"), "give --nvme-blocks, too"),
+        (("--blocks", "4", "--admission", "oracle"), "--admission is to NVMe; give --nvme-blocks, too"),
+        (("--dram-blocks", "x"), "--dram-blocks 'x'; give whole numbers, such as --dram-blocks"),
     ],
 )
 def test_what_cannot_be_is_one_line(

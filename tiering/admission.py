@@ -5,8 +5,8 @@
 Eviction asks what is worth least; admission asks what is worth a write, since a drive takes a number of them only. A
 block is of a class: how often it was used, whether it was the last of its request, whether that began a conversation,
 and how many new blocks it brought. Of each class it is counted how many of those that left came back while half as
-many others left as the tier holds; whether they were written makes no difference to that. A class of which few come
-back is not written.
+many others left as the tier holds; what was written counts once for each stay there, and its ancestors that are written
+with it count as if they left, too. A class of which few come back is not written.
 
 A budget of bytes for each second is spent on the classes of which most come back, the one at the edge in part. What is
 not spent is kept for an hour, and the more of it is left the more is written: a new tier fills at once, and a quiet
@@ -16,6 +16,7 @@ hour pays for a busy one. Nothing is written beyond it.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -100,8 +101,8 @@ class LearnedAdmission:
         self._history = LEAST_HISTORY
         self._uses = bytearray()
         self._kinds = bytearray()  # of each row, what is known of it from the start
-        self._left: dict[int, int] = {}  # by name, the class of those that left, the oldest first
-        self._past: dict[int, int] = {}  # the same of those before them, which are taken not to come back
+        self._left: OrderedDict[int, int] = OrderedDict()  # by name, the class of those that left, the oldest first
+        self._past: OrderedDict[int, int] = OrderedDict()  # of those before them: they are taken not to come back
         self._came = [0.0] * CLASSES
         self._gone = [0.0] * CLASSES
         self._seen = [0.0] * CLASSES
@@ -190,11 +191,11 @@ class LearnedAdmission:
         self._since_ranked += 1
         left[self._names[row]] = number
         if len(left) > self._history:
-            name = next(iter(left))
-            past[name] = found = left.pop(name)
+            name, found = left.popitem(last=False)
+            past[name] = found
             self._gone[found] += 1
             if len(past) > PAST * self._history:
-                del past[next(iter(past))]
+                past.popitem(last=False)
 
     # The budget ------------------------------------------------------------------------------------------------------
 

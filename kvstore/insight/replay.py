@@ -42,7 +42,7 @@ class Replay:
     def __init__(self, blocks: Blocks, number: int, nvme: BookTier | None = None) -> None:
         """number: of the namespace that all requests are of. nvme: the tier below, where there is one."""
         self.seconds = 0.0
-        """Of the trace, at the request that runs."""
+        """Since the trace's first request, at the one that runs."""
         self.request = 0
         """Its number."""
         self.names = blocks.index.names
@@ -56,7 +56,7 @@ class Replay:
     def run(self, trace: Trace, progress: Callable[[int], object] = lambda done: None) -> Replayed:
         """All requests, in their order. progress: told from time to time how many are done."""
         names = [number.to_bytes(32, "little") for number in range(trace.distinct_blocks)]
-        seconds = (trace.timestamps_ms / 1000).tolist()
+        seconds = ((trace.timestamps_ms - trace.timestamps_ms[0]) / 1000).tolist()
         for done, chain in enumerate(trace.chains()):
             if done % REQUESTS_PER_LOOK == 0:
                 progress(done)
@@ -132,18 +132,17 @@ class Replay:
             row = blocks.index.parent(row)
         if not lower.admission.admits(way, slot_class.frame_bytes):
             return
-        for one in reversed(way):
-            parent = blocks.index.parent(one)
-            pinned = [one] if parent == NO_ROW else [one, parent]
-            blocks.residency.pins.pin(pinned)
-            has_room = nvme.free_slots(slot_class) or blocks.evict_below(1, number)[0]
-            blocks.residency.pins.unpin(pinned)
-            if not has_room:
-                return
-            (places,) = blocks.make_place_below(number, [one])
+        pinned = [*way] if row == NO_ROW else [*way, row]  # what it follows must not go for it
+        blocks.residency.pins.pin(pinned)
+        way.reverse()
+        while way and (nvme.free_slots(slot_class) or blocks.evict_below(1, number)[0]):
+            taken = way[: nvme.free_slots(slot_class)]
+            (places,) = blocks.make_place_below(number, taken)
             nvme.commit(places)
-            blocks.demoted(number, [one], [blocks.residency.generation(one)])
-            self._written_below += 1
+            blocks.demoted(number, taken, blocks.residency.generations_of(taken))
+            self._written_below += len(taken)
+            del way[: len(taken)]
+        blocks.residency.pins.unpin(pinned)
 
     def _store(self, keys: Sequence[bytes], parent: int) -> int:
         """Blocks behind `parent`, as far as there is room; returns how many there were."""

@@ -76,6 +76,8 @@ class Options:
         for share in self.write_shares:
             if not 0.01 <= share <= 1:
                 raise BadInput(f"--write-share {share:g}; give a share of what is written without a choice, 0.01 to 1")
+        if COIN in self.admission and not self.write_shares:
+            raise BadInput("--admission random writes a share; give --write-share, such as --write-share 0.5")
         if self.write_shares and not self.nvme_blocks:
             raise BadInput("--write-share is of what is written to NVMe; give --nvme-blocks, too")
 
@@ -268,14 +270,14 @@ class _Here:
         yield ALL, None, everything
         total = int(everything.nvme_writes.sum())
         seconds = float(np.ptp(self.trace.timestamps_ms)) / 1000
-        shares = self.options.write_shares if total else ()
-        written = {share: int(share * self._counted(everything)) for share in shares}
+        shares = list(dict.fromkeys(self.options.write_shares)) if total else []
+        written = {share: int(share * total) for share in shares}
         if LEARNED in self.options.admission:
             yield LEARNED, None, self.run(", learned", self._learned(None))
             for share in shares:
                 budget = LearnedAdmission.rate_for(share * total, seconds)
                 done = self.run(f", learned, {share:g} of the bytes", self._learned(budget))
-                written[share] = self._counted(done)
+                written[share] = int(done.nvme_writes.sum())
                 yield LEARNED, share, done
         if COIN in self.options.admission:
             for share in shares:
@@ -291,10 +293,6 @@ class _Here:
                 ),
             )
 
-    def _counted(self, done: Replayed) -> int:
-        """Blocks that were written to NVMe behind the warm-up."""
-        return int(done.nvme_writes[int(self.options.warmup * self.trace.requests) :].sum())
-
     def _learned(self, blocks_per_second: float | None) -> Callable[[Replay], Admission]:
         def learned(replay: Replay) -> Admission:
             budget = None if blocks_per_second is None else blocks_per_second * replay.block_bytes
@@ -309,7 +307,7 @@ class _Here:
         def written(chance: float) -> int:
             words = f", random, {share:g} of the bytes, try {len(tried) + 1}"
             done = self.run(words, lambda replay: CoinAdmission(chance, self.options.seed))
-            count = self._counted(done)
+            count = int(done.nvme_writes.sum())
             tried[count] = done
             return count
 

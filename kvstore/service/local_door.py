@@ -22,6 +22,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -624,9 +625,15 @@ class LocalDoor:
         if not isinstance(connection.caller, Caller):
             return
         try:  # it may have held much
-            self._pool.submit(self._sessions.left, connection.caller)
+            self._pool.submit(self._left, connection.caller)
         except RuntimeError:  # the pool is closed, or has no thread for it
             self._sessions.left(connection.caller)
+
+    def _left(self, caller: Caller) -> None:
+        """A thread of the pool. What he left behind is looked after from now on."""
+        self._sessions.left(caller)
+        with suppress(OSError):  # the door is closed meanwhile
+            self._wake()
 
     def _end(self) -> None:
         for listener in self._listeners:

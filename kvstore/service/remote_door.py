@@ -36,6 +36,8 @@ from tiering.tier import FrameSpan
 
 R = TypeVar("R")
 MAX_DEADLINE_MS = 60_000.0
+MOVING_SHARE = 10
+"""While memory moves to other clients, the sidecar is asked so many times as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class CallLimits:
     """How long a call may take, in seconds. connect: until the sidecar says welcome. match: for a look-up. lease:
     beyond the deadline of the lease itself. fill: for room, which may have to be made, and for commits. drop: for a
     namespace to be forgotten. open: how long a new namespace waits for a sidecar that is not there yet. first_pause,
-    longest_pause: before it is called again. ping: how often it is asked, by a thread and where nobody else asks
-    anything, what memory is to be let go of, and undone what nobody waits for.
+    longest_pause: before it is called again. ping: how often it is asked, by a thread, what memory is to be let go of,
+    and undone what nobody waits for.
     """
 
     connect: float = 1.0
@@ -76,13 +78,13 @@ class _Held:
 
 
 class _Touch:
-    """What the thread in the background is told. wanted: there is no connection, and somebody asked for one. heard: how
-    many answers had come when it looked last."""
+    """What the thread in the background is told. wanted: there is no connection, and somebody asked for one. is_moving:
+    memory was let go of when it looked last, and more may follow."""
 
     def __init__(self) -> None:
         self.ended = False
         self.wanted = False
-        self.heard = 0
+        self.is_moving = False
         self.nudge = threading.Event()
 
 
@@ -492,7 +494,7 @@ class RemoteDoor:
         elif self._touch.wanted:
             self._call_in_background()
         if not self._touch.wanted:
-            return self._limits.ping
+            return self._limits.ping / MOVING_SHARE if self._touch.is_moving else self._limits.ping
         return min(
             self._limits.ping, max(self._limits.first_pause, self._next_call_at - self._clock.monotonic_seconds())
         )
@@ -506,14 +508,14 @@ class RemoteDoor:
     def _ping(self, run: Run) -> None:
         """Let go of memory also while nobody asks for anything: others may be waiting for it."""
         self._settle(run)
-        if run.wire.heard == self._touch.heard:  # else an answer that came since has said it
-            try:
-                run.wire.call(m.Ping(), self._limits.connect)
-            except (TooLate, Unreachable):
-                return
-        self._touch.heard = run.wire.heard
-        run.unmap(run.wire.retired())
+        try:
+            run.wire.call(m.Ping(), self._limits.connect)
+        except (TooLate, Unreachable):
+            return
+        retired = run.wire.retired()
+        run.unmap(retired)
         self._settle(run)
+        self._touch.is_moving = bool(retired)
 
     def _call_in_background(self) -> None:
         """A connection on which every namespace is open, for those who must not wait."""

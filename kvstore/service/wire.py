@@ -90,7 +90,6 @@ class Wire:
         self._descriptors: deque[int] = deque()
         self._retired: list[int] = []
         self._too_late: deque[m.Verb] = deque()
-        self.heard = 0  # answers
         self.closed = False
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -385,7 +384,6 @@ class Wire:
                 raise ValueError("descriptors are missing")
             descriptors = [self._descriptors.popleft() for _ in answer.extents]
         with self._state:
-            self.heard += 1
             self._retired += reply.retired
             if reply.number in self._asked:
                 self._asked[reply.number] = Answered(answer, descriptors)

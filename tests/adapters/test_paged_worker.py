@@ -282,6 +282,21 @@ def test_where_waiting_loses_something_saves_do_not_wait(store: EmbeddedStore) -
     assert bench.handle.match(ids(64, 500)).blocks == 1
 
 
+def test_a_save_that_finds_no_room_ends_the_patience(store: EmbeddedStore) -> None:
+    page = Rank(Shape(pages=30), 0).pages.facts.page_bytes
+    with Bench(store, save_patience=SECONDS, save_bytes=8 * page) as bench:
+        bench.fill(ids(320), list(range(1, 11)))
+        bench.begin(number=1, saves=[bench.save(ids(128), [1, 2, 3, 4])])
+        bench.worker.start_saves()
+        bench.begin(number=2, saves=[bench.save(ids(320), list(range(1, 11)), first=128)])
+        bench.worker.start_saves()
+        dropped, stored = bench.reports(saves=2).saves
+        assert dropped.dropped and dropped.reason is MissReason.DEADLINE and stored.stored == 2
+        bench.begin(number=3, saves=[bench.save(ids(320), list(range(1, 11)), first=128)])
+        bench.worker.start_saves()
+        assert bench.reports(saves=1).saves[0].stored == 3, "the next one has room, and waits for nobody"
+
+
 def test_between_two_pieces_a_save_waits_again(store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_worker, "PIECE_BYTES", 1)
     with Bench(store, save_patience=SECONDS) as bench:
@@ -696,6 +711,26 @@ def test_an_audit_does_not_wait_for_the_engine(store: EmbeddedStore) -> None:
         bench.worker.start_saves()
         assert audited(bench, (PageRun(2, [13, 14]),), number=2) == [Verdict.EXACT]
         assert bench.handle.match(ids(64, 500)).blocks == 1
+
+
+def test_an_audit_does_not_wait_for_a_save_between_two_pieces(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(128))
+    monkeypatch.setattr(paged_worker, "PIECE_BYTES", 1)
+    with Bench(store, save_patience=SECONDS) as bench:
+        bench.fill(ids(128, 500), [1, 2, 3, 4])
+        bench.fill(ids(128), [11, 12, 13, 14])
+        bench.worker.in_read.clear()
+        bench.begin(number=1, saves=[bench.save(ids(128, 500), [1, 2, 3, 4])])
+        bench.worker.start_saves()
+        bench.worker.take_reports()
+        assert bench.worker.reads.wait(SECONDS)
+        bench.begin(number=2)
+        bench.worker.in_read.set()
+        _until(lambda: bench.handle.match(ids(128, 500)).blocks == 1)
+        assert audited(bench, (PageRun(2, [13, 14]),), number=3) == [Verdict.EXACT]
 
 
 @pytest.mark.parametrize("which", range(3))

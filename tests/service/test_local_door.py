@@ -27,6 +27,7 @@ from kvstore.identity import Namespace
 from kvstore.layout import Layout
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import SystemClock
+from kvstore.service import local_door
 from kvstore.service import messages as m
 from kvstore.service.connections import DoorLimits
 from kvstore.service.local_door import LARGE_BYTES, TURNED_AWAY
@@ -694,3 +695,23 @@ def test_a_long_message_counts_for_many(sidecar: Sidecar) -> None:
             read += sock.recv(1 << 16)
         owed = (m.MAX_BODY_BYTES / (8 << 10)) ** 2 / DoorLimits().rate
         assert time.monotonic() - began > owed > 0.5 > others
+
+
+def test_what_is_left_behind_at_a_door_that_rests_is_looked_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody comes it looks around seldom; when somebody goes and a mapping outlives him, often again."""
+    monkeypatch.setattr(local_door, "IDLE_LOOK_SECONDS", 3600.0)
+    with Sidecar(tmp_path, dram="1MiB") as sidecar:
+        store = sidecar.client()
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
+        lease = handle.lease(handle.match(ids(512)))
+        views = [span.view for span in handle.door.spans(lease.reply.places[0])]
+        time.sleep(4 * DoorLimits().sweep_seconds)
+        store.close()
+        wait_until(lambda: sidecar.sessions.departed == 1)
+        time.sleep(4 * DoorLimits().sweep_seconds)
+        views.clear()
+        del lease
+        wait_until(lambda: sidecar.sessions.departed == 0)
