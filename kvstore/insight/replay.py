@@ -1,6 +1,6 @@
 """Replay: a trace through the store's own index, tables and policies, without payload and without a clock (floor 2).
 
-    request   match > what is found counts as a hit, in DRAM or below > used > what is below is brought up
+    request   match > what is found counts as a hit, in DRAM or below > what is below is brought up > used
               slots for the rest: free ones, else the worst leaves go > readable > used
     leaf      DRAM needs its slot > what NVMe has not is written there, its ancestors first, if it is admitted > gone
 
@@ -83,14 +83,14 @@ class Replay:
     def _request(self, keys: Sequence[bytes]) -> None:
         blocks = self._blocks
         rows = blocks.index.match(self._number, keys)
-        if rows:
-            blocks.used(rows[::-1], len(rows))
         above = next((at for at, row in enumerate(rows) if not blocks.is_above(row)), len(rows))
         self._written_below = 0
         brought, stored = 0, 0
         blocks.residency.pins.pin(rows)
         if above < len(rows):
             brought = self._bring_up(rows[above:])
+        if rows:
+            blocks.used(rows[::-1], len(rows))
         blocks.residency.pins.unpin(rows)
         if above + brought == len(rows):
             stored = self._store(keys[len(rows) :], rows[-1] if rows else NO_ROW)

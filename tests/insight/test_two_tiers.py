@@ -77,13 +77,13 @@ def two_tiers_by_hand(trace: Trace, above: int, below: int) -> list[tuple[int, i
         written[0], brought = 0, 0
         found = next((at for at, block in enumerate(chain) if block not in dram and block not in nvme), len(chain))
         high = next((at for at, block in enumerate(chain[:found]) if block not in dram), found)
-        touch(chain[:found][::-1])
         pinned = set(chain[:found])
         for block in chain[high:found]:
             if not make_room(pinned):
                 break
             dram[block] = None
             brought += 1
+        touch(chain[:found][::-1])
         pinned = set()
         stored = 0
         if high + brought == found:
