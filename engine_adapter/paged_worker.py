@@ -194,7 +194,8 @@ class PagedWorker:
             for order in orders:
                 size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
-                    self._patience.gave_up(now)  # those that wait might have gone
+                    if not is_stale and self._saves:  # those that wait might have gone
+                        self._patience.gave_up(now)
                     reason = None if is_stale else MissReason.DEADLINE
                     self._report_save(order, 0, 0, 0.0, reason, dropped=True)
                     continue

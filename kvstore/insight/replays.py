@@ -21,7 +21,7 @@ from kvstore.insight.optimum import optimal_hits
 from kvstore.insight.replay import Replay, Replayed
 from kvstore.insight.trace import Column, Trace
 from kvstore.insight.yardsticks import CoinAdmission, OracleAdmission, requests_of, share_that_writes
-from tiering.admission import Admission, AdmitAll, LearnedAdmission
+from tiering.admission import Admission, LearnedAdmission
 from tiering.policies.policy import PolicyMaker
 
 QUADRATIC_TOKENS = 61_000
@@ -266,7 +266,7 @@ class _Here:
 
     def admitted(self) -> Iterator[tuple[str, float | None, Replayed]]:
         """Everything, and what else is wanted: (admission, share of the bytes, what became of it)."""
-        everything = self.run(", everything admitted", lambda replay: AdmitAll())
+        everything = self.run(", everything admitted")
         yield ALL, None, everything
         total = int(everything.nvme_writes.sum())
         seconds = float(np.ptp(self.trace.timestamps_ms)) / 1000

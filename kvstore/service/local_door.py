@@ -627,10 +627,10 @@ class LocalDoor:
         try:  # it may have held much
             self._pool.submit(self._left, connection.caller)
         except RuntimeError:  # the pool is closed, or has no thread for it
-            self._sessions.left(connection.caller)
+            self._left(connection.caller)
 
     def _left(self, caller: Caller) -> None:
-        """A thread of the pool. What he left behind is looked after from now on."""
+        """Any thread. What he left behind is looked after from now on."""
         self._sessions.left(caller)
         with suppress(OSError):  # the door is closed meanwhile
             self._wake()

@@ -209,4 +209,4 @@ def test_on_recorded_conversations_fewer_bytes_keep_the_hits() -> None:
     )
     assert half <= 0.5 * written
     _, _, _, random, as_much = hits_and_writes(lambda replay: CoinAdmission(0.034, 0))
-    assert as_much >= mine_in_all and mine >= 1.2 * random, (mine, mine_in_all, random, as_much)
+    assert as_much >= mine_in_all and mine >= 1.24 * random, (mine, mine_in_all, random, as_much)
