@@ -125,11 +125,7 @@ class LearnedAdmission:
 
     def stored(self, row: int) -> None:
         """Nobody has used it so far."""
-        missing = row + 1 - len(self._uses)
-        if missing > 0:
-            more = bytes(max(missing, 1024, len(self._uses) >> 3))
-            self._uses += more
-            self._kinds += more
+        self._grow_to(row)
         self._uses[row] = 0
 
     def used(self, chain: Sequence[int], count: int) -> None:
@@ -137,8 +133,7 @@ class LearnedAdmission:
         uses, kinds, names = self._uses, self._kinds, self._names
         known = 0
         for row in chain[:count]:
-            if row >= len(uses):
-                self.stored(row)
+            self._grow_to(row)
             found = self._came_back(names[row])
             if found is not None:
                 known += 1
@@ -167,10 +162,17 @@ class LearnedAdmission:
             self._leaving_bytes += block_bytes
         return is_admitted
 
+    def _grow_to(self, row: int) -> None:
+        """Have columns for this row. Of blocks that were there before a restart nothing is known: they are taken for
+        ones that were used often."""
+        missing = row + 1 - len(self._uses)
+        if missing > 0:
+            more = max(missing, 1024, len(self._uses) >> 3)
+            self._uses += bytes([USES]) * more
+            self._kinds += bytes(more)
+
     def _class_of(self, row: int) -> int:
-        """Of one that was there before a restart nothing is known: that of blocks that were used often."""
-        if row >= len(self._uses):
-            return (USES - 1) * _KINDS
+        self._grow_to(row)
         return max(0, self._uses[row] - 1) * _KINDS + self._kinds[row]
 
     def _came_back(self, name: int) -> int | None:
