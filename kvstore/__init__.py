@@ -16,7 +16,15 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import SystemClock
-from kvstore.config import DEFAULT_POLICY, DEFAULT_SCRUB, DEFAULT_TENANT, Limits, checked_policy
+from kvstore.config import (
+    DEFAULT_POLICY,
+    DEFAULT_SCRUB,
+    DEFAULT_TENANT,
+    DEFAULT_WRITES,
+    Limits,
+    checked_policy,
+    parse_writes,
+)
 from kvstore.errors import (
     BadInput,
     DirectoryInUse,
@@ -89,6 +97,7 @@ def open(
     limits: Limits | None = None,
     scrub: str | int = DEFAULT_SCRUB,
     policy: str = DEFAULT_POLICY,
+    nvme_writes: str | float = DEFAULT_WRITES,
     engine: str = "",
     session: str | None = None,
 ) -> EmbeddedStore | SidecarStore:
@@ -102,8 +111,10 @@ def open(
     only. slab, extent: size of the pieces that disk and memory are shared out in, chosen from the budgets if not given.
     tenant: whose blocks these are. limits: the store's named upper bounds. scrub: bytes per second at which what is on
     disk is read and verified again in the background, once a day; "off" for never. policy: which blocks go first when
-    DRAM is full: "lru", "adaptive" (LRU, and what it learns where that finds more) or "s3-fifo". Raises `BadInput`,
-    `DirectoryInUse` or `KeysUnusable`, each with one line that says what to do.
+    DRAM is full: "lru", "adaptive" (LRU, and what it learns where that finds more) or "s3-fifo". nvme_writes: what of
+    that is written to disk: "all", "learned" (what is likely to come back), or a number for no more of that than so
+    many times the size of `nvme` a day. Raises `BadInput`, `DirectoryInUse` or `KeysUnusable`, each with one line that
+    says what to do.
     """
     scheme, _, rest = str(url).partition(":")
     if scheme not in ("embedded", "unix") or not rest:
@@ -112,11 +123,12 @@ def open(
             "unix:/run/kvstore/kvstore.sock, or embedded:DIRECTORY, e.g. embedded:./kv"
         )
     given: dict[str, Any] = {"dram": dram, "nvme": nvme, "slab": slab, "extent": extent, "tenant": tenant}
-    given |= {"limits": limits, "scrub": scrub, "policy": policy}
+    given |= {"limits": limits, "scrub": scrub, "policy": policy, "nvme_writes": nvme_writes}
     if scheme == "unix":
         from kvstore.codec import Codecs  # imports torch, which is none of a sidecar's business
 
         usual = {"dram": "1GiB", "tenant": DEFAULT_TENANT, "scrub": DEFAULT_SCRUB, "policy": DEFAULT_POLICY}
+        usual |= {"nvme_writes": DEFAULT_WRITES}
         for name, value in given.items():
             if value != usual.get(name):
                 raise BadInput(f"{name}={value!r} is the sidecar's to know; give it to kvstore serve, and not to open")
@@ -143,6 +155,7 @@ def embedded(
     limits: Limits | None = None,
     scrub: str | int = DEFAULT_SCRUB,
     policy: str = DEFAULT_POLICY,
+    nvme_writes: str | float = DEFAULT_WRITES,
 ) -> EmbeddedStore:
     """Open a store in this process: `open("embedded:DIRECTORY", ...)` for whoever needs to know its type."""
     from kvstore.codec import Codecs
@@ -170,6 +183,7 @@ def embedded(
         indexes=indexes,
         before_close=codecs.close,
         policy=chosen,
+        writes=parse_writes(nvme_writes, "nvme_writes"),
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.identity import Namespace, TenantKeys
 from kvstore.prefix_index import NO_ROW, Column, PrefixIndex, RowState
+from kvstore.unwritten import Unwritten
 from tiering.admission import Admission
 from tiering.dram import DramTier
 from tiering.errors import BlockCorrupt
@@ -91,6 +92,7 @@ class Blocks:
         self.older: dict[tuple[int, bytes], list[int]] = {}  # places of copies from before a restart that nobody finds
         self.sinking: set[int] = set()  # rows on their way down, with a place there or not yet
         self.dropping: set[int] = set()  # namespaces that are about to be dropped
+        self.unwritten = Unwritten()
         self.unverified: set[int] = set()  # rows whose frames in DRAM were not read since they were taken over
 
     def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Space:
@@ -114,6 +116,8 @@ class Blocks:
             sealers.append(Sealer(stamp, keys.mac))
             classes.append(SlotClass(keys.tenant, digest_of_namespace, part.index, stamp.frame_bytes))
         self.residency.policy.expect(self.dram.budget_bytes // sum(one.frame_bytes for one in classes))
+        if self.lower is not None:
+            self.lower.admission.expect(self.lower.tier.budget_bytes // sum(one.frame_bytes for one in classes))
         space = Space(self.index.add_namespace(keys.tenant), keys.tenant, namespace, tuple(classes), tuple(sealers))
         assert space.number == len(self.spaces)
         self.spaces.append(space)
@@ -171,6 +175,8 @@ class Blocks:
                 residency.listed(row)
                 if self.lower is not None:
                     self.lower.admission.stored(row)
+            if not self.is_below(row):
+                self._came_alone(row)
         for part in range(len(self.spaces[number].classes)):
             self.dram.own(residency.places_of(rows, part), rows)
 
@@ -182,6 +188,7 @@ class Blocks:
             self.residency.policy.touched(chain)
             return
         self.lower.admission.used(chain, count)
+        self.unwritten.used(chain[:count])
         for residency in (self.residency, self.lower.residency):
             residency.policy.touched([row for row in chain if residency.is_listed(row)])
 
@@ -225,6 +232,7 @@ class Blocks:
             if below is not None and not stays and self.index.children(row):
                 continue  # quarantined, and the way to blocks that NVMe alone has
             places += self.residency.left(row, self.index.parent(row))
+            self.unwritten.went(row)
             if not stays:
                 self.index.remove(row, remember=True)
                 evicted += 1
@@ -257,6 +265,7 @@ class Blocks:
     def drop(self, row: int) -> None:
         """A readable or hollow leaf goes because its namespace does. Pins were lifted before."""
         assert self.residency.pins.counts[row] == 0
+        self.unwritten.went(row)
         self._free(self.residency.forget(row))
         if self.is_below(row):
             self._leave_below(row)
@@ -271,6 +280,7 @@ class Blocks:
         All parts go: a block without one of them is not readable, and somebody may be reading the others right now.
         """
         self.dram.condemn(self.residency.forget(row))
+        self.unwritten.went(row)
         if self.is_below(row):  # the frames there are others
             self._leave(row)
         else:
@@ -348,6 +358,7 @@ class Blocks:
             if self.index.state(row) is RowState.VISIBLE and self.residency.generation(row) == generation:
                 residency.published(row, generation)
                 residency.listed(row)
+                self.unwritten.went(row)
                 kept.append(row)
                 self._end_older(number, self.index.key(row))
             else:
@@ -389,6 +400,7 @@ class Blocks:
         self._came_below(row)
         self.lower.residency.published(row, generation)
         self.lower.residency.listed(row)
+        self.unwritten.went(row)
         self.lower.tier.own(places, [row] * len(places))
 
     def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
@@ -432,6 +444,8 @@ class Blocks:
         residency.listed(row)
         self.dram.own(places, [row] * len(places))
         self.unverified.add(row)
+        if not self.is_below(row):
+            self._came_alone(row)
 
     def not_promoted(self, row: int) -> None:
         """It could not be read: its slots in DRAM go back."""
@@ -481,7 +495,14 @@ class Blocks:
             if parent != NO_ROW:
                 self.residency.child_came(parent)
             self.residency.listed(row)
+        elif self.index.state(row) is RowState.VISIBLE:
+            self._came_alone(row)
         self.counters["quarantined_blocks"] += 1
+
+    def _came_alone(self, row: int) -> None:
+        """DRAM alone has it."""
+        if self.lower is not None:
+            self.unwritten.came(row, self.spaces[self.index.namespace_of(row)].block_bytes)
 
     def _came_below(self, row: int) -> None:
         assert self.lower is not None
@@ -546,9 +567,12 @@ class Blocks:
         self.residency.check()
         self.residency.pins.check(dict(pins))
         children: Counter[int] = Counter()
+        alone = []
         for space in self.spaces:
             for row in self.index.rows(space.number):
                 state = self.index.state(row)
+                if state == RowState.VISIBLE and self.lower is not None and not self.is_below(row):
+                    alone.append(row)
                 above, below = self.residency.is_listed(row), self.is_below(row)
                 assert not (state == RowState.PENDING and (above or below)) and (state != RowState.HOLLOW or above)
                 assert state != RowState.VISIBLE or above or below, "a visible row is somewhere"
@@ -561,6 +585,7 @@ class Blocks:
                 parent_key = self.index.key(parent) if parent != NO_ROW else None
                 for part, slot_class in enumerate(space.classes):
                     self._check_frame(row, part, slot_class, parent_key)
+        self.unwritten.check(alone)
         for space in self.spaces:
             for row in self.index.rows(space.number):
                 assert self.residency.children(row) == children[row]

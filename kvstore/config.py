@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from math import inf, nan
 
 from kvstore.errors import BadInput
 
@@ -33,6 +34,10 @@ _PAGE_BYTES = 4096
 POLICIES = ("lru", "s3-fifo", "adaptive")
 """How DRAM chooses what goes first."""
 DEFAULT_POLICY = "lru"
+DEFAULT_WRITES, LEARNED_WRITES = "all", "learned"
+"""What of that which leaves DRAM is written to NVMe."""
+LEAST_WRITES, MOST_WRITES = 0.001, 10_000.0
+"""Times the size of NVMe a day."""
 MAX_NAMESPACES = 1 << 15
 MIN_DRAM_BYTES = 1 << 20
 MIN_EXTENT_BYTES = 64 << 10
@@ -92,6 +97,25 @@ def format_size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
+
+
+def parse_writes(given: str | float, name: str) -> float | None:
+    """What of that which leaves DRAM is written to NVMe: None for everything, inf for what is likely to come back, or a
+    number for no more of that than so many times the size of NVMe a day. Raises `BadInput`. `name` is the option."""
+    if given == DEFAULT_WRITES:
+        return None
+    if given == LEARNED_WRITES:
+        return inf
+    try:
+        written = float(given) if not isinstance(given, bool) else nan
+    except (TypeError, ValueError):
+        written = nan
+    if not LEAST_WRITES <= written <= MOST_WRITES:
+        raise BadInput(
+            f"{name}={given!r}; give {DEFAULT_WRITES}, {LEARNED_WRITES}, or how many times the size of nvme may be "
+            f"written a day, {LEAST_WRITES} to {MOST_WRITES:.0f}"
+        )
+    return written
 
 
 def checked_policy(given: str, name: str) -> str:

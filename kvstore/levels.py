@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
@@ -42,6 +42,9 @@ WINDOWS_AT_ONCE = 2
 
 SPILL_FRACTION = 0.25
 """With less of the DRAM budget than this free, what DRAM alone holds is written down in the background."""
+
+CHOSEN_DOWN_TO = 0.65
+"""Where it is chosen what is written down, it is chosen until no more than this share of DRAM waits for it."""
 
 READS, WRITES = "nvme reads", "nvme writes"
 """Each has a breaker of its own: a disk that is full, or that takes nothing any more, may still be read."""
@@ -102,9 +105,8 @@ class Levels:
         self._rising: dict[int, Rise] = {}
         self._numbers = count()
         self._sinking = blocks.sinking
+        self._unwritten = blocks.unwritten
         self._pinned_for_sinking: list[list[int]] = []
-        # Rows in the order in which they were stored; one may have gone since, and come again as another block.
-        self._unsunk: OrderedDict[int, None] = OrderedDict()
         self._relieving = False
         self._making_room = threading.Lock()  # a slab must not be given back while somebody takes slots in it
         self._closing = False
@@ -231,20 +233,14 @@ class Levels:
 
     # Down ----------------------------------------------------------------------------------------------------------
 
-    def stored(self, rows: Iterable[int]) -> None:
-        """Blocks were published. Under the lock."""
-        for row in rows:
-            self._unsunk[row] = None
-            self._unsunk.move_to_end(row)
-
     def relieve(self) -> None:
         """If DRAM is nearly full, begin to write down what it alone holds."""
-        if not self._unsunk or self._closing or not self._is_pressed():
+        if not self._unwritten or self._closing or not self._is_pressed():
             return
         with self._lock:
             if self._relieving:
                 return
-            self._relieving, before = True, len(self._unsunk)
+            self._relieving, before = True, len(self._unwritten)
         move = self._queue.submit("down", WRITES, Priority.DEMOTION, self._spill)
         move.then(lambda move: self._relieved(move, before))
 
@@ -252,43 +248,60 @@ class Levels:
         """Go on as long as that helps: a disk that takes nothing is asked again by the next put."""
         with self._lock:
             self._relieving = False
-            helped = move.finding is None and len(self._unsunk) < before
+            helped = move.finding is None and len(self._unwritten) < before
         if helped:
             self.relieve()
 
     def _is_pressed(self) -> bool:
+        """Whether less than a part of DRAM can be had at once. Where it is chosen what is written, that is all but the
+        blocks that wait for the choice: it is made as late as it may be, when most is known of them."""
         dram = self._blocks.dram
+        if self._lower.admission.chooses:
+            return self._unwritten.waiting_bytes > (1 - SPILL_FRACTION) * dram.budget_bytes
         with self._lock:
             usage = dram.usage()
         free_share = usage.free / usage.capacity if usage.capacity else 1.0
         free_bytes = usage.budget_bytes - usage.taken_bytes * (1 - free_share)
         return free_bytes < SPILL_FRACTION * usage.budget_bytes
 
-    def _spill(self) -> None:
-        index = self._blocks.index
+    def _spill(self, *, everything: bool = False) -> None:
+        """Write down what was used longest ago, as far as it is admitted. everything: without asking."""
+        blocks, unwritten = self._blocks, self._unwritten
+        admission = None if everything else self._lower.admission
         with self._lock:
-            rows = [self._unsunk.popitem(last=False)[0] for _ in range(min(GROUP_BLOCKS, len(self._unsunk)))]
+            rows = unwritten.oldest(GROUP_BLOCKS)
             by_space: dict[int, list[int]] = {}
             taken: set[int] = set()
+            enough = CHOSEN_DOWN_TO * blocks.dram.budget_bytes if admission is not None and admission.chooses else 0.0
+            left = float(unwritten.waiting_bytes)
             for row in rows:
-                if index.state(row) is RowState.VISIBLE:
-                    by_space.setdefault(index.namespace_of(row), []).extend(self._way_down(row, taken))
+                if left < enough:
+                    break
+                way = self._way_down(row, taken)
+                number = blocks.index.namespace_of(row)
+                left -= blocks.spaces[number].block_bytes
+                if not way:  # it goes down anyhow, behind a block that follows it
+                    continue
+                if admission is None or admission.admits(way[::-1], blocks.spaces[number].block_bytes):
+                    taken.update(way)
+                    by_space.setdefault(number, []).extend(way)
+                else:
+                    unwritten.decline(row)
+                    blocks.counters["declined_blocks"] += 1
         try:
             for number, mine in by_space.items():
                 self._sink(number, mine)
         finally:
             with self._lock:  # what could not go now is tried again after all others
-                left = [row for row in rows if index.state(row) is RowState.VISIBLE]
-                self.stored(row for row in left if not self._blocks.is_below(row))
+                unwritten.used(row for row in rows if unwritten.waits(row))
 
     def _way_down(self, row: int, taken: set[int]) -> list[int]:
         """A block and the ancestors that have to go down before it, these first: NVMe may have given one up.
 
-        taken: rows that go down anyhow, and the way of each; gets these.
+        taken: rows that go down anyhow, and the way of each.
         """
         way = []
         while row != NO_ROW and row not in taken and not self._blocks.is_below(row):
-            taken.add(row)
             way.append(row)
             row = self._blocks.index.parent(row)
         return way[::-1]
@@ -297,13 +310,13 @@ class Levels:
         """Write down what DRAM alone holds, for at most that long; returns how many blocks are left."""
         deadline = self._clock.monotonic_seconds() + seconds
         vain = 0
-        while vain * GROUP_BLOCKS < len(self._unsunk) and self._clock.monotonic_seconds() < deadline:
-            before = len(self._unsunk)
-            move = self._queue.submit("down", WRITES, Priority.SAVE, self._spill)
+        while vain * GROUP_BLOCKS < len(self._unwritten) and self._clock.monotonic_seconds() < deadline:
+            before = len(self._unwritten)
+            move = self._queue.submit("down", WRITES, Priority.SAVE, partial(self._spill, everything=True))
             if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())) or move.finding is Finding.DOWN:
                 break
-            vain += len(self._unsunk) >= before  # these do not go, others may
-        return len(self._unsunk)
+            vain += len(self._unwritten) >= before  # these do not go, others may
+        return len(self._unwritten)
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """How many blocks of a chain, from the first on, are durable after at most that long; and why not all.
@@ -504,8 +517,6 @@ class Levels:
             if row in self._rising or not self._blocks.is_below(row) or not stands():
                 return False
             self._blocks.quarantine_below(row)
-            if self._blocks.is_above(row) and self._blocks.index.state(row) is RowState.VISIBLE:
-                self.stored([row])
             return True
 
     # Giving up -----------------------------------------------------------------------------------------------------

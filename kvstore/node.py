@@ -11,8 +11,10 @@ import os
 import secrets
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import TracebackType
 
@@ -42,7 +44,7 @@ from kvstore.pending import Answered, LeaseThreads
 from kvstore.prefix_index import PrefixIndex
 from kvstore.requests import Requests
 from kvstore.store import DROP_SECONDS, Clock, Store, StoreUsage
-from tiering.admission import Admission, AdmitAll
+from tiering.admission import Admission, AdmissionMaker, AdmitAll, LearnedAdmission
 from tiering.books import BookTier
 from tiering.dram import DramTier
 from tiering.errors import TierError
@@ -75,6 +77,7 @@ MAX_EPOCH = (1 << 32) - 1
 MAX_TENANTS = 1024
 MOVE_THREADS = 4
 DISK_THREADS = 4
+DAY_SECONDS = 86_400
 RUNS = 1 << 18
 EXTENT_BITS, LEASE_BITS = 20, 32
 SESSION_BITS = 40
@@ -406,6 +409,7 @@ def open_embedded(
     guard: int = 0,
     before_close: Callable[[], object] = lambda: None,
     policy: PolicyMaker = LeafFirstLru,
+    writes: float | None = None,
 ) -> EmbeddedStore:
     """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
     `KeysUnusable`, each with one line that says what to do.
@@ -414,7 +418,7 @@ def open_embedded(
     index of an NVMe tier; needed with `nvme` only. files, gone, reach: for tests; what holds the
     slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints. run, keeper,
     kept, guard: as in `build_store`. before_close: ends what the codecs have going with this store's memory. policy:
-    which blocks go first when DRAM is full.
+    which blocks go first when DRAM is full. writes: what of that is written to NVMe, as `config.parse_writes` says.
     """
     if nvme is None and slab is not None:
         raise BadInput(f"slab={slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out")
@@ -463,6 +467,7 @@ def open_embedded(
             kept=kept,
             guard=guard,
             policy=policy,
+            admission=_admission_of(writes),
         )
         store.start_loading({one.tenant: one for one in known})
     except BaseException:
@@ -585,13 +590,14 @@ def build_store(
     kept: Sequence[Kept] = (),
     guard: int = 0,
     policy: PolicyMaker = LeafFirstLru,
+    admission: AdmissionMaker = lambda names, clock, nvme_bytes: AdmitAll(),
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none.
 
     run: below `RUNS`. Extents, leases and reservations are numbered from it on, so that what a client of an earlier run
     remembers names nothing in this one. keeper: holds DRAM for the next process. kept: what it held of the one before,
     and guard: holders below that may be clients of that one (`DramTier.take_over`). policy: of DRAM; what leaves NVMe
-    is what was used there longest ago.
+    is what was used there longest ago. admission: says what of that which leaves DRAM is written there.
     """
     clock = clock or SystemClock()
     assert 0 <= run < RUNS
@@ -599,16 +605,29 @@ def build_store(
     dram = DramTier(pool, run << EXTENT_BITS, keeper)
     taken_over = dram.take_over(kept, guard)
     pins = Pins()
-    lower = Lower(tier, Residency(LeafFirstLru(), pins), AdmitAll()) if tier is not None else None
     first_generation = (tier.session << SESSION_BITS) + 1 if tier is not None else 1
     first_generation = max(first_generation, dram.newest_generation() + 1)
     index = PrefixIndex(limits.forgotten)
     residency = Residency(policy(index.names, secrets.randbelow(1 << 31)), pins)
+    lower = None
+    if tier is not None:
+        lower = Lower(
+            tier, Residency(LeafFirstLru(), pins), admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
+        )
     blocks = Blocks(index, residency, dram, ring, lower, first_generation, gone)
     # Writes that hang leave a thread for reads.
     queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
     first_number = (run << LEASE_BITS) + 1
     return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, first_number, taken_over, new_uid(), lower)
+
+
+def _admission_of(writes: float | None) -> AdmissionMaker:
+    def made(names: array[int], seconds: Callable[[], float], nvme_bytes: int) -> Admission:
+        if writes is None:
+            return AdmitAll()
+        return LearnedAdmission(names, seconds, writes * nvme_bytes / DAY_SECONDS if writes < inf else None)
+
+    return made
 
 
 def build_replay(
@@ -627,7 +646,7 @@ def build_replay(
     keys = TenantKeys.derive(bytes(SECRET_BYTES))
     index = PrefixIndex(forgotten_limit=0)
     pins = Pins()
-    nvme = BookTier() if nvme_blocks else None
+    nvme = BookTier(nvme_blocks * frame_bytes(payload_bytes)) if nvme_blocks else None
     lower = None
     if nvme is not None:
         lower = Lower(nvme, Residency(LeafFirstLru(), pins), AdmitAll())
@@ -636,7 +655,7 @@ def build_replay(
     dram.adopt(dram.new_extent(), space.classes[0])
     replay = Replay(blocks, space.number, nvme)
     if nvme is not None and lower is not None:
-        nvme.open(space.classes[0], nvme_blocks)
+        nvme.open(space.classes[0])
         if admission is not None:
             blocks.lower = replace(lower, admission=admission(replay))
             blocks.lower.admission.expect(nvme_blocks)

@@ -182,7 +182,7 @@ class Store:
                     lambda: loader.warming,
                 )
         if taken_over:
-            self._takeover = Takeover(blocks, taken_over, mover.keys, self._lock, self._levels)
+            self._takeover = Takeover(blocks, taken_over, mover.keys, self._lock)
         self._leaving: set[bytes] = set()  # tenants that are purged, or were
         self._closed = False
         self._closer: threading.Thread | None = None
@@ -1141,8 +1141,6 @@ class Store:
             self._unpin(record.namespace, sorted(refilled))
         record.published = complete
         if complete > start:
-            if self._levels is not None:
-                self._levels.stored(rows)
             blocks.counters["stored_blocks"] += complete - start
         if complete == len(record.rows):
             del self._reservations[record.number]

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from kvstore.blocks import Blocks, Space
 from kvstore.identity import TenantKeys, root_key
-from kvstore.levels import Levels
 from kvstore.loading import space_of
 from kvstore.prefix_index import NO_ROW, RowState
 from tiering.errors import BlockCorrupt
@@ -51,12 +50,9 @@ class _Family:
 class Takeover:
     """Takes over once. The lock is the store's."""
 
-    def __init__(
-        self, blocks: Blocks, extents: Sequence[int], keys: MacKeys, lock: threading.Lock, levels: Levels | None
-    ) -> None:
-        """extents: by number, that the DRAM tier took over. levels: told what DRAM alone has."""
+    def __init__(self, blocks: Blocks, extents: Sequence[int], keys: MacKeys, lock: threading.Lock) -> None:
+        """extents: by number, that the DRAM tier took over."""
         self._blocks = blocks
-        self._levels = levels
         self._extents = extents
         self._keys = keys
         self._lock = lock
@@ -198,8 +194,6 @@ class Takeover:
         frames = [family.frames[part] for part in parts]
         places, digests = [frame.place for frame in frames], [frame.header_digest for frame in frames]
         blocks.taken_over(row, header.generation, places, digests)
-        if self._levels is not None and not blocks.is_below(row):
-            self._levels.stored([row])
         return True
 
     def _is_below_alone(self, row: int, generation: int) -> bool:

@@ -50,7 +50,9 @@ _LOOK_BACK_SECONDS = 600.0
 
 
 class Admission(Protocol):
-    """One thread at a time."""
+    """One thread at a time. chooses: whether it ever says no."""
+
+    chooses: bool
 
     def expect(self, blocks: int) -> None:
         """The tier below has room for so many."""
@@ -71,8 +73,14 @@ class Admission(Protocol):
         ...
 
 
+AdmissionMaker = Callable[["array[int]", Callable[[], float], int], Admission]
+"""Of 64 bits of each row's key, a clock in seconds, and the bytes of the tier below."""
+
+
 class AdmitAll:
     """Everything is written."""
+
+    chooses = False
 
     def expect(self, blocks: int) -> None:
         """No difference."""
@@ -90,6 +98,8 @@ class AdmitAll:
 
 class LearnedAdmission:
     """Learns who comes back."""
+
+    chooses = True
 
     def __init__(self, names: array[int], clock: Callable[[], float], bytes_per_second: float | None = None) -> None:
         """names: of each row 64 bits of its key. clock: seconds that never go back. bytes_per_second: None for a drive

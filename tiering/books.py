@@ -15,12 +15,13 @@ from tiering.tier import Column, SlotClass
 class BookTier:
     """`LowerTier`, of one slot class."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
         self._ledger: SlotLedger[Piece] = SlotLedger()
 
-    def open(self, slot_class: SlotClass, slots: int) -> None:
-        """So many slots, once."""
-        self._ledger.add(Piece(0, slot_class, slots))
+    def open(self, slot_class: SlotClass) -> None:
+        """All of it, once."""
+        self._ledger.add(Piece(0, slot_class, self.budget_bytes // slot_class.frame_bytes))
 
     def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
         """Up to `count` places."""

@@ -119,7 +119,10 @@ class Tier(Protocol):
 
 
 class LowerTier(Protocol):
-    """What the tables over the tiers need of the one below DRAM: its slots, and whose they are."""
+    """What the tables over the tiers need of the one below DRAM: its slots, and whose they are. budget_bytes: of all
+    slots that may be."""
+
+    budget_bytes: int
 
     def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
         """As `Tier.reserve`."""

@@ -22,6 +22,8 @@ BISECTIONS = 8
 class CoinAdmission(AdmitAll):
     """A share of those that leave."""
 
+    chooses = True
+
     def __init__(self, share: float, seed: int) -> None:
         self._least = int(share * (1 << 64))
         self._seed = seed
@@ -35,6 +37,8 @@ class CoinAdmission(AdmitAll):
 
 class OracleAdmission(AdmitAll):
     """Those that a later request of the trace asks for."""
+
+    chooses = True
 
     def __init__(self, requests: Sequence[Sequence[int]], names: array[int], now: Callable[[], int]) -> None:
         """requests: of each block of the trace, those that ask for it. names: of each row, its block in the trace.

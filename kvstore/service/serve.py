@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from kvstore.config import parse_writes
 from kvstore.errors import BadInput
 from kvstore.node import EmbeddedStore, open_embedded
 from kvstore.service.connections import Clock
@@ -143,6 +144,7 @@ def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
         scrub=settings.store.scrub,
         indexes=outside.indexes if nvme is not None else None,
         policy=outside.policies(settings.store.policy),
+        writes=parse_writes(settings.store.nvme_writes, "store.nvme_writes"),
         run=outside.run,
         keeper=outside.keeper,
         kept=outside.keeper.receive() if outside.keeper is not None else (),

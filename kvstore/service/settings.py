@@ -1,7 +1,7 @@
 """What an operator may set: one TOML file, and the flags of `kvstore serve`, which override it (floor 2).
 
     [store]    data dram nvme extent slab scrub          [limits]  see `kvstore.config.Limits`
-               prefault keeper policy
+               prefault keeper policy nvme_writes
     [door]     socket mode users, and see `DoorLimits`   [tenants.NAME]  socket users
     [admin]    socket                                    [http]    listen
     [log]      level format
@@ -20,7 +20,17 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvstore.config import DEFAULT_POLICY, MAX_SECONDS, MAX_SOCKET_BYTES, Limits, checked_policy, parse_rate, parse_size
+from kvstore.config import (
+    DEFAULT_POLICY,
+    DEFAULT_WRITES,
+    MAX_SECONDS,
+    MAX_SOCKET_BYTES,
+    Limits,
+    checked_policy,
+    parse_rate,
+    parse_size,
+    parse_writes,
+)
 from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
 from kvstore.service.connections import DoorLimits
@@ -42,7 +52,8 @@ class StoreSettings:
     have, and four fifths of what the disk has free. nvme: "off" for none. extent, slab: sizes of the pieces; chosen
     from the budgets if not given. scrub: how fast what is on disk is verified again. prefault: whether all of dram is
     taken from the machine at the start, behind what is served. keeper: whether a parent process holds the memory, and
-    starts the sidecar again after a crash. policy: which blocks go first when dram is full.
+    starts the sidecar again after a crash. policy: which blocks go first when dram is full. nvme_writes: what of that
+    is written to nvme.
     """
 
     data: str = "./kv"
@@ -54,6 +65,7 @@ class StoreSettings:
     prefault: bool = True
     keeper: bool = True
     policy: str = DEFAULT_POLICY
+    nvme_writes: str | float = DEFAULT_WRITES
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +197,7 @@ def _check(settings: Settings) -> None:
         host_and_port(settings.http.listen)
     _check_sizes(settings.store)
     checked_policy(settings.store.policy, "store.policy")
+    parse_writes(settings.store.nvme_writes, "store.nvme_writes")
     for one in fields(DoorLimits):
         value = getattr(settings.door.limits, one.name)
         most = {"sweep_seconds": MAX_SWEEP_SECONDS, "silence_seconds": MAX_SECONDS}.get(one.name, math.inf)
@@ -278,6 +291,7 @@ def _check_type(value: Any, wanted: str, name: str) -> None:
         "str": ((str,), "text in quotes, not empty and without NUL"),
         "int": ((int,), "a whole number"),
         "float": ((int, float), "a number"),
+        "str | float": ((str, int, float), "a word in quotes, or a number"),
         "list[int]": ((list,), "a list of whole numbers"),
         "bool": ((bool,), "true or false"),
     }

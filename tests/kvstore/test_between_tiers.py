@@ -136,7 +136,7 @@ def test_what_waits_to_be_written_down_is_no_more_than_what_there_is(place: Plac
         assert put(place.space, Prompt((number % 7,))) is None
         place.opened.core.evict(10)
     rows = sum(len(list(place.opened.blocks.index.rows(space.number))) for space in place.opened.blocks.spaces)
-    assert len(place.levels._unsunk) <= rows + 10
+    assert len(place.opened.blocks.unwritten) <= rows + 10
 
 
 def test_what_has_to_be_brought_up_is_not_leased_at_once(place: Place) -> None:

@@ -27,10 +27,12 @@ import numpy as np
 from kvstore import handle
 from kvstore.config import Limits
 from kvstore.handle import Lease, Match
+from kvstore.insight.yardsticks import CoinAdmission
 from kvstore.miss import HitTier, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, Chain, OpenStore, Owned, PagedKv, Prompt
 from simulation.two_tiers import Disk, Sizes, bugs, nothing, open_two_tiers, wait_until_idle
+from tiering.admission import AdmitAll
 from tiering.errors import TierError, TierUnavailable
 from tiering.frame import HEADER_BYTES
 from tiering.policies.lru import LeafFirstLru
@@ -86,10 +88,20 @@ class Dict:
 class LevelsModel:
     """See the top of the file. Every public method is one act."""
 
-    def __init__(self, sizes: Sizes | None = None, *, faults: bool = False, policy: PolicyMaker = LeafFirstLru) -> None:
-        """faults: the disk fails besides, so that requests may be refused, and starts may have to be tried again."""
+    def __init__(
+        self,
+        sizes: Sizes | None = None,
+        *,
+        faults: bool = False,
+        policy: PolicyMaker = LeafFirstLru,
+        chance: float | None = None,
+    ) -> None:
+        """faults: the disk fails besides, so that requests may be refused, and starts may have to be tried again.
+        chance: with which a block that leaves DRAM is written down; all are if not given."""
         self.faults = faults
         self.policy = policy
+        self.chance = chance
+        self.declined = 0
         self.warming = False
         self.directory = tempfile.TemporaryDirectory(prefix="kv-levels-")
         self.sizes = sizes or Sizes()
@@ -251,6 +263,7 @@ class LevelsModel:
     def restart(self, *, index_too: bool) -> None:
         """Closed in order, and opened again. index_too: somebody removed the index."""
         self.opened.close()
+        self.declined += self.opened.core.usage().counters.get("declined_blocks", 0)
         self._refresh()  # closing writes down, and may have to make room for it
         if self.disk.is_off:
             return self.after()
@@ -395,7 +408,18 @@ class LevelsModel:
 
     def _open(self, while_loading: Callable[[], object] | None = None) -> None:
         path = Path(self.directory.name)
-        self.opened = open_two_tiers(path, self.disk, self.sizes, LIMITS, None, None, while_loading, self.policy)
+        chance = self.chance
+        self.opened = open_two_tiers(
+            path,
+            self.disk,
+            self.sizes,
+            LIMITS,
+            None,
+            None,
+            while_loading,
+            self.policy,
+            lambda names, clock, nvme_bytes: AdmitAll() if chance is None else CoinAdmission(chance, 1),
+        )
         for name, versions in self.known.lingering.items():
             self.known.versions.setdefault(name, set()).update(versions)
         self.spaces = [self.opened.namespace(model, layout, tenant) for tenant, model, layout in SPACES]

@@ -147,7 +147,8 @@ def wander(seeds: range, steps: int = 150) -> Counter[str]:
     """The same acts by plain chance: long lives, quickly."""
     totals: Counter[str] = Counter()
     for number in seeds:
-        random, model = Random(number), LevelsModel(policy=POLICIES[number % len(POLICIES)])
+        random, chance = Random(number), [None, 0.5, 0.1][number % 3]
+        model = LevelsModel(policy=POLICIES[number % len(POLICIES)], chance=chance)
         try:
             for _ in range(steps):
                 act(model, random)
@@ -156,6 +157,7 @@ def wander(seeds: range, steps: int = 150) -> Counter[str]:
         except Exception as error:
             raise AssertionError(f"seed {number}: {type(error).__name__}: {error}") from error
         totals.update(model.counts)
+        totals["declined"] += model.declined
     return totals
 
 
@@ -217,5 +219,14 @@ def test_two_tiers_against_a_dict() -> None:
 def test_long_lives() -> None:
     totals = wander(range(SEED, SEED + 8))
     print(dict(totals))
-    for count in ("restarts", "crashes", "cuts", "rebuilds", "from NVMe", "flipped on disk", "flipped in DRAM"):
+    for count in (
+        "restarts",
+        "crashes",
+        "cuts",
+        "rebuilds",
+        "from NVMe",
+        "flipped on disk",
+        "flipped in DRAM",
+        "declined",
+    ):
         assert totals[count], f"no {count} in the whole run"

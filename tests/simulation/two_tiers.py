@@ -26,6 +26,7 @@ from model.store_model import BLOCK_TOKENS, OpenStore, Owned, Prompt
 from simulation.disk import SimulatedFiles
 from simulation.index import SimulatedIndex
 from simulation.power import Power, PowerLoss
+from tiering.admission import AdmissionMaker, AdmitAll
 from tiering.errors import TierUnavailable
 from tiering.files import DirectFiles, DirectoryLock, Files, make_directory
 from tiering.frame_index import Change, FrameIndex
@@ -212,6 +213,7 @@ def open_two_tiers(
     gone: Callable[[int, bytes], None] | None = None,
     while_loading: Callable[[], object] | None = None,
     policy: PolicyMaker = LeafFirstLru,
+    admission: AdmissionMaker = lambda names, clock, nvme_bytes: AdmitAll(),
 ) -> OpenStore:
     """As `node.open_embedded` does it, on any disk; the keys and the lock are real files in `directory`.
 
@@ -229,7 +231,9 @@ def open_two_tiers(
         if while_loading is not None:
             _interrupt(tier, while_loading)
         clock = clock or FakeClock()
-        core = build_store(DramConfig(sizes.dram, sizes.extent), limits, ring, clock, tier, gone, policy=policy)
+        core = build_store(
+            DramConfig(sizes.dram, sizes.extent), limits, ring, clock, tier, gone, policy=policy, admission=admission
+        )
         core.start_loading({one.tenant: one for one in keys.tenants()})
     except BaseException:
         lock.release()

@@ -1,0 +1,72 @@
+"""Blocks that DRAM alone holds: in which order they are looked at, and which of them are not to be written (floor 2).
+
+    stored > waits > used: last in the order > its turn > written: goes from here
+                                                        > declined: stays, and waits again once it is used
+
+Kept by `Blocks`; pure. What NVMe has as well, or DRAM has no more, is not here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class Unwritten:
+    """Rows, each with its bytes."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[int, int] = OrderedDict()
+        self._declined: dict[int, int] = {}
+        self.waiting_bytes = 0
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._waiting or row in self._declined
+
+    def came(self, row: int, size_bytes: int) -> None:
+        """It is in DRAM alone, and is looked at after all others."""
+        self.went(row)
+        self._waiting[row] = size_bytes
+        self.waiting_bytes += size_bytes
+
+    def went(self, row: int) -> None:
+        """It is on NVMe too, or in DRAM no more. Safe to call again."""
+        size_bytes = self._waiting.pop(row, None)
+        if size_bytes is None:
+            self._declined.pop(row, None)
+        else:
+            self.waiting_bytes -= size_bytes
+
+    def used(self, rows: Iterable[int]) -> None:
+        """These go to the end of the order, one after the other; those that were declined wait again."""
+        waiting, declined = self._waiting, self._declined
+        for row in rows:
+            if row in waiting:
+                waiting.move_to_end(row)
+            elif row in declined:
+                self.came(row, declined[row])
+
+    def waits(self, row: int) -> bool:
+        """Whether it is to be looked at."""
+        return row in self._waiting
+
+    def oldest(self, count: int) -> list[int]:
+        """Up to so many that wait, in their order."""
+        return [row for row, _ in zip(self._waiting, range(count), strict=False)]
+
+    def decline(self, row: int) -> None:
+        """One that waits is not to be written."""
+        size_bytes = self._waiting.pop(row)
+        self.waiting_bytes -= size_bytes
+        self._declined[row] = size_bytes
+
+    def check(self, rows: Sequence[int]) -> None:
+        """Invariant: none but these, which DRAM alone has, are here; bytes are the sum of those that wait. What NVMe
+        has given up meanwhile is not written again, and not here."""
+        assert self._waiting.keys().isdisjoint(self._declined)
+        assert self._waiting.keys() | self._declined.keys() <= set(rows)
+        assert self.waiting_bytes == sum(self._waiting.values())
