@@ -389,6 +389,7 @@ class Blocks:
         self.grow_to(rows.stop - 1)
         self.index.link(rows, parents)
         self.lower.residency.loaded(rows, parents, generations, places)
+        self.lower.admission.found(rows)
         for column in places:
             self.lower.tier.own_many(column, np.arange(rows.start, rows.stop))
 
@@ -437,6 +438,8 @@ class Blocks:
                 residency.child_came(parent)
         else:
             self.index.publish(row)
+            if self.lower is not None:
+                self.lower.admission.found(range(row, row + 1))
         for part, (place, header_digest) in enumerate(zip(places, header_digests, strict=True)):
             residency.reserved([row], part, [place])
             residency.part_sealed(row, part, header_digest)

@@ -62,6 +62,10 @@ class Admission(Protocol):
         """A new block is readable in DRAM."""
         ...
 
+    def found(self, rows: range) -> None:
+        """These were there before a restart."""
+        ...
+
     def used(self, chain: Sequence[int], count: int) -> None:
         """A request came for a block and all its ancestors, the deepest first: for the first `count` of them now, for
         the others before."""
@@ -86,6 +90,9 @@ class AdmitAll:
         """No difference."""
 
     def stored(self, row: int) -> None:
+        """No difference."""
+
+    def found(self, rows: range) -> None:
         """No difference."""
 
     def used(self, chain: Sequence[int], count: int) -> None:
@@ -138,12 +145,17 @@ class LearnedAdmission:
         self._grow_to(row)
         self._uses[row] = 0
 
+    def found(self, rows: range) -> None:
+        """Nothing is known of them: they are taken for ones that were used often."""
+        self._grow_to(rows.stop - 1)
+        self._uses[rows.start : rows.stop] = bytes([USES]) * len(rows)
+        self._kinds[rows.start : rows.stop] = bytes(len(rows))
+
     def used(self, chain: Sequence[int], count: int) -> None:
         """Those that had left have come back; those that are new learn what request brought them."""
         uses, kinds, names = self._uses, self._kinds, self._names
         known = 0
         for row in chain[:count]:
-            self._grow_to(row)
             found = self._came_back(names[row])
             if found is not None:
                 known += 1
@@ -173,16 +185,14 @@ class LearnedAdmission:
         return is_admitted
 
     def _grow_to(self, row: int) -> None:
-        """Have columns for this row. Of blocks that were there before a restart nothing is known: they are taken for
-        ones that were used often."""
+        """Have columns for this row."""
         missing = row + 1 - len(self._uses)
         if missing > 0:
             more = max(missing, 1024, len(self._uses) >> 3)
-            self._uses += bytes([USES]) * more
+            self._uses += bytes(more)
             self._kinds += bytes(more)
 
     def _class_of(self, row: int) -> int:
-        self._grow_to(row)
         return max(0, self._uses[row] - 1) * _KINDS + self._kinds[row]
 
     def _came_back(self, name: int) -> int | None:

@@ -141,8 +141,11 @@ def test_of_blocks_from_before_a_restart_nothing_is_known() -> None:
     """They are taken for blocks that were used often, also once others were stored beside them."""
     load = Load()
     load.names.extend(range(1_000, 1_050))
+    load.admission.found(range(50))
     often = load.admission._class_of(49)
-    load.come(20)
+    chain = load.come(20)
     load.admission.used([48, 47], 2)
     assert [load.admission._class_of(row) for row in (0, 47, 48, 49)] == [often] * 4
     assert load.admission._class_of(50) < often and load.leave(48)
+    load.admission.found(range(chain[-1], chain[0] + 1))
+    assert {load.admission._class_of(row) for row in chain} == {often}
