@@ -13,6 +13,7 @@ Importing this module needs neither torch nor a GPU; opening a store in this pro
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import SystemClock
@@ -23,6 +24,8 @@ from kvstore.config import (
     DEFAULT_WRITES,
     Limits,
     checked_policy,
+    checked_share,
+    checked_shares,
     parse_writes,
 )
 from kvstore.errors import (
@@ -43,6 +46,7 @@ from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.messages import MIN_SESSION_BYTES
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.s3_fifo import S3Fifo
+from tiering.shares import Share
 
 if TYPE_CHECKING:
     from kv_kernels.device_transfers import DeviceTransfers
@@ -68,6 +72,7 @@ __all__ = [
     "MissReason",
     "Pages",
     "Prompt",
+    "Share",
     "SidecarStore",
     "StoreClosed",
     "StoreError",
@@ -98,6 +103,7 @@ def open(
     scrub: str | int = DEFAULT_SCRUB,
     policy: str = DEFAULT_POLICY,
     nvme_writes: str | float = DEFAULT_WRITES,
+    shares: Mapping[str, Share] | None = None,
     engine: str = "",
     session: str | None = None,
 ) -> EmbeddedStore | SidecarStore:
@@ -113,7 +119,8 @@ def open(
     disk is read and verified again in the background, once a day; "off" for never. policy: which blocks go first when
     DRAM is full: "lru", "adaptive" (LRU, and what it learns where that finds more) or "s3-fifo". nvme_writes: what of
     that is written to disk: "all", "learned" (what is likely to come back), or a number for no more of that than so
-    many times the size of `nvme` a day. Raises `BadInput`, `DirectoryInUse` or `KeysUnusable`, each with one line that
+    many times the size of `nvme` a day. shares: what single tenants have of each tier, by name; if not given, whatever
+    is worst goes first, whosoever it is. Raises `BadInput`, `DirectoryInUse` or `KeysUnusable`, each with one line that
     says what to do.
     """
     scheme, _, rest = str(url).partition(":")
@@ -123,7 +130,7 @@ def open(
             "unix:/run/kvstore/kvstore.sock, or embedded:DIRECTORY, e.g. embedded:./kv"
         )
     given: dict[str, Any] = {"dram": dram, "nvme": nvme, "slab": slab, "extent": extent, "tenant": tenant}
-    given |= {"limits": limits, "scrub": scrub, "policy": policy, "nvme_writes": nvme_writes}
+    given |= {"limits": limits, "scrub": scrub, "policy": policy, "nvme_writes": nvme_writes, "shares": shares}
     if scheme == "unix":
         from kvstore.codec import Codecs  # imports torch, which is none of a sidecar's business
 
@@ -156,6 +163,7 @@ def embedded(
     scrub: str | int = DEFAULT_SCRUB,
     policy: str = DEFAULT_POLICY,
     nvme_writes: str | float = DEFAULT_WRITES,
+    shares: Mapping[str, Share] | None = None,
 ) -> EmbeddedStore:
     """Open a store in this process: `open("embedded:DIRECTORY", ...)` for whoever needs to know its type."""
     from kvstore.codec import Codecs
@@ -184,6 +192,12 @@ def embedded(
         before_close=codecs.close,
         policy=chosen,
         writes=parse_writes(nvme_writes, "nvme_writes"),
+        shares=checked_shares(
+            {
+                name: checked_share(share, (f"shares: {name}: guaranteed", f"shares: {name}: weight"))
+                for name, share in (shares or {}).items()
+            }
+        ),
     )
 
 

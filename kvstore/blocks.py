@@ -10,8 +10,9 @@ that has it. A row that was quarantined is listed in DRAM's, without frames, unt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -24,7 +25,11 @@ from tiering.dram import DramTier
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
 from tiering.residency import FrameState, Residency
+from tiering.shares import Shares
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, extent_of, slot_of
+
+MOST_LOOKED_AT = 4096
+"""Leaves, for whoever has enough to give."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,10 @@ class Blocks:
         lower: Lower[LowerTier] | None = None,
         first_generation: int = 1,
         gone: Callable[[int, bytes], None] | None = None,
+        shares: Shares | None = None,
     ) -> None:
-        """first_generation: above every one that a frame on disk may have.
+        """first_generation: above every one that a frame on disk may have. shares: of tenants, where something is said
+        of one; the policies are by group then.
 
         gone: told the namespace's number and the prefix key of each block that NVMe gives up, before its frames are; it
         runs under the lock and must not call the store. A block whose frames failed a check is not reported.
@@ -81,6 +88,7 @@ class Blocks:
         self.residency = residency
         self.dram = dram
         self.lower = lower
+        self.shares = shares
         self.spaces: list[Space] = []
         self.counters: Counter[str] = Counter()
         self._rows = 0  # that there are columns for
@@ -121,6 +129,8 @@ class Blocks:
         space = Space(self.index.add_namespace(keys.tenant), keys.tenant, namespace, tuple(classes), tuple(sealers))
         assert space.number == len(self.spaces)
         self.spaces.append(space)
+        if self.shares is not None:
+            self.shares.add_namespace(keys.tenant)
         self.residency.add_parts(len(classes))
         if self.lower is not None:
             self.lower.residency.add_parts(len(classes))
@@ -192,52 +202,103 @@ class Blocks:
         for residency in (self.residency, self.lower.residency):
             residency.policy.touched([row for row in chain if residency.is_listed(row)])
 
-    def evict_worst(self, blocks: int, number: int | None = None, leaves: Callable[[int], object] | None = None) -> int:
+    def givers(self, number: int) -> list[int] | None:
+        """Groups of tenants that may have to give way in DRAM for a namespace, in their order; None where nobody said
+        anything of tenants."""
+        return self._givers(number, self.residency, self.dram)
+
+    def has_evictable(self) -> bool:
+        """Whether DRAM has a block that somebody may evict."""
+        return next(self.residency.worst(), None) is not None
+
+    def _givers(self, number: int, residency: Residency, tier: DramTier | LowerTier) -> list[int] | None:
+        shares = self.shares
+        if shares is None or residency.groups is None:
+            return None
+        asker = shares.of_namespace[number]
+        return shares.givers(asker, shares.held(tier.held()), tier.pieces(), residency.groups.idle())
+
+    def evict_worst(self, blocks: int, leaves: Callable[[int], object] | None = None) -> int:
         """5. Take the worst leaves that nobody pins out of DRAM, up to that many; returns how many went.
 
-        Those that NVMe has stay readable; the others are given up, rows and frames.
-
-        number: for the sake of a namespace that is short of slots. A worse leaf of another one may be a step towards an
-        extent, so the caller has to look again after it. leaves: told each row that NVMe has not, before it goes; it
-        may take it down.
+        Those that NVMe has stay readable; the others are given up, rows and frames. leaves: told each row that NVMe has
+        not, before it goes; it may take it down.
         """
-        return self._evict(self.residency.worst(), blocks, number, leaves)
+        return self._evict(self.residency.worst(), blocks, leaves)
+
+    def evict_for(self, number: int, blocks: int) -> int:
+        """The same for a namespace that is short of slots, up to `blocks` of its own.
+
+        Each of its own leaves that goes is a slot. Of another namespace's only as many help as it takes to empty an
+        extent: if one has them among the worst they go, and nobody else loses any for nothing. The caller has to look
+        again in both cases.
+        """
+        residency, namespace_of = self.residency, self.index.namespace_of
+        groups = self.givers(number)
+        found: Counter[int] = Counter()
+        giver = number
+
+        def own() -> Iterator[int]:
+            """As long as they are worse than what another one has to give."""
+            nonlocal giver
+            for row in islice(self._worst_for(groups), MOST_LOOKED_AT):
+                other = namespace_of(row)
+                if other == number:
+                    yield row
+                    continue
+                found[other] += residency.run(row, self.index.parent, MOST_LOOKED_AT)
+                if found[other] >= self._wanted_of(other):
+                    giver = other
+                    return
+
+        gone = self._evict(own(), blocks)
+        if gone or not found:
+            return gone
+        if giver == number:  # nobody has as many
+            giver = max(found, key=lambda other: (found[other] - self._wanted_of(other), -other))
+        wanted = min(found[giver], self._wanted_of(giver))
+        return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), wanted)
+
+    def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:
+        """Leaves that may go, without those whose slots would be of use to nobody yet."""
+        residency, is_guarded = self.residency, self.dram.is_guarded
+        rows = (row for row in residency.worst(groups) if not is_guarded(residency.place(row, 0)))
+        return (row for row in rows if self._may_go(row)) if self.lower is not None else rows
+
+    def _may_go(self, row: int) -> bool:
+        """Not one that was quarantined and is the way to blocks that NVMe alone has."""
+        return self.is_below(row) or not self.index.children(row)
+
+    def _wanted_of(self, number: int) -> int:
+        """Blocks that have to go until a namespace can do without one of its extents."""
+        dram = self.dram
+        classes = self.spaces[number].classes
+        return max(1, min(dram.extent_bytes // one.frame_bytes - dram.free_slots(one) for one in classes))
 
     def evict_own(self, blocks: int, number: int) -> int:
         """The same of one namespace's leaves alone, whatever others have that is worse."""
         namespace_of = self.index.namespace_of
-        return self._evict((row for row in self.residency.worst() if namespace_of(row) == number), blocks, number)
+        return self._evict((row for row in self._worst_for(None) if namespace_of(row) == number), blocks)
 
-    def _evict(
-        self,
-        worst: Iterable[int],
-        blocks: int,
-        number: int | None,
-        leaves: Callable[[int], object] | None = None,
-    ) -> int:
+    def _evict(self, worst: Iterable[int], blocks: int, leaves: Callable[[int], object] | None = None) -> int:
         gone = 0
         places: list[int] = []
         evicted = 0
         below = self.lower.residency if self.lower is not None else None
         for row in worst if blocks > 0 else ():
-            helps = number is None or self.index.namespace_of(row) == number
-            if gone and not helps:
-                break
-            if number is not None and self.dram.is_guarded(self.residency.place(row, 0)):
-                continue  # its slots would be of use to nobody yet
             stays = below is not None and below.is_listed(row)
             if below is not None and not stays and leaves is not None:
                 leaves(row)
                 stays = below.is_listed(row)
-            if below is not None and not stays and self.index.children(row):
-                continue  # quarantined, and the way to blocks that NVMe alone has
+            if below is not None and not self._may_go(row):
+                continue
             places += self.residency.left(row, self.index.parent(row))
             self.unwritten.went(row)
             if not stays:
                 self.index.remove(row, remember=True)
                 evicted += 1
             gone += 1
-            if gone == blocks or not helps:
+            if gone == blocks:
                 break
         self._free(places)
         self.counters["evicted_blocks"] += evicted
@@ -464,8 +525,9 @@ class Blocks:
         """
         assert self.lower is not None and self.all_known, "it may be the way to blocks that nobody knows of yet"
         gone = 0
+        groups = self._givers(number, self.lower.residency, self.lower.tier)
         claimed: list[list[int]] = [[] for _ in self.spaces[number].classes]
-        for row in self.lower.residency.worst() if blocks > 0 else ():
+        for row in self.lower.residency.worst(groups) if blocks > 0 else ():
             helps = self.index.namespace_of(row) == number
             if gone and not helps:
                 break

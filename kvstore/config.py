@@ -7,10 +7,12 @@ read once, when a store is opened, and judged by `memory_limit`.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf, nan
 
 from kvstore.errors import BadInput
+from tiering.shares import Share
 
 _UNITS = {
     "": 1,
@@ -123,6 +125,37 @@ def checked_policy(given: str, name: str) -> str:
     if given not in POLICIES:
         raise BadInput(f"{name}={given!r}; allowed: {', '.join(POLICIES)}")
     return given
+
+
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
+
+
+def checked_share(given: Share, names: tuple[str, str]) -> Share:
+    """What one tenant has of each tier. Raises `BadInput`. names: of the two options, for the message."""
+    if not 0 <= given.guaranteed <= 1:
+        raise BadInput(f"{names[0]}={given.guaranteed!r}; give the part of each tier that is kept for it, from 0 to 1")
+    if not LEAST_WEIGHT <= given.weight <= MOST_WEIGHT:
+        raise BadInput(f"{names[1]}={given.weight!r}; give a number from {LEAST_WEIGHT} to {MOST_WEIGHT:.0f}")
+    return given
+
+
+def checked_shares(shares: Mapping[str, Share]) -> Mapping[str, Share]:
+    """Of all tenants, that there is as much. Raises `BadInput`."""
+    total = sum(share.guaranteed for share in shares.values())
+    if total > 1 + 1e-9:
+        given = ", ".join(f"{name} {share.guaranteed}" for name, share in shares.items() if share.guaranteed)
+        raise BadInput(f"the shares of tenants come to {total:.3g} of each tier ({given}); give 1 or less in all")
+    return shares
+
+
+def check_pieces(shares: Mapping[str, Share], pieces: int, piece_bytes: int, tier: str) -> None:
+    """What is guaranteed is kept in whole pieces of a tier. Raises `BadInput` where that is none."""
+    for name, share in shares.items():
+        if share.guaranteed and share.guaranteed * pieces < 1 - 1e-9:
+            raise BadInput(
+                f"share={share.guaranteed} of tenant {name} is less than one piece of {tier}, which is taken in "
+                f"{format_size(piece_bytes)}; give {1 / pieces:.2g} or more, or smaller pieces"
+            )
 
 
 MAX_SECONDS = 10**9

@@ -44,7 +44,7 @@ class MissReason(StrEnum):
     CORRUPT = "corrupt"  # a check failed; the frame is quarantined
     KEY_MISMATCH = "key_mismatch"  # it was written under a key that this store does not hold
     STALE_HINT = "stale_hint"  # a directory or a ticket said it was there, and it was not
-    QUOTA = "quota"  # the tenant's limit
+    QUOTA = "quota"  # the tenant's limit, or all that may go is kept for others
     NOT_ADMITTED = "not_admitted"  # the policy chose not to keep it
     CHEAPER_TO_COMPUTE = "cheaper_to_compute"  # loading would take longer than computing
     AUDIT = "audit"  # computed on purpose, to compare with what is stored

@@ -26,6 +26,7 @@ from kvstore.config import (
     DramConfig,
     Limits,
     NvmeConfig,
+    check_pieces,
     format_size,
     memory_limit,
     memory_limit_files,
@@ -66,10 +67,12 @@ from tiering.keeping import Keeper, Kept
 from tiering.move_queue import MoveQueue, QueueLimits
 from tiering.mover import Mover
 from tiering.nvme import IndexMaker, NvmeTier, slab_name
+from tiering.policies.by_group import ByGroup
 from tiering.policies.lru import LeafFirstLru
-from tiering.policies.policy import PolicyMaker
+from tiering.policies.policy import EvictionPolicy, PolicyMaker
 from tiering.residency import Pins, Residency
 from tiering.scrub import ScrubLimits
+from tiering.shares import Share, Shares
 from tiering.slab import STAMP_SLAB, UID_BYTES, OtherFormat
 
 KEY_FILE_VERSION = 1
@@ -410,6 +413,7 @@ def open_embedded(
     before_close: Callable[[], object] = lambda: None,
     policy: PolicyMaker = LeafFirstLru,
     writes: float | None = None,
+    shares: Mapping[str, Share] | None = None,
 ) -> EmbeddedStore:
     """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
     `KeysUnusable`, each with one line that says what to do.
@@ -419,6 +423,7 @@ def open_embedded(
     slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints. run, keeper,
     kept, guard: as in `build_store`. before_close: ends what the codecs have going with this store's memory. policy:
     which blocks go first when DRAM is full. writes: what of that is written to NVMe, as `config.parse_writes` says.
+    shares: of tenants, by their names, checked without the tiers.
     """
     if nvme is None and slab is not None:
         raise BadInput(f"slab={slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out")
@@ -451,10 +456,14 @@ def open_embedded(
         known = keys.tenants()
         for one in known:
             ring.add(one)
+        shares = shares or {}
+        dram_pieces = dram_config.budget_bytes // dram_config.extent_bytes
+        check_pieces(shares, dram_pieces, dram_config.extent_bytes, "dram")
         tier = None
         if nvme is not None:
             assert indexes is not None
             tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring)
+            check_pieces(shares, tier.pieces(), tier.slab_bytes, "nvme")
         store = build_store(
             dram_config,
             limits,
@@ -468,6 +477,7 @@ def open_embedded(
             guard=guard,
             policy=policy,
             admission=_admission_of(writes),
+            shares={keys.tenant(name).tenant: share for name, share in shares.items()},
         )
         store.start_loading({one.tenant: one for one in known})
     except BaseException:
@@ -591,13 +601,15 @@ def build_store(
     guard: int = 0,
     policy: PolicyMaker = LeafFirstLru,
     admission: AdmissionMaker = lambda names, clock, nvme_bytes: AdmitAll(),
+    shares: Mapping[bytes, Share] | None = None,
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none.
 
     run: below `RUNS`. Extents, leases and reservations are numbered from it on, so that what a client of an earlier run
     remembers names nothing in this one. keeper: holds DRAM for the next process. kept: what it held of the one before,
     and guard: holders below that may be clients of that one (`DramTier.take_over`). policy: of DRAM; what leaves NVMe
-    is what was used there longest ago. admission: says what of that which leaves DRAM is written there.
+    is what was used there longest ago. admission: says what of that which leaves DRAM is written there. shares: of
+    tenants, by their opaque ids; if not given, whatever is worst goes first, whosoever it is.
     """
     clock = clock or SystemClock()
     assert 0 <= run < RUNS
@@ -608,13 +620,20 @@ def build_store(
     first_generation = (tier.session << SESSION_BITS) + 1 if tier is not None else 1
     first_generation = max(first_generation, dram.newest_generation() + 1)
     index = PrefixIndex(limits.forgotten)
-    residency = Residency(policy(index.names, secrets.randbelow(1 << 31)), pins)
+    groups = Shares(shares) if shares else None
+
+    def policies(make: PolicyMaker) -> EvictionPolicy:
+        made = [make(index.names, secrets.randbelow(1 << 31)) for _ in range(len(groups) if groups is not None else 1)]
+        return (
+            ByGroup(made, lambda row: groups.of_namespace[index.namespace_of(row)]) if groups is not None else made[0]
+        )
+
+    residency = Residency(policies(policy), pins)
     lower = None
     if tier is not None:
-        lower = Lower(
-            tier, Residency(LeafFirstLru(), pins), admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
-        )
-    blocks = Blocks(index, residency, dram, ring, lower, first_generation, gone)
+        chooses = admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
+        lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses)
+    blocks = Blocks(index, residency, dram, ring, lower, first_generation, gone, groups)
     # Writes that hang leave a thread for reads.
     queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
     first_number = (run << LEASE_BITS) + 1

@@ -1,4 +1,4 @@
-"""What each namespace takes up in each tier (floor 2). Reads tables only; callers hold the store's lock.
+"""What each namespace and each tenant takes up in each tier (floor 2). Reads tables only; who calls holds the lock.
 
 A block counts in a tier once its first part stands there, committed. For a moment, while a put is under way, that may
 be more than can be found.
@@ -6,10 +6,12 @@ be more than can be found.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvstore.blocks import Blocks
 from kvstore.identity import Namespace
+from tiering.shares import Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,40 @@ class SpaceUsage:
     blocks: int
     dram: Held
     nvme: Held | None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """What a tenant has taken of each tier, in whole extents and slabs, and what nobody takes from it. share: what was
+    said of it, if anything was. nvme: None without such a tier."""
+
+    tenant: bytes
+    share: Share | None
+    dram_bytes: int
+    dram_guaranteed_bytes: int
+    nvme_bytes: int | None
+    nvme_guaranteed_bytes: int | None
+
+
+def tenancy(blocks: Blocks, tenants: Iterable[bytes]) -> list[TenantUsage]:
+    """Of these tenants, in their order."""
+    dram, lower, shares = blocks.dram, blocks.lower.tier if blocks.lower is not None else None, blocks.shares
+    above, below = dram.held(), lower.held() if lower is not None else {}
+    found = []
+    for tenant in tenants:
+        of_dram = shares.guaranteed_to(tenant, dram.pieces()) if shares is not None else 0
+        of_nvme = shares.guaranteed_to(tenant, lower.pieces()) if shares is not None and lower is not None else 0
+        found.append(
+            TenantUsage(
+                tenant,
+                shares.share_of(tenant) if shares is not None else None,
+                above.get(tenant, 0) * dram.piece_bytes,
+                of_dram * dram.piece_bytes,
+                below.get(tenant, 0) * lower.piece_bytes if lower is not None else None,
+                of_nvme * lower.piece_bytes if lower is not None else None,
+            )
+        )
+    return found
 
 
 def occupancy(blocks: Blocks) -> list[SpaceUsage]:

@@ -27,7 +27,7 @@ from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
 from kvstore.levels import Levels, Lift
 from kvstore.loading import Loader, LoadProgress, pack_about
 from kvstore.miss import REASON_OF_FINDING, HitTier, MissReason
-from kvstore.occupancy import SpaceUsage, occupancy
+from kvstore.occupancy import SpaceUsage, TenantUsage, occupancy, tenancy
 from kvstore.prefix_index import NO_ROW, RowState
 from kvstore.scrubbing import Scrubbing
 from kvstore.takeover import Takeover
@@ -724,6 +724,11 @@ class Store:
         with self._lock:
             return occupancy(self._blocks) if not self._closed else []
 
+    def tenants(self, tenants: Iterable[bytes]) -> list[TenantUsage]:
+        """What these tenants have taken of each tier."""
+        with self._lock:
+            return tenancy(self._blocks, tenants) if not self._closed else []
+
     def moves(self) -> list[MoveCounts]:
         """Moves between the tiers."""
         return self._levels.moves() if self._levels is not None else []
@@ -1097,16 +1102,19 @@ class Store:
                 if not blocks.evict_own(len(missing), record.namespace):
                     return MissReason.PINNED_FULL
                 continue
-            move = make_room(classes, blocks.dram)
+            groups = blocks.givers(record.namespace)
+            move = make_room(classes, blocks.dram, groups)
             if isinstance(move, Evict):
-                if not blocks.evict_worst(len(missing), record.namespace):
+                if not blocks.evict_for(record.namespace, len(missing)):
                     return MissReason.PINNED_FULL  # what is left is the way to blocks that NVMe alone has
             elif isinstance(move, Grow):
                 return move.slot_class
             elif isinstance(move, Vacate):
                 return self._start_vacating(move)
-            else:
-                return MissReason.TIER_DOWN if scarce else MissReason.PINNED_FULL
+            elif scarce:
+                return MissReason.TIER_DOWN
+            else:  # nobody may be evicted at all, or nobody for this tenant
+                return MissReason.QUOTA if blocks.has_evictable() else MissReason.PINNED_FULL
         return None
 
     def _tail_evicted(

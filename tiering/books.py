@@ -55,6 +55,19 @@ class BookTier:
         """Free slots."""
         return self._ledger.free_slots(slot_class)
 
+    def held(self) -> dict[bytes, int]:
+        """One piece, of one tenant."""
+        return self._ledger.held
+
+    @property
+    def piece_bytes(self) -> int:
+        """All of it."""
+        return self.budget_bytes
+
+    def pieces(self) -> int:
+        """There is one."""
+        return 1
+
     def frames_of(self, slot_class: SlotClass) -> int:
         """Frames that are there."""
         return sum(piece.slots.live for piece in self._ledger.all_pieces(slot_class))

@@ -299,6 +299,19 @@ class DramTier:
         """Free slots of a class, extents that are being emptied left out."""
         return self._ledger.free_slots(slot_class)
 
+    def held(self) -> dict[bytes, int]:
+        """How many extents each tenant has."""
+        return self._ledger.held
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of an extent."""
+        return self.extent_bytes
+
+    def pieces(self) -> int:
+        """How many extents there may be."""
+        return self.budget_bytes // self.extent_bytes
+
     def has_room(self) -> bool:
         """Whether the budget allows another extent."""
         return self._pool.has_room()

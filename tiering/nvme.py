@@ -493,6 +493,20 @@ class NvmeTier:
                     return number
         return None
 
+    def held(self) -> dict[bytes, int]:
+        """How many slabs each tenant has."""
+        with self._lock:
+            return dict(self._ledger.held)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of a slab."""
+        return self.slab_bytes
+
+    def pieces(self) -> int:
+        """How many slabs there may be."""
+        return self.budget_bytes // self.slab_bytes
+
     def has_room(self) -> bool:
         """Whether the budget allows another slab."""
         return self._taken_bytes + self.slab_bytes <= self.budget_bytes

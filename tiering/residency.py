@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 
+from tiering.policies.by_group import ByGroup
 from tiering.policies.policy import EvictionPolicy
 from tiering.tier import NO_PLACE, Column, SlotClass, extent_of
 
@@ -252,6 +253,7 @@ class Residency:
 
     def __init__(self, policy: EvictionPolicy, pins: Pins) -> None:
         self.policy = policy
+        self.groups = policy if isinstance(policy, ByGroup) else None
         self.pins = pins
         self._listed = bytearray()
         self._children = array("i")  # that have a place here, or are about to
@@ -440,31 +442,47 @@ class Residency:
 
     # What to do ----------------------------------------------------------------------------------------------------
 
-    def room(self, wanted: Sequence[SlotClass], tier: TierFacts) -> Move | None:
+    def room(self, wanted: Sequence[SlotClass], tier: TierFacts, groups: Sequence[int] | None = None) -> Move | None:
         """The next step towards a free slot in every wanted class; None when nothing evictable is left.
 
         Call it while a class is short of slots. In this order: grow into the budget; give back an extent of another
-        class that can be emptied without evicting anything; evict the worst leaf of all. Evicting somebody else's
-        worst leaves until one of their extents can be emptied is how memory wanders to where it is used.
+        class that can be emptied without evicting anything; evict the worst leaf, of these groups if they are given.
+        Evicting somebody else's worst leaves until one of their extents can be emptied is how memory wanders to where
+        it is used.
         """
         short = [slot_class for slot_class in wanted if not tier.free_slots(slot_class)]
         assert short, "room is asked for only when it is short"
-        return Grow(short[0]) if tier.has_room() else self.room_within(wanted, tier)
+        return Grow(short[0]) if tier.has_room() else self.room_within(wanted, tier, groups)
 
-    def room_within(self, wanted: Sequence[SlotClass], tier: TierFacts) -> Move | None:
+    def room_within(
+        self, wanted: Sequence[SlotClass], tier: TierFacts, groups: Sequence[int] | None = None
+    ) -> Move | None:
         """The same without growing: the machine may have less memory than the budget allows."""
         move = self._vacate(wanted, tier)
         if move is not None:
             return move
-        row = next(self.worst(), None)
+        row = next(self.worst(groups), None)
         return Evict(row) if row is not None else None
 
-    def worst(self) -> Iterator[int]:
-        """Leaves that nobody pins or keeps, worst first. Each one may be evicted before the next is asked for."""
+    def worst(self, groups: Sequence[int] | None = None) -> Iterator[int]:
+        """Leaves that nobody pins or keeps, worst first; of these groups, one after the other, if they are given. Each
+        one may be evicted before the next is asked for."""
         pins, kept = self.pins.counts, self.kept
+        victims = self.groups.victims_of(groups) if self.groups is not None and groups is not None else None
+        if victims is None:
+            victims = self.policy.victims()
         if not kept:
-            return (row for row in self.policy.victims() if not pins[row])
-        return (row for row in self.policy.victims() if not pins[row] and row not in kept)
+            return (row for row in victims if not pins[row])
+        return (row for row in victims if not pins[row] and row not in kept)
+
+    def run(self, leaf: int, parent_of: Callable[[int], int], most: int) -> int:
+        """How many blocks, up to so many, could go one after the other from a leaf on, ancestors that lead to nothing
+        else."""
+        pins, count, row = self.pins.counts, 1, parent_of(leaf)
+        while count < most and row >= 0 and self._children[row] == 1 and self._listed[row] and not pins[row]:
+            count += 1
+            row = parent_of(row)
+        return count
 
     def check(self) -> None:
         """The policy proposes exactly the leaves of what is listed."""

@@ -6,6 +6,7 @@ touches a byte of a frame, decides nothing, and takes no lock: who calls seriali
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -45,6 +46,8 @@ class SlotLedger(Generic[P]):
 
     def __init__(self) -> None:
         self.pieces: dict[int, P] = {}
+        self.held: Counter[bytes] = Counter()
+        """How many pieces each tenant has."""
         self._classes: dict[SlotClass, _Class[P]] = {}
         self._class_of: dict[int, _Class[P]] = {}  # by piece: hashing a slot class costs more than a step
 
@@ -54,6 +57,7 @@ class SlotLedger(Generic[P]):
         """A new piece, its slots in whatever states they are."""
         owner = self._classes.setdefault(piece.slot_class, _Class())
         self.pieces[piece.number] = piece
+        self.held[piece.slot_class.tenant] += 1
         self._class_of[piece.number] = owner
         owner.pieces[piece.number] = piece
         owner.quarantined += piece.slots.counts[FrameState.QUARANTINED]
@@ -65,6 +69,7 @@ class SlotLedger(Generic[P]):
         counts = piece.slots.counts
         assert counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == piece.slots.capacity
         del self.pieces[number]
+        self.held[piece.slot_class.tenant] -= 1
         owner = self._class_of.pop(number)
         del owner.pieces[number]
         if owner.with_free.pop(number, None) is not None:
@@ -77,6 +82,7 @@ class SlotLedger(Generic[P]):
     def clear(self) -> None:
         """Forget everything."""
         self.pieces.clear()
+        self.held.clear()
         self._classes.clear()
         self._class_of.clear()
 
@@ -200,6 +206,8 @@ class SlotLedger(Generic[P]):
             quarantined = sum(piece.slots.counts[FrameState.QUARANTINED] for piece in owner.pieces.values())
             assert owner.quarantined == quarantined
         assert sum(len(owner.pieces) for owner in self._classes.values()) == len(self.pieces)
+        held = Counter(piece.slot_class.tenant for piece in self.pieces.values())
+        assert held == Counter({tenant: pieces for tenant, pieces in self.held.items() if pieces})
 
     def _use(self, piece: P) -> None:
         if piece.slots.free and not piece.closing:

@@ -152,6 +152,19 @@ class LowerTier(Protocol):
         """Readable frames of a class."""
         ...
 
+    def held(self) -> dict[bytes, int]:
+        """How many of its pieces each tenant has."""
+        ...
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of one of them."""
+        ...
+
+    def pieces(self) -> int:
+        """How many there may be."""
+        ...
+
     def check(self) -> None:
         """Verify its invariants."""
         ...

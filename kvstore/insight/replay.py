@@ -116,7 +116,7 @@ class Replay:
         blocks, number = self._blocks, self._number
         (slot_class,) = blocks.spaces[number].classes
         while not (free := blocks.dram.free_slots(slot_class)):
-            if not blocks.evict_worst(wanted, number, self._leaves):
+            if not blocks.evict_worst(wanted, self._leaves):
                 return 0
         return free
 

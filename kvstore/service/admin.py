@@ -26,6 +26,7 @@ from kvstore.service.facts import (
     NamespaceFacts,
     ScrubFacts,
     SessionFacts,
+    TenantFacts,
     TierFacts,
     checked_seconds,
     layout_in_words,
@@ -144,9 +145,25 @@ class Admin:
             door=self._door_facts(),
             loading=LoadingFacts(**asdict(usage.loading)) if usage.loading is not None else None,
             scrub=ScrubFacts(**asdict(usage.scrub)) if usage.scrub is not None else None,
+            tenants=self._tenant_facts(),
             hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),
             hidden_sessions=max(0, len(sessions) - MAX_SESSIONS),
         )
+
+    def _tenant_facts(self) -> list[TenantFacts]:
+        names = self._store.tenant_names()
+        return [
+            TenantFacts(
+                printable(names[one.tenant]),
+                one.share.guaranteed if one.share is not None else None,
+                one.share.weight if one.share is not None else None,
+                one.dram_bytes,
+                one.dram_guaranteed_bytes,
+                one.nvme_bytes,
+                one.nvme_guaranteed_bytes,
+            )
+            for one in self._store.core.tenants(names)
+        ]
 
     def _session_facts(self) -> list[SessionFacts]:
         names, reservations = self._store.tenant_names(), self._sessions.reservations()

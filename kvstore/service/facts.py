@@ -31,6 +31,19 @@ class TierFacts(msgspec.Struct, frozen=True):
     slots: dict[str, int]
 
 
+class TenantFacts(msgspec.Struct, frozen=True):
+    """What a tenant has taken of each tier, in whole extents and slabs, and what nobody takes from it. share, weight:
+    as they were set; None where nothing was. nvme: None without such a tier."""
+
+    tenant: str
+    share: float | None
+    weight: float | None
+    dram_bytes: int
+    dram_guaranteed_bytes: int
+    nvme_bytes: int | None
+    nvme_guaranteed_bytes: int | None
+
+
 class Looked(msgspec.Struct, frozen=True):
     """asked == sum of hits + sum of misses + found, in tokens and in blocks. found: looked up, and not leased (yet).
     hit_rate: tokens granted by leases from the store's own tiers / tokens asked for; None where nothing was."""
@@ -161,6 +174,7 @@ class Facts(msgspec.Struct, frozen=True):
     hidden_namespaces: int = 0
     hidden_sessions: int = 0
     guarded_bytes: int = 0
+    tenants: list[TenantFacts] = []
 
 
 def looked(all_counts: list[Counts]) -> Looked:

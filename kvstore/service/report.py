@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.config import format_size
-from kvstore.service.facts import Facts, Looked, NamespaceFacts, TierFacts
+from kvstore.service.facts import Facts, Looked, NamespaceFacts, TenantFacts, TierFacts
 from kvstore.service.operate import Warmed
 
 _SHOWN = 20
@@ -65,6 +65,8 @@ class StatReport:
                 f"guarded: {format_size(facts.guarded_bytes)} that clients of an earlier run still map; not used again "
                 "before they let go"
             )
+        if len(facts.tenants) > 1 or any(one.share is not None for one in facts.tenants):
+            yield _table("tenant|*share|*weight|*dram|*kept|*nvme|*kept", [_tenant_row(one) for one in facts.tenants])
         if facts.namespaces:
             yield namespace_table(facts.namespaces, facts.at)
         if facts.hidden_namespaces:
@@ -240,6 +242,16 @@ def _tier_row(one: TierFacts) -> tuple[object, ...]:
         format_size(one.budget_bytes),
         format_size(one.taken_bytes),
         *(one.slots.get(at, 0) for at in order),
+    )
+
+
+def _tenant_row(one: TenantFacts) -> tuple[object, ...]:
+    sizes = (one.dram_bytes, one.dram_guaranteed_bytes, one.nvme_bytes, one.nvme_guaranteed_bytes)
+    return (
+        one.tenant,
+        "-" if one.share is None else f"{one.share:g}",
+        "-" if one.weight is None else f"{one.weight:g}",
+        *("-" if size is None else format_size(size) for size in sizes),
     )
 
 

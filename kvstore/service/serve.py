@@ -18,7 +18,7 @@ from kvstore.service.connections import Clock
 from kvstore.service.daemon import Daemon, budgets
 from kvstore.service.kept import KeeperWire
 from kvstore.service.logs import log_to_stderr
-from kvstore.service.settings import Settings, host_and_port
+from kvstore.service.settings import Settings, host_and_port, shares_of
 from tiering.extents import Extent
 from tiering.nvme import IndexMaker
 from tiering.policies.policy import PolicyMaker
@@ -145,6 +145,7 @@ def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
         indexes=outside.indexes if nvme is not None else None,
         policy=outside.policies(settings.store.policy),
         writes=parse_writes(settings.store.nvme_writes, "store.nvme_writes"),
+        shares=shares_of(settings),
         run=outside.run,
         keeper=outside.keeper,
         kept=outside.keeper.receive() if outside.keeper is not None else (),

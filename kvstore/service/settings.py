@@ -27,6 +27,8 @@ from kvstore.config import (
     MAX_SOCKET_BYTES,
     Limits,
     checked_policy,
+    checked_share,
+    checked_shares,
     parse_rate,
     parse_size,
     parse_writes,
@@ -34,6 +36,7 @@ from kvstore.config import (
 from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
 from kvstore.service.connections import DoorLimits
+from tiering.shares import Share
 
 T = TypeVar("T")
 AUTO, OFF = "auto", "off"
@@ -71,12 +74,15 @@ class StoreSettings:
 @dataclass(frozen=True, slots=True)
 class DoorSettings:
     """socket: of the default tenant; beside the data if not given. mode: of every tenant's socket, in octal. users:
-    who may connect, by user id; whoever can open the socket if not given, and nobody if empty.
+    who may connect, by user id; whoever can open the socket if not given, and nobody if empty. share, weight: as a
+    tenant's.
     """
 
     socket: str | None = None
     mode: str = "660"
     users: list[int] | None = None
+    share: float | None = None
+    weight: float | None = None
     limits: DoorLimits = field(default_factory=DoorLimits)
 
     @property
@@ -87,10 +93,13 @@ class DoorSettings:
 
 @dataclass(frozen=True, slots=True)
 class TenantSettings:
-    """socket: by which a tenant comes in. users: as in the door's."""
+    """socket: by which a tenant comes in. users: as in the door's. share: the part of each tier that is kept for it.
+    weight: how much it has of the rest, beside the others."""
 
     socket: str
     users: list[int] | None = None
+    share: float | None = None
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +144,8 @@ class Settings:
     def sockets(self) -> dict[str, TenantSettings]:
         """Of every tenant. Raises `BadInput` where two have one, or where a path is too long."""
         default = self.door.socket or default_socket(self.store.data, TENANT_SOCKET)
-        found = {DEFAULT_TENANT: TenantSettings(default, self.door.users), **self.tenants}
+        door = TenantSettings(default, self.door.users, self.door.share, self.door.weight)
+        found = {DEFAULT_TENANT: door, **self.tenants}
         taken: dict[str, str] = {}
         for name, one in found.items():
             _check_socket(socket_key(name), one.socket)
@@ -150,6 +160,18 @@ class Settings:
         if admin in taken:
             raise BadInput(f"admin.socket={admin} is tenant {taken[admin]}'s socket too; give the operator his own")
         return found
+
+
+def shares_of(settings: Settings) -> Mapping[str, Share]:
+    """Of the tenants of whom something is said. Raises `BadInput`."""
+    found = {}
+    for name, one in settings.sockets().items():
+        if one.share is None and one.weight is None:
+            continue
+        section = "door" if name == DEFAULT_TENANT else f"tenants.{name}"
+        given = Share(one.share or 0.0, 1.0 if one.weight is None else one.weight)
+        found[name] = checked_share(given, (f"{section}.share", f"{section}.weight"))
+    return checked_shares(found)
 
 
 def read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Settings:
@@ -212,6 +234,7 @@ def _check(settings: Settings) -> None:
         if wrong:
             raise BadInput(f"{section}.users={ids!r}: {wrong[0]} is no user id; give numbers from 0 to {MAX_USER}")
     settings.sockets()
+    shares_of(settings)
 
 
 def _check_sizes(store: StoreSettings) -> None:

@@ -85,6 +85,20 @@ class Dict:
             self.lingering.pop(name, None)
 
 
+class Coin(CoinAdmission):
+    """Tells whenever it says no."""
+
+    def __init__(self, chance: float, declines: Callable[[], None]) -> None:
+        super().__init__(chance, 1)
+        self._declines = declines
+
+    def admits(self, way: Sequence[int], block_bytes: int) -> bool:
+        is_admitted = super().admits(way, block_bytes)
+        if not is_admitted:
+            self._declines()
+        return is_admitted
+
+
 class LevelsModel:
     """See the top of the file. Every public method is one act."""
 
@@ -263,7 +277,6 @@ class LevelsModel:
     def restart(self, *, index_too: bool) -> None:
         """Closed in order, and opened again. index_too: somebody removed the index."""
         self.opened.close()
-        self.declined += self.opened.core.usage().counters.get("declined_blocks", 0)
         self._refresh()  # closing writes down, and may have to make room for it
         if self.disk.is_off:
             return self.after()
@@ -406,6 +419,9 @@ class LevelsModel:
     def _tier(self) -> Any:
         return self.opened.blocks.lower.tier  # type: ignore[union-attr]
 
+    def _declines(self) -> None:
+        self.declined += 1
+
     def _open(self, while_loading: Callable[[], object] | None = None) -> None:
         path = Path(self.directory.name)
         chance = self.chance
@@ -418,7 +434,7 @@ class LevelsModel:
             None,
             while_loading,
             self.policy,
-            lambda names, clock, nvme_bytes: AdmitAll() if chance is None else CoinAdmission(chance, 1),
+            lambda names, clock, nvme_bytes: AdmitAll() if chance is None else Coin(chance, self._declines),
         )
         for name, versions in self.known.lingering.items():
             self.known.versions.setdefault(name, set()).update(versions)

@@ -90,6 +90,29 @@ def test_stat_and_namespaces(sidecar: Running) -> None:
     assert one["id"] in shown.stdout and "2 layers x 2 heads x (8 + 8) bfloat16, 64 tokens" in shown.stdout
 
 
+def test_a_tenant_keeps_its_share_and_stat_shows_it(tmp_path: Path) -> None:
+    other = tmp_path / "other.sock"
+    config = tmp_path / "config.toml"
+    config.write_text(f'[door]\nshare = 0.5\n[tenants.other]\nsocket = "{other}"\nweight = 2.5\n')
+    layout = small_layout()
+    with serving(tmp_path, "--dram", "1MiB", "--nvme", "off", "--config", str(config)) as _:
+        with client(tmp_path) as store, patient(kvstore.open(f"unix:{other}")) as another:
+            mine, theirs = (one.namespace(model=MODEL, layout=layout) for one in (store, another))
+            assert mine.put(ids(640), random_pages(layout, 10)).reason is None
+            for prompt in range(30):
+                assert theirs.put(ids(640, 10_000 * prompt), random_pages(layout, 10)).reason is None
+            assert mine.match(ids(640)).blocks == 10 and theirs.match(ids(640)).blocks == 0
+            found = {one["tenant"]: one for one in told("stat", "--data", str(tmp_path / "kv"))["tenants"]}
+            assert (found["default"]["share"], found["default"]["dram_guaranteed_bytes"]) == (0.5, 1 << 19)
+            assert (found["other"]["weight"], found["other"]["dram_guaranteed_bytes"]) == (2.5, 0)
+            assert 0 < found["default"]["dram_bytes"] < found["other"]["dram_bytes"] < 1 << 20
+            assert found["default"]["dram_bytes"] + found["other"]["dram_bytes"] == 1 << 20
+            assert found["other"]["nvme_bytes"] is None
+        shown = run("stat", "--data", str(tmp_path / "kv"))
+        (line,) = [line.split() for line in shown.stdout.splitlines() if line.startswith("default  ")]
+        assert line[:3] == ["default", "0.5", "1"] and line[-2:] == ["-", "-"]
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_table_of_namespaces_cuts_no_id_and_no_figure(width: int) -> None:
     looked = Looked(asked_tokens=10, hit_tokens={"dram": 10}, granted_tokens=10, hit_rate=1.0)

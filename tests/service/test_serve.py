@@ -322,6 +322,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
     }
     known = {prefix + one.name: getattr(given, one.name) for prefix, given in sections.items() for one in fields(given)}
     known |= {"door.socket": None, "door.mode": settings.door.mode, "door.users": None}
+    known |= {"door.share": None, "door.weight": None}
     assert rows.keys() == known.keys()
     for key, default in known.items():
         if default not in (None, ""):

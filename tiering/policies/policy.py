@@ -28,7 +28,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
-        """Blocks from before a restart, the one that was used last first: all are older than what is known here."""
+        """Blocks of one namespace from before a restart, the one that was used last first: all are older than what is
+        known here."""
         ...
 
     def used(self, chain: Sequence[int], count: int) -> None:

@@ -1,0 +1,248 @@
+"""Tenants that share a store: what one is guaranteed no other one takes, and what is idle is anybody's."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvstore
+from kvstore import Share
+from kvstore.handle import Lease, NamespaceHandle
+from kvstore.miss import MissReason
+from kvstore.node import EmbeddedStore
+from kvstore.prefix_index import RowState
+from simulation.two_tiers import wait_until_idle
+from workbench import ids, one_line, random_pages, small_layout
+
+BLOCK = 64
+MODELS = ("m" * 40, "n" * 40)
+LAYOUT = small_layout()
+PAGES = {blocks: random_pages(LAYOUT, blocks) for blocks in range(1, 41)}
+
+
+class Tenants:
+    """One store of sixteen extents of five blocks each, and those who use it."""
+
+    def __init__(self, directory: Path, shares: dict[str, Share], nvme: str | None = None) -> None:
+        self.store: EmbeddedStore = kvstore.embedded(
+            str(directory), dram="1MiB", extent="64KiB", nvme=nvme, slab="128KiB" if nvme else None, shares=shares
+        )
+        self.blocks = self.store._store._blocks
+        self.shares = self.blocks.shares
+        self._handles: dict[tuple[str, str], NamespaceHandle] = {}
+
+    def handle(self, tenant: str, model: str = MODELS[0]) -> NamespaceHandle:
+        found = self._handles.get((tenant, model))
+        if found is None:
+            found = self._handles[tenant, model] = self.store.for_tenant(tenant).namespace(model=model, layout=LAYOUT)
+        return found
+
+    def put(self, tenant: str, prompt: int, blocks: int = 10, model: str = MODELS[0]) -> MissReason | None:
+        result = self.handle(tenant, model).put(tokens(prompt, blocks), PAGES[blocks])
+        self.settle()
+        return result.reason
+
+    def settle(self) -> None:
+        if self.blocks.lower is not None:
+            wait_until_idle(self.store._store)
+
+    def found(self, tenant: str, prompt: int, blocks: int = 10, model: str = MODELS[0]) -> int:
+        return self.handle(tenant, model).match(tokens(prompt, blocks)).blocks
+
+    def extents(self, tenant: str) -> int:
+        return self.blocks.dram.held()[self.store._keys.tenant(tenant).tenant]
+
+
+def tokens(prompt: int, blocks: int) -> list[int]:
+    return ids(blocks * BLOCK, 10_000 * prompt)
+
+
+def test_a_flood_takes_nothing_of_what_is_guaranteed(tmp_path: Path) -> None:
+    world = Tenants(tmp_path, {"quiet": Share(0.5)})
+    with world.store:
+        for prompt in range(4):
+            assert world.put("quiet", prompt) is None
+        assert world.extents("quiet") == 8
+        for prompt in range(50):
+            assert world.put("flood", prompt) is None
+        assert [world.found("quiet", prompt) for prompt in range(4)] == [10] * 4
+        assert world.extents("quiet") == world.extents("flood") == 8
+        world.store.check()
+
+
+def test_what_is_idle_is_borrowed_and_given_back(tmp_path: Path) -> None:
+    world = Tenants(tmp_path, {"quiet": Share(0.5)})
+    with world.store:
+        for prompt in range(50):
+            assert world.put("flood", prompt) is None
+        assert world.extents("flood") == 16
+        for prompt in range(4):
+            assert world.put("quiet", prompt) is None
+        assert [world.found("quiet", prompt) for prompt in range(4)] == [10] * 4
+        assert world.extents("flood") == 8 and world.found("flood", 49) == 10
+
+
+def test_without_room_for_it_a_tenant_is_told_so_and_gets_its_own_back(tmp_path: Path) -> None:
+    """All is guaranteed to others, who use it: whoever has nothing gets nothing, whoever has something goes on."""
+    world = Tenants(tmp_path, {"a": Share(0.5), "b": Share(0.5)})
+    with world.store:
+        for prompt in range(4):
+            assert world.put("a", prompt) is None and world.put("b", prompt) is None
+        assert world.put("c", 0) is MissReason.QUOTA
+        for prompt in range(4, 20):
+            assert world.put("a", prompt) is None
+        assert world.extents("a") == world.extents("b") == 8
+        assert [world.found("b", prompt) for prompt in range(4)] == [10] * 4
+
+
+def test_by_weight(tmp_path: Path) -> None:
+    world = Tenants(tmp_path, {"a": Share(weight=3.0), "b": Share(weight=1.0)})
+    with world.store:
+        for prompt in range(40):
+            assert world.put("a", prompt) is None and world.put("b", prompt) is None
+        assert (world.extents("a"), world.extents("b")) == (12, 4)
+
+
+def test_who_gives_way_gives_a_whole_extent_and_nobody_else_anything(tmp_path: Path) -> None:
+    """Also between namespaces of one tenant: the one whose oldest are the worst."""
+    world = Tenants(tmp_path, {})
+    with world.store:
+        for prompt in range(3):
+            assert world.put("t", prompt, model=MODELS[1]) is None
+        for prompt in range(5):
+            assert world.put("t", prompt, model=MODELS[0]) is None
+        before = world.store._store.usage().counters.get("evicted_blocks", 0)
+        assert world.put("t", 99, 1, model="o" * 40) is None
+        assert world.store._store.usage().counters.get("evicted_blocks", 0) - before == 5
+        assert [world.found("t", prompt, model=MODELS[1]) for prompt in range(3)] == [5, 10, 10]
+        assert [world.found("t", prompt, model=MODELS[0]) for prompt in range(5)] == [10] * 5
+
+
+@pytest.mark.parametrize(
+    ("shares", "parts"),
+    [
+        ({"a": Share(1.5)}, ("shares: a: guaranteed=1.5", "from 0 to 1")),
+        ({"a": Share(-0.1)}, ("shares: a: guaranteed=-0.1",)),
+        ({"a": Share(float("nan"))}, ("shares: a: guaranteed=nan",)),
+        ({"a": Share(0.5, 0)}, ("shares: a: weight=0", "0.001 to 1000")),
+        ({"a": Share(0.6), "b": Share(0.5)}, ("come to 1.1 of each tier", "a 0.6, b 0.5", "1 or less")),
+        ({"a": Share(0.01)}, ("share=0.01 of tenant a is less than one piece of dram", "64.0 KiB", "0.062 or more")),
+    ],
+)
+def test_what_cannot_be_is_one_line(tmp_path: Path, shares: dict[str, Share], parts: tuple[str, ...]) -> None:
+    with pytest.raises(kvstore.BadInput) as caught:
+        Tenants(tmp_path, shares)
+    assert one_line(caught.value, *parts)
+
+
+# Whatever they do -----------------------------------------------------------------------------------------------------
+
+NAMES = ("a", "b", "c", "d")
+PUTS = st.tuples(
+    st.just("put"), st.sampled_from(NAMES), st.integers(0, 12), st.sampled_from([3, 20, 40]), st.sampled_from(MODELS)
+)
+HOLDS = st.tuples(
+    st.just("hold"), st.sampled_from(NAMES), st.integers(0, 12), st.sampled_from([3, 20, 40]), st.sampled_from(MODELS)
+)
+RELEASES = st.tuples(st.just("release"), st.just(""), st.just(0), st.just(1), st.just(""))
+ACTS = st.lists(st.one_of(PUTS, PUTS, PUTS, HOLDS, RELEASES), min_size=20, max_size=60)
+GUARANTEES = st.tuples(*[st.sampled_from([0.0625, 0.2, 0.25, 0.33])] * 3)
+
+
+class Watched(Tenants):
+    """Looks, before and after each time that room is made, at those who are within their guarantee."""
+
+    def __init__(self, directory: Path, shares: dict[str, Share], nvme: str | None) -> None:
+        super().__init__(directory, shares, nvme)
+        self.evicted = 0
+        blocks = self.blocks
+        blocks.evict_for = self._watched(blocks.evict_for, 0)  # type: ignore[method-assign,assignment]
+        blocks.evict_own = self._watched(blocks.evict_own, 1)  # type: ignore[method-assign,assignment]
+        blocks.evict_below = self._watched(blocks.evict_below, 1)  # type: ignore[method-assign,assignment]
+
+    def _watched(self, evict: Callable[[int, int], object], number_at: int) -> Callable[[int, int], object]:
+        def watched(*given: int) -> object:
+            before = self.protected(self.shares.of_namespace[given[number_at]])  # type: ignore[union-attr]
+            result = evict(*given)
+            self.evicted += 1
+            for name, had in before.items():
+                assert had <= self.stands(name), f"{name} is within its guarantee, and lost blocks"
+            return result
+
+        return watched
+
+    def protected(self, asker: int) -> dict[tuple[int, str], set[int]]:
+        """Rows of the groups that hold no more than they are guaranteed, in each tier."""
+        shares, lower = self.shares, self.blocks.lower
+        assert shares is not None
+        found = {}
+        for group in range(1, len(shares)):
+            if group == asker:
+                continue
+            for name, tier in (("dram", self.blocks.dram), ("nvme", lower.tier if lower is not None else None)):
+                if tier is not None and shares.held(tier.held())[group] <= shares.guaranteed(group, tier.pieces()):
+                    found[group, name] = self.stands((group, name))
+        return found
+
+    def stands(self, name: tuple[int, str]) -> set[int]:
+        group, tier = name
+        blocks, index = self.blocks, self.blocks.index
+        assert self.shares is not None
+        is_there = blocks.is_above if tier == "dram" else blocks.is_below
+        return {
+            row
+            for space in blocks.spaces
+            if self.shares.of_namespace[space.number] == group
+            for row in index.rows(space.number)
+            if index.state(row) is RowState.VISIBLE and is_there(row)
+        }
+
+
+def live(
+    directory: Path, parts: tuple[float, ...], acts: list[tuple[str, str, int, int, str]], nvme: str | None
+) -> int:
+    shares = {name: Share(part) for name, part in zip(NAMES, parts, strict=False) if part}
+    world = Watched(directory, shares or {"a": Share(0.5)}, nvme)
+    held: list[Lease] = []
+    with world.store:
+        for act, tenant, prompt, blocks, model in acts:
+            if act == "put":
+                world.put(tenant, prompt, blocks, model)
+            elif act == "hold":
+                handle = world.handle(tenant, model)
+                held.append(handle.lease(handle.match(tokens(prompt, blocks))))
+            elif held:
+                held.pop(0).release()
+            world.settle()
+            world.store.check()
+        for lease in held:
+            lease.release()
+    return world.evicted
+
+
+@given(parts=GUARANTEES, acts=ACTS)
+@settings(deadline=None, max_examples=25)
+def test_within_its_guarantee_a_tenant_loses_no_block_to_others(
+    parts: tuple[float, ...], acts: list[tuple[str, str, int, int, str]]
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-shares-") as directory:
+        live(Path(directory), parts, acts, None)
+
+
+@given(parts=GUARANTEES, acts=ACTS)
+@settings(deadline=None, max_examples=15)
+def test_nor_on_nvme(parts: tuple[float, ...], acts: list[tuple[str, str, int, int, str]]) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-shares-") as directory:
+        live(Path(directory), parts, acts, "3MiB")
+
+
+def test_long_floods(tmp_path: Path) -> None:
+    """The same over a long life, in which room is made often."""
+    acts = [("put", NAMES[at * 7 % 4], at * 5 % 13, 1 + at * 11 % 40, MODELS[at % 2]) for at in range(150)]
+    assert live(tmp_path / "dram", (0.25, 0.33, 0.2), acts, None) > 100
+    assert live(tmp_path / "both", (0.25, 0.33, 0.2), acts, "3MiB") > 100
