@@ -44,7 +44,8 @@ class ConnectorSettings:
     load_threads: of each worker. save_bytes: what may wait to be saved, in each worker. save_patience_ms: how long a
     save waits for an engine that computes on the same processors to have nothing to do. cost_model: whether a prefix is
     loaded only as far as that beats computing it. audit: the share of hits that are computed all the same and compared.
-    ttl: seconds that saved blocks are wanted for. priority: of saved blocks, -100 .. 100.
+    ttl: seconds for which saved blocks are kept before others. priority: of saved blocks, -100 .. 100; above 0 they are
+    kept for as many times nine seconds since they were used last.
     """
 
     url: str

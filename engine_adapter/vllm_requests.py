@@ -15,6 +15,8 @@ from engine_adapter.engine_requests import RequestFacts
 from kvstore.identity import ExtraKey
 from kvstore.miss import MissReason
 
+CONVERSATION_PRIORITY = 100
+"""Of a turn of a conversation, of which nothing else is said."""
 HINTS = ("store", "ttl", "priority", "conversation")
 """In `kv_transfer_params`, under "kvstore"."""
 
@@ -76,6 +78,8 @@ def hinted(facts: RequestFacts, params: Any) -> RequestFacts:
     conversation = given.get("conversation", "")
     if not isinstance(conversation, str):
         ignored.append(f"conversation={conversation!r}; give text")
+    elif conversation and ttl is None and priority is None:  # its next turn begins with what this one brings
+        priority = CONVERSATION_PRIORITY
     return replace(facts, saves=saves, ttl=ttl, priority=priority, ignored=tuple(ignored))
 
 

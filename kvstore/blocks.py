@@ -194,6 +194,9 @@ class Blocks:
         """A request came for a readable block and all its ancestors, the deepest first: it was given them, or it stored
         the first `count`, and was given the others before."""
         self.residency.policy.used(chain, count)
+        for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
+            if residency.retention is not None:
+                residency.retention.used(chain)
         if self.lower is None:
             self.residency.policy.touched(chain)
             return
@@ -201,6 +204,16 @@ class Blocks:
         self.unwritten.used(chain[:count])
         for residency in (self.residency, self.lower.residency):
             residency.policy.touched([row for row in chain if residency.is_listed(row)])
+
+    def renew(self, rows: Sequence[int], priority: int, expires_at: int) -> None:
+        """Readable blocks of one chain, the first one first, are to be kept for longer than was said before."""
+        for row in rows:
+            self.index.renew(row, priority, expires_at)
+        for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
+            if residency.retention is not None:
+                for row in rows:
+                    if residency.is_listed(row):
+                        residency.retention.came(row)
 
     def givers(self, number: int) -> list[int] | None:
         """Groups of tenants that may have to give way in DRAM for a namespace, in their order; None where nobody said

@@ -160,6 +160,8 @@ def check_pieces(shares: Mapping[str, Share], pieces: int, piece_bytes: int, tie
 
 MAX_SECONDS = 10**9
 """Longer than anything here is waited for."""
+MOST_RETAINED = 0.9
+"""What is kept for a time must leave room for what comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,8 @@ class Limits:
     remembered so that a miss can be called evicted. close_seconds: how long closing writes down what DRAM alone holds;
     with a disk that hangs it waits as long again for each of three things besides. tenant_leases, tenant_namespaces:
     of these, how many one tenant may have; all, or what `shared_by` says, if not given. joint_seconds: how long the
-    processes of a joint put have, from the first one's reservation until all have committed.
+    processes of a joint put have, from the first one's reservation until all have committed. retained_fraction: of each
+    tier, what may be kept because a ttl or a priority asks for it.
     """
 
     lease_seconds: float = 60.0
@@ -184,6 +187,7 @@ class Limits:
     tenant_leases: int | None = None
     tenant_namespaces: int | None = None
     joint_seconds: float = 30.0
+    retained_fraction: float = 0.25
 
     @property
     def most_leases(self) -> int:
@@ -207,7 +211,7 @@ class Limits:
         for name in ("leases", "namespaces", "room_steps", "forgotten"):
             if not isinstance(getattr(self, name), int):
                 raise BadInput(f"{name}={getattr(self, name)!r} is not a whole number")
-        for name in ("lease_seconds", "joint_seconds", "pinned_fraction", "close_seconds"):
+        for name in ("lease_seconds", "joint_seconds", "pinned_fraction", "retained_fraction", "close_seconds"):
             if not isinstance(getattr(self, name), int | float):
                 raise BadInput(f"{name}={getattr(self, name)!r} is not a number")
         for name in ("lease_seconds", "joint_seconds"):
@@ -228,6 +232,8 @@ class Limits:
             raise BadInput(f"close_seconds={self.close_seconds}; give seconds from 0 to {MAX_SECONDS}")
         if not 0 < self.pinned_fraction <= 1:
             raise BadInput(f"pinned_fraction={self.pinned_fraction}; give a number above 0, at most 1")
+        if not 0 <= self.retained_fraction <= MOST_RETAINED:
+            raise BadInput(f"retained_fraction={self.retained_fraction}; give a number from 0 to {MOST_RETAINED}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,9 +275,10 @@ class NamespaceHandle:
         pages: cover the prompt's tokens from `first_token` on, which is a page boundary; blocks before them must be
         stored already. A block of which a group's pages are not all there ends the put before it, as `incomplete`,
         unless it is stored already. durability: with "disk" this returns when the whole chain is on NVMe, or says which
-        block is not and why; "volatile" does not wait for the disk. ttl (seconds) and priority (-100 .. 100) are kept
-        with the block; nothing acts on them yet. reading: asked before pages are read, where somebody may want them
-        back meanwhile; where it says no, the put ends with what is visible, `disabled`.
+        block is not and why; "volatile" does not wait for the disk. ttl: seconds for which these blocks are kept before
+        all others, as far as the store's budget for that goes; priority: from 1 to 100, the same for as many times nine
+        seconds since they were used last. 0 and less says nothing. reading: asked before pages are read, where somebody
+        may want them back meanwhile; where it says no, the put ends with what is visible, `disabled`.
 
         joint: all processes of the engine that hold a shard put these tokens, from the same first token on, under this
         name, which no other put of theirs has; in one session, each on a handle of its shard. Each fills its own parts,
@@ -303,6 +304,9 @@ class NamespaceHandle:
             present, start = len(keys), _first_window(first_block, len(keys))
         else:
             start = present = self._door.present(self.number, keys)
+        if start == len(keys) and (ttl or priority > 0) and keys:  # they are to be kept for longer
+            start = self._door.reserve(self.number, keys, len(keys), priority, ttl, None).present
+            present = start
         if start == len(keys):
             return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability)
         # Unusable pages must show before anything is evicted for them.

@@ -45,6 +45,7 @@ from kvstore.pending import Answered, LeaseThreads
 from kvstore.prefix_index import PrefixIndex
 from kvstore.requests import Requests
 from kvstore.store import DROP_SECONDS, Clock, Store, StoreUsage
+from kvstore.wishes import IndexWishes
 from tiering.admission import Admission, AdmissionMaker, AdmitAll, LearnedAdmission
 from tiering.books import BookTier
 from tiering.dram import DramTier
@@ -71,6 +72,7 @@ from tiering.policies.by_group import ByGroup
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import EvictionPolicy, PolicyMaker
 from tiering.residency import Pins, Residency
+from tiering.retention import Retention
 from tiering.scrub import ScrubLimits
 from tiering.shares import Share, Shares
 from tiering.slab import STAMP_SLAB, UID_BYTES, OtherFormat
@@ -634,6 +636,14 @@ def build_store(
         chooses = admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
         lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses)
     blocks = Blocks(index, residency, dram, ring, lower, first_generation, gone, groups)
+    wishes = IndexWishes(index, blocks.spaces, groups.of_namespace if groups is not None else None)
+    parts = groups.parts() if groups is not None else [1.0]
+    for here, budget_bytes in (
+        (residency, dram.budget_bytes),
+        *([(lower.residency, lower.tier.budget_bytes)] if lower is not None else []),
+    ):
+        budgets = [int(part * limits.retained_fraction * budget_bytes) for part in parts]
+        here.retention = Retention(wishes, here.is_listed, clock.wall_seconds, budgets)
     # Writes that hang leave a thread for reads.
     queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
     first_number = (run << LEASE_BITS) + 1

@@ -158,8 +158,19 @@ class PrefixIndex:
         return self._children[row]
 
     def retention(self, row: int) -> tuple[int, int]:
-        """(priority, expires at in Unix seconds or 0), as given when the block was stored."""
+        """(priority, expires at in Unix seconds or 0), as given when the block was stored, or renewed."""
         return self._priorities[row], self._expires[row]
+
+    def renew(self, row: int, priority: int, expires_at: int) -> None:
+        """More of either than was said before."""
+        self._priorities[row] = max(priority, self._priorities[row])
+        self._expires[row] = max(expires_at, self._expires[row])
+
+    def hinted(self, rows: range) -> list[int]:
+        """Those of these rows that have a priority, or expire."""
+        columns = (self._priorities, self._expires)
+        said = [np.frombuffer(one, one.typecode)[rows.start : rows.stop] != 0 for one in columns]
+        return (np.flatnonzero(said[0] | said[1]) + rows.start).tolist()
 
     def chain(self, row: int) -> list[int]:
         """The row and all its ancestors: the deepest first."""

@@ -68,7 +68,7 @@ class StoreUsage:
 
     nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
     guarded_bytes: of DRAM that was taken over and that clients of an earlier process still map: readable, and not used
-    for anything else before they let go.
+    for anything else before they let go. dram_retained_bytes, nvme_retained_bytes: of what is kept for a time.
     """
 
     dram: Usage
@@ -81,6 +81,8 @@ class StoreUsage:
     counters: dict[str, int]
     scrub: ScrubUsage | None = None
     guarded_bytes: int = 0
+    dram_retained_bytes: int = 0
+    nvme_retained_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,6 +497,9 @@ class Store:
             self._run_out()
             rows = self._blocks.index.match(number, keys)
             present = len(rows)
+            expires_at = int(self._clock.wall_seconds() + ttl_seconds) if ttl_seconds is not None else 0
+            if present and (priority > 0 or expires_at):
+                self._blocks.renew(rows, priority, expires_at)
             if present == len(keys):
                 return ReserveReply(0, present)
             if present and self._blocks.index.depth(rows[-1]) != present - 1:  # keys that are no chain
@@ -503,7 +508,6 @@ class Store:
             if present < first_block and not self._stand(number, keys[present:first_block], standing):
                 reason, _ = self._why(number, keys, len(rows))
                 return ReserveReply(0, present, stopped_at=present, reason=reason)
-            expires_at = int(self._clock.wall_seconds() + ttl_seconds) if ttl_seconds is not None else 0
             parts = len(self._blocks.spaces[number].classes)
             record = ReservationRecord(self._new_reservation(), number, parts, priority, expires_at)
             stopped_at, reason = self._begin_rows(record, keys, present, standing)
@@ -717,6 +721,8 @@ class Store:
                 counters=dict(self._blocks.counters) | (scrub.counters if scrub is not None else {}),
                 scrub=scrub,
                 guarded_bytes=self._blocks.dram.guarded_bytes(),
+                dram_retained_bytes=self._blocks.residency.retained_bytes(),
+                nvme_retained_bytes=lower.residency.retained_bytes() if lower is not None else None,
             )
 
     def namespaces(self) -> list[SpaceUsage]:

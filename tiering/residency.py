@@ -26,6 +26,7 @@ import numpy as np
 
 from tiering.policies.by_group import ByGroup
 from tiering.policies.policy import EvictionPolicy
+from tiering.retention import Retention
 from tiering.tier import NO_PLACE, Column, SlotClass, extent_of
 
 
@@ -255,6 +256,8 @@ class Residency:
         self.policy = policy
         self.groups = policy if isinstance(policy, ByGroup) else None
         self.pins = pins
+        self.retention: Retention | None = None
+        """What is kept here for a time; by whoever puts the parts together."""
         self._listed = bytearray()
         self._children = array("i")  # that have a place here, or are about to
         self._generations = array("q")
@@ -290,13 +293,13 @@ class Residency:
         self.policy.inserted(row)
         if self._children[row]:
             self.policy.became_inner(row)
+        if self.retention is not None:
+            self.retention.came(row)
 
     def left(self, row: int, parent: int) -> list[int]:
         """The block is not here any more, if it was; returns its places. parent: a row, or a negative number."""
         places = self.forget(row)
-        if self._listed[row]:
-            self._listed[row] = 0
-            self.policy.removed(row)
+        self.unlisted(row)
         if parent >= 0:
             children = self._children[parent] - 1
             assert children >= 0
@@ -310,6 +313,8 @@ class Residency:
         if self._listed[row]:
             self._listed[row] = 0
             self.policy.removed(row)
+            if self.retention is not None:
+                self.retention.left(row)
 
     def loaded(self, rows: range, parents: Column, generations: Column, places: Sequence[Column]) -> None:
         """Blocks from before a restart are readable here, the one that was used last first; places: by part.
@@ -331,6 +336,8 @@ class Residency:
                 self.policy.became_inner(parent)
         children[known] += counts.astype(np.int32)
         self.policy.loaded(rows, children[first:stop] == 0)
+        if self.retention is not None:
+            self.retention.loaded(rows)
 
     def reserved(self, rows: Sequence[int], part: int, places: Sequence[int]) -> None:
         """Slots were found for a part of blocks that are being stored."""
@@ -401,6 +408,10 @@ class Residency:
         """Whether the policy knows the block."""
         return bool(self._listed[row])
 
+    def retained_bytes(self) -> int:
+        """What is kept here for a time."""
+        return sum(self.retention.kept_bytes()) if self.retention is not None else 0
+
     def children(self, row: int) -> int:
         """Blocks below it that have a place here, or are about to."""
         return self._children[row]
@@ -467,13 +478,42 @@ class Residency:
     def worst(self, groups: Sequence[int] | None = None) -> Iterator[int]:
         """Leaves that nobody pins or keeps, worst first; of these groups, one after the other, if they are given. Each
         one may be evicted before the next is asked for."""
-        pins, kept = self.pins.counts, self.kept
-        victims = self.groups.victims_of(groups) if self.groups is not None and groups is not None else None
-        if victims is None:
-            victims = self.policy.victims()
+        pins, kept, retention = self.pins.counts, self.kept, self.retention
+        is_simple = retention is None or not len(retention)
+        victims = self._victims(groups) if is_simple else self._victims_kept_last(groups)
         if not kept:
             return (row for row in victims if not pins[row])
         return (row for row in victims if not pins[row] and row not in kept)
+
+    def _victims(self, groups: Sequence[int] | None) -> Iterator[int]:
+        if self.groups is None or groups is None:
+            return self.policy.victims()
+        return self.groups.victims_of(groups)
+
+    def _victims_kept_last(self, groups: Sequence[int] | None) -> Iterator[int]:
+        """The same, but what is kept for a time comes behind all others. Whenever it is come upon it becomes recent, so
+        that it is not walked past again and again."""
+        retention = self.retention
+        assert retention is not None
+        proposed: set[int] = set()
+        passed: set[int] = set()
+        again = True
+        while again:
+            again = False
+            for row in self._victims(groups):
+                if row in proposed or row in passed:
+                    continue
+                if retention.holds(row):
+                    passed.add(row)
+                    self.policy.touched(retention.way(row))
+                    again = True
+                    break
+                proposed.add(row)
+                yield row
+        while rest := [row for row in self._victims(groups) if row not in proposed]:
+            for row in sorted(rest, key=retention.until):
+                proposed.add(row)
+                yield row
 
     def run(self, leaf: int, parent_of: Callable[[int], int], most: int) -> int:
         """How many blocks, up to so many, could go one after the other from a leaf on, ancestors that lead to nothing
@@ -486,6 +526,8 @@ class Residency:
 
     def check(self) -> None:
         """The policy proposes exactly the leaves of what is listed."""
+        if self.retention is not None:
+            self.retention.check()
         leaves = {row for row, is_listed in enumerate(self._listed) if is_listed and not self._children[row]}
         assert set(self.policy.victims()) == leaves, "the policy proposes exactly the leaves"
 

@@ -66,6 +66,12 @@ class Shares:
         """How many of so many pieces nobody takes from a tenant."""
         return self.guaranteed(self._groups[tenant], pieces) if tenant in self._groups else 0
 
+    def parts(self) -> list[float]:
+        """What each group has of a tier while all want more, as parts of it; 1 in all."""
+        free = 1 - sum(share.guaranteed for share in self._shares)
+        weights = sum(share.weight for share in self._shares)
+        return [share.guaranteed + free * share.weight / weights for share in self._shares]
+
     def givers(self, asker: int, held: Sequence[int], pieces: int, idle: Sequence[bool]) -> list[int]:
         """Groups that may have to give way so that `asker` gets one more piece, in this order.
 

@@ -146,6 +146,8 @@ class Admin:
             loading=LoadingFacts(**asdict(usage.loading)) if usage.loading is not None else None,
             scrub=ScrubFacts(**asdict(usage.scrub)) if usage.scrub is not None else None,
             tenants=self._tenant_facts(),
+            dram_retained_bytes=usage.dram_retained_bytes,
+            nvme_retained_bytes=usage.nvme_retained_bytes,
             hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),
             hidden_sessions=max(0, len(sessions) - MAX_SESSIONS),
         )

@@ -175,6 +175,8 @@ class Facts(msgspec.Struct, frozen=True):
     hidden_sessions: int = 0
     guarded_bytes: int = 0
     tenants: list[TenantFacts] = []
+    dram_retained_bytes: int = 0
+    nvme_retained_bytes: int | None = None
 
 
 def looked(all_counts: list[Counts]) -> Looked:

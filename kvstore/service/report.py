@@ -65,6 +65,11 @@ class StatReport:
                 f"guarded: {format_size(facts.guarded_bytes)} that clients of an earlier run still map; not used again "
                 "before they let go"
             )
+        if facts.dram_retained_bytes or facts.nvme_retained_bytes:
+            kept = f"kept for a time: {format_size(facts.dram_retained_bytes)} of dram"
+            yield Text(
+                kept + (f", {format_size(facts.nvme_retained_bytes)} of nvme" if facts.nvme_retained_bytes else "")
+            )
         if len(facts.tenants) > 1 or any(one.share is not None for one in facts.tenants):
             yield _table("tenant|*share|*weight|*dram|*kept|*nvme|*kept", [_tenant_row(one) for one in facts.tenants])
         if facts.namespaces:

@@ -121,7 +121,10 @@ def test_without_hints_nothing_is_wanted(params: Any) -> None:
         ({"store": True}, {}),
         ({"ttl": 60}, {"ttl": 60}),
         ({"ttl": 0.5, "priority": -100}, {"ttl": 0.5, "priority": -100}),
-        ({"conversation": "c", "priority": 100}, {"priority": 100}),
+        ({"conversation": "c", "priority": 7}, {"priority": 7}),
+        ({"conversation": "c", "ttl": 5}, {"ttl": 5}),
+        ({"conversation": "c"}, {"priority": 100}),
+        ({"conversation": ""}, {}),
     ],
 )
 def test_what_a_user_wants_is_taken(given: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -1,0 +1,195 @@
+"""Blocks that are kept for a time: never more than the budget, and never one without the way to it."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tiering.policies.lru import LeafFirstLru
+from tiering.residency import Pins, Residency
+from tiering.retention import SECONDS_PER_PRIORITY, Retention
+
+BLOCK = 10
+
+
+class Tree:
+    """Blocks of a tier, and what is wished of each."""
+
+    def __init__(self, budgets: list[int]) -> None:
+        self.now = 1000.0
+        self.hints: dict[int, tuple[int, int]] = {}
+        self.parents: dict[int, int] = {}
+        self.groups: dict[int, int] = {}
+        self.residency = Residency(LeafFirstLru(), Pins())
+        self.residency.add_parts(1)
+        self.retention = Retention(self, self.residency.is_listed, lambda: self.now, budgets)
+        self.residency.retention = self.retention
+        self.rows = 0
+
+    def hint(self, row: int) -> tuple[int, int]:
+        return self.hints[row]
+
+    def hinted(self, rows: range) -> list[int]:
+        return [row for row in rows if self.hints[row] != (0, 0)]
+
+    def parent(self, row: int) -> int:
+        return self.parents[row]
+
+    def depth(self, row: int) -> int:
+        return 0 if self.parents[row] < 0 else 1 + self.depth(self.parents[row])
+
+    def size_bytes(self, row: int) -> int:
+        return BLOCK
+
+    def group(self, row: int) -> int:
+        return self.groups[row]
+
+    def put(self, blocks: int, parent: int = -1, priority: int = 0, ttl: int = 0, group: int = 0) -> list[int]:
+        """So many blocks below another one; their rows, the first one first."""
+        rows = []
+        for _ in range(blocks):
+            row, self.rows = self.rows, self.rows + 1
+            self.parents[row], self.groups[row] = parent, group
+            self.hints[row] = (priority, int(self.now) + ttl if ttl else 0)
+            self.residency.grow_to(row)
+            if parent >= 0:
+                self.residency.child_came(parent)
+            self.residency.listed(row)
+            rows.append(row)
+            parent = row
+        self.use(rows[-1])
+        return rows
+
+    def use(self, row: int) -> None:
+        chain = self.retention.way(row)
+        self.residency.policy.touched(chain)
+        self.retention.used(chain)
+
+    def evict(self, count: int) -> list[int]:
+        gone = []
+        for row in self.residency.worst():
+            if len(gone) == count:
+                break
+            self.residency.left(row, self.parents[row])
+            gone.append(row)
+        return gone
+
+
+def test_what_is_kept_outlives_what_is_not_until_its_time_ends() -> None:
+    tree = Tree([100])
+    kept = tree.put(3, ttl=60)
+    others = tree.put(4)
+    assert tree.evict(2) == [others[3], others[2]]
+    tree.now += 61
+    assert tree.evict(9) == [*reversed(others[:2]), *reversed(kept)]
+
+
+def test_a_priority_decays_and_begins_anew_with_each_use() -> None:
+    tree = Tree([100])
+    kept = tree.put(2, priority=10)
+    tree.now += 10 * SECONDS_PER_PRIORITY - 1
+    assert tree.retention.holds(kept[1])
+    tree.use(kept[0])
+    tree.now += 2
+    assert tree.retention.holds(kept[0]) and not tree.retention.holds(kept[1])
+
+
+def test_what_is_kept_keeps_the_way_to_it_which_counts() -> None:
+    tree = Tree([5 * BLOCK])
+    way = tree.put(4)
+    (leaf,) = tree.put(1, way[-1], ttl=60)
+    assert tree.retention.kept_bytes() == [5 * BLOCK]
+    other = tree.put(1)
+    assert tree.evict(1) == other
+    (newer,) = tree.put(1, way[-1], ttl=90)
+    assert not tree.retention.holds(leaf) and all(tree.retention.holds(row) for row in [*way, newer])
+
+
+def test_without_room_those_go_back_whose_time_ends_first() -> None:
+    tree = Tree([4 * BLOCK])
+    first, second, third = (tree.put(2, ttl=ttl) for ttl in (100, 50, 70))
+    assert [tree.retention.holds(row) for row in (*first, *second, *third)] == [True, True, False, False, True, True]
+    assert tree.evict(6) == [second[1], second[0], third[1], first[1], third[0], first[0]]
+
+
+def test_of_a_chain_that_is_too_long_the_beginning_is_kept() -> None:
+    tree = Tree([3 * BLOCK])
+    rows = tree.put(10, ttl=60)
+    assert [tree.retention.holds(row) for row in rows] == [True] * 3 + [False] * 7
+
+
+def test_groups_have_budgets_of_their_own() -> None:
+    tree = Tree([BLOCK, 2 * BLOCK])
+    mine, others = tree.put(2, ttl=60), tree.put(2, ttl=30, group=1)
+    assert [tree.retention.holds(row) for row in (*mine, *others)] == [True, False, True, True]
+
+
+def test_what_is_kept_is_not_walked_past_twice() -> None:
+    """Where eviction comes upon it it becomes recent."""
+    tree = Tree([1000 * BLOCK])
+    for _ in range(100):
+        tree.put(3, ttl=60)
+    others = [tree.put(1)[0] for _ in range(50)]
+    assert tree.evict(1) == others[:1]
+    policy = tree.residency.policy
+    assert next(policy.victims()) == others[1]
+
+
+class Lives(RuleBasedStateMachine):
+    """Whatever happens, no group keeps more than its budget, and nothing is kept without its ancestors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = Tree([7 * BLOCK, 3 * BLOCK])
+
+    def here(self) -> list[int]:
+        return [row for row in range(self.tree.rows) if self.tree.residency.is_listed(row)]
+
+    @rule(
+        blocks=st.integers(1, 6),
+        behind=st.integers(0, 99),
+        priority=st.sampled_from([-5, 0, 0, 1, 10, 100]),
+        ttl=st.sampled_from([0, 0, 5, 100]),
+        group=st.integers(0, 1),
+    )
+    def put(self, blocks: int, behind: int, priority: int, ttl: int, group: int) -> None:
+        rows = [row for row in self.here() if self.tree.groups[row] == group]
+        parent = rows[behind % len(rows)] if rows and behind % 3 else -1
+        self.tree.put(blocks, parent, priority, ttl, group)
+
+    @rule(at=st.integers(0, 99))
+    def use(self, at: int) -> None:
+        if rows := self.here():
+            self.tree.use(rows[at % len(rows)])
+
+    @rule(at=st.integers(0, 99), priority=st.sampled_from([0, 50]), ttl=st.sampled_from([0, 40]))
+    def renew(self, at: int, priority: int, ttl: int) -> None:
+        if rows := self.here():
+            row = rows[at % len(rows)]
+            self.tree.hints[row] = (priority, int(self.tree.now) + ttl if ttl else 0)
+            self.tree.retention.came(row)
+
+    @rule(seconds=st.sampled_from([1, 10, 100]))
+    def wait(self, seconds: float) -> None:
+        self.tree.now += seconds
+
+    @rule(count=st.integers(1, 8))
+    def evict(self, count: int) -> None:
+        """What is kept goes only when nothing else is left."""
+        tree = self.tree
+        loose = {row for row in self.here() if not tree.retention.holds(row)}
+        gone = tree.evict(min(count, len(self.here())))
+        assert set(gone) <= loose or loose <= set(gone)
+
+    @invariant()
+    def is_right(self) -> None:
+        tree = self.tree
+        tree.residency.check()
+        for row in self.here():
+            if tree.retention.holds(row) and tree.parents[row] >= 0:
+                assert tree.retention.until(tree.parents[row]) >= tree.retention.until(row)
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
