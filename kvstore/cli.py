@@ -4,7 +4,7 @@
     serve                   a store for all engines of a host
     stat, namespaces, drop, purge, warm      an operator and a sidecar that runs
     fsck                    a directory that nobody uses
-    replay                  recorded requests, through the tables of a store without memory
+    record, replay          requests of a sidecar that runs, and recorded ones through tables without memory
 
 Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was
 given, what is allowed and how to mend it. Long work shows its progress on a terminal and nowhere else.
@@ -387,6 +387,41 @@ def warm(
         path = socket or default_socket(data, TENANT_SOCKET)
         warmed = operate.warm(path, SystemClock(), namespace, file, prompts, show)
     return _print(report.WarmReport(warmed), as_json)
+
+
+@app.command()
+def record(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="What is written: JSON lines in Mooncake's form.")],
+    namespace: Annotated[
+        str, typer.Option(metavar="ID", help="Of these blocks alone. Needed where blocks differ in size.")
+    ] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose, where several tenants have it.")] = "",
+    seconds: Annotated[
+        float | None, typer.Option(metavar="N", min=0.0, help="For how long. Until it is interrupted, if left out.")
+    ] = None,
+    data: Data = "./kv",
+    socket: AdminSocket = None,
+    as_json: Json = False,
+) -> int:
+    """Write down what engines look up in a running sidecar, for kvstore replay: no token and no key, salted hashes.
+
+    The salt is drawn anew for each recording and never leaves the sidecar.
+    """
+    from kvstore.node import SystemClock
+    from kvstore.service import operate, report
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+
+    path = socket or default_socket(data, ADMIN_SOCKET)
+    if os.path.exists(file):
+        raise typer.BadParameter(f"{file} is there already; give another name")
+    try:
+        with open(file, "x", encoding="utf-8", buffering=1) as out, _progress() as show:
+            recorded = operate.record(path, SystemClock(), namespace, tenant, seconds, file, out.write, show)
+    except (BadInput, StoreError):
+        if not os.path.getsize(file):
+            os.remove(file)
+        raise
+    return _print(report.RecordReport(recorded), as_json)
 
 
 @app.command()

@@ -36,6 +36,7 @@ from kvstore.service.facts import (
 )
 from kvstore.service.handlers import Served, version_in_common
 from kvstore.service.local_door import LocalDoor
+from kvstore.service.recording import Recording
 from kvstore.service.sessions import Sessions
 from kvstore.service.waits import percentile_ms
 from tiering.errors import TierError
@@ -54,6 +55,7 @@ class Admin:
         store: EmbeddedStore,
         sessions: Sessions,
         counting: Counting,
+        recording: Recording,
         door: LocalDoor,
         run: bytes,
         state: Callable[[], str],
@@ -62,6 +64,7 @@ class Admin:
         self._store = store
         self._sessions = sessions
         self._counting = counting
+        self._recording = recording
         self._door = door
         self._run = run
         self._state = state
@@ -83,6 +86,8 @@ class Admin:
                 return Served(m.Counted(self._drop(verb)))
             if isinstance(verb, m.Purge):
                 return Served(m.Counted(self._purge(verb)))
+            if isinstance(verb, m.Record):
+                return Served(self._record(verb))
             if isinstance(verb, m.Ping):
                 return Served(m.Done())
         except BadInput as error:
@@ -103,6 +108,28 @@ class Admin:
         keys, blocks = self._store.purge(verb.tenant, checked_seconds(verb.seconds))
         self._door.show_out(keys.tenant)
         return blocks
+
+    # Recording -----------------------------------------------------------------------------------------------------
+
+    def _record(self, verb: m.Record) -> m.Recorded:
+        if verb.ends:
+            self._recording.end(verb.recording)
+            return m.Recorded(verb.recording, 0)
+        if verb.recording:
+            requests, lost = self._recording.take(verb.recording)
+            return m.Recorded(verb.recording, 0, [(one.seconds, one.ids) for one in requests], lost)
+        spaces = [one for _, one in self._spaces()]
+        if verb.id:
+            spaces = [chosen_space(self._spaces(), verb.id, verb.tenant)]
+        sizes = {one.namespace.layout.block_tokens for one in spaces}
+        if len(sizes) != 1:
+            there = ", ".join(str(size) for size in sorted(sizes))
+            raise BadInput(
+                f"namespaces have blocks of {there} tokens, and a trace has blocks of one size; give --namespace"
+                if sizes
+                else "there is no namespace yet; begin when an engine has opened one"
+            )
+        return m.Recorded(self._recording.begin(frozenset(one.number for one in spaces)), sizes.pop())
 
     # Facts ---------------------------------------------------------------------------------------------------------
 

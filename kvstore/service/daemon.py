@@ -23,6 +23,7 @@ from kvstore.service.counting import Counting
 from kvstore.service.handlers import Handlers
 from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
+from kvstore.service.recording import Recording
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import AUTO, OFF, Settings, socket_key
 from tiering.files import disk_room, make_directory, read_text_files
@@ -55,7 +56,8 @@ class Daemon:
         self._stopping = False
         sessions = Sessions(store.core, first_number, new_token)
         run, counting = new_token(RUN_BYTES), Counting(clock)
-        handlers = Handlers(store.core, sessions, run, counting)
+        recording = Recording(clock, new_token)
+        handlers = Handlers(store.core, sessions, run, counting, recording)
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed)
         self.sockets: list[str] = []
         try:
@@ -64,7 +66,7 @@ class Daemon:
                 self.door.listen(Path(where), renew(), settings.door.mode_bits, one.users, renew)
                 self.sockets.append(where)
             key, where = "admin.socket", settings.admin_socket
-            admin = Admin(store, sessions, counting, self.door, run, lambda: self.readiness().value)
+            admin = Admin(store, sessions, counting, recording, self.door, run, lambda: self.readiness().value)
             self.door.listen_admin(Path(where), admin)
         except OSError as error:
             self.door.close(0)

@@ -20,6 +20,7 @@ from kvstore.joint import MAX_JOINT_CHARACTERS, WINDOW_CHARACTERS
 from kvstore.requests import MAX_REQUEST_CHARACTERS
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
+from kvstore.service.recording import Recording
 from kvstore.service.sessions import Caller, Filling, Sessions
 from kvstore.store import Store
 from tiering.errors import BlockMissing, TierError
@@ -48,9 +49,10 @@ class Served:
 class Handlers:
     """The verbs for connections. Thread-safe."""
 
-    def __init__(self, store: Store, sessions: Sessions, run: bytes, counting: Counting) -> None:
+    def __init__(self, store: Store, sessions: Sessions, run: bytes, counting: Counting, recording: Recording) -> None:
         """run: names this run of the sidecar."""
         self._store = store
+        self._recording = recording
         self._counting = counting
         self._sessions = sessions
         self._run = run
@@ -149,6 +151,7 @@ class Handlers:
         reply = self._store.match(verb.namespace, verb.keys)
         if verb.counts:
             self._counting.looked_up(verb.namespace, verb.keys, reply)
+            self._recording.looked_up(verb.namespace, verb.keys)
         return m.Matched(reply)
 
     def _lease(self, caller: Caller, verb: m.Lease) -> m.Answer:

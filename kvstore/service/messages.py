@@ -43,6 +43,7 @@ MAX_COMMITTED = 8192
 MAX_PARTS = 4096
 DROP_SECONDS = 30.0
 MAX_NAME = 128
+RECORDING_BYTES = 16
 """Characters of a tenant's name, or of a namespace's id."""
 
 Keys = Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(max_length=MAX_KEYS)]
@@ -209,6 +210,16 @@ class Purge(msgspec.Struct, array_like=True, frozen=True, tag="purge"):
     seconds: float = DROP_SECONDS
 
 
+class Record(msgspec.Struct, array_like=True, frozen=True, tag="record"):
+    """Admin: note what is looked up, in a namespace by the first digits of its digest or in all; or, with the name of a
+    recording, what it has noted since it was asked last. ends: nothing is noted any more."""
+
+    recording: Annotated[bytes, Meta(max_length=RECORDING_BYTES)] = b""
+    id: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    ends: bool = False
+
+
 Verb = (
     Hello
     | OpenNamespace
@@ -229,6 +240,7 @@ Verb = (
     | Stat
     | DropAny
     | Purge
+    | Record
 )
 
 
@@ -335,6 +347,16 @@ class StatReply(msgspec.Struct, array_like=True, frozen=True, tag="stat"):
     facts: Facts
 
 
+class Recorded(msgspec.Struct, array_like=True, frozen=True, tag="recorded"):
+    """To `Record`. requests: seconds since it began, and a number for each full block. lost: requests that were not
+    noted, in all."""
+
+    recording: bytes
+    block_tokens: int
+    requests: list[tuple[float, list[int]]] = []
+    lost: int = 0
+
+
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     """The request was not served. text: one line for people."""
 
@@ -356,6 +378,7 @@ Answer = (
     | Failed
     | NamespacesReply
     | StatReply
+    | Recorded
 )
 
 

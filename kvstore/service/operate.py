@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvstore.errors import BadInput, StoreError, TurnedAway, Unreachable
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
@@ -29,6 +29,14 @@ WARM_SECONDS = 50.0
 """For each of these leases."""
 
 Progress = Callable[[str, int, int], None]
+
+
+class SleepingClock(Clock, Protocol):
+    """Time, and waiting."""
+
+    def sleep(self, seconds: float) -> None:
+        """Do nothing for so long."""
+        ...
 
 
 def stat(socket: str, clock: Clock) -> Facts:
@@ -58,6 +66,72 @@ def _check_name(what: str, given: str) -> None:
     """What is longer is no message to a sidecar. Raises `BadInput`."""
     if len(given) > m.MAX_NAME:
         raise BadInput(f"{what} of {len(given)} characters; see kvstore namespaces for what there is")
+
+
+# Recording ------------------------------------------------------------------------------------------------------------
+
+TAKEN_EVERY_SECONDS = 0.5
+"""How often a sidecar is asked for what it has noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """requests, blocks: written. lost: requests that were not noted, since nobody came for those before."""
+
+    file: str
+    block_tokens: int
+    requests: int
+    blocks: int
+    lost: int
+    seconds: float
+
+
+def record(
+    socket: str,
+    clock: SleepingClock,
+    namespace: str,
+    tenant: str,
+    seconds: float | None,
+    file: str,
+    write: Callable[[str], object],
+    progress: Progress,
+) -> Recorded:
+    """Write what clients look up from now on, a line for each request, in the form that `read_trace` reads.
+
+    seconds: None until this is interrupted. file: for the report. Raises `BadInput`.
+    """
+    _check_name("a namespace's id", namespace)
+    _check_name("a tenant's name", tenant)
+    began = clock.monotonic_seconds()
+    requests = blocks = lost = 0
+    with _connection(socket, clock, "give --socket (its admin.socket) or --data") as ask:
+        begun = ask(m.Record(b"", namespace, tenant), m.Recorded, CALL_SECONDS)
+        try:
+            while True:
+                passed = clock.monotonic_seconds() - began
+                is_over = seconds is not None and passed >= seconds
+                found = ask(m.Record(begun.recording), m.Recorded, CALL_SECONDS)
+                lost = found.lost
+                for at, ids in found.requests:
+                    line = {
+                        "timestamp": round(1000 * at),
+                        "input_length": len(ids) * begun.block_tokens,
+                        "output_length": 0,
+                        "hash_ids": ids,
+                    }
+                    write(json.dumps(line) + "\n")
+                    requests += 1
+                    blocks += len(ids)
+                progress(f"{requests:,} requests, {blocks:,} blocks", int(passed), int(seconds or passed))
+                if is_over and not found.requests:
+                    break
+                if not found.requests:
+                    clock.sleep(TAKEN_EVERY_SECONDS if seconds is None else min(TAKEN_EVERY_SECONDS, seconds))
+        except KeyboardInterrupt:
+            pass  # that is how one without an end is ended
+        finally:
+            ask(m.Record(begun.recording, ends=True), m.Recorded, CALL_SECONDS)
+    return Recorded(file, begun.block_tokens, requests, blocks, lost, clock.monotonic_seconds() - began)
 
 
 # Warming --------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from kvstore.config import format_size
 from kvstore.service.facts import Facts, Looked, NamespaceFacts, TenantFacts, TierFacts
-from kvstore.service.operate import Warmed
+from kvstore.service.operate import Recorded, Warmed
 
 _SHOWN = 20
 """Rows of a table for people; the others are counted."""
@@ -160,6 +160,25 @@ class GoneReport:
     def render(self, console: Any) -> None:
         """For people."""
         console.print(Text(f"{self.what}; it had {_count(self.blocks, 'readable block')}"), soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordReport:
+    """`kvstore record`."""
+
+    recorded: Recorded
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self.recorded)
+
+    def render(self, console: Any) -> None:
+        """For people."""
+        one = self.recorded
+        words = f"{_count(one.requests, 'request')}, {_count(one.blocks, 'block')} of {one.block_tokens} tokens"
+        console.print(Text(f"{one.file}: {words}, in {_span(one.seconds)}; kvstore replay reads it."))
+        if one.lost:
+            console.print(Text(f"{_count(one.lost, 'request')} more came too fast to be written, and are not in it."))
 
 
 @dataclass(frozen=True, slots=True)

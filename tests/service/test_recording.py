@@ -1,0 +1,167 @@
+"""Recording: what is noted of look-ups, what of it leaves the sidecar, and that a replay reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.errors import BadInput
+from kvstore.insight.trace import read_trace
+from kvstore.service import recording
+from kvstore.service.recording import ID_BITS, SILENCE_SECONDS, Recording
+from service.sidecar import patient
+from service.test_operate import CLI, client, refused, run, told
+from service.test_serve import PATHS, serving
+from workbench import MODEL, FakeClock, ids, random_pages, small_layout
+
+KEYS = [bytes([number]) * 32 for number in range(5)]
+
+
+class Noted:
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.drawn = 0
+        self.recording = Recording(self.clock, self.draw)
+
+    def draw(self, count: int) -> bytes:
+        self.drawn += 1
+        return self.drawn.to_bytes(count, "little")
+
+
+def test_a_lookup_becomes_numbers_that_say_nothing_of_a_key() -> None:
+    noted = Noted()
+    token = noted.recording.begin(frozenset([3]))
+    noted.recording.looked_up(3, KEYS[:3])
+    noted.clock.advance(2)
+    noted.recording.looked_up(4, KEYS)
+    noted.recording.looked_up(3, [KEYS[0], KEYS[4]])
+    (first, second), lost = noted.recording.take(token)
+    assert (first.seconds, second.seconds, lost) == (0.0, 2.0, 0)
+    assert first.ids[0] == second.ids[0] and len({*first.ids, *second.ids}) == 4
+    assert all(0 <= one < 1 << ID_BITS for one in first.ids)
+    assert noted.recording.take(token) == ([], 0)
+    noted.recording.end(token)
+    again = noted.recording.begin(frozenset([3]))
+    noted.recording.looked_up(3, KEYS[:3])
+    assert not {*first.ids} & {*noted.recording.take(again)[0][0].ids}, "the same prompt, another recording"
+
+
+def test_equal_keys_of_two_namespaces_are_two_blocks() -> None:
+    noted = Noted()
+    token = noted.recording.begin(frozenset([1, 2]))
+    noted.recording.looked_up(1, KEYS[:1])
+    noted.recording.looked_up(2, KEYS[:1])
+    (first, second), _ = noted.recording.take(token)
+    assert first.ids != second.ids
+
+
+def test_while_nobody_records_nothing_is_noted() -> None:
+    noted = Noted()
+    noted.recording.looked_up(1, KEYS)
+    token = noted.recording.begin(frozenset([1]))
+    assert noted.recording.take(token) == ([], 0)
+    noted.recording.end(token)
+    noted.recording.looked_up(1, KEYS)
+    assert not noted.recording._noted
+    with pytest.raises(BadInput, match="over"):
+        noted.recording.take(token)
+
+
+def test_one_records_at_a_time_and_one_that_is_gone_is_over() -> None:
+    noted = Noted()
+    first = noted.recording.begin(frozenset([1]))
+    with pytest.raises(BadInput, match="somebody else is recording"):
+        noted.recording.begin(frozenset([1]))
+    noted.recording.looked_up(1, KEYS)
+    noted.clock.advance(SILENCE_SECONDS)
+    noted.recording.looked_up(1, KEYS)
+    assert not noted.recording._noted, "nobody came for it"
+    second = noted.recording.begin(frozenset([1]))
+    with pytest.raises(BadInput, match="over"):
+        noted.recording.take(first)
+    assert noted.recording.take(second) == ([], 0)
+
+
+def test_what_waits_is_bounded_and_what_is_lost_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MOST_WAITING", 12)
+    monkeypatch.setattr(recording, "MOST_AT_ONCE", 6)
+    noted = Noted()
+    token = noted.recording.begin(frozenset([1]))
+    for _ in range(4):
+        noted.recording.looked_up(1, KEYS)
+    taken = []
+    while (found := noted.recording.take(token))[0]:
+        assert len(found[0]) == 1 and found[1] == 2
+        taken += found[0]
+    assert len(taken) == 2
+    noted.recording.looked_up(1, KEYS)
+    assert len(noted.recording.take(token)[0]) == 1
+
+
+def test_a_sidecars_traffic_is_written_and_replayed(tmp_path: Path) -> None:
+    """Two engines, one after the other; the file says what was asked and nothing of it."""
+    out = tmp_path / "trace.jsonl"
+    layout = small_layout()
+    with serving(tmp_path, "--nvme", "off") as _, client(tmp_path) as store:
+        handle = store.namespace(model=MODEL, layout=layout)
+        data = str(tmp_path / "kv")
+        command = [*CLI, "record", str(out), "--data", data, "--json"]
+        writing = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **PATHS}
+        )
+        deadline = time.monotonic() + 30
+        while not out.exists() or not out.stat().st_size:
+            assert time.monotonic() < deadline and writing.poll() is None, writing.communicate()
+            handle.match(ids(640, 5))
+            time.sleep(0.1)
+        assert handle.put(ids(640), random_pages(layout, 10)).reason is None
+        for tokens in (ids(640), ids(704), ids(30), ids(320)):
+            handle.match(tokens)
+        with patient(kvstore.open(f"unix:{data}/kvstore.sock")) as another:
+            another.namespace(model=MODEL, layout=layout).match(ids(640))
+        time.sleep(1.5)
+        assert "somebody else is recording" in refused("record", str(tmp_path / "other"), "--data", data)
+        assert not (tmp_path / "other").exists()
+        writing.send_signal(signal.SIGINT)
+        said, errors = writing.communicate(timeout=20)
+        assert writing.returncode == 0, errors
+        report = json.loads(said)
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        mine = [line for line in lines if len(line["hash_ids"]) != 10 or line["hash_ids"] != lines[0]["hash_ids"]]
+        assert [len(line["hash_ids"]) for line in mine] == [10, 11, 5, 10], (
+            "puts are no look-ups, nor is a short prompt"
+        )
+        assert mine[0]["hash_ids"] == mine[3]["hash_ids"] == mine[1]["hash_ids"][:10]
+        assert [line["input_length"] for line in mine] == [640, 704, 320, 640]
+        assert report["requests"] == len(lines) and (report["lost"], report["block_tokens"]) == (0, 64)
+        assert report["blocks"] == sum(len(line["hash_ids"]) for line in lines)
+        assert "is there already" in run("record", str(out), "--data", data).stderr
+        again = tmp_path / "again.jsonl"
+        ended = told("record", str(again), "--data", data, "--seconds", "0.5")
+        assert ended["requests"] == 0
+    trace = read_trace("trace", out.read_text().splitlines(), 64)
+    assert trace.requests == len(lines)
+    found = told("replay", str(out), "--blocks", "100", "--block-tokens", "64")
+    assert found["rows"][0]["hit_blocks"] >= 25
+
+
+def test_without_a_namespace_there_is_nothing_to_record(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "off") as _:
+        out = tmp_path / "trace.jsonl"
+        assert "there is no namespace yet" in refused("record", str(out), "--data", str(tmp_path / "kv"))
+        assert not out.exists()
+        with client(tmp_path) as store:
+            store.namespace(model=MODEL, layout=small_layout())
+            store.namespace(model=MODEL, layout=small_layout(block_tokens=128))
+            line = refused("record", str(out), "--data", str(tmp_path / "kv"))
+            assert "blocks of 64, 128 tokens" in line and "--namespace" in line
+            (one, _) = told("namespaces", "--data", str(tmp_path / "kv"))["namespaces"]
+            done = told("record", str(out), "--data", str(tmp_path / "kv"), "--namespace", one["id"], "--seconds", "0")
+            assert done["block_tokens"] in (64, 128)
