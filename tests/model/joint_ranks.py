@@ -18,6 +18,7 @@ from kvstore.layout import Layout
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
 from kvstore.service.handlers import Handlers
+from kvstore.service.recording import Recording
 from kvstore.service.sessions import Caller, Sessions
 from tiering.residency import FrameState
 from tiering.tier import extent_of
@@ -47,7 +48,9 @@ class Ranks:
         self.store, self.clock, self.layout = self.bench.store, self.bench.clock, layout
         self.whole: NamespaceHandle = self.bench.namespace(layout)
         self.sessions = Sessions(self.store, 1, os.urandom)
-        self.handlers = Handlers(self.store, self.sessions, b"r" * 16, Counting(self.clock))
+        self.handlers = Handlers(
+            self.store, self.sessions, b"r" * 16, Counting(self.clock), Recording(self.clock, bytes)
+        )
         self.ranks: list[Rank] = []
 
     def enter(self, parts: Iterable[int]) -> Rank:

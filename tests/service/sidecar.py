@@ -15,6 +15,7 @@ from kvstore.service.connections import DoorLimits
 from kvstore.service.counting import Counting
 from kvstore.service.handlers import Handlers
 from kvstore.service.local_door import LocalDoor
+from kvstore.service.recording import Recording
 from kvstore.service.remote_door import CallLimits
 from kvstore.service.sessions import Sessions
 
@@ -41,14 +42,15 @@ class Sidecar:
         clock = SystemClock()
         self.sessions = Sessions(self.core, 1, secrets.token_bytes)
         run, self.counting = secrets.token_bytes(16), Counting(clock)
-        self.handlers = Handlers(self.core, self.sessions, run, self.counting)
+        recording = Recording(clock, secrets.token_bytes)
+        self.handlers = Handlers(self.core, self.sessions, run, self.counting, recording)
         self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
         self.door.listen(
             self.path,
             self.store.tenant_keys(self.store.tenant),
             renew=lambda: self.store.tenant_keys(self.store.tenant),
         )
-        self.admin = Admin(self.store, self.sessions, self.counting, self.door, run, lambda: "ready")
+        self.admin = Admin(self.store, self.sessions, self.counting, recording, self.door, run, lambda: "ready")
         self.admin_path = directory / "admin.sock"
         self.door.listen_admin(self.admin_path, self.admin)
         self.door.start()

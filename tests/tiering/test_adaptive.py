@@ -368,4 +368,6 @@ def test_room_is_fitted_to_how_full_the_tier_was() -> None:
         policy.inserted(row)
     next(policy.victims())
     policy.used(list(range(4000)), 4000)
+    for _ in range(adaptive_loops.KINDS):  # reckoned one at a time, and room is looked at with the first of them
+        policy.used([0], 1)
     assert policy._numbers[adaptive_loops.LRU + adaptive_loops.MOST] == 600

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ SCORE_HALF_LIFE_PER_BLOCK, SCORE_HALF_LIFE_LEAST = 4, 20_000
 LEAD, FLOOR = 0.01, 0.0005
 """By what share of its hits, and of all uses, the learning ghost has to lead before the tier follows it."""
 SMALLEST = 256
+GROWN = 4096
+"""Rows, at least."""
 EVENTS = 1024
 ATTEMPTS = 4
 """Draws for a victim, where some of what was drawn may not go."""
@@ -59,7 +62,8 @@ class Adaptive:
         self._found = np.zeros((2, EVENTS), np.int32)
         self._draws = seed << 16  # what is drawn for a victim depends on that and on how many went
         self._changes = 0
-        self._order: Any = np.zeros(SMALLEST, loops.ORDER)
+        self._memory = mmap(-1, SMALLEST * loops.ORDER.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
+        self._order: Any = np.frombuffer(self._memory, loops.ORDER)
         self._learned = np.zeros((3, loops.KINDS, loops.AGES))
         self._numbers = np.zeros(loops.NUMBERS, np.int64)
         self._numbers[loops.DUE] = loops.RECKON_USES
@@ -87,9 +91,9 @@ class Adaptive:
 
     def _grown(self, nodes: Any, names: int) -> list[Any]:
         """Nodes for so many names, with heads. What is not used yet is no memory yet."""
-        more = np.zeros(names + 1, nodes.dtype)
+        more = loops.zeros(names + 1, nodes.dtype)
         more[: len(nodes)] = nodes
-        heads = np.zeros(1 << max(names - 1, 1).bit_length(), np.int32)
+        heads = loops.zeros(1 << max(names - 1, 1).bit_length(), np.dtype(np.int32))
         self._loops.enter_all(more, heads)
         return [more, heads]
 
@@ -121,6 +125,7 @@ class Adaptive:
         order["kind"][nodes] = order["when"][nodes] = 0
         leaves, first = nodes[np.asarray(are_leaves, bool)], self._numbers[loops.LEAVES]
         order["leaf"][first : first + len(leaves)] = leaves
+        order["leaf_when"][first : first + len(leaves)] = order["leaf_kind"][first : first + len(leaves)] = 0
         order["leaf_at"][nodes] = 0
         order["leaf_at"][leaves] = first + 1 + np.arange(len(leaves))
         self._numbers[loops.LEAVES] += len(leaves)
@@ -180,18 +185,16 @@ class Adaptive:
                 node = self._first_victim(attempt)
             if not self.goes_by_worth:
                 break
-        order = self._order
-        node = self._loops.next_leaf(order, 0)
+        node = self._loops.next_leaf(self._order, 0)
         while node:
             before = node
             if node not in skipped:
-                before, changes = int(order[node]["older"]), self._changes
+                before, changes = int(self._order[node]["older"]), self._changes
                 yield node - 1
                 if self._changes == changes:
                     before = node
                 self._flush()
-                order = self._order
-            node = self._loops.next_leaf(order, before)
+            node = self._loops.next_leaf(self._order, before)
 
     def _first_victim(self, attempt: int) -> int:
         stop, self._stop = self._stop, 0
@@ -235,5 +238,7 @@ class Adaptive:
 
     def _grow(self, row: int) -> None:
         self._flush()
-        more = max(row + 2 - len(self._order), 1024, len(self._order) >> 3)
-        self._order = np.concatenate([self._order, np.zeros(more, loops.ORDER)])
+        rows = max(row + 2, len(self._order) + GROWN, len(self._order) * 9 // 8)
+        self._order = None
+        self._memory.resize(rows * loops.ORDER.itemsize)  # by zeros; what is there is moved by its pages, not copied
+        self._order = np.frombuffer(self._memory, loops.ORDER)

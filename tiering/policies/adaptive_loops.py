@@ -14,6 +14,7 @@ hash in chains of nodes, which `heads` begin: with few heads that is slow, and n
 from __future__ import annotations
 
 from logging import getLogger
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ SAMPLES = 4
 MOST_GO = 4
 """Blocks that leave a ghost for one that comes, where it has come to have less room."""
 RECKON_USES = 2048
-"""Uses between two reckonings of worth."""
+"""Uses between two reckonings of a kind's worth."""
 DOUBT = 8.0
 """Looks without a use that every kind has at every age from the start."""
 
@@ -51,17 +52,31 @@ LRU, OWN, NAMES = 8, 12, 16
 """And from there on, of the ghosts and of the history, what `COUNT`, `LEAF_COUNT`, `MOST` and `FREE` are behind that:
 how many there are, leaves among them, how many there may be, and a node that was given back."""
 COUNT, LEAF_COUNT, MOST, FREE = range(4)
-NUMBERS = 20
+TURN, FETCHED = 20, 21
+"""The kind whose worth is reckoned next; and nothing: so that no compiler leaves out what is read only to have it
+near."""
+NUMBERS = 22
 
 LRU_SCORE, OWN_SCORE, SCORE_USES, WEIGHT = range(4)
 """Hits of both ghosts and what was asked for; each counts `WEIGHT`, which grows, so that what is old counts little."""
 HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR = range(4)
 """Settings: half-lives of what is learned and of scores, in uses, and by what the learning ghost has to lead."""
 
-_RING = [("when", "<i8"), ("newer", "<i4"), ("older", "<i4"), ("leaf_at", "<i4"), ("leaf", "<i4"), ("kind", "<i4")]
+_RING = [
+    ("when", "<i8"),
+    ("leaf_when", "<i8"),
+    ("newer", "<i4"),
+    ("older", "<i4"),
+    ("leaf_at", "<i4"),
+    ("leaf", "<i4"),
+    ("kind", "u1"),
+    ("leaf_kind", "u1"),
+]
 ORDER = np.dtype(_RING, align=True)
-"""when, kind: of the last use. leaf_at: a leaf's place in the column `leaf`, from 1 on."""
-GHOST = np.dtype([*_RING, ("next", "<i4"), ("parent", "<i4"), ("children", "<i4"), ("name", "<i8")], align=True)
+"""when, kind: of the last use. leaf_at: a leaf's place in the column `leaf`, from 1 on; leaf_when, leaf_kind: the same
+of the leaf that stands there, so that whoever draws leaves reads one record for each and not two."""
+_TREE = [("next", "<i4"), ("parent", "<i4"), ("children", "<i4"), ("name", "<i8"), ("_to_a_line", "<i8")]
+GHOST = np.dtype([*_RING, *_TREE], align=True)
 HISTORY = np.dtype(
     [
         ("when", "<i8"),
@@ -77,6 +92,12 @@ HISTORY = np.dtype(
 
 _log = getLogger(__name__)
 _compiled = njit(nogil=True)
+
+
+def zeros(count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """So many zeroed records, from the beginning of a page on. What is not used yet is no memory yet, and comes in
+    small pages: numpy asks for huge ones, and whoever touches one first may wait for milliseconds."""
+    return np.frombuffer(mmap(-1, count * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS), dtype)
 
 
 class Loops(NamedTuple):
@@ -132,14 +153,28 @@ def _below(state, bound):
     return np.int64(((state >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
 
 
-@_compiled
-def _age_of(uses):
-    """The step of an age."""
+def _step_of(uses: int) -> int:
     octave = 0
     while uses >= 2 * STEPS:
         uses >>= 1
         octave += 1
-    return min(octave * STEPS + uses, AGES - 1)
+    return octave * STEPS + uses
+
+
+_TABLE_BITS = 12
+_STEP_OF = np.array([_step_of(uses) for uses in range(1 << _TABLE_BITS)], np.int16)
+"""Of short ages; a longer one is so many octaves above one of them."""
+_FURTHER = 8
+
+
+@_compiled
+def _age_of(uses):
+    """The step of an age."""
+    octave = 0
+    while uses >= 1 << _TABLE_BITS:
+        uses >>= _FURTHER
+        octave += _FURTHER
+    return min(octave * STEPS + _STEP_OF[uses], AGES - 1)
 
 
 # Rings and leaves ----------------------------------------------------------------------------------------------------
@@ -173,9 +208,11 @@ def _renew(ring, node):
 def _add_leaf(ring, node, numbers, leaves):
     """leaves: where in `numbers` they are counted."""
     if ring[node].leaf_at == 0:
-        ring[numbers[leaves]].leaf = node
-        numbers[leaves] += 1
-        ring[node].leaf_at = numbers[leaves]
+        at = numbers[leaves]
+        ring[at].leaf = node
+        ring[at].leaf_when = ring[node].when
+        ring[at].leaf_kind = ring[node].kind
+        numbers[leaves] = ring[node].leaf_at = at + 1
 
 
 @_compiled
@@ -183,10 +220,24 @@ def _drop_leaf(ring, node, numbers, leaves):
     at = ring[node].leaf_at
     if at != 0:
         numbers[leaves] -= 1
-        last = ring[numbers[leaves]].leaf
+        end = numbers[leaves]
+        last = ring[end].leaf
         ring[at - 1].leaf = last
+        ring[at - 1].leaf_when = ring[end].leaf_when
+        ring[at - 1].leaf_kind = ring[end].leaf_kind
         ring[last].leaf_at = at
         ring[node].leaf_at = 0
+
+
+@_compiled
+def _mark(ring, node, kind, when):
+    """Its last use was then, and it is of that kind since."""
+    ring[node].kind = kind
+    ring[node].when = when
+    at = ring[node].leaf_at
+    if at != 0:
+        ring[at - 1].leaf_kind = kind
+        ring[at - 1].leaf_when = when
 
 
 @_compiled
@@ -206,11 +257,11 @@ def _least(ring, leaves, first, learned, clock, state):
     least = learned[WORTH, ring[first].kind, _age_of(clock - when)]
     for _ in range(CANDIDATES):
         state = _step(state)
-        node = ring[_below(state, leaves)].leaf
-        used = ring[node].when
-        worth = learned[WORTH, ring[node].kind, _age_of(clock - used)]
+        at = _below(state, leaves)
+        used = ring[at].leaf_when
+        worth = learned[WORTH, ring[at].leaf_kind, _age_of(clock - used)]
         if worth < least or (worth == least and used < when):
-            found, least, when = node, worth, used
+            found, least, when = ring[at].leaf, worth, used
     return found
 
 
@@ -230,6 +281,17 @@ def _find(nodes, heads, name):
     while node != 0 and nodes[node].name != name:
         node = nodes[node].next
     return node
+
+
+@_compiled
+def _fetch(nodes, heads, names, chain, count, numbers):
+    """Have what names lead to near the processor, all at a time, before it is needed one by one."""
+    seen = 0
+    for at in range(count):
+        seen += heads[_head(nodes, heads, names[chain[at]])]
+    for at in range(count):
+        seen += nodes[heads[_head(nodes, heads, names[chain[at]])]].newer
+    numbers[FETCHED] = seen
 
 
 @_compiled
@@ -330,8 +392,7 @@ def _ghost_used(ghost, heads, which, rows, count, names, history, found, learned
         elif at < count:
             hits += 1
         if at <= count and found[0, at] != 0:
-            ghost[node].kind = history[found[0, at]].kind
-            ghost[node].when = history[found[0, at]].when
+            _mark(ghost, node, history[found[0, at]].kind, history[found[0, at]].when)
         found[1, at] = parent = node
         reached = at
     for at in range(reached, len(rows)):
@@ -376,27 +437,24 @@ def _remember(history, heads, name, is_last, learned, numbers):
 
 
 @_compiled
-def _reckon(learned, names, half_life):
-    """The worth of each kind at each age: the best, over all horizons, of the chance of a use to the time it takes."""
+def _reckon(learned, kind, names, half_life):
+    """The worth of a kind at each age: the best, over all horizons, of the chance of a use to the time it takes."""
     alive, waited = np.empty(AGES + 1), np.empty(AGES + 1)
     per_look = names / SAMPLES  # a look stands for so many blocks that were that old for the time of one use
-    for kind in range(KINDS):
-        alive[0], waited[0] = 1.0, 0.0
-        for age in range(AGES):
-            width = 1.0 if age < STEPS else 2.0 ** (age // STEPS - 1)
-            rate = learned[USES, kind, age] / ((learned[LOOKS, kind, age] + DOUBT) * per_look)
-            alive[age + 1] = alive[age] * np.exp(-rate * width)
-            waited[age + 1] = waited[age] + (
-                (alive[age] - alive[age + 1]) / rate if rate > 1e-15 else alive[age] * width
-            )
-        for age in range(AGES):
-            best = 0.0
-            for end in range(age + 1, AGES + 1):
-                time = waited[end] - waited[age]
-                if time > 0.0:
-                    best = max(best, (alive[age] - alive[end]) / time)
-            learned[WORTH, kind, age] = best
-    learned[:WORTH] *= 0.5 ** (RECKON_USES / half_life)
+    alive[0], waited[0] = 1.0, 0.0
+    for age in range(AGES):
+        width = 1.0 if age < STEPS else 2.0 ** (age // STEPS - 1)
+        rate = learned[USES, kind, age] / ((learned[LOOKS, kind, age] + DOUBT) * per_look)
+        alive[age + 1] = alive[age] * np.exp(-rate * width)
+        waited[age + 1] = waited[age] + ((alive[age] - alive[age + 1]) / rate if rate > 1e-15 else alive[age] * width)
+    for age in range(AGES):
+        best = 0.0
+        for end in range(age + 1, AGES + 1):
+            time = waited[end] - waited[age]
+            if time > 0.0:
+                best = max(best, (alive[age] - alive[end]) / time)
+        learned[WORTH, kind, age] = best
+    learned[:WORTH, kind] *= 0.5 ** (RECKON_USES / half_life)
 
 
 @_compiled
@@ -475,7 +533,11 @@ def _learn(
     """Events; then a request came for a chain, the deepest block first, of which the first `count` count as used."""
     if not _followed(events, stop, order, numbers):
         return False
-    for at in range(min(count + 1, len(chain))):
+    counted = min(count + 1, len(chain))
+    _fetch(history, history_heads, names, chain, counted, numbers)
+    _fetch(lru, lru_heads, names, chain, counted, numbers)
+    _fetch(own, own_heads, names, chain, counted, numbers)
+    for at in range(counted):
         name = names[chain[at]]
         if at < count:
             node = _remember(history, history_heads, name, 1 if at == 0 else 0, learned, numbers)
@@ -485,17 +547,19 @@ def _learn(
                 history[node].kind &= 255 - LAST
         found[0, at] = node
         if node != 0:
-            order[chain[at] + 1].kind = history[node].kind
-            order[chain[at] + 1].when = history[node].when
+            _mark(order, chain[at] + 1, history[node].kind, history[node].when)
     hits = _ghost_used(lru, lru_heads, LRU, chain, count, names, history, found, learned, numbers)
     scores[LRU_SCORE] += hits * scores[WEIGHT]
     hits = _ghost_used(own, own_heads, OWN, chain, count, names, history, found, learned, numbers)
     scores[OWN_SCORE] += hits * scores[WEIGHT]
     _guard(scores, settings, count, numbers)
-    if numbers[CLOCK] >= numbers[DUE]:
-        _reckon(learned, numbers[NAMES + COUNT], settings[HALF_LIFE])
-        _fit(numbers)
-        numbers[DUE] = numbers[CLOCK] + RECKON_USES
+    if numbers[CLOCK] >= numbers[DUE]:  # of one kind at a time, so that nobody waits for all
+        kind = numbers[TURN]
+        _reckon(learned, kind, numbers[NAMES + COUNT], settings[HALF_LIFE])
+        if kind == 0:
+            _fit(numbers)
+        numbers[TURN] = (kind + 1) % KINDS
+        numbers[DUE] += RECKON_USES // KINDS
     return True
 
 

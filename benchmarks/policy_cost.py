@@ -1,0 +1,83 @@
+"""What the adaptive policy costs: CPU for each block that a request asks for over what LRU costs, and its longest call.
+
+    python benchmarks/policy_cost.py TRACE
+
+Requests run through the tables of a store without memory (`kvstore replay`). CPU time of this thread: the median of
+`LAPS` laps, each with LRU right before it. The longest call of a lap is the longest time that whoever waits for the
+store waits for the policy; of these, too, the median: a machine that is shared may stop anybody for milliseconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvstore.insight.trace import Trace, read_trace
+from kvstore.node import build_replay
+from tiering.policies.adaptive import Adaptive
+from tiering.policies.lru import LeafFirstLru
+from tiering.policies.policy import PolicyMaker
+
+LAPS = 5
+SIZES = (1_000, 10_000, 64_000)
+CALLS = ("used", "touched", "inserted", "removed", "became_leaf", "became_inner", "_first_victim")
+
+
+def cpu_us(make: PolicyMaker, blocks: int, trace: Trace) -> float:
+    """Of one lap, for each block."""
+    replay = build_replay(make, blocks)
+    began = time.thread_time()
+    replay.run(trace)
+    return 1e6 * (time.thread_time() - began) / len(trace.blocks)
+
+
+def longest_ms(blocks: int, trace: Trace) -> float:
+    """Of one lap."""
+    replay = build_replay(Adaptive, blocks)
+    policy: Any = replay._blocks.residency.policy
+    longest = 0.0
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            nonlocal longest
+            began = time.thread_time()
+            found = call(*given)
+            longest = max(longest, time.thread_time() - began)
+            return found
+
+        return run
+
+    for name in CALLS:
+        setattr(policy, name, timed(getattr(policy, name)))
+    replay.run(trace)
+    return 1e3 * longest
+
+
+def main(path: str) -> None:
+    """One JSON object for each size."""
+    with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as lines:
+        trace = read_trace(path, lines)
+    for blocks in SIZES:
+        lru, over = [], []
+        for _ in range(LAPS):
+            lru.append(cpu_us(LeafFirstLru, blocks, trace))
+            over.append(cpu_us(Adaptive, blocks, trace) - lru[-1])
+        longest = [longest_ms(blocks, trace) for _ in range(LAPS)]
+        row = {
+            "blocks": blocks,
+            "lru_us": statistics.median(lru),
+            "over_lru_us": statistics.median(over),
+            "longest_call_ms": statistics.median(longest),
+        }
+        print(json.dumps({name: round(value, 2) for name, value in row.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python benchmarks/policy_cost.py TRACE")
+    main(sys.argv[1])
