@@ -118,6 +118,7 @@ EXEMPTIONS = (
     ),
     Exemption("tiering/lmdb_index.py", frozenset({DISK}), "LMDB opens its file by itself; here it is checked before"),
     Exemption("tiering/index_digest.py", frozenset({DISK}), "reads that same file as a whole"),
+    Exemption("tiering/lazy_memory.py", frozenset({MEMORY}), "private zeros in place of those of numpy"),
     Exemption("tiering/extents.py", frozenset({MEMORY}), "the one maker of shared memory: memfd, size, map, advice"),
 )
 

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
 
+from tiering.lazy_memory import LazyRecords
 from tiering.policies import adaptive_loops as loops
 
 HISTORY_PER_BLOCK, HISTORY_LEAST = 4, 1 << 16
@@ -62,8 +62,8 @@ class Adaptive:
         self._found = np.zeros((2, EVENTS), np.int32)
         self._draws = seed << 16  # what is drawn for a victim depends on that and on how many went
         self._changes = 0
-        self._memory = mmap(-1, SMALLEST * loops.ORDER.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
-        self._order: Any = np.frombuffer(self._memory, loops.ORDER)
+        self._records = LazyRecords(SMALLEST, loops.ORDER)
+        self._order: Any = self._records.array
         self._learned = np.zeros((3, loops.KINDS, loops.AGES))
         self._numbers = np.zeros(loops.NUMBERS, np.int64)
         self._numbers[loops.DUE] = loops.RECKON_USES
@@ -91,9 +91,9 @@ class Adaptive:
 
     def _grown(self, nodes: Any, names: int) -> list[Any]:
         """Nodes for so many names, with heads. What is not used yet is no memory yet."""
-        more = loops.zeros(names + 1, nodes.dtype)
+        more = LazyRecords(names + 1, nodes.dtype).array
         more[: len(nodes)] = nodes
-        heads = loops.zeros(1 << max(names - 1, 1).bit_length(), np.dtype(np.int32))
+        heads = LazyRecords(1 << max(names - 1, 1).bit_length(), np.dtype(np.int32)).array
         self._loops.enter_all(more, heads)
         return [more, heads]
 
@@ -240,5 +240,5 @@ class Adaptive:
         self._flush()
         rows = max(row + 2, len(self._order) + GROWN, len(self._order) * 9 // 8)
         self._order = None
-        self._memory.resize(rows * loops.ORDER.itemsize)  # by zeros; what is there is moved by its pages, not copied
-        self._order = np.frombuffer(self._memory, loops.ORDER)
+        self._records.grow_to(rows)
+        self._order = self._records.array

@@ -14,7 +14,6 @@ hash in chains of nodes, which `heads` begin: with few heads that is slow, and n
 from __future__ import annotations
 
 from logging import getLogger
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,12 +91,6 @@ HISTORY = np.dtype(
 
 _log = getLogger(__name__)
 _compiled = njit(nogil=True)
-
-
-def zeros(count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """So many zeroed records, from the beginning of a page on. What is not used yet is no memory yet, and comes in
-    small pages: numpy asks for huge ones, and whoever touches one first may wait for milliseconds."""
-    return np.frombuffer(mmap(-1, count * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS), dtype)
 
 
 class Loops(NamedTuple):
