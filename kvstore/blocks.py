@@ -185,6 +185,8 @@ class Blocks:
                 residency.listed(row)
                 if self.lower is not None:
                     self.lower.admission.stored(row)
+            elif residency.retention is not None:
+                residency.retention.came(row)
             if not self.is_below(row):
                 self._came_alone(row)
         for part in range(len(self.spaces[number].classes)):
@@ -200,6 +202,7 @@ class Blocks:
         if self.lower is None:
             self.residency.policy.touched(chain)
             return
+        self.lower.residency.policy.used(chain, count)
         self.lower.admission.used(chain, count)
         self.unwritten.used(chain[:count])
         for residency in (self.residency, self.lower.residency):
@@ -306,6 +309,7 @@ class Blocks:
             if below is not None and not self._may_go(row):
                 continue
             places += self.residency.left(row, self.index.parent(row))
+            self.unwritten.missed += self.unwritten.waits(row)
             self.unwritten.went(row)
             if not stays:
                 self.index.remove(row, remember=True)

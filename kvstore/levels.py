@@ -254,10 +254,12 @@ class Levels:
 
     def _is_pressed(self) -> bool:
         """Whether less than a part of DRAM can be had at once. Where it is chosen what is written, that is all but the
-        blocks that wait for the choice: it is made as late as it may be, when most is known of them."""
+        blocks that wait for the choice: it is made as late as it may be, when most is known of them; and at once where
+        some went that nobody had looked at, since others are used so much that they stay."""
         dram = self._blocks.dram
         if self._lower.admission.chooses:
-            return self._unwritten.waiting_bytes > (1 - SPILL_FRACTION) * dram.budget_bytes
+            waiting = self._unwritten.waiting_bytes
+            return waiting > (1 - SPILL_FRACTION) * dram.budget_bytes or self._unwritten.missed > 0
         with self._lock:
             usage = dram.usage()
         free_share = usage.free / usage.capacity if usage.capacity else 1.0
@@ -273,14 +275,21 @@ class Levels:
             by_space: dict[int, list[int]] = {}
             taken: set[int] = set()
             enough = CHOSEN_DOWN_TO * blocks.dram.budget_bytes if admission is not None and admission.chooses else 0.0
+            missed, unwritten.missed = unwritten.missed, 0
             left = float(unwritten.waiting_bytes)
+            looked_at: list[int] = []
             for row in rows:
-                if left < enough:
+                if left < enough and not missed:
                     break
+                looked_at.append(row)
                 way = self._way_down(row, taken)
                 number = blocks.index.namespace_of(row)
                 left -= blocks.spaces[number].block_bytes
-                if not way:  # it goes down anyhow, behind a block that follows it
+                if not way or not self._sinking.isdisjoint(way):  # it goes down anyhow
+                    continue
+                is_whole = all(blocks.index.state(one) is RowState.VISIBLE for one in way)
+                if admission is not None and admission.chooses and not is_whole:
+                    unwritten.decline(row)  # one before it was quarantined: it would be paid for, and not be written
                     continue
                 if admission is None or admission.admits(way[::-1], blocks.spaces[number].block_bytes):
                     taken.update(way)
@@ -293,7 +302,7 @@ class Levels:
                 self._sink(number, mine)
         finally:
             with self._lock:  # what could not go now is tried again after all others
-                unwritten.used(row for row in rows if unwritten.waits(row))
+                unwritten.used(row for row in looked_at if unwritten.waits(row))
 
     def _way_down(self, row: int, taken: set[int]) -> list[int]:
         """A block and the ancestors that have to go down before it, these first: NVMe may have given one up.

@@ -1056,6 +1056,7 @@ class Store:
                 if row == NO_ROW:
                     row = blocks.begin(record.namespace, key, parent, record.priority, record.expires_at)
                 else:
+                    index.renew(row, record.priority, record.expires_at)
                     record.refills.add(row)
                 record.rows.append(row)
                 record.parents.append(parent_key)

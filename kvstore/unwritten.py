@@ -19,6 +19,8 @@ class Unwritten:
         self._waiting: OrderedDict[int, int] = OrderedDict()
         self._declined: dict[int, int] = {}
         self.waiting_bytes = 0
+        self.missed = 0
+        """How many left DRAM before it was their turn; whoever looks at the others begins anew."""
 
     def __len__(self) -> int:
         """How many wait."""

@@ -28,6 +28,8 @@ class LazyRecords:
         try:
             before.resize(count * dtype.itemsize)
         except BufferError:
-            self._memory = mmap(-1, count * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
-            self._memory[: len(before)] = before[:]
-        self.array = np.frombuffer(self._memory, dtype)
+            more = mmap(-1, count * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
+            more[: len(before)] = before[:]
+            self._memory = more
+        finally:  # also where there is no memory: what was there is there
+            self.array = np.frombuffer(self._memory, dtype)

@@ -140,7 +140,9 @@ class Retention:
     # Inside --------------------------------------------------------------------------------------------------------
 
     def _decayed_at(self, priority: int) -> float:
-        return self._seconds() + SECONDS_PER_PRIORITY * max(0, priority)
+        """In whole seconds: else each block of a chain would be kept a little longer than the one before, and its
+        ancestors walked anew for it."""
+        return int(self._seconds()) + SECONDS_PER_PRIORITY * max(0, priority)
 
     def _keep(self, row: int, until: float) -> None:
         """With its ancestors. If there is more than may be kept, those go back whose time ends first, of these the

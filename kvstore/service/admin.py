@@ -118,7 +118,7 @@ class Admin:
         if verb.recording:
             requests, lost = self._recording.take(verb.recording)
             return m.Recorded(verb.recording, 0, [(one.seconds, one.ids) for one in requests], lost)
-        spaces = [one for _, one in self._spaces()]
+        spaces = [one for name, one in self._spaces() if verb.tenant in ("", name)]
         if verb.id:
             spaces = [chosen_space(self._spaces(), verb.id, verb.tenant)]
         sizes = {one.namespace.layout.block_tokens for one in spaces}
@@ -127,7 +127,7 @@ class Admin:
             raise BadInput(
                 f"namespaces have blocks of {there} tokens, and a trace has blocks of one size; give --namespace"
                 if sizes
-                else "there is no namespace yet; begin when an engine has opened one"
+                else "there is no namespace of that kind yet; begin when an engine has opened one"
             )
         return m.Recorded(self._recording.begin(frozenset(one.number for one in spaces)), sizes.pop())
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Protocol, TypeVar
 
 from kvstore.errors import BadInput, StoreError, TurnedAway, Unreachable
@@ -102,6 +103,8 @@ def record(
     """
     _check_name("a namespace's id", namespace)
     _check_name("a tenant's name", tenant)
+    if seconds is not None and not isfinite(seconds):
+        raise BadInput(f"--seconds {seconds}; give a number, 0 or more, or leave it out")
     began = clock.monotonic_seconds()
     requests = blocks = lost = 0
     with _connection(socket, clock, "give --socket (its admin.socket) or --data") as ask:
@@ -113,6 +116,8 @@ def record(
                 found = ask(m.Record(begun.recording), m.Recorded, CALL_SECONDS)
                 lost = found.lost
                 for at, ids in found.requests:
+                    if seconds is not None and at > seconds:
+                        break
                     line = {
                         "timestamp": round(1000 * at),
                         "input_length": len(ids) * begun.block_tokens,
@@ -123,7 +128,7 @@ def record(
                     requests += 1
                     blocks += len(ids)
                 progress(f"{requests:,} requests, {blocks:,} blocks", int(passed), int(seconds or passed))
-                if is_over and not found.requests:
+                if is_over and (not found.requests or found.requests[-1][0] > (seconds or 0)):
                     break
                 if not found.requests:
                     clock.sleep(TAKEN_EVERY_SECONDS if seconds is None else min(TAKEN_EVERY_SECONDS, seconds))

@@ -22,6 +22,8 @@ SILENCE_SECONDS = 10.0
 """After which a recording is over, if nobody came for it."""
 MOST_WAITING = 1 << 20
 """Blocks that are noted and were not taken yet."""
+_OVERHEAD = 4
+"""What a request takes beside its blocks, in blocks."""
 MOST_AT_ONCE = 1 << 15
 """Blocks that are taken at a time; of one request, if it has more."""
 SALT_BYTES = 32
@@ -79,22 +81,26 @@ class Recording:
 
     def looked_up(self, namespace: int, keys: Sequence[bytes]) -> None:
         """A request asked how much of its prompt there is."""
-        if not self._token or namespace not in self._namespaces or not keys:
+        if not self._token:
             return
         with self._lock:
             now = self._clock.monotonic_seconds()
             if now - self._asked_at >= SILENCE_SECONDS:
                 self._end()
-            elif self._waiting + len(keys) > MOST_WAITING:
+            elif namespace not in self._namespaces or not keys:
+                return
+            elif self._waiting + len(keys) + _OVERHEAD > MOST_WAITING:
                 self._lost += 1
             else:
                 self._noted.append(_Noted(now - self._began_at, namespace, keys))
-                self._waiting += len(keys)
+                self._waiting += len(keys) + _OVERHEAD
 
     def take(self, token: bytes) -> tuple[list[LookedUp], int]:
         """What was noted, in its order, as far as it is taken at a time; and how many look-ups were lost in all. Raises
         `BadInput` where the recording is over."""
         with self._lock:
+            if self._clock.monotonic_seconds() - self._asked_at >= SILENCE_SECONDS:
+                self._end()
             if not token or token != self._token:
                 raise BadInput("that recording is over: nobody came for what it noted; begin another one")
             self._asked_at = self._clock.monotonic_seconds()
@@ -103,7 +109,7 @@ class Recording:
             while self._noted and (not taken or blocks + len(self._noted[0].keys) <= MOST_AT_ONCE):
                 taken.append(self._noted.popleft())
                 blocks += len(taken[-1].keys)
-            self._waiting -= blocks
+            self._waiting -= blocks + _OVERHEAD * len(taken)
             salt, lost = self._salt, self._lost
         return [LookedUp(one.at, [_id(salt, one.namespace, key) for key in one.keys]) for one in taken], lost
 

@@ -83,6 +83,23 @@ def test_what_comes_back_is_written_and_what_does_not_is_not(tmp_path: Path) -> 
         store.check()
 
 
+def test_blocks_that_are_used_all_the_time_keep_nobody_from_being_looked_at(tmp_path: Path) -> None:
+    """They stay in DRAM and are on NVMe; what comes and goes beside them is still chosen from."""
+    with opened(tmp_path, nvme_writes="learned") as store:
+        load = Load(store)
+        hot = [load.long(1_000 + number) for number in range(2)]
+        for tokens in hot:
+            pages = random_pages(load.layout, 20)
+            assert load.handle.put(tokens, pages, durability="disk").reason is None
+        before = load.counters()["demoted_blocks"]
+        for _ in range(40):
+            load.go_on(1)
+            for tokens in hot:
+                load.get(tokens)
+        assert load.counters()["demoted_blocks"] > before
+        store.check()
+
+
 def test_by_itself_everything_is_written(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         load = Load(store)

@@ -154,6 +154,23 @@ ACTS = st.lists(st.one_of(PUTS, PUTS, PUTS, HOLDS, RELEASES), min_size=20, max_s
 GUARANTEES = st.tuples(*[st.sampled_from([0.0625, 0.2, 0.25, 0.33])] * 3)
 
 
+def test_a_tenant_that_reads_is_not_idle_on_disk(tmp_path: Path) -> None:
+    world = Tenants(tmp_path, {"reader": Share(0.1), "writer": Share(0.1)}, nvme="3MiB")
+    with world.store:
+        for prompt in range(6):
+            assert world.put("reader", prompt) is None
+        assert world.store._store._levels is not None
+        world.store._store._levels.sink_all(30)
+        for prompt in range(60):
+            assert world.put("writer", prompt) is None
+            handle = world.handle("reader")
+            for mine in range(6):
+                handle.lease(handle.match(tokens(mine, 10))).release()
+        assert world.blocks.lower is not None and world.shares is not None
+        idle = world.blocks.lower.residency.groups.idle()  # type: ignore[union-attr]
+        assert not idle[world.shares.of_namespace[world.handle("reader").number]]
+
+
 class Watched(Tenants):
     """Looks, before and after each time that room is made, at those who are within their guarantee."""
 

@@ -81,7 +81,7 @@ def test_one_records_at_a_time_and_one_that_is_gone_is_over() -> None:
         noted.recording.begin(frozenset([1]))
     noted.recording.looked_up(1, KEYS)
     noted.clock.advance(SILENCE_SECONDS)
-    noted.recording.looked_up(1, KEYS)
+    noted.recording.looked_up(2, KEYS)
     assert not noted.recording._noted, "nobody came for it"
     second = noted.recording.begin(frozenset([1]))
     with pytest.raises(BadInput, match="over"):
@@ -90,7 +90,7 @@ def test_one_records_at_a_time_and_one_that_is_gone_is_over() -> None:
 
 
 def test_what_waits_is_bounded_and_what_is_lost_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MOST_WAITING", 12)
+    monkeypatch.setattr(recording, "MOST_WAITING", 20)
     monkeypatch.setattr(recording, "MOST_AT_ONCE", 6)
     noted = Noted()
     token = noted.recording.begin(frozenset([1]))
@@ -127,6 +127,8 @@ def test_a_sidecars_traffic_is_written_and_replayed(tmp_path: Path) -> None:
         with patient(kvstore.open(f"unix:{data}/kvstore.sock")) as another:
             another.namespace(model=MODEL, layout=layout).match(ids(640))
         time.sleep(1.5)
+        assert "give a number" in refused("record", str(tmp_path / "other"), "--data", data, "--seconds", "inf")
+        assert "no namespace of that kind" in refused("record", str(tmp_path / "o"), "--data", data, "--tenant", "b")
         assert "somebody else is recording" in refused("record", str(tmp_path / "other"), "--data", data)
         assert not (tmp_path / "other").exists()
         writing.send_signal(signal.SIGINT)
@@ -155,7 +157,7 @@ def test_a_sidecars_traffic_is_written_and_replayed(tmp_path: Path) -> None:
 def test_without_a_namespace_there_is_nothing_to_record(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as _:
         out = tmp_path / "trace.jsonl"
-        assert "there is no namespace yet" in refused("record", str(out), "--data", str(tmp_path / "kv"))
+        assert "there is no namespace of that kind yet" in refused("record", str(out), "--data", str(tmp_path / "kv"))
         assert not out.exists()
         with client(tmp_path) as store:
             store.namespace(model=MODEL, layout=small_layout())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tiering.lazy_memory import LazyRecords
 
@@ -19,6 +20,14 @@ def test_what_is_there_stays_when_it_grows() -> None:
     records.grow_to(300_000)
     assert records.array["count"][99_999] == 7 and records.array["name"][:3].tolist() == [1, 2, 3]
     assert records.array.ctypes.data % 4096 == 0
+
+
+def test_where_there_is_no_memory_what_was_there_stays() -> None:
+    records = LazyRecords(3, PAIR)
+    records.array["name"][:] = (1, 2, 3)
+    with pytest.raises(OSError):
+        records.grow_to(1 << 55)
+    assert records.array["name"].tolist() == [1, 2, 3]
 
 
 def test_whoever_still_holds_the_array_keeps_what_was_there() -> None:

@@ -136,6 +136,29 @@ def test_what_is_kept_is_not_walked_past_twice() -> None:
     assert next(policy.victims()) == others[1]
 
 
+def test_a_chain_costs_by_its_length() -> None:
+    """Also on a clock that goes on while its blocks are told of."""
+    tree = Tree([10_000 * BLOCK])
+    steps, parent = 0, tree.parent
+
+    def seconds() -> float:
+        tree.now += 1e-6
+        return tree.now
+
+    def counted(row: int) -> int:
+        nonlocal steps
+        steps += 1
+        return parent(row)
+
+    tree.retention._seconds = seconds
+    tree.parent = counted  # type: ignore[method-assign]
+    rows = tree.put(300, priority=50)
+    tree.retention.used(rows[::-1])
+    for row in rows:
+        tree.retention.came(row)
+    assert steps < 10 * len(rows), steps
+
+
 class Lives(RuleBasedStateMachine):
     """Whatever happens, no group keeps more than its budget, and nothing is kept without its ancestors."""
 

@@ -240,5 +240,7 @@ class Adaptive:
         self._flush()
         rows = max(row + 2, len(self._order) + GROWN, len(self._order) * 9 // 8)
         self._order = None
-        self._records.grow_to(rows)
-        self._order = self._records.array
+        try:
+            self._records.grow_to(rows)
+        finally:
+            self._order = self._records.array
