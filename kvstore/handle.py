@@ -305,8 +305,7 @@ class NamespaceHandle:
         else:
             start = present = self._door.present(self.number, keys)
         if start == len(keys) and (ttl or priority > 0) and keys:  # they are to be kept for longer
-            start = self._door.reserve(self.number, keys, len(keys), priority, ttl, None).present
-            present = start
+            start = present = self._door.reserve(self.number, keys, len(keys), priority, ttl, None).present
         if start == len(keys):
             return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability)
         # Unusable pages must show before anything is evicted for them.

@@ -10,7 +10,7 @@ with it count as if they left, too. A class of which few come back is not writte
 
 A budget of bytes for each second is spent on the classes of which most come back, the one at the edge in part. What is
 not spent is kept for an hour, and the more of it is left the more is written: a new tier fills at once, and a quiet
-hour pays for a busy one. Nothing is written beyond it.
+hour pays for a busy one. Nothing is written beyond it, but that each start begins with an hour's.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ MAX_COMMITTED = 8192
 MAX_PARTS = 4096
 DROP_SECONDS = 30.0
 MAX_NAME = 128
-RECORDING_BYTES = 16
 """Characters of a tenant's name, or of a namespace's id."""
+RECORDING_BYTES = 16
+"""What a recording is called."""
 
 Keys = Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(max_length=MAX_KEYS)]
 Numbers = Annotated[list[int], Meta(max_length=MAX_LEASES)]

@@ -2,7 +2,8 @@
 
     [store]    data dram nvme extent slab scrub          [limits]  see `kvstore.config.Limits`
                prefault keeper policy nvme_writes
-    [door]     socket mode users, and see `DoorLimits`   [tenants.NAME]  socket users
+    [door]     socket mode users share weight, and see `DoorLimits`
+    [tenants.NAME]  socket users share weight
     [admin]    socket                                    [http]    listen
     [log]      level format
 
