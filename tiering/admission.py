@@ -4,9 +4,9 @@
 
 Eviction asks what is worth least; admission asks what is worth a write, since a drive takes a number of them only. A
 block is of a class: how often it was used, whether it was the last of its request, whether that began a conversation,
-and how many new blocks it brought. Of each class it is counted how many of those that left came back while half as
-many others left as the tier holds; what was written counts once for each stay there, and its ancestors that are written
-with it count as if they left, too. A class of which few come back is not written.
+and how many new blocks it brought. Of each class it is counted how many of those that left came back while a third
+as many others left as the tier holds; what was written counts once for each stay there, and its ancestors that are
+written with it count as if they left, too. A class of which few come back is not written.
 
 A budget of bytes for each second is spent on the classes of which most come back, the one at the edge in part. What is
 not spent is kept for an hour, and the more of it is left the more is written: a new tier fills at once, and a quiet
@@ -24,7 +24,7 @@ LEAST_SHARE = 0.1
 """Of a class that comes back: below it, a write is not worth it."""
 BUCKET_SECONDS = 3600.0
 """Of the budget, that is kept when it is not spent."""
-URGE = 4.0
+URGE = 5.0
 """With all of that left, so many times the budget is spent; the budget itself with a part of it."""
 USES = 5
 """So many and more are counted as equal."""
@@ -34,10 +34,10 @@ _KINDS = SIZES * 2 * 2
 CLASSES = USES * _KINDS
 _BEGINS_BEHIND = 1
 """Blocks that all requests may have in common: whoever found no more begins a conversation."""
-LEAST_HISTORY, MOST_HISTORY = 1 << 14, 1 << 17
+LEAST_HISTORY, MOST_HISTORY = 1 << 13, 1 << 17
 PAST = 4
 """Histories for which those that did not come back are remembered: they may after all."""
-_HALF_LIFE = 4
+_HALF_LIFE = 8
 """Counts are halved when so many histories have left."""
 _RANKED_EVERY = 256
 """Blocks that leave between two looks at the order of classes."""
@@ -137,8 +137,8 @@ class LearnedAdmission:
         return total_bytes / (seconds + BUCKET_SECONDS * (1 - 1 / URGE))
 
     def expect(self, blocks: int) -> None:
-        """Those that left are waited for while half as many leave."""
-        self._history = min(max(LEAST_HISTORY, blocks // 2), MOST_HISTORY)
+        """Those that left are waited for while a third as many leave."""
+        self._history = min(max(LEAST_HISTORY, blocks // 3), MOST_HISTORY)
 
     def stored(self, row: int) -> None:
         """Nobody has used it so far."""

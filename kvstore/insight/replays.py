@@ -33,6 +33,8 @@ KV_BYTES_PER_TOKEN = 128 << 10
 
 OPTIMUM = "optimum"
 ALL, LEARNED, COIN, ORACLE = ADMISSIONS = ("all", "learned", "random", "oracle")
+BUDGETS, NEAR_ENOUGH = 4, 0.002
+"""Replays until a budget is spent that is the wanted share of the bytes, within so much of it."""
 MOST_BLOCKS = 1 << 22
 """What tables are made for; a trace of that many distinct blocks has some million requests."""
 
@@ -275,8 +277,7 @@ class _Here:
         if LEARNED in self.options.admission:
             yield LEARNED, None, self.run(", learned", self._learned(None))
             for share in shares:
-                budget = LearnedAdmission.rate_for(share * total, seconds)
-                done = self.run(f", learned, {share:g} of the bytes", self._learned(budget))
+                done = self._within(share, written[share], seconds)
                 written[share] = int(done.nvme_writes.sum())
                 yield LEARNED, share, done
         if COIN in self.options.admission:
@@ -299,6 +300,23 @@ class _Here:
             return LearnedAdmission(replay.names, lambda: replay.seconds, budget)
 
         return learned
+
+    def _within(self, share: float, wanted: int, seconds: float) -> Replayed:
+        """The one of several budgets that spends most nearly so many blocks: how much of what is kept is left at the
+        end, nobody knows before."""
+        tried: dict[int, Replayed] = {}
+        planned = float(wanted)
+        for number in range(1, BUDGETS + 1):
+            words = f", learned, {share:g} of the bytes, try {number}"
+            done = self.run(words, self._learned(LearnedAdmission.rate_for(planned, seconds)))
+            count = int(done.nvme_writes.sum())
+            if count in tried or not count:
+                break  # it writes all that it finds worth it, or nothing
+            tried[count] = done
+            if abs(count - wanted) <= wanted * NEAR_ENOUGH:
+                break
+            planned *= wanted / count
+        return tried[min(tried, key=lambda count: abs(count - wanted))]
 
     def _coin(self, share: float, wanted: int) -> Replayed:
         """The one of several that writes most nearly so many blocks."""
