@@ -156,7 +156,7 @@ def test_ghosts_and_history_take_few_bytes_for_each_block() -> None:
     blocks = 64_000
     arrays = Adaptive(array("q"), 0)
     arrays.expect(blocks)
-    held = sum(one.nbytes for one in (*arrays._ghosts, *arrays._history, arrays._learned, arrays._found))
+    held = sum(one.nbytes for one in (*arrays._ghosts, *arrays._history, arrays._learned, arrays._told))
     print(f"{held / blocks:.0f} bytes for each block of {blocks}")
     assert held / blocks <= 500
     tracemalloc.start()
@@ -328,6 +328,54 @@ def test_whatever_chains_it_is_told_its_tables_stay_whole(data: st.DataObject, n
                 random.randrange(1, int(policy._numbers[adaptive_loops.NODES]) + 1)
             )
         rings_are_whole(policy)
+
+
+@given(seed=st.integers(0, 10**6), room=st.sampled_from([3, 16, 200]))
+@settings(max_examples=40, deadline=None)
+def test_it_is_the_same_whether_a_long_request_is_told_at_once_or_in_pieces(seed: int, room: int) -> None:
+    """Pieces of any size, in any number before the next request, which is told the rest."""
+    random = Random(seed)
+    rows = array("q", (random.randrange(1000) for _ in range(300)))
+    at_once, in_pieces = Adaptive(rows, seed), Adaptive(rows, seed)
+    for policy, most in ((at_once, 1 << 30), (in_pieces, 0)):
+        policy._at_once = most
+        policy.expect(room)
+    for use in range(150):
+        chain = random.sample(range(300), random.randrange(1, 120))
+        count = random.randrange(len(chain) + 1)
+        for policy in (at_once, in_pieces):
+            policy.used(chain, count)
+        for _ in range(random.randrange(3)):
+            in_pieces._catch_up(random.randrange(1, 40))
+            rings_are_whole(in_pieces)
+        if use == 75:
+            for policy in (at_once, in_pieces):
+                policy.expect(300)
+    assert in_pieces._told.shape == at_once._told.shape
+    in_pieces._catch_up(1 << 30)
+    for mine, theirs in zip(
+        (*in_pieces._ghosts, *in_pieces._history, in_pieces._numbers, in_pieces._scores, in_pieces._learned),
+        (*at_once._ghosts, *at_once._history, at_once._numbers, at_once._scores, at_once._learned),
+        strict=True,
+    ):
+        assert (mine == theirs).all()
+
+
+def test_a_victim_is_found_before_a_long_request_is_told_in_full() -> None:
+    """The learning ghost is told of a piece before each victim, and of the rest with the next request."""
+    policy = Adaptive(array("q", range(1, 400)), 1)
+    policy.expect(400)
+    chain = list(range(300))
+    left = adaptive_loops.OWN + adaptive_loops.LEFT
+    for row in chain:
+        policy.inserted(row)
+    policy.used(chain, len(chain))
+    assert policy._numbers[left] == 300
+    next(policy.victims())
+    assert policy._numbers[left] == 300 - adaptive_loops.PIECE
+    assert policy._numbers[adaptive_loops.LRU + adaptive_loops.COUNT] == 300
+    policy.used([300], 1)
+    assert policy._numbers[left] == 0 and policy._numbers[adaptive_loops.OWN + adaptive_loops.COUNT] == 301
 
 
 def test_a_leaf_that_may_not_go_does_not_cost_the_young_ones() -> None:

@@ -17,7 +17,8 @@ that is worth least. Hits are counted in both, and fade. The tier begins as LRU,
 and returns to LRU when it falls behind.
 
 Everything that is done for each block is compiled (`adaptive_loops`). Events are collected in a buffer and told there
-in one call.
+in one call. Of a long request the learning ghost, which costs most, is told in pieces, one before each victim, so that
+nobody waits for all of it; what comes of it is the same.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Adaptive:
         self._loops = loops.prepare()
         self._stop = 0
         self._make_buffer(EVENTS)
-        self._found = np.zeros((2, EVENTS), np.int32)
+        self._told = np.zeros((loops.TOLD, EVENTS), np.int64)
+        self._owes = False  # whether the learning ghost was not told of all of the last request
         self._draws = seed << 16  # what is drawn for a victim depends on that and on how many went
         self._changes = 0
         self._records = LazyRecords(SMALLEST, loops.ORDER)
@@ -68,8 +70,10 @@ class Adaptive:
         self._numbers = np.zeros(loops.NUMBERS, np.int64)
         self._numbers[loops.DUE] = loops.RECKON_USES
         self._numbers[loops.DRAWS] = seed * 2 + 0x2545F4914F6CDD1D
+        self._numbers[loops.OWN_DRAWS] = seed * 2 + 0x1D872B41C3A9F06B
         self._scores = np.zeros(4)
         self._scores[loops.WEIGHT] = 1.0
+        self._at_once = loops.AT_ONCE
         self._ghosts: list[Any] = [np.zeros(1, loops.GHOST), None] * 2
         self._history: list[Any] = [np.zeros(1, loops.HISTORY), None]
         for nodes in (self._ghosts[0], self._ghosts[2], self._history[0]):
@@ -81,13 +85,14 @@ class Adaptive:
         blocks = min(blocks, MOST_ROOM)
         if blocks <= self._numbers[loops.NODES]:
             return
+        self._catch_up(blocks=1 << 62)
         names = max(HISTORY_PER_BLOCK * blocks, HISTORY_LEAST)
         self._ghosts = [part for at in (0, 2) for part in self._grown(self._ghosts[at], blocks)]
         self._history = self._grown(self._history[0], names)
         self._numbers[[loops.NODES, loops.LRU + loops.MOST, loops.OWN + loops.MOST]] = blocks
         self._numbers[loops.NAMES + loops.MOST] = names
         half_life = max(SCORE_HALF_LIFE_PER_BLOCK * blocks, SCORE_HALF_LIFE_LEAST)
-        self._settings = np.array([HALF_LIFE_PER_NAME * names, half_life, LEAD, FLOOR])
+        self._settings = np.array([HALF_LIFE_PER_NAME * names, half_life, LEAD, FLOOR, self._at_once])
 
     def _grown(self, nodes: Any, names: int) -> list[Any]:
         """Nodes for so many names, with heads. What is not used yet is no memory yet."""
@@ -136,17 +141,19 @@ class Adaptive:
         if not len(chain):
             return
         rows = np.array(chain, np.int32)
-        if len(rows) > self._found.shape[1]:
-            self._found = np.zeros((2, 2 * len(rows)), np.int32)
+        if len(rows) > self._told.shape[1]:
+            self._catch_up(self._told.shape[1])
+            self._told = np.zeros((loops.TOLD, 2 * len(rows)), np.int64)
         highest = int(rows.max())
         if highest + 1 >= len(self._order):  # of another tier
             self._grow(highest)
         stop, self._stop = self._stop, 0
         is_right = self._loops.learn(
             self._seen, stop, rows, count, np.frombuffer(self._names, np.int64), self._order, *self._ghosts,
-            *self._history, self._found, self._learned, self._numbers, self._scores, self._settings,
+            *self._history, self._told, self._learned, self._numbers, self._scores, self._settings,
         )  # fmt: skip
         assert is_right, WRONG_EVENT
+        self._owes = count > self._at_once
 
     def touched(self, rows: Sequence[int]) -> None:
         """To the recent end, one after the other."""
@@ -196,7 +203,19 @@ class Adaptive:
                 self._flush()
             node = self._loops.next_leaf(self._order, before)
 
+    def _catch_up(self, blocks: int) -> None:
+        """Tell the learning ghost of up to so many more blocks of the last request."""
+        if self._owes:
+            own, heads = self._ghosts[2:]
+            self._owes = bool(
+                self._loops.catch_up(
+                    self._told, blocks, own, heads, self._learned, self._numbers, self._scores, self._settings
+                )
+            )
+
     def _first_victim(self, attempt: int) -> int:
+        if self._owes:
+            self._catch_up(loops.PIECE)
         stop, self._stop = self._stop, 0
         draw = self._draws + (attempt << 50)
         node: int = self._loops.first_victim(self._seen, stop, self._order, self._learned, self._numbers, draw)

@@ -47,19 +47,31 @@ CLOCK, DUE, RULE, DRAWS, SIZE, LEAVES, NODES, FULL = range(8)
 """Whole numbers: uses so far; when worth is reckoned next; 1 where the tier goes by it; the state that draws; blocks of
 the tier; leaves of it; blocks that a ghost has nodes for; how many there were when a victim was asked for, at most,
 since the last reckoning."""
-LRU, OWN, NAMES = 8, 12, 16
+LRU, OWN, NAMES = 8, 15, 22
 """And from there on, of the ghosts and of the history, what `COUNT`, `LEAF_COUNT`, `MOST` and `FREE` are behind that:
-how many there are, leaves among them, how many there may be, and a node that was given back."""
-COUNT, LEAF_COUNT, MOST, FREE = range(4)
-TURN, FETCHED = 20, 21
-"""The kind whose worth is reckoned next; and nothing: so that no compiler leaves out what is read only to have it
-near."""
-NUMBERS = 22
+how many there are, leaves among them, how many there may be, and a node that was given back. Of the ghosts, how far
+they are with the last request, too, `LEFT`, `PARENT` and `HITS`: blocks of its chain that they were not told of so far,
+the node of the one before those, and how many were there."""
+COUNT, LEAF_COUNT, MOST, FREE, LEFT, PARENT, HITS = range(7)
+TURN, OWN_DRAWS, TOLD_LENGTH, TOLD_COUNT, FETCHED = range(26, 31)
+"""The kind whose worth is reckoned next; the state by which the learning ghost draws; the last request's chain, and how
+many of it count; and nothing: so that no compiler leaves out what is read only to have it near."""
+NUMBERS = 31
+
+NAME, KIND, WHEN, LRU_NODE, OWN_NODE = range(5)
+"""What is known of each block of the last request: its name, kind and last use, a negative kind for none, and its nodes
+in the ghosts."""
+TOLD = 5
+AT_ONCE = 64
+"""Blocks that both ghosts are told of within the request; of a longer one the learning ghost is told behind it."""
+PIECE = 32
+"""Blocks of those that it is told of before the next victim."""
 
 LRU_SCORE, OWN_SCORE, SCORE_USES, WEIGHT = range(4)
 """Hits of both ghosts and what was asked for; each counts `WEIGHT`, which grows, so that what is old counts little."""
-HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR = range(4)
-"""Settings: half-lives of what is learned and of scores, in uses, and by what the learning ghost has to lead."""
+HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR, MOST_AT_ONCE = range(5)
+"""Settings: half-lives of what is learned and of scores, in uses; by what the learning ghost has to lead; and
+`AT_ONCE`."""
 
 _RING = [
     ("when", "<i8"),
@@ -98,12 +110,13 @@ class Loops(NamedTuple):
 
     follow: Any
     learn: Any
+    catch_up: Any
     first_victim: Any
     enter_all: Any
     next_leaf: Any
 
 
-_ENTRANCES = ("_follow", "_learn", "_first_victim", "_enter_all", "_next_leaf")
+_ENTRANCES = ("_follow", "_learn", "_catch_up", "_first_victim", "_enter_all", "_next_leaf")
 
 
 def is_usable() -> bool:
@@ -325,8 +338,8 @@ def _ghost_insert(ghost, heads, which, name, parent, learned, numbers):
         if victim == 0:
             break
         if which == OWN:
-            state = _step(np.uint64(numbers[DRAWS]))
-            numbers[DRAWS] = np.int64(state)
+            state = _step(np.uint64(numbers[OWN_DRAWS]))
+            numbers[OWN_DRAWS] = np.int64(state)
             victim = _least(ghost, numbers[leaves], victim, learned, numbers[CLOCK], state)
         _ghost_remove(ghost, heads, which, victim, numbers)
     if numbers[which + COUNT] + 1 >= len(ghost):
@@ -365,32 +378,35 @@ def _ghost_remove(ghost, heads, which, node, numbers):
 
 
 @_compiled
-def _ghost_used(ghost, heads, which, rows, count, names, history, found, learned, numbers):
-    """A request came for a chain, the deepest block first. Returns how many of the first `count` are here.
-
-    found: the history's node of each of the first rows, and room for nodes.
-    """
-    hits, parent, reached = 0, 0, len(rows)
-    for at in range(len(rows) - 1, -1, -1):
-        name = names[rows[at]]
-        node = _find(ghost, heads, name)
+def _ghost_told(ghost, heads, which, told, most, learned, numbers):
+    """Of the last request's chain, from the prompt's first block on, up to so many more. When it is told of all, those
+    that are here are the most recent."""
+    length, count = numbers[TOLD_LENGTH], numbers[TOLD_COUNT]
+    left, parent, nodes = numbers[which + LEFT], numbers[which + PARENT], LRU_NODE if which == LRU else OWN_NODE
+    stop = max(0, left - most)
+    reached = left
+    while reached > stop:
+        at = reached - 1
+        node = _find(ghost, heads, told[NAME, at])
         if node == 0:
             if at >= count:
                 break  # it was asked for, and has gone since: what follows it cannot be had
-            node = _ghost_insert(ghost, heads, which, name, parent, learned, numbers)
+            node = _ghost_insert(ghost, heads, which, told[NAME, at], parent, learned, numbers)
             if node == 0:
                 break
         elif ghost[node].parent != parent:
             break  # another block's name begins alike
         elif at < count:
-            hits += 1
-        if at <= count and found[0, at] != 0:
-            _mark(ghost, node, history[found[0, at]].kind, history[found[0, at]].when)
-        found[1, at] = parent = node
+            numbers[which + HITS] += 1
+        if told[KIND, at] >= 0:
+            _mark(ghost, node, told[KIND, at], told[WHEN, at])
+        told[nodes, at] = parent = node
         reached = at
-    for at in range(reached, len(rows)):
-        _renew(ghost, found[1, at])
-    return hits
+    numbers[which + PARENT] = parent
+    numbers[which + LEFT] = stop if reached == stop else 0
+    if numbers[which + LEFT] == 0:
+        for at in range(reached, length):
+            _renew(ghost, told[nodes, at])
 
 
 # Learning ------------------------------------------------------------------------------------------------------------
@@ -520,12 +536,21 @@ def _follow(events, stop, order, numbers):
 
 
 def _learn(
-    events, stop, chain, count, names, order, lru, lru_heads, own, own_heads, history, history_heads, found, learned,
+    events, stop, chain, count, names, order, lru, lru_heads, own, own_heads, history, history_heads, told, learned,
     numbers, scores, settings,
 ):  # fmt: skip
     """Events; then a request came for a chain, the deepest block first, of which the first `count` count as used."""
     if not _followed(events, stop, order, numbers):
         return False
+    if numbers[OWN + LEFT] != 0:
+        _caught_up(told, numbers[OWN + LEFT], own, own_heads, learned, numbers, scores, settings)
+    if numbers[CLOCK] >= numbers[DUE]:  # of one kind at a time, so that nobody waits for all
+        kind = numbers[TURN]
+        _reckon(learned, kind, numbers[NAMES + COUNT], settings[HALF_LIFE])
+        if kind == 0:
+            _fit(numbers)
+        numbers[TURN] = (kind + 1) % KINDS
+        numbers[DUE] += RECKON_USES // KINDS
     counted = min(count + 1, len(chain))
     _fetch(history, history_heads, names, chain, counted, numbers)
     _fetch(lru, lru_heads, names, chain, counted, numbers)
@@ -538,22 +563,38 @@ def _learn(
             node = _find(history, history_heads, name)
             if node != 0:
                 history[node].kind &= 255 - LAST
-        found[0, at] = node
+        told[KIND, at] = -1
         if node != 0:
+            told[KIND, at], told[WHEN, at] = history[node].kind, history[node].when
             _mark(order, chain[at] + 1, history[node].kind, history[node].when)
-    hits = _ghost_used(lru, lru_heads, LRU, chain, count, names, history, found, learned, numbers)
-    scores[LRU_SCORE] += hits * scores[WEIGHT]
-    hits = _ghost_used(own, own_heads, OWN, chain, count, names, history, found, learned, numbers)
-    scores[OWN_SCORE] += hits * scores[WEIGHT]
-    _guard(scores, settings, count, numbers)
-    if numbers[CLOCK] >= numbers[DUE]:  # of one kind at a time, so that nobody waits for all
-        kind = numbers[TURN]
-        _reckon(learned, kind, numbers[NAMES + COUNT], settings[HALF_LIFE])
-        if kind == 0:
-            _fit(numbers)
-        numbers[TURN] = (kind + 1) % KINDS
-        numbers[DUE] += RECKON_USES // KINDS
+    for at in range(len(chain)):
+        told[NAME, at] = names[chain[at]]
+    for at in range(counted, len(chain)):
+        told[KIND, at] = -1
+    numbers[TOLD_LENGTH], numbers[TOLD_COUNT] = len(chain), count
+    for which in (LRU, OWN):
+        numbers[which + LEFT], numbers[which + PARENT], numbers[which + HITS] = len(chain), 0, 0
+    _ghost_told(lru, lru_heads, LRU, told, len(chain), learned, numbers)
+    if count <= settings[MOST_AT_ONCE]:
+        _caught_up(told, len(chain), own, own_heads, learned, numbers, scores, settings)
     return True
+
+
+@_compiled
+def _caught_up(told, most, own, own_heads, learned, numbers, scores, settings):
+    """The learning ghost is told of so many more blocks of the last request. When both know of all, hits count."""
+    _ghost_told(own, own_heads, OWN, told, most, learned, numbers)
+    if numbers[OWN + LEFT] == 0:
+        scores[LRU_SCORE] += numbers[LRU + HITS] * scores[WEIGHT]
+        scores[OWN_SCORE] += numbers[OWN + HITS] * scores[WEIGHT]
+        _guard(scores, settings, numbers[TOLD_COUNT], numbers)
+
+
+def _catch_up(told, most, own, own_heads, learned, numbers, scores, settings):
+    """As `_caught_up`, where something is left. Returns how much still is."""
+    if numbers[OWN + LEFT] != 0:
+        _caught_up(told, most, own, own_heads, learned, numbers, scores, settings)
+    return numbers[OWN + LEFT]
 
 
 def _first_victim(events, stop, order, learned, numbers, draw):
@@ -584,7 +625,7 @@ def _next_leaf(order, node):
 
 def _compile(loops: Loops) -> None:
     order, ghost, history = (from_dtype(dtype)[::1] for dtype in (ORDER, GHOST, HISTORY))
-    some, heads, found, learned = int32[::1], int32[::1], int32[:, ::1], float64[:, :, ::1]
+    some, heads, told, learned = int32[::1], int32[::1], int64[:, ::1], float64[:, :, ::1]
     numbers, scores = int64[::1], float64[::1]
     events = (some, int64)
     loops.follow.compile((*events, order, numbers))
@@ -598,13 +639,14 @@ def _compile(loops: Loops) -> None:
             *(ghost, heads) * 2,
             history,
             heads,
-            found,
+            told,
             learned,
             numbers,
             scores,
             scores,
         )
     )
+    loops.catch_up.compile((told, int64, ghost, heads, learned, numbers, scores, scores))
     loops.first_victim.compile((*events, order, learned, numbers, int64))
     loops.enter_all.compile((ghost, heads))
     loops.enter_all.compile((history, heads))
