@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -420,6 +420,10 @@ class Residency:
         """Where a part's frame stands, or `NO_PLACE`."""
         return self._places[part][row]
 
+    def all_places(self, row: int) -> list[int]:
+        """Where a block's frames stand, of all its parts that have one."""
+        return [column[row] for column in self._places if column[row] != NO_PLACE]
+
     def places_of(self, rows: Sequence[int], part: int) -> list[int]:
         """One part's places of several blocks."""
         column = self._places[part]
@@ -515,15 +519,6 @@ class Residency:
                 proposed.add(row)
                 yield row
 
-    def run(self, leaf: int, parent_of: Callable[[int], int], most: int) -> int:
-        """How many blocks, up to so many, could go one after the other from a leaf on, ancestors that lead to nothing
-        else."""
-        pins, count, row = self.pins.counts, 1, parent_of(leaf)
-        while count < most and row >= 0 and self._children[row] == 1 and self._listed[row] and not pins[row]:
-            count += 1
-            row = parent_of(row)
-        return count
-
     def check(self) -> None:
         """The policy proposes exactly the leaves of what is listed."""
         if self.retention is not None:
@@ -554,10 +549,12 @@ class Residency:
         return Vacate(best.number, rows)
 
     def _can_vacate(self, extent: ExtentFacts, spare_in_class: int) -> bool:
+        return extent.slots.live <= spare_in_class - extent.slots.free and self.can_move(extent)
+
+    def can_move(self, extent: ExtentFacts) -> bool:
+        """Whether nobody is using what stands in an extent."""
         slots = extent.slots
         if slots.counts[FrameState.RESERVED] or slots.counts[FrameState.ZOMBIE] or slots.counts[FrameState.DELETING]:
-            return False
-        if slots.live > spare_in_class - slots.free:
             return False
         owners = [slots.owners[slot] for slot, state in enumerate(slots.states) if state == FrameState.RESIDENT]
         return not any(row < 0 or self.pins.counts[row] for row in owners) and not self.is_any_held(extent.number)
