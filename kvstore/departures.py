@@ -11,7 +11,7 @@ lose most of what it has. Pure: nothing is changed here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from kvstore.prefix_index import NO_ROW, PrefixIndex
 from tiering.residency import Residency
@@ -28,10 +28,8 @@ MOST_TRIED = 16
 class Departures:
     """Blocks of a tier, one leaf after the other."""
 
-    def __init__(self, index: PrefixIndex, residency: Residency, *, spares_wanted: bool = False) -> None:
-        """spares_wanted: an ancestor that is kept for a time is taken to stay."""
+    def __init__(self, index: PrefixIndex, residency: Residency) -> None:
         self._index = index
-        self._spares_wanted = spares_wanted
         self._residency = residency
         self._left: dict[int, int] = {}  # children that a block would have left
         self.blocks = 0
@@ -48,7 +46,7 @@ class Departures:
             if parent == NO_ROW:
                 return
             left = self._left[parent] = self._left.get(parent, residency.children(parent)) - 1
-            if left or is_in_use(residency, parent) or (self._spares_wanted and is_wanted(residency, parent)):
+            if left or is_in_use(residency, parent):
                 return
             row = parent
 
@@ -56,11 +54,6 @@ class Departures:
 def is_in_use(residency: Residency, row: int) -> bool:
     """Whether somebody needs the block here, or it is not readable here yet."""
     return not residency.is_listed(row) or bool(residency.pins.counts[row]) or row in residency.kept
-
-
-def is_wanted(residency: Residency, row: int) -> bool:
-    """Whether it is kept here for a time."""
-    return residency.retention is not None and residency.retention.holds(row)
 
 
 class SlabChoice:
@@ -72,10 +65,9 @@ class SlabChoice:
         self._index = index
         self._residency = residency
         self._tier = tier
-        self._departures = Departures(index, residency, spares_wanted=True)
+        self._departures = Departures(index, residency)
         self._going: Counter[int] = Counter()  # by slab, frames that would go
         self._rows: dict[int, list[int] | None] = {}  # by slab, whose frames it has
-        self._is_found = False
 
     def look_at(self, leaf: int) -> bool:
         """This leaf would go next. Whether that is enough to choose by."""
@@ -85,27 +77,35 @@ class SlabChoice:
                 if slab not in self._rows:
                     self._rows[slab] = self._tier.rows_in(slab)
                 self._going[slab] += 1
-                self._is_found = self._is_found or self._remains(slab) == 0
-        return self._is_found or self._departures.blocks >= MOST_LOOKED_AT
+                if self._remains(slab) == 0 and not self._is_any_wanted(self._rows[slab] or ()):
+                    return True
+        return self._departures.blocks >= MOST_LOOKED_AT
 
     def blocks(self) -> list[int]:
         """Those that have to go for one slab, the deepest of each chain first; empty where nobody can do without one.
         What is kept for a time goes only where nothing else is left."""
         spared: list[int] = []
         for lost in self._families():
-            if not any(is_wanted(self._residency, row) for row in lost):
+            if not self._is_any_wanted(lost):
                 return lost
             spared = spared or lost
         return spared
 
     def _families(self) -> Iterator[list[int]]:
-        slabs = [slab for slab, rows in self._rows.items() if rows is not None]
-        for slab in sorted(slabs, key=lambda slab: (self._remains(slab), slab))[:MOST_TRIED]:
-            family = self._index.families(self._rows[slab] or ())
+        free = {slab: rows for slab, rows in self._rows.items() if rows is not None and not self._is_any_in_use(rows)}
+        for slab in sorted(free, key=lambda slab: (self._remains(slab), slab))[:MOST_TRIED]:
+            family = self._index.families(free[slab])
             if not any(self._residency.pins.counts[row] for row in family):
                 lost = [row for row in family if self._residency.all_places(row)]
-                if not any(is_in_use(self._residency, row) for row in lost):
+                if not self._is_any_in_use(lost):
                     yield lost
+
+    def _is_any_wanted(self, rows: Iterable[int]) -> bool:
+        retention = self._residency.retention
+        return retention is not None and any(retention.holds(row) for row in rows)
+
+    def _is_any_in_use(self, rows: Iterable[int]) -> bool:
+        return any(is_in_use(self._residency, row) for row in rows)
 
     def _remains(self, slab: int) -> int | None:
         rows = self._rows[slab]
