@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvstore.departures import MOST_LEAVES, MOST_LOOKED_AT, Departures, SlabChoice
+from kvstore.departures import MOST_LEAVES, MOST_LOOKED_AT, ExtentChoice, SlabChoice
 from kvstore.identity import Namespace, TenantKeys
 from kvstore.prefix_index import NO_ROW, Column, PrefixIndex, RowState
 from kvstore.unwritten import Unwritten
@@ -246,43 +246,27 @@ class Blocks:
         extent, one that nobody is using: if one has them among the worst they go, and nobody else loses any for
         nothing. The caller has to look again in both cases.
         """
-        residency, namespace_of = self.residency, self.index.namespace_of
+        namespace_of = self.index.namespace_of
         groups = self.givers(number)
-        found: Counter[int] = Counter()
-        wanted: dict[int, int | None] = {}
-        departures = Departures(self.index, residency)
-        giver: int | None = None
+        offers = ExtentChoice(self)
         is_all = True
 
         def own() -> Iterator[int]:
             """As long as they are worse than what another one has to give."""
-            nonlocal giver, is_all
+            nonlocal is_all
             for looked_at, row in enumerate(self._worst_for(groups), 1):
-                is_all = departures.blocks < MOST_LOOKED_AT and looked_at < MOST_LEAVES
+                is_all = offers.blocks < MOST_LOOKED_AT and looked_at < MOST_LEAVES
                 if not is_all:
                     return
-                other = namespace_of(row)
-                if other == number:
+                if namespace_of(row) == number:
                     yield row
-                    continue
-                if other not in wanted:
-                    wanted[other] = self._wanted_of(other)
-                enough = wanted[other]
-                if enough is None:
-                    continue
-                found[other] += len(list(departures.with_leaf(row)))
-                if found[other] >= enough:
-                    giver = other
+                elif offers.look_at(row):
                     return
 
         gone = self._evict(own(), blocks)
-        if gone or not found:
+        if gone:
             return gone
-        if giver is None:  # nobody has as many
-            if is_all:
-                return 0
-            giver = max(found, key=lambda other: (found[other] - (wanted[other] or 0), -other))
-        most = min(found[giver], wanted[giver] or 0)
+        giver, most = offers.best(is_all) or (number, blocks if not is_all else 0)
         return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), most)
 
     def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:
@@ -295,16 +279,23 @@ class Blocks:
         """Not one that was quarantined and is the way to blocks that NVMe alone has."""
         return self.is_below(row) or not self.index.children(row)
 
-    def _wanted_of(self, number: int) -> int | None:
-        """Blocks that have to go until a namespace can do without one of its extents; None where all are in use."""
+    def about_wanted_of(self, number: int) -> int:
+        """About so many blocks have to go until a namespace can do without one of its extents: never fewer than
+        `wanted_of` says, where it can at all and no slot is quarantined."""
         dram = self.dram
+        classes = self.spaces[number].classes
+        return max(1, min(dram.extent_bytes // one.frame_bytes - dram.free_slots(one) for one in classes))
+
+    def wanted_of(self, number: int) -> int | None:
+        """Blocks that have to go until a namespace can do without one of its extents; None where all are in use."""
+        dram, in_use = self.dram, self.residency.pieces_in_use()
         wanted = [
-            max(1, extent.slots.live + extent.slots.free - dram.free_slots(one))
+            (max(1, extent.slots.live + extent.slots.free - dram.free_slots(one)), extent.number, extent)
             for one in self.spaces[number].classes
             for extent in dram.extents_of(one)
-            if self.residency.can_move(extent)
+            if extent.number not in in_use
         ]
-        return min(wanted, default=None)
+        return next((blocks for blocks, _, extent in sorted(wanted) if self.residency.can_move(extent)), None)
 
     def evict_own(self, blocks: int, number: int) -> int:
         """The same of one namespace's leaves alone, whatever others have that is worse."""
@@ -563,7 +554,7 @@ class Blocks:
         if blocks < 1:
             return 0, claimed
         groups = self._givers(number, self.lower.residency, self.lower.tier)
-        choice = SlabChoice(number, self.index, self.lower.residency, self.lower.tier)
+        choice = SlabChoice(number, self.index, self.lower.residency, self.lower.tier, self.is_above)
         gone = self._evict_own_below(self._while_worst(groups, choice), blocks, claimed)
         if not gone:
             gone = sum(self._went_from_below(row, claim=False) is not None for row in choice.blocks())
@@ -578,7 +569,7 @@ class Blocks:
         has_own = False
         for row in self.lower.residency.worst(groups):
             if self.index.namespace_of(row) == choice.asker:
-                has_own = True
+                has_own = has_own or self._may_go_below(row)
                 yield row
             elif has_own or choice.look_at(row):
                 return
@@ -596,10 +587,14 @@ class Blocks:
                 break
         return gone
 
+    def _may_go_below(self, row: int) -> bool:
+        """Not one that only NVMe has, and that is the way to blocks that are not there."""
+        return self.is_above(row) or not self.index.children(row)
+
     def _went_from_below(self, row: int, *, claim: bool) -> list[int] | None:
         """Returns the places that a block had on NVMe; None if it has to stay, as the way to others."""
         stays = self.is_above(row)
-        if not stays and self.index.children(row):
+        if not self._may_go_below(row):
             return None
         places = self._leave_below(row, claim=claim)
         self.counters["nvme_evicted_blocks"] += 1

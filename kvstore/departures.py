@@ -11,7 +11,8 @@ lose most of what it has. Pure: nothing is changed here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from kvstore.prefix_index import NO_ROW, PrefixIndex
 from tiering.residency import Residency
@@ -19,18 +20,22 @@ from tiering.tier import LowerTier, extent_of
 
 MOST_LOOKED_AT = 4096
 """Blocks that would go, before it is chosen by what is known so far."""
+MOST_IN_VAIN = 4 * MOST_LOOKED_AT
+"""The same, where nothing is known that could be chosen."""
 MOST_LEAVES = 1 << 16
 """Leaves that are looked at, of those who have nothing to give, too."""
-MOST_TRIED = 16
+MOST_TRIED = 64
 """Slabs, where what follows their blocks is in use."""
 
 
 class Departures:
     """Blocks of a tier, one leaf after the other."""
 
-    def __init__(self, index: PrefixIndex, residency: Residency) -> None:
+    def __init__(self, index: PrefixIndex, residency: Residency, is_elsewhere: Callable[[int], bool]) -> None:
+        """is_elsewhere: whether another tier has a block, too, so that it stays readable."""
         self._index = index
         self._residency = residency
+        self._is_elsewhere = is_elsewhere
         self._left: dict[int, int] = {}  # children that a block would have left
         self.blocks = 0
         """How many would have gone so far."""
@@ -39,51 +44,139 @@ class Departures:
         """This one would go next: it, and the ancestors that would lead to nothing else."""
         index, residency = self._index, self._residency
         row = leaf
-        while True:
+        while not self.stays(row):
             self.blocks += 1
             yield row
-            parent = index.parent(row)
-            if parent == NO_ROW:
+            row = index.parent(row)
+            if row == NO_ROW:
                 return
-            left = self._left[parent] = self._left.get(parent, residency.children(parent)) - 1
-            if left or is_in_use(residency, parent):
+            self._left[row] = self._left.get(row, residency.children(row)) - 1
+            if self._left[row]:
                 return
-            row = parent
+
+    def stays(self, row: int) -> bool:
+        """Whether somebody is using a block here; or nothing but this tier has it, and it is the way to others that are
+        not here."""
+        index, residency = self._index, self._residency
+        if residency.is_in_use(row):
+            return True
+        return index.children(row) > residency.children(row) and not self._is_elsewhere(row)
 
 
-def is_in_use(residency: Residency, row: int) -> bool:
-    """Whether somebody needs the block here, or it is not readable here yet."""
-    return not residency.is_listed(row) or bool(residency.pins.counts[row]) or row in residency.kept
+class Extents(Protocol):
+    """What is asked of whoever has the tables: `Blocks`."""
+
+    index: PrefixIndex
+    residency: Residency
+
+    def is_below(self, row: int) -> bool:
+        """Whether NVMe has the block."""
+        ...
+
+    def about_wanted_of(self, number: int) -> int:
+        """Cheaper, and about the same."""
+        ...
+
+    def wanted_of(self, number: int) -> int | None:
+        """Blocks that have to go until a namespace can do without an extent; None where it cannot."""
+        ...
+
+
+class ExtentChoice:
+    """Which namespace gives an extent in DRAM, once."""
+
+    def __init__(self, extents: Extents) -> None:
+        self._extents = extents
+        self._departures = Departures(extents.index, extents.residency, extents.is_below)
+        self._found: Counter[int] = Counter()  # by namespace, blocks that would leave free slots
+        self._wanted: dict[int, int | None] = {}  # and how many have to; about, or as it is
+        self._is_exact: set[int] = set()
+        self._giver: int | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that would have gone so far."""
+        return self._departures.blocks
+
+    def look_at(self, leaf: int) -> bool:
+        """This leaf would go next. Whether its namespace has an extent to give with what was looked at of it."""
+        number = self._extents.index.namespace_of(leaf)
+        if number not in self._wanted:
+            self._wanted[number] = self._extents.about_wanted_of(number)
+        if self._wanted[number] is None:
+            return False
+        self._found[number] += sum(self._leaves_slots(row) for row in self._departures.with_leaf(leaf))
+        if self._has_enough(number):
+            self._be_exact(number)
+            if self._has_enough(number):
+                self._giver = number
+        return self._giver is not None
+
+    def best(self, is_all: bool) -> tuple[int, int] | None:
+        """Who gives, and how many blocks of it go; None where nobody can. is_all: every leaf was looked at, so whoever
+        has not enough cannot."""
+        if self._giver is not None:
+            return self._giver, self._wanted[self._giver] or 0
+        lacking = []
+        for number in self._found:
+            self._be_exact(number)
+            wanted = self._wanted[number]
+            if wanted is not None and (self._has_enough(number) or not is_all):
+                lacking.append((wanted - self._found[number], number))
+        if not lacking:
+            return None
+        _, number = min(lacking)
+        return number, min(self._found[number], self._wanted[number] or 0)
+
+    def _has_enough(self, number: int) -> bool:
+        wanted = self._wanted[number]
+        return wanted is not None and self._found[number] >= wanted
+
+    def _be_exact(self, number: int) -> None:
+        if number not in self._is_exact:
+            self._is_exact.add(number)
+            self._wanted[number] = self._extents.wanted_of(number)
+
+    def _leaves_slots(self, row: int) -> bool:
+        """Not where a late reader may still have them mapped, or a check failed."""
+        residency = self._extents.residency
+        places = residency.all_places(row)
+        return bool(places) and not any(residency.is_held(place) for place in places)
 
 
 class SlabChoice:
     """For one who asks, once."""
 
-    def __init__(self, asker: int, index: PrefixIndex, residency: Residency, tier: LowerTier) -> None:
-        """asker: its namespace. residency, tier: of NVMe."""
+    def __init__(
+        self, asker: int, index: PrefixIndex, residency: Residency, tier: LowerTier, is_above: Callable[[int], bool]
+    ) -> None:
+        """asker: its namespace. residency, tier: of NVMe. is_above: whether DRAM has a block."""
         self.asker = asker
         self._index = index
         self._residency = residency
         self._tier = tier
-        self._departures = Departures(index, residency)
+        self._departures = Departures(index, residency, is_above)
         self._going: Counter[int] = Counter()  # by slab, frames that would go
-        self._rows: dict[int, list[int] | None] = {}  # by slab, whose frames it has
+        self._rows: dict[int, list[int]] = {}  # by slab that may go, whose frames it has
 
     def look_at(self, leaf: int) -> bool:
         """This leaf would go next. Whether that is enough to choose by."""
         for row in self._departures.with_leaf(leaf):
             for place in self._residency.all_places(row):
                 slab = extent_of(place)
-                if slab not in self._rows:
-                    self._rows[slab] = self._tier.rows_in(slab)
+                if slab not in self._going:
+                    rows = self._tier.rows_in(slab)
+                    if rows is not None and not any(self._departures.stays(one) for one in rows):
+                        self._rows[slab] = rows
                 self._going[slab] += 1
-                if self._remains(slab) == 0 and not self._is_any_wanted(self._rows[slab] or ()):
+                if slab in self._rows and not self._remains(slab) and not self._is_any_wanted(self._rows[slab]):
                     return True
-        return self._departures.blocks >= MOST_LOOKED_AT
+        looked_at = self._departures.blocks
+        return looked_at >= MOST_LOOKED_AT and (bool(self._rows) or looked_at >= MOST_IN_VAIN)
 
     def blocks(self) -> list[int]:
         """Those that have to go for one slab, the deepest of each chain first; empty where nobody can do without one.
-        What is kept for a time goes only where nothing else is left."""
+        What is kept for a time goes only where nothing else is found."""
         spared: list[int] = []
         for lost in self._families():
             if not self._is_any_wanted(lost):
@@ -92,21 +185,16 @@ class SlabChoice:
         return spared
 
     def _families(self) -> Iterator[list[int]]:
-        free = {slab: rows for slab, rows in self._rows.items() if rows is not None and not self._is_any_in_use(rows)}
-        for slab in sorted(free, key=lambda slab: (self._remains(slab), slab))[:MOST_TRIED]:
-            family = self._index.families(free[slab])
+        for slab in sorted(self._rows, key=lambda slab: (self._remains(slab), slab))[:MOST_TRIED]:
+            family = self._index.families(self._rows[slab])
             if not any(self._residency.pins.counts[row] for row in family):
                 lost = [row for row in family if self._residency.all_places(row)]
-                if not self._is_any_in_use(lost):
+                if not any(self._departures.stays(row) for row in lost):
                     yield lost
+
+    def _remains(self, slab: int) -> int:
+        return len(self._rows[slab]) - self._going[slab]
 
     def _is_any_wanted(self, rows: Iterable[int]) -> bool:
         retention = self._residency.retention
         return retention is not None and any(retention.holds(row) for row in rows)
-
-    def _is_any_in_use(self, rows: Iterable[int]) -> bool:
-        return any(is_in_use(self._residency, row) for row in rows)
-
-    def _remains(self, slab: int) -> int | None:
-        rows = self._rows[slab]
-        return None if rows is None else len(rows) - self._going[slab]

@@ -433,6 +433,16 @@ class Residency:
         """Whether a reader whose lease ran out may still have the slot mapped."""
         return place in self._held
 
+    def is_in_use(self, row: int) -> bool:
+        """Whether somebody needs the block here, or it is not readable here yet."""
+        return not self._listed[row] or bool(self.pins.counts[row]) or row in self.kept
+
+    def pieces_in_use(self) -> set[int]:
+        """Those that have a block which somebody pins, or may still have mapped."""
+        rows = np.flatnonzero(np.frombuffer(self.pins.counts, np.int32)).tolist()
+        places = [column[row] for column in self._places for row in rows if row < len(column)]
+        return {extent_of(place) for place in (*places, *self._held) if place != NO_PLACE}
+
     def is_any_held(self, extent: int) -> bool:
         """Whether a late reader may still have a slot of this extent mapped."""
         return any(extent_of(place) == extent for place in self._held)
@@ -495,25 +505,22 @@ class Residency:
         return self.groups.victims_of(groups)
 
     def _victims_kept_last(self, groups: Sequence[int] | None) -> Iterator[int]:
-        """The same, but what is kept for a time comes behind all others. Whenever it is come upon it becomes recent, so
-        that it is not walked past again and again."""
+        """The same, but what is kept for a time comes behind all others. What was come upon becomes recent, once
+        whoever asks has enough, so that it is not walked past again and again."""
         retention = self.retention
         assert retention is not None
         proposed: set[int] = set()
-        passed: set[int] = set()
-        again = True
-        while again:
-            again = False
+        passed: dict[int, None] = {}
+        try:
             for row in self._victims(groups):
-                if row in proposed or row in passed:
-                    continue
                 if retention.holds(row):
-                    passed.add(row)
-                    self.policy.touched(retention.way(row))
-                    again = True
-                    break
-                proposed.add(row)
-                yield row
+                    passed[row] = None
+                elif row not in proposed:
+                    proposed.add(row)
+                    yield row
+        finally:  # not on the way: a policy goes on from where it is
+            for row in passed:
+                self.policy.touched(retention.way(row))
         while rest := [row for row in self._victims(groups) if row not in proposed]:
             for row in sorted(rest, key=retention.until):
                 proposed.add(row)

@@ -277,7 +277,7 @@ class _Here:
         if LEARNED in self.options.admission:
             yield LEARNED, None, self.run(", learned", self._learned(None))
             for share in shares:
-                done = self._within(share, written[share], seconds)
+                done = self._within(share, share * total, seconds)
                 written[share] = int(done.nvme_writes.sum())
                 yield LEARNED, share, done
         if COIN in self.options.admission:
@@ -301,19 +301,18 @@ class _Here:
 
         return learned
 
-    def _within(self, share: float, wanted: int, seconds: float) -> Replayed:
+    def _within(self, share: float, wanted: float, seconds: float) -> Replayed:
         """The one of several budgets that spends most nearly so many blocks: how much of what is kept is left at the
         end, nobody knows before."""
         tried: dict[int, Replayed] = {}
-        planned = float(wanted)
+        planned = wanted
         for number in range(1, BUDGETS + 1):
             words = f", learned, {share:g} of the bytes, try {number}"
             done = self.run(words, self._learned(LearnedAdmission.rate_for(planned, seconds)))
             count = int(done.nvme_writes.sum())
-            if count in tried or not count:
-                break  # it writes all that it finds worth it, or nothing
+            is_same = count in tried  # it writes all that it finds worth it
             tried[count] = done
-            if abs(count - wanted) <= wanted * NEAR_ENOUGH:
+            if is_same or not count or abs(count - wanted) <= wanted * NEAR_ENOUGH:
                 break
             planned *= wanted / count
         return tried[min(tried, key=lambda count: abs(count - wanted))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -171,6 +172,22 @@ def test_rows_are_by_admission_with_all_first_and_the_optimum_of_both_tiers_last
         assert row.hit_blocks == row.dram_hit_blocks + row.nvme_hit_blocks
         assert row.nvme_written_bytes == row.nvme_written_blocks * trace.block_tokens * (128 << 10)
     assert rows == rows_of(trace, admission=[ORACLE, COIN, LEARNED], write_shares=[0.5]), "the same again"
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
+def test_a_budget_may_be_of_less_than_a_block(share: float) -> None:
+    """Few requests, or so slow that hardly one is paid for."""
+    for requests in (3, 8, 40):
+        trace = made_of(*([number, number + 1] for number in range(0, 2 * requests, 2)))
+        for step_ms in (1, 360_000):
+            slow = replace(trace, timestamps_ms=np.arange(requests) * step_ms)
+            rows = rows_of(slow, admission=[COIN, LEARNED], write_shares=[share])
+            everything, (learned,) = (
+                rows[0],
+                [row for row in rows if (row.admission, row.write_share) == (LEARNED, share)],
+            )
+            assert everything.nvme_written_blocks >= 2 * requests - 4 >= 2
+            assert learned.nvme_written_blocks <= everything.nvme_written_blocks
 
 
 @pytest.mark.parametrize(

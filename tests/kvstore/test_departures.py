@@ -54,6 +54,7 @@ class Disk:
             self.residency.grow_to(row)
             if (parent == NO_ROW or parent in self.below) and random.random() < 0.9:
                 self.below.append(row)
+        self.above = {row for row in self.index.rows(space) if row not in self.below or random.random() < 0.5}
         self.wanted |= {row for row in self.below if random.random() < wanted}
         places = self.tier.reserve(CLASS, len(self.below))
         self.tier.commit(places)
@@ -91,8 +92,14 @@ class Disk:
     def slab_of(self, row: int) -> int:
         return extent_of(self.residency.place(row, 0))
 
-    def is_in_use(self, row: int) -> bool:
-        return bool(self.residency.pins.counts[row]) or row in self.residency.kept
+    def is_above(self, row: int) -> bool:
+        return row in self.above
+
+    def stays(self, row: int) -> bool:
+        """It is in use; or only NVMe has it, and it is the way to a block that is not there."""
+        children = {one for one in self.index.rows(0) if self.index.parent(one) == row}
+        is_way = row not in self.above and not children <= set(self.below)
+        return bool(self.residency.pins.counts[row]) or row in self.residency.kept or is_way
 
     def family(self, slab: int) -> set[int]:
         """What a slab has, and all that follows that, in whatever tier."""
@@ -101,7 +108,9 @@ class Disk:
 
     def may_go(self, slab: int) -> bool:
         family = self.family(slab)
-        return not any(self.residency.pins.counts[row] for row in family) and not family & set(self.residency.kept)
+        return not any(self.residency.pins.counts[row] for row in family) and not any(
+            self.stays(row) for row in family & set(self.below)
+        )
 
     def is_wanted(self, rows: set[int]) -> bool:
         retention = self.residency.retention
@@ -114,7 +123,7 @@ class Disk:
         gone: set[int] = set()
         for leaf in self.residency.worst():
             row = leaf
-            while row != NO_ROW and (row == leaf or not self.is_in_use(row)):
+            while row != NO_ROW and not self.stays(row):
                 if not {one for one in self.below if self.index.parent(one) == row} <= gone:
                     break
                 gone.add(row)
@@ -131,13 +140,13 @@ def test_one_slab_is_chosen_and_what_follows_it(seed: int, blocks: int, most: in
     """most: blocks that are looked at, which may be too few to know."""
     disk = Disk(Random(seed), blocks)
     first = disk.first_empty()
-    choice = SlabChoice(ASKER, disk.index, disk.residency, disk.tier)
+    choice = SlabChoice(ASKER, disk.index, disk.residency, disk.tier, disk.is_above)
     with patch.object(kvstore.departures, "MOST_LOOKED_AT", most):
         for leaf in disk.residency.worst():
             if choice.look_at(leaf):
                 break
     lost = choice.blocks()
-    seen = set(choice._rows)
+    seen = set(choice._going)
     depths = [disk.index.depth(row) for row in lost]
     assert depths == sorted(depths, reverse=True) and len(lost) == len(set(lost))
     families = {slab: disk.family(slab) & set(disk.below) for slab in seen if disk.may_go(slab)}
@@ -158,11 +167,11 @@ def test_one_slab_is_chosen_and_what_follows_it(seed: int, blocks: int, most: in
 def test_what_would_go_leaf_by_leaf_is_what_goes(seed: int, blocks: int) -> None:
     """All that nobody uses, each block once and behind its children."""
     disk = Disk(Random(seed), blocks)
-    departures = Departures(disk.index, disk.residency)
+    departures = Departures(disk.index, disk.residency, disk.is_above)
     going = [row for leaf in disk.residency.worst() for row in departures.with_leaf(leaf)]
     assert departures.blocks == len(going) == len(set(going))
     gone = []
-    while (row := next(disk.residency.worst(), None)) is not None:
+    while (row := next((one for one in disk.residency.worst() if not disk.stays(one)), None)) is not None:
         disk.residency.left(row, disk.index.parent(row))
         gone.append(row)
     assert set(going) == set(gone)

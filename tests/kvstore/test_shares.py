@@ -212,6 +212,92 @@ def test_on_disk_nothing_goes_for_a_slab_that_nobody_can_give(tmp_path: Path) ->
         world.store.check()
 
 
+class Disk(Tenants):
+    """Eight slabs of ten blocks, and DRAM for all of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = kvstore.embedded(str(directory), dram="8MiB", extent="64KiB", nvme="1MiB", slab="128KiB")
+        self.blocks = self.store._store._blocks
+        self._handles = {}
+
+    def put_down(self, tenant: str, prompt: int, blocks: int, ttl: float | None = None) -> MissReason | None:
+        result = self.handle(tenant).put(tokens(prompt, blocks), PAGES[blocks], durability="disk", ttl=ttl)
+        self.settle()
+        return result.reason
+
+    def fill(self, blocks: int) -> None:
+        """Up to so many."""
+        prompt = 1_000
+        while len(on_disk(self)) < blocks:
+            assert self.put_down("t", prompt, min(5, blocks - len(on_disk(self)))) is None
+            prompt += 1
+
+    def slab_of(self, row: int) -> int:
+        assert self.blocks.lower is not None
+        return self.blocks.lower.residency.place(row, 0) >> SLOT_BITS
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_on_disk_a_chain_that_goes_on_in_memory_alone_is_passed_over(tmp_path: Path, chains: int) -> None:
+    """The oldest slab has blocks that only NVMe has and that lead to what is not there: another one goes."""
+    world = Disk(tmp_path)
+    with world.store:
+        for prompt in range(2):
+            assert world.put_down("t", prompt, 5) is None
+        world.store._store.evict(10)
+        for prompt in range(chains):
+            assert world.put("t", prompt, 6) is None
+        world.fill(80)
+        before = on_disk(world)
+        assert world.put_down("other", 0, 1) is None
+        assert len(before - on_disk(world)) == 10
+        assert [world.found("t", prompt, 6) for prompt in range(2)] == [
+            6 if prompt < chains else 5 for prompt in range(2)
+        ]
+        world.store.check()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_on_disk_who_asks_may_have_nothing_that_goes(tmp_path: Path, is_damaged: bool) -> None:
+    """Its one chain there leads to what is not there: somebody else's slab goes."""
+    world = Disk(tmp_path)
+    with world.store:
+        assert world.put_down("other", 0, 10) is None
+        world.store._store.evict(10)
+        if is_damaged:
+            (tip,) = [row for row in on_disk(world) if world.blocks.index.depth(row) == 9]
+            with world.store._store._lock:
+                world.blocks.quarantine_below(tip)
+        else:
+            assert world.put("other", 0, 11) is None
+        world.fill(80 - is_damaged)
+        assert world.put_down("other", 1, 1) is None
+        assert world.found("other", 0, 11) == 11 - 2 * is_damaged
+        world.store.check()
+
+
+def test_on_disk_what_is_kept_goes_where_all_else_is_in_use(tmp_path: Path) -> None:
+    """Also where a block that is not kept stands behind it."""
+    world = Disk(tmp_path)
+    with world.store:
+        assert world.put_down("t", 0, 10, ttl=600) is None
+        assert world.put_down("t", 0, 11) is None
+        world.fill(80)
+        handle, leases = world.handle("t"), []
+        for prompt in range(1_000, 1_020):
+            if lease := handle.lease(handle.match(tokens(prompt, 1))):
+                leases.append(lease)
+        in_use = {world.slab_of(row) for row in pinned_rows(world)}
+        kept = {world.slab_of(row) for row in on_disk(world) if world.blocks.index.depth(row) >= 5} - in_use
+        assert len(in_use) == 7 and len(kept) == 1
+        before = on_disk(world)
+        assert world.put_down("other", 0, 1) is None
+        assert len(before - on_disk(world)) == 11
+        for lease in leases:
+            lease.release()
+        world.store.check()
+
+
 @pytest.mark.parametrize(
     ("shares", "parts"),
     [
