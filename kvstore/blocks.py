@@ -280,8 +280,7 @@ class Blocks:
         return self.is_below(row) or not self.index.children(row)
 
     def about_wanted_of(self, number: int) -> int:
-        """About so many blocks have to go until a namespace can do without one of its extents: never fewer than
-        `wanted_of` says, where it can at all and no slot is quarantined."""
+        """About as many as `wanted_of` says, as long as one of its extents can go at all; cheap."""
         dram = self.dram
         classes = self.spaces[number].classes
         return max(1, min(dram.extent_bytes // one.frame_bytes - dram.free_slots(one) for one in classes))

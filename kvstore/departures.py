@@ -22,7 +22,7 @@ MOST_LOOKED_AT = 4096
 """Blocks that would go, before it is chosen by what is known so far."""
 MOST_IN_VAIN = 4 * MOST_LOOKED_AT
 """The same, where nothing is known that could be chosen."""
-MOST_LEAVES = 1 << 16
+MOST_LEAVES = 1 << 14
 """Leaves that are looked at, of those who have nothing to give, too."""
 MOST_TRIED = 64
 """Slabs, where what follows their blocks is in use."""
@@ -74,7 +74,7 @@ class Extents(Protocol):
         ...
 
     def about_wanted_of(self, number: int) -> int:
-        """Cheaper, and about the same."""
+        """About as many as `wanted_of` says; cheap."""
         ...
 
     def wanted_of(self, number: int) -> int | None:
