@@ -243,20 +243,17 @@ class Blocks:
         """The same for a namespace that is short of slots, up to `blocks` of its own.
 
         Each of its own leaves that goes is a slot. Of another namespace's only as many help as it takes to empty an
-        extent, one that nobody is using: if one has them among the worst they go, and nobody else loses any for
-        nothing. The caller has to look again in both cases.
+        extent, one that nobody is using: if one has them among the worst they go, and nobody else loses any. Where all
+        extents are in use blocks go nevertheless, since more may be free by then. The caller has to look again.
         """
         namespace_of = self.index.namespace_of
         groups = self.givers(number)
         offers = ExtentChoice(self)
-        is_all = True
 
         def own() -> Iterator[int]:
             """As long as they are worse than what another one has to give."""
-            nonlocal is_all
             for looked_at, row in enumerate(self._worst_for(groups), 1):
-                is_all = offers.blocks < MOST_LOOKED_AT and looked_at < MOST_LEAVES
-                if not is_all:
+                if offers.blocks >= MOST_LOOKED_AT or looked_at > MOST_LEAVES:
                     return
                 if namespace_of(row) == number:
                     yield row
@@ -266,7 +263,7 @@ class Blocks:
         gone = self._evict(own(), blocks)
         if gone:
             return gone
-        giver, most = offers.best(is_all) or (number, blocks if not is_all else 0)
+        giver, most = offers.best() or (number, blocks)
         return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), most)
 
     def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:

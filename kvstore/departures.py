@@ -83,12 +83,12 @@ class Extents(Protocol):
 
 
 class ExtentChoice:
-    """Which namespace gives an extent in DRAM, once."""
+    """Which namespace gives an extent in DRAM, once: an extent that nobody is using, where there is one."""
 
     def __init__(self, extents: Extents) -> None:
         self._extents = extents
         self._departures = Departures(extents.index, extents.residency, extents.is_below)
-        self._found: Counter[int] = Counter()  # by namespace, blocks that would leave free slots
+        self._found: Counter[int] = Counter()  # by namespace, blocks that would go
         self._wanted: dict[int, int | None] = {}  # and how many have to; about, or as it is
         self._is_exact: set[int] = set()
         self._giver: int | None = None
@@ -105,28 +105,27 @@ class ExtentChoice:
             self._wanted[number] = self._extents.about_wanted_of(number)
         if self._wanted[number] is None:
             return False
-        self._found[number] += sum(self._leaves_slots(row) for row in self._departures.with_leaf(leaf))
+        self._found[number] += len(list(self._departures.with_leaf(leaf)))
         if self._has_enough(number):
             self._be_exact(number)
             if self._has_enough(number):
                 self._giver = number
         return self._giver is not None
 
-    def best(self, is_all: bool) -> tuple[int, int] | None:
-        """Who gives, and how many blocks of it go; None where nobody can. is_all: every leaf was looked at, so whoever
-        has not enough cannot."""
+    def best(self) -> tuple[int, int] | None:
+        """Who gives, and how many blocks of it go: of whom least is lacking where nobody has enough, and last of those
+        whose extents are all in use, since nothing is refused while something may go. None where nothing may."""
         if self._giver is not None:
             return self._giver, self._wanted[self._giver] or 0
         lacking = []
-        for number in self._found:
+        for number, found in self._found.items():
             self._be_exact(number)
             wanted = self._wanted[number]
-            if wanted is not None and (self._has_enough(number) or not is_all):
-                lacking.append((wanted - self._found[number], number))
-        if not lacking:
+            lacking.append((wanted is None, 0 if wanted is None else wanted - found, number))
+        if not any(self._found.values()):
             return None
-        _, number = min(lacking)
-        return number, min(self._found[number], self._wanted[number] or 0)
+        _, _, number = min(one for one in lacking if self._found[one[2]])
+        return number, min(self._found[number], self._wanted[number] or self._found[number])
 
     def _has_enough(self, number: int) -> bool:
         wanted = self._wanted[number]
@@ -136,12 +135,6 @@ class ExtentChoice:
         if number not in self._is_exact:
             self._is_exact.add(number)
             self._wanted[number] = self._extents.wanted_of(number)
-
-    def _leaves_slots(self, row: int) -> bool:
-        """Not where a late reader may still have them mapped, or a check failed."""
-        residency = self._extents.residency
-        places = residency.all_places(row)
-        return bool(places) and not any(residency.is_held(place) for place in places)
 
 
 class SlabChoice:
@@ -186,11 +179,9 @@ class SlabChoice:
 
     def _families(self) -> Iterator[list[int]]:
         for slab in sorted(self._rows, key=lambda slab: (self._remains(slab), slab))[:MOST_TRIED]:
-            family = self._index.families(self._rows[slab])
-            if not any(self._residency.pins.counts[row] for row in family):
-                lost = [row for row in family if self._residency.all_places(row)]
-                if not any(self._departures.stays(row) for row in lost):
-                    yield lost
+            lost = [row for row in self._index.families(self._rows[slab]) if self._residency.all_places(row)]
+            if not any(self._departures.stays(row) for row in lost):
+                yield lost
 
     def _remains(self, slab: int) -> int:
         return len(self._rows[slab]) - self._going[slab]
