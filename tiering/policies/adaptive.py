@@ -18,7 +18,7 @@ and returns to LRU when it falls behind.
 
 Everything that is done for each block is compiled (`adaptive_loops`). Events are collected in a buffer and told there
 in one call. Of a long request the learning ghost, which costs most, is told in pieces, one before each victim, so that
-nobody waits for all of it; what comes of it is the same.
+nobody waits for all of it; what is learned is the same, and the tier changes its rule some victims later.
 """
 
 from __future__ import annotations
