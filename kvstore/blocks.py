@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from kvstore.departures import MOST_LEAVES, MOST_LOOKED_AT, ExtentChoice, SlabChoice
 from kvstore.identity import Namespace, TenantKeys
 from kvstore.prefix_index import NO_ROW, Column, PrefixIndex, RowState
 from kvstore.unwritten import Unwritten
@@ -27,9 +27,6 @@ from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, diges
 from tiering.residency import FrameState, Residency
 from tiering.shares import Shares
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, extent_of, slot_of
-
-MOST_LOOKED_AT = 4096
-"""Leaves, for whoever has enough to give."""
 
 
 @dataclass(frozen=True)
@@ -246,34 +243,28 @@ class Blocks:
         """The same for a namespace that is short of slots, up to `blocks` of its own.
 
         Each of its own leaves that goes is a slot. Of another namespace's only as many help as it takes to empty an
-        extent: if one has them among the worst they go, and nobody else loses any for nothing. The caller has to look
-        again in both cases.
+        extent, one that nobody is using: if one has them among the worst they go, and nobody else loses any. Where all
+        extents are in use blocks go nevertheless, since more may be free by then. The caller has to look again.
         """
-        residency, namespace_of = self.residency, self.index.namespace_of
+        namespace_of = self.index.namespace_of
         groups = self.givers(number)
-        found: Counter[int] = Counter()
-        giver = number
+        offers = ExtentChoice(self)
 
         def own() -> Iterator[int]:
             """As long as they are worse than what another one has to give."""
-            nonlocal giver
-            for row in islice(self._worst_for(groups), MOST_LOOKED_AT):
-                other = namespace_of(row)
-                if other == number:
+            for looked_at, row in enumerate(self._worst_for(groups), 1):
+                if offers.blocks >= MOST_LOOKED_AT or looked_at > MOST_LEAVES:
+                    return
+                if namespace_of(row) == number:
                     yield row
-                    continue
-                found[other] += residency.run(row, self.index.parent, MOST_LOOKED_AT)
-                if found[other] >= self._wanted_of(other):
-                    giver = other
+                elif offers.look_at(row):
                     return
 
         gone = self._evict(own(), blocks)
-        if gone or not found:
+        if gone:
             return gone
-        if giver == number:  # nobody has as many
-            giver = max(found, key=lambda other: (found[other] - self._wanted_of(other), -other))
-        wanted = min(found[giver], self._wanted_of(giver))
-        return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), wanted)
+        giver, most = offers.best() or (number, blocks)
+        return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), most)
 
     def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:
         """Leaves that may go, without those whose slots would be of use to nobody yet."""
@@ -285,11 +276,22 @@ class Blocks:
         """Not one that was quarantined and is the way to blocks that NVMe alone has."""
         return self.is_below(row) or not self.index.children(row)
 
-    def _wanted_of(self, number: int) -> int:
-        """Blocks that have to go until a namespace can do without one of its extents."""
+    def about_wanted_of(self, number: int) -> int:
+        """About as many as `wanted_of` says, as long as one of its extents can go at all; cheap."""
         dram = self.dram
         classes = self.spaces[number].classes
         return max(1, min(dram.extent_bytes // one.frame_bytes - dram.free_slots(one) for one in classes))
+
+    def wanted_of(self, number: int) -> int | None:
+        """Blocks that have to go until a namespace can do without one of its extents; None where all are in use."""
+        dram, in_use = self.dram, self.residency.pieces_in_use()
+        wanted = [
+            (max(1, extent.slots.live + extent.slots.free - dram.free_slots(one)), extent.number, extent)
+            for one in self.spaces[number].classes
+            for extent in dram.extents_of(one)
+            if extent.number not in in_use
+        ]
+        return next((blocks for blocks, _, extent in sorted(wanted) if self.residency.can_move(extent)), None)
 
     def evict_own(self, blocks: int, number: int) -> int:
         """The same of one namespace's leaves alone, whatever others have that is worse."""
@@ -536,33 +538,66 @@ class Blocks:
             self.residency.child_went(parent)
 
     def evict_below(self, blocks: int, number: int) -> tuple[int, list[list[int]]]:
-        """Give up the worst leaves on NVMe, up to that many. As `evict_worst`.
+        """Give up the worst leaves of a namespace on NVMe, up to that many, as long as they are the worst of all.
 
-        Returns how many went, and the places of those of that namespace, by part: they are claimed for other blocks.
+        What others have that is worse helps only if one of their slabs gets empty, since frames stay where they are on
+        NVMe: so of their slabs the one goes that would be empty first if they went leaf by leaf, with what follows the
+        blocks in it, and nothing else of theirs. Returns how many went, and the places of those of that namespace, by
+        part: they are claimed for other blocks.
         """
         assert self.lower is not None and self.all_known, "it may be the way to blocks that nobody knows of yet"
-        gone = 0
-        groups = self._givers(number, self.lower.residency, self.lower.tier)
         claimed: list[list[int]] = [[] for _ in self.spaces[number].classes]
-        for row in self.lower.residency.worst(groups) if blocks > 0 else ():
-            helps = self.index.namespace_of(row) == number
-            if gone and not helps:
-                break
-            stays = self.is_above(row)
-            if not stays and self.index.children(row):
+        if blocks < 1:
+            return 0, claimed
+        groups = self._givers(number, self.lower.residency, self.lower.tier)
+        choice = SlabChoice(number, self.index, self.lower.residency, self.lower.tier, self.is_above)
+        gone = self._evict_own_below(self._while_worst(groups, choice), blocks, claimed)
+        if not gone:
+            gone = sum(self._went_from_below(row, claim=False) is not None for row in choice.blocks())
+        if gone:
+            return gone, claimed
+        rows = (row for row in self.lower.residency.worst(groups) if self.index.namespace_of(row) == number)
+        return self._evict_own_below(rows, blocks, claimed), claimed
+
+    def _while_worst(self, groups: Sequence[int] | None, choice: SlabChoice) -> Iterator[int]:
+        """Leaves of the namespace that asks, as long as they are worse than a slab that others have to give."""
+        assert self.lower is not None
+        has_own = False
+        for row in self.lower.residency.worst(groups):
+            if self.index.namespace_of(row) == choice.asker:
+                has_own = has_own or self._may_go_below(row)
+                yield row
+            elif has_own or choice.look_at(row):
+                return
+
+    def _evict_own_below(self, rows: Iterable[int], blocks: int, claimed: Sequence[list[int]]) -> int:
+        gone = 0
+        for row in rows:
+            places = self._went_from_below(row, claim=True)
+            if places is None:
                 continue
-            places = self._leave_below(row, claim=helps)
-            if helps:
-                for column, place in zip(claimed, places, strict=True):
-                    column.append(place)
-            self.counters["nvme_evicted_blocks"] += 1
-            if not stays:
-                self.index.remove(row, remember=True)
-                self.counters["evicted_blocks"] += 1
+            for column, place in zip(claimed, places, strict=True):
+                column.append(place)
             gone += 1
-            if gone == blocks or not helps:
+            if gone == blocks:
                 break
-        return gone, claimed
+        return gone
+
+    def _may_go_below(self, row: int) -> bool:
+        """Not one that only NVMe has, and that is the way to blocks that are not there."""
+        return self.is_above(row) or not self.index.children(row)
+
+    def _went_from_below(self, row: int, *, claim: bool) -> list[int] | None:
+        """Returns the places that a block had on NVMe; None if it has to stay, as the way to others."""
+        stays = self.is_above(row)
+        if not self._may_go_below(row):
+            return None
+        places = self._leave_below(row, claim=claim)
+        self.counters["nvme_evicted_blocks"] += 1
+        if not stays:
+            self.index.remove(row, remember=True)
+            self.counters["evicted_blocks"] += 1
+        return places
 
     def quarantine_below(self, row: int) -> None:
         """A check of what was read from NVMe failed. Without a copy in DRAM the row stays, hollow."""

@@ -180,6 +180,21 @@ class PrefixIndex:
             row = self._parents[row]
         return rows
 
+    def families(self, rows: Sequence[int]) -> list[int]:
+        """These rows and all that follow them: the deepest first."""
+        live = np.frombuffer(self._states, np.uint8)[: self._next_row] != 0
+        up = np.append(np.frombuffer(self._parents, np.int32)[: self._next_row], NO_ROW)
+        up[:-1][~live] = NO_ROW
+        found = np.zeros(len(up), bool)  # the last one is of `NO_ROW`
+        found[np.asarray(rows, np.int64)] = True
+        while (up != NO_ROW).any():  # twice as far in each round
+            found |= found[up]
+            up = up[up]
+        members = np.flatnonzero(found)
+        depths = np.frombuffer(self._depths, np.int32)[members]
+        order: list[int] = members[np.argsort(-depths, kind="stable")].tolist()
+        return order
+
     def rows(self, namespace: int) -> Iterator[int]:
         """Every row of a namespace, in any state."""
         names = self._names[namespace]

@@ -72,6 +72,10 @@ class BookTier:
         """Frames that are there."""
         return sum(piece.slots.live for piece in self._ledger.all_pieces(slot_class))
 
+    def rows_in(self, piece: int) -> list[int] | None:
+        """Of all of it."""
+        return self._ledger.rows_in(piece)
+
     def check(self) -> None:
         """Invariant 1."""
         self._ledger.check()

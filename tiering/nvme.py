@@ -493,6 +493,11 @@ class NvmeTier:
                     return number
         return None
 
+    def rows_in(self, piece: int) -> list[int] | None:
+        """Of a slab. As `LowerTier.rows_in`."""
+        with self._lock:
+            return self._ledger.rows_in(piece)
+
     def held(self) -> dict[bytes, int]:
         """How many slabs each tenant has."""
         with self._lock:

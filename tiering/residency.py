@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -420,6 +420,10 @@ class Residency:
         """Where a part's frame stands, or `NO_PLACE`."""
         return self._places[part][row]
 
+    def all_places(self, row: int) -> list[int]:
+        """Where a block's frames stand, of all its parts that have one."""
+        return [column[row] for column in self._places if column[row] != NO_PLACE]
+
     def places_of(self, rows: Sequence[int], part: int) -> list[int]:
         """One part's places of several blocks."""
         column = self._places[part]
@@ -428,6 +432,16 @@ class Residency:
     def is_held(self, place: int) -> bool:
         """Whether a reader whose lease ran out may still have the slot mapped."""
         return place in self._held
+
+    def is_in_use(self, row: int) -> bool:
+        """Whether somebody needs the block here, or it is not readable here yet."""
+        return not self._listed[row] or bool(self.pins.counts[row]) or row in self.kept
+
+    def pieces_in_use(self) -> set[int]:
+        """Those that have a block which somebody pins, or may still have mapped."""
+        rows = np.flatnonzero(np.frombuffer(self.pins.counts, np.int32)).tolist()
+        places = [column[row] for column in self._places for row in rows if row < len(column)]
+        return {extent_of(place) for place in (*places, *self._held) if place != NO_PLACE}
 
     def is_any_held(self, extent: int) -> bool:
         """Whether a late reader may still have a slot of this extent mapped."""
@@ -491,38 +505,26 @@ class Residency:
         return self.groups.victims_of(groups)
 
     def _victims_kept_last(self, groups: Sequence[int] | None) -> Iterator[int]:
-        """The same, but what is kept for a time comes behind all others. Whenever it is come upon it becomes recent, so
-        that it is not walked past again and again."""
+        """The same, but what is kept for a time comes behind all others. What was come upon becomes recent, once
+        whoever asks has enough, so that it is not walked past again and again."""
         retention = self.retention
         assert retention is not None
         proposed: set[int] = set()
-        passed: set[int] = set()
-        again = True
-        while again:
-            again = False
+        passed: dict[int, None] = {}
+        try:
             for row in self._victims(groups):
-                if row in proposed or row in passed:
-                    continue
                 if retention.holds(row):
-                    passed.add(row)
-                    self.policy.touched(retention.way(row))
-                    again = True
-                    break
-                proposed.add(row)
-                yield row
+                    passed[row] = None
+                elif row not in proposed:
+                    proposed.add(row)
+                    yield row
+        finally:  # not on the way: a policy goes on from where it is
+            for row in passed:
+                self.policy.touched(retention.way(row))
         while rest := [row for row in self._victims(groups) if row not in proposed]:
             for row in sorted(rest, key=retention.until):
                 proposed.add(row)
                 yield row
-
-    def run(self, leaf: int, parent_of: Callable[[int], int], most: int) -> int:
-        """How many blocks, up to so many, could go one after the other from a leaf on, ancestors that lead to nothing
-        else."""
-        pins, count, row = self.pins.counts, 1, parent_of(leaf)
-        while count < most and row >= 0 and self._children[row] == 1 and self._listed[row] and not pins[row]:
-            count += 1
-            row = parent_of(row)
-        return count
 
     def check(self) -> None:
         """The policy proposes exactly the leaves of what is listed."""
@@ -554,10 +556,12 @@ class Residency:
         return Vacate(best.number, rows)
 
     def _can_vacate(self, extent: ExtentFacts, spare_in_class: int) -> bool:
+        return extent.slots.live <= spare_in_class - extent.slots.free and self.can_move(extent)
+
+    def can_move(self, extent: ExtentFacts) -> bool:
+        """Whether nobody is using what stands in an extent."""
         slots = extent.slots
         if slots.counts[FrameState.RESERVED] or slots.counts[FrameState.ZOMBIE] or slots.counts[FrameState.DELETING]:
-            return False
-        if slots.live > spare_in_class - slots.free:
             return False
         owners = [slots.owners[slot] for slot, state in enumerate(slots.states) if state == FrameState.RESIDENT]
         return not any(row < 0 or self.pins.counts[row] for row in owners) and not self.is_any_held(extent.number)

@@ -172,6 +172,12 @@ class SlotLedger(Generic[P]):
         owner = self._classes.get(slot_class)
         return [] if owner is None else list(owner.pieces.values())
 
+    def rows_in(self, number: int) -> list[int] | None:
+        """Whose frames stand in a piece; None where one is being written, or is of nobody who is known."""
+        slots = self.pieces[number].slots
+        rows = [slots.owners[slot] for slot, state in enumerate(slots.states) if state == FrameState.RESIDENT]
+        return rows if not slots.counts[FrameState.RESERVED] and min(rows, default=0) >= 0 else None
+
     def sums(self) -> list[int]:
         """Slots by state, over all pieces."""
         sums = [0] * len(FrameState)

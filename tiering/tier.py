@@ -165,6 +165,10 @@ class LowerTier(Protocol):
         """How many there may be."""
         ...
 
+    def rows_in(self, piece: int) -> list[int] | None:
+        """Whose frames stand in a piece; None where one is being written, or is of nobody who is known."""
+        ...
+
     def check(self) -> None:
         """Verify its invariants."""
         ...

@@ -24,6 +24,26 @@ def key_of(number: int) -> bytes:
     return blake2b(b"%d" % number, digest_size=32).digest()
 
 
+@given(parents=st.lists(st.integers(-1, 40), min_size=1, max_size=40), data=st.data())
+def test_families(parents: list[int], data: st.DataObject) -> None:
+    """Blocks and all that follow them, in an index where some went."""
+    index = PrefixIndex()
+    space = index.add_namespace(b"one")
+    rows: list[int] = []
+    for number, parent in enumerate(parents):
+        row = index.insert(space, key_of(number), rows[parent % number] if number and parent >= 0 else NO_ROW)
+        index.publish(row)
+        rows.append(row)
+    for row in data.draw(st.lists(st.sampled_from(rows), unique=True, max_size=20)):
+        if not index.children(row):
+            index.remove(row)
+            rows.remove(row)
+    chosen = data.draw(st.lists(st.sampled_from(rows), max_size=5)) if rows else []
+    found = index.families(chosen)
+    assert set(found) == {row for row in rows if set(index.chain(row)) & set(chosen)} and len(found) == len(set(found))
+    assert [index.depth(row) for row in found] == sorted((index.depth(row) for row in found), reverse=True)
+
+
 # Against a model ------------------------------------------------------------------------------------------------------
 
 

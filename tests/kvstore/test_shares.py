@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from kvstore.miss import MissReason
 from kvstore.node import EmbeddedStore
 from kvstore.prefix_index import RowState
 from simulation.two_tiers import wait_until_idle
+from tiering.tier import SLOT_BITS
 from workbench import ids, one_line, random_pages, small_layout
 
 BLOCK = 64
@@ -121,6 +123,177 @@ def test_who_gives_way_gives_a_whole_extent_and_nobody_else_anything(tmp_path: P
         assert world.store._store.usage().counters.get("evicted_blocks", 0) - before == 5
         assert [world.found("t", prompt, model=MODELS[1]) for prompt in range(3)] == [5, 10, 10]
         assert [world.found("t", prompt, model=MODELS[0]) for prompt in range(5)] == [10] * 5
+
+
+def test_an_extent_that_nobody_uses_is_given(tmp_path: Path) -> None:
+    """A block of each other one is being read: those cannot be given back, whatever goes."""
+    world = Tenants(tmp_path, {})
+    with world.store:
+        for prompt in range(16):
+            assert world.put("t", prompt, 5) is None
+        handle = world.handle("t")
+        leases = [handle.lease(handle.match(tokens(prompt, 1))) for prompt in range(16)]
+        pinned = {world.blocks.residency.place(row, 0) >> SLOT_BITS for row in pinned_rows(world)}
+        assert len(pinned) == world.extents("t") == 16
+        leases.pop(7).release()
+        assert world.put("other", 99, 1) is None
+        assert world.extents("t") == 15 and sum(world.found("t", prompt, 5) for prompt in range(16)) == 75
+        for lease in leases:
+            lease.release()
+        world.store.check()
+
+
+def pinned_rows(world: Tenants) -> list[int]:
+    return [row for row, count in enumerate(world.blocks.residency.pins.counts) if count]
+
+
+def read_at_random(world: Tenants, prompts: int, blocks: int, times: int) -> None:
+    random, handle = Random(1), world.handle("t")
+    for _ in range(times):
+        handle.lease(handle.match(tokens(random.randrange(prompts), blocks))).release()
+
+
+def on_disk(world: Tenants) -> set[int]:
+    return {
+        row
+        for space in world.blocks.spaces
+        for row in world.blocks.index.rows(space.number)
+        if world.blocks.is_below(row)
+    }
+
+
+def fill_disk(world: Tenants) -> int:
+    """By one tenant, up to the last slab; returns how many prompts of five blocks it took."""
+    assert world.blocks.lower is not None and world.store._store._levels is not None
+    prompts = 0
+    while (
+        world.blocks.lower.tier.held().get(world.store._keys.tenant("t").tenant, 0) < world.blocks.lower.tier.pieces()
+    ):
+        assert world.put("t", prompts, 5) is None
+        assert not world.store._store._levels.sink_all(30)
+        prompts += 1
+    return prompts
+
+
+def test_on_disk_one_slab_goes_and_not_all_that_is_old(tmp_path: Path) -> None:
+    """What was used at the same time stands in many slabs: leaf by leaf, most of all would go before one is empty."""
+    world = Tenants(tmp_path, {}, nvme="8MiB")
+    with world.store:
+        prompts = fill_disk(world)
+        read_at_random(world, prompts, 5, 5 * prompts)
+        before = on_disk(world)
+        assert world.put("other", 9_999, 1) is None
+        assert world.store._store._levels is not None and not world.store._store._levels.sink_all(30)
+        lost = before - on_disk(world)
+        print(f"{len(lost)} of {len(before)} blocks went for one slab")
+        assert len(before) > 500 and len(lost) <= 30
+        world.store.check()
+
+
+def test_on_disk_nothing_goes_for_a_slab_that_nobody_can_give(tmp_path: Path) -> None:
+    world = Tenants(tmp_path, {}, nvme="1MiB")
+    with world.store:
+        prompts = fill_disk(world)
+        handle = world.handle("t")
+        levels = world.store._store._levels
+        assert levels is not None
+        leases = [handle.lease(handle.match(tokens(prompt, 1))) for prompt in range(prompts)]
+        before = on_disk(world)
+        assert len(before) > 70 and len(pinned_rows(world)) == prompts
+        assert world.put("other", 9_999, 1) is None
+        assert levels.sink_all(1) == 1 and on_disk(world) == before
+        for lease in leases[:-1]:
+            lease.release()
+        assert levels.sink_all(30) == 0
+        assert world.found("t", prompts - 1, 5) == 5 and 0 < len(before - on_disk(world)) <= 20
+        leases[-1].release()
+        world.store.check()
+
+
+class Disk(Tenants):
+    """Eight slabs of ten blocks, and DRAM for all of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = kvstore.embedded(str(directory), dram="8MiB", extent="64KiB", nvme="1MiB", slab="128KiB")
+        self.blocks = self.store._store._blocks
+        self._handles = {}
+
+    def put_down(self, tenant: str, prompt: int, blocks: int, ttl: float | None = None) -> MissReason | None:
+        result = self.handle(tenant).put(tokens(prompt, blocks), PAGES[blocks], durability="disk", ttl=ttl)
+        self.settle()
+        return result.reason
+
+    def fill(self, blocks: int) -> None:
+        """Up to so many."""
+        prompt = 1_000
+        while len(on_disk(self)) < blocks:
+            assert self.put_down("t", prompt, min(5, blocks - len(on_disk(self)))) is None
+            prompt += 1
+
+    def slab_of(self, row: int) -> int:
+        assert self.blocks.lower is not None
+        return self.blocks.lower.residency.place(row, 0) >> SLOT_BITS
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_on_disk_a_chain_that_goes_on_in_memory_alone_is_passed_over(tmp_path: Path, chains: int) -> None:
+    """The oldest slab has blocks that only NVMe has and that lead to what is not there: another one goes."""
+    world = Disk(tmp_path)
+    with world.store:
+        for prompt in range(2):
+            assert world.put_down("t", prompt, 5) is None
+        world.store._store.evict(10)
+        for prompt in range(chains):
+            assert world.put("t", prompt, 6) is None
+        world.fill(80)
+        before = on_disk(world)
+        assert world.put_down("other", 0, 1) is None
+        assert len(before - on_disk(world)) == 10
+        assert [world.found("t", prompt, 6) for prompt in range(2)] == [
+            6 if prompt < chains else 5 for prompt in range(2)
+        ]
+        world.store.check()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_on_disk_who_asks_may_have_nothing_that_goes(tmp_path: Path, is_damaged: bool) -> None:
+    """Its one chain there leads to what is not there: somebody else's slab goes."""
+    world = Disk(tmp_path)
+    with world.store:
+        assert world.put_down("other", 0, 10) is None
+        world.store._store.evict(10)
+        if is_damaged:
+            (tip,) = [row for row in on_disk(world) if world.blocks.index.depth(row) == 9]
+            with world.store._store._lock:
+                world.blocks.quarantine_below(tip)
+        else:
+            assert world.put("other", 0, 11) is None
+        world.fill(80 - is_damaged)
+        assert world.put_down("other", 1, 1) is None
+        assert world.found("other", 0, 11) == 11 - 2 * is_damaged
+        world.store.check()
+
+
+def test_on_disk_what_is_kept_goes_where_all_else_is_in_use(tmp_path: Path) -> None:
+    """Also where a block that is not kept stands behind it."""
+    world = Disk(tmp_path)
+    with world.store:
+        assert world.put_down("t", 0, 10, ttl=600) is None
+        assert world.put_down("t", 0, 11) is None
+        world.fill(80)
+        handle, leases = world.handle("t"), []
+        for prompt in range(1_000, 1_020):
+            if lease := handle.lease(handle.match(tokens(prompt, 1))):
+                leases.append(lease)
+        in_use = {world.slab_of(row) for row in pinned_rows(world)}
+        kept = {world.slab_of(row) for row in on_disk(world) if world.blocks.index.depth(row) >= 5} - in_use
+        assert len(in_use) == 7 and len(kept) == 1
+        before = on_disk(world)
+        assert world.put_down("other", 0, 1) is None
+        assert len(before - on_disk(world)) == 11
+        for lease in leases:
+            lease.release()
+        world.store.check()
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,26 @@ def test_what_is_kept_is_not_walked_past_twice() -> None:
     assert next(policy.victims()) == others[1]
 
 
+def test_looking_at_all_costs_by_how_many_there_are() -> None:
+    """Nobody goes, since somebody only looks: each one is asked for a few times, however many are kept."""
+    tree = Tree([1000 * BLOCK])
+    for _ in range(100):
+        tree.put(3, ttl=60)
+        tree.put(1)
+    asked, holds = 0, tree.retention.holds
+
+    def counted(row: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return holds(row)
+
+    tree.retention.holds = counted  # type: ignore[method-assign]
+    for _ in range(3):
+        asked = 0
+        assert len(list(tree.residency.worst())) == 200
+        assert asked <= 3 * 200
+
+
 def test_a_chain_costs_by_its_length() -> None:
     """Also on a clock that goes on while its blocks are told of."""
     tree = Tree([10_000 * BLOCK])
