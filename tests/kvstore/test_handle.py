@@ -439,6 +439,33 @@ def test_a_long_put_is_stored_in_pieces_that_others_see_early() -> None:
     a.store.check()
 
 
+def test_a_block_that_is_found_damaged_between_two_pieces_of_a_put_is_stored_by_it() -> None:
+    """It was there when the put began: it counts as stored then, and no more as there before."""
+    blocks = WINDOW_BLOCKS + 3
+    a = bench(dram=16 << 20, extent=1 << 20)
+    ns = a.namespace()
+    put(ns, 128)
+    door = a.door()
+    commit = door.commit
+
+    def watched(reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
+        if first == 0 and len(digests) == WINDOW_BLOCKS:
+            with ns.lease(ns.match(ids(128))) as lease:
+                a.store.spans([lease.reply.places[0][1]])[0].view[5000] ^= 1
+                assert ns.get(lease, blank_pages(ns.layout, 2)).reason is MissReason.CORRUPT
+        return commit(reservation, part, first, digests)
+
+    door.commit = watched
+    pages = random_pages(ns.layout, blocks)
+    watched_ns = NamespaceHandle(door, ns.namespace, codec_named("raw"))
+    assert watched_ns.put(ids(blocks * 64), pages) == PutResult(1, blocks - 1, None, None)
+    found = blank_pages(ns.layout, blocks)
+    with ns.lease(ns.match(ids(blocks * 64))) as lease:
+        assert ns.get(lease, found).tokens == blocks * 64
+    assert same_tokens(found, pages, range(64, blocks * 64))
+    a.store.check()
+
+
 def test_a_prompt_that_was_leased_goes_after_one_that_was_not(a: Bench) -> None:
     ns = a.namespace()
     put(ns, 128)

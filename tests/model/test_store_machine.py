@@ -163,7 +163,10 @@ class StoreMachine(RuleBasedStateMachine):
         owned.door.on_stored.pop()
         self.opening.pop()
         assert result.stored == len(stored) == len(set(stored))
-        assert result.present == before.blocks and result.present + result.stored <= blocks
+        assert result.present + result.stored <= blocks
+        if result.present != before.blocks:  # found damaged, or evicted, between two pieces of the put
+            assert self.interrupted and result.present < before.blocks
+            assert result.present in stored or result.present == result.stopped_at
         assert (result.stopped_at is None) == (result.reason is None)
         if result.stopped_at is None:
             assert before.blocks >= min(-(-first_token // BLOCK_TOKENS), blocks)
