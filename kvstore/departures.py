@@ -24,8 +24,6 @@ MOST_IN_VAIN = 4 * MOST_LOOKED_AT
 """The same, where nothing is known that could be chosen."""
 MOST_LEAVES = 1 << 14
 """Leaves that are looked at, of those who have nothing to give, too."""
-MOST_TRIED = 64
-"""Slabs, where what follows their blocks is in use."""
 
 
 class Departures:
@@ -61,6 +59,19 @@ class Departures:
         if residency.is_in_use(row):
             return True
         return index.children(row) > residency.children(row) and not self._is_elsewhere(row)
+
+    def leading_to_what_stays(self) -> set[int]:
+        """Blocks that stay, and all that they follow."""
+        index, residency = self._index, self._residency
+        staying = residency.all_in_use()
+        ways_on = index.with_more_children(residency.child_counts)
+        staying += [row for row in ways_on if residency.all_places(row) and self.stays(row)]
+        ways: set[int] = set()
+        for row in staying:
+            while row != NO_ROW and row not in ways:
+                ways.add(row)
+                row = index.parent(row)
+        return ways
 
 
 class Extents(Protocol):
@@ -169,19 +180,18 @@ class SlabChoice:
 
     def blocks(self) -> list[int]:
         """Those that have to go for one slab, the deepest of each chain first; empty where nobody can do without one.
-        What is kept for a time goes only where nothing else is found."""
-        spared: list[int] = []
-        for lost in self._families():
-            if not self._is_any_wanted(lost):
-                return lost
-            spared = spared or lost
-        return spared
+        What is kept for a time goes only where nothing else is found: whoever keeps a block keeps what it follows."""
+        if not self._rows:
+            return []
+        ways = self._departures.leading_to_what_stays()
+        free = [slab for slab, rows in self._rows.items() if ways.isdisjoint(rows)]
+        slab = min(free, key=self._cost, default=None)
+        if slab is None:
+            return []
+        return [row for row in self._index.families(self._rows[slab]) if self._residency.all_places(row)]
 
-    def _families(self) -> Iterator[list[int]]:
-        for slab in sorted(self._rows, key=lambda slab: (self._remains(slab), slab))[:MOST_TRIED]:
-            lost = [row for row in self._index.families(self._rows[slab]) if self._residency.all_places(row)]
-            if not any(self._departures.stays(row) for row in lost):
-                yield lost
+    def _cost(self, slab: int) -> tuple[bool, int, int]:
+        return self._is_any_wanted(self._rows[slab]), self._remains(slab), slab
 
     def _remains(self, slab: int) -> int:
         return len(self._rows[slab]) - self._going[slab]

@@ -180,6 +180,11 @@ class PrefixIndex:
             row = self._parents[row]
         return rows
 
+    def with_more_children(self, counts: Column) -> list[int]:
+        """Rows that have more than so many, by row."""
+        counts = counts[: self._next_row]
+        return np.flatnonzero(np.frombuffer(self._children, np.int32)[: len(counts)] > counts).tolist()
+
     def families(self, rows: Sequence[int]) -> list[int]:
         """These rows and all that follow them: the deepest first."""
         live = np.frombuffer(self._states, np.uint8)[: self._next_row] != 0

@@ -437,6 +437,22 @@ class Residency:
         """Whether somebody needs the block here, or it is not readable here yet."""
         return not self._listed[row] or bool(self.pins.counts[row]) or row in self.kept
 
+    def all_in_use(self) -> list[int]:
+        """Blocks that have a place here and of which that is so."""
+        listed = np.frombuffer(self._listed, np.uint8)
+        is_used = (listed == 0) | (np.frombuffer(self.pins.counts, np.int32)[: len(listed)] != 0)
+        is_used[list(self.kept)] = True
+        is_here = np.zeros(len(listed), bool)
+        for column in self._places:
+            is_here |= np.frombuffer(column, np.int64) != NO_PLACE
+        rows: list[int] = np.flatnonzero(is_used & is_here).tolist()
+        return rows
+
+    @property
+    def child_counts(self) -> Column:
+        """`children`, by row: to be let go before anything comes or goes here."""
+        return np.frombuffer(self._children, np.int32)
+
     def pieces_in_use(self) -> set[int]:
         """Those that have a block which somebody pins, or may still have mapped."""
         rows = np.flatnonzero(np.frombuffer(self.pins.counts, np.int32)).tolist()
