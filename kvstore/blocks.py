@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from kvstore.departures import MOST_LEAVES, MOST_LOOKED_AT, ExtentChoice, SlabChoice
+from kvstore.departures import ExtentChoice, SlabChoice
 from kvstore.identity import Namespace, TenantKeys
 from kvstore.prefix_index import NO_ROW, Column, PrefixIndex, RowState
 from kvstore.unwritten import Unwritten
@@ -24,7 +24,7 @@ from tiering.admission import Admission
 from tiering.dram import DramTier
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
-from tiering.residency import FrameState, Residency
+from tiering.residency import ExtentFacts, FrameState, Residency
 from tiering.shares import Shares
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, extent_of, slot_of
 
@@ -243,55 +243,41 @@ class Blocks:
         """The same for a namespace that is short of slots, up to `blocks` of its own.
 
         Each of its own leaves that goes is a slot. Of another namespace's only as many help as it takes to empty an
-        extent, one that nobody is using: if one has them among the worst they go, and nobody else loses any. Where all
-        extents are in use blocks go nevertheless, since more may be free by then. The caller has to look again.
+        extent that nobody is using: if one has them among the worst they go, and nobody else loses any. Where all have
+        one that somebody is using nothing of theirs goes, since it would help nobody. The caller has to look again.
         """
-        namespace_of = self.index.namespace_of
         groups = self.givers(number)
-        offers = ExtentChoice(self)
-
-        def own() -> Iterator[int]:
-            """As long as they are worse than what another one has to give."""
-            for looked_at, row in enumerate(self._worst_for(groups), 1):
-                if offers.blocks >= MOST_LOOKED_AT or looked_at > MOST_LEAVES:
-                    return
-                if namespace_of(row) == number:
-                    yield row
-                elif offers.look_at(row):
-                    return
-
-        gone = self._evict(own(), blocks)
-        if gone:
+        below = self.lower.residency if self.lower is not None else None
+        choice = ExtentChoice(number, self, below)
+        gone = self._evict(choice.own(self._worst_for(groups)), blocks)
+        if gone or choice.giver is None:
             return gone
-        giver, most = offers.best() or (number, blocks)
+        giver, most = choice.giver
+        namespace_of = self.index.namespace_of
         return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), most)
 
     def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:
         """Leaves that may go, without those whose slots would be of use to nobody yet."""
         residency, is_guarded = self.residency, self.dram.is_guarded
         rows = (row for row in residency.worst(groups) if not is_guarded(residency.place(row, 0)))
+        if residency.holds:
+            rows = (row for row in rows if not residency.is_row_held(row))
         return (row for row in rows if self._may_go(row)) if self.lower is not None else rows
 
     def _may_go(self, row: int) -> bool:
         """Not one that was quarantined and is the way to blocks that NVMe alone has."""
         return self.is_below(row) or not self.index.children(row)
 
-    def about_wanted_of(self, number: int) -> int:
-        """About as many as `wanted_of` says, as long as one of its extents can go at all; cheap."""
+    def offers_of(self, number: int, in_use: set[int]) -> list[tuple[int, ExtentFacts]]:
+        """As `Owners.offers_of`."""
         dram = self.dram
-        classes = self.spaces[number].classes
-        return max(1, min(dram.extent_bytes // one.frame_bytes - dram.free_slots(one) for one in classes))
-
-    def wanted_of(self, number: int) -> int | None:
-        """Blocks that have to go until a namespace can do without one of its extents; None where all are in use."""
-        dram, in_use = self.dram, self.residency.pieces_in_use()
-        wanted = [
-            (max(1, extent.slots.live + extent.slots.free - dram.free_slots(one)), extent.number, extent)
+        offers = [
+            (max(1, extent.slots.live + extent.slots.free - dram.free_slots(one)), extent)
             for one in self.spaces[number].classes
             for extent in dram.extents_of(one)
             if extent.number not in in_use
         ]
-        return next((blocks for blocks, _, extent in sorted(wanted) if self.residency.can_move(extent)), None)
+        return sorted(offers, key=lambda offer: (-offer[0], -offer[1].number))
 
     def evict_own(self, blocks: int, number: int) -> int:
         """The same of one namespace's leaves alone, whatever others have that is worse."""
@@ -550,7 +536,7 @@ class Blocks:
         if blocks < 1:
             return 0, claimed
         groups = self._givers(number, self.lower.residency, self.lower.tier)
-        choice = SlabChoice(number, self.index, self.lower.residency, self.lower.tier, self.is_above)
+        choice = SlabChoice(number, self.index, self.lower.residency, self.lower.tier, self.residency)
         gone = self._evict_own_below(self._while_worst(groups, choice), blocks, claimed)
         if not gone:
             gone = sum(self._went_from_below(row, claim=False) is not None for row in choice.blocks())

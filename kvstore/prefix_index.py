@@ -180,10 +180,10 @@ class PrefixIndex:
             row = self._parents[row]
         return rows
 
-    def with_more_children(self, counts: Column) -> list[int]:
-        """Rows that have more than so many, by row."""
-        counts = counts[: self._next_row]
-        return np.flatnonzero(np.frombuffer(self._children, np.int32)[: len(counts)] > counts).tolist()
+    @property
+    def child_counts(self) -> Column:
+        """`children`, by row: to be let go before any row comes."""
+        return np.frombuffer(self._children, np.int32)
 
     def families(self, rows: Sequence[int]) -> list[int]:
         """These rows and all that follow them: the deepest first."""

@@ -1113,7 +1113,7 @@ class Store:
             move = make_room(classes, blocks.dram, groups)
             if isinstance(move, Evict):
                 if not blocks.evict_for(record.namespace, len(missing)):
-                    return MissReason.PINNED_FULL  # what is left is the way to blocks that NVMe alone has
+                    return MissReason.PINNED_FULL  # what is left would help nobody, or is the way to blocks that stay
             elif isinstance(move, Grow):
                 return move.slot_class
             elif isinstance(move, Vacate):

@@ -27,7 +27,7 @@ import numpy as np
 from tiering.policies.by_group import ByGroup
 from tiering.policies.policy import EvictionPolicy
 from tiering.retention import Retention
-from tiering.tier import NO_PLACE, Column, SlotClass, extent_of
+from tiering.tier import NO_PLACE, SLOT_BITS, Column, SlotClass, extent_of
 
 
 class FrameState(IntEnum):
@@ -434,8 +434,12 @@ class Residency:
         return place in self._held
 
     def is_in_use(self, row: int) -> bool:
-        """Whether somebody needs the block here, or it is not readable here yet."""
-        return not self._listed[row] or bool(self.pins.counts[row]) or row in self.kept
+        """Whether somebody needs the block here, or may still be reading it; or it is not readable here yet."""
+        return not self._listed[row] or bool(self.pins.counts[row]) or row in self.kept or self.is_row_held(row)
+
+    def is_row_held(self, row: int) -> bool:
+        """Whether a reader whose lease ran out may still have a slot of the block mapped."""
+        return bool(self._held) and any(column[row] in self._held for column in self._places)
 
     def all_in_use(self) -> list[int]:
         """Blocks that have a place here and of which that is so."""
@@ -444,20 +448,32 @@ class Residency:
         is_used[list(self.kept)] = True
         is_here = np.zeros(len(listed), bool)
         for column in self._places:
-            is_here |= np.frombuffer(column, np.int64) != NO_PLACE
+            places = np.frombuffer(column, np.int64)
+            is_here |= places != NO_PLACE
+            if self._held:
+                is_used |= np.isin(places, list(self._held))
         rows: list[int] = np.flatnonzero(is_used & is_here).tolist()
         return rows
 
     @property
+    def listed_column(self) -> Column:
+        """`is_listed`, by row: to be let go before anything comes or goes here."""
+        return np.frombuffer(self._listed, np.uint8)
+
+    @property
     def child_counts(self) -> Column:
-        """`children`, by row: to be let go before anything comes or goes here."""
+        """`children`, by row; the same."""
         return np.frombuffer(self._children, np.int32)
 
     def pieces_in_use(self) -> set[int]:
         """Those that have a block which somebody pins, or may still have mapped."""
-        rows = np.flatnonzero(np.frombuffer(self.pins.counts, np.int32)).tolist()
-        places = [column[row] for column in self._places for row in rows if row < len(column)]
-        return {extent_of(place) for place in (*places, *self._held) if place != NO_PLACE}
+        pins = np.frombuffer(self.pins.counts, np.int32)[: len(self._listed)]
+        pinned = np.flatnonzero(pins)
+        pieces = {extent_of(place) for place in self._held}
+        for column in self._places:
+            places = np.frombuffer(column, np.int64)[pinned]
+            pieces.update(np.unique(places[places != NO_PLACE] >> SLOT_BITS).tolist())
+        return pieces
 
     def is_any_held(self, extent: int) -> bool:
         """Whether a late reader may still have a slot of this extent mapped."""

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 import kvstore
 from kvstore import Share
+from kvstore.config import Limits
 from kvstore.handle import Lease, NamespaceHandle
 from kvstore.miss import MissReason
 from kvstore.node import EmbeddedStore
 from kvstore.prefix_index import RowState
+from model.store_model import WHOLE, Prompt, open_store
 from simulation.two_tiers import wait_until_idle
 from tiering.tier import SLOT_BITS
 from workbench import ids, one_line, random_pages, small_layout
@@ -135,6 +137,8 @@ def test_an_extent_that_nobody_uses_is_given(tmp_path: Path) -> None:
         leases = [handle.lease(handle.match(tokens(prompt, 1))) for prompt in range(16)]
         pinned = {world.blocks.residency.place(row, 0) >> SLOT_BITS for row in pinned_rows(world)}
         assert len(pinned) == world.extents("t") == 16
+        assert world.put("other", 99, 1) is MissReason.PINNED_FULL
+        assert sum(world.found("t", prompt, 5) for prompt in range(16)) == 80, "it would have helped nobody"
         leases.pop(7).release()
         assert world.put("other", 99, 1) is None
         assert world.extents("t") == 15 and sum(world.found("t", prompt, 5) for prompt in range(16)) == 75
@@ -145,6 +149,45 @@ def test_an_extent_that_nobody_uses_is_given(tmp_path: Path) -> None:
 
 def pinned_rows(world: Tenants) -> list[int]:
     return [row for row, count in enumerate(world.blocks.residency.pins.counts) if count]
+
+
+def test_of_many_with_one_extent_each_one_gives_it(tmp_path: Path) -> None:
+    """They were used in turn, so that all of them have some of the worst."""
+    world = Tenants(tmp_path, {})
+    with world.store:
+        models = [chr(ord("a") + number) * 40 for number in range(16)]
+        for prompt in range(5):
+            for model in models:
+                assert world.put("t", prompt, 1, model=model) is None
+        assert world.extents("t") == 16
+        leases = [world.handle("t", models[0]).lease(world.handle("t", models[0]).match(tokens(0, 1)))]
+        assert world.put("other", 99, 1) is None
+        left = [sum(world.found("t", prompt, 1, model=model) for prompt in range(5)) for model in models]
+        assert sorted(left) == [0] + [5] * 15 and left[0] == 5
+        leases[0].release()
+
+
+@pytest.mark.parametrize("late", [1, 5, 15])
+def test_what_late_readers_hold_is_no_room(tmp_path: Path, late: int) -> None:
+    """Blocks of the oldest extents were leased, the leases ran out, and nobody said that he is done."""
+    opened = open_store(tmp_path, limits=Limits(pinned_fraction=1.0, lease_seconds=10.0))
+    old, new = opened.namespace("old", WHOLE), opened.namespace("new", WHOLE)
+    dram, slot_class = opened.blocks.dram, opened.blocks.spaces[old.handle.number].classes[0]
+    prompts = 0
+    while dram.has_room() or dram.free_slots(slot_class):
+        old.put(Prompt((prompts,)))
+        prompts += 1
+    blocks = dram.extent_bytes // slot_class.frame_bytes
+    leases = [old.handle.lease(old.match(Prompt((prompt,)))) for prompt in range(late * blocks)]
+    for prompt in range(late * blocks, prompts):
+        old.handle.lease(old.match(Prompt((prompt,)))).release()
+    opened.clock.advance(20)
+    opened.core.evict(0)
+    assert new.put(Prompt((1,))).stored == 1
+    assert sum(old.match(Prompt((prompt,))).blocks for prompt in range(prompts)) == prompts - blocks
+    opened.core.check()
+    del leases
+    opened.close()
 
 
 def read_at_random(world: Tenants, prompts: int, blocks: int, times: int) -> None:
@@ -252,6 +295,28 @@ def test_on_disk_a_chain_that_goes_on_in_memory_alone_is_passed_over(tmp_path: P
         assert [world.found("t", prompt, 6) for prompt in range(2)] == [
             6 if prompt < chains else 5 for prompt in range(2)
         ]
+        world.store.check()
+
+
+@pytest.mark.parametrize("chains", [4, 7])
+def test_on_disk_the_way_to_what_is_in_both_is_passed_over(tmp_path: Path, chains: int) -> None:
+    """Its end goes from NVMe and stays in DRAM, so that it cannot go: nor can its slab."""
+    world = Disk(tmp_path)
+    with world.store:
+        blocks, lock = world.blocks, world.store._store._lock
+        for prompt in range(8):
+            before = on_disk(world)
+            assert world.put_down("t", 2 * prompt, 5) is None
+            if prompt < chains:
+                rows = sorted(on_disk(world) - before, key=blocks.index.depth, reverse=True)
+                with lock:
+                    assert blocks._evict(iter(rows), 5) == 5
+            assert world.put_down("t", 2 * prompt, 6) is None
+            assert world.put_down("t", 2 * prompt + 1, 4) is None
+        before = on_disk(world)
+        assert len(before) == 80 and sum(not blocks.is_above(row) for row in before) == 5 * chains
+        assert world.put_down("other", 0, 1) is None
+        assert len(before - on_disk(world)) == 10
         world.store.check()
 
 

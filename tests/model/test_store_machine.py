@@ -39,6 +39,7 @@ from tiering.frame import HEADER_BYTES
 from tiering.mover import Copy
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
+from tiering.residency import FrameState
 from tiering.tier import FrameSpan
 
 LEASE_SECONDS = 60.0
@@ -276,8 +277,10 @@ class StoreMachine(RuleBasedStateMachine):
             assert reply.stopped_at is not None and reply.stopped_at > reply.blocks[-1]
         elif reply.stopped_at is not None:
             assert reply.reason is MissReason.PINNED_FULL
-            if reply.reservation and not self.interrupted:
-                assert self.core.evict(1) == 0, "refused for space while something could be evicted"
+            if reply.reservation and not self.interrupted:  # else it is itself what kept its own
+                assert not self.opened.blocks.evict_own(1, owned.handle.number), "its own could go"
+            if not self.interrupted:
+                self._nobody_could_give(owned)
         if reply.reservation:
             assert reply.blocks and all(len(places) == len(reply.blocks) for places in reply.places)
             self.versions += 1
@@ -513,6 +516,33 @@ class StoreMachine(RuleBasedStateMachine):
     def _perhaps_pending(self) -> set[Name]:
         """With the blocks of a put that this one interrupts."""
         return self._pending().union(*self.opening)
+
+    def _nobody_could_give(self, owned: Owned) -> None:
+        """No other namespace has an extent that nobody uses, and as many blocks that may go as it takes to do without
+        it."""
+        blocks = self.opened.blocks
+        index, residency, dram = blocks.index, blocks.residency, blocks.dram
+        for space in blocks.spaces:
+            rows, staying = list(index.rows(space.number)), set()
+            for row in rows:
+                places = [residency.place(row, part) for part in range(len(space.classes))]
+                is_read = residency.pins.counts[row] or any(map(residency.is_held, places))
+                if is_read or not residency.is_listed(row):
+                    staying.update(index.chain(row))
+            for slot_class in space.classes if space.number != owned.handle.number else ():
+                for extent in dram.extents_of(slot_class):
+                    slots = extent.slots
+                    used = [(state, slots.owners[at]) for at, state in enumerate(slots.states) if state]
+                    used = [(state, row) for state, row in used if state != FrameState.QUARANTINED]
+                    is_free = all(  # a frame of a block that is not complete yet has no owner
+                        state == FrameState.RESIDENT and row >= 0 and not residency.pins.counts[row]
+                        for state, row in used
+                    )
+                    wanted = slots.live + slots.free - dram.free_slots(slot_class)
+                    may_go = len(set(rows) - staying)
+                    assert not is_free or residency.is_any_held(extent.number) or may_go < wanted, (
+                        "refused for space while an extent could be emptied"
+                    )
 
     def _is_damaged(self, lease: Lease, block: int) -> bool:
         position = block - lease.reply.first_block
