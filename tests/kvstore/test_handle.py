@@ -810,6 +810,8 @@ def test_a_store_that_closes_under_a_put_is_a_put_of_nothing(a: Bench) -> None:
         ({"priority": 101}, ("priority=101", "-100 to 100")),
         ({"priority": -101}, ("priority=-101",)),
         ({"priority": 0.5}, ("priority=0.5", "whole number")),
+        ({"priority": True}, ("priority=True", "whole number")),
+        ({"ttl": True}, ("ttl=True", "seconds above 0")),
         ({"priority": "high"}, ("priority='high'", "whole number")),
     ],
 )
