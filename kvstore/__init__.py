@@ -23,6 +23,7 @@ from kvstore.config import (
     DEFAULT_TENANT,
     DEFAULT_WRITES,
     Limits,
+    check_writes_are_below,
     checked_policy,
     checked_share,
     checked_shares,
@@ -177,6 +178,9 @@ def embedded(
             raise BadInput("nvme= needs the package lmdb; install prefix-kvstore[server]") from None
         indexes = LmdbMaker
     chosen = policy_named(policy)
+    writes = parse_writes(nvme_writes, "nvme_writes")
+    if nvme is None:
+        check_writes_are_below(writes, nvme_writes, "nvme_writes")
     codecs = Codecs(_open_gpu)
     return open_embedded(
         directory,
@@ -191,13 +195,22 @@ def embedded(
         indexes=indexes,
         before_close=codecs.close,
         policy=chosen,
-        writes=parse_writes(nvme_writes, "nvme_writes"),
-        shares=checked_shares(
-            {
-                name: checked_share(share, (f"shares: {name}: guaranteed", f"shares: {name}: weight"))
-                for name, share in (shares or {}).items()
-            }
-        ),
+        writes=writes,
+        shares=_checked_shares(shares) if shares is not None else None,
+    )
+
+
+def _checked_shares(shares: Mapping[str, Share]) -> Mapping[str, Share]:
+    if not isinstance(shares, Mapping) or not all(isinstance(share, Share) for share in shares.values()):
+        raise BadInput(
+            f"shares={shares!r}; give a kvstore.Share for each tenant's name, such as "
+            'shares={"default": kvstore.Share(guaranteed=0.5)}'
+        )
+    return checked_shares(
+        {
+            name: checked_share(share, (f"shares: {name}: guaranteed", f"shares: {name}: weight"))
+            for name, share in shares.items()
+        }
     )
 
 

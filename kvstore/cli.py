@@ -223,7 +223,10 @@ def serve(
         "door": {"socket": socket},
         "http": {"listen": http},
     }
-    settings = read_settings(Path(config).read_bytes() if config is not None else "", flags)
+    if config is not None:
+        settings = read_settings(Path(config).read_bytes(), flags, config)
+    else:
+        settings = read_settings("", flags)
     if kept_at is None and settings.store.keeper:
         seconds = str(2 * settings.limits.close_seconds)
         sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]

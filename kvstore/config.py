@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import inf, nan
+from math import ceil, inf, nan
+from numbers import Real
 
 from kvstore.errors import BadInput
 from tiering.shares import Share
@@ -120,8 +121,18 @@ def parse_writes(given: str | float, name: str) -> float | None:
     return written
 
 
+def check_writes_are_below(writes: float | None, given: str | float, name: str) -> None:
+    """There is no NVMe. Raises `BadInput` where what is written to it was chosen. `name` is the option."""
+    if writes is not None:
+        nvme = name.removesuffix("_writes")
+        raise BadInput(
+            f"{name}={given!r} is about what is written to NVMe, and there is none; give {nvme} a size, or leave "
+            f"{name} out"
+        )
+
+
 def checked_policy(given: str, name: str) -> str:
-    """One of `POLICIES`. `name` is the option, for the message."""
+    """One of `POLICIES`. Raises `BadInput`. `name` is the option, for the message."""
     if given not in POLICIES:
         raise BadInput(f"{name}={given!r}; allowed: {', '.join(POLICIES)}")
     return given
@@ -132,6 +143,9 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
 
 def checked_share(given: Share, names: tuple[str, str]) -> Share:
     """What one tenant has of each tier. Raises `BadInput`. names: of the two options, for the message."""
+    for name, value in zip(names, (given.guaranteed, given.weight), strict=True):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise BadInput(f"{name}={value!r} is not a number")
     if not 0 <= given.guaranteed <= 1:
         raise BadInput(f"{names[0]}={given.guaranteed!r}; give the part of each tier that is kept for it, from 0 to 1")
     if not LEAST_WEIGHT <= given.weight <= MOST_WEIGHT:
@@ -150,11 +164,15 @@ def checked_shares(shares: Mapping[str, Share]) -> Mapping[str, Share]:
 
 def check_pieces(shares: Mapping[str, Share], pieces: int, piece_bytes: int, tier: str) -> None:
     """What is guaranteed is kept in whole pieces of a tier. Raises `BadInput` where that is none."""
+    key, least_bytes = {"dram": ("extent", MIN_EXTENT_BYTES), "nvme": ("slab", MIN_SLAB_BYTES)}[tier]
     for name, share in shares.items():
         if share.guaranteed and share.guaranteed * pieces < 1 - 1e-9:
+            enough = ceil(10_000 / pieces) / 10_000  # rounded up, so that it is not refused again
+            smaller = f"smaller pieces ({key}, in a sidecar's file store.{key}: {format_size(least_bytes)} or more)"
             raise BadInput(
                 f"share={share.guaranteed} of tenant {name} is less than one piece of {tier}, which is taken in "
-                f"{format_size(piece_bytes)}; give {1 / pieces:.2g} or more, or smaller pieces"
+                f"{format_size(piece_bytes)}; give {enough:g} or more, or "
+                + (smaller if piece_bytes > least_bytes else f"more {tier}")
             )
 
 

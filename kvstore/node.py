@@ -464,8 +464,7 @@ def open_embedded(
         tier = None
         if nvme is not None:
             assert indexes is not None
-            tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring)
-            check_pieces(shares, tier.pieces(), tier.slab_bytes, "nvme")
+            tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring, shares)
         store = build_store(
             dram_config,
             limits,
@@ -521,11 +520,14 @@ def _open_nvme(
     indexes: Callable[[Path], IndexMaker],
     files: Callable[[Path], Files],
     ring: KeyRing,
+    shares: Mapping[str, Share],
 ) -> NvmeTier:
     """The tier on disk, its frames not loaded yet."""
     try:
         make_directory(directory)
         config = NvmeConfig.of(nvme, slab, disk_room(directory))
+        # Before the index is open, which whoever is refused here would leave so.
+        check_pieces(shares, config.budget_bytes // config.slab_bytes, config.slab_bytes, "nvme")
         tier = NvmeTier(
             files(directory),
             indexes(directory / "index"),

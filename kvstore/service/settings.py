@@ -24,9 +24,12 @@ from typing import Any, TypeVar
 from kvstore.config import (
     DEFAULT_POLICY,
     DEFAULT_WRITES,
+    LEARNED_WRITES,
     MAX_SECONDS,
     MAX_SOCKET_BYTES,
+    POLICIES,
     Limits,
+    check_writes_are_below,
     checked_policy,
     checked_share,
     checked_shares,
@@ -44,6 +47,13 @@ AUTO, OFF = "auto", "off"
 TENANT_SOCKET, ADMIN_SOCKET = "kvstore.sock", "admin.sock"
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
+WORDS = {
+    "store.policy": f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}, in quotes",
+    "store.nvme_writes": f"{DEFAULT_WRITES} or {LEARNED_WRITES}, in quotes, or a number",
+    "log.level": f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}, in quotes",
+    "log.format": f"{' or '.join(FORMATS)}, in quotes",
+}
+"""What may be given, where that is a word or two."""
 MAX_SWEEP_SECONDS = 10.0
 """Memory of those who are gone comes back no sooner than it is looked for."""
 MAX_USER = (1 << 32) - 2
@@ -175,17 +185,20 @@ def shares_of(settings: Settings) -> Mapping[str, Share]:
     return checked_shares(found)
 
 
-def read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | None = None) -> Settings:
+def read_settings(
+    text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | None = None, name: str = "the configuration"
+) -> Settings:
     """What TOML (in UTF-8) says, with flags above it. flags: section -> key -> value, None where a flag was not given.
+    name: of the file, for messages.
 
     Raises `BadInput`.
     """
     try:
         given = tomllib.loads(text if isinstance(text, str) else text.decode())
     except UnicodeDecodeError as error:
-        raise BadInput(f"the configuration is not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
+        raise BadInput(f"{name} is not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"the configuration is not TOML: {error}") from None
+        raise BadInput(f"{name} is not TOML: {error}") from None
     for section, values in (flags or {}).items():
         chosen = {key: value for key, value in values.items() if value is not None}
         if chosen:
@@ -199,7 +212,7 @@ def read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | No
         store=_section(StoreSettings, _table(given, "store"), "store."),
         limits=_section(Limits, _table(given, "limits"), "limits."),
         door=DoorSettings(**_checked(DoorSettings, door, "door."), limits=_section(DoorLimits, limits, "door.")),
-        tenants={name: _section(TenantSettings, _table(tenants, name), f"tenants.{name}.") for name in tenants},
+        tenants={name: _section(TenantSettings, _tenant(tenants, name), f"tenants.{name}.") for name in tenants},
         admin=_section(AdminSettings, _table(given, "admin"), "admin."),
         http=_section(HttpSettings, _table(given, "http"), "http."),
         log=_section(LogSettings, _table(given, "log"), "log."),
@@ -220,7 +233,9 @@ def _check(settings: Settings) -> None:
         host_and_port(settings.http.listen)
     _check_sizes(settings.store)
     checked_policy(settings.store.policy, "store.policy")
-    parse_writes(settings.store.nvme_writes, "store.nvme_writes")
+    writes = parse_writes(settings.store.nvme_writes, "store.nvme_writes")
+    if settings.store.nvme == OFF:
+        check_writes_are_below(writes, settings.store.nvme_writes, "store.nvme_writes")
     for one in fields(DoorLimits):
         value = getattr(settings.door.limits, one.name)
         most = {"sweep_seconds": MAX_SWEEP_SECONDS, "silence_seconds": MAX_SECONDS}.get(one.name, math.inf)
@@ -279,8 +294,20 @@ def host_and_port(listen: str) -> tuple[str, int]:
 def _table(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = given.get(name, {})
     if not isinstance(table, Mapping):
-        raise BadInput(f"{name}={table!r} is a section of the configuration; write [{name}] and keys below it")
+        section = "tenants.NAME" if name == "tenants" else name
+        raise BadInput(f"{name}={table!r} is a section of the configuration; write [{section}] and keys below it")
     return table
+
+
+def _tenant(tenants: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = tenants[name]
+    if isinstance(table, Mapping):
+        return table
+    section, keys = "NAME" if name in _keys(TenantSettings) else name, ", ".join(_keys(TenantSettings))
+    raise BadInput(
+        f"tenants.{name}={table!r}: each tenant is a section of its own; write [tenants.{section}] and its keys below "
+        f"it ({keys})"
+    )
 
 
 def _keys(kind: type[Any]) -> list[str]:
@@ -326,7 +353,7 @@ def _check_type(value: Any, wanted: str, name: str) -> None:
     if isinstance(value, list):
         is_right = is_right and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
     if not is_right:
-        raise BadInput(f"{name}={value!r}; give {described}")
+        raise BadInput(f"{name}={value!r}; give {WORDS.get(name, described)}")
 
 
 def _refuse_unknown(given: Mapping[str, Any], known: list[str], prefix: str, without: tuple[str, ...] = ()) -> None:

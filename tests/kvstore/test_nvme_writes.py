@@ -134,6 +134,14 @@ def test_an_end_in_order_writes_what_waits(tmp_path: Path) -> None:
         assert load.get(last) == {HitTier.NVME: 20}
 
 
+@pytest.mark.parametrize("given", ["learned", 1.0])
+def test_without_nvme_there_is_nothing_to_choose(given: str | float, tmp_path: Path) -> None:
+    with pytest.raises(kvstore.BadInput) as caught:
+        kvstore.embedded(str(tmp_path), dram="1MiB", nvme_writes=given)
+    assert one_line(caught.value, f"nvme_writes={given!r}", "there is none; give nvme a size, or leave nvme_writes out")
+    kvstore.embedded(str(tmp_path), dram="1MiB", nvme_writes="all").close()
+
+
 @pytest.mark.parametrize("given", ["some", "", -1, 0, float("nan"), True, 1e9])
 def test_what_cannot_be_is_one_line(given: str | float, tmp_path: Path) -> None:
     with pytest.raises(kvstore.BadInput) as caught:

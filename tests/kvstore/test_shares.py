@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -369,13 +371,40 @@ def test_on_disk_what_is_kept_goes_where_all_else_is_in_use(tmp_path: Path) -> N
         ({"a": Share(float("nan"))}, ("shares: a: guaranteed=nan",)),
         ({"a": Share(0.5, 0)}, ("shares: a: weight=0", "0.001 to 1000")),
         ({"a": Share(0.6), "b": Share(0.5)}, ("come to 1.1 of each tier", "a 0.6, b 0.5", "1 or less")),
-        ({"a": Share(0.01)}, ("share=0.01 of tenant a is less than one piece of dram", "64.0 KiB", "0.062 or more")),
+        ({"a": Share(0.01)}, ("share=0.01 of tenant a is less than one piece of dram", "64.0 KiB", "more dram")),
+        ({"a": 0.7}, ("shares={'a': 0.7}", "kvstore.Share(guaranteed=0.5)")),
+        (0.5, ("shares=0.5; give a kvstore.Share",)),
+        ({"a": Share("half")}, ("shares: a: guaranteed='half' is not a number",)),
+        ({"a": Share(0.5, True)}, ("shares: a: weight=True is not a number",)),
     ],
 )
-def test_what_cannot_be_is_one_line(tmp_path: Path, shares: dict[str, Share], parts: tuple[str, ...]) -> None:
+def test_what_cannot_be_is_one_line(tmp_path: Path, shares: Any, parts: tuple[str, ...]) -> None:
     with pytest.raises(kvstore.BadInput) as caught:
         Tenants(tmp_path, shares)
     assert one_line(caught.value, *parts)
+
+
+@pytest.mark.parametrize(
+    ("options", "tier", "key"),
+    [
+        ({"dram": "2MiB"}, "dram", "extent"),
+        ({"dram": "3MiB", "extent": "1MiB"}, "dram", "extent"),
+        ({"dram": "64MiB", "extent": "64KiB", "nvme": "16MiB", "slab": "2MiB"}, "nvme", "slab"),
+        ({"dram": "64MiB", "extent": "64KiB", "nvme": "14MiB", "slab": "2MiB"}, "nvme", "slab"),
+    ],
+)
+def test_what_a_share_that_is_too_small_is_told_to_be_is_taken(
+    options: dict[str, str], tier: str, key: str, tmp_path: Path
+) -> None:
+    def opened(share: float) -> None:
+        kvstore.embedded(str(tmp_path), shares={"a": Share(share)}, **options).close()  # type: ignore[arg-type]
+
+    with pytest.raises(kvstore.BadInput) as caught:
+        opened(0.002)
+    assert one_line(caught.value, f"less than one piece of {tier}", f"smaller pieces ({key}, ", f"store.{key}: 64.0")
+    told = re.search(r"give ([0-9.]+) or more", str(caught.value))
+    assert told is not None
+    opened(float(told.group(1)))
 
 
 # Whatever they do -----------------------------------------------------------------------------------------------------

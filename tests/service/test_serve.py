@@ -270,7 +270,7 @@ def test_it_says_that_it_lives_and_when_it_is_ready(tmp_path: Path) -> None:
         ("[admin]\nsocket = '/nonexistent/dir/s'\n", [], ("admin.socket=/nonexistent/dir/s", "cannot be used")),
         ("[http]\nlisten = '9797'\n", [], ("http.listen='9797'", "HOST:PORT")),
         ("[log]\nlevel = 'loud'\n", [], ("log.level='loud'", "allowed: debug, info")),
-        ("= 1", [], ("not TOML",)),
+        ("= 1", [], ("kvstore.toml is not TOML",)),
         ("", ["--dram", "900TiB"], ("dram=900TiB", "cgroup")),
         ("", ["--http", "nowhere.invalid:1"], ("nowhere.invalid:1", "cannot be listened on")),
         ("", ["--socket", "x" * 120], ("longer than 107 bytes",)),

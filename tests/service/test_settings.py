@@ -23,7 +23,18 @@ from workbench import one_line
         ("[store]\npolicy = 'arc'\n", ("store.policy='arc'", "allowed: lru, s3-fifo, adaptive")),
         ("[store]\nnvme_writes = 'some'\n", ("store.nvme_writes='some'", "give all, learned, or how many times")),
         ("[store]\nnvme_writes = -1\n", ("store.nvme_writes=-1", "give all, learned, or how many times")),
-        ("[store]\nnvme_writes = true\n", ("store.nvme_writes=True", "a word in quotes, or a number")),
+        ("[store]\nnvme_writes = true\n", ("store.nvme_writes=True", "give all or learned, in quotes, or a number")),
+        ("[store]\nnvme_writes = ''\n", ("store.nvme_writes=''", "give all or learned, in quotes, or a number")),
+        ("[store]\nnvme = 'off'\nnvme_writes = 1.0\n", ("store.nvme_writes=1.0", "there is none", "give store.nvme a")),
+        ("[store]\npolicy = 1\n", ("store.policy=1", "give lru, s3-fifo or adaptive, in quotes")),
+        ("[store]\npolicy = ''\n", ("store.policy=''", "give lru, s3-fifo or adaptive, in quotes")),
+        ("[log]\nlevel = 3\n", ("log.level=3", "give debug, info, warning or error, in quotes")),
+        (
+            "[tenants]\nshare = 0.2\n",
+            ("tenants.share=0.2", "write [tenants.NAME] and its keys", "socket, users, share"),
+        ),
+        ("[tenants]\na = 0.2\n", ("tenants.a=0.2", "write [tenants.a] and its keys", "socket, users, share")),
+        ("tenants = 0.2\n", ("tenants=0.2", "write [tenants.NAME] and keys")),
         ("[door]\nshare = 1.5\n", ("door.share=1.5", "from 0 to 1")),
         ("[door]\nweight = 0\n", ("door.weight=0", "0.001 to 1000")),
         ("[tenants.a]\nsocket = 'a'\nshare = 'half'\n", ("tenants.a.share='half'", "a number")),
@@ -50,6 +61,15 @@ def test_what_cannot_be_meant_is_refused_by_its_full_name(text: str | bytes, fra
     with pytest.raises(BadInput) as caught:
         read_settings(text)
     assert one_line(caught.value, *fragments)
+
+
+def test_what_is_no_toml_is_told_by_the_name_of_its_file() -> None:
+    with pytest.raises(BadInput) as caught:
+        read_settings("[store\n", name="some/kv.toml")
+    assert one_line(caught.value, "some/kv.toml is not TOML: ", "line 1")
+    with pytest.raises(BadInput) as caught:
+        read_settings(b"\xff", name="some/kv.toml")
+    assert one_line(caught.value, "some/kv.toml is not UTF-8 at byte 0")
 
 
 def test_nobody_may_be_let_in() -> None:
