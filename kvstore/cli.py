@@ -23,6 +23,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import sys
 import time
 import zlib
@@ -400,7 +401,7 @@ def record(
     ] = "",
     tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose, where several tenants have it.")] = "",
     seconds: Annotated[
-        float | None, typer.Option(metavar="N", min=0.0, help="For how long. Until it is interrupted, if left out.")
+        float | None, typer.Option(metavar="N", min=0.0, help="For how long. Until SIGINT or SIGTERM, if left out.")
     ] = None,
     data: Data = "./kv",
     socket: AdminSocket = None,
@@ -408,7 +409,7 @@ def record(
 ) -> int:
     """Write down what engines look up in a running sidecar, for kvstore replay: no token and no key, salted hashes.
 
-    The salt is drawn anew for each recording and never leaves the sidecar.
+    The salt is drawn anew for each recording and never leaves the sidecar. SIGINT and SIGTERM end it in order.
     """
     from kvstore.node import SystemClock
     from kvstore.service import operate, report
@@ -417,14 +418,40 @@ def record(
     path = socket or default_socket(data, ADMIN_SOCKET)
     if os.path.exists(file):
         raise typer.BadParameter(f"{file} is there already; give another name")
-    try:
-        with open(file, "x", encoding="utf-8", buffering=1) as out, _progress() as show:
-            recorded = operate.record(path, SystemClock(), namespace, tenant, seconds, file, out.write, show)
-    except (BadInput, StoreError):
-        if not os.path.getsize(file):
-            os.remove(file)
-        raise
+    if Path(file).suffix.lower() == ".gz":
+        raise typer.BadParameter(f"{file} is to be text, not gzip; give a name without .gz, and pack it afterwards")
+    with open(file, "x", encoding="utf-8", buffering=1) as out:
+        try:
+            with _progress() as show, _ended() as is_ended:
+                recorded = operate.record(
+                    path, SystemClock(), namespace, tenant, seconds, file, out.write, show, is_ended
+                )
+        finally:
+            if not os.path.getsize(file):
+                os.remove(file)
     return _print(report.RecordReport(recorded), as_json)
+
+
+@contextmanager
+def _ended() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come; a second one does not wait. SIGINT that is ignored, as it is in the jobs that
+    a shell runs in the background, stays so."""
+    heard: list[int] = []
+    before: dict[int, Any] = {}
+
+    def hear(number: int, frame: object) -> None:
+        heard.append(number)
+        for one in before:
+            signal.signal(one, signal.default_int_handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, hear)
+    try:
+        yield lambda: bool(heard)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @app.command()

@@ -96,10 +96,12 @@ def record(
     file: str,
     write: Callable[[str], object],
     progress: Progress,
+    is_ended: Callable[[], bool] = lambda: False,
 ) -> Recorded:
     """Write what clients look up from now on, a line for each request, in the form that `read_trace` reads.
 
-    seconds: None until this is interrupted. file: for the report. Raises `BadInput`.
+    seconds: None until it is ended. file: for the report. is_ended: asked again and again; what was looked up until
+    then is written. Raises `BadInput`, and `Unreachable` where the sidecar goes away: with how much is written.
     """
     _check_name("a namespace's id", namespace)
     _check_name("a tenant's name", tenant)
@@ -112,6 +114,8 @@ def record(
         try:
             while True:
                 passed = clock.monotonic_seconds() - began
+                if is_ended() and (seconds is None or passed < seconds):
+                    seconds = passed
                 is_over = seconds is not None and passed >= seconds
                 found = ask(m.Record(begun.recording), m.Recorded, CALL_SECONDS)
                 lost = found.lost
@@ -132,10 +136,13 @@ def record(
                     break
                 if not found.requests:
                     clock.sleep(TAKEN_EVERY_SECONDS if seconds is None else min(TAKEN_EVERY_SECONDS, seconds))
-        except KeyboardInterrupt:
-            pass  # that is how one without an end is ended
-        finally:
+        except StoreError as error:  # there is nobody to end it
+            saved = f"; {requests:,} requests of before are in {file}" if requests else ""
+            raise type(error)(f"{error}{saved}") from None
+        except BaseException:
             ask(m.Record(begun.recording, ends=True), m.Recorded, CALL_SECONDS)
+            raise
+        ask(m.Record(begun.recording, ends=True), m.Recorded, CALL_SECONDS)
     return Recorded(file, begun.block_tokens, requests, blocks, lost, clock.monotonic_seconds() - began)
 
 

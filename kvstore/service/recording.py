@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from math import ceil
 from typing import NamedTuple, Protocol
 
 from kvstore.errors import BadInput
@@ -72,8 +73,12 @@ class Recording:
         somebody else records."""
         with self._lock:
             now = self._clock.monotonic_seconds()
-            if self._token and now - self._asked_at < SILENCE_SECONDS:
-                raise BadInput("somebody else is recording; end that, or wait until it is over")
+            left = SILENCE_SECONDS - (now - self._asked_at)
+            if self._token and left > 0:
+                raise BadInput(
+                    "somebody else is recording; end that (SIGINT or SIGTERM), or, where it was killed, try again in "
+                    f"{ceil(left)} s"
+                )
             self._end()
             self._token, self._salt = self._random(RECORDING_BYTES), self._random(SALT_BYTES)
             self._namespaces, self._began_at, self._asked_at = namespaces, now, now

@@ -175,8 +175,13 @@ class RecordReport:
     def render(self, console: Any) -> None:
         """For people."""
         one = self.recorded
+        if not one.requests:
+            nothing = f"nothing was looked up in {_span(one.seconds)}: there is no {one.file}"
+            console.print(Text(nothing), soft_wrap=True)
+            return
         words = f"{_count(one.requests, 'request')}, {_count(one.blocks, 'block')} of {one.block_tokens} tokens"
-        console.print(Text(f"{one.file}: {words}, in {_span(one.seconds)}; kvstore replay reads it."))
+        done = f"{one.file}: {words}, in {_span(one.seconds)}; kvstore replay reads it."
+        console.print(Text(done), soft_wrap=True)
         if one.lost:
             console.print(Text(f"{_count(one.lost, 'request')} more came too fast to be written, and are not in it."))
 

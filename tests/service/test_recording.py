@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import pytest
 
 import kvstore
 from kvstore.errors import BadInput
+from kvstore.handle import NamespaceHandle
 from kvstore.insight.trace import read_trace
 from kvstore.service import recording
 from kvstore.service.recording import ID_BITS, SILENCE_SECONDS, Recording
 from service.sidecar import patient
 from service.test_operate import CLI, client, refused, run, told
-from service.test_serve import PATHS, serving
+from service.test_serve import PATHS, crash, serving
 from workbench import MODEL, FakeClock, ids, random_pages, small_layout
 
 KEYS = [bytes([number]) * 32 for number in range(5)]
@@ -77,10 +79,11 @@ def test_while_nobody_records_nothing_is_noted() -> None:
 def test_one_records_at_a_time_and_one_that_is_gone_is_over() -> None:
     noted = Noted()
     first = noted.recording.begin(frozenset([1]))
-    with pytest.raises(BadInput, match="somebody else is recording"):
+    noted.clock.advance(2.5)
+    with pytest.raises(BadInput, match=r"somebody else is recording; .* where it was killed, try again in 8 s"):
         noted.recording.begin(frozenset([1]))
     noted.recording.looked_up(1, KEYS)
-    noted.clock.advance(SILENCE_SECONDS)
+    noted.clock.advance(SILENCE_SECONDS - 2.5)
     noted.recording.looked_up(2, KEYS)
     assert not noted.recording._noted, "nobody came for it"
     second = noted.recording.begin(frozenset([1]))
@@ -147,11 +150,61 @@ def test_a_sidecars_traffic_is_written_and_replayed(tmp_path: Path) -> None:
         assert "is there already" in run("record", str(out), "--data", data).stderr
         again = tmp_path / "again.jsonl"
         ended = told("record", str(again), "--data", data, "--seconds", "0.5")
-        assert ended["requests"] == 0
+        assert ended["requests"] == 0 and not again.exists()
+        shown = run("record", str(again), "--data", data, "--seconds", "0")
+        assert (shown.returncode, shown.stdout) == (0, f"nothing was looked up in 0 s: there is no {again}\n")
+        assert "is to be text, not gzip" in refused("record", f"{again}.GZ", "--data", data)
     trace = read_trace("trace", out.read_text().splitlines(), 64)
     assert trace.requests == len(lines)
     found = told("replay", str(out), "--blocks", "100", "--block-tokens", "64")
     assert found["rows"][0]["hit_blocks"] >= 25
+
+
+def recording_of(data: str, out: Path, handle: NamespaceHandle, before: str = "pass") -> subprocess.Popen[str]:
+    """A command in a process of its own that has written something. before: Python that runs there first."""
+    program = f"import signal, sys; {before}; from kvstore.cli import main; main()"
+    command = [sys.executable, "-c", program, "record", str(out), "--data", data, "--json"]
+    environment = {**os.environ, **PATHS}
+    writing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 30
+    while not out.exists() or not out.stat().st_size:
+        assert time.monotonic() < deadline and writing.poll() is None, writing.communicate()
+        handle.match(ids(640, 5))
+        time.sleep(0.05)
+    return writing
+
+
+def test_a_job_in_the_background_is_ended_by_sigterm(tmp_path: Path) -> None:
+    """What was looked up just before is in the file, and the next recording may begin at once."""
+    out = tmp_path / "trace.jsonl"
+    with serving(tmp_path, "--nvme", "off") as _, client(tmp_path) as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        data = str(tmp_path / "kv")
+        writing = recording_of(data, out, handle, "signal.signal(signal.SIGINT, signal.SIG_IGN)")
+        writing.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert writing.poll() is None, "SIGINT is ignored there"
+        handle.match(ids(700, 7))
+        writing.send_signal(signal.SIGTERM)
+        said, errors = writing.communicate(timeout=20)
+        assert (writing.returncode, errors) == (0, "")
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        assert json.loads(said)["requests"] == len(lines) and lines[-1]["input_length"] == 640
+        assert lines[-1]["hash_ids"] != lines[0]["hash_ids"], "the last one"
+        assert told("record", str(tmp_path / "next"), "--data", data, "--seconds", "0")["requests"] == 0
+
+
+def test_a_sidecar_that_goes_away_leaves_what_was_written(tmp_path: Path) -> None:
+    out = tmp_path / "trace.jsonl"
+    with serving(tmp_path, "--nvme", "off") as (process, said), client(tmp_path) as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        writing = recording_of(str(tmp_path / "kv"), out, handle)
+        crash(process, said)
+        shown, errors = writing.communicate(timeout=20)
+        assert (writing.returncode, shown) == (2, "")
+        (line,) = errors.splitlines()
+        count = len(out.read_text().splitlines())
+        assert line.startswith("kvstore: ") and f"; {count} requests of before are in {out}" in line
 
 
 def test_without_a_namespace_there_is_nothing_to_record(tmp_path: Path) -> None:
