@@ -144,6 +144,7 @@ class ReplayResult:
                 "requests": one.requests,
                 "blocks": len(one.blocks),
                 "distinct_blocks": one.distinct_blocks,
+                "out_of_order": one.out_of_order,
             }
             for one in self.traces
         ]
@@ -156,12 +157,15 @@ class ReplayResult:
         """For people."""
         counted = "partly filled blocks count" if self.options.count_partial else "full blocks alone"
         for trace in self.traces:
-            console.print(
-                Text(
-                    f"{trace.name}: {trace.requests:,} requests, {len(trace.blocks):,} blocks of {trace.block_tokens} "
-                    f"tokens, {trace.distinct_blocks:,} distinct ({counted})"
-                )
+            read = (
+                f"{trace.name}: {trace.requests:,} requests, {len(trace.blocks):,} blocks of {trace.block_tokens} "
+                f"tokens, {trace.distinct_blocks:,} distinct ({counted})"
             )
+            if trace.out_of_order:
+                read += (
+                    f"; {trace.out_of_order:,} stood behind a later one, and are put in the order of their timestamps"
+                )
+            console.print(Text(read), soft_wrap=True)
             rows = [row for row in self.rows if row.trace == trace.name]
             console.print(_tiers(rows) if self.options.nvme_blocks else _one_tier(rows))
 

@@ -6,16 +6,17 @@ The published form of Mooncake's traces, JSON lines in the order of arrival:
 
 timestamp in ms, lengths in tokens; one id for each block of the prompt, the last of which may be filled in part. Equal
 ids at equal places mean equal prefixes. Here a block is named by its whole chain, so that a trace whose ids name blocks
-without what lies before them is read as rightly. Reads lines and no files.
+without what lies before them is read as rightly. Lines that are not in the order of their timestamps are put in it, as
+those do that send such a trace by the clock (aiperf). Reads lines and no files.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +38,7 @@ _SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival.
+    """Requests in the order of their timestamps; out_of_order: how many of them stood behind a later one.
 
     blocks: one number for each block of each request, from 0 on in the order in which they were seen first; equal
     numbers are equal prefixes. starts: where each request's blocks begin, and the end of the last one's.
@@ -50,6 +51,7 @@ class Trace:
     output_tokens: Column
     blocks: Column
     starts: Column
+    out_of_order: int = 0
 
     @property
     def requests(self) -> int:
@@ -76,7 +78,7 @@ class Trace:
         _, numbers = np.unique(self.blocks[kept], return_inverse=True)
         starts = np.concatenate([[0], np.cumsum(lengths - is_partial)])
         columns = self.timestamps_ms, self.input_tokens, self.output_tokens
-        return Trace(self.name, self.block_tokens, *columns, numbers.reshape(-1), starts)
+        return Trace(self.name, self.block_tokens, *columns, numbers.reshape(-1), starts, self.out_of_order)
 
 
 def read_trace(name: str, lines: Iterable[str], block_tokens: int | None = None) -> Trace:
@@ -84,29 +86,37 @@ def read_trace(name: str, lines: Iterable[str], block_tokens: int | None = None)
 
     block_tokens: of one block; if not given, the only size that fits all lengths.
     """
+    rows = [_request(f"{name}, line {at}", at, line) for at, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise BadInput(f"{name} has no request in it; a line looks like {_EXAMPLE}")
+    size = _block_tokens(name, block_tokens, rows)
+    stamps = np.array([row.timestamp for row in rows], np.int64)
+    out_of_order = int((stamps < np.maximum.accumulate(stamps)).sum())
+    if out_of_order:
+        rows.sort(key=lambda row: row.timestamp)
     numbers: dict[tuple[int, int], int] = {}  # (number of the block before, id) -> number
     blocks: list[int] = []
     starts = [0]
-    rows: list[tuple[int, int, int]] = []
-    for at, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        timestamp, tokens, output, ids = _request(f"{name}, line {at}", line)
+    for row in rows:
         before = -1
-        for one in ids:
+        for one in row.ids:
             before = numbers.setdefault((before, one), len(numbers))
             blocks.append(before)
         starts.append(len(blocks))
-        rows.append((timestamp, tokens, output))
-    if not rows:
-        raise BadInput(f"{name} has no request in it; a line looks like {_EXAMPLE}")
-    table = np.array(rows, np.int64)
-    lengths = np.diff(np.array(starts))
-    size = _block_tokens(name, block_tokens, table[:, 1], lengths)
-    return Trace(name, size, table[:, 0], table[:, 1], table[:, 2], np.array(blocks, np.int64), np.array(starts))
+    table = np.array([(row.timestamp, row.tokens, row.output) for row in rows], np.int64)
+    columns = table[:, 0], table[:, 1], table[:, 2]
+    return Trace(name, size, *columns, np.array(blocks, np.int64), np.array(starts), out_of_order)
 
 
-def _request(where: str, line: str) -> tuple[int, int, int, list[int]]:
+class _Row(NamedTuple):
+    line: int
+    timestamp: int
+    tokens: int
+    output: int
+    ids: list[int]
+
+
+def _request(where: str, at: int, line: str) -> _Row:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -114,14 +124,17 @@ def _request(where: str, line: str) -> tuple[int, int, int, list[int]]:
     if not isinstance(found, dict):
         raise BadInput(f"{where}: {type(found).__name__} in place of an object; a line looks like {_EXAMPLE}")
     ids = found.get("hash_ids")
-    if not isinstance(ids, list) or not all(type(one) is int and -_MOST < one < _MOST for one in ids):
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
         raise BadInput(f"{where}: hash_ids has to be a list of whole numbers; a line looks like {_EXAMPLE}")
+    wrong = next((one for one in ids if not -_MOST < one < _MOST), None)
+    if wrong is not None:
+        raise BadInput(f"{where}: hash_ids has {_shown(wrong)}; give whole numbers from {1 - _MOST} to {_MOST - 1}")
     for length in _LENGTHS:
         if not _is_number(found.get(length), MOST_TOKENS, int):
             raise BadInput(f"{where}: {length}={_shown(found.get(length))}; give tokens, 0 to {MOST_TOKENS - 1}")
     if not _is_number(found.get("timestamp"), _MOST, int, float):
         raise BadInput(f"{where}: timestamp={_shown(found.get('timestamp'))}; give milliseconds, a number from 0 on")
-    return int(found["timestamp"]), found["input_length"], found["output_length"], ids
+    return _Row(at, int(found["timestamp"]), found["input_length"], found["output_length"], ids)
 
 
 def _is_number(found: Any, limit: int, *kinds: type) -> bool:
@@ -133,20 +146,26 @@ def _shown(found: Any) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def _block_tokens(name: str, given: int | None, tokens: Column, lengths: Column) -> int:
+def _block_tokens(name: str, given: int | None, rows: Sequence[_Row]) -> int:
+    tokens = np.array([row.tokens for row in rows], np.int64)
+    lengths = np.array([len(row.ids) for row in rows], np.int64)
+    if given is not None and not 1 <= given < MOST_TOKENS:
+        raise BadInput(f"--block-tokens {given}; give 1 to {MOST_TOKENS - 1}")
+    sizes = BLOCK_TOKENS if given is None else (given,)
+    wrong = {size: np.flatnonzero(lengths != -(-tokens // size)) for size in sizes}
+    fitting = [size for size in sizes if not len(wrong[size])]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        found = " or ".join(map(str, fitting))
+        raise BadInput(f"{name}: blocks of {found} tokens fit its lengths; give --block-tokens")
+    best = min(sizes, key=lambda size: len(wrong[size]))
+    row = rows[wrong[best][0]]
+    there = f"{name}, line {row.line}: {len(row.ids)} hash_ids and {row.tokens} tokens, which are "
+    there += f"{-(-row.tokens // best)} blocks of {best}"
     if given is not None:
-        if not 1 <= given < MOST_TOKENS:
-            raise BadInput(f"--block-tokens {given}; give 1 to {MOST_TOKENS - 1}")
-        wrong = np.flatnonzero(lengths != -(-tokens // given))
-        if len(wrong):
-            at = int(wrong[0])
-            raise BadInput(
-                f"{name}: request {at + 1} has {lengths[at]} blocks and {tokens[at]} tokens, which are "
-                f"{-(-tokens[at] // given)} blocks of {given}; give the --block-tokens that it was recorded with"
-            )
-        return given
-    fitting = [size for size in BLOCK_TOKENS if (lengths == -(-tokens // size)).all()]
-    if len(fitting) != 1:
-        found = f"blocks of {' or '.join(map(str, fitting))} tokens fit" if fitting else "no usual size of a block fits"
-        raise BadInput(f"{name}: {found} its lengths; give --block-tokens")
-    return fitting[0]
+        raise BadInput(f"{there}; give the --block-tokens that it was recorded with")
+    raise BadInput(
+        f"{there}; that size fits {len(rows) - len(wrong[best])} of {len(rows)} lines and no usual size fits all: give "
+        "--block-tokens, or mend the line"
+    )

@@ -63,6 +63,20 @@ def test_empty_lines_are_passed_over_and_the_block_size_is_found() -> None:
     assert trace.block_tokens == 16 and trace.requests == 2 and trace.input_tokens.tolist() == [625, 40]
 
 
+def test_requests_are_put_in_the_order_of_their_timestamps() -> None:
+    """Those of one time stay as they stand, and blocks are numbered as they are then seen."""
+    lines = [line([stamp, 9], timestamp=stamp) for stamp in (5, 7, 6, 0, 7)]
+    assert (ordered := read_trace("made up", lines, 16)).out_of_order == 2
+    assert ordered.timestamps_ms.tolist() == [0, 5, 6, 7, 7]
+    assert list(ordered.chains()) == [[0, 1], [2, 3], [4, 5], [6, 7], [6, 7]]
+    assert ordered.without_partial().out_of_order == 2
+    in_order = read_trace("made up", sorted(lines, key=lambda one: json.loads(one)["timestamp"]), 16)
+    assert in_order.out_of_order == 0 and in_order.blocks.tolist() == ordered.blocks.tolist()
+    # A line is named as it stands in the file.
+    with pytest.raises(BadInput, match="made up, line 2: 3 hash_ids"):
+        read_trace("made up", [line([1], timestamp=9), line([1, 2, 3], 16, timestamp=1)], 16)
+
+
 def test_a_trace_without_a_block_has_none() -> None:
     trace = made_of([], [])
     assert trace.distinct_blocks == 0 and list(trace.chains()) == [[], []]
@@ -81,7 +95,8 @@ GOOD = json.loads(line([1, 2]))
         (json.dumps(GOOD | {"hash_ids": "12"}), "hash_ids has to be a list"),
         (json.dumps(GOOD | {"hash_ids": [1.5, 2]}), "hash_ids has to be a list"),
         (json.dumps(GOOD | {"hash_ids": [True, 2]}), "hash_ids has to be a list"),
-        (json.dumps(GOOD | {"hash_ids": [1, 1 << 70]}), "hash_ids has to be a list"),
+        (json.dumps(GOOD | {"hash_ids": [1, 10**23]}), f"hash_ids has {10**23}; give whole numbers from -46116860"),
+        (json.dumps(GOOD | {"hash_ids": [-(1 << 62)]}), f"hash_ids has {-(1 << 62)}; give whole numbers from"),
         (json.dumps(GOOD | {"input_length": -1}), "input_length=-1"),
         (json.dumps(GOOD | {"output_length": "1"}), "output_length='1'"),
         (json.dumps(GOOD | {"input_length": 1 << 31}), "input_length=2147483648; give tokens, 0 to 2147483647"),
@@ -99,9 +114,13 @@ def test_a_line_that_is_no_request_is_named(text: str, says: str) -> None:
 
 
 def test_lengths_that_do_not_fit_are_named() -> None:
-    with pytest.raises(BadInput, match="request 2 has 3 blocks and 16 tokens, which are 1 blocks of 16"):
-        read_trace("some.jsonl", [line([1]), line([1, 2, 3], 16)], 16)
-    with pytest.raises(BadInput, match="no usual size of a block fits its lengths; give --block-tokens"):
+    with pytest.raises(BadInput, match=r"some.jsonl, line 4: 3 hash_ids and 16 tokens, which are 1 blocks of 16; give"):
+        read_trace("some.jsonl", ["", line([1]), "\n", line([1, 2, 3], 16)], 16)
+    right, wrong = line(range(40), 625), line([1, 2], 5000)
+    says = r"some.jsonl, line 3: 2 hash_ids and 5000 tokens, which are 313 blocks of 16; that size fits 3 of 4 lines"
+    with pytest.raises(BadInput, match=says):
+        read_trace("some.jsonl", [right, right, wrong, right])
+    with pytest.raises(BadInput, match=r"line 1: 3 hash_ids .* 0 of 1 lines .*: give --block-tokens, or mend the line"):
         read_trace("some.jsonl", [line([1, 2, 3], 16)])
     with pytest.raises(BadInput, match=r"blocks of 16 or 32 .* tokens fit its lengths; give --block-tokens"):
         read_trace("some.jsonl", [line([1], 16)])
