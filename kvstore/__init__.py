@@ -175,7 +175,7 @@ def embedded(
         try:
             from tiering.lmdb_index import LmdbMaker  # so that lmdb is needed only where there is a disk
         except ImportError:
-            raise BadInput("nvme= needs the package lmdb; install prefix-kvstore[server]") from None
+            raise BadInput("nvme= needs the package lmdb; run in a checkout: pip install '.[server]'") from None
         indexes = LmdbMaker
     chosen = policy_named(policy)
     writes = parse_writes(nvme_writes, "nvme_writes")
@@ -224,7 +224,7 @@ def policy_named(name: str) -> PolicyMaker:
         from tiering.policies.adaptive import Adaptive
         from tiering.policies.adaptive_loops import is_usable
     except ImportError:
-        raise BadInput(f"policy={name!r} needs the package numba; install prefix-kvstore[server]") from None
+        raise BadInput(f"policy={name!r} needs the package numba; run in a checkout: pip install '.[server]'") from None
     if not is_usable():
         raise BadInput(f"policy={name!r} is compiled by numba, which NUMBA_DISABLE_JIT forbids; unset it, or take lru")
     return Adaptive

@@ -34,7 +34,7 @@ from types import TracebackType
 from typing import Annotated, Any, NoReturn, Protocol
 
 import kvstore
-from kvstore.config import DEFAULT_POLICY
+from kvstore.config import DEFAULT_POLICY, POLICIES
 from kvstore.errors import BadInput, StoreError
 from tiering.errors import TierError
 
@@ -47,7 +47,7 @@ _EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "serv
 
 
 def _needs(module: str) -> str:
-    return f"kvstore: this needs the package {module}; run: pip install 'prefix-kvstore[{_EXTRA_OF[module]}]'"
+    return f"kvstore: this needs the package {module}; run in a checkout: pip install '.[{_EXTRA_OF[module]}]'"
 
 
 try:
@@ -437,16 +437,16 @@ def _ended() -> Iterator[Callable[[], bool]]:
     """Whether SIGINT or SIGTERM has come; a second one does not wait. SIGINT that is ignored, as it is in the jobs that
     a shell runs in the background, stays so."""
     heard: list[int] = []
-    before: dict[int, Any] = {}
+    ends: list[int] = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        ends.append(signal.SIGINT)
 
     def hear(number: int, frame: object) -> None:
         heard.append(number)
-        for one in before:
+        for one in ends:
             signal.signal(one, signal.default_int_handler)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, hear)
+    before = {number: signal.signal(number, hear) for number in ends}
     try:
         yield lambda: bool(heard)
     finally:
@@ -470,8 +470,8 @@ def replay(
         list[str] | None, typer.Option(metavar="N,..", help="The same, for use beside --nvme-blocks.")
     ] = None,
     nvme_blocks: Annotated[
-        int, typer.Option(metavar="N", help="Blocks that a tier below has room for. None if left out.")
-    ] = 0,
+        str, typer.Option(metavar="N", help="Blocks that a tier below has room for. None if left out.")
+    ] = "0",
     admission: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME,..", help="To it, beside all: learned, random, oracle. learned if left out."),
@@ -484,39 +484,60 @@ def replay(
         bool, typer.Option("--count-partial", help="Store and count a prompt's last block also if it is not full.")
     ] = False,
     block_tokens: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Of the traces' blocks. Found out if left out.")
+        str | None, typer.Option(metavar="N", help="Of the traces' blocks. Found out if left out.")
     ] = None,
     warmup: Annotated[
-        float, typer.Option(metavar="SHARE", help="Of the requests: these fill the store and are not counted.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of what a policy draws.")] = 0,
+        str, typer.Option(metavar="SHARE", help="Of the requests: these fill the store and are not counted.")
+    ] = "0",
+    seed: Annotated[str, typer.Option(metavar="N", help="Of what a policy draws.")] = "0",
     prefill_rate: Annotated[
-        float, typer.Option(metavar="N", help="Tokens per second of a short prompt, for the seconds that hits save.")
-    ] = 10_000.0,
+        str, typer.Option(metavar="N", help="Tokens per second of a short prompt, for the seconds that hits save.")
+    ] = "10000",
     kv_bytes_per_token: Annotated[
-        int, typer.Option(metavar="N", help="For the bytes that are written. Those of an 8B model if left out.")
-    ] = 128 << 10,
+        str, typer.Option(metavar="N", help="For the bytes that are written. Those of an 8B model if left out.")
+    ] = str(128 << 10),
     plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the curves there: .png, .svg or .pdf.")] = None,
     as_json: Json = False,
 ) -> int:
     """What policies would have found of recorded requests, through the store's own tables, beside the offline optimum.
 
-    No KV is stored, so any size can be tried on any machine. Equal traces, seeds and sizes give equal figures.
+    No KV is stored, so any size up to 4,194,304 blocks can be tried on any machine. Equal traces, seeds and sizes give
+    equal figures.
     """
     from kvstore.insight import replays
-    from kvstore.insight.trace import read_trace
+    from kvstore.insight.trace import MOST_TOKENS, read_trace
     from kvstore.node import build_replay
 
-    names = [name for given in policy or [DEFAULT_POLICY] for name in given.split(",")]
+    most = replays.MOST_BLOCKS
+    allowed = f"give {', '.join(POLICIES)}, or several with commas between them"
+    for name in (names := _listed(policy or [DEFAULT_POLICY], "--policy", allowed)):
+        if name not in POLICIES:
+            raise typer.BadParameter(f"--policy {name[:40]!r}; {allowed}")
     chosen = {name: kvstore.policy_named(name) for name in names}
-    if admission and not nvme_blocks:
+    below = _whole(nvme_blocks, "--nvme-blocks", 0, most)
+    if admission and not below:
         raise typer.BadParameter("--admission is to NVMe; give --nvme-blocks, too")
-    sizes = [_blocks(size, "--blocks") for given in blocks or () for size in given.split(",")]
-    sizes += [_blocks(size, "--dram-blocks") for given in dram_blocks or () for size in given.split(",")]
-    admitting = [name for given in admission or [replays.LEARNED] for name in given.split(",")]
-    shares = [_share(share) for given in write_share or () for share in given.split(",")]
+    sizes = []
+    for given, flag in ((blocks, "--blocks"), (dram_blocks, "--dram-blocks")):
+        several = f"give whole numbers from 1 to {most}, with commas between them and not in them, as 1000,10000"
+        sizes += [_whole(size, flag, 1, most, several) for size in _listed(given or [], flag, several)]
+    allowed = f"give {', '.join(replays.ADMISSIONS)}, or several with commas between them"
+    admitting = _listed(admission or [replays.LEARNED], "--admission", allowed)
+    of_writes = "give shares of what is written without a choice, 0.01 to 1, as 0.5,0.8"
+    shares = [
+        _real(share, "--write-share", of_writes) for share in _listed(write_share or [], "--write-share", of_writes)
+    ]
+    block_size = _whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
     options = replays.Options(
-        sizes, count_partial, warmup, seed, prefill_rate, kv_bytes_per_token, nvme_blocks, admitting, shares
+        sizes,
+        count_partial,
+        _real(warmup, "--warmup", "give the share of requests that is not counted, 0 to below 1, as 0.05"),
+        _whole(seed, "--seed", 0, (1 << 31) - 1),
+        _real(prefill_rate, "--prefill-rate", "give tokens per second, 0.001 or more"),
+        _whole(kv_bytes_per_token, "--kv-bytes-per-token", 1, (1 << 40) - 1),
+        below,
+        admitting,
+        shares,
     )
     draw = _plotter(plot) if plot is not None else None
     paths = [Path(one) for one in traces]
@@ -526,7 +547,7 @@ def replay(
         for path in paths:
             show(f"reading {path}")
             with _lines(path) as lines:
-                read.append(read_trace(path.name if is_short else str(path), lines, block_tokens))
+                read.append(read_trace(path.name if is_short else str(path), lines, block_size))
         result = replays.run(read, chosen, options, build_replay, show)
     status = _print(result, as_json)
     if draw is not None:
@@ -535,17 +556,29 @@ def replay(
     return status
 
 
-def _blocks(given: str, name: str) -> int:
-    if re.fullmatch(r"\s*[0-9]{1,12}\s*", given) is None:
-        raise typer.BadParameter(f"{name} {given[:40]!r}; give whole numbers, such as {name} 1000,10000")
+def _listed(given: list[str], flag: str, allowed: str) -> list[str]:
+    """What stands between commas, without spaces."""
+    found = []
+    for one in given:
+        pieces = [piece.strip() for piece in one.split(",") if piece.strip()]
+        if not pieces:
+            raise typer.BadParameter(f"{flag} {one[:40]!r}; {allowed}")
+        found += pieces
+    return found
+
+
+def _whole(given: str, flag: str, least: int, most: int, allowed: str = "") -> int:
+    is_whole = re.fullmatch(r"\s*[+-]?[0-9]{1,40}\s*", given) is not None
+    if not is_whole or not least <= int(given) <= most:
+        raise typer.BadParameter(f"{flag} {given[:40]!r}; {allowed or f'give a whole number from {least} to {most}'}")
     return int(given)
 
 
-def _share(given: str) -> float:
+def _real(given: str, flag: str, allowed: str) -> float:
     try:
         return float(given)
     except ValueError:
-        raise typer.BadParameter(f"--write-share {given[:40]!r}; give shares, such as --write-share 0.5,0.8") from None
+        raise typer.BadParameter(f"{flag} {given[:40]!r}; {allowed}") from None
 
 
 @contextmanager
@@ -564,14 +597,17 @@ def _plotter(file: str) -> Callable[[Any], None]:
     """Draws a result there. What is missing for it is said before any work."""
     from kvstore.insight.replay_plot import draw
 
-    if Path(file).suffix not in (".png", ".svg", ".pdf"):
+    kind = Path(file).suffix.lower()
+    if kind not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"--plot {file}: give a name that ends in .png, .svg or .pdf")
+    if not Path(file).parent.is_dir():
+        raise typer.BadParameter(f"--plot {file}: there is no folder {Path(file).parent}; make it, or give another one")
     is_new = not os.path.lexists(file)
     with open(file, "ab"):  # else it would be said behind all the work that it cannot be written
         pass
     if is_new:
         os.unlink(file)
-    return lambda result: draw(result).savefig(file, dpi=150)
+    return lambda result: draw(result).savefig(file, dpi=150, format=kind[1:])
 
 
 def _health_pages(host: str, port: int, daemon: Any) -> Any:

@@ -40,6 +40,28 @@ def test_a_table_for_people_and_an_object_for_scripts(trace: Path) -> None:
     assert [row["hit_blocks"] for row in told["rows"]][3:] == [8, 8, 8], "with room for all, all is found again"
 
 
+def test_values_stand_between_commas_and_spaces(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--policy", "lru, s3-fifo", "--policy", "lru,", "--blocks", "4, 8,", "--block-tokens", "16", "--json")
+    told = json.loads(run_here(monkeypatch, capsys, "replay", str(trace), *given).stdout)
+    assert told["options"]["policies"] == ["lru", "s3-fifo"] and told["options"]["blocks"] == [4, 8]
+    assert len(told["rows"]) == 6
+    assert all(row["written_bytes"] is None for row in told["rows"] if row["policy"] == "optimum")
+
+
+def test_the_first_line_is_one_line_and_says_what_was_put_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"{'long' * 20}.jsonl"
+    path.write_text("".join(line([number], timestamp=9 - number) + "\n" for number in range(3)))
+    shown = run_here(monkeypatch, capsys, "replay", str(path), "--blocks", "4", "--block-tokens", "16").stdout
+    assert shown.splitlines()[0] == (
+        f"{path.name}: 3 requests, 3 blocks of 16 tokens, 3 distinct (full blocks alone); 2 stood behind a later one, "
+        "and are put in the order of their timestamps"
+    )
+
+
 def test_curves_are_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = trace.with_name("curves.png")
@@ -49,6 +71,9 @@ def test_curves_are_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     svg = trace.with_name("curves.svg")
     run_here(monkeypatch, capsys, "replay", str(trace), *given[:-1], str(svg))
     assert "optimum" in svg.read_text() and "some.jsonl" in svg.read_text()
+    loud = trace.with_name("curves.PNG")
+    assert run_here(monkeypatch, capsys, "replay", str(trace), *given[:-1], str(loud)).returncode == 0
+    assert loud.read_bytes().startswith(b"\x89PNG")
 
 
 def test_with_a_tier_below_a_row_for_each_admission(
@@ -63,27 +88,55 @@ def test_with_a_tier_below_a_row_for_each_admission(
     told = json.loads(run_here(monkeypatch, capsys, "replay", str(trace), *given, "--json").stdout)
     assert [row["admission"] for row in told["rows"]] == ["all", "learned", "oracle", None]
     assert told["options"]["nvme_blocks"] == 8 and told["rows"][0]["nvme_hit_blocks"] > 0
+    best = told["rows"][-1]
+    assert best["policy"] == "optimum" and best["hit_blocks"] > 0
+    for unsaid in ("dram_hit_blocks", "nvme_hit_blocks", "written_blocks", "written_bytes", "nvme_written_bytes"):
+        assert best[unsaid] is None and told["rows"][0][unsaid] is not None
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("--blocks", "4", "--policy", "arc"), "policy='arc'; allowed: lru, s3-fifo, adaptive"),
+        (("--blocks", "4", "--policy", "arc"), "--policy 'arc'; give lru, s3-fifo, adaptive, or several with commas"),
+        (("--blocks", "4", "--policy", ","), "--policy ','; give lru, s3-fifo, adaptive"),
         (("--policy", "lru"), "no size was given; give --blocks"),
         (("--blocks", "1e3"), "--blocks '1e3'; give whole numbers"),
         (("--blocks", "\u00b2"), "--blocks '\u00b2'; give whole numbers"),
         (("--blocks", "9" * 5000), "give whole numbers"),
-        (("--blocks", "0"), "0 blocks; give 1 to"),
-        (("--blocks", "4", "--block-tokens", str(1 << 63)), "give 1 to 2147483647"),
-        (("--blocks", "4", "--plot", "no/such/place.png"), "no/such/place.png: No such file or directory"),
+        (("--blocks", "0"), "--blocks '0'; give whole numbers from 1 to 4194304"),
+        (("--blocks", "-5"), "--blocks '-5'; give whole numbers from 1 to 4194304"),
+        (("--blocks", "9999999999999"), "--blocks '9999999999999'; give whole numbers from 1 to 4194304"),
+        (
+            ("--blocks", "1,000"),
+            "--blocks '000'; give whole numbers from 1 to 4194304, with commas between them and not",
+        ),
+        (("--blocks", ""), "--blocks ''; give whole numbers"),
+        (
+            ("--dram-blocks", "4", "--nvme-blocks", "100,200"),
+            "--nvme-blocks '100,200'; give a whole number from 0 to 41",
+        ),
+        (("--blocks", "4", "--warmup", "5%"), "--warmup '5%'; give the share of requests that is not counted, 0 to"),
+        (("--blocks", "4", "--seed", "x"), "--seed 'x'; give a whole number from 0 to 2147483647"),
+        (("--blocks", "4", "--block-tokens", "0"), "--block-tokens '0'; give a whole number from 1 to 2147483647"),
+        (("--blocks", "4", "--block-tokens", str(1 << 63)), "give a whole number from 1 to 2147483647"),
+        (("--blocks", "4", "--prefill-rate", "fast"), "--prefill-rate 'fast'; give tokens per second"),
+        (("--blocks", "4", "--kv-bytes-per-token", "1.5"), "--kv-bytes-per-token '1.5'; give a whole number from 1 to"),
+        (
+            ("--blocks", "4", "--plot", "no/such/place.png"),
+            "--plot no/such/place.png: there is no folder no/such; make",
+        ),
         (("--blocks", "4", "--block-tokens", "512"), "give the --block-tokens that it was recorded with"),
         (("--blocks", "4", "--plot", "curves.bmp"), "--plot curves.bmp: give a name that ends in .png"),
         (("--blocks", "4", "--warmup", "1"), "--warmup 1; give the share"),
         (("--blocks", "4", "--nvme-blocks", "8", "--admission", "luck"), "--admission 'luck'; allowed: all, learned"),
         (("--blocks", "4", "--nvme-blocks", "8", "--write-share", "half"), "--write-share 'half'; give shares"),
         (("--blocks", "4", "--write-share", "0.5"), "give --nvme-blocks, too"),
+        (
+            ("--blocks", "4", "--nvme-blocks", "8", "--admission", "oracle", "--write-share", "0.5"),
+            "--write-share is a budget of learned and random, and --admission oracle names neither; add one",
+        ),
         (("--blocks", "4", "--admission", "oracle"), "--admission is to NVMe; give --nvme-blocks, too"),
-        (("--dram-blocks", "x"), "--dram-blocks 'x'; give whole numbers, such as --dram-blocks"),
+        (("--dram-blocks", "x"), "--dram-blocks 'x'; give whole numbers from 1 to 4194304"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -117,7 +170,8 @@ def test_traces_of_one_name_are_told_apart_and_pipes_are_read(
     given = ("--blocks", "4", "--block-tokens", "16", "--json")
     told = json.loads(run_here(monkeypatch, capsys, "replay", str(trace), str(other), *given).stdout)
     assert [one["trace"] for one in told["traces"]] == [str(trace), str(other)]
-    assert "given twice" in error_line(run_here(monkeypatch, capsys, "replay", str(trace), str(trace), *given))
+    line = error_line(run_here(monkeypatch, capsys, "replay", str(trace), str(trace), str(other), *given))
+    assert f"trace {trace} was given twice; give each once" in line
     reader, writer = os.pipe()
     os.write(writer, trace.read_bytes())
     os.close(writer)
@@ -131,4 +185,4 @@ def test_without_numba_it_names_the_extra(trace: Path) -> None:
     given = ("replay", str(trace), "--blocks", "4", "--block-tokens", "16")
     assert run_cli(*given, "--policy", "lru,s3-fifo", **without).returncode == 0
     line = error_line(run_cli(*given, "--policy", "adaptive", **without))
-    assert "needs the package numba; install prefix-kvstore[server]" in line
+    assert "needs the package numba; run in a checkout: pip install '.[server]'" in line

@@ -81,7 +81,7 @@ def route_named(given: str | None, device: torch.device) -> Route:
     if name == TWINS:
         return _TWINS
     if not _HAS_TRITON:
-        raise BadInput("the kernels need the package triton; run: pip install 'prefix-kvstore[gpu]'")
+        raise BadInput("the kernels need the package triton; run in a checkout: pip install '.[gpu]'")
     return Route(
         TRITON,
         paged.gather,

@@ -48,6 +48,7 @@ def _draw_admissions(axes: Any, rows: Sequence[Row]) -> None:
     for row in rows:
         if row.admission is not None:
             label = f"{row.admission}, {row.policy} of {row.dram_blocks:,}"
+            assert row.nvme_written_bytes is not None
             curves.setdefault(label, []).append((row.nvme_written_bytes / TIB, row.block_hit_rate))
     for label, curve in curves.items():
         axes.plot(*zip(*sorted(curve), strict=True), marker="o", markersize=3.5, label=label)

@@ -8,7 +8,7 @@ QUADRATIC).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,12 +82,18 @@ class Options:
             raise BadInput("--admission random writes a share; give --write-share, such as --write-share 0.5")
         if self.write_shares and not self.nvme_blocks:
             raise BadInput("--write-share is of what is written to NVMe; give --nvme-blocks, too")
+        if self.write_shares and LEARNED not in self.admission and COIN not in self.admission:
+            raise BadInput(
+                f"--write-share is a budget of {LEARNED} and {COIN}, and --admission {','.join(self.admission)} names "
+                f"neither; add one of them, such as --admission {LEARNED}, or leave --write-share out"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One policy at one size. Rates are shares of what was asked for; hits are of all tiers where none is named;
-    written: to DRAM, where none is. write_share: that the admission was to keep to."""
+    written: to DRAM, where none is. write_share: that the admission was to keep to. None for what the optimum does not
+    say: where it finds blocks, and what it writes."""
 
     trace: str
     policy: str
@@ -97,18 +103,18 @@ class Row:
     write_share: float | None
     asked_blocks: int
     hit_blocks: int
-    dram_hit_blocks: int
-    nvme_hit_blocks: int
+    dram_hit_blocks: int | None
+    nvme_hit_blocks: int | None
     block_hit_rate: float
     asked_tokens: int
     hit_tokens: int
     token_hit_rate: float
     prefill_seconds: float
     saved_prefill_seconds: float
-    written_blocks: int
-    written_bytes: int
-    nvme_written_blocks: int
-    nvme_written_bytes: int
+    written_blocks: int | None
+    written_bytes: int | None
+    nvme_written_blocks: int | None
+    nvme_written_bytes: int | None
 
 
 class Builder(Protocol):
@@ -129,11 +135,12 @@ Progress = Callable[[str, int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """All rows, by trace, size and policy; those of the optimum come last of each."""
+    """All rows, by trace, size and policy; those of the optimum come last of each. policies: their names."""
 
     options: Options
     traces: tuple[Trace, ...]
     rows: tuple[Row, ...]
+    policies: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
         """For `--json`."""
@@ -151,6 +158,7 @@ class ReplayResult:
         options = asdict(self.options)
         for name in ("blocks", "admission", "write_shares"):
             options[name] = list(options[name])
+        options["policies"] = list(self.policies)
         return {"options": options, "traces": traces, "rows": [asdict(row) for row in self.rows]}
 
     def render(self, console: Any) -> None:
@@ -189,7 +197,7 @@ def _one_tier(rows: Sequence[Row]) -> Table:
             f"{row.hit_blocks / best[row.dram_blocks]:.3f}" if best[row.dram_blocks] else "-",
             f"{row.token_hit_rate:.4f}",
             f"{row.saved_prefill_seconds:,.0f} of {row.prefill_seconds:,.0f} s",
-            "-" if row.policy == OPTIMUM else format_size(row.written_bytes),
+            _size(row.written_bytes),
         )
     return table
 
@@ -201,7 +209,6 @@ def _tiers(rows: Sequence[Row]) -> Table:
     )
     of_all = {(row.policy, row.dram_blocks): row.nvme_written_blocks for row in rows if row.admission == ALL}
     for row in rows:
-        is_optimum = row.policy == OPTIMUM
         everything = of_all.get((row.policy, row.dram_blocks))
         table.add_row(
             row.policy,
@@ -210,15 +217,25 @@ def _tiers(rows: Sequence[Row]) -> Table:
             else row.admission + ("" if row.write_share is None else f" {row.write_share:g}"),
             f"{row.dram_blocks:,}",
             f"{row.nvme_blocks:,}",
-            "-" if is_optimum else f"{row.dram_hit_blocks:,}",
-            "-" if is_optimum else f"{row.nvme_hit_blocks:,}",
+            _number(row.dram_hit_blocks),
+            _number(row.nvme_hit_blocks),
             f"{row.block_hit_rate:.4f}",
             f"{row.saved_prefill_seconds:,.0f} s",
-            "-" if is_optimum else format_size(row.written_bytes),
-            "-" if is_optimum else format_size(row.nvme_written_bytes),
-            f"{row.nvme_written_blocks / everything:.3f}" if everything else "-",
+            _size(row.written_bytes),
+            _size(row.nvme_written_bytes),
+            f"{row.nvme_written_blocks / everything:.3f}"
+            if everything and row.nvme_written_blocks is not None
+            else "-",
         )
     return table
+
+
+def _number(count: int | None) -> str:
+    return "-" if count is None else f"{count:,}"
+
+
+def _size(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else format_size(size_bytes)
 
 
 def run(
@@ -227,8 +244,10 @@ def run(
     """Every policy at every size on every trace."""
     if not policies:
         raise BadInput("no policy was given")
-    if len({trace.name for trace in traces}) < len(traces):
-        raise BadInput("a trace was given twice; give each once")
+    names = [trace.name for trace in traces]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if twice:
+        raise BadInput(f"trace {', '.join(twice)} was given twice; give each once")
     used = traces if options.count_partial else [trace.without_partial() for trace in traces]
     rows = []
     for trace in used:
@@ -245,8 +264,15 @@ def run(
                     rows.append(account.row(name, blocks, done, admission, share))
             progress(f"{trace.name}: optimum, {blocks:,} blocks", 0, 0)
             hits = optimal_hits(trace, blocks + options.nvme_blocks)
-            rows.append(account.row(OPTIMUM, blocks, Replayed(hits, *[np.zeros_like(hits)] * 3)))
-    return ReplayResult(options, tuple(used), tuple(rows))
+            best = account.row(OPTIMUM, blocks, Replayed(hits, *[np.zeros_like(hits)] * 3))
+            if options.nvme_blocks:
+                best = replace(best, dram_hit_blocks=None, nvme_hit_blocks=None)
+            rows.append(
+                replace(
+                    best, written_blocks=None, written_bytes=None, nvme_written_blocks=None, nvme_written_bytes=None
+                )
+            )
+    return ReplayResult(options, tuple(used), tuple(rows), tuple(policies))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,17 +302,17 @@ class _Here:
         yield ALL, None, everything
         total = int(everything.nvme_writes.sum())
         seconds = float(np.ptp(self.trace.timestamps_ms)) / 1000
-        shares = list(dict.fromkeys(self.options.write_shares)) if total else []
+        shares = list(dict.fromkeys(self.options.write_shares))
         written = {share: int(share * total) for share in shares}
         if LEARNED in self.options.admission:
             yield LEARNED, None, self.run(", learned", self._learned(None))
             for share in shares:
-                done = self._within(share, share * total, seconds)
+                done = self._within(share, share * total, seconds) if total else everything
                 written[share] = int(done.nvme_writes.sum())
                 yield LEARNED, share, done
         if COIN in self.options.admission:
             for share in shares:
-                yield COIN, share, self._coin(share, written[share])
+                yield COIN, share, self._coin(share, written[share]) if total else everything
         if ORACLE in self.options.admission:
             requests = requests_of(self.trace)
             yield (

@@ -229,7 +229,7 @@ def test_without_a_gpu_cuda_is_refused() -> None:
 
 def test_without_triton_its_route_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_pool, "_HAS_TRITON", False)
-    with pytest.raises(BadInput, match=r"prefix-kvstore\[gpu\]"):
+    with pytest.raises(BadInput, match=r"pip install '\.\[gpu\]'"):
         route_named("triton", CPU)
 
 

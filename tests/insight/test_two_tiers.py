@@ -174,6 +174,15 @@ def test_rows_are_by_admission_with_all_first_and_the_optimum_of_both_tiers_last
     assert rows == rows_of(trace, admission=[ORACLE, COIN, LEARNED], write_shares=[0.5]), "the same again"
 
 
+def test_where_nothing_is_written_every_row_is_there() -> None:
+    """DRAM has room for all, so that a budget is of nothing."""
+    rows = rows_of(made_of([1, 2], [1, 2]), blocks=[16], admission=[COIN, LEARNED], write_shares=[0.5, 0.8])
+    assert [(row.admission, row.write_share, row.hit_blocks, row.nvme_written_blocks) for row in rows] == [
+        (ALL, None, 2, 0), (LEARNED, None, 2, 0), (LEARNED, 0.5, 2, 0), (LEARNED, 0.8, 2, 0), (COIN, 0.5, 2, 0),
+        (COIN, 0.8, 2, 0), (None, None, 2, None),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
 def test_a_budget_may_be_of_less_than_a_block(share: float) -> None:
     """Few requests, or so slow that hardly one is paid for."""
