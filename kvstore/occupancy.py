@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from kvstore.blocks import Blocks
 from kvstore.identity import Namespace
-from tiering.shares import Share
+from tiering.residency import Residency
+from tiering.shares import Share, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class SpaceUsage:
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
     """What a tenant has taken of each tier, in whole extents and slabs, and what nobody takes from it. share: what was
-    said of it, if anything was. nvme: None without such a tier."""
+    said of it, if anything was. nvme: None without such a tier. retained: what is kept for a time, and retained_budget
+    how much may be; None for one of whom nothing was said, whose budget all such tenants have together."""
 
     tenant: bytes
     share: Share | None
@@ -48,6 +50,10 @@ class TenantUsage:
     dram_guaranteed_bytes: int
     nvme_bytes: int | None
     nvme_guaranteed_bytes: int | None
+    dram_retained_bytes: int | None
+    dram_retained_budget_bytes: int | None
+    nvme_retained_bytes: int | None
+    nvme_retained_budget_bytes: int | None
 
 
 def tenancy(blocks: Blocks, tenants: Iterable[bytes]) -> list[TenantUsage]:
@@ -66,9 +72,20 @@ def tenancy(blocks: Blocks, tenants: Iterable[bytes]) -> list[TenantUsage]:
                 of_dram * dram.piece_bytes,
                 below.get(tenant, 0) * lower.piece_bytes if lower is not None else None,
                 of_nvme * lower.piece_bytes if lower is not None else None,
+                *_retained(blocks.residency, shares, tenant),
+                *_retained(blocks.lower.residency if blocks.lower is not None else None, shares, tenant),
             )
         )
     return found
+
+
+def _retained(residency: Residency | None, shares: Shares | None, tenant: bytes) -> tuple[int | None, int | None]:
+    """Bytes of a tenant that are kept for a time, and how many may be."""
+    retention = residency.retention if residency is not None else None
+    if retention is None or shares is None or shares.share_of(tenant) is None:
+        return None, None
+    group = shares.group_of(tenant)
+    return retention.kept_bytes()[group], retention.budgets()[group]
 
 
 def occupancy(blocks: Blocks) -> list[SpaceUsage]:

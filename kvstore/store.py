@@ -31,12 +31,13 @@ from kvstore.occupancy import SpaceUsage, TenantUsage, occupancy, tenancy
 from kvstore.prefix_index import NO_ROW, RowState
 from kvstore.scrubbing import Scrubbing
 from kvstore.takeover import Takeover
+from tiering.admission import WriteBudget
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import MAX_SLICES, frame_bytes
 from tiering.move_queue import MoveCounts, MoveQueue
 from tiering.mover import Copy, MoveDone, Mover, Outcome
 from tiering.nvme import NvmeTier
-from tiering.residency import Evict, Grow, Vacate
+from tiering.residency import Evict, Grow, Residency, Vacate
 from tiering.scrub import ScrubLimits, ScrubUsage
 from tiering.slab import PAGE_BYTES
 from tiering.tier import FrameSpan, SlotClass, Usage, extent_of
@@ -68,7 +69,8 @@ class StoreUsage:
 
     nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
     guarded_bytes: of DRAM that was taken over and that clients of an earlier process still map: readable, and not used
-    for anything else before they let go. dram_retained_bytes, nvme_retained_bytes: of what is kept for a time.
+    for anything else before they let go. dram_retained_bytes, nvme_retained_bytes: of what is kept for a time, and the
+    budgets for it: retained_fraction of each tier. write_budget: for NVMe, where there is one.
     """
 
     dram: Usage
@@ -83,6 +85,10 @@ class StoreUsage:
     guarded_bytes: int = 0
     dram_retained_bytes: int = 0
     nvme_retained_bytes: int | None = None
+    dram_retained_budget_bytes: int = 0
+    nvme_retained_budget_bytes: int | None = None
+    retained_fraction: float = 0.0
+    write_budget: WriteBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -723,6 +729,10 @@ class Store:
                 guarded_bytes=self._blocks.dram.guarded_bytes(),
                 dram_retained_bytes=self._blocks.residency.retained_bytes(),
                 nvme_retained_bytes=lower.residency.retained_bytes() if lower is not None else None,
+                dram_retained_budget_bytes=_retained_budget(self._blocks.residency),
+                nvme_retained_budget_bytes=_retained_budget(lower.residency) if lower is not None else None,
+                retained_fraction=self._limits.retained_fraction,
+                write_budget=lower.admission.budget() if lower is not None else None,
             )
 
     def namespaces(self) -> list[SpaceUsage]:
@@ -1302,6 +1312,11 @@ def _cut(tiers: tuple[tuple[HitTier, int], ...], blocks: int) -> tuple[tuple[Hit
             runs.append((tier, min(count, blocks)))
         blocks -= count
     return tuple(runs)
+
+
+def _retained_budget(residency: Residency) -> int:
+    """Bytes that may be kept for a time, of all tenants."""
+    return sum(residency.retention.budgets()) if residency.retention is not None else 0
 
 
 def _dram(blocks: int) -> tuple[tuple[HitTier, int], ...]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 LEAST_SHARE = 0.1
@@ -49,6 +50,15 @@ _LOOK_BACK_SECONDS = 600.0
 """How far back it is looked how much leaves in a second."""
 
 
+@dataclass(frozen=True, slots=True)
+class WriteBudget:
+    """What may be written. left_bytes: now, of at most most_bytes, which is what is kept of what was not spent."""
+
+    bytes_per_second: float
+    left_bytes: float
+    most_bytes: float
+
+
 class Admission(Protocol):
     """One thread at a time. chooses: whether it ever says no."""
 
@@ -76,6 +86,10 @@ class Admission(Protocol):
         others, its ancestors that the tier has not either."""
         ...
 
+    def budget(self) -> WriteBudget | None:
+        """None where any number of bytes may be written."""
+        ...
+
 
 AdmissionMaker = Callable[["array[int]", Callable[[], float], int], Admission]
 """Of 64 bits of each row's key, a clock in seconds, and the bytes of the tier below."""
@@ -101,6 +115,10 @@ class AdmitAll:
     def admits(self, way: Sequence[int], block_bytes: int) -> bool:
         """Always."""
         return True
+
+    def budget(self) -> WriteBudget | None:
+        """None."""
+        return None
 
 
 class LearnedAdmission:
@@ -183,6 +201,14 @@ class LearnedAdmission:
             self._leaves(row)
             self._leaving_bytes += block_bytes
         return is_admitted
+
+    def budget(self) -> WriteBudget | None:
+        """As it is now, which changes nothing."""
+        if self._rate is None:
+            return None
+        most = self._rate * BUCKET_SECONDS
+        since = max(0.0, self._clock() - self._looked_at)
+        return WriteBudget(self._rate, min(most, self._budget + since * self._rate), most)
 
     def _grow_to(self, row: int) -> None:
         """Have columns for this row."""

@@ -128,6 +128,10 @@ class Retention:
         """What is kept of each group, or was until its time ended."""
         return list(self._kept_bytes)
 
+    def budgets(self) -> list[int]:
+        """Bytes that may be kept of each group."""
+        return list(self._budgets)
+
     def check(self) -> None:
         """Invariants: what is kept is here, is counted, and is within the budget of each group."""
         sums = [0] * len(self._budgets)

@@ -62,6 +62,10 @@ class Shares:
         """What was said of a tenant, if anything was."""
         return self._shares[self._groups[tenant]] if tenant in self._groups else None
 
+    def group_of(self, tenant: bytes) -> int:
+        """Its own, or that of all of whom nothing is said."""
+        return self._groups.get(tenant, THE_REST)
+
     def guaranteed_to(self, tenant: bytes, pieces: int) -> int:
         """How many of so many pieces nobody takes from a tenant."""
         return self.guaranteed(self._groups[tenant], pieces) if tenant in self._groups else 0

@@ -28,6 +28,7 @@ from kvstore.service.facts import (
     SessionFacts,
     TenantFacts,
     TierFacts,
+    WriteBudgetFacts,
     checked_seconds,
     layout_in_words,
     looked,
@@ -38,6 +39,7 @@ from kvstore.service.handlers import Served, version_in_common
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.recording import Recording
 from kvstore.service.sessions import Sessions
+from kvstore.service.settings import StoreSettings
 from kvstore.service.waits import percentile_ms
 from tiering.errors import TierError
 from tiering.tier import Usage
@@ -59,8 +61,9 @@ class Admin:
         door: LocalDoor,
         run: bytes,
         state: Callable[[], str],
+        chosen: StoreSettings | None = None,
     ) -> None:
-        """run: names this run of the sidecar. state: what it is up to, in a word."""
+        """run: names this run of the sidecar. state: what it is up to, in a word. chosen: how the store was set."""
         self._store = store
         self._sessions = sessions
         self._counting = counting
@@ -68,6 +71,7 @@ class Admin:
         self._door = door
         self._run = run
         self._state = state
+        self._chosen = chosen or StoreSettings()
         self._began_at = counting.now()
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
@@ -175,6 +179,12 @@ class Admin:
             tenants=self._tenant_facts(),
             dram_retained_bytes=usage.dram_retained_bytes,
             nvme_retained_bytes=usage.nvme_retained_bytes,
+            policy=self._chosen.policy,
+            nvme_writes=self._chosen.nvme_writes if usage.nvme is not None else None,
+            write_budget=WriteBudgetFacts(**asdict(usage.write_budget)) if usage.write_budget is not None else None,
+            retained_fraction=usage.retained_fraction,
+            dram_retained_budget_bytes=usage.dram_retained_budget_bytes,
+            nvme_retained_budget_bytes=usage.nvme_retained_budget_bytes,
             hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),
             hidden_sessions=max(0, len(sessions) - MAX_SESSIONS),
         )
@@ -190,6 +200,10 @@ class Admin:
                 one.dram_guaranteed_bytes,
                 one.nvme_bytes,
                 one.nvme_guaranteed_bytes,
+                one.dram_retained_bytes,
+                one.dram_retained_budget_bytes,
+                one.nvme_retained_bytes,
+                one.nvme_retained_budget_bytes,
             )
             for one in self._store.core.tenants(names)
         ]

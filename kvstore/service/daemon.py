@@ -66,7 +66,9 @@ class Daemon:
                 self.door.listen(Path(where), renew(), settings.door.mode_bits, one.users, renew)
                 self.sockets.append(where)
             key, where = "admin.socket", settings.admin_socket
-            admin = Admin(store, sessions, counting, recording, self.door, run, lambda: self.readiness().value)
+            admin = Admin(
+                store, sessions, counting, recording, self.door, run, lambda: self.readiness().value, settings.store
+            )
             self.door.listen_admin(Path(where), admin)
         except OSError as error:
             self.door.close(0)

@@ -33,7 +33,8 @@ class TierFacts(msgspec.Struct, frozen=True):
 
 class TenantFacts(msgspec.Struct, frozen=True):
     """What a tenant has taken of each tier, in whole extents and slabs, and what nobody takes from it. share, weight:
-    as they were set; None where nothing was. nvme: None without such a tier."""
+    as they were set; None where nothing was. nvme: None without such a tier. retained: what is kept for a time because
+    somebody asked for it, and retained_budget how much may be; None where nothing was said of the tenant."""
 
     tenant: str
     share: float | None
@@ -42,6 +43,18 @@ class TenantFacts(msgspec.Struct, frozen=True):
     dram_guaranteed_bytes: int
     nvme_bytes: int | None
     nvme_guaranteed_bytes: int | None
+    dram_retained_bytes: int | None = None
+    dram_retained_budget_bytes: int | None = None
+    nvme_retained_bytes: int | None = None
+    nvme_retained_budget_bytes: int | None = None
+
+
+class WriteBudgetFacts(msgspec.Struct, frozen=True):
+    """What may be written to NVMe. left_bytes: now; most_bytes: that is ever left."""
+
+    bytes_per_second: float
+    left_bytes: float
+    most_bytes: float
 
 
 class Looked(msgspec.Struct, frozen=True):
@@ -150,7 +163,8 @@ class ScrubFacts(msgspec.Struct, frozen=True):
 
 class Facts(msgspec.Struct, frozen=True):
     """All of it. counters: events since the start. departed: connections that are gone and may still map memory.
-    hidden_namespaces, hidden_sessions: that are there and left out, so that this stays of a size."""
+    hidden_namespaces, hidden_sessions: that are there and left out, so that this stays of a size. policy, nvme_writes,
+    retained_fraction: as they were set; nvme_writes: None without such a tier. retained: what is kept for a time."""
 
     run: str
     pid: int
@@ -177,6 +191,12 @@ class Facts(msgspec.Struct, frozen=True):
     tenants: list[TenantFacts] = []
     dram_retained_bytes: int = 0
     nvme_retained_bytes: int | None = None
+    policy: str = ""
+    nvme_writes: str | float | None = None
+    write_budget: WriteBudgetFacts | None = None
+    retained_fraction: float | None = None
+    dram_retained_budget_bytes: int = 0
+    nvme_retained_budget_bytes: int | None = None
 
 
 def looked(all_counts: list[Counts]) -> Looked:

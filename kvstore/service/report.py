@@ -65,13 +65,13 @@ class StatReport:
                 f"guarded: {format_size(facts.guarded_bytes)} that clients of an earlier run still map; not used again "
                 "before they let go"
             )
-        if facts.dram_retained_bytes or facts.nvme_retained_bytes:
-            kept = f"kept for a time: {format_size(facts.dram_retained_bytes)} of dram"
-            yield Text(
-                kept + (f", {format_size(facts.nvme_retained_bytes)} of nvme" if facts.nvme_retained_bytes else "")
-            )
+        yield from self._chosen_parts()
         if len(facts.tenants) > 1 or any(one.share is not None for one in facts.tenants):
-            yield _table("tenant|*share|*weight|*dram|*kept|*nvme|*kept", [_tenant_row(one) for one in facts.tenants])
+            head = "tenant|*share|*weight|*dram|*guaranteed|*nvme|*guaranteed"
+            yield _table(head, [_tenant_row(one) for one in facts.tenants])
+        kept = [_kept_row(one) for one in facts.tenants if one.dram_retained_budget_bytes is not None]
+        if kept:
+            yield _table("kept for a time|*dram|*at most|*nvme|*at most", kept)
         if facts.namespaces:
             yield namespace_table(facts.namespaces, facts.at)
         if facts.hidden_namespaces:
@@ -96,6 +96,27 @@ class StatReport:
                 f"scrub: {doing}, {_count(scrub.passes, 'pass', 'passes')} done, {format_size(scrub.bytes)} verified, "
                 f"{scrub.damaged:,} damaged, {scrub.unreadable:,} unreadable, {scrub.mended:,} mended"
             )
+
+    def _chosen_parts(self) -> Iterator[RenderableType]:
+        """What decides what is worth holding."""
+        facts = self.facts
+        if not facts.policy:  # a sidecar of another version
+            return
+        words = f"policy: {facts.policy}"
+        if facts.nvme_writes is not None:
+            words += f"; nvme_writes: {facts.nvme_writes}"
+            words += f", {_count(facts.counters.get('declined_blocks', 0), 'block')} declined"
+        budget = facts.write_budget
+        if budget is not None:
+            left = f"{format_size(budget.left_bytes)} of at most {format_size(budget.most_bytes)}"
+            words += f", {left} left to write, {format_size(budget.bytes_per_second)}/s more"
+        yield Text(words)
+        words = f"kept for a time: {format_size(facts.dram_retained_bytes)} of at most "
+        words += f"{format_size(facts.dram_retained_budget_bytes)} of dram"
+        if facts.nvme_retained_bytes is not None and facts.nvme_retained_budget_bytes is not None:
+            words += f", {format_size(facts.nvme_retained_bytes)} of at most "
+            words += f"{format_size(facts.nvme_retained_budget_bytes)} of nvme"
+        yield Text(f"{words} (retained_fraction {facts.retained_fraction:g})")
 
     def _session_parts(self) -> Iterator[RenderableType]:
         facts = self.facts
@@ -282,6 +303,16 @@ def _tenant_row(one: TenantFacts) -> tuple[object, ...]:
         "-" if one.weight is None else f"{one.weight:g}",
         *("-" if size is None else format_size(size) for size in sizes),
     )
+
+
+def _kept_row(one: TenantFacts) -> tuple[object, ...]:
+    sizes = (
+        one.dram_retained_bytes,
+        one.dram_retained_budget_bytes,
+        one.nvme_retained_bytes,
+        one.nvme_retained_budget_bytes,
+    )
+    return (one.tenant, *("-" if size is None else format_size(size) for size in sizes))
 
 
 def _table(head: str, rows: Iterable[Sequence[object]]) -> Table:

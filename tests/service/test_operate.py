@@ -109,8 +109,54 @@ def test_a_tenant_keeps_its_share_and_stat_shows_it(tmp_path: Path) -> None:
             assert found["default"]["dram_bytes"] + found["other"]["dram_bytes"] == 1 << 20
             assert found["other"]["nvme_bytes"] is None
         shown = run("stat", "--data", str(tmp_path / "kv"))
-        (line,) = [line.split() for line in shown.stdout.splitlines() if line.startswith("default  ")]
+        line, kept = [line.split() for line in shown.stdout.splitlines() if line.startswith("default  ")]
         assert line[:3] == ["default", "0.5", "1"] and line[-2:] == ["-", "-"]
+        assert kept[-2:] == ["-", "-"]
+        head = next(line.split() for line in shown.stdout.splitlines() if line.startswith("tenant  "))
+        assert head == ["tenant", "share", "weight", "dram", "guaranteed", "nvme", "guaranteed"]
+
+
+def test_stat_shows_what_decides_what_is_worth_holding(tmp_path: Path) -> None:
+    """The policy, what is written to NVMe and how much still may be, and what is kept for a time beside its budget."""
+    config = tmp_path / "config.toml"
+    config.write_text(
+        '[store]\npolicy = "s3-fifo"\nnvme_writes = 2.0\n[limits]\nretained_fraction = 0.5\n'
+        f'[door]\nshare = 0.25\n[tenants.other]\nsocket = "{tmp_path / "other.sock"}"\n'
+    )
+    with (
+        serving(tmp_path, "--dram", "4MiB", "--nvme", "64MiB", "--config", str(config)) as _,
+        client(tmp_path) as store,
+    ):
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        assert handle.put(ids(640), random_pages(handle.layout, 10), ttl=3600).reason is None
+        data = str(tmp_path / "kv")
+        found = told("stat", "--data", data)
+        assert (found["policy"], found["nvme_writes"], found["retained_fraction"]) == ("s3-fifo", 2.0, 0.5)
+        rate = 2 * (64 << 20) / 86_400
+        assert found["write_budget"] == {"bytes_per_second": rate, "left_bytes": 3600 * rate, "most_bytes": 3600 * rate}
+        tenants = {one["tenant"]: one for one in found["tenants"]}
+        # A quarter is its own; of the rest it has half, and those of whom nothing is said have the other half together.
+        part = 0.25 + 0.75 / 2
+        assert tenants["default"]["dram_retained_budget_bytes"] == int(part * 0.5 * (4 << 20))
+        assert tenants["default"]["nvme_retained_budget_bytes"] == int(part * 0.5 * (64 << 20))
+        assert found["dram_retained_budget_bytes"] == 2 << 20 and found["nvme_retained_budget_bytes"] == 32 << 20
+        kept = found["dram_retained_bytes"]
+        assert 0 < kept == tenants["default"]["dram_retained_bytes"] and found["nvme_retained_bytes"] == 0
+        assert tenants["other"]["dram_retained_bytes"] is None, "it has its budget together with others"
+        shown = run("stat", "--data", data).stdout
+    assert "policy: s3-fifo; nvme_writes: 2.0, 0 blocks declined, 5.3 MiB of at most 5.3 MiB left to write" in shown
+    assert "of at most 2.0 MiB of dram, 0 B of at most 32.0 MiB of nvme (retained_fraction 0.5)" in shown
+    (line,) = [line.split() for line in shown.splitlines() if line.startswith("default  ") and "20.0" in line]
+    assert line[-2:] == ["20.0", "MiB"]
+
+
+def test_stat_without_nvme_has_no_writes(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "off") as _:
+        found = told("stat", "--data", str(tmp_path / "kv"))
+        shown = run("stat", "--data", str(tmp_path / "kv")).stdout
+    assert (found["policy"], found["nvme_writes"], found["write_budget"]) == ("lru", None, None)
+    assert found["nvme_retained_budget_bytes"] is None and found["retained_fraction"] == 0.25
+    assert "\npolicy: lru\nkept for a time: 0 B of at most 4.0 MiB of dram (retained_fraction 0.25)\n" in shown
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -47,6 +47,28 @@ class Load:
         return self.admission.admits([row], BLOCK)
 
 
+def test_what_is_left_of_a_budget_is_told_and_asking_changes_nothing() -> None:
+    """An hour's at the start, never more; what is written goes off it, and time brings it back."""
+    assert AdmitAll().budget() is None and Load().admission.budget() is None
+    load = Load(10 * BLOCK)
+
+    def left() -> float:
+        found = load.admission.budget()
+        assert found is not None and load.admission.budget() == found
+        assert (found.bytes_per_second, found.most_bytes) == (10 * BLOCK, 36_000 * BLOCK)
+        return found.left_bytes / BLOCK
+
+    assert left() == 36_000
+    written = sum(load.leave(row) for row in load.come(100))
+    assert written and left() == 36_000 - written
+    load.now += written / 20
+    assert left() == 36_000 - written / 2
+    load.now += 3_600
+    assert left() == 36_000
+    load.leave(load.come(1)[0])
+    assert left() <= 36_000
+
+
 @pytest.fixture(autouse=True)
 def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "LEAST_HISTORY", 500)
