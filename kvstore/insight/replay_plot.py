@@ -1,39 +1,57 @@
-"""The curves of a replay as a picture (floor 2)."""
+"""The curves of a replay as a picture (floor 2).
+
+Equal curves lie upon each other, so each has hollow marks of its own form and size: all can be seen. The legend stands
+beside the axes, where it covers nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from kvstore.insight.replays import OPTIMUM, ReplayResult, Row
+from kvstore.insight.replays import ADMISSIONS, OPTIMUM, ReplayResult, Row
 
 TIB = 1 << 40
+MARKS = "osD^vP*X"
+DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (8, 3)), (0, (1, 4)), (0, (8, 2, 1, 2, 1, 2)))
+"""Of the optima, one for each size."""
+LARGEST_MARK, LARGEST_LINE = 11.0, 3.5
+"""In points, of the first curve; those above it are smaller."""
+_INCHES_A_LINE = 0.21
+"""Of the legend."""
 
 
 def draw(result: ReplayResult) -> Figure:
     """Hit rates over sizes, a panel for each trace; the optimum is dashed. With a tier below DRAM: over what was
-    written to that, a curve for each admission."""
-    figure = Figure(figsize=(6.4 * len(result.traces), 4.4), layout="constrained")
+    written to that, a colour for each policy and size of DRAM, a mark for each admission."""
+    draw_panel = _draw_admissions if result.options.nvme_blocks else _draw_sizes
+    entries = len({(row.policy, row.dram_blocks) for row in result.rows}) + len(ADMISSIONS)
+    height = max(4.4, 1.2 + _INCHES_A_LINE * (entries if result.options.nvme_blocks else 0))
+    figure = Figure(figsize=(8.4 * len(result.traces), height), layout="constrained")
     for axes, trace in zip(figure.subplots(1, len(result.traces), squeeze=False)[0], result.traces, strict=True):
-        rows = [row for row in result.rows if row.trace == trace.name]
-        if result.options.nvme_blocks:
-            _draw_admissions(axes, rows)
-        else:
-            _draw_sizes(axes, rows, trace.block_tokens)
+        handles = draw_panel(axes, [row for row in result.rows if row.trace == trace.name], trace.block_tokens)
         axes.set_ylim(bottom=0)
         axes.set_title(trace.name, parse_math=False)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+        axes.legend(handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
 
 
-def _draw_sizes(axes: Any, rows: Sequence[Row], block_tokens: int) -> None:
-    for policy in dict.fromkeys(row.policy for row in rows):
+def _draw_sizes(axes: Any, rows: Sequence[Row], block_tokens: int) -> list[Any]:
+    policies = [policy for policy in dict.fromkeys(row.policy for row in rows) if policy != OPTIMUM]
+    colours = colours_of(len(policies))
+    handles = []
+    for at, policy in enumerate([*policies, OPTIMUM]):
         curve = sorted((row.dram_blocks, row.block_hit_rate) for row in rows if row.policy == policy)
-        style = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {}
-        axes.plot(*zip(*curve, strict=True), marker="o", markersize=3.5, label=policy, **style)
+        if policy == OPTIMUM:
+            style: dict[str, Any] = {"color": "black", "linestyle": "--", "marker": ".", "linewidth": 1}
+        else:
+            style = {"color": colours[at], **_style(at, len(policies)), "marker": MARKS[at % len(MARKS)]}
+        handles += axes.plot(*zip(*curve, strict=True), label=policy, **style)
     sizes = sorted({row.dram_blocks for row in rows})
     if len(sizes) > 1:
         axes.set_xscale("log")
@@ -41,19 +59,69 @@ def _draw_sizes(axes: Any, rows: Sequence[Row], block_tokens: int) -> None:
     axes.minorticks_off()
     axes.set_xlabel(f"DRAM, blocks of {block_tokens} tokens")
     axes.set_ylabel("hit rate, blocks")
+    return handles
 
 
-def _draw_admissions(axes: Any, rows: Sequence[Row]) -> None:
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        if row.admission is not None:
-            label = f"{row.admission}, {row.policy} of {row.dram_blocks:,}"
-            assert row.nvme_written_bytes is not None
-            curves.setdefault(label, []).append((row.nvme_written_bytes / TIB, row.block_hit_rate))
-    for label, curve in curves.items():
-        axes.plot(*zip(*sorted(curve), strict=True), marker="o", markersize=3.5, label=label)
-    best = max(row.block_hit_rate for row in rows if row.policy == OPTIMUM)
-    axes.axhline(best, color="black", linestyle="--", linewidth=1, label=OPTIMUM)
+def _draw_admissions(axes: Any, rows: Sequence[Row], block_tokens: int) -> list[Any]:
+    groups = [one for one in dict.fromkeys((row.policy, row.dram_blocks) for row in rows) if one[0] != OPTIMUM]
+    colours = colours_of(len(groups))
+    handles: list[Any] = []
+    for at, (policy, blocks) in enumerate(groups):
+        for admission, mark in zip(ADMISSIONS, MARKS, strict=False):
+            curve = sorted(
+                (row.nvme_written_bytes / TIB, row.block_hit_rate)
+                for row in rows
+                if (row.policy, row.dram_blocks, row.admission) == (policy, blocks, admission)
+                and row.nvme_written_bytes is not None
+            )
+            if curve:
+                style = {"color": colours[at], "marker": mark, **_style(at, len(groups))}
+                axes.plot(*zip(*curve, strict=True), **style)
+        handles.append(Line2D([], [], color=colours[at], linewidth=3, label=f"{policy} of {blocks:,}"))
+    used = {row.admission for row in rows}
+    for admission, mark in zip(ADMISSIONS, MARKS, strict=False):
+        if admission in used:
+            style = {"color": "black", "marker": mark, "linestyle": "", "fillstyle": "none"}
+            handles.append(Line2D([], [], label=admission, **style))
+    handles += _draw_optima(axes, rows)
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"written to NVMe ({rows[0].nvme_blocks:,} blocks), TiB")
+    axes.set_xlabel(f"written to NVMe ({rows[0].nvme_blocks:,} blocks of {block_tokens} tokens), TiB")
     axes.set_ylabel("hit rate of both tiers, blocks")
+    return handles
+
+
+def _draw_optima(axes: Any, rows: Sequence[Row]) -> list[Any]:
+    """A line for each size of DRAM; one for those of which it is the same."""
+    sizes: dict[float, list[int]] = {}
+    for row in rows:
+        if row.policy == OPTIMUM:
+            sizes.setdefault(row.block_hit_rate, []).append(row.dram_blocks)
+    return [
+        axes.axhline(
+            rate,
+            color="black",
+            linestyle=DASHES[at % len(DASHES)],
+            linewidth=1,
+            label=f"{OPTIMUM} of {', '.join(f'{size:,}' for size in same)}",
+        )
+        for at, (rate, same) in enumerate(sizes.items())
+    ]
+
+
+def colours_of(count: int) -> list[Any]:
+    """So many that can be told apart, none of them twice."""
+    for name in ("tab10", "tab20"):
+        if count <= colormaps[name].N:
+            return [colormaps[name](at) for at in range(count)]
+    return [colormaps["turbo"](at / (count - 1)) for at in range(count)]
+
+
+def _style(at: int, count: int) -> dict[str, Any]:
+    """Smaller from curve to curve, as those that are drawn later lie above."""
+    part = 1 - 0.65 * at / max(1, count - 1)
+    return {
+        "markersize": LARGEST_MARK * part,
+        "fillstyle": "none",
+        "linewidth": LARGEST_LINE * part,
+        "alpha": 0.8,
+    }
