@@ -147,7 +147,7 @@ def checked_share(given: Share, names: tuple[str, str]) -> Share:
         if isinstance(value, bool) or not isinstance(value, Real):
             raise BadInput(f"{name}={value!r} is not a number")
     if not 0 <= given.guaranteed <= 1:
-        raise BadInput(f"{names[0]}={given.guaranteed!r}; give the part of each tier that is kept for it, from 0 to 1")
+        raise BadInput(f"{names[0]}={given.guaranteed!r}; give the part of each tier that is guaranteed to it, 0 to 1")
     if not LEAST_WEIGHT <= given.weight <= MOST_WEIGHT:
         raise BadInput(f"{names[1]}={given.weight!r}; give a number from {LEAST_WEIGHT} to {MOST_WEIGHT:.0f}")
     return given

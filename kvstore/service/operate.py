@@ -137,8 +137,8 @@ def record(
                 if not found.requests:
                     clock.sleep(TAKEN_EVERY_SECONDS if seconds is None else min(TAKEN_EVERY_SECONDS, seconds))
         except StoreError as error:  # there is nobody to end it
-            saved = f"; {requests:,} requests of before are in {file}" if requests else ""
-            raise type(error)(f"{error}{saved}") from None
+            saved = f"{requests:,} requests are in {file}, and then: " if requests else ""
+            raise type(error)(f"{saved}{error}") from None
         except BaseException:
             ask(m.Record(begun.recording, ends=True), m.Recorded, CALL_SECONDS)
             raise

@@ -104,8 +104,8 @@ class DoorSettings:
 
 @dataclass(frozen=True, slots=True)
 class TenantSettings:
-    """socket: by which a tenant comes in. users: as in the door's. share: the part of each tier that is kept for it.
-    weight: how much it has of the rest, beside the others."""
+    """socket: by which a tenant comes in. users: as in the door's. share: the part of each tier that is guaranteed to
+    it. weight: how much it has of the rest, beside the others."""
 
     socket: str
     users: list[int] | None = None

@@ -366,7 +366,7 @@ def test_on_disk_what_is_kept_goes_where_all_else_is_in_use(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("shares", "parts"),
     [
-        ({"a": Share(1.5)}, ("shares: a: guaranteed=1.5", "from 0 to 1")),
+        ({"a": Share(1.5)}, ("shares: a: guaranteed=1.5", "guaranteed to it, 0 to 1")),
         ({"a": Share(-0.1)}, ("shares: a: guaranteed=-0.1",)),
         ({"a": Share(float("nan"))}, ("shares: a: guaranteed=nan",)),
         ({"a": Share(0.5, 0)}, ("shares: a: weight=0", "0.001 to 1000")),

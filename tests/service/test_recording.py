@@ -204,7 +204,7 @@ def test_a_sidecar_that_goes_away_leaves_what_was_written(tmp_path: Path) -> Non
         assert (writing.returncode, shown) == (2, "")
         (line,) = errors.splitlines()
         count = len(out.read_text().splitlines())
-        assert line.startswith("kvstore: ") and f"; {count} requests of before are in {out}" in line
+        assert line.startswith(f"kvstore: {count} requests are in {out}, and then: {tmp_path}/kv/admin.sock: ")
 
 
 def test_without_a_namespace_there_is_nothing_to_record(tmp_path: Path) -> None:

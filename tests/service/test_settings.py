@@ -35,7 +35,7 @@ from workbench import one_line
         ),
         ("[tenants]\na = 0.2\n", ("tenants.a=0.2", "write [tenants.a] and its keys", "socket, users, share")),
         ("tenants = 0.2\n", ("tenants=0.2", "write [tenants.NAME] and keys")),
-        ("[door]\nshare = 1.5\n", ("door.share=1.5", "from 0 to 1")),
+        ("[door]\nshare = 1.5\n", ("door.share=1.5", "guaranteed to it, 0 to 1")),
         ("[door]\nweight = 0\n", ("door.weight=0", "0.001 to 1000")),
         ("[tenants.a]\nsocket = 'a'\nshare = 'half'\n", ("tenants.a.share='half'", "a number")),
         ("[tenants.a]\nsocket = 'a'\nshare = 0.7\n[door]\nshare = 0.4\n", ("come to 1.1", "default 0.4, a 0.7")),
