@@ -120,9 +120,9 @@ def open(
     disk is read and verified again in the background, once a day; "off" for never. policy: which blocks go first when
     DRAM is full: "lru", "adaptive" (LRU, and what it learns where that finds more) or "s3-fifo". nvme_writes: what of
     that is written to disk: "all", "learned" (what is likely to come back), or a number for no more of that than so
-    many times the size of `nvme` a day. shares: what single tenants have of each tier, by name; if not given, whatever
-    is worst goes first, whosoever it is. Raises `BadInput`, `DirectoryInUse` or `KeysUnusable`, each with one line that
-    says what to do.
+    many times the size of `nvme` a day; what a put asks to keep is written whatever it says. shares: what single
+    tenants have of each tier, by name; if not given, whatever is worst goes first, whosoever it is. Raises `BadInput`,
+    `DirectoryInUse` or `KeysUnusable`, each with one line that says what to do.
     """
     scheme, _, rest = str(url).partition(":")
     if scheme not in ("embedded", "unix") or not rest:

@@ -214,6 +214,19 @@ class Blocks:
                 for row in rows:
                     if residency.is_listed(row):
                         residency.retention.came(row)
+        if self.lower is not None and self.lower.admission.chooses:
+            for row in rows:
+                self.unwritten.prefer(row)
+
+    def is_to_be_kept(self, row: int) -> bool:
+        """Whether a block that DRAM alone holds is kept for a time now, there, or would be if it were on NVMe."""
+        retention = self.residency.retention
+        return (retention is not None and retention.holds(row)) or self.would_be_kept_below(row)
+
+    def would_be_kept_below(self, row: int) -> bool:
+        """The second of these."""
+        retention = self.lower.residency.retention if self.lower is not None else None
+        return retention is not None and retention.has_room_for(row)
 
     def givers(self, number: int) -> list[int] | None:
         """Groups of tenants that may have to give way in DRAM for a namespace, in their order; None where nobody said
@@ -606,6 +619,10 @@ class Blocks:
         """DRAM alone has it."""
         if self.lower is not None:
             self.unwritten.came(row, self.spaces[self.index.namespace_of(row)].block_bytes)
+            if self.lower.admission.chooses:
+                priority, ends_at = self.index.retention(row)
+                if priority > 0 or ends_at:
+                    self.unwritten.prefer(row)
 
     def _came_below(self, row: int) -> None:
         assert self.lower is not None

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, takewhile
 
 from kvstore.blocks import Blocks, Lower, Space
-from kvstore.config import Limits
+from kvstore.config import Limits, format_size
 from kvstore.loading import pack_about
 from kvstore.miss import REASON_OF_FINDING, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
@@ -48,6 +48,13 @@ CHOSEN_DOWN_TO = 0.65
 
 READS, WRITES = "nvme reads", "nvme writes"
 """Each has a breaker of its own: a disk that is full, or that takes nothing any more, may still be read."""
+
+WHY_LEFT = {
+    MissReason.DEADLINE: "limits.close_seconds={seconds:g} was over; give it more",
+    MissReason.PINNED_FULL: "NVMe has no room for them",
+    MissReason.CORRUPT: "they, or blocks before them, are damaged",
+}
+"""What memory alone held when a store was closed; for any other reason it is the disk's fault."""
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +115,7 @@ class Levels:
         self._unwritten = blocks.unwritten
         self._pinned_for_sinking: list[list[int]] = []
         self._relieving = False
+        self._written: Counter[str] = Counter()  # blocks and bytes
         self._making_room = threading.Lock()  # a slab must not be given back while somebody takes slots in it
         self._closing = False
         self.is_over = False  # DRAM was given back, and its tables say nothing any more
@@ -253,33 +261,48 @@ class Levels:
             self.relieve()
 
     def _is_pressed(self) -> bool:
-        """Whether less than a part of DRAM can be had at once. Where it is chosen what is written, that is all but the
-        blocks that wait for the choice: it is made as late as it may be, when most is known of them; and at once where
-        some went that nobody had looked at, since others are used so much that they stay."""
-        dram = self._blocks.dram
-        if self._lower.admission.chooses:
-            waiting = self._unwritten.waiting_bytes
-            return waiting > (1 - SPILL_FRACTION) * dram.budget_bytes or self._unwritten.missed > 0
+        """Whether something is to be written down now. Where it is chosen what is, what is to be kept is written as if
+        it were not, since nothing is to be learned of it."""
+        if not self._lower.admission.chooses:
+            return self._is_nearly_full()
+        return self._must_choose() or (self._unwritten.is_any_preferred and self._is_nearly_full())
+
+    def _is_nearly_full(self) -> bool:
+        """Whether less than a part of DRAM can be had at once."""
         with self._lock:
-            usage = dram.usage()
+            usage = self._blocks.dram.usage()
         free_share = usage.free / usage.capacity if usage.capacity else 1.0
         free_bytes = usage.budget_bytes - usage.taken_bytes * (1 - free_share)
         return free_bytes < SPILL_FRACTION * usage.budget_bytes
 
+    def _must_choose(self) -> bool:
+        """Whether all but a part of DRAM waits for the choice: it is made as late as it may be, when most is known of
+        the blocks; and at once where some went that nobody had looked at, since others are used so much that they
+        stay."""
+        waiting = self._unwritten.waiting_bytes
+        return waiting > (1 - SPILL_FRACTION) * self._blocks.dram.budget_bytes or self._unwritten.missed > 0
+
     def _spill(self, *, everything: bool = False) -> None:
-        """Write down what was used longest ago, as far as it is admitted. everything: without asking."""
+        """Write down a group of blocks that are to be kept, or, where there are none, of those that were used longest
+        ago, as far as they are admitted. everything: without asking."""
         blocks, unwritten = self._blocks, self._unwritten
         admission = None if everything else self._lower.admission
+        chooses = admission is not None and admission.chooses
         with self._lock:
-            rows = unwritten.oldest(GROUP_BLOCKS)
+            kept = unwritten.preferred(GROUP_BLOCKS) if everything else self._take_kept()
+            is_their_turn = not kept and (not chooses or self._must_choose())
+            rows = unwritten.oldest(GROUP_BLOCKS) if is_their_turn else kept
             by_space: dict[int, list[int]] = {}
             taken: set[int] = set()
-            enough = CHOSEN_DOWN_TO * blocks.dram.budget_bytes if admission is not None and admission.chooses else 0.0
-            missed, unwritten.missed = unwritten.missed, 0
+            enough = CHOSEN_DOWN_TO * blocks.dram.budget_bytes if chooses else 0.0
+            missed = unwritten.missed
+            if is_their_turn:  # else those that come and go are still to be looked at
+                unwritten.missed = 0
             left = float(unwritten.waiting_bytes)
             looked_at: list[int] = []
+            insisted: dict[int, int] = {}  # with its bytes, what nobody was asked about
             for row in rows:
-                if left < enough and not missed:
+                if is_their_turn and left < enough and not missed:
                     break
                 looked_at.append(row)
                 way = self._way_down(row, taken)
@@ -288,10 +311,13 @@ class Levels:
                 if not way or not self._sinking.isdisjoint(way):  # it goes down anyhow
                     continue
                 is_whole = all(blocks.index.state(one) is RowState.VISIBLE for one in way)
-                if admission is not None and admission.chooses and not is_whole:
+                if chooses and not is_whole:
                     unwritten.decline(row)  # one before it was quarantined: it would be paid for, and not be written
                     continue
-                if admission is None or admission.admits(way[::-1], blocks.spaces[number].block_bytes):
+                block_bytes = blocks.spaces[number].block_bytes
+                if chooses and blocks.is_to_be_kept(row):
+                    insisted.update((one, block_bytes) for one in way)
+                if admission is None or row in insisted or admission.admits(way[::-1], block_bytes):
                     taken.update(way)
                     by_space.setdefault(number, []).extend(way)
                 else:
@@ -302,7 +328,23 @@ class Levels:
                 self._sink(number, mine)
         finally:
             with self._lock:  # what could not go now is tried again after all others
-                unwritten.used(row for row in looked_at if unwritten.waits(row))
+                if admission is not None and insisted:
+                    admission.spent(sum(size for row, size in insisted.items() if blocks.is_below(row)))
+                for row in looked_at:
+                    if unwritten.waits(row):
+                        unwritten.put_off(row)
+
+    def _take_kept(self) -> list[int]:
+        """Of the blocks that come before all others, a group of those that NVMe would keep. The others, whose time is
+        over or for which too much is kept there, wait as any other; if DRAM still keeps one at its turn, it is written.
+        """
+        kept = []
+        for row in self._unwritten.preferred(GROUP_BLOCKS):
+            if self._blocks.would_be_kept_below(row):
+                kept.append(row)
+            else:
+                self._unwritten.put_off(row)
+        return kept
 
     def _way_down(self, row: int, taken: set[int]) -> list[int]:
         """A block and the ancestors that have to go down before it, these first: NVMe may have given one up.
@@ -316,16 +358,39 @@ class Levels:
         return way[::-1]
 
     def sink_all(self, seconds: float) -> int:
-        """Write down what DRAM alone holds, for at most that long; returns how many blocks are left."""
+        """Write down what DRAM alone holds, but for what was declined, for at most that long: what is to be kept
+        first. Returns how many blocks are left."""
+        self._sink_all(seconds)
+        return len(self._unwritten)
+
+    def _sink_all(self, seconds: float) -> MissReason | None:
+        """The same; returns why the last ones that did not go did not."""
         deadline = self._clock.monotonic_seconds() + seconds
         vain = 0
-        while vain * GROUP_BLOCKS < len(self._unwritten) and self._clock.monotonic_seconds() < deadline:
-            before = len(self._unwritten)
+        reason = None
+        unwritten = self._unwritten
+        with self._lock:
+            for row in unwritten.preferred(len(unwritten)):
+                unwritten.put_off(row)
+            for row in [*unwritten.oldest(len(unwritten)), *unwritten.declined()]:
+                if self._blocks.is_to_be_kept(row):
+                    unwritten.prefer(row)
+        while vain * GROUP_BLOCKS < len(unwritten):
+            if self._clock.monotonic_seconds() >= deadline:
+                return MissReason.DEADLINE
+            before = len(unwritten)
             move = self._queue.submit("down", WRITES, Priority.SAVE, partial(self._spill, everything=True))
-            if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())) or move.finding is Finding.DOWN:
+            if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+                return MissReason.DEADLINE
+            is_vain = len(unwritten) >= before  # these do not go, others may
+            vain += is_vain
+            if move.finding is not None:
+                reason = REASON_OF_FINDING[move.finding]
+            elif is_vain:
+                reason = MissReason.CORRUPT
+            if move.finding is Finding.DOWN:
                 break
-            vain += len(self._unwritten) >= before  # these do not go, others may
-        return len(self._unwritten)
+        return reason
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """How many blocks of a chain, from the first on, are durable after at most that long; and why not all.
@@ -404,6 +469,7 @@ class Levels:
                 with self._lock:
                     written = True
                     blocks.demoted(number, good, [chosen[row] for row in good])
+                    self._written.update(blocks=len(good), bytes=len(good) * blocks.spaces[number].block_bytes)
                     blocks.not_demoted(placed[len(good) :])
                 left = left[wanted:] if len(good) == wanted else []
                 placed, written = [], False
@@ -566,10 +632,30 @@ class Levels:
         )
 
     def close(self, seconds: float) -> bool:
-        """Write down what can be in that time, then let no more moves in; whether all moves ended in as much again."""
-        self.sink_all(seconds)
-        self._closing = True
+        """Write down what can be in that time, and say so, then let no more moves in; whether all moves ended in as
+        much again."""
+        if not self._closing:
+            before = self._written.copy()
+            reason = self._sink_all(seconds)
+            self._closing = True
+            ended = self._queue.close(seconds)
+            self._say(self._written - before, reason, seconds)
+            return ended
         return self._queue.close(seconds)
+
+    def _say(self, written: Counter[str], reason: MissReason | None, seconds: float) -> None:
+        """What became of that which DRAM alone held: a warning, where that is not what the settings ask for."""
+        with self._lock:
+            declined = self._unwritten.declined()
+            left, left_bytes = len(self._unwritten), self._unwritten.waiting_bytes
+        words = f"of what memory alone held {_amount(written['blocks'], written['bytes'])} written to NVMe"
+        if declined:
+            words += f"; {_amount(len(declined), sum(declined.values()))} not, as nvme_writes has it"
+        if left:
+            why = WHY_LEFT.get(reason or MissReason.TIER_DOWN, "the disk takes no writes").format(seconds=seconds)
+            words += f"; {_amount(left, left_bytes)} not, since {why}"
+        if written or declined or left:
+            _log.log(logging.WARNING if left else logging.INFO, "closing: %s", words)
 
     @property
     def rising(self) -> set[int]:
@@ -585,3 +671,7 @@ class Levels:
     def sinking(self) -> set[int]:
         """Rows on their way down."""
         return self._sinking
+
+
+def _amount(blocks: int, size_bytes: int) -> str:
+    return f"{blocks} block{'s' * (blocks != 1)} ({format_size(size_bytes)})"

@@ -2,6 +2,7 @@
 
     stored > waits > used: last in the order > its turn > written: goes from here
                                                         > declined: stays, and waits again once it is used
+           > somebody asked to keep it: before all these, from then on until its turn
 
 Kept by `Blocks`; pure. What NVMe has as well, or DRAM has no more, is not here.
 """
@@ -16,6 +17,7 @@ class Unwritten:
     """Rows, each with its bytes."""
 
     def __init__(self) -> None:
+        self._preferred: OrderedDict[int, int] = OrderedDict()
         self._waiting: OrderedDict[int, int] = OrderedDict()
         self._declined: dict[int, int] = {}
         self.waiting_bytes = 0
@@ -24,10 +26,10 @@ class Unwritten:
 
     def __len__(self) -> int:
         """How many wait."""
-        return len(self._waiting)
+        return len(self._preferred) + len(self._waiting)
 
     def __contains__(self, row: int) -> bool:
-        return row in self._waiting or row in self._declined
+        return self.waits(row) or row in self._declined
 
     def came(self, row: int, size_bytes: int) -> None:
         """It is in DRAM alone, and is looked at after all others."""
@@ -37,14 +39,25 @@ class Unwritten:
 
     def went(self, row: int) -> None:
         """It is on NVMe too, or in DRAM no more. Safe to call again."""
-        size_bytes = self._waiting.pop(row, None)
-        if size_bytes is None:
-            self._declined.pop(row, None)
+        if self.waits(row):
+            self.waiting_bytes -= self._pop(row)
         else:
-            self.waiting_bytes -= size_bytes
+            self._declined.pop(row, None)
+
+    def prefer(self, row: int) -> None:
+        """If it is here, it is looked at before all others, also if it was declined."""
+        if row in self._declined:
+            self.came(row, self._declined[row])
+        if row in self._waiting:
+            self._preferred[row] = self._waiting.pop(row)
+
+    def put_off(self, row: int) -> None:
+        """One that waits is looked at after all others."""
+        self._waiting[row] = self._pop(row)
 
     def used(self, rows: Iterable[int]) -> None:
-        """These go to the end of the order, one after the other; those that were declined wait again."""
+        """These go to the end of the order, one after the other, but for those that are preferred; those that were
+        declined wait again."""
         waiting, declined = self._waiting, self._declined
         for row in rows:
             if row in waiting:
@@ -54,21 +67,38 @@ class Unwritten:
 
     def waits(self, row: int) -> bool:
         """Whether it is to be looked at."""
-        return row in self._waiting
+        return row in self._waiting or row in self._preferred
+
+    @property
+    def is_any_preferred(self) -> bool:
+        """Whether some come before all others."""
+        return bool(self._preferred)
+
+    def preferred(self, count: int) -> list[int]:
+        """Up to so many of those that come before all others, in their order."""
+        return [row for row, _ in zip(self._preferred, range(count), strict=False)]
 
     def oldest(self, count: int) -> list[int]:
-        """Up to so many that wait, in their order."""
+        """Up to so many of the others that wait, in their order."""
         return [row for row, _ in zip(self._waiting, range(count), strict=False)]
 
     def decline(self, row: int) -> None:
         """One that waits is not to be written."""
-        size_bytes = self._waiting.pop(row)
+        size_bytes = self._pop(row)
         self.waiting_bytes -= size_bytes
         self._declined[row] = size_bytes
+
+    def declined(self) -> dict[int, int]:
+        """Those that are not to be written, with the bytes of each."""
+        return dict(self._declined)
 
     def check(self, rows: Sequence[int]) -> None:
         """Invariant: none but these, which DRAM alone has, are here; bytes are the sum of those that wait. What NVMe
         has given up meanwhile is not written again, and not here."""
-        assert self._waiting.keys().isdisjoint(self._declined)
-        assert self._waiting.keys() | self._declined.keys() <= set(rows)
-        assert self.waiting_bytes == sum(self._waiting.values())
+        all_here = [*self._preferred, *self._waiting, *self._declined]
+        assert len(set(all_here)) == len(all_here)
+        assert set(all_here) <= set(rows)
+        assert self.waiting_bytes == sum(self._preferred.values()) + sum(self._waiting.values())
+
+    def _pop(self, row: int) -> int:
+        return (self._waiting if row in self._waiting else self._preferred).pop(row)

@@ -10,7 +10,8 @@ written with it count as if they left, too. A class of which few come back is no
 
 A budget of bytes for each second is spent on the classes of which most come back, the one at the edge in part. What is
 not spent is kept for an hour, and the more of it is left the more is written: a new tier fills at once, and a quiet
-hour pays for a busy one. Nothing is written beyond it, but that each start begins with an hour's.
+hour pays for a busy one. Nothing is written beyond it, but that each start begins with an hour's, and that nobody is
+asked about what is kept for a time: it is written, and counts, and nothing else is until that is made up for.
 """
 
 from __future__ import annotations
@@ -90,6 +91,10 @@ class Admission(Protocol):
         """None where any number of bytes may be written."""
         ...
 
+    def spent(self, written_bytes: int) -> None:
+        """So much is written to the tier below without asking."""
+        ...
+
 
 AdmissionMaker = Callable[["array[int]", Callable[[], float], int], Admission]
 """Of 64 bits of each row's key, a clock in seconds, and the bytes of the tier below."""
@@ -119,6 +124,9 @@ class AdmitAll:
     def budget(self) -> WriteBudget | None:
         """None."""
         return None
+
+    def spent(self, written_bytes: int) -> None:
+        """No difference."""
 
 
 class LearnedAdmission:
@@ -203,12 +211,19 @@ class LearnedAdmission:
         return is_admitted
 
     def budget(self) -> WriteBudget | None:
-        """As it is now, which changes nothing."""
+        """As it is now, which changes nothing; nothing is left where more was spent than there was."""
         if self._rate is None:
             return None
         most = self._rate * BUCKET_SECONDS
         since = max(0.0, self._clock() - self._looked_at)
-        return WriteBudget(self._rate, min(most, self._budget + since * self._rate), most)
+        left = self._budget + since * self._rate
+        return WriteBudget(self._rate, max(0.0, min(most, left)), most)
+
+    def spent(self, written_bytes: int) -> None:
+        """It counts to the budget, also where that does not have it. Nothing is learned from it: that it is written
+        says nothing about when it leaves."""
+        if self._rate is not None:
+            self._budget -= written_bytes
 
     def _grow_to(self, row: int) -> None:
         """Have columns for this row."""
@@ -300,4 +315,4 @@ class LearnedAdmission:
         share = self._rate * seconds / self._leaving_bytes
         if seconds > _LOOK_BACK_SECONDS:
             self._leaving_bytes, self._leaving_since = self._leaving_bytes / 2, self._looked_at - seconds / 2
-        return share * URGE * self._budget / (self._rate * BUCKET_SECONDS)
+        return share * URGE * max(0.0, self._budget) / (self._rate * BUCKET_SECONDS)

@@ -111,6 +111,21 @@ class Retention:
             return False
         return True
 
+    def has_room_for(self, row: int) -> bool:
+        """Whether a row that is not here would be kept until its time ends if it came, and none went back for it. Of
+        one that has a priority alone it is not known here when it was used."""
+        _, ends_at = self._wishes.hint(row)
+        now = self._seconds()
+        if ends_at <= now:
+            return False
+        group = self._wishes.group(row)
+        ends = self._ends[group]
+        while ends and ends[0][0] <= now:
+            ended, _, worst = heappop(ends)
+            if self._until.get(worst) == ended:
+                self.left(worst)
+        return self._kept_bytes[group] + self._wishes.size_bytes(row) <= self._budgets[group]
+
     def way(self, row: int) -> list[int]:
         """A row and its ancestors that are here, the deepest first."""
         rows = []

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +31,8 @@ class Load:
         self.handle: NamespaceHandle = store.namespace(model="m" * 40, layout=self.layout)
         self.rounds = 0
 
-    def put(self, tokens: list[int]) -> None:
-        assert self.handle.put(tokens, random_pages(self.layout, len(tokens) // BLOCK)).reason is None
+    def put(self, tokens: list[int], **wish: Any) -> None:
+        assert self.handle.put(tokens, random_pages(self.layout, len(tokens) // BLOCK), **wish).reason is None
         wait_until_idle(self.store._store)
 
     def get(self, tokens: list[int]) -> dict[HitTier, int]:
@@ -110,15 +115,16 @@ def test_by_itself_everything_is_written(tmp_path: Path) -> None:
 
 def test_a_budget_is_not_gone_beyond(tmp_path: Path) -> None:
     """A hundred blocks in an hour, which is all that may be kept."""
-    with opened(tmp_path, nvme_writes=100 * 24 * block_bytes(tmp_path) / (256 << 20)) as store:
+    with opened(tmp_path, nvme_writes=an_hour_of(100, tmp_path)) as store:
         load = Load(store)
         load.go_on(40)
         assert 0 < load.counters()["demoted_blocks"] <= 101
 
 
-def block_bytes(path: Path) -> int:
+def an_hour_of(blocks: int, path: Path) -> float:
+    """The setting with which so many blocks may be written at once, and hardly any more while a test runs."""
     with kvstore.embedded(str(path / "other"), dram="1MiB") as store:
-        return Load(store).store._store._blocks.spaces[0].block_bytes
+        return blocks * 24 * Load(store).store._store._blocks.spaces[0].block_bytes / (256 << 20)
 
 
 def test_an_end_in_order_writes_what_waits(tmp_path: Path) -> None:
@@ -140,6 +146,149 @@ def test_without_nvme_there_is_nothing_to_choose(given: str | float, tmp_path: P
         kvstore.embedded(str(tmp_path), dram="1MiB", nvme_writes=given)
     assert one_line(caught.value, f"nvme_writes={given!r}", "there is none; give nvme a size, or leave nvme_writes out")
     kvstore.embedded(str(tmp_path), dram="1MiB", nvme_writes="all").close()
+
+
+# What is kept for a time: memory, of 80 blocks, may keep 20 of them, and the disk all that is put here ----------------
+
+
+def setting(name: str, path: Path) -> str | float:
+    return an_hour_of(5, path) if name == "number" else name
+
+
+def found_after_a_restart(path: Path, writes: str | float, prompts: Sequence[list[int]]) -> list[int]:
+    with opened(path, nvme_writes=writes) as store:
+        assert store.warmed(60)
+        load = Load(store)
+        found = [load.get(tokens) for tokens in prompts]
+        store.check()
+    assert all(set(one) <= {HitTier.NVME} for one in found)
+    return [one.get(HitTier.NVME, 0) for one in found]
+
+
+def declined_of(store: EmbeddedStore) -> int:
+    return len(store._store._blocks.unwritten.declined())
+
+
+@pytest.mark.parametrize("name", ["all", "learned", "number"])
+@pytest.mark.parametrize(("prompts", "wish"), [(1, {"ttl": 3600}), (3, {"ttl": 3600}), (1, {"priority": 100})])
+def test_what_is_to_be_kept_is_there_after_a_restart(
+    name: str, prompts: int, wish: dict[str, int], tmp_path: Path
+) -> None:
+    """Twenty blocks, or sixty: more than memory may keep, and less than the disk. Of their class nobody comes back, and
+    the number is spent."""
+    writes = setting(name, tmp_path)
+    with opened(tmp_path, nvme_writes=writes) as store:
+        load = Load(store)
+        load.go_on(80)
+        kept = [load.long(1_000 + number) for number in range(prompts)]
+        for tokens in kept:
+            load.put(tokens, **wish)
+        before = load.counters().get("declined_blocks", 0)
+        load.go_on(20)
+        assert (load.counters().get("declined_blocks", 0) - before > 20) == (name != "all")
+        store.check()
+    assert found_after_a_restart(tmp_path, writes, kept) == [20] * prompts
+
+
+@pytest.mark.parametrize("name", ["learned", "number"])
+def test_who_asks_after_it_was_declined_gets_it_written(name: str, tmp_path: Path) -> None:
+    writes = setting(name, tmp_path)
+    with opened(tmp_path, nvme_writes=writes) as store:
+        load = Load(store)
+        load.go_on(80)
+        while not declined_of(store):
+            load.go_on(1)
+        recent = [load.long(number) for number in range(load.rounds - 4, load.rounds)]
+        oldest = next(tokens for tokens in recent if load.handle.match(tokens).blocks == 20)
+        before = declined_of(store)
+        load.put(oldest, ttl=3600)
+        assert declined_of(store) < before
+        load.go_on(20)
+    assert found_after_a_restart(tmp_path, writes, [oldest]) == [20]
+
+
+def test_what_is_to_be_kept_goes_before_others_and_counts(tmp_path: Path) -> None:
+    """It takes the whole budget, though others came before it."""
+    with opened(tmp_path, nvme_writes=an_hour_of(20, tmp_path)) as store:
+        load = Load(store)
+        load.go_on(1)
+        load.put(load.long(1_000), ttl=3600)
+        load.go_on(20)
+        assert load.counters()["demoted_blocks"] == 20
+        assert load.get(load.long(1_000)) == {HitTier.DRAM: 20}
+        store._store.evict(80)
+        assert load.get(load.long(1_000)) == {HitTier.NVME: 20}
+
+
+def test_what_is_to_be_kept_is_written_beyond_the_budget_and_nothing_else_is(tmp_path: Path) -> None:
+    with opened(tmp_path, nvme_writes=an_hour_of(5, tmp_path)) as store:
+        load = Load(store)
+        load.go_on(20)
+        before = load.counters()["demoted_blocks"]
+        assert before <= 6
+        for number in range(3):
+            load.put(load.long(1_000 + number), ttl=3600)
+        load.go_on(20)
+        assert 40 <= load.counters()["demoted_blocks"] - before <= 60
+
+
+def test_to_keep_everything_is_to_keep_no_more_than_the_disk_may(tmp_path: Path) -> None:
+    """Which is 436 blocks here; of the others it is chosen."""
+    limits = kvstore.Limits(retained_fraction=0.02)
+    with opened(tmp_path, nvme_writes=an_hour_of(5, tmp_path), limits=limits) as store:
+        load = Load(store)
+        for number in range(40):
+            load.put(load.long(number), ttl=3600)
+        usage = store.usage()
+        assert 400 < load.counters()["demoted_blocks"] < 450
+        assert usage.nvme_retained_bytes is not None and usage.nvme_retained_bytes <= 0.02 * (256 << 20)
+        store.check()
+
+
+def test_a_kept_block_whose_time_is_over_is_as_any_other(tmp_path: Path) -> None:
+    writes = an_hour_of(5, tmp_path)
+    with opened(tmp_path, nvme_writes=writes) as store:
+        load = Load(store)
+        load.put(load.long(1_000), ttl=1)
+        time.sleep(2)
+        load.go_on(40)
+        assert load.counters()["demoted_blocks"] <= 6
+    assert found_after_a_restart(tmp_path, writes, [load.long(1_000)]) < [20]
+
+
+def test_a_durable_put_is_written_whatever_was_chosen(tmp_path: Path) -> None:
+    writes = an_hour_of(5, tmp_path)
+    with opened(tmp_path, nvme_writes=writes) as store:
+        load = Load(store)
+        load.go_on(20)
+        before = load.counters()["demoted_blocks"]
+        for number, wish in enumerate([{}, {"ttl": 3600}]):
+            load.put(load.long(1_000 + number), durability="disk", **wish)
+        assert load.counters()["demoted_blocks"] == before + 40
+        load.go_on(20)
+    assert found_after_a_restart(tmp_path, writes, [load.long(1_000), load.long(1_001)]) == [20, 20]
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("all", 2), ("number", 20)])
+def test_a_close_says_what_it_wrote_and_what_it_did_not(
+    name: str, rounds: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writes = setting(name, tmp_path)
+    with opened(tmp_path, nvme_writes=writes) as store:
+        load = Load(store)
+        load.go_on(rounds)
+        declined = declined_of(store)
+        before = load.counters().get("demoted_blocks", 0)
+        caplog.set_level(logging.INFO, "kvstore.levels")
+    (line,) = caplog.messages
+    found = re.fullmatch(
+        r"closing: of what memory alone held (\d+) blocks \(.* KiB\) written to NVMe"
+        r"(?:; (\d+) blocks \(.* KiB\) not, as nvme_writes has it)?",
+        line,
+    )
+    assert found and caplog.records[0].levelno == logging.INFO, line
+    assert int(found[2] or 0) == declined and (declined > 0) == (name == "number")
+    assert int(found[1]) == load.counters()["demoted_blocks"] - before > 0
 
 
 @pytest.mark.parametrize("given", ["some", "", -1, 0, float("nan"), True, 1e9])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import handle
+from kvstore import handle, levels
 from kvstore.config import Limits
 from kvstore.miss import HitTier, MissReason
 from model.store_model import WHOLE, OpenStore, Owned, Prompt
@@ -204,6 +205,62 @@ def test_a_spill_that_fails_loses_nothing_of_what_dram_has(room: Room) -> None:
     for prompt in there:
         assert room.space.match(prompt).tiers == ((HitTier.NVME, 2),)
         assert room.load(prompt, 30_000) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("failing", "the disk takes no writes"), ("hanging", "limits.close_seconds=0.2 was over")]
+)
+def test_a_close_says_what_it_could_not_write_down(
+    room: Room, how: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    getattr(room.disk, how).add("write")
+    for number in range(3):
+        assert room.put(Prompt((500 + number, 1))) is None
+    room.opened.close()
+    (record,) = [one for one in caplog.records if one.name == "kvstore.levels"]
+    assert record.levelname == "WARNING"
+    assert re.match(
+        rf"closing: of what memory alone held 0 blocks \(0 B\) written to NVMe; 6 blocks \(.* KiB\) not, since {why}",
+        record.message,
+    ), record.message
+
+
+class DyingDisk(SlowDisk):
+    """Takes so many more writes."""
+
+    left = 1 << 30
+
+    def hook(self, call: str) -> None:
+        if call == "write":
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_what_is_to_be_kept_is_written_first_at_a_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the disk stops, nothing else is there if not all of that is."""
+    monkeypatch.setattr(levels, "GROUP_BLOCKS", 4)
+    others, kept = [Prompt((500 + number, 1, 2, 3)) for number in range(3)], Prompt((600, 1, 2, 3))
+    found = []
+    for writes in range(1, 100):
+        directory, disk = tmp_path / str(writes), DyingDisk()
+        directory.mkdir()
+        opened = open_two_tiers(directory, disk, SIZES, LIMITS)
+        space = opened.namespace("a", WHOLE)
+        assert [put(space, prompt) for prompt in (*others, kept)] == [None] * 4
+        space.handle.put(kept.token_ids, space.pages(kept.tokens).pages, ttl=600)
+        disk.left = writes
+        opened.close()
+        disk.left = 1 << 30
+        opened = open_two_tiers(directory, disk, SIZES, LIMITS)
+        assert opened.store.warmed(60)
+        space = opened.namespace("a", WHOLE)
+        found.append((space.match(kept).blocks, sum(space.match(prompt).blocks for prompt in others)))
+        opened.close()
+        if found[-1] == (4, 12):
+            break
+    assert found[-1] == (4, 12) and (4, 0) in found
+    assert all(mine == 4 or not theirs for mine, theirs in found), found
 
 
 def test_writes_that_hang_do_not_stop_puts_or_reads(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:

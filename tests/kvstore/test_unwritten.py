@@ -32,32 +32,54 @@ def test_what_was_declined_waits_again_once_it_is_used() -> None:
     assert 2 not in unwritten and len(unwritten) == 1
 
 
-ACTS = st.lists(st.tuples(st.sampled_from(["came", "went", "used", "decline"]), st.integers(0, 5)), max_size=60)
+def test_what_is_preferred_comes_first_until_it_is_put_off() -> None:
+    unwritten = Unwritten()
+    for row in range(4):
+        unwritten.came(row, 10)
+    unwritten.decline(3)
+    for row in (2, 3, 9):
+        unwritten.prefer(row)
+    unwritten.used([2, 0])
+    assert unwritten.preferred(9) == [2, 3] and unwritten.preferred(1) == [2] and unwritten.oldest(9) == [1, 0]
+    assert len(unwritten) == 4 and unwritten.waiting_bytes == 40 and unwritten.waits(3)
+    unwritten.put_off(2)
+    unwritten.decline(3)
+    assert unwritten.preferred(9) == [] and unwritten.oldest(9) == [1, 0, 2] and unwritten.declined() == {3: 10}
+
+
+ACTS = st.lists(
+    st.tuples(st.sampled_from(["came", "went", "used", "prefer", "put_off", "decline"]), st.integers(0, 5)), max_size=60
+)
 
 
 @given(acts=ACTS)
 @settings(deadline=None)
 def test_it_keeps_its_books(acts: list[tuple[str, int]]) -> None:
     unwritten = Unwritten()
+    preferred: dict[int, int] = {}
     waiting: dict[int, int] = {}
     declined: dict[int, int] = {}
     for at, (act, row) in enumerate(acts):
-        if act == "came":
-            declined.pop(row, None)
-            waiting.pop(row, None)
-            waiting[row] = at
-            unwritten.came(row, at)
-        elif act == "went":
-            waiting.pop(row, None)
-            declined.pop(row, None)
-            unwritten.went(row)
+        here = next((one for one in (preferred, waiting, declined) if row in one), None)
+        if act == "came" or act == "went":
+            if here is not None:
+                del here[row]
+            if act == "came":
+                waiting[row] = at
+                unwritten.came(row, at)
+            else:
+                unwritten.went(row)
         elif act == "used":
-            size = waiting.pop(row, declined.pop(row, None))
-            if size is not None:
-                waiting[row] = size
+            if here is waiting or here is declined:
+                waiting[row] = here.pop(row)
             unwritten.used([row])
-        elif row in waiting:
-            declined[row] = waiting.pop(row)
-            unwritten.decline(row)
-        assert unwritten.oldest(9) == list(waiting)
-        unwritten.check([*waiting, *declined])
+        elif act == "prefer":
+            if here is waiting or here is declined:
+                preferred[row] = here.pop(row)
+            unwritten.prefer(row)
+        elif here is waiting or here is preferred:
+            (declined if act == "decline" else waiting)[row] = here.pop(row)
+            (unwritten.decline if act == "decline" else unwritten.put_off)(row)
+        assert unwritten.preferred(9) == list(preferred) and unwritten.oldest(9) == list(waiting)
+        assert unwritten.declined() == declined
+        unwritten.check([*preferred, *waiting, *declined])

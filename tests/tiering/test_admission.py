@@ -148,6 +148,33 @@ def test_no_more_is_written_than_the_budget_allows(seed: int, rate: float, backw
         assert written <= rate * (BUCKET_SECONDS + latest) * (1 + 1e-9)
 
 
+@given(seed=st.integers(0, 1 << 20), rate=st.floats(0.01 * BLOCK, 100 * BLOCK))
+@settings(max_examples=30, deadline=None)
+def test_what_is_written_without_asking_is_made_up_for_before_anything_else_is(seed: int, rate: float) -> None:
+    """Whatever is asked stays within the budget with all that was not, but for what went beyond it unasked."""
+    random, load = Random(seed), Load(rate)
+    written = 0.0
+    for _ in range(400):
+        load.now += random.choice([0.0, 0.1, 3.0, 500.0])
+        if random.random() < 0.1:
+            unasked = random.randrange(1, 200) * BLOCK
+            load.admission.spent(unasked)
+            written += unasked
+        way = load.come(random.randrange(1, 30))
+        if load.admission.admits(way, BLOCK):
+            written += BLOCK * len(way)
+            assert written <= rate * (BUCKET_SECONDS + load.now) * (1 + 1e-9)
+
+
+def test_behind_a_debt_it_goes_on_as_before() -> None:
+    load = Load(bytes_per_second=100.0 * BLOCK)
+    assert taught(load) == (1.0, 0.0)
+    load.admission.spent(int(10 * BUCKET_SECONDS * 100 * BLOCK))
+    assert taught(load, 600) == (0.0, 0.0)
+    load.now += 11 * BUCKET_SECONDS
+    assert taught(load) == (1.0, 0.0)
+
+
 def test_what_it_remembers_is_bounded() -> None:
     load = Load()
     load.admission.expect(0)

@@ -125,6 +125,20 @@ def test_groups_have_budgets_of_their_own() -> None:
     assert [tree.retention.holds(row) for row in (*mine, *others)] == [True, False, True, True]
 
 
+def test_there_is_room_for_one_from_elsewhere_while_its_time_goes_on_and_nobody_goes_back_for_it() -> None:
+    tree = Tree([3 * BLOCK, 0])
+    tree.put(2, ttl=60)
+    for row, ttl, priority, group in ((90, 100, 0, 0), (91, 10, 0, 0), (92, 0, 100, 0), (93, 0, 0, 0), (94, 100, 0, 1)):
+        tree.hints[row], tree.groups[row] = (priority, int(tree.now) + ttl if ttl else 0), group
+    assert [tree.retention.has_room_for(row) for row in range(90, 95)] == [True, True, False, False, False]
+    tree.put(1, ttl=60)
+    assert not tree.retention.has_room_for(90), "its time ends last, but there is no room"
+    tree.now += 60
+    assert tree.retention.has_room_for(90) and not tree.retention.has_room_for(91)
+    assert tree.retention.kept_bytes() == [0, 0], "what was kept until its time ended takes no room"
+    tree.retention.check()
+
+
 def test_what_is_kept_is_not_walked_past_twice() -> None:
     """Where eviction comes upon it it becomes recent."""
     tree = Tree([1000 * BLOCK])
