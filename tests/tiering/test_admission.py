@@ -160,6 +160,8 @@ def test_what_is_written_without_asking_is_made_up_for_before_anything_else_is(s
             unasked = random.randrange(1, 200) * BLOCK
             load.admission.spent(unasked)
             written += unasked
+            left = load.admission.budget()
+            assert left is not None and 0 <= left.left_bytes <= left.most_bytes
         way = load.come(random.randrange(1, 30))
         if load.admission.admits(way, BLOCK):
             written += BLOCK * len(way)
