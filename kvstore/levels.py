@@ -525,7 +525,7 @@ class Levels:
                     is_right = False
                 if not is_right:
                     with self._lock:
-                        if self._stands(row, generation):
+                        if not self.is_over and self._stands(row, generation):
                             blocks.quarantine(row)
                     return good
             good.append(row)
