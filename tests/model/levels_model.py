@@ -130,7 +130,7 @@ class LevelsModel:
 
     # Verbs ---------------------------------------------------------------------------------------------------------
 
-    def put(self, space: int, prompt: Prompt, durability: str) -> None:
+    def put(self, space: int, prompt: Prompt, durability: str, ttl: float | None = None) -> None:
         owned = self.spaces[space]
         before = self._match(owned, prompt)
         self.version += 1
@@ -152,7 +152,8 @@ class LevelsModel:
         pages = owned.pages(len(names) * BLOCK_TOKENS)
         for block in range(len(names)):
             pages.write(block * BLOCK_TOKENS, owned.kv(prompt, block, version))
-        result = owned.handle.put(prompt.token_ids, pages.pages, durability=durability, extra_keys=prompt.extra)
+        wish = {"durability": durability, "ttl": ttl, "extra_keys": prompt.extra}
+        result = owned.handle.put(prompt.token_ids, pages.pages, **wish)  # type: ignore[arg-type]
         owned.door.on_stored.pop()
         assert result.stored == len(stored) == len(set(stored)) and result.present == before.blocks
         assert (result.stopped_at is None) == (result.reason is None)

@@ -29,6 +29,7 @@ prompts = st.builds(
 )
 spaces = st.integers(0, len(SPACES) - 1)
 durabilities = st.sampled_from(["volatile", "disk"])
+times = st.sampled_from([None, None, 90.0])
 numbers = st.integers(0, 1 << 16)
 
 
@@ -40,9 +41,9 @@ class LevelsMachine(RuleBasedStateMachine):
         self.totals = totals
         self.model = LevelsModel()
 
-    @rule(space=spaces, prompt=prompts, durability=durabilities)
-    def put(self, space: int, prompt: Prompt, durability: str) -> None:
-        self.model.put(space, prompt, durability)
+    @rule(space=spaces, prompt=prompts, durability=durabilities, ttl=times)
+    def put(self, space: int, prompt: Prompt, durability: str, ttl: float | None) -> None:
+        self.model.put(space, prompt, durability, ttl)
 
     @rule(space=spaces, first=st.integers(10, 200), count=st.integers(2, 8), durability=durabilities)
     def flood(self, space: int, first: int, count: int, durability: str) -> None:
@@ -168,11 +169,11 @@ def act(model: LevelsModel, random: Random) -> None:
     durability = random.choice(["volatile", "disk"])
     match random.choices(range(13), [30, 6, 30, 5, 6, 4, 3, 3, 2, 3, 3, 3, 4])[0]:
         case 0:
-            model.put(space, prompt, durability)
+            model.put(space, prompt, durability, random.choice([None, None, 90.0]))
         case 1:
-            first = random.randrange(10, 200)
+            first, ttl = random.randrange(10, 200), random.choice([None, None, 90.0])
             for number in range(random.randint(2, 8)):
-                model.put(space, Prompt((first + number, 0, 1, 2)), durability)
+                model.put(space, Prompt((first + number, 0, 1, 2)), durability, ttl)
         case 2:
             model.load(space, prompt, random.choice([30_000, 30_000, 30_000, 0]))
         case 3:
