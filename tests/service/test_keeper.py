@@ -255,9 +255,10 @@ def extent_descriptor(pid: int) -> int:
     found = {}
     for name in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{name}"
-        if "kv-extent" in os.readlink(path):
-            with open(path, "rb") as memory:
-                if memory.read(7) == b"KVFRAME":
-                    found[os.stat(path).st_ino] = int(name)
+        with suppress(FileNotFoundError):  # the sidecar opens and closes others meanwhile
+            if "kv-extent" in os.readlink(path):
+                with open(path, "rb") as memory:
+                    if memory.read(7) == b"KVFRAME":
+                        found[os.stat(path).st_ino] = int(name)
     assert len(found) == 1, found
     return next(iter(found.values()))
