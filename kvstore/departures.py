@@ -75,11 +75,12 @@ class Departures:
         """Blocks that stay as the way to others."""
         listed, children = self._residency.listed_column, self._residency.child_counts
         every = self._index.child_counts
-        rows = min(len(listed), len(every))
+        rows = min(len(listed), len(every))  # each column has all rows that there are, and some spare
         leads_on = every[:rows] > children[:rows]
         if self._elsewhere is not None:
-            leads_on |= self._elsewhere.child_counts[:rows] > 0
-            leads_on &= self._elsewhere.listed_column[:rows] == 0
+            listed_there, children_there = self._elsewhere.listed_column, self._elsewhere.child_counts
+            rows = min(rows, len(listed_there))
+            leads_on = (leads_on[:rows] | (children_there[:rows] > 0)) & (listed_there[:rows] == 0)
         found: list[int] = np.flatnonzero(leads_on & (listed[:rows] != 0)).tolist()
         return found
 
