@@ -21,6 +21,7 @@ from kvstore.config import Limits
 from kvstore.direct import DirectReader
 from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, StoreClosed
+from kvstore.handover import LOOKS_SECONDS, Patience
 from kvstore.identity import Namespace, TenantKeys, root_key
 from kvstore.joint import ANSWER_SECONDS, Chain, JointPut, JointPuts, chain_of
 from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
@@ -108,6 +109,13 @@ class _Job:
     copies: list[Copy]
 
 
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """Memory that was given back, and that others map still."""
+
+    mapped: list[int]
+
+
 class Store:
     """All tenants' blocks of one process. Thread-safe."""
 
@@ -139,6 +147,8 @@ class Store:
         self._lock = threading.Lock()
         self._moves_done = threading.Condition(self._lock)
         self._joint_answered = threading.Condition(self._lock)
+        self._waiting = threading.Condition(self._lock)
+        self._patience = Patience()
         self._jobs: dict[int, _Job] = {}
         self._leases = LeaseTable(limits.lease_seconds, first_number)
         self._reservations: dict[int, ReservationRecord] = {}
@@ -658,6 +668,11 @@ class Store:
         """How many extents were given back since the start: if it has not changed, `gone` has no more to say."""
         return self._blocks.dram.retired
 
+    def tell_of_mapped(self, tell: Callable[[int], object]) -> None:
+        """From now on `tell` is called with each extent that is given back while others map it. That is under the lock:
+        it must neither wait nor call the store."""
+        self._blocks.dram.mapped_still = tell
+
     def gone(self, extents: Iterable[int]) -> list[int]:
         """Which of these extents were given back, and are to be unmapped by whoever they were shared with."""
         with self._lock:
@@ -797,6 +812,7 @@ class Store:
         self._lock = threading.Lock()
         self._moves_done = threading.Condition(self._lock)
         self._joint_answered = threading.Condition(self._lock)
+        self._waiting = threading.Condition(self._lock)
         if self.direct is not None:
             self.direct.disown(self._lock)
 
@@ -1089,6 +1105,8 @@ class Store:
             if isinstance(step, _Job):
                 self._vacate(step)
                 scarce = False
+            elif isinstance(step, _Awaited):
+                self._await_memory(record, step)
             elif self._grow(step):
                 refused = False
             else:
@@ -1097,7 +1115,28 @@ class Store:
                 scarce = refused = True
         return MissReason.DEADLINE
 
-    def _take_slots(self, record: ReservationRecord | Lift, scarce: bool) -> SlotClass | _Job | MissReason | None:
+    def _await_memory(self, record: ReservationRecord | Lift, awaited: _Awaited) -> None:
+        """Until there is memory again, or for as long as it is to be waited for."""
+        tenant, dram = self._blocks.spaces[record.namespace].tenant, self._blocks.dram
+        with self._lock:
+            began_at = self._clock.monotonic_seconds()
+            mapped = set(awaited.mapped)
+            try:
+                for seconds in LOOKS_SECONDS:
+                    if record.cancelled or self._closed:
+                        return
+                    self._waiting.wait(seconds)  # nobody tells when memory is unmapped
+                    mapped.intersection_update(now_mapped := dram.awaited())
+                    if not now_mapped:
+                        return
+                self._patience.in_vain(mapped)
+            finally:
+                now = self._clock.monotonic_seconds()
+                self._patience.end(tenant, now - began_at, now)
+
+    def _take_slots(
+        self, record: ReservationRecord | Lift, scarce: bool
+    ) -> SlotClass | _Job | _Awaited | MissReason | None:
         """Slots for the next rows; what has to be done outside the lock before there are more, or None when done."""
         blocks = self._blocks
         make_room = blocks.residency.room_within if scarce else blocks.residency.room
@@ -1115,7 +1154,10 @@ class Store:
             blocks.dram.look_at_guarded()
             if all([blocks.dram.free_slots(slot_class) for slot_class in classes]):
                 continue
-            if blocks.dram.awaits_memory():  # to give back more would help nobody before others unmap what was
+            mapped = blocks.dram.awaited()
+            if mapped:  # to give back more would help nobody before others unmap what was
+                if isinstance(record, ReservationRecord) and self._waits_for(record.namespace, mapped):
+                    return _Awaited(mapped)
                 if not blocks.evict_own(len(missing), record.namespace):
                     return MissReason.PINNED_FULL
                 continue
@@ -1133,6 +1175,10 @@ class Store:
             else:  # nobody may be evicted at all, or nobody for this tenant
                 return MissReason.QUOTA if blocks.has_evictable() else MissReason.PINNED_FULL
         return None
+
+    def _waits_for(self, number: int, mapped: Collection[int]) -> bool:
+        tenant = self._blocks.spaces[number].tenant
+        return self._patience.begin(tenant, mapped, self._clock.monotonic_seconds())
 
     def _tail_evicted(
         self, record: ReservationRecord, keys: Sequence[bytes]

@@ -10,7 +10,7 @@ the copies that people make through a `FrameSpan`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tiering.errors import BlockCorrupt, BlockMissing, TierFull
 from tiering.extents import Extent, ExtentPool, found_extent
@@ -49,6 +49,8 @@ class DramTier:
         self._extents = self._ledger.pieces
         self._next_number = first_number
         self.retired = 0  # extents that were given back, since the start
+        self.mapped_still: Callable[[int], object] = lambda number: None
+        """Told each extent that is given back while other processes map it."""
         self._closed = False
 
     @property
@@ -264,10 +266,12 @@ class DramTier:
         """Give back an extent that holds nothing readable; its memory goes with the last mapping."""
         extent = self._ledger.remove(number)
         self._left.pop(number, None)
-        self._pool.destroy(extent.memory)
+        is_free = self._pool.destroy(extent.memory)
         if extent.ledger is not None:
             extent.ledger.close()
         self.retired += 1
+        if not is_free:
+            self.mapped_still(number)
 
     def share(self, number: int, holder: int, *, writable: bool) -> int:
         """A descriptor of an extent for another process; see `Extent.share`. Raises `BlockMissing` where it is gone."""
@@ -316,9 +320,9 @@ class DramTier:
         """Whether the budget allows another extent."""
         return self._pool.has_room()
 
-    def awaits_memory(self) -> bool:
-        """Whether there is no room only because other processes still map extents that were given back."""
-        return self._pool.awaits_memory()
+    def awaited(self) -> list[int]:
+        """As `ExtentPool.awaited`."""
+        return self._pool.awaited()
 
     def reclaimable_classes(self) -> Iterator[SlotClass]:
         """Classes that could do with one extent less."""

@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Protocol
 
 from tiering.errors import TierFull, TierUnavailable
@@ -200,7 +201,8 @@ class ExtentPool:
         self._preparing = False
         self._awaiting = 0
         self._spares: list[Extent] = []
-        self._lingering: list[Extent] = []  # taken back, and mapped elsewhere
+        self._lingering: dict[int, Extent] = {}  # taken back, and mapped elsewhere, in that order
+        self._taken_back = count(1)
         self._closed = False
 
     @property
@@ -210,10 +212,11 @@ class ExtentPool:
             self._take_back()
             return self._taken_bytes
 
-    def awaits_memory(self) -> bool:
-        """Whether there is no room only because another process still maps what was given back."""
+    def awaited(self) -> list[int]:
+        """What was taken back and another process still maps, where that alone leaves no room: a number for each, which
+        no other ever has."""
         with self._lock:
-            return not self._has_room() and bool(self._lingering)
+            return [] if self._has_room() else list(self._lingering)
 
     def has_room(self) -> bool:
         """Whether one more extent fits the budget."""
@@ -227,8 +230,8 @@ class ExtentPool:
 
     def _take_back(self) -> None:
         """What nobody maps any more. Under the lock."""
-        for extent in [one for one in self._lingering if not one.is_shared()] if self._lingering else ():
-            self._lingering.remove(extent)
+        for number in [one for one, extent in self._lingering.items() if not extent.is_shared()]:
+            extent = self._lingering.pop(number)
             self._close(extent)
             self._taken_bytes -= extent.size_bytes
 
@@ -261,21 +264,22 @@ class ExtentPool:
         self.destroy(extent)
         return False
 
-    def destroy(self, extent: Extent) -> None:
-        """Take an extent back; its bytes are free for another, at once or when no other process maps it."""
+    def destroy(self, extent: Extent) -> bool:
+        """Take an extent back; its bytes are free for another, at once (true) or when no other process maps it."""
         with self._lock:
             if extent.is_shared() and not self._closed:
-                self._lingering.append(extent)
-                return
+                self._lingering[next(self._taken_back)] = extent
+                return False
         self._close(extent)
         with self._lock:
             self._taken_bytes -= extent.size_bytes
+        return True
 
     def close(self) -> None:
         """Refuse further extents. One that is being made ahead is given back when it is there: nobody waits for it."""
         with self._lock:
             self._closed = True
-            unused, self._lingering = self._lingering, []
+            unused, self._lingering = [*self._lingering.values()], {}
             self._taken_bytes -= sum(extent.size_bytes for extent in unused)
             unused += self._spares
             self._spares = []

@@ -71,7 +71,7 @@ class Handlers:
             m.Extents: self._extents,
             m.Drop: self._drop,
             m.Namespaces: self._namespaces,
-            m.Ping: lambda caller, verb: m.Done(),
+            m.Ping: self._ping,
         }
 
     def greet(self, tenant: TenantKeys, hello: m.Hello) -> tuple[Caller | None, m.Answer]:
@@ -285,6 +285,11 @@ class Handlers:
                 os.close(one)
             raise
         return Served(m.ExtentsReply(extents), descriptors)
+
+    def _ping(self, caller: Caller, verb: m.Ping) -> Served | m.Answer:
+        self._sessions.asked(caller)
+        bell = self._sessions.new_bell(caller) if verb.wants_bell else None
+        return Served(m.BellReply(), [bell]) if bell is not None else m.Done()
 
     def _drop(self, caller: Caller, verb: m.Drop) -> m.Answer:
         _check_asked(caller, verb.namespace, ())

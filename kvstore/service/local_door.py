@@ -173,6 +173,7 @@ class LocalDoor:
 
     def start(self) -> None:
         """Serve in a thread of its own."""
+        self._sessions.watch_memory(self._wake)
         self._thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
         self._thread.start()
 
@@ -227,6 +228,7 @@ class LocalDoor:
                     if key.data.has_message() and key.data not in ready:
                         key.data.ready_at = came_at
                         ready[key.data] = None
+            self._sessions.ring()
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
             self._look_around(ready)
@@ -400,7 +402,7 @@ class LocalDoor:
             return
         self._waited(connection, begun_at - asked.since)
         connection.ending = connection.caller is None
-        self._answer(connection, request.number, served)
+        self._answer(connection, request.number, served, asks=isinstance(verb, m.Ping))
 
     def _refuse(self, connection: Connection, text: str) -> None:
         """Whoever sends what is no message."""
@@ -578,11 +580,15 @@ class LocalDoor:
         self._waits.append(seconds)
         connection.waited.add(seconds)
 
-    def _answer(self, connection: Connection, number: int, served: Served) -> None:
+    def _answer(self, connection: Connection, number: int, served: Served, *, asks: bool = False) -> None:
+        """asks: he asked what there is to be told."""
         if connection.closed:
             close_all(served.descriptors)
             return
-        retired = self._sessions.gone(connection.caller) if isinstance(connection.caller, Caller) else ()
+        caller = connection.caller
+        retired = self._sessions.gone(caller) if isinstance(caller, Caller) else ()
+        if retired and not asks and isinstance(caller, Caller):
+            self._sessions.told_unasked(caller)
         frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
         connection.unsent.append((frame, list(served.descriptors)))
         connection.unsent_bytes += len(frame)

@@ -5,7 +5,8 @@
 
 A connection begins with `Hello`, which names the versions that the client speaks; the answer is `Welcome` with the one
 that both will, or `Failed`. Fields are only ever appended, with defaults: an older program leaves out what it does not
-know and skips what it does not expect. Descriptors travel beside the frame of an `ExtentsReply`, in its order.
+know and skips what it does not expect. Descriptors travel beside the frame of an `ExtentsReply`, in its order, and of a
+`BellReply`.
 
 Must never carry token ids or payload bytes.
 """
@@ -175,7 +176,9 @@ class Extents(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """Is there anything to be told?"""
+    """Is there anything to be told? wants_bell: the answer may be `BellReply` in place of `Done`."""
+
+    wants_bell: bool = False
 
 
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
@@ -321,6 +324,11 @@ class ExtentsReply(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
     extents: list[Extent]
 
 
+class BellReply(msgspec.Struct, array_like=True, frozen=True, tag="bell"):
+    """With the end of a pipe, in which there is a byte whenever there is something to be told that no answer to a ping
+    has told. A client has one bell: the next one takes the place of this."""
+
+
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
     """To what has nothing to say."""
 
@@ -375,6 +383,7 @@ Answer = (
     | Counted
     | Persisted
     | ExtentsReply
+    | BellReply
     | Done
     | Failed
     | NamespacesReply

@@ -30,6 +30,7 @@ from kvstore.miss import MissReason
 from kvstore.pending import Answered
 from kvstore.requests import Requests
 from kvstore.service import messages as m
+from kvstore.service.bell import BellEnd
 from kvstore.service.run import Asked, Away, Run, Steps, spans, taken
 from kvstore.service.wire import Clock, TooLate, Wire, drained
 from tiering.tier import FrameSpan
@@ -37,7 +38,7 @@ from tiering.tier import FrameSpan
 R = TypeVar("R")
 MAX_DEADLINE_MS = 60_000.0
 MOVING_SHARE = 10
-"""While memory moves to other clients, the sidecar is asked so many times as often."""
+"""While memory moves to other clients, a sidecar that rings no bell is asked so many times as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,6 +438,8 @@ class RemoteDoor:
             try:
                 self._run = run = Run(Wire(self._path, self._engine, self.session, self._clock, seconds))
                 self._pause = self._limits.first_pause
+                self._keep_in_touch()
+                self._touch.nudge.set()  # it asks for a bell
                 return run
             except Unreachable as error:
                 self._why = str(error)
@@ -509,13 +512,25 @@ class RemoteDoor:
         """Let go of memory also while nobody asks for anything: others may be waiting for it."""
         self._settle(run)
         try:
-            run.wire.call(m.Ping(), self._limits.connect)
+            answered = run.wire.call(m.Ping(run.wants_bell), self._limits.connect)
         except (TooLate, Unreachable):
             return
+        run.wants_bell = False
+        for descriptor in answered.descriptors:
+            self._listen(run, descriptor)
         retired = run.wire.retired()
         run.unmap(retired)
         self._settle(run)
-        self._touch.is_moving = bool(retired)
+        self._touch.is_moving = bool(retired) and run.bell is None
+
+    def _listen(self, run: Run, descriptor: int) -> None:
+        """Ask at once whenever the sidecar has something to tell, from now on."""
+        run.bell = bell = BellEnd(descriptor)
+        try:
+            threading.Thread(target=_hear, args=(bell, self._touch.nudge), name="kv-bell", daemon=True).start()
+        except RuntimeError:  # no thread to be had: it is asked now and then
+            bell.close()
+            run.bell = None
 
     def _call_in_background(self) -> None:
         """A connection on which every namespace is open, for those who must not wait."""
@@ -555,6 +570,13 @@ def _touch(door: weakref.ref[RemoteDoor], touch: _Touch, limits: CallLimits) -> 
             return
         seconds = there.look_after()
         del there
+
+
+def _hear(bell: BellEnd, nudge: threading.Event) -> None:
+    """Until the sidecar hangs up."""
+    while bell.wait():
+        nudge.set()
+    bell.close()
 
 
 _doors: weakref.WeakSet[RemoteDoor] = weakref.WeakSet()

@@ -16,6 +16,7 @@ from kvstore.door import LeaseReply, ReserveReply
 from kvstore.errors import Unreachable
 from kvstore.miss import MissReason
 from kvstore.service import messages as m
+from kvstore.service.bell import BellEnd
 from kvstore.service.wire import Answered, Clock, TooLate, TooLong, TooMuch, Wire
 from tiering.errors import TierError
 from tiering.extents import MappedExtent
@@ -47,6 +48,8 @@ class Run:
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
         self.writable: dict[int, tuple[MappedExtent, int]] = {}
         self.reservations: dict[int, ReserveReply] = {}
+        self.bell: BellEnd | None = None  # closed by whoever listens at it
+        self.wants_bell = True
         self._holding = threading.Lock()
         self._held: dict[int, int] = {}  # by the sidecar's number of a lease: how often it is held here
 
@@ -61,6 +64,8 @@ class Run:
         self._holding = threading.Lock()
         self.readable.clear()
         self.writable.clear()
+        if self.bell is not None:
+            self.bell.close()
         self.wire.forget()
 
     def settle(self) -> None:

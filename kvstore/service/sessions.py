@@ -6,6 +6,9 @@ the tenant only, so that no token leads to another tenant's session. A lease bel
 that took it or attached to it is one of its holders, and it ends with the last of them. A reservation belongs to one
 connection, and of a joint one each connection has a share, under a number of its own.
 
+A connection may have a *bell*, at which its client listens. It is rung when memory that it may map was given back,
+since others wait for that, and then not again before the client has asked what there is to be told.
+
 A connection that breaks off says nothing about the process behind it, which may still be copying. What it held pins
 nothing from then on and is kept from any other use until the kernel says that no mapping of that connection is left
 (`Extent.is_shared`); only then it is given back.
@@ -14,12 +17,13 @@ nothing from then on and is kept from any other use until the kernel says that n
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from kvstore.identity import TenantKeys
+from kvstore.service.bell import Bell, new_bell
 from kvstore.service.messages import MIN_SESSION_BYTES
 from kvstore.store import Store
 
@@ -66,7 +70,8 @@ class Filling:
 @dataclass(eq=False, slots=True)
 class Caller:
     """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
-    slices of its parts. extents: shared with it. retired_seen: how far it was told what to unmap."""
+    slices of its parts. extents: shared with it. retired_seen: how far it was told what to unmap. is_rung: whether its
+    bell was, since it asked last."""
 
     number: int
     session: Session
@@ -74,6 +79,8 @@ class Caller:
     reservations: dict[int, Filling] = field(default_factory=dict)
     extents: set[int] = field(default_factory=set)
     retired_seen: int = 0
+    bell: Bell | None = None
+    is_rung: bool = False
 
 
 class Sessions:
@@ -88,6 +95,7 @@ class Sessions:
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
         self._callers: dict[int, Caller] = {}
         self._departed: dict[int, Caller] = {}
+        self._mapped: deque[int] = deque()  # extents that were given back: whoever maps them was not rung for yet
 
     # Coming --------------------------------------------------------------------------------------------------------
 
@@ -208,6 +216,7 @@ class Sessions:
         with self._lock:
             if self._callers.pop(caller.number, None) is None:
                 return
+            self._take_bell(caller)
             caller.session.connections.discard(caller.number)
             self._departed[caller.number] = caller
             lapsed = [lease for lease, held in caller.session.leases.items() if not held.holders & self._callers.keys()]
@@ -246,6 +255,64 @@ class Sessions:
     def is_waited_for(self) -> bool:
         """Whether `sweep` has something to wait for: departed connections, or joint puts under way."""
         return bool(self._departed) or self._store.runs_out_at != inf
+
+    # Telling -------------------------------------------------------------------------------------------------------
+
+    def watch_memory(self, wake: Callable[[], None]) -> None:
+        """Have those told who may map what is given back. wake: called when `ring` is to be called next, by any thread
+        and under the store's lock."""
+
+        def is_mapped(extent: int) -> None:
+            self._mapped.append(extent)
+            wake()
+
+        self._store.tell_of_mapped(is_mapped)
+
+    def ring(self) -> None:
+        """For everybody who may map what was given back since it was called last."""
+        given_back: set[int] = set()
+        while self._mapped:
+            given_back.add(self._mapped.popleft())
+        if given_back:
+            with self._lock:
+                for caller in self._callers.values():
+                    if caller.bell is not None and not caller.is_rung and not given_back.isdisjoint(caller.extents):
+                        self._ring(caller)
+
+    def told_unasked(self, caller: Caller) -> None:
+        """An answer told something beside what was asked for: perhaps nobody reads it."""
+        with self._lock:
+            self._ring(caller)
+
+    def asked(self, caller: Caller) -> None:
+        """A client asks what there is to be told, and is about to be told it."""
+        with self._lock:
+            caller.is_rung = False
+
+    def new_bell(self, caller: Caller) -> int | None:
+        """The end of a bell that is its client's; None where there is none to be had."""
+        try:
+            ours, theirs = new_bell()
+        except OSError:  # no descriptors left
+            return None
+        with self._lock:
+            self._take_bell(caller)
+            caller.bell = ours
+            if caller.number not in self._callers:  # gone meanwhile
+                self._take_bell(caller)
+        return theirs
+
+    def _ring(self, caller: Caller) -> None:
+        if caller.bell is None or caller.is_rung:
+            return
+        caller.is_rung = True
+        if not caller.bell.ring():
+            self._take_bell(caller)
+
+    def _take_bell(self, caller: Caller) -> None:
+        if caller.bell is not None:
+            caller.bell.close()
+            caller.bell = None
 
     # Facts ---------------------------------------------------------------------------------------------------------
 

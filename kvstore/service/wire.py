@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import stat
 import struct
 import threading
 from collections import deque
@@ -383,6 +384,11 @@ class Wire:
             if len(self._descriptors) < len(answer.extents):
                 raise ValueError("descriptors are missing")
             descriptors = [self._descriptors.popleft() for _ in answer.extents]
+        elif isinstance(answer, m.BellReply) and self._descriptors:  # else this process may have no more of them
+            descriptors = [self._descriptors.popleft()]
+            if not stat.S_ISFIFO(os.fstat(descriptors[0]).st_mode):
+                os.close(descriptors[0])
+                raise ValueError("a descriptor of something else")
         with self._state:
             self._retired += reply.retired
             if reply.number in self._asked:

@@ -82,7 +82,7 @@ VALID: dict[str, Callable[[Random, Booty], m.Verb]] = {
     "abort": lambda r, b: m.Abort(_some(r, b.reservation, b.reservations_of_others)),
     "persist": lambda r, b: m.Persist(_some(r, b.namespace, b.namespaces_of_others), some_keys(r, b), 0.01),
     "extents": lambda r, b: m.Extents([b.extent, *b.extents_of_others], r.random() < 0.5),
-    "ping": lambda r, b: m.Ping(),
+    "ping": lambda r, b: m.Ping(r.random() < 0.5),
     "drop": lambda r, b: m.Drop(_some(r, b.namespace, b.namespaces_of_others), 1.0),
     "namespaces": lambda r, b: m.Namespaces(r.choice([0, 0, 1, 1000])),
     "stat": lambda r, b: m.Stat(),

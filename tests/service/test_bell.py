@@ -1,0 +1,345 @@
+"""Memory changes hands between clients: whoever maps what was given back is rung for, and lets go of it at once."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from descriptors import open_files, opened_since
+from kvstore.handle import NamespaceHandle, PutResult
+from kvstore.handover import TENANT_SECONDS
+from kvstore.miss import HitTier, MissReason
+from kvstore.node import SystemClock
+from kvstore.service import messages as m
+from kvstore.service import remote_door
+from kvstore.service.client import SidecarStore
+from kvstore.service.wire import Wire
+from service.sidecar import Sidecar
+from tiering.frame import digest
+from tiering.lmdb_index import LmdbMaker
+from torture.peer import Peer, packed_namespace
+from workbench import MODEL, ids, random_pages, small_layout
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = [bytes([number]) * 32 for number in range(200)]
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    """Sixteen extents, of five blocks each."""
+    with Sidecar(tmp_path, dram="1MiB", extent="64KiB") as sidecar:
+        yield sidecar
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def put(handle: NamespaceHandle, number: int, blocks: int = 8) -> PutResult:
+    return handle.put(ids(64 * blocks, 100_000 * number), random_pages(handle.layout, blocks))
+
+
+def opened(store: SidecarStore, model: str) -> NamespaceHandle:
+    return store.namespace(model=model, layout=small_layout())
+
+
+class Listener(Peer):
+    """A bare client with a bell."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        super().__init__(str(sidecar.path))
+        assert isinstance(self.ask(m.Hello(1, 1, "test")), m.Welcome)
+        self.memory: list[int] = []
+        self.bell = self.ask_for_bell()
+        granted = self.ask(m.OpenNamespace(packed_namespace(), [8192]))
+        assert isinstance(granted, m.Granted)
+        self.namespace = granted.grant.number
+
+    def ask_for_bell(self) -> int:
+        (bell,) = self.handed_over(m.Ping(True))
+        return bell
+
+    def handed_over(self, verb: m.Verb) -> list[int]:
+        self.socket.sendall(m.pack(m.Request(1, verb)))
+        piece, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 18, m.MAX_EXTENTS)
+        assert isinstance(m.unpack_reply(piece[m.LENGTH_BYTES :]).answer, m.BellReply | m.ExtentsReply)
+        return descriptors
+
+    def fill(self, blocks: int) -> None:
+        """Have memory, and keep it as if it were mapped."""
+        reserved = self.ask(m.Reserve(self.namespace, KEYS[:blocks], 0))
+        assert isinstance(reserved, m.Reserved) and len(reserved.reply.places[0]) == blocks
+        extents = sorted({place >> 24 for place in reserved.reply.places[0]})
+        self.memory += self.handed_over(m.Extents(extents, True))
+        digests = [[digest(bytes(4096))] * 2 for _ in range(blocks)]
+        assert self.ask(m.Commit(reserved.reply.reservation, 0, 0, digests)) == m.Counted(blocks)
+
+    def rings(self, seconds: float = 20.0) -> int:
+        """How often it was rung, once it was."""
+        ready, _, _ = select.select([self.bell], [], [], seconds)
+        return len(os.read(self.bell, 64)) if ready else 0
+
+    def told(self) -> list[int]:
+        """What a ping tells."""
+        self.socket.sendall(m.pack(m.Request(2, m.Ping())))
+        reply = self.reply()
+        assert reply is not None
+        return reply.retired
+
+    def close(self) -> None:
+        super().close()
+        for descriptor in (self.bell, *self.memory):
+            os.close(descriptor)
+
+
+@pytest.fixture
+def listener(sidecar: Sidecar) -> Iterator[Listener]:
+    listener = Listener(sidecar)
+    yield listener
+    listener.close()
+
+
+# The main job ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_put_is_refused_while_memory_changes_hands(sidecar: Sidecar) -> None:
+    """Each of the two fills all of it in its turn, and the other one's client does nothing."""
+    with sidecar.client() as one, sidecar.client() as two:
+        handles = [opened(one, "one"), opened(two, "two")]
+        wait_until(lambda: all(store._door._run.bell is not None for store in (one, two)))  # type: ignore[union-attr]
+        for turn in range(6):
+            for number in range(12):
+                assert put(handles[turn % 2], 100 * turn + number) == PutResult(0, 8, None, None)
+
+
+OTHER = """
+import sys
+from kvstore.service.client import open_sidecar
+from kvstore.codec import codec_named
+from kvstore.node import SystemClock
+from workbench import ids, random_pages, small_layout
+
+store = open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), session="a" * 32, engine="other")
+handle = store.namespace(model="other", layout=small_layout())
+print(handle.put(ids(64 * 75), random_pages(handle.layout, 75)).stored, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_client_that_is_stopped_keeps_nobody_waiting_for_long(sidecar: Sidecar) -> None:
+    """It maps nearly all memory, and lets go of it when it runs again."""
+    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
+    with ExitStack() as stack:
+        other = subprocess.Popen(
+            [sys.executable, "-c", OTHER, str(sidecar.path)],
+            env={**os.environ, **paths},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(other.wait)
+        stack.callback(other.kill)
+        assert other.stdout is not None and other.stdout.readline() == "75\n"
+        store = stack.enter_context(sidecar.client())
+        handle = opened(store, MODEL)
+        assert put(handle, 0, blocks=5).stored == 5, "the last extent"
+        other.send_signal(signal.SIGSTOP)
+        for number in range(1, 30):
+            result = put(handle, number, blocks=5)
+            assert result.stored == 5 or result.reason is MissReason.PINNED_FULL
+        spent, _ = next(iter(sidecar.core._patience._spent.values()))
+        assert 0 < spent < TENANT_SECONDS
+        other.send_signal(signal.SIGCONT)
+        wait_until(lambda: put(handle, 100, blocks=40).reason is None)
+
+
+# Who is rung for, and when --------------------------------------------------------------------------------------------
+
+
+def test_it_is_rung_once_until_the_client_asks(sidecar: Sidecar, listener: Listener) -> None:
+    listener.fill(40)
+    with sidecar.client() as store:
+        handle = opened(store, MODEL)
+        number = 0
+        while listener.rings(0) == 0:
+            put(handle, number := number + 1)
+            assert number < 1000
+        for _ in range(20):
+            put(handle, number := number + 1)
+        assert listener.rings(0.2) == 0, "it has not asked yet"
+        assert listener.told()
+        assert listener.rings(0.2) == 0, "the answer to a ping is read by whoever asked"
+
+
+def test_whoever_maps_nothing_of_it_is_not_rung_for(sidecar: Sidecar, listener: Listener) -> None:
+    with sidecar.client() as one, sidecar.client() as two:
+        handles = [opened(one, "one"), opened(two, "two")]
+        for turn in range(4):
+            for number in range(12):
+                put(handles[turn % 2], 100 * turn + number)
+    assert sidecar.core.retired_extents > 10 and listener.rings(0.2) == 0
+
+
+def test_it_is_rung_where_an_answer_that_nobody_waits_for_told_it(sidecar: Sidecar, listener: Listener) -> None:
+    listener.fill(40)
+    assert sidecar.core.drop(listener.namespace) == 40
+    assert listener.rings() == 1
+    listener.told()
+    listener.fill(40)
+    # Before the door looks at what was given back: as if the answer to this had come first.
+    sidecar.sessions._store.tell_of_mapped(lambda extent: None)
+    assert sidecar.core.drop(listener.namespace) == 40
+    assert isinstance(listener.ask(m.Release([1])), m.Done)
+    assert listener.rings() == 1
+
+
+def test_a_lease_that_waits_for_the_disk_has_it_rung(tmp_path: Path) -> None:
+    sizes = {"dram": "1MiB", "extent": "64KiB", "nvme": "32MiB", "slab": "1MiB"}
+    with Sidecar(tmp_path, indexes=LmdbMaker, **sizes) as sidecar, sidecar.client() as store:
+        handle, listener = opened(store, MODEL), Listener(sidecar)
+        for number in range(9):
+            tokens = ids(512, 100_000 * number)
+            assert handle.put(tokens, random_pages(handle.layout, 8), durability="disk").stored == 8
+        sidecar.store.evict(72)
+        assert handle.match(ids(512)).tiers == ((HitTier.NVME, 8),)
+        listener.fill(75)
+        while listener.rings(0):
+            listener.told()
+        retired = sidecar.core.retired_extents
+
+        def waits_for_memory() -> bool:  # once what fills it is written down, it may go
+            handle.lease(handle.match(ids(512)), deadline_ms=20_000).release()
+            return sidecar.core.retired_extents > retired
+
+        wait_until(waits_for_memory)
+        assert listener.rings() == 1 and listener.told()
+        listener.close()
+
+
+# What a bell costs, and what it cannot do -----------------------------------------------------------------------------
+
+
+def test_bells_are_closed_with_their_connections_and_for_others(sidecar: Sidecar) -> None:
+    before = open_files("pipe:")
+    listener = Listener(sidecar)
+    for _ in range(100):
+        bell = listener.ask_for_bell()
+        assert select.select([listener.bell], [], [], 20)[0] and os.read(listener.bell, 1) == b"", "it has another one"
+        os.close(listener.bell)
+        listener.bell = bell
+    assert opened_since(before, "pipe:").total() == 2
+    listener.close()
+    wait_until(lambda: not opened_since(before, "pipe:"))
+
+
+def test_whoever_fills_his_bell_or_closes_it_holds_up_nobody(sidecar: Sidecar, listener: Listener) -> None:
+    full = os.open(f"/proc/self/fd/{listener.bell}", os.O_WRONLY | os.O_NONBLOCK)
+    with pytest.raises(BlockingIOError):
+        while True:
+            os.write(full, bytes(4096))
+    listener.fill(40)
+    assert sidecar.core.drop(listener.namespace) == 40
+    listener.told()
+    os.close(full)
+    os.close(listener.bell)
+    listener.bell = os.open(os.devnull, os.O_RDONLY)
+    listener.fill(40)
+    assert sidecar.core.drop(listener.namespace) == 40
+    (caller,) = sidecar.sessions._callers.values()
+    wait_until(lambda: caller.bell is None)
+    assert listener.told()
+
+
+def test_a_client_without_a_bell_is_told_when_it_asks(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of an earlier version; and it asks more often while memory moves."""
+    monkeypatch.setattr(sidecar.sessions, "new_bell", lambda caller: None)
+    asked: list[float] = []
+    look_after = remote_door.RemoteDoor.look_after
+
+    def noted(self: remote_door.RemoteDoor) -> float:
+        asked.append(look_after(self))
+        return asked[-1]
+
+    monkeypatch.setattr(remote_door.RemoteDoor, "look_after", noted)
+    with sidecar.client() as one, sidecar.client() as two:
+        handles = [opened(one, "one"), opened(two, "two")]
+        assert put(handles[0], 0, blocks=75).stored == 75
+        wait_until(lambda: put(handles[1], 1, blocks=40).reason is None)
+        usual = one._door._limits.ping
+        assert {usual, usual / remote_door.MOVING_SHARE} >= set(asked) and usual / remote_door.MOVING_SHARE in asked
+
+
+def test_an_answer_without_its_bell_is_no_bell(sidecar: Sidecar) -> None:
+    """A process that has no descriptor left is handed none."""
+    wire = Wire(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+    receive = wire._receive_piece
+
+    def without() -> bytes:
+        piece = receive()
+        while wire._descriptors:
+            os.close(wire._descriptors.popleft())
+        return piece
+
+    wire._receive_piece = without  # type: ignore[method-assign]
+    answered = wire.call(m.Ping(True), 10.0)
+    assert answered.answer == m.BellReply() and not answered.descriptors
+    assert isinstance(wire.call(m.Ping(), 10.0).answer, m.Done)
+    wire.close()
+
+
+# A client's own life --------------------------------------------------------------------------------------------------
+
+
+def test_a_bell_is_heard_from_the_first_moment_and_after_coming_again(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = opened(store, MODEL)
+        wait_until(lambda: store._door._run is not None and store._door._run.bell is not None)
+        run = store._door._run
+        assert run is not None
+        run.wire.close()
+        wait_until(lambda: put(handle, 1).stored == 8)
+        wait_until(lambda: store._door._run is not run and store._door._run.bell is not None)  # type: ignore[union-attr]
+
+
+FORKING = """
+import os, sys, time
+from kvstore.service.client import open_sidecar
+from kvstore.codec import codec_named
+from kvstore.node import SystemClock
+from workbench import ids, random_pages, small_layout
+
+store = open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), session="a" * 32, engine="other")
+handle = store.namespace(model="other", layout=small_layout())
+while store._door._run.bell is None:
+    time.sleep(0.002)
+child = os.fork()
+assert child or store._door._run is None
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert handle.put(ids(64), random_pages(handle.layout, 1)).stored + handle.match(ids(64)).blocks >= 1
+else:
+    assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1
+    while store._door._run.bell is None:
+        time.sleep(0.002)
+    os._exit(0)
+"""
+
+
+def test_a_forked_child_has_a_bell_of_its_own(sidecar: Sidecar) -> None:
+    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", FORKING, str(sidecar.path)]
+    done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
