@@ -2,10 +2,11 @@
 
     evicted > given back > whoever maps it is told > he unmaps it > it can be used
 
-The last two steps are other processes', which take milliseconds, or stand still. So an extent is waited for once: what
-is mapped after a wait in vain is waited for no more. And each tenant's puts may wait for so many seconds, which come
-back at a tenth of the time's pace: whoever lets go slowly, or has many others ask with him, costs no more than that.
-Pure: no lock, no clock.
+The last two steps are other processes', which take milliseconds, or stand still. So an extent is waited for in vain
+once, and a put waits in vain once. What takes longer than a moment is charged to the tenant that waits: its puts may
+wait for so many seconds in all, which come back at a tenth of the time's pace, so that whoever lets go slowly costs no
+more than that. While a put waits it keeps a thread of the sidecar's: only so many do at a time, and one that other
+processes wait for in turn (a joint put) waits for a moment only, and is charged for all of it. Pure: no lock, no clock.
 """
 
 from __future__ import annotations
@@ -14,11 +15,19 @@ from collections.abc import Collection
 
 LOOKS_SECONDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.064)
 """One wait: how long until it is looked again, each time."""
+JOINT_LOOKS = 4
+"""How many of these a joint put has."""
 WAIT_SECONDS = sum(LOOKS_SECONDS)
+PUT_SECONDS = 1.0
+"""That one put may wait, for one extent after the other."""
+MOMENT_SECONDS = sum(LOOKS_SECONDS[:JOINT_LOOKS])
+"""What is waited for no longer costs a tenant nothing."""
 TENANT_SECONDS = 1.0
-"""That all puts of a tenant together may wait."""
+"""That a tenant's puts together may have waited before another one waits."""
 REGAIN = 0.1
 """How much of that comes back each second."""
+MOST_WAITING = 12
+"""Puts at a time, of all tenants: fewer than the sidecar has threads."""
 
 
 class Patience:
@@ -27,19 +36,23 @@ class Patience:
     def __init__(self) -> None:
         self._in_vain: set[int] = set()  # waited for, and mapped still
         self._spent: dict[bytes, tuple[float, float]] = {}  # by tenant: seconds, and as of when
+        self._waiting = 0
 
     def begin(self, tenant: bytes, mapped: Collection[int], now: float) -> bool:
         """Whether a put of a tenant is to wait for memory that was given back and is mapped; `end` follows then."""
         self._in_vain.intersection_update(mapped)
-        spent = self._spent_by(tenant, now)
-        if len(self._in_vain) == len(mapped) or spent + WAIT_SECONDS > TENANT_SECONDS:
+        if len(self._in_vain) == len(mapped) or self._waiting >= MOST_WAITING:
             return False
-        self._spent[tenant] = spent + WAIT_SECONDS, now  # all of it: others may begin meanwhile
+        if self._spent_by(tenant, now) >= TENANT_SECONDS:
+            return False
+        self._waiting += 1
         return True
 
-    def end(self, tenant: bytes, seconds: float, now: float) -> None:
+    def end(self, tenant: bytes, seconds: float, now: float, *, is_joint: bool = False) -> None:
         """It waited for so long."""
-        self._spent[tenant] = max(0.0, self._spent_by(tenant, now) - WAIT_SECONDS + seconds), now
+        self._waiting -= 1
+        charged = seconds if is_joint else max(0.0, seconds - MOMENT_SECONDS)
+        self._spent[tenant] = self._spent_by(tenant, now) + charged, now
 
     def in_vain(self, mapped: Collection[int]) -> None:
         """A whole wait is over, and these were mapped from its beginning to its end."""

@@ -21,7 +21,7 @@ from kvstore.config import Limits
 from kvstore.direct import DirectReader
 from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply
 from kvstore.errors import BadInput, StoreClosed
-from kvstore.handover import LOOKS_SECONDS, Patience
+from kvstore.handover import JOINT_LOOKS, LOOKS_SECONDS, PUT_SECONDS, Patience
 from kvstore.identity import Namespace, TenantKeys, root_key
 from kvstore.joint import ANSWER_SECONDS, Chain, JointPut, JointPuts, chain_of
 from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
@@ -533,7 +533,7 @@ class Store:
             if put is not None:
                 self._joint.reserved(put, record)
         try:
-            short = self._find_slots(record)
+            short = self._find_slots(record, is_joint=put is not None)
         except BaseException:  # interrupted: nobody will ever know this reservation's number
             self.abort(record.number)
             raise
@@ -1092,12 +1092,15 @@ class Store:
         self._pin(record.namespace, sorted(record.refills))
         return stopped
 
-    def _find_slots(self, record: ReservationRecord | Lift) -> MissReason | None:
+    def _find_slots(self, record: ReservationRecord | Lift, is_joint: bool = False) -> MissReason | None:
         """Slots for every row, or for as many as can be; why it stopped before the last one."""
         scarce = refused = False  # the machine had no memory for another extent: now, and the last time it was asked
+        patience = PUT_SECONDS if isinstance(record, ReservationRecord) else 0.0  # a lease has an engine's deadline
         for _ in range(self._limits.room_steps):
             with self._lock:
-                step = MissReason.DISABLED if record.cancelled or self._closed else self._take_slots(record, scarce)
+                step: SlotClass | _Job | _Awaited | MissReason | None = MissReason.DISABLED
+                if not record.cancelled and not self._closed:
+                    step = self._take_slots(record, scarce, patience > 0)
                 if step is None:
                     return None
                 if isinstance(step, MissReason):
@@ -1106,7 +1109,8 @@ class Store:
                 self._vacate(step)
                 scarce = False
             elif isinstance(step, _Awaited):
-                self._await_memory(record, step)
+                waited, has_come = self._await_memory(record, step, is_joint)
+                patience = patience - waited if has_come else 0.0
             elif self._grow(step):
                 refused = False
             else:
@@ -1115,27 +1119,33 @@ class Store:
                 scarce = refused = True
         return MissReason.DEADLINE
 
-    def _await_memory(self, record: ReservationRecord | Lift, awaited: _Awaited) -> None:
-        """Until there is memory again, or for as long as it is to be waited for."""
+    def _await_memory(self, record: ReservationRecord | Lift, awaited: _Awaited, is_joint: bool) -> tuple[float, bool]:
+        """Until there is memory again, or others have taken all that came, or for as long as it is to be waited for.
+        Returns for how long that was to be, and whether any came."""
         tenant, dram = self._blocks.spaces[record.namespace].tenant, self._blocks.dram
+        mapped = set(awaited.mapped)
+        waited = 0.0
         with self._lock:
             began_at = self._clock.monotonic_seconds()
-            mapped = set(awaited.mapped)
             try:
-                for seconds in LOOKS_SECONDS:
+                for seconds in LOOKS_SECONDS[:JOINT_LOOKS] if is_joint else LOOKS_SECONDS:
                     if record.cancelled or self._closed:
-                        return
+                        return waited, False
                     self._waiting.wait(seconds)  # nobody tells when memory is unmapped
-                    mapped.intersection_update(now_mapped := dram.awaited())
-                    if not now_mapped:
-                        return
-                self._patience.in_vain(mapped)
+                    waited += seconds
+                    now_mapped = dram.awaited()
+                    mapped.intersection_update(now_mapped)
+                    if not mapped or not now_mapped:
+                        return waited, True
+                if not is_joint:
+                    self._patience.in_vain(mapped)
+                return waited, False
             finally:
                 now = self._clock.monotonic_seconds()
-                self._patience.end(tenant, now - began_at, now)
+                self._patience.end(tenant, now - began_at, now, is_joint=is_joint)
 
     def _take_slots(
-        self, record: ReservationRecord | Lift, scarce: bool
+        self, record: ReservationRecord | Lift, scarce: bool, is_patient: bool
     ) -> SlotClass | _Job | _Awaited | MissReason | None:
         """Slots for the next rows; what has to be done outside the lock before there are more, or None when done."""
         blocks = self._blocks
@@ -1156,7 +1166,7 @@ class Store:
                 continue
             mapped = blocks.dram.awaited()
             if mapped:  # to give back more would help nobody before others unmap what was
-                if isinstance(record, ReservationRecord) and self._waits_for(record.namespace, mapped):
+                if is_patient and self._waits_for(record.namespace, mapped):
                     return _Awaited(mapped)
                 if not blocks.evict_own(len(missing), record.namespace):
                     return MissReason.PINNED_FULL

@@ -492,10 +492,11 @@ class RemoteDoor:
             # Its memory is let go of also while nobody asks: a sidecar that came back waits for that.
             self._hang_up(run)
             self._touch.wanted = not self.closed
-        if run is not None and not run.wire.closed and not self._touch.wanted:
-            self._ping(run)
-        elif self._touch.wanted:
+        if self._touch.wanted:
             self._call_in_background()
+            run = self._run
+        if run is not None and not run.wire.closed:
+            self._ping(run)
         if not self._touch.wanted:
             return self._limits.ping / MOVING_SHARE if self._touch.is_moving else self._limits.ping
         return min(
@@ -512,10 +513,12 @@ class RemoteDoor:
         """Let go of memory also while nobody asks for anything: others may be waiting for it."""
         self._settle(run)
         try:
-            answered = run.wire.call(m.Ping(run.wants_bell), self._limits.connect)
-        except (TooLate, Unreachable):
+            answered = run.wire.call(m.Ping(run.bell is None), self._limits.connect)
+        except TooLate:
             return
-        run.wants_bell = False
+        except Unreachable:
+            self._touch.nudge.set()  # it is gone: its memory is let go of at once
+            return
         for descriptor in answered.descriptors:
             self._listen(run, descriptor)
         retired = run.wire.retired()
@@ -577,6 +580,7 @@ def _hear(bell: BellEnd, nudge: threading.Event) -> None:
     while bell.wait():
         nudge.set()
     bell.close()
+    nudge.set()  # it may be gone
 
 
 _doors: weakref.WeakSet[RemoteDoor] = weakref.WeakSet()

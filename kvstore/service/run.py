@@ -49,7 +49,6 @@ class Run:
         self.writable: dict[int, tuple[MappedExtent, int]] = {}
         self.reservations: dict[int, ReserveReply] = {}
         self.bell: BellEnd | None = None  # closed by whoever listens at it
-        self.wants_bell = True
         self._holding = threading.Lock()
         self._held: dict[int, int] = {}  # by the sidecar's number of a lease: how often it is held here
 

@@ -6,13 +6,24 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from math import ceil
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.door import Joint
 from kvstore.handle import NamespaceHandle, PutResult
-from kvstore.handover import LOOKS_SECONDS, REGAIN, TENANT_SECONDS, WAIT_SECONDS, Patience
+from kvstore.handover import (
+    JOINT_LOOKS,
+    LOOKS_SECONDS,
+    MOMENT_SECONDS,
+    MOST_WAITING,
+    REGAIN,
+    TENANT_SECONDS,
+    WAIT_SECONDS,
+    Patience,
+)
 from kvstore.identity import TenantKeys
 from kvstore.miss import MissReason
 from workbench import KIB, OTHER_SECRET, Bench, bench, ids, random_pages
@@ -22,32 +33,39 @@ ONE, TWO = b"one", b"two"
 # Patience -------------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.sampled_from([ONE, TWO]), st.floats(0, 3), st.floats(0, WAIT_SECONDS)), max_size=60))
-def test_a_tenant_waits_for_no_more_than_its_seconds_and_a_tenth_of_the_time(
-    asked: list[tuple[bytes, float, float]],
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([ONE, TWO]), st.floats(0, 1), st.floats(0, WAIT_SECONDS), st.booleans()), max_size=200
+    )
+)
+def test_a_tenant_waits_for_moments_and_for_no_more_than_its_seconds_and_a_tenth_of_the_time(
+    asked: list[tuple[bytes, float, float, bool]],
 ) -> None:
-    """Each ask: whose, how long after the one before, and how long it would wait. Waits may overlap."""
+    """Each ask: whose, how long after the one before, how long it would wait, and whether it is joint. Waits may
+    overlap, and so the last of them exceed what is left."""
     patience, now = Patience(), 100.0
-    waited = {ONE: 0.0, TWO: 0.0}
-    under_way: list[tuple[float, float, bytes]] = []
-    for number, (tenant, pause, seconds) in enumerate(asked):
+    charged = {ONE: 0.0, TWO: 0.0}
+    under_way: list[tuple[float, float, bytes, bool]] = []
+    for number, (tenant, pause, seconds, is_joint) in enumerate(asked):
         now += pause
         for one in sorted(one for one in under_way if one[0] <= now):
             under_way.remove(one)
-            patience.end(one[2], one[1], one[0])
+            patience.end(one[2], one[1], one[0], is_joint=one[3])
         if patience.begin(tenant, [number], now):
-            under_way.append((now + seconds, seconds, tenant))
-            waited[tenant] += seconds
-        for total in waited.values():
-            assert total <= TENANT_SECONDS + REGAIN * (now - 100.0) + 1e-9
+            under_way.append((now + seconds, seconds, tenant, is_joint))
+            charged[tenant] += seconds if is_joint else max(0.0, seconds - MOMENT_SECONDS)
+        assert len(under_way) <= MOST_WAITING
+        for total in charged.values():
+            assert total <= TENANT_SECONDS + MOST_WAITING * WAIT_SECONDS + REGAIN * (now - 100.0) + 1e-9
 
 
 def test_what_is_let_go_of_at_once_is_always_waited_for() -> None:
-    patience = Patience()
-    for number in range(1000):
-        now = number * 0.05
+    """One after the other, with nothing between them."""
+    patience, now = Patience(), 0.0
+    for number in range(2000):
         assert patience.begin(ONE, [number], now)
-        patience.end(ONE, 0.005, now + 0.005)
+        now += MOMENT_SECONDS
+        patience.end(ONE, MOMENT_SECONDS, now)
 
 
 def test_memory_is_waited_for_in_vain_once() -> None:
@@ -59,16 +77,39 @@ def test_memory_is_waited_for_in_vain_once() -> None:
     assert patience.begin(TWO, [2, 3], 10.0), "there is some that may come"
 
 
-def test_a_tenant_that_waited_for_long_waits_again_when_time_has_passed() -> None:
+def test_only_so_many_wait_at_a_time() -> None:
+    patience = Patience()
+    assert all(patience.begin(b"%d" % number, [number], 0.0) for number in range(MOST_WAITING))
+    assert not patience.begin(ONE, [99], 0.0)
+    patience.end(b"0", 0.0, 0.0)
+    assert patience.begin(ONE, [99], 0.0)
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_a_tenant_that_waited_for_long_waits_again_when_time_has_passed(*, is_joint: bool) -> None:
     patience, waits = Patience(), 0
     while patience.begin(ONE, [waits], 0.0):
+        patience.end(ONE, WAIT_SECONDS, 0.0, is_joint=is_joint)
         waits += 1
-    assert waits == int(TENANT_SECONDS / WAIT_SECONDS)
+    charged = WAIT_SECONDS if is_joint else WAIT_SECONDS - MOMENT_SECONDS
+    assert waits == ceil(TENANT_SECONDS / charged)
     assert patience.begin(TWO, [waits], 0.0), "others wait for themselves"
-    for _ in range(waits):
-        patience.end(ONE, WAIT_SECONDS, 0.0)
-    assert not patience.begin(ONE, [waits], 0.0)
-    assert patience.begin(ONE, [waits], WAIT_SECONDS / REGAIN)
+    over = waits * charged - TENANT_SECONDS
+    assert not patience.begin(ONE, [waits], over / REGAIN - 0.01)
+    assert patience.begin(ONE, [waits], over / REGAIN + 0.01)
+    assert not Patience().begin(ONE, [], 0.0)
+
+
+def test_time_brings_back_no_more_than_was_spent() -> None:
+    patience = Patience()
+    assert patience.begin(ONE, [1], 0.0)
+    patience.end(ONE, MOMENT_SECONDS + 0.1, 0.0)
+    assert patience._spent_by(ONE, 1000.0) == 0.0
+    waits = 0
+    while patience.begin(ONE, [2 + waits], 1000.0):
+        patience.end(ONE, MOMENT_SECONDS + 0.1, 1000.0)
+        waits += 1
+    assert waits in (10, 11)
 
 
 # In the store ---------------------------------------------------------------------------------------------------------
@@ -179,5 +220,44 @@ def test_a_tenant_s_puts_wait_only_for_so_long_in_all() -> None:
         for number in range(20):
             h.bench.store._patience._in_vain.clear()  # as if it were another one each time
             assert put(h.second, 5, start=100_000 * number).reason is MissReason.PINNED_FULL
-        spent = sum(h.looks)
-        assert TENANT_SECONDS - WAIT_SECONDS < spent <= TENANT_SECONDS + REGAIN * spent
+        waits = len(h.looks) // len(LOOKS_SECONDS)
+        charged = waits * (WAIT_SECONDS - MOMENT_SECONDS)
+        assert TENANT_SECONDS < charged < TENANT_SECONDS + WAIT_SECONDS + REGAIN * sum(h.looks)
+
+
+def test_a_put_waits_in_vain_once_whatever_is_given_back_meanwhile() -> None:
+    with closing(Handing()) as h:
+        h.meanwhile = h.bench.store._patience._in_vain.clear
+        assert put(h.second, 5).reason is MissReason.PINNED_FULL
+        assert h.looks == list(LOOKS_SECONDS)
+
+
+def test_what_others_took_was_not_waited_for_in_vain() -> None:
+    """It looks again at once, and waits for what is given back then."""
+    with closing(Handing()) as h:
+        awaited = h.dram.awaited
+        later: list[int] = []
+
+        def taken_by_others() -> list[int]:
+            return later or awaited()
+
+        h.dram.awaited = taken_by_others  # type: ignore[method-assign]
+
+        def meanwhile() -> None:
+            later[:] = [10**9 + len(h.looks)] if len(h.looks) < 4 else []
+            if len(h.looks) == 4:
+                h.let_go()
+
+        h.meanwhile = meanwhile
+        assert put(h.second, 5).stored == 5
+        assert h.looks == [LOOKS_SECONDS[0]] * 4, "another extent each time"
+
+
+def test_a_joint_put_waits_for_a_moment_only() -> None:
+    """Others wait for it meanwhile."""
+    with closing(Handing()) as h:
+        keys = [bytes([number]) * 32 for number in range(5)]
+        for name in ("a", "b"):
+            reply = h.bench.store.reserve(1, keys, 0, 0, None, Joint(name, (0,), b"session"))
+            assert reply.reservation == 0 and reply.reason is MissReason.PINNED_FULL
+        assert h.looks == 2 * list(LOOKS_SECONDS[:JOINT_LOOKS])

@@ -8,16 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from descriptors import open_files, opened_since
+from kvstore.errors import Unreachable
 from kvstore.handle import NamespaceHandle, PutResult
-from kvstore.handover import TENANT_SECONDS
+from kvstore.handover import TENANT_SECONDS, WAIT_SECONDS
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import SystemClock
 from kvstore.service import messages as m
@@ -161,7 +165,7 @@ def test_a_client_that_is_stopped_keeps_nobody_waiting_for_long(sidecar: Sidecar
             result = put(handle, number, blocks=5)
             assert result.stored == 5 or result.reason is MissReason.PINNED_FULL
         spent, _ = next(iter(sidecar.core._patience._spent.values()))
-        assert 0 < spent < TENANT_SECONDS
+        assert 0 < spent < TENANT_SECONDS + WAIT_SECONDS
         other.send_signal(signal.SIGCONT)
         wait_until(lambda: put(handle, 100, blocks=40).reason is None)
 
@@ -177,11 +181,15 @@ def test_it_is_rung_once_until_the_client_asks(sidecar: Sidecar, listener: Liste
         while listener.rings(0) == 0:
             put(handle, number := number + 1)
             assert number < 1000
-        for _ in range(20):
-            put(handle, number := number + 1)
+        caller = next(one for one in sidecar.sessions._callers.values() if one.session.engine == "test")
+        given_back = sidecar.core._blocks.dram.mapped_still
+        for extent in sorted(caller.extents):
+            given_back(extent)
         assert listener.rings(0.2) == 0, "it has not asked yet"
         assert listener.told()
         assert listener.rings(0.2) == 0, "the answer to a ping is read by whoever asked"
+        given_back(min(caller.extents))
+        assert listener.rings() == 1
 
 
 def test_whoever_maps_nothing_of_it_is_not_rung_for(sidecar: Sidecar, listener: Listener) -> None:
@@ -250,15 +258,17 @@ def test_whoever_fills_his_bell_or_closes_it_holds_up_nobody(sidecar: Sidecar, l
     with pytest.raises(BlockingIOError):
         while True:
             os.write(full, bytes(4096))
+    (caller,) = sidecar.sessions._callers.values()
     listener.fill(40)
     assert sidecar.core.drop(listener.namespace) == 40
+    wait_until(lambda: caller.is_rung)
+    assert caller.bell is not None, "it is full, so that there is something to be read"
     listener.told()
     os.close(full)
     os.close(listener.bell)
     listener.bell = os.open(os.devnull, os.O_RDONLY)
     listener.fill(40)
     assert sidecar.core.drop(listener.namespace) == 40
-    (caller,) = sidecar.sessions._callers.values()
     wait_until(lambda: caller.bell is None)
     assert listener.told()
 
@@ -300,6 +310,35 @@ def test_an_answer_without_its_bell_is_no_bell(sidecar: Sidecar) -> None:
     wire.close()
 
 
+def test_a_descriptor_of_something_else_is_no_bell(sidecar: Sidecar) -> None:
+    wire = Wire(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+    receive, before = wire._receive_piece, open_files("/dev/null")
+
+    def another() -> bytes:
+        piece = receive()
+        wire._descriptors.appendleft(os.open(os.devnull, os.O_RDONLY))
+        return piece
+
+    wire._receive_piece = another  # type: ignore[method-assign]
+    with pytest.raises(Unreachable):
+        wire.call(m.Ping(True), 10.0)
+    wire.close()
+    assert not opened_since(before, "/dev/null")
+
+
+def test_clients_that_put_at_the_same_moment_all_wait(sidecar: Sidecar) -> None:
+    """As many as may wait, of one tenant, while another client of it maps everything."""
+    with ExitStack() as stack:
+        clients = [stack.enter_context(sidecar.client()) for _ in range(9)]
+        handles = [opened(store, f"m{number}") for number, store in enumerate(clients)]
+        wait_until(lambda: all(store._door._run.bell is not None for store in clients))  # type: ignore[union-attr]
+        for turn in range(4):
+            assert put(handles[0], 100 + turn, blocks=75).reason is None
+            with ThreadPoolExecutor(8) as pool:
+                results = list(pool.map(lambda handle, number=turn: put(handle, number, blocks=5), handles[1:]))
+            assert results == [PutResult(0, 5, None, None)] * 8
+
+
 # A client's own life --------------------------------------------------------------------------------------------------
 
 
@@ -310,8 +349,50 @@ def test_a_bell_is_heard_from_the_first_moment_and_after_coming_again(sidecar: S
         run = store._door._run
         assert run is not None
         run.wire.close()
-        wait_until(lambda: put(handle, 1).stored == 8)
+        wait_until(lambda: put(handle, 1).reason is None)
         wait_until(lambda: store._door._run is not run and store._door._run.bell is not None)  # type: ignore[union-attr]
+
+
+def test_one_thread_listens_however_often_it_is_asked(sidecar: Sidecar) -> None:
+    def listening() -> int:
+        return sum(thread.name == "kv-bell" for thread in threading.enumerate())
+
+    wait_until(lambda: listening() == 0)
+    with sidecar.client() as store:
+        opened(store, MODEL)
+        wait_until(lambda: listening() == 1)
+        for _ in range(5):
+            store._door.look_after()
+        assert listening() == 1
+    wait_until(lambda: listening() == 0)
+
+
+def test_a_client_asks_for_a_bell_until_there_is_one(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setattr(sidecar.sessions, "new_bell", lambda caller: None)
+        store = sidecar.client()
+        opened(store, MODEL)
+        store._door.look_after()
+        assert store._door._run is not None and store._door._run.bell is None
+    wait_until(lambda: store._door._run is not None and store._door._run.bell is not None)
+    store.close()
+
+
+def test_what_a_client_mapped_is_let_go_of_when_the_sidecar_hangs_up(sidecar: Sidecar) -> None:
+    """At once, and not when it would have asked the next time."""
+    with sidecar.client() as store:
+        handle = opened(store, MODEL)
+        assert put(handle, 0).stored == 8
+        store._door._limits = replace(store._door._limits, ping=1000.0)
+        run = store._door._run
+        assert run is not None
+        wait_until(lambda: run.bell is not None)
+        store._door._touch.nudge.set()  # from now on it asks every thousand seconds
+        (connection,) = sidecar.door._connections
+        wait_until(lambda: not store._door._touch.nudge.is_set())
+        connection.socket.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: store._door._run is not None and store._door._run is not run)
+        assert put(handle, 0).present == 8
 
 
 FORKING = """
@@ -325,8 +406,21 @@ store = open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), sessi
 handle = store.namespace(model="other", layout=small_layout())
 while store._door._run.bell is None:
     time.sleep(0.002)
+
+def is_open(inode):
+    for number in range(1024):
+        try:
+            if os.fstat(number).st_ino == inode:
+                return True
+        except OSError:
+            pass
+    return False
+
+bell = os.fstat(store._door._run.bell._descriptor).st_ino
+assert is_open(bell)
 child = os.fork()
 assert child or store._door._run is None
+assert child or not is_open(bell)
 if child:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert handle.put(ids(64), random_pages(handle.layout, 1)).stored + handle.match(ids(64)).blocks >= 1
