@@ -532,8 +532,9 @@ class Store:
             self._reservations[record.number] = record
             if put is not None:
                 self._joint.reserved(put, record)
+                record.is_joint = True
         try:
-            short = self._find_slots(record, is_joint=put is not None)
+            short = self._find_slots(record)
         except BaseException:  # interrupted: nobody will ever know this reservation's number
             self.abort(record.number)
             raise
@@ -1092,7 +1093,7 @@ class Store:
         self._pin(record.namespace, sorted(record.refills))
         return stopped
 
-    def _find_slots(self, record: ReservationRecord | Lift, is_joint: bool = False) -> MissReason | None:
+    def _find_slots(self, record: ReservationRecord | Lift) -> MissReason | None:
         """Slots for every row, or for as many as can be; why it stopped before the last one."""
         scarce = refused = False  # the machine had no memory for another extent: now, and the last time it was asked
         patience = PUT_SECONDS if isinstance(record, ReservationRecord) else 0.0  # a lease has an engine's deadline
@@ -1109,7 +1110,7 @@ class Store:
                 self._vacate(step)
                 scarce = False
             elif isinstance(step, _Awaited):
-                waited, has_come = self._await_memory(record, step, is_joint)
+                waited, has_come = self._await_memory(record, step)
                 patience = patience - waited if has_come else 0.0
             elif self._grow(step):
                 refused = False
@@ -1119,10 +1120,11 @@ class Store:
                 scarce = refused = True
         return MissReason.DEADLINE
 
-    def _await_memory(self, record: ReservationRecord | Lift, awaited: _Awaited, is_joint: bool) -> tuple[float, bool]:
+    def _await_memory(self, record: ReservationRecord | Lift, awaited: _Awaited) -> tuple[float, bool]:
         """Until there is memory again, or others have taken all that came, or for as long as it is to be waited for.
         Returns for how long that was to be, and whether any came."""
         tenant, dram = self._blocks.spaces[record.namespace].tenant, self._blocks.dram
+        is_joint = isinstance(record, ReservationRecord) and record.is_joint
         mapped = set(awaited.mapped)
         waited = 0.0
         with self._lock:
