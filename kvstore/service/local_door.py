@@ -654,6 +654,7 @@ class LocalDoor:
         for connection in list(self._connections):
             self._show_out(connection)
         self._long_pool.shutdown(wait=False, cancel_futures=True)
+        self._sessions.end_ringing()
         self._selector.close()
 
     def _wake(self) -> None:

@@ -279,6 +279,12 @@ class Sessions:
                     if caller.bell is not None and not caller.is_rung and not given_back.isdisjoint(caller.extents):
                         self._ring(caller)
 
+    def end_ringing(self) -> None:
+        """Nobody is told anything any more."""
+        with self._lock:
+            for caller in self._callers.values():
+                self._take_bell(caller)
+
     def told_unasked(self, caller: Caller) -> None:
         """An answer told something beside what was asked for: perhaps nobody reads it."""
         with self._lock:
