@@ -39,6 +39,11 @@ def named(plan: dict[str, Any], outcome: list[Any]) -> dict[str, Any]:
     return {step["as"]: told for step, told in zip(plan["steps"], outcome, strict=True) if "as" in step}
 
 
+def _lead(token: int, logprobs: dict[int, Any]) -> float:
+    """By how much more a token was likely than any other, in logarithms."""
+    return float(logprobs[token].logprob - max(other.logprob for one, other in logprobs.items() if one != token))
+
+
 class Session:
     """An engine, and what it answered. asked: the prompts of the steps that have names, with what was generated."""
 
@@ -81,6 +86,8 @@ class Session:
                         "kvstore": (answer.kv_transfer_params or {}).get("kvstore"),
                     }
                 )
+                if step.get("leads"):
+                    told[-1]["lead"] = min(map(_lead, made.token_ids, made.logprobs))
                 if step.get("logprobs"):
                     told[-1]["logprobs"] = [
                         chosen[token].logprob for token, chosen in zip(made.token_ids, made.logprobs, strict=True)
@@ -97,7 +104,7 @@ class Session:
             max_tokens=step.get("max_tokens", 12),
             ignore_eos=True,
             extra_args={"kv_transfer_params": step["hints"]} if "hints" in step else None,
-            logprobs=0 if step.get("logprobs") else None,
+            logprobs=2 if step.get("leads") else 0 if step.get("logprobs") else None,
             skip_reading_prefix_cache=True if step.get("skip_reading") else None,
         )
 
@@ -125,7 +132,7 @@ class Session:
         from vllm import SamplingParams
 
         rng = random.Random(step["seed"])
-        given = prompts(**step["prompts"])
+        given = step["prompts"]
         engine, told = self.llm.llm_engine, {}
         waiting = list(enumerate(given))
         running: set[str] = set()
