@@ -38,15 +38,18 @@ class Patience:
         self._spent: dict[bytes, tuple[float, float]] = {}  # by tenant: seconds, and as of when
         self._waiting = 0
 
-    def begin(self, tenant: bytes, mapped: Collection[int], now: float) -> bool:
-        """Whether a put of a tenant is to wait for memory that was given back and is mapped; `end` follows then."""
+    def may_wait(self, tenant: bytes, mapped: Collection[int], now: float) -> bool:
+        """Whether a put of a tenant is to wait for memory that was given back and is mapped."""
         self._in_vain.intersection_update(mapped)
         if len(self._in_vain) == len(mapped) or self._waiting >= MOST_WAITING:
             return False
-        if self._spent_by(tenant, now) >= TENANT_SECONDS:
-            return False
-        self._waiting += 1
-        return True
+        return self._spent_by(tenant, now) < TENANT_SECONDS
+
+    def begin(self, tenant: bytes, mapped: Collection[int], now: float) -> bool:
+        """It waits, if it is to; `end` follows then."""
+        waits = self.may_wait(tenant, mapped, now)
+        self._waiting += waits
+        return waits
 
     def end(self, tenant: bytes, seconds: float, now: float, *, is_joint: bool = False) -> None:
         """It waited for so long."""

@@ -1129,6 +1129,8 @@ class Store:
         waited = 0.0
         with self._lock:
             began_at = self._clock.monotonic_seconds()
+            if not self._patience.begin(tenant, awaited.mapped, began_at):
+                return 0.0, True  # others began in between: it is looked again
             try:
                 for seconds in LOOKS_SECONDS[:JOINT_LOOKS] if is_joint else LOOKS_SECONDS:
                     if record.cancelled or self._closed:
@@ -1190,7 +1192,7 @@ class Store:
 
     def _waits_for(self, number: int, mapped: Collection[int]) -> bool:
         tenant = self._blocks.spaces[number].tenant
-        return self._patience.begin(tenant, mapped, self._clock.monotonic_seconds())
+        return self._patience.may_wait(tenant, mapped, self._clock.monotonic_seconds())
 
     def _tail_evicted(
         self, record: ReservationRecord, keys: Sequence[bytes]

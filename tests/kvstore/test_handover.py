@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from math import ceil
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -205,6 +206,36 @@ def test_a_put_that_waits_ends_with_its_namespace_and_with_the_store(ends: str) 
     other.join(20)
     assert not other.is_alive() and len(h.looks) < len(LOOKS_SECONDS)
     h.close()
+
+
+def test_a_put_that_is_interrupted_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its way to the wait, and within it."""
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with closing(Handing()) as h:
+        for where in (h.bench.store, h.bench.store._waiting):
+            with monkeypatch.context() as patch:
+                patch.setattr(where, "_await_memory" if where is h.bench.store else "wait", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    put(h.second, 5)
+            assert h.bench.store._patience._waiting == 0
+        h.meanwhile = h.let_go
+        assert put(h.second, 5).stored == 5
+
+
+def test_who_finds_all_places_taken_on_its_way_to_the_wait_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Handing()) as h:
+        patience, real = h.bench.store._patience, h.bench.store._await_memory
+
+        def await_memory(*given: Any) -> tuple[float, bool]:
+            patience._waiting += MOST_WAITING
+            return real(*given)
+
+        monkeypatch.setattr(h.bench.store, "_await_memory", await_memory)
+        assert put(h.second, 5) == PutResult(0, 0, 0, MissReason.PINNED_FULL) and h.looks == []
+        assert patience._waiting == MOST_WAITING
 
 
 def test_a_tenant_s_puts_wait_only_for_so_long_in_all() -> None:
