@@ -304,9 +304,13 @@ def rings_are_whole(policy: Adaptive) -> None:
         children = {node: 0 for node in [0, *ring]}
         for node in ring:
             children[int(nodes[node]["parent"])] += 1
-        leaves = [node for node in ring if not children[node]]
         assert all(nodes[node]["children"] == children[node] for node in ring)
-        assert sorted(nodes["leaf"][: numbers[at + adaptive_loops.LEAF_COUNT]].tolist()) == sorted(leaves)
+        if at == adaptive_loops.OWN:
+            leaves = policy._own_leaves[: numbers[at + adaptive_loops.LEAF_COUNT]]
+            assert sorted(leaves["node"].tolist()) == sorted(node for node in ring if not children[node])
+            for place, leaf in enumerate(leaves):
+                assert all(leaf[field] == nodes[leaf["node"]][field] for field in ("when", "kind"))
+                assert nodes[leaf["node"]]["leaf_at"] == place + 1
 
 
 @given(data=st.data(), names=st.sampled_from([6, 40, 10**6]))
@@ -324,16 +328,14 @@ def test_whatever_chains_it_is_told_its_tables_stay_whole(data: st.DataObject, n
         if random.random() < 0.1:
             policy.expect(random.randrange(1, 40))
         if random.random() < 0.2:
-            policy._numbers[[adaptive_loops.LRU + adaptive_loops.MOST, adaptive_loops.OWN + adaptive_loops.MOST]] = (
-                random.randrange(1, int(policy._numbers[adaptive_loops.NODES]) + 1)
-            )
+            policy._numbers[adaptive_loops.ROOM] = random.randrange(1, int(policy._numbers[adaptive_loops.NODES]) + 1)
         rings_are_whole(policy)
 
 
 @given(seed=st.integers(0, 10**6), room=st.sampled_from([3, 16, 200]))
 @settings(max_examples=40, deadline=None)
 def test_it_is_the_same_whether_a_long_request_is_told_at_once_or_in_pieces(seed: int, room: int) -> None:
-    """Pieces of any size, in any number before the next request, which is told the rest."""
+    """Pieces of any size, in any number before the next request, with many requests that wait or none."""
     random = Random(seed)
     rows = array("q", (random.randrange(1000) for _ in range(300)))
     at_once, in_pieces = Adaptive(rows, seed), Adaptive(rows, seed)
@@ -353,29 +355,50 @@ def test_it_is_the_same_whether_a_long_request_is_told_at_once_or_in_pieces(seed
                 policy.expect(300)
     assert in_pieces._told.shape == at_once._told.shape
     in_pieces._catch_up(1 << 30)
+    numbers = np.arange(adaptive_loops.NUMBERS) != adaptive_loops.FETCHED
     for mine, theirs in zip(
-        (*in_pieces._ghosts, *in_pieces._history, in_pieces._numbers, in_pieces._scores, in_pieces._learned),
-        (*at_once._ghosts, *at_once._history, at_once._numbers, at_once._scores, at_once._learned),
+        (*in_pieces._ghosts, *in_pieces._history, in_pieces._scores, in_pieces._learned, in_pieces._numbers[numbers]),
+        (*at_once._ghosts, *at_once._history, at_once._scores, at_once._learned, at_once._numbers[numbers]),
         strict=True,
     ):
         assert (mine == theirs).all()
 
 
 def test_a_victim_is_found_before_a_long_request_is_told_in_full() -> None:
-    """The learning ghost is told of a piece before each victim, and of the rest with the next request."""
+    """Both ghosts are told of a piece within it, of another before each victim, and of more with short requests."""
     policy = Adaptive(array("q", range(1, 400)), 1)
     policy.expect(400)
     chain = list(range(300))
-    left = adaptive_loops.OWN + adaptive_loops.LEFT
+    ghosts = np.array([adaptive_loops.LRU, adaptive_loops.OWN])
     for row in chain:
         policy.inserted(row)
     policy.used(chain, len(chain))
-    assert policy._numbers[left] == 300
+    assert policy._numbers[ghosts + adaptive_loops.LEFT].tolist() == [300 - adaptive_loops.PIECE] * 2
     next(policy.victims())
-    assert policy._numbers[left] == 300 - adaptive_loops.PIECE
-    assert policy._numbers[adaptive_loops.LRU + adaptive_loops.COUNT] == 300
+    assert policy._numbers[ghosts + adaptive_loops.LEFT].tolist() == [300 - 2 * adaptive_loops.PIECE] * 2
     policy.used([300], 1)
-    assert policy._numbers[left] == 0 and policy._numbers[adaptive_loops.OWN + adaptive_loops.COUNT] == 301
+    told = 2 * adaptive_loops.PIECE + adaptive_loops.AT_ONCE
+    assert policy._numbers[ghosts + adaptive_loops.COUNT].tolist() == [told] * 2
+    assert policy._numbers[adaptive_loops.WAITING] == 2
+    for _ in range(300 // adaptive_loops.AT_ONCE):
+        policy.used([300], 1)
+    assert policy._numbers[ghosts + adaptive_loops.COUNT].tolist() == [301] * 2
+    assert policy._numbers[adaptive_loops.WAITING] == 0
+
+
+def test_a_request_that_finds_no_place_to_wait_has_the_first_one_told() -> None:
+    """Long requests without a victim in between: each but the first ones is told a piece, and the first one's rest."""
+    names = array("q", range(1, 4000))
+    policy = Adaptive(names, 1)
+    policy.expect(4000)
+    for request in range(adaptive_loops.REQUESTS + 3):
+        policy.used(list(range(300 * request, 300 * (request + 1))), 300)
+        rings_are_whole(policy)
+        assert policy._numbers[adaptive_loops.WAITING] == min(request + 1, adaptive_loops.REQUESTS)
+    policy._catch_up(1 << 30)
+    assert policy._numbers[adaptive_loops.WAITING] == 0
+    for ghost in (adaptive_loops.LRU, adaptive_loops.OWN):
+        assert policy._numbers[ghost + adaptive_loops.COUNT] == 300 * (adaptive_loops.REQUESTS + 3)
 
 
 def test_a_leaf_that_may_not_go_does_not_cost_the_young_ones() -> None:

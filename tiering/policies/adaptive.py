@@ -17,8 +17,9 @@ that is worth least. Hits are counted in both, and fade. The tier begins as LRU,
 and returns to LRU when it falls behind.
 
 Everything that is done for each block is compiled (`adaptive_loops`). Events are collected in a buffer and told there
-in one call. Of a long request the learning ghost, which costs most, is told in pieces, one before each victim, so that
-nobody waits for all of it; what is learned is the same, and the tier changes its rule some victims later.
+in one call. Of a long request the ghosts are told in pieces, one before each victim and more within the next short
+requests, so that nobody waits for all of it; what they do is the same, and the tier changes its rule some requests
+later.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ SMALLEST = 256
 GROWN = 4096
 """Rows, at least."""
 EVENTS = 1024
+LONGEST = 256
+"""Blocks of a request that there is room for at first."""
 ATTEMPTS = 4
 """Draws for a victim, where some of what was drawn may not go."""
 MOST_ROOM = 1 << 22
@@ -58,15 +61,16 @@ class Adaptive:
         """names: of the block in each row, the same whenever that block comes; it may grow. seed: of what is drawn."""
         self._names = names
         self._loops = loops.prepare()
-        self._stop = 0
-        self._make_buffer(EVENTS)
-        self._told = np.zeros((loops.TOLD, EVENTS), np.int64)
-        self._owes = False  # whether the learning ghost was not told of all of the last request
+        self._stop = self._flushed = 0
+        self._events = array("q", bytes(8 * EVENTS))
+        self._requests = np.zeros(loops.REQUESTS, loops.REQUEST)
+        self._told = np.zeros((loops.REQUESTS, loops.TOLD, LONGEST), np.int64)
+        self._waiting = 0  # requests that the ghosts were not told of in full
         self._draws = seed << 16  # what is drawn for a victim depends on that and on how many went
-        self._changes = 0
         self._records = LazyRecords(SMALLEST, loops.ORDER)
         self._order: Any = self._records.array
-        self._learned = np.zeros((3, loops.KINDS, loops.AGES))
+        self._leaf_records = LazyRecords(SMALLEST, loops.LEAF_ENTRY)
+        self._learned = np.zeros((loops.TABLES, loops.KINDS, loops.AGES))
         self._numbers = np.zeros(loops.NUMBERS, np.int64)
         self._numbers[loops.DUE] = loops.RECKON_USES
         self._numbers[loops.DRAWS] = seed * 2 + 0x2545F4914F6CDD1D
@@ -75,6 +79,7 @@ class Adaptive:
         self._scores[loops.WEIGHT] = 1.0
         self._at_once = loops.AT_ONCE
         self._ghosts: list[Any] = [np.zeros(1, loops.GHOST), None] * 2
+        self._own_leaves: Any = np.zeros(1, loops.LEAF_ENTRY)
         self._history: list[Any] = [np.zeros(1, loops.HISTORY), None]
         for nodes in (self._ghosts[0], self._ghosts[2], self._history[0]):
             nodes["name"][0] = seed * 2 + 0x1E3779B97F4A7C15
@@ -87,12 +92,16 @@ class Adaptive:
             return
         self._catch_up(blocks=1 << 62)
         names = max(HISTORY_PER_BLOCK * blocks, HISTORY_LEAST)
-        self._ghosts = [part for at in (0, 2) for part in self._grown(self._ghosts[at], blocks)]
-        self._history = self._grown(self._history[0], names)
-        self._numbers[[loops.NODES, loops.LRU + loops.MOST, loops.OWN + loops.MOST]] = blocks
+        ghosts = [part for at in (0, 2) for part in self._grown(self._ghosts[at], blocks)]
+        history = self._grown(self._history[0], names)
+        own_leaves = LazyRecords(blocks + 1, loops.LEAF_ENTRY).array
+        own_leaves[: len(self._own_leaves)] = self._own_leaves
+        self._ghosts, self._history, self._own_leaves = ghosts, history, own_leaves
+        self._numbers[[loops.NODES, loops.ROOM]] = blocks
         self._numbers[loops.NAMES + loops.MOST] = names
         half_life = max(SCORE_HALF_LIFE_PER_BLOCK * blocks, SCORE_HALF_LIFE_LEAST)
         self._settings = np.array([HALF_LIFE_PER_NAME * names, half_life, LEAD, FLOOR, self._at_once])
+        self._place()
 
     def _grown(self, nodes: Any, names: int) -> list[Any]:
         """Nodes for so many names, with heads. What is not used yet is no memory yet."""
@@ -111,14 +120,14 @@ class Adaptive:
         """At the recent end, as a leaf."""
         if row + 1 >= len(self._order):
             self._grow(row)
-        self._tell(loops.INSERTED, row)
+        self._tell(row << loops.EVENT_BITS | loops.INSERTED)
 
     def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
         """At the old end, one after the other, as if used once, long ago."""
         if not len(rows):
             return
         self._flush()
-        self._changes += 1
+        self._flushed += 1
         nodes = np.asarray(rows, np.int64) + 1
         if int(nodes.max()) >= len(self._order):
             self._grow(int(nodes.max()))
@@ -129,8 +138,8 @@ class Adaptive:
         order["newer"][ring[1:]] = ring[:-1]
         order["kind"][nodes] = order["when"][nodes] = 0
         leaves, first = nodes[np.asarray(are_leaves, bool)], self._numbers[loops.LEAVES]
-        order["leaf"][first : first + len(leaves)] = leaves
-        order["leaf_when"][first : first + len(leaves)] = order["leaf_kind"][first : first + len(leaves)] = 0
+        listed = self._leaf_records.array[first : first + len(leaves)]
+        listed["node"], listed["when"], listed["kind"] = leaves, 0, 0
         order["leaf_at"][nodes] = 0
         order["leaf_at"][leaves] = first + 1 + np.arange(len(leaves))
         self._numbers[loops.LEAVES] += len(leaves)
@@ -140,43 +149,45 @@ class Adaptive:
         """Counted, for the history and for both ghosts."""
         if not len(chain):
             return
-        rows = np.array(chain, np.int32)
-        if len(rows) > self._told.shape[1]:
-            self._catch_up(self._told.shape[1])
-            self._told = np.zeros((loops.TOLD, 2 * len(rows)), np.int64)
-        highest = int(rows.max())
+        rows = array("i", chain)
+        if len(rows) > self._told.shape[-1]:
+            self._catch_up(blocks=1 << 62)
+            self._told = np.zeros((loops.REQUESTS, loops.TOLD, 2 * len(rows)), np.int64)
+            self._place()
+        highest = max(rows)
         if highest + 1 >= len(self._order):  # of another tier
             self._grow(highest)
-        stop, self._stop = self._stop, 0
-        is_right = self._loops.learn(
-            self._seen, stop, rows, count, np.frombuffer(self._names, np.int64), self._order, *self._ghosts,
-            *self._history, self._told, self._learned, self._numbers, self._scores, self._settings,
-        )  # fmt: skip
-        assert is_right, WRONG_EVENT
-        self._owes = count > self._at_once
+        self._waiting = self._loops.learn(
+            self._places, self._take(), np.frombuffer(rows, np.int32), count, np.frombuffer(self._names, np.int64)
+        )
+        assert self._waiting >= 0, WRONG_EVENT
 
     def touched(self, rows: Sequence[int]) -> None:
         """To the recent end, one after the other."""
         length = len(rows)
         if not length:
             return
-        told = array("i", (loops.TOUCHED, length, *rows))
-        at = self._room_for(2 + length)
-        self._events[at : at + 2 + length] = told
-        self._changes += 1
+        if self._stop + 1 + length > len(self._events):
+            self._flush()
+            if 1 + length > len(self._events):
+                self._events = array("q", bytes(16 * (1 + length)))
+                self._place()
+        at = self._stop
+        self._stop = stop = at + 1 + length
+        self._events[at:stop] = array("q", (length << loops.EVENT_BITS | loops.TOUCHED, *rows))
 
     def became_leaf(self, row: int) -> None:
         """It may be proposed from now on."""
-        self._tell(loops.LEAF, row)
+        self._tell(row << loops.EVENT_BITS | loops.LEAF)
 
     def became_inner(self, row: int) -> None:
         """It may not be proposed any more."""
-        self._tell(loops.INNER, row)
+        self._tell(row << loops.EVENT_BITS | loops.INNER)
 
     def removed(self, row: int) -> None:
         """Out of the order; the history and the ghosts go on without it."""
         self._draws += 1
-        self._tell(loops.REMOVED, row)
+        self._tell(row << loops.EVENT_BITS | loops.REMOVED)
 
     def victims(self) -> Iterator[int]:
         """What is worth least of some, again and again, as long as it goes; behind some that did not go, all by age."""
@@ -184,82 +195,77 @@ class Adaptive:
         for attempt in range(ATTEMPTS):
             node = self._first_victim(attempt)
             while node and node not in skipped:
-                changes = self._changes
+                changes = self._changes()
                 yield node - 1
-                if self._changes == changes:
+                if self._changes() == changes:
                     skipped.add(node)
                     break
                 node = self._first_victim(attempt)
             if not self.goes_by_worth:
                 break
-        node = self._loops.next_leaf(self._order, 0)
+        node = self._loops.next_leaf(self._places, 0)
         while node:
             before = node
             if node not in skipped:
-                before, changes = int(self._order[node]["older"]), self._changes
+                before, changes = int(self._order[node]["older"]), self._changes()
                 yield node - 1
-                if self._changes == changes:
+                if self._changes() == changes:
                     before = node
                 self._flush()
-            node = self._loops.next_leaf(self._order, before)
+            node = self._loops.next_leaf(self._places, before)
 
     def _catch_up(self, blocks: int) -> None:
-        """Tell the learning ghost of up to so many more blocks of the last request."""
-        if self._owes:
-            own, heads = self._ghosts[2:]
-            self._owes = bool(
-                self._loops.catch_up(
-                    self._told, blocks, own, heads, self._learned, self._numbers, self._scores, self._settings
-                )
-            )
+        """Tell the ghosts of up to so many more blocks of the requests that wait."""
+        if self._waiting:
+            self._waiting = self._loops.catch_up(self._places, blocks)
 
     def _first_victim(self, attempt: int) -> int:
-        if self._owes:
+        if self._waiting:
             self._catch_up(loops.PIECE)
-        stop, self._stop = self._stop, 0
-        draw = self._draws + (attempt << 50)
-        node: int = self._loops.first_victim(self._seen, stop, self._order, self._learned, self._numbers, draw)
+        node: int = self._loops.first_victim(self._places, self._take(), self._draws + (attempt << 50))
         assert node >= 0, WRONG_EVENT
         return node
 
     # Inside ---------------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: int, row: int) -> None:
+    def _tell(self, event: int) -> None:
         at = self._stop
-        if at + 2 > self._capacity:
+        if at == len(self._events):
             self._flush()
             at = 0
         self._events[at] = event
-        self._events[at + 1] = row
-        self._stop = at + 2
-        self._changes += 1
+        self._stop = at + 1
 
-    def _room_for(self, numbers: int) -> int:
-        """Where in the buffer so many numbers go."""
-        if self._stop + numbers > self._capacity:
-            self._flush()
-            if numbers > self._capacity:
-                self._make_buffer(2 * numbers)
-        at = self._stop
-        self._stop = at + numbers
-        return at
+    def _take(self) -> int:
+        """Where the events end that take effect now."""
+        stop, self._stop = self._stop, 0
+        self._flushed += stop
+        return stop
 
-    def _make_buffer(self, numbers: int) -> None:
-        self._events = array("i", bytes(4 * numbers))
-        self._seen: Any = np.frombuffer(self._events, np.int32)
-        self._capacity = numbers
+    def _changes(self) -> int:
+        """Another number after each event."""
+        return self._flushed + self._stop
 
     def _flush(self) -> None:
         """Every event takes effect."""
-        stop, self._stop = self._stop, 0
-        is_right = self._loops.follow(self._seen, stop, self._order, self._numbers)
+        is_right = self._loops.follow(self._places, self._take())
         assert is_right, WRONG_EVENT
+
+    def _place(self) -> None:
+        """Whenever there is another array than before."""
+        arrays = [np.frombuffer(self._events, np.int64), self._order, self._leaf_records.array, *self._ghosts]
+        arrays += [self._own_leaves, *self._history, self._requests, self._told, self._learned, self._numbers]
+        arrays += [self._scores, self._settings]
+        self._arrays: Any = loops.Arrays._make(arrays)
+        self._places = self._arrays.places()
 
     def _grow(self, row: int) -> None:
         self._flush()
         rows = max(row + 2, len(self._order) + GROWN, len(self._order) * 9 // 8)
-        self._order = None
+        self._order = self._arrays = None
         try:
+            self._leaf_records.grow_to(rows)
             self._records.grow_to(rows)
         finally:
             self._order = self._records.array
+            self._place()

@@ -1,11 +1,13 @@
 """What the adaptive policy does for every block, compiled by numba (floor 1). `adaptive` says in words what and why.
 
-All state is arrays of records that `adaptive` makes; a call costs the more, the more arrays it is given, so there are
-few.
+All state is arrays that `adaptive` makes and keeps. A call costs the more, the more arrays it is given, and most take
+less than a microsecond: so a call is given where they are (`Arrays`), in one.
 
-    order     blocks of the tier: a ring in the order of their last use, and an unordered list of the leaves
+    order     blocks of the tier: a ring in the order of their last use
     ghost     the same of names in place of blocks, with the tree over them
+    leaves    of the tier and of the learning ghost, in no order
     history   names in the order of their last use
+    requests  that ghosts were not told of in full, the first one first, and what is told of their blocks
 
 Node 0 is a ring's two ends, and row r is node r + 1, so that what begins as zeros begins empty. Names are looked up by
 hash in chains of nodes, which `heads` begin: with few heads that is slow, and never wrong.
@@ -17,10 +19,12 @@ from logging import getLogger
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import config, float64, from_dtype, int32, int64, njit
+from numba import carray, config, from_dtype, int32, int64, njit, types
+from numba.extending import intrinsic
 
-INSERTED, REMOVED, LEAF, INNER, TOUCHED = -1, -2, -3, -4, -5
-"""Events. The last one has a number and as many rows behind it, the others a row."""
+INSERTED, REMOVED, LEAF, INNER, TOUCHED = range(5)
+EVENT_BITS = 3
+"""Events, each in so many bits of a number: above them a row, or how many rows stand behind it."""
 
 KINDS = 8
 """Of blocks: bit 0, whether it was its request's last one; above it how often it was used: once, 2-3, 4-7, 8 and
@@ -40,8 +44,9 @@ RECKON_USES = 2048
 DOUBT = 8.0
 """Looks without a use that every kind has at every age from the start."""
 
-USES, LOOKS, WORTH = 0, 1, 2
-"""What is learned, by kind and age."""
+USES, LOOKS, WORTH, GHOST_WORTH = range(4)
+"""What is learned, by kind and age; and worth as the learning ghost knows it, which is some requests behind."""
+TABLES = 4
 
 CLOCK, DUE, RULE, DRAWS, SIZE, LEAVES, NODES, FULL = range(8)
 """Whole numbers: uses so far; when worth is reckoned next; 1 where the tier goes by it; the state that draws; blocks of
@@ -50,22 +55,30 @@ since the last reckoning."""
 LRU, OWN, NAMES = 8, 15, 22
 """And from there on, of the ghosts and of the history, what `COUNT`, `LEAF_COUNT`, `MOST` and `FREE` are behind that:
 how many there are, leaves among them, how many there may be, and a node that was given back. Of the ghosts, how far
-they are with the last request, too, `LEFT`, `PARENT` and `HITS`: blocks of its chain that they were not told of so far,
-the node of the one before those, and how many were there."""
+they are with the first request that waits, too, `LEFT`, `PARENT` and `HITS`: blocks of its chain that they were not
+told of so far, the node of the one before those, and how many were there."""
 COUNT, LEAF_COUNT, MOST, FREE, LEFT, PARENT, HITS = range(7)
-TURN, OWN_DRAWS, TOLD_LENGTH, TOLD_COUNT, FETCHED = range(26, 31)
-"""The kind whose worth is reckoned next; the state by which the learning ghost draws; the last request's chain, and how
-many of it count; and nothing: so that no compiler leaves out what is read only to have it near."""
-NUMBERS = 31
+TURN, OWN_DRAWS, ROOM, FIRST, WAITING, FETCHED = range(26, 32)
+"""The kind whose worth is reckoned next; the state by which the learning ghost draws; how many blocks a ghost may have
+from the next request on; the first request that waits, and how many do; and nothing: so that no compiler leaves out
+what is read only to have it near."""
+NUMBERS = 32
 
+REQUESTS = 8
+"""That can wait. Another one has to be told of in full before there is one more."""
+REQUEST = np.dtype(
+    [("length", "<i8"), ("count", "<i8"), ("clock", "<i8"), ("room", "<i8"), ("kind", "<i8"), ("worth", "<f8", AGES)]
+)
+"""length, count: of its chain, and how many of it count as used. clock, room: as they were behind it. kind, worth: what
+was reckoned with it; a negative kind for nothing. So ghosts that hear of it later do as if they were told at once."""
 NAME, KIND, WHEN, LRU_NODE, OWN_NODE = range(5)
-"""What is known of each block of the last request: its name, kind and last use, a negative kind for none, and its nodes
-in the ghosts."""
+"""What is known of each block of a request: its name, kind and last use, a negative kind for none, and its nodes in the
+ghosts."""
 TOLD = 5
 AT_ONCE = 64
-"""Blocks that both ghosts are told of within the request; of a longer one the learning ghost is told behind it."""
+"""Blocks that the ghosts are told of within a request, unless it is longer itself."""
 PIECE = 32
-"""Blocks of those that it is told of before the next victim."""
+"""Blocks that they are told of within a longer one, and before each victim."""
 
 LRU_SCORE, OWN_SCORE, SCORE_USES, WEIGHT = range(4)
 """Hits of both ghosts and what was asked for; each counts `WEIGHT`, which grows, so that what is old counts little."""
@@ -73,21 +86,13 @@ HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR, MOST_AT_ONCE = range(5)
 """Settings: half-lives of what is learned and of scores, in uses; by what the learning ghost has to lead; and
 `AT_ONCE`."""
 
-_RING = [
-    ("when", "<i8"),
-    ("leaf_when", "<i8"),
-    ("newer", "<i4"),
-    ("older", "<i4"),
-    ("leaf_at", "<i4"),
-    ("leaf", "<i4"),
-    ("kind", "u1"),
-    ("leaf_kind", "u1"),
-]
+_RING = [("when", "<i8"), ("newer", "<i4"), ("older", "<i4"), ("leaf_at", "<i4"), ("kind", "u1")]
 ORDER = np.dtype(_RING, align=True)
-"""when, kind: of the last use. leaf_at: a leaf's place in the column `leaf`, from 1 on; leaf_when, leaf_kind: the same
-of the leaf that stands there, so that whoever draws leaves reads one record for each and not two."""
-_TREE = [("next", "<i4"), ("parent", "<i4"), ("children", "<i4"), ("name", "<i8"), ("_to_a_line", "<i8")]
+"""when, kind: of the last use. leaf_at: a leaf's place among the leaves, from 1 on; the LRU ghost lists none."""
+_TREE = [("next", "<i4"), ("parent", "<i4"), ("children", "<i4"), ("name", "<i8"), ("_to_a_line", "<i8", 2)]
 GHOST = np.dtype([*_RING, *_TREE], align=True)
+LEAF_ENTRY = np.dtype([("when", "<i8"), ("node", "<i4"), ("kind", "u1")], align=True)
+"""when, kind: as in the ring, so that whoever draws leaves reads only what lies here, close together."""
 HISTORY = np.dtype(
     [
         ("when", "<i8"),
@@ -105,6 +110,32 @@ _log = getLogger(__name__)
 _compiled = njit(nogil=True)
 
 
+class Arrays(NamedTuple):
+    """All that is known. events, heads, told, learned, numbers, scores and settings are numbers, the others records."""
+
+    events: Any
+    order: Any
+    leaves: Any
+    lru: Any
+    lru_heads: Any
+    own: Any
+    own_heads: Any
+    own_leaves: Any
+    history: Any
+    history_heads: Any
+    requests: Any
+    told: Any
+    learned: Any
+    numbers: Any
+    scores: Any
+    settings: Any
+
+    def places(self) -> Any:
+        """What the calls are given, for as long as all of these are kept: each one's address, and the length of its
+        last axis."""
+        return np.array([(one.ctypes.data, one.shape[-1]) for one in self], np.int64)
+
+
 class Loops(NamedTuple):
     """What `adaptive` calls."""
 
@@ -112,11 +143,11 @@ class Loops(NamedTuple):
     learn: Any
     catch_up: Any
     first_victim: Any
-    enter_all: Any
     next_leaf: Any
+    enter_all: Any
 
 
-_ENTRANCES = ("_follow", "_learn", "_catch_up", "_first_victim", "_enter_all", "_next_leaf")
+_ENTRANCES = ("_follow", "_learn", "_catch_up", "_first_victim", "_next_leaf", "_enter_all")
 
 
 def is_usable() -> bool:
@@ -143,6 +174,39 @@ def prepare() -> Loops:
             _compile(loops)
         _ready = loops
     return _ready
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    """The memory at an address."""
+
+    def at_address(context, builder, signature, given):
+        return builder.inttoptr(given[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(address), at_address
+
+
+@_compiled
+def _arrays(places):
+    """`Arrays`, of which the compiler leaves out what is not used."""
+    return (
+        carray(_pointer(places[0, 0]), (places[0, 1],), np.int64),
+        carray(_pointer(places[1, 0]), (places[1, 1],), ORDER),
+        carray(_pointer(places[2, 0]), (places[2, 1],), LEAF_ENTRY),
+        carray(_pointer(places[3, 0]), (places[3, 1],), GHOST),
+        carray(_pointer(places[4, 0]), (places[4, 1],), np.int32),
+        carray(_pointer(places[5, 0]), (places[5, 1],), GHOST),
+        carray(_pointer(places[6, 0]), (places[6, 1],), np.int32),
+        carray(_pointer(places[7, 0]), (places[7, 1],), LEAF_ENTRY),
+        carray(_pointer(places[8, 0]), (places[8, 1],), HISTORY),
+        carray(_pointer(places[9, 0]), (places[9, 1],), np.int32),
+        carray(_pointer(places[10, 0]), (REQUESTS,), REQUEST),
+        carray(_pointer(places[11, 0]), (REQUESTS, TOLD, places[11, 1]), np.int64),
+        carray(_pointer(places[12, 0]), (TABLES, KINDS, AGES), np.float64),
+        carray(_pointer(places[13, 0]), (NUMBERS,), np.int64),
+        carray(_pointer(places[14, 0]), (4,), np.float64),
+        carray(_pointer(places[15, 0]), (5,), np.float64),
+    )
 
 
 @_compiled
@@ -211,39 +275,40 @@ def _renew(ring, node):
 
 
 @_compiled
-def _add_leaf(ring, node, numbers, leaves):
-    """leaves: where in `numbers` they are counted."""
+def _add_leaf(ring, leaves, node, numbers, count):
+    """count: where in `numbers` the leaves are counted."""
     if ring[node].leaf_at == 0:
-        at = numbers[leaves]
-        ring[at].leaf = node
-        ring[at].leaf_when = ring[node].when
-        ring[at].leaf_kind = ring[node].kind
-        numbers[leaves] = ring[node].leaf_at = at + 1
+        at = numbers[count]
+        leaves[at].node = node
+        leaves[at].when = ring[node].when
+        leaves[at].kind = ring[node].kind
+        numbers[count] = ring[node].leaf_at = at + 1
 
 
 @_compiled
-def _drop_leaf(ring, node, numbers, leaves):
+def _drop_leaf(ring, leaves, node, numbers, count):
     at = ring[node].leaf_at
     if at != 0:
-        numbers[leaves] -= 1
-        end = numbers[leaves]
-        last = ring[end].leaf
-        ring[at - 1].leaf = last
-        ring[at - 1].leaf_when = ring[end].leaf_when
-        ring[at - 1].leaf_kind = ring[end].leaf_kind
-        ring[last].leaf_at = at
+        numbers[count] -= 1
+        end = numbers[count]
+        if end != at - 1:
+            last = leaves[end].node
+            leaves[at - 1].node = last
+            leaves[at - 1].when = leaves[end].when
+            leaves[at - 1].kind = leaves[end].kind
+            ring[last].leaf_at = at
         ring[node].leaf_at = 0
 
 
 @_compiled
-def _mark(ring, node, kind, when):
+def _mark(ring, leaves, node, kind, when):
     """Its last use was then, and it is of that kind since."""
     ring[node].kind = kind
     ring[node].when = when
     at = ring[node].leaf_at
     if at != 0:
-        ring[at - 1].leaf_kind = kind
-        ring[at - 1].leaf_when = when
+        leaves[at - 1].kind = kind
+        leaves[at - 1].when = when
 
 
 @_compiled
@@ -256,18 +321,18 @@ def _oldest_leaf(ring, node):
 
 
 @_compiled
-def _least(ring, leaves, first, learned, clock, state):
-    """Of some leaves and one that is given, the one that is worth least; of equals the one that was used longest
-    ago."""
+def _least(ring, leaves, count, first, worth_of, clock, state):
+    """Of some of so many leaves and one that is given, the one that is worth least; of equals the one that was used
+    longest ago."""
     found, when = first, ring[first].when
-    least = learned[WORTH, ring[first].kind, _age_of(clock - when)]
+    least = worth_of[ring[first].kind, _age_of(clock - when)]
     for _ in range(CANDIDATES):
         state = _step(state)
-        at = _below(state, leaves)
-        used = ring[at].leaf_when
-        worth = learned[WORTH, ring[at].leaf_kind, _age_of(clock - used)]
+        at = _below(state, count)
+        used = leaves[at].when
+        worth = worth_of[leaves[at].kind, _age_of(clock - used)]
         if worth < least or (worth == least and used < when):
-            found, least, when = ring[at].leaf, worth, used
+            found, least, when = leaves[at].node, worth, used
     return found
 
 
@@ -290,13 +355,13 @@ def _find(nodes, heads, name):
 
 
 @_compiled
-def _fetch(nodes, heads, names, chain, count, numbers):
+def _fetch(nodes, heads, names, numbers):
     """Have what names lead to near the processor, all at a time, before it is needed one by one."""
     seen = 0
-    for at in range(count):
-        seen += heads[_head(nodes, heads, names[chain[at]])]
-    for at in range(count):
-        seen += nodes[heads[_head(nodes, heads, names[chain[at]])]].newer
+    for name in names:
+        seen += heads[_head(nodes, heads, name)]
+    for name in names:
+        seen += nodes[heads[_head(nodes, heads, name)]].newer
     numbers[FETCHED] = seen
 
 
@@ -324,29 +389,29 @@ def _strike(nodes, heads, node):
 
 
 @_compiled
-def _ghost_insert(ghost, heads, which, name, parent, learned, numbers):
+def _ghost_insert(ghost, heads, leaves, which, name, parent, worth_of, clock, numbers):
     """A block comes, and what has to go for it does: the worst leaf by the ghost's own rule. Returns its node, or 0
-    where all that could go is the way to it."""
-    leaves = which + LEAF_COUNT
+    where all that could go is the way to it. It is no leaf yet: most get a child at once."""
     if parent != 0:
         ghost[parent].children += 1
-        _drop_leaf(ghost, parent, numbers, leaves)
+        if which == OWN:
+            _drop_leaf(ghost, leaves, parent, numbers, OWN + LEAF_COUNT)
     for _ in range(MOST_GO):
         if numbers[which + COUNT] < numbers[which + MOST]:
             break
-        victim = _oldest_leaf(ghost, 0)
+        victim = ghost[0].newer
+        while victim != 0 and ghost[victim].children != 0:
+            victim = ghost[victim].newer
         if victim == 0:
             break
         if which == OWN:
             state = _step(np.uint64(numbers[OWN_DRAWS]))
             numbers[OWN_DRAWS] = np.int64(state)
-            victim = _least(ghost, numbers[leaves], victim, learned, numbers[CLOCK], state)
-        _ghost_remove(ghost, heads, which, victim, numbers)
+            victim = _least(ghost, leaves, numbers[OWN + LEAF_COUNT], victim, worth_of, clock, state)
+        _ghost_remove(ghost, heads, leaves, which, victim, numbers)
     if numbers[which + COUNT] + 1 >= len(ghost):
         if parent != 0:
             ghost[parent].children -= 1
-            if ghost[parent].children == 0:
-                _add_leaf(ghost, parent, numbers, leaves)
         return 0
     node = numbers[which + FREE]
     if node != 0:
@@ -357,55 +422,59 @@ def _ghost_insert(ghost, heads, which, name, parent, learned, numbers):
     _enter(ghost, heads, node, name)
     ghost[node].parent = parent
     ghost[node].children = 0
-    _add_leaf(ghost, node, numbers, leaves)
     _append(ghost, node)
     return node
 
 
 @_compiled
-def _ghost_remove(ghost, heads, which, node, numbers):
+def _ghost_remove(ghost, heads, leaves, which, node, numbers):
     _take_out(ghost, node)
-    _drop_leaf(ghost, node, numbers, which + LEAF_COUNT)
     _strike(ghost, heads, node)
     numbers[which + COUNT] -= 1
     parent = ghost[node].parent
     if parent != 0:
         ghost[parent].children -= 1
-        if ghost[parent].children == 0:
-            _add_leaf(ghost, parent, numbers, which + LEAF_COUNT)
+    if which == OWN:
+        _drop_leaf(ghost, leaves, node, numbers, OWN + LEAF_COUNT)
+        if parent != 0 and ghost[parent].children == 0:
+            _add_leaf(ghost, leaves, parent, numbers, OWN + LEAF_COUNT)
     ghost[node].next = numbers[which + FREE]
     numbers[which + FREE] = node
 
 
 @_compiled
-def _ghost_told(ghost, heads, which, told, most, learned, numbers):
-    """Of the last request's chain, from the prompt's first block on, up to so many more. When it is told of all, those
-    that are here are the most recent."""
-    length, count = numbers[TOLD_LENGTH], numbers[TOLD_COUNT]
+def _ghost_told(ghost, heads, leaves, which, request, told, most, worth_of, numbers):
+    """Of a chain, from the prompt's first block on, up to so many more. When it is told of all, those that are here are
+    the most recent."""
     left, parent, nodes = numbers[which + LEFT], numbers[which + PARENT], LRU_NODE if which == LRU else OWN_NODE
+    if left == 0:
+        return
     stop = max(0, left - most)
+    _fetch(ghost, heads, told[NAME, stop:left], numbers)
     reached = left
     while reached > stop:
         at = reached - 1
         node = _find(ghost, heads, told[NAME, at])
         if node == 0:
-            if at >= count:
+            if at >= request.count:
                 break  # it was asked for, and has gone since: what follows it cannot be had
-            node = _ghost_insert(ghost, heads, which, told[NAME, at], parent, learned, numbers)
+            node = _ghost_insert(ghost, heads, leaves, which, told[NAME, at], parent, worth_of, request.clock, numbers)
             if node == 0:
                 break
         elif ghost[node].parent != parent:
             break  # another block's name begins alike
-        elif at < count:
+        elif at < request.count:
             numbers[which + HITS] += 1
         if told[KIND, at] >= 0:
-            _mark(ghost, node, told[KIND, at], told[WHEN, at])
+            _mark(ghost, leaves, node, told[KIND, at], told[WHEN, at])
         told[nodes, at] = parent = node
         reached = at
+    if which == OWN and parent != 0 and ghost[parent].children == 0:
+        _add_leaf(ghost, leaves, parent, numbers, OWN + LEAF_COUNT)
     numbers[which + PARENT] = parent
     numbers[which + LEFT] = stop if reached == stop else 0
     if numbers[which + LEFT] == 0:
-        for at in range(reached, length):
+        for at in range(reached, request.length):
             _renew(ghost, told[nodes, at])
 
 
@@ -470,12 +539,12 @@ def _reckon(learned, kind, names, half_life):
 def _fit(numbers):
     """Ghosts have as much room as the tier turned out to have, where blocks are not as large as was expected: it was
     full when somebody asked for a victim, but for what was about to come."""
-    full, most = min(numbers[FULL], numbers[NODES]), numbers[LRU + MOST]
+    full, most = min(numbers[FULL], numbers[NODES]), numbers[ROOM]
     if full > most:
         most = full
     elif 0 < full < most - (most >> 3):
         most -= (most - full + 3) >> 2
-    numbers[LRU + MOST] = numbers[OWN + MOST] = most
+    numbers[ROOM] = most
     numbers[FULL] = 0
 
 
@@ -493,14 +562,15 @@ def _guard(scores, settings, count, numbers):
 
 
 @_compiled
-def _followed(events, stop, order, numbers):
+def _followed(events, stop, order, leaves, numbers):
     """As `_follow`."""
     at = 0
     while at < stop:
-        event, row = events[at], events[at + 1]
+        event, row = events[at] & ((1 << EVENT_BITS) - 1), events[at] >> EVENT_BITS
         node = row + 1
+        at += 1
         if event == TOUCHED:
-            at += 2 + row
+            at += row
             for one in events[at - row : at]:
                 if order[one + 1].newer == 0 and order[0].older != one + 1:
                     return False
@@ -513,101 +583,120 @@ def _followed(events, stop, order, numbers):
             order[node].when = numbers[CLOCK]
             numbers[SIZE] += 1
             _append(order, node)
-            _add_leaf(order, node, numbers, LEAVES)
+            _add_leaf(order, leaves, node, numbers, LEAVES)
         elif event == REMOVED:
             numbers[SIZE] -= 1
             _take_out(order, node)
-            _drop_leaf(order, node, numbers, LEAVES)
+            _drop_leaf(order, leaves, node, numbers, LEAVES)
             order[node].newer = 0
         elif event == LEAF:
-            _add_leaf(order, node, numbers, LEAVES)
+            _add_leaf(order, leaves, node, numbers, LEAVES)
         else:
-            _drop_leaf(order, node, numbers, LEAVES)
-        at += 2
+            _drop_leaf(order, leaves, node, numbers, LEAVES)
     return True
 
 
 # What adaptive calls -------------------------------------------------------------------------------------------------
 
 
-def _follow(events, stop, order, numbers):
-    """What happened to the tier's own order. False for an event that cannot be."""
-    return _followed(events, stop, order, numbers)
+def _follow(places, stop):
+    """What happened to the tier's own order, up to there in the events. False for one that cannot be."""
+    events, order, leaves, _, _, _, _, _, _, _, _, _, _, numbers, _, _ = _arrays(places)
+    return _followed(events, stop, order, leaves, numbers)
 
 
-def _learn(
-    events, stop, chain, count, names, order, lru, lru_heads, own, own_heads, history, history_heads, told, learned,
-    numbers, scores, settings,
-):  # fmt: skip
-    """Events; then a request came for a chain, the deepest block first, of which the first `count` count as used."""
-    if not _followed(events, stop, order, numbers):
-        return False
-    if numbers[OWN + LEFT] != 0:
-        _caught_up(told, numbers[OWN + LEFT], own, own_heads, learned, numbers, scores, settings)
+def _learn(places, stop, chain, count, names):
+    """Events; then a request came for a chain, the deepest block first, of which the first `count` count as used.
+    Returns how many requests wait, or -1 for an event that cannot be."""
+    events, order, leaves, _, _, _, _, _, history, heads, requests, told, learned, numbers, _, settings = _arrays(
+        places
+    )
+    if not _followed(events, stop, order, leaves, numbers):
+        return -1
+    if numbers[WAITING] == REQUESTS:
+        left = max(numbers[LRU + LEFT], numbers[OWN + LEFT])
+        _tell_ghosts(places, left if left != 0 else requests[numbers[FIRST]].length)
+    last = (numbers[FIRST] + numbers[WAITING]) % REQUESTS
+    numbers[WAITING] += 1
+    request, blocks = requests[last], told[last]
+    request.kind = -1
     if numbers[CLOCK] >= numbers[DUE]:  # of one kind at a time, so that nobody waits for all
         kind = numbers[TURN]
         _reckon(learned, kind, numbers[NAMES + COUNT], settings[HALF_LIFE])
+        request.kind, request.worth[:] = kind, learned[WORTH, kind]
         if kind == 0:
             _fit(numbers)
         numbers[TURN] = (kind + 1) % KINDS
         numbers[DUE] += RECKON_USES // KINDS
+    for at in range(len(chain)):
+        blocks[NAME, at], blocks[KIND, at] = names[chain[at]], -1
     counted = min(count + 1, len(chain))
-    _fetch(history, history_heads, names, chain, counted, numbers)
-    _fetch(lru, lru_heads, names, chain, counted, numbers)
-    _fetch(own, own_heads, names, chain, counted, numbers)
+    _fetch(history, heads, blocks[NAME, :counted], numbers)
     for at in range(counted):
-        name = names[chain[at]]
         if at < count:
-            node = _remember(history, history_heads, name, 1 if at == 0 else 0, learned, numbers)
+            node = _remember(history, heads, blocks[NAME, at], 1 if at == 0 else 0, learned, numbers)
         else:  # the end of what was found is not the request's end
-            node = _find(history, history_heads, name)
+            node = _find(history, heads, blocks[NAME, at])
             if node != 0:
                 history[node].kind &= 255 - LAST
-        told[KIND, at] = -1
         if node != 0:
-            told[KIND, at], told[WHEN, at] = history[node].kind, history[node].when
-            _mark(order, chain[at] + 1, history[node].kind, history[node].when)
-    for at in range(len(chain)):
-        told[NAME, at] = names[chain[at]]
-    for at in range(counted, len(chain)):
-        told[KIND, at] = -1
-    numbers[TOLD_LENGTH], numbers[TOLD_COUNT] = len(chain), count
-    for which in (LRU, OWN):
-        numbers[which + LEFT], numbers[which + PARENT], numbers[which + HITS] = len(chain), 0, 0
-    _ghost_told(lru, lru_heads, LRU, told, len(chain), learned, numbers)
-    if count <= settings[MOST_AT_ONCE]:
-        _caught_up(told, len(chain), own, own_heads, learned, numbers, scores, settings)
-    return True
+            blocks[KIND, at], blocks[WHEN, at] = history[node].kind, history[node].when
+            _mark(order, leaves, chain[at] + 1, history[node].kind, history[node].when)
+    request.length, request.count, request.clock, request.room = len(chain), count, numbers[CLOCK], numbers[ROOM]
+    _tell_ghosts(places, np.int64(settings[MOST_AT_ONCE]) if count <= settings[MOST_AT_ONCE] else PIECE)
+    return numbers[WAITING]
 
 
 @_compiled
-def _caught_up(told, most, own, own_heads, learned, numbers, scores, settings):
-    """The learning ghost is told of so many more blocks of the last request. When both know of all, hits count."""
-    _ghost_told(own, own_heads, OWN, told, most, learned, numbers)
-    if numbers[OWN + LEFT] == 0:
-        scores[LRU_SCORE] += numbers[LRU + HITS] * scores[WEIGHT]
-        scores[OWN_SCORE] += numbers[OWN + HITS] * scores[WEIGHT]
-        _guard(scores, settings, numbers[TOLD_COUNT], numbers)
+def _tell_ghosts(places, most):
+    """Of up to so many more blocks of the requests that wait. Hits count when both know of all of a request."""
+    _, _, _, lru, lru_heads, own, own_heads, leaves, _, _, requests, told, learned, numbers, scores, settings = _arrays(
+        places
+    )
+    while numbers[WAITING] != 0 and most > 0:
+        request, blocks = requests[numbers[FIRST]], told[numbers[FIRST]]
+        if numbers[LRU + LEFT] == 0 and numbers[OWN + LEFT] == 0:
+            for which in (LRU, OWN):
+                numbers[which + MOST] = request.room
+                numbers[which + LEFT], numbers[which + PARENT], numbers[which + HITS] = request.length, 0, 0
+            if request.kind >= 0:
+                learned[GHOST_WORTH, request.kind] = request.worth
+        left = max(numbers[LRU + LEFT], numbers[OWN + LEFT])
+        _ghost_told(lru, lru_heads, leaves, LRU, request, blocks, most, learned[GHOST_WORTH], numbers)
+        _ghost_told(own, own_heads, leaves, OWN, request, blocks, most, learned[GHOST_WORTH], numbers)
+        more = max(numbers[LRU + LEFT], numbers[OWN + LEFT])
+        most -= left - more
+        if more == 0:
+            scores[LRU_SCORE] += numbers[LRU + HITS] * scores[WEIGHT]
+            scores[OWN_SCORE] += numbers[OWN + HITS] * scores[WEIGHT]
+            _guard(scores, settings, request.count, numbers)
+            numbers[FIRST] = (numbers[FIRST] + 1) % REQUESTS
+            numbers[WAITING] -= 1
 
 
-def _catch_up(told, most, own, own_heads, learned, numbers, scores, settings):
-    """As `_caught_up`, where something is left. Returns how much still is."""
-    if numbers[OWN + LEFT] != 0:
-        _caught_up(told, most, own, own_heads, learned, numbers, scores, settings)
-    return numbers[OWN + LEFT]
+def _catch_up(places, most):
+    """As `_tell_ghosts`. Returns how many requests wait."""
+    _tell_ghosts(places, most)
+    return _arrays(places)[13][WAITING]
 
 
-def _first_victim(events, stop, order, learned, numbers, draw):
+def _first_victim(places, stop, draw):
     """Events; then the leaf that goes first, the same for the same draw until something changes. 0 without any, -1 for
     an event that cannot be."""
-    if not _followed(events, stop, order, numbers):
+    events, order, leaves, _, _, _, _, _, _, _, _, _, learned, numbers, _, _ = _arrays(places)
+    if not _followed(events, stop, order, leaves, numbers):
         return -1
     numbers[FULL] = max(numbers[FULL], numbers[SIZE])
     first = _oldest_leaf(order, 0)
     if first == 0 or numbers[RULE] == 0:
         return first
     state = _step(np.uint64(draw + 1) * np.uint64(11400714819323198485))
-    return _least(order, numbers[LEAVES], first, learned, numbers[CLOCK], state)
+    return _least(order, leaves, numbers[LEAVES], first, learned[WORTH], numbers[CLOCK], state)
+
+
+def _next_leaf(places, node):
+    """The leaf that was used longest ago of those that were used after `node`, or 0."""
+    return _oldest_leaf(_arrays(places)[1], node)
 
 
 def _enter_all(nodes, heads):
@@ -618,39 +707,15 @@ def _enter_all(nodes, heads):
         node = nodes[node].newer
 
 
-def _next_leaf(order, node):
-    """The leaf that was used longest ago of those that were used after `node`, or 0."""
-    return _oldest_leaf(order, node)
-
-
 def _compile(loops: Loops) -> None:
-    order, ghost, history = (from_dtype(dtype)[::1] for dtype in (ORDER, GHOST, HISTORY))
-    some, heads, told, learned = int32[::1], int32[::1], int64[:, ::1], float64[:, :, ::1]
-    numbers, scores = int64[::1], float64[::1]
-    events = (some, int64)
-    loops.follow.compile((*events, order, numbers))
-    loops.learn.compile(
-        (
-            *events,
-            some,
-            int64,
-            numbers,
-            order,
-            *(ghost, heads) * 2,
-            history,
-            heads,
-            told,
-            learned,
-            numbers,
-            scores,
-            scores,
-        )
-    )
-    loops.catch_up.compile((told, int64, ghost, heads, learned, numbers, scores, scores))
-    loops.first_victim.compile((*events, order, learned, numbers, int64))
-    loops.enter_all.compile((ghost, heads))
-    loops.enter_all.compile((history, heads))
-    loops.next_leaf.compile((order, int64))
+    places, rows, names = int64[:, ::1], int32[::1], int64[::1]
+    loops.follow.compile((places, int64))
+    loops.learn.compile((places, int64, rows, int64, names))
+    loops.catch_up.compile((places, int64))
+    loops.first_victim.compile((places, int64, int64))
+    loops.next_leaf.compile((places, int64))
+    for dtype in (GHOST, HISTORY):
+        loops.enter_all.compile((from_dtype(dtype)[::1], rows))
 
 
 _ready: Loops | None = None
