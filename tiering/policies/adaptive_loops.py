@@ -450,7 +450,7 @@ def _ghost_told(ghost, heads, leaves, which, request, told, most, worth_of, numb
     if left == 0:
         return
     stop = max(0, left - most)
-    _fetch(ghost, heads, told[NAME, stop:left], numbers)
+    _fetch(ghost, heads, told[NAME, stop : min(left, request.count + 1)], numbers)  # the others came a moment ago
     reached = left
     while reached > stop:
         at = reached - 1
@@ -670,8 +670,8 @@ def _tell_ghosts(places, most):
             scores[LRU_SCORE] += numbers[LRU + HITS] * scores[WEIGHT]
             scores[OWN_SCORE] += numbers[OWN + HITS] * scores[WEIGHT]
             _guard(scores, settings, request.count, numbers)
-            numbers[FIRST] = (numbers[FIRST] + 1) % REQUESTS
             numbers[WAITING] -= 1
+            numbers[FIRST] = (numbers[FIRST] + 1) % REQUESTS if numbers[WAITING] != 0 else 0  # which is near still
 
 
 def _catch_up(places, most):
