@@ -62,7 +62,7 @@ class Adaptive:
         self._names = names
         self._loops = loops.prepare()
         self._stop = self._flushed = 0
-        self._events = array("q", bytes(8 * EVENTS))
+        self._make_buffer(EVENTS)
         self._requests = np.zeros(loops.REQUESTS, loops.REQUEST)
         self._told = np.zeros((loops.REQUESTS, loops.TOLD, LONGEST), np.int64)
         self._waiting = 0  # requests that the ghosts were not told of in full
@@ -120,7 +120,11 @@ class Adaptive:
         """At the recent end, as a leaf."""
         if row + 1 >= len(self._order):
             self._grow(row)
-        self._tell(row << loops.EVENT_BITS | loops.INSERTED)
+        at = self._stop
+        self._events[at] = row << loops.EVENT_BITS | loops.INSERTED
+        self._stop = at + 1
+        if at == self._last_place:
+            self._flush()
 
     def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
         """At the old end, one after the other, as if used once, long ago."""
@@ -167,10 +171,10 @@ class Adaptive:
         length = len(rows)
         if not length:
             return
-        if self._stop + 1 + length > len(self._events):
+        if self._stop + 1 + length > self._last_place:
             self._flush()
-            if 1 + length > len(self._events):
-                self._events = array("q", bytes(16 * (1 + length)))
+            if 1 + length > self._last_place:
+                self._make_buffer(2 * (1 + length))
                 self._place()
         at = self._stop
         self._stop = stop = at + 1 + length
@@ -178,16 +182,28 @@ class Adaptive:
 
     def became_leaf(self, row: int) -> None:
         """It may be proposed from now on."""
-        self._tell(row << loops.EVENT_BITS | loops.LEAF)
+        at = self._stop
+        self._events[at] = row << loops.EVENT_BITS | loops.LEAF
+        self._stop = at + 1
+        if at == self._last_place:
+            self._flush()
 
     def became_inner(self, row: int) -> None:
         """It may not be proposed any more."""
-        self._tell(row << loops.EVENT_BITS | loops.INNER)
+        at = self._stop
+        self._events[at] = row << loops.EVENT_BITS | loops.INNER
+        self._stop = at + 1
+        if at == self._last_place:
+            self._flush()
 
     def removed(self, row: int) -> None:
         """Out of the order; the history and the ghosts go on without it."""
         self._draws += 1
-        self._tell(row << loops.EVENT_BITS | loops.REMOVED)
+        at = self._stop
+        self._events[at] = row << loops.EVENT_BITS | loops.REMOVED
+        self._stop = at + 1
+        if at == self._last_place:
+            self._flush()
 
     def victims(self) -> Iterator[int]:
         """What is worth least of some, again and again, as long as it goes; behind some that did not go, all by age."""
@@ -228,13 +244,11 @@ class Adaptive:
 
     # Inside ---------------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: int) -> None:
-        at = self._stop
-        if at == len(self._events):
-            self._flush()
-            at = 0
-        self._events[at] = event
-        self._stop = at + 1
+    def _make_buffer(self, events: int) -> None:
+        """Of which the last place is free: the four that are called for each block write without looking, and a call of
+        another method would take half as long again."""
+        self._events = array("q", bytes(8 * events))
+        self._last_place = events - 1
 
     def _take(self) -> int:
         """Where the events end that take effect now."""
