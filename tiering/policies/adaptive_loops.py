@@ -643,13 +643,13 @@ def _learn(places, stop, chain, count, names):
             blocks[KIND, at], blocks[WHEN, at] = history[node].kind, history[node].when
             _mark(order, leaves, chain[at] + 1, history[node].kind, history[node].when)
     request.length, request.count, request.clock, request.room = len(chain), count, numbers[CLOCK], numbers[ROOM]
-    _tell_ghosts(places, np.int64(settings[MOST_AT_ONCE]) if count <= settings[MOST_AT_ONCE] else PIECE)
-    return numbers[WAITING]
+    return _tell_ghosts(places, np.int64(settings[MOST_AT_ONCE]) if count <= settings[MOST_AT_ONCE] else PIECE)
 
 
 @_compiled
 def _tell_ghosts(places, most):
-    """Of up to so many more blocks of the requests that wait. Hits count when both know of all of a request."""
+    """Of up to so many more blocks of the requests that wait. Hits count when both know of all of a request. Returns
+    how many wait."""
     _, _, _, lru, lru_heads, own, own_heads, leaves, _, _, requests, told, learned, numbers, scores, settings = _arrays(
         places
     )
@@ -672,12 +672,12 @@ def _tell_ghosts(places, most):
             _guard(scores, settings, request.count, numbers)
             numbers[WAITING] -= 1
             numbers[FIRST] = (numbers[FIRST] + 1) % REQUESTS if numbers[WAITING] != 0 else 0  # which is near still
+    return numbers[WAITING]
 
 
 def _catch_up(places, most):
-    """As `_tell_ghosts`. Returns how many requests wait."""
-    _tell_ghosts(places, most)
-    return _arrays(places)[13][WAITING]
+    """As `_tell_ghosts`."""
+    return _tell_ghosts(places, most)
 
 
 def _first_victim(places, stop, draw):
