@@ -35,6 +35,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = int(os.environ.get("PAGED_SEED", "0")) or SystemRandom().randrange(1 << 30)
 STEPS = int(os.environ.get("PAGED_STEPS", "300"))
+HISTORIES = 40
+"""Drawn for what is wrong, at most: the rarest shows in two of five, so that it stays hidden once in 10^8 runs."""
 INT8_ERROR = 1 / 250
 """Numbers lie in 0 .. 1, and half a step of 8 bits is half of 1 / 127 at most; rounded up to what bfloat16 adds."""
 
@@ -267,7 +269,7 @@ def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
     """By the test above, with one precaution less."""
     print(f"PAGED_SEED={SEED}")
     break_it, shape, load = WRONGS[name]
-    for attempt in range(8):
+    for attempt in range(HISTORIES):
         random = Random(f"{SEED} {name} {attempt}")
         faults = Faults(attempt, failing=0.3, pause=0.003)
         with (
@@ -281,7 +283,7 @@ def test_what_is_wrong_is_found(name: str, tmp_path: Path) -> None:
             except AssertionError as error:
                 assert any(word in str(error) for word in ("not its prefix's", "not their KV", "are saved")), error
                 return
-    raise AssertionError("nothing was found")
+    raise AssertionError(f"nothing was found in {HISTORIES} histories")
 
 
 # One thing at a time -------------------------------------------------------------------------------------------------
