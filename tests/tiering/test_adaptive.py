@@ -306,6 +306,8 @@ def rings_are_whole(policy: Adaptive) -> None:
         for node in ring:
             children[int(nodes[node]["parent"])] += 1
         assert all(nodes[node]["children"] == children[node] for node in ring)
+        places = {node: place for place, node in enumerate([*ring, 0])}
+        assert all(places[node] < places[int(nodes[node]["parent"])] for node in ring), "the oldest one is a leaf"
         if at == adaptive_loops.OWN:
             leaves = policy._own_leaves[: numbers[at + adaptive_loops.LEAF_COUNT]]
             assert sorted(leaves["node"].tolist()) == sorted(node for node in ring if not children[node])

@@ -276,7 +276,7 @@ class Adaptive:
     def _grow(self, row: int) -> None:
         self._flush()
         rows = max(row + 2, len(self._order) + GROWN, len(self._order) * 9 // 8)
-        self._order = self._arrays = None
+        self._order = self._arrays = self._places = None
         try:
             self._leaf_records.grow_to(rows)
             self._records.grow_to(rows)

@@ -71,10 +71,9 @@ REQUEST = np.dtype(
 )
 """length, count: of its chain, and how many of it count as used. clock, room: as they were behind it. kind, worth: what
 was reckoned with it; a negative kind for nothing. So ghosts that hear of it later do as if they were told at once."""
-NAME, KIND, WHEN, LRU_NODE, OWN_NODE = range(5)
-"""What is known of each block of a request: its name, kind and last use, a negative kind for none, and its nodes in the
-ghosts."""
-TOLD = 5
+NAME, KIND, WHEN = range(3)
+"""What is known of each block of a request: its name, kind and last use, a negative kind for none."""
+TOLD = 3
 AT_ONCE = 64
 """Blocks that the ghosts are told of within a request, unless it is longer itself."""
 PIECE = 32
@@ -251,13 +250,13 @@ def _age_of(uses):
 
 
 @_compiled
-def _append(ring, node):
-    """At the recent end."""
-    newest = ring[0].older
-    ring[newest].newer = node
-    ring[node].older = newest
-    ring[node].newer = 0
-    ring[0].older = node
+def _put(ring, node, newer):
+    """Right behind one that is newer; behind node 0, at the recent end."""
+    older = ring[newer].older
+    ring[older].newer = node
+    ring[node].older = older
+    ring[node].newer = newer
+    ring[newer].older = node
 
 
 @_compiled
@@ -268,10 +267,11 @@ def _take_out(ring, node):
 
 
 @_compiled
-def _renew(ring, node):
-    if ring[0].older != node:
+def _move(ring, node, newer):
+    """As `_put`."""
+    if ring[newer].older != node:
         _take_out(ring, node)
-        _append(ring, node)
+        _put(ring, node, newer)
 
 
 @_compiled
@@ -390,8 +390,8 @@ def _strike(nodes, heads, node):
 
 @_compiled
 def _ghost_insert(ghost, heads, leaves, which, name, parent, worth_of, clock, numbers):
-    """A block comes, and what has to go for it does: the worst leaf by the ghost's own rule. Returns its node, or 0
-    where all that could go is the way to it. It is no leaf yet: most get a child at once."""
+    """A block comes, right behind its parent, and what has to go for it does: the worst leaf by the ghost's own rule.
+    Returns its node, or 0 where all that could go is the way to it. It is no leaf yet: most get a child at once."""
     if parent != 0:
         ghost[parent].children += 1
         if which == OWN:
@@ -400,9 +400,7 @@ def _ghost_insert(ghost, heads, leaves, which, name, parent, worth_of, clock, nu
         if numbers[which + COUNT] < numbers[which + MOST]:
             break
         victim = ghost[0].newer
-        while victim != 0 and ghost[victim].children != 0:
-            victim = ghost[victim].newer
-        if victim == 0:
+        if victim == 0 or ghost[victim].children != 0:
             break
         if which == OWN:
             state = _step(np.uint64(numbers[OWN_DRAWS]))
@@ -422,7 +420,7 @@ def _ghost_insert(ghost, heads, leaves, which, name, parent, worth_of, clock, nu
     _enter(ghost, heads, node, name)
     ghost[node].parent = parent
     ghost[node].children = 0
-    _append(ghost, node)
+    _put(ghost, node, parent)
     return node
 
 
@@ -444,9 +442,9 @@ def _ghost_remove(ghost, heads, leaves, which, node, numbers):
 
 @_compiled
 def _ghost_told(ghost, heads, leaves, which, request, told, most, worth_of, numbers):
-    """Of a chain, from the prompt's first block on, up to so many more. When it is told of all, those that are here are
-    the most recent."""
-    left, parent, nodes = numbers[which + LEFT], numbers[which + PARENT], LRU_NODE if which == LRU else OWN_NODE
+    """Of a chain, from the prompt's first block on, up to so many more. Each of them goes to the recent end, behind its
+    parent: so no block is newer than the way to it, and the oldest one is a leaf, or all are of this chain."""
+    left, parent = numbers[which + LEFT], numbers[which + PARENT]
     if left == 0:
         return
     stop = max(0, left - most)
@@ -463,19 +461,18 @@ def _ghost_told(ghost, heads, leaves, which, request, told, most, worth_of, numb
                 break
         elif ghost[node].parent != parent:
             break  # another block's name begins alike
-        elif at < request.count:
-            numbers[which + HITS] += 1
+        else:
+            _move(ghost, node, parent)
+            if at < request.count:
+                numbers[which + HITS] += 1
         if told[KIND, at] >= 0:
             _mark(ghost, leaves, node, told[KIND, at], told[WHEN, at])
-        told[nodes, at] = parent = node
+        parent = node
         reached = at
     if which == OWN and parent != 0 and ghost[parent].children == 0:
         _add_leaf(ghost, leaves, parent, numbers, OWN + LEAF_COUNT)
     numbers[which + PARENT] = parent
     numbers[which + LEFT] = stop if reached == stop else 0
-    if numbers[which + LEFT] == 0:
-        for at in range(reached, request.length):
-            _renew(ghost, told[nodes, at])
 
 
 # Learning ------------------------------------------------------------------------------------------------------------
@@ -500,7 +497,7 @@ def _remember(history, heads, name, is_last, learned, numbers):
             node = numbers[NAMES + COUNT]
         _enter(history, heads, node, name)
         history[node].uses = 0
-    _append(history, node)
+    _put(history, node, 0)
     uses = min(history[node].uses + 1, 255)
     history[node].uses = uses
     history[node].when = clock
@@ -574,7 +571,7 @@ def _followed(events, stop, order, leaves, numbers):
             for one in events[at - row : at]:
                 if order[one + 1].newer == 0 and order[0].older != one + 1:
                     return False
-                _renew(order, one + 1)
+                _move(order, one + 1, 0)
             continue
         if (order[node].newer != 0 or order[0].older == node) == (event == INSERTED):
             return False
@@ -582,7 +579,7 @@ def _followed(events, stop, order, leaves, numbers):
             order[node].kind = 0
             order[node].when = numbers[CLOCK]
             numbers[SIZE] += 1
-            _append(order, node)
+            _put(order, node, 0)
             _add_leaf(order, leaves, node, numbers, LEAVES)
         elif event == REMOVED:
             numbers[SIZE] -= 1
