@@ -5,6 +5,7 @@
 Requests run through the tables of a store without memory (`kvstore replay`). CPU time of this thread: the median of
 `LAPS` laps, each with LRU right before it. The longest call of a lap is the longest time that whoever waits for the
 store waits for the policy; of these, too, the median: a machine that is shared may stop anybody for milliseconds.
+The last line: the longest call where requests are as long as a prompt can be, and go on with one another.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tiering.policies.policy import PolicyMaker
 
 LAPS = 5
 SIZES = (1_000, 10_000, 64_000)
+LONG_REQUEST = 62_000  # blocks: a million tokens in blocks of 16
 CALLS = ("used", "touched", "inserted", "removed", "became_leaf", "became_inner", "_first_victim")
 
 
@@ -58,6 +60,18 @@ def longest_ms(blocks: int, trace: Trace) -> float:
     return 1e3 * longest
 
 
+def long_requests() -> Trace:
+    """One of `LONG_REQUEST` blocks, and four that go on with the first half of it."""
+    half = list(range(LONG_REQUEST // 2))
+    lines = []
+    for number in range(5):
+        first = LONG_REQUEST * (number + 1)
+        ids = half + list(range(first, first + LONG_REQUEST // 2))
+        request = {"timestamp": number, "input_length": 16 * len(ids), "output_length": 1, "hash_ids": ids}
+        lines.append(json.dumps(request))
+    return read_trace("long requests", lines, block_tokens=16)
+
+
 def main(path: str) -> None:
     """One JSON object for each size."""
     with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as lines:
@@ -75,6 +89,8 @@ def main(path: str) -> None:
             "longest_call_ms": statistics.median(longest),
         }
         print(json.dumps({name: round(value, 2) for name, value in row.items()}), flush=True)
+    longest = [longest_ms(2 * LONG_REQUEST, long_requests()) for _ in range(LAPS)]
+    print(json.dumps({"request_blocks": LONG_REQUEST, "longest_call_ms": round(statistics.median(longest), 2)}))
 
 
 if __name__ == "__main__":
