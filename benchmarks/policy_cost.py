@@ -5,7 +5,7 @@
 Requests run through the tables of a store without memory (`kvstore replay`). CPU time of this thread: the median of
 `LAPS` laps, each with LRU right before it. The longest call of a lap is the longest time that whoever waits for the
 store waits for the policy; of these, too, the median: a machine that is shared may stop anybody for milliseconds.
-The last line: the longest call where requests are as long as a prompt can be, and go on with one another.
+The last line: the longest call where requests have a million tokens, and half of each was asked for before.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def longest_ms(blocks: int, trace: Trace) -> float:
 
 
 def long_requests() -> Trace:
-    """One of `LONG_REQUEST` blocks, and four that go on with the first half of it."""
+    """Five of `LONG_REQUEST` blocks each, of which the first half is the same."""
     half = list(range(LONG_REQUEST // 2))
     lines = []
     for number in range(5):
