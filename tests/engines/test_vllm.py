@@ -78,7 +78,7 @@ CROWDED = dict(
     max_model_len=2048,
     max_num_batched_tokens=512,
     max_num_seqs=8,
-    num_gpu_blocks_override=80,
+    num_gpu_blocks_override=70,
 )
 """Chunked prefill, eight at once, and pages for some of them: the others are preempted."""
 
