@@ -4,17 +4,21 @@
 
 Requests run through the tables of a store without memory (`kvstore replay`). CPU time of this thread: the median of
 `LAPS` laps, each with LRU right before it. The longest call of a lap is the longest time that whoever waits for the
-store waits for the policy; of these, too, the median: a machine that is shared may stop anybody for milliseconds.
-The last line: the longest call where requests have a million tokens, and half of each was asked for before.
+store waits for the policy; of these, too, the median: a machine that is shared may stop anybody for milliseconds. So
+does Python's garbage collector, whoever happens to call it: it is off meanwhile.
+The last line: the longest call where requests have a million tokens, and half of each was asked for before; beside it
+LRU's, and what it takes to read so many numbers of a list once.
 """
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +42,9 @@ def cpu_us(make: PolicyMaker, blocks: int, trace: Trace) -> float:
     return 1e6 * (time.thread_time() - began) / len(trace.blocks)
 
 
-def longest_ms(blocks: int, trace: Trace) -> float:
+def longest_ms(make: PolicyMaker, blocks: int, trace: Trace) -> float:
     """Of one lap."""
-    replay = build_replay(Adaptive, blocks)
+    replay = build_replay(make, blocks)
     policy: Any = replay._blocks.residency.policy
     longest = 0.0
 
@@ -55,9 +59,23 @@ def longest_ms(blocks: int, trace: Trace) -> float:
         return run
 
     for name in CALLS:
-        setattr(policy, name, timed(getattr(policy, name)))
-    replay.run(trace)
+        if hasattr(policy, name):
+            setattr(policy, name, timed(getattr(policy, name)))
+    gc.collect()
+    gc.disable()
+    try:
+        replay.run(trace)
+    finally:
+        gc.enable()
     return 1e3 * longest
+
+
+def reading_ms(blocks: int) -> float:
+    """To read so many rows of a list once, with nothing done about them."""
+    rows = list(range(100_000, 100_000 + blocks))
+    began = time.thread_time()
+    array("i", rows)
+    return 1e3 * (time.thread_time() - began)
 
 
 def long_requests() -> Trace:
@@ -81,7 +99,7 @@ def main(path: str) -> None:
         for _ in range(LAPS):
             lru.append(cpu_us(LeafFirstLru, blocks, trace))
             over.append(cpu_us(Adaptive, blocks, trace) - lru[-1])
-        longest = [longest_ms(blocks, trace) for _ in range(LAPS)]
+        longest = [longest_ms(Adaptive, blocks, trace) for _ in range(LAPS)]
         row = {
             "blocks": blocks,
             "lru_us": statistics.median(lru),
@@ -89,8 +107,14 @@ def main(path: str) -> None:
             "longest_call_ms": statistics.median(longest),
         }
         print(json.dumps({name: round(value, 2) for name, value in row.items()}), flush=True)
-    longest = [longest_ms(2 * LONG_REQUEST, long_requests()) for _ in range(LAPS)]
-    print(json.dumps({"request_blocks": LONG_REQUEST, "longest_call_ms": round(statistics.median(longest), 2)}))
+    long = long_requests()
+    made: dict[str, Callable[[], float]] = {
+        "longest_call_ms": lambda: longest_ms(Adaptive, 2 * LONG_REQUEST, long),
+        "lru_longest_call_ms": lambda: longest_ms(LeafFirstLru, 2 * LONG_REQUEST, long),
+        "reading_ms": lambda: reading_ms(LONG_REQUEST),
+    }
+    last = {name: round(statistics.median(one() for _ in range(LAPS)), 2) for name, one in made.items()}
+    print(json.dumps({"request_blocks": LONG_REQUEST, **last}))
 
 
 if __name__ == "__main__":

@@ -337,13 +337,13 @@ def test_whatever_chains_it_is_told_its_tables_stay_whole(data: st.DataObject, n
 
 @given(seed=st.integers(0, 10**6), room=st.sampled_from([3, 16, 200]))
 @settings(max_examples=40, deadline=None)
-def test_it_is_the_same_whether_a_long_request_is_told_at_once_or_in_pieces(seed: int, room: int) -> None:
+def test_it_is_the_same_whether_a_request_is_learned_and_told_at_once_or_in_pieces(seed: int, room: int) -> None:
     """Pieces of any size, in any number before the next request, with many requests that wait or none."""
     random = Random(seed)
     rows = array("q", (random.randrange(1000) for _ in range(300)))
     at_once, in_pieces = Adaptive(rows, seed), Adaptive(rows, seed)
-    for policy, most in ((at_once, 1 << 30), (in_pieces, 0)):
-        policy._at_once = most
+    for policy, told, learned in ((at_once, 1 << 30, 1 << 30), (in_pieces, 0, random.choice([1, 7, 40, 512]))):
+        policy._at_once, policy._most_learned = told, learned
         policy.expect(room)
     for use in range(150):
         chain = random.sample(range(300), random.randrange(1, 120))
@@ -404,6 +404,82 @@ def test_a_request_that_finds_no_place_to_wait_has_the_first_one_told() -> None:
         assert policy._numbers[ghost + adaptive_loops.COUNT] == 300 * (adaptive_loops.REQUESTS + 3)
 
 
+def clock(policy: Adaptive) -> int:
+    """Uses that were learned."""
+    return int(policy._numbers[adaptive_loops.CLOCK])
+
+
+def test_a_long_request_is_learned_in_pieces() -> None:
+    """One within it, another before each victim, and more with each request behind it."""
+    policy = Adaptive(array("q", range(1, 3000)), 1)
+    policy.expect(3000)
+    for row in range(2001):
+        policy.inserted(row)
+    policy.used(list(range(2000)), 2000)
+    assert clock(policy) == adaptive_loops.STEP
+    next(policy.victims())
+    assert clock(policy) == adaptive_loops.STEP + adaptive_loops.PIECE
+    policy.used([2000], 1)
+    assert clock(policy) == 2 * adaptive_loops.STEP + adaptive_loops.PIECE
+    assert policy._order["when"][2001] == clock(policy), "it is not learned yet, and its leaf is known to be young"
+    while policy._waiting:
+        policy.used([2000], 1)
+    assert policy._order["when"][1:2001].tolist() == list(range(1, 2001))
+
+
+def test_whoever_asks_for_more_than_is_learned_meanwhile_is_not_learned_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long requests without a victim in between: as many as can wait, and the others only make their leaf young."""
+    names = array("q", range(1, 40_000))
+    policy = Adaptive(names, 1)
+    policy.expect(40_000)
+    for row in range(32_000):
+        policy.inserted(row)
+    for request in range(adaptive_loops.REQUESTS + 6):
+        before, chain = clock(policy), list(range(2000 * request, 2000 * (request + 1)))
+        policy.used(chain, 2000)
+        assert 0 < clock(policy) - before <= 2 * adaptive_loops.STEP
+        assert policy._numbers[adaptive_loops.WAITING] <= adaptive_loops.REQUESTS
+        rings_are_whole(policy)
+    assert policy._order["when"][chain[0] + 1] == clock(policy)
+    longest, learned = policy._told.shape[-1], clock(policy)
+    monkeypatch.setattr(adaptive, "LONGEST_COPIED", 1999)
+    policy.used(list(range(longest + 1)), longest + 1)
+    assert policy._told.shape[-1] == longest, "one that is longer than all before has no place either"
+    assert clock(policy) == learned + adaptive_loops.STEP
+    monkeypatch.undo()
+    policy.used(list(range(longest + 1)), longest + 1)
+    assert policy._told.shape[-1] > longest, "others that are not long do not keep it from one"
+    longest = policy._told.shape[-1]
+    policy._catch_up(1 << 30)
+    learned = clock(policy)
+    assert policy._numbers[adaptive_loops.WAITING] == 0
+    assert adaptive_loops.REQUESTS * 2000 <= learned < (adaptive_loops.REQUESTS + 6) * 2000
+    for ghost in (adaptive_loops.LRU, adaptive_loops.OWN):
+        known = policy._numbers[adaptive_loops.NAMES + adaptive_loops.COUNT]
+        assert policy._numbers[ghost + adaptive_loops.COUNT] == known >= adaptive_loops.REQUESTS * 2000
+    rings_are_whole(policy)
+    policy.used(list(range(longest + 1)), longest + 1)
+    assert policy._told.shape[-1] > longest and clock(policy) == learned + adaptive_loops.STEP
+
+
+def test_a_row_that_has_another_block_by_then_is_not_marked_with_what_was_learned() -> None:
+    names = array("q", range(1, 2001))
+    policy = Adaptive(names, 1)
+    policy.expect(2000)
+    for row in range(2000):
+        policy.inserted(row)
+    policy.used(list(range(2000)), 2000)
+    policy.removed(1900)
+    names[1900] = 10**6
+    policy.inserted(1900)
+    policy._flush()
+    policy._catch_up(1 << 30)
+    assert policy._order["when"][1900] == 1900 and policy._order["when"][1902] == 1902
+    assert policy._order["when"][1901] == adaptive_loops.STEP, "as it was when it came"
+
+
 def test_a_leaf_that_may_not_go_does_not_cost_the_young_ones() -> None:
     """The one that is worth least is pinned: the others go by worth or by age, and all of them can."""
     policy = Adaptive(array("q", range(1, 100)), 1)
@@ -442,6 +518,7 @@ def test_room_is_fitted_to_how_full_the_tier_was() -> None:
         policy.inserted(row)
     next(policy.victims())
     policy.used(list(range(4000)), 4000)
+    policy._catch_up(1 << 30)
     for _ in range(adaptive_loops.KINDS):  # reckoned one at a time, and room is looked at with the first of them
         policy.used([0], 1)
     assert policy._numbers[adaptive_loops.LRU + adaptive_loops.MOST] == 600

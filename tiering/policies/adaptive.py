@@ -17,15 +17,16 @@ that is worth least. Hits are counted in both, and fade. The tier begins as LRU,
 and returns to LRU when it falls behind.
 
 Everything that is done for each block is compiled (`adaptive_loops`). Events are collected in a buffer and told there
-in one call. Of a long request the ghosts are told in pieces, one before each victim and more within the next short
-requests, so that nobody waits for all of it; what they do is the same, and the tier changes its rule some requests
-later.
+in one call. A long request is learned, and told to the ghosts, in pieces, one before each victim and more within the
+next requests, so that nobody waits for all of it; what comes of it is the same, some requests later. Where more comes
+than is done by then, of whole requests nothing is learned: they only stand at the recent end.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,8 @@ GROWN = 4096
 EVENTS = 1024
 LONGEST = 256
 """Blocks of a request that there is room for at first."""
+LONGEST_COPIED = 4096
+"""Blocks of a request that waits where another one needs more room."""
 ATTEMPTS = 4
 """Draws for a victim, where some of what was drawn may not go."""
 MOST_ROOM = 1 << 22
@@ -64,8 +67,8 @@ class Adaptive:
         self._stop = self._flushed = 0
         self._make_buffer(EVENTS)
         self._requests = np.zeros(loops.REQUESTS, loops.REQUEST)
-        self._told = np.zeros((loops.REQUESTS, loops.TOLD, LONGEST), np.int64)
-        self._waiting = 0  # requests that the ghosts were not told of in full
+        self._told = _room_for(LONGEST)
+        self._waiting = 0  # requests that were not learned and told to the ghosts in full
         self._draws = seed << 16  # what is drawn for a victim depends on that and on how many went
         self._records = LazyRecords(SMALLEST, loops.ORDER)
         self._order: Any = self._records.array
@@ -77,7 +80,7 @@ class Adaptive:
         self._numbers[loops.OWN_DRAWS] = seed * 2 + 0x1D872B41C3A9F06B
         self._scores = np.zeros(4)
         self._scores[loops.WEIGHT] = 1.0
-        self._at_once = loops.AT_ONCE
+        self._at_once, self._most_learned = loops.AT_ONCE, loops.STEP
         self._ghosts: list[Any] = [np.zeros(1, loops.GHOST), None] * 2
         self._own_leaves: Any = np.zeros(1, loops.LEAF_ENTRY)
         self._history: list[Any] = [np.zeros(1, loops.HISTORY), None]
@@ -100,7 +103,9 @@ class Adaptive:
         self._numbers[[loops.NODES, loops.ROOM]] = blocks
         self._numbers[loops.NAMES + loops.MOST] = names
         half_life = max(SCORE_HALF_LIFE_PER_BLOCK * blocks, SCORE_HALF_LIFE_LEAST)
-        self._settings = np.array([HALF_LIFE_PER_NAME * names, half_life, LEAD, FLOOR, self._at_once])
+        self._settings = np.array(
+            [HALF_LIFE_PER_NAME * names, half_life, LEAD, FLOOR, self._at_once, self._most_learned]
+        )
         self._place()
 
     def _grown(self, nodes: Any, names: int) -> list[Any]:
@@ -123,7 +128,7 @@ class Adaptive:
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.INSERTED
         self._stop = at + 1
-        if at == self._last_place:
+        if at >= self._last_place:
             self._flush()
 
     def loaded(self, rows: Sequence[int], are_leaves: Sequence[bool]) -> None:
@@ -153,16 +158,16 @@ class Adaptive:
         """Counted, for the history and for both ghosts."""
         if not len(chain):
             return
-        rows = array("i", chain)
-        if len(rows) > self._told.shape[-1]:
-            self._catch_up(blocks=1 << 62)
-            self._told = np.zeros((loops.REQUESTS, loops.TOLD, 2 * len(rows)), np.int64)
-            self._place()
-        highest = max(rows)
-        if highest + 1 >= len(self._order):  # of another tier
-            self._grow(highest)
+        if len(chain) > self._told.shape[-1] and not self._make_room(len(chain)):
+            return
+        if len(self._names) >= len(self._order):  # of another tier
+            self._grow(len(self._names))
         self._waiting = self._loops.learn(
-            self._places, self._take(), np.frombuffer(rows, np.int32), count, np.frombuffer(self._names, np.int64)
+            self._places,
+            self._take(),
+            np.frombuffer(array("i", chain), np.int32),
+            count,
+            np.frombuffer(self._names, np.int64),
         )
         assert self._waiting >= 0, WRONG_EVENT
 
@@ -173,19 +178,20 @@ class Adaptive:
             return
         if self._stop + 1 + length > self._last_place:
             self._flush()
-            if 1 + length > self._last_place:
+            if 1 + length >= len(self._events):
                 self._make_buffer(2 * (1 + length))
                 self._place()
         at = self._stop
         self._stop = stop = at + 1 + length
-        self._events[at:stop] = array("q", (length << loops.EVENT_BITS | loops.TOUCHED, *rows))
+        self._events[at] = length << loops.EVENT_BITS | loops.TOUCHED
+        self._events[at + 1 : stop] = array("q", rows)
 
     def became_leaf(self, row: int) -> None:
         """It may be proposed from now on."""
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.LEAF
         self._stop = at + 1
-        if at == self._last_place:
+        if at >= self._last_place:
             self._flush()
 
     def became_inner(self, row: int) -> None:
@@ -193,7 +199,7 @@ class Adaptive:
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.INNER
         self._stop = at + 1
-        if at == self._last_place:
+        if at >= self._last_place:
             self._flush()
 
     def removed(self, row: int) -> None:
@@ -202,7 +208,7 @@ class Adaptive:
         at = self._stop
         self._events[at] = row << loops.EVENT_BITS | loops.REMOVED
         self._stop = at + 1
-        if at == self._last_place:
+        if at >= self._last_place:
             self._flush()
 
     def victims(self) -> Iterator[int]:
@@ -231,9 +237,9 @@ class Adaptive:
             node = self._loops.next_leaf(self._places, before)
 
     def _catch_up(self, blocks: int) -> None:
-        """Tell the ghosts of up to so many more blocks of the requests that wait."""
+        """Learn, and tell the ghosts, of up to so many more blocks of the requests that wait."""
         if self._waiting:
-            self._waiting = self._loops.catch_up(self._places, blocks)
+            self._waiting = self._loops.catch_up(self._places, blocks, np.frombuffer(self._names, np.int64))
 
     def _first_victim(self, attempt: int) -> int:
         if self._waiting:
@@ -245,10 +251,24 @@ class Adaptive:
     # Inside ---------------------------------------------------------------------------------------------------------
 
     def _make_buffer(self, events: int) -> None:
-        """Of which the last place is free: the four that are called for each block write without looking, and a call of
-        another method would take half as long again."""
+        """At least one place is free, always: the four that are called for each block write without looking, and a call
+        of another method would take half as long again. What follows a long request does not wait in all its room, so
+        that nobody waits for all of that."""
         self._events = array("q", bytes(8 * events))
-        self._last_place = events - 1
+        self._last_place = EVENTS - 1
+
+    def _make_room(self, blocks: int) -> bool:
+        """For a request that is longer than all before, unless others wait that are long, too."""
+        waiting = (self._numbers[loops.FIRST] + np.arange(self._waiting)) % loops.REQUESTS
+        longest = max(self._requests["length"][waiting], default=0)
+        if longest > LONGEST_COPIED:
+            self._catch_up(loops.STEP)
+            return False
+        told = _room_for(2 * blocks)
+        told[waiting, :, :longest] = self._told[waiting, :, :longest]
+        self._told = told
+        self._place()
+        return True
 
     def _take(self) -> int:
         """Where the events end that take effect now."""
@@ -283,3 +303,9 @@ class Adaptive:
         finally:
             self._order = self._records.array
             self._place()
+
+
+def _room_for(blocks: int) -> Any:
+    """What is known of so many blocks of each request that waits."""
+    shape = (loops.REQUESTS, loops.TOLD, blocks)
+    return LazyRecords(prod(shape), np.dtype(np.int64)).array.reshape(shape)

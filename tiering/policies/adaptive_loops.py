@@ -7,7 +7,7 @@ less than a microsecond: so a call is given where they are (`Arrays`), in one.
     ghost     the same of names in place of blocks, with the tree over them
     leaves    of the tier and of the learning ghost, in no order
     history   names in the order of their last use
-    requests  that ghosts were not told of in full, the first one first, and what is told of their blocks
+    requests  that were not learned and told to the ghosts in full, the first one first, and what is known of them
 
 Node 0 is a ring's two ends, and row r is node r + 1, so that what begins as zeros begins empty. Names are looked up by
 hash in chains of nodes, which `heads` begin: with few heads that is slow, and never wrong.
@@ -58,32 +58,37 @@ how many there are, leaves among them, how many there may be, and a node that wa
 they are with the first request that waits, too, `LEFT`, `PARENT` and `HITS`: blocks of its chain that they were not
 told of so far, the node of the one before those, and how many were there."""
 COUNT, LEAF_COUNT, MOST, FREE, LEFT, PARENT, HITS = range(7)
-TURN, OWN_DRAWS, ROOM, FIRST, WAITING, FETCHED = range(26, 32)
+TURN, OWN_DRAWS, ROOM, FIRST, WAITING, LEARNED, REACHED, FETCHED = range(26, 34)
 """The kind whose worth is reckoned next; the state by which the learning ghost draws; how many blocks a ghost may have
-from the next request on; the first request that waits, and how many do; and nothing: so that no compiler leaves out
-what is read only to have it near."""
-NUMBERS = 32
+from the next request on; the first request that waits, how many do, how many of these were learned, and how far the
+next one was; and nothing: so that no compiler leaves out what is read only to have it near."""
+NUMBERS = 34
 
 REQUESTS = 8
-"""That can wait. Another one has to be told of in full before there is one more."""
+"""That can wait. Before there is one more, the ghosts are told of the first one; where that takes more than a `STEP`,
+nothing is learned of the one more."""
 REQUEST = np.dtype(
     [("length", "<i8"), ("count", "<i8"), ("clock", "<i8"), ("room", "<i8"), ("kind", "<i8"), ("worth", "<f8", AGES)]
 )
 """length, count: of its chain, and how many of it count as used. clock, room: as they were behind it. kind, worth: what
 was reckoned with it; a negative kind for nothing. So ghosts that hear of it later do as if they were told at once."""
 NAME, KIND, WHEN = range(3)
-"""What is known of each block of a request: its name, kind and last use, a negative kind for none."""
+"""What is known of each block of a request: its name, kind and last use. -1 - row in place of the kind of one that is
+not learned, or not known."""
 TOLD = 3
 AT_ONCE = 64
 """Blocks that the ghosts are told of within a request, unless it is longer itself."""
 PIECE = 32
-"""Blocks that they are told of within a longer one, and before each victim."""
+"""Blocks that they are told of within a longer one, and that are learned and told before each victim."""
+STEP = 512
+"""Blocks that are learned within a request, and that ghosts are told of to have a place for it: a fraction of a
+millisecond."""
 
 LRU_SCORE, OWN_SCORE, SCORE_USES, WEIGHT = range(4)
 """Hits of both ghosts and what was asked for; each counts `WEIGHT`, which grows, so that what is old counts little."""
-HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR, MOST_AT_ONCE = range(5)
-"""Settings: half-lives of what is learned and of scores, in uses; by what the learning ghost has to lead; and
-`AT_ONCE`."""
+HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR, MOST_AT_ONCE, MOST_LEARNED = range(6)
+"""Settings: half-lives of what is learned and of scores, in uses; by what the learning ghost has to lead; `AT_ONCE` and
+`STEP`."""
 
 _RING = [("when", "<i8"), ("newer", "<i4"), ("older", "<i4"), ("leaf_at", "<i4"), ("kind", "u1")]
 ORDER = np.dtype(_RING, align=True)
@@ -204,7 +209,7 @@ def _arrays(places):
         carray(_pointer(places[12, 0]), (TABLES, KINDS, AGES), np.float64),
         carray(_pointer(places[13, 0]), (NUMBERS,), np.int64),
         carray(_pointer(places[14, 0]), (4,), np.float64),
-        carray(_pointer(places[15, 0]), (5,), np.float64),
+        carray(_pointer(places[15, 0]), (6,), np.float64),
     )
 
 
@@ -603,54 +608,82 @@ def _follow(places, stop):
 
 
 def _learn(places, stop, chain, count, names):
-    """Events; then a request came for a chain, the deepest block first, of which the first `count` count as used.
-    Returns how many requests wait, or -1 for an event that cannot be."""
-    events, order, leaves, _, _, _, _, _, history, heads, requests, told, learned, numbers, _, settings = _arrays(
-        places
-    )
+    """Events; then a request came for a chain, the deepest block first, of which the first `count` count as used. Of a
+    long one some is learned and told now. Returns how many requests wait, or -1 for an event that cannot be."""
+    events, order, leaves, _, _, _, _, _, _, _, requests, told, _, numbers, _, settings = _arrays(places)
     if not _followed(events, stop, order, leaves, numbers):
         return -1
     if numbers[WAITING] == REQUESTS:
+        _learn_waiting(places, STEP, names)
         left = max(numbers[LRU + LEFT], numbers[OWN + LEFT])
-        _tell_ghosts(places, left if left != 0 else requests[numbers[FIRST]].length)
-    last = (numbers[FIRST] + numbers[WAITING]) % REQUESTS
-    numbers[WAITING] += 1
-    request, blocks = requests[last], told[last]
-    request.kind = -1
-    if numbers[CLOCK] >= numbers[DUE]:  # of one kind at a time, so that nobody waits for all
-        kind = numbers[TURN]
-        _reckon(learned, kind, numbers[NAMES + COUNT], settings[HALF_LIFE])
-        request.kind, request.worth[:] = kind, learned[WORTH, kind]
-        if kind == 0:
-            _fit(numbers)
-        numbers[TURN] = (kind + 1) % KINDS
-        numbers[DUE] += RECKON_USES // KINDS
-    for at in range(len(chain)):
-        blocks[NAME, at], blocks[KIND, at] = names[chain[at]], -1
-    counted = min(count + 1, len(chain))
-    _fetch(history, heads, blocks[NAME, :counted], numbers)
-    for at in range(counted):
-        if at < count:
-            node = _remember(history, heads, blocks[NAME, at], 1 if at == 0 else 0, learned, numbers)
-        else:  # the end of what was found is not the request's end
-            node = _find(history, heads, blocks[NAME, at])
+        _tell_ghosts(places, min(left if left != 0 else requests[numbers[FIRST]].length, STEP))
+    if numbers[WAITING] != REQUESTS:
+        last = (numbers[FIRST] + numbers[WAITING]) % REQUESTS
+        numbers[WAITING] += 1
+        requests[last].length, requests[last].count = len(chain), count
+        blocks = told[last]
+        for at in range(len(chain)):
+            row = chain[at]
+            blocks[NAME, at], blocks[KIND, at] = names[row], -1 - row
+        _learn_waiting(places, np.int64(settings[MOST_LEARNED]), names)
+        _tell_ghosts(places, np.int64(settings[MOST_AT_ONCE]) if count <= settings[MOST_AT_ONCE] else PIECE)
+        if numbers[LEARNED] + (numbers[REACHED] != 0) >= numbers[WAITING]:
+            return numbers[WAITING]
+    node = chain[0] + 1  # nothing is known of this request's leaf so far, but that it is young
+    _mark(order, leaves, node, order[node].kind, numbers[CLOCK])
+    return numbers[WAITING]
+
+
+@_compiled
+def _learn_waiting(places, most, names):
+    """Of up to so many more blocks of the requests that wait."""
+    _, order, leaves, _, _, _, _, _, history, heads, requests, told, learned, numbers, _, settings = _arrays(places)
+    while numbers[LEARNED] != numbers[WAITING] and most > 0:
+        this = (numbers[FIRST] + numbers[LEARNED]) % REQUESTS
+        request, blocks = requests[this], told[this]
+        begin = numbers[REACHED]
+        if begin == 0:
+            request.kind = -1
+            if numbers[CLOCK] >= numbers[DUE]:  # of one kind at a time, so that nobody waits for all
+                kind = numbers[TURN]
+                _reckon(learned, kind, numbers[NAMES + COUNT], settings[HALF_LIFE])
+                request.kind, request.worth[:] = kind, learned[WORTH, kind]
+                if kind == 0:
+                    _fit(numbers)
+                numbers[TURN] = (kind + 1) % KINDS
+                numbers[DUE] += RECKON_USES // KINDS
+        counted = min(request.count + 1, request.length)
+        stop = min(begin + most, counted)
+        _fetch(history, heads, blocks[NAME, begin:stop], numbers)
+        for at in range(begin, stop):
+            name = blocks[NAME, at]
+            if at < request.count:
+                node = _remember(history, heads, name, 1 if at == 0 else 0, learned, numbers)
+            else:  # the end of what was found is not the request's end
+                node = _find(history, heads, name)
+                if node != 0:
+                    history[node].kind &= 255 - LAST
             if node != 0:
-                history[node].kind &= 255 - LAST
-        if node != 0:
-            blocks[KIND, at], blocks[WHEN, at] = history[node].kind, history[node].when
-            _mark(order, leaves, chain[at] + 1, history[node].kind, history[node].when)
-    request.length, request.count, request.clock, request.room = len(chain), count, numbers[CLOCK], numbers[ROOM]
-    return _tell_ghosts(places, np.int64(settings[MOST_AT_ONCE]) if count <= settings[MOST_AT_ONCE] else PIECE)
+                row, kind, when = -1 - blocks[KIND, at], history[node].kind, history[node].when
+                blocks[KIND, at], blocks[WHEN, at] = kind, when
+                if names[row] == name:  # the row is this block's still
+                    _mark(order, leaves, row + 1, kind, when)
+        most -= stop - begin
+        numbers[REACHED] = stop
+        if stop == counted:
+            request.clock, request.room = numbers[CLOCK], numbers[ROOM]
+            numbers[LEARNED] += 1
+            numbers[REACHED] = 0
 
 
 @_compiled
 def _tell_ghosts(places, most):
-    """Of up to so many more blocks of the requests that wait. Hits count when both know of all of a request. Returns
-    how many wait."""
+    """Of up to so many more blocks of the requests that were learned. Hits count when both know of all of a request.
+    Returns how many wait."""
     _, _, _, lru, lru_heads, own, own_heads, leaves, _, _, requests, told, learned, numbers, scores, settings = _arrays(
         places
     )
-    while numbers[WAITING] != 0 and most > 0:
+    while numbers[LEARNED] != 0 and most > 0:
         request, blocks = requests[numbers[FIRST]], told[numbers[FIRST]]
         if numbers[LRU + LEFT] == 0 and numbers[OWN + LEFT] == 0:
             for which in (LRU, OWN):
@@ -667,13 +700,15 @@ def _tell_ghosts(places, most):
             scores[LRU_SCORE] += numbers[LRU + HITS] * scores[WEIGHT]
             scores[OWN_SCORE] += numbers[OWN + HITS] * scores[WEIGHT]
             _guard(scores, settings, request.count, numbers)
+            numbers[LEARNED] -= 1
             numbers[WAITING] -= 1
             numbers[FIRST] = (numbers[FIRST] + 1) % REQUESTS if numbers[WAITING] != 0 else 0  # which is near still
     return numbers[WAITING]
 
 
-def _catch_up(places, most):
-    """As `_tell_ghosts`."""
+def _catch_up(places, most, names):
+    """Learn, and tell the ghosts, of up to so many more blocks each. Returns how many requests wait."""
+    _learn_waiting(places, most, names)
     return _tell_ghosts(places, most)
 
 
@@ -708,7 +743,7 @@ def _compile(loops: Loops) -> None:
     places, rows, names = int64[:, ::1], int32[::1], int64[::1]
     loops.follow.compile((places, int64))
     loops.learn.compile((places, int64, rows, int64, names))
-    loops.catch_up.compile((places, int64))
+    loops.catch_up.compile((places, int64, names))
     loops.first_victim.compile((places, int64, int64))
     loops.next_leaf.compile((places, int64))
     for dtype in (GHOST, HISTORY):
