@@ -135,18 +135,22 @@ LOADS = {"rag": rag, "agents": agents, "scan": scan, "shifting": shifting, "burs
 
 
 @cache
-def load(name: str) -> Trace:
-    return LOADS[name](Random(f"{name} 1"), 4_000)
+def load(name: str, number: int) -> Trace:
+    return LOADS[name](Random(f"{name} {number}"), 4_000)
 
 
 @pytest.mark.parametrize("blocks", [250, 500, 1_000, 2_000, 4_000])
 @pytest.mark.parametrize("name", LOADS)
 def test_on_loads_that_nobody_tuned_it_for_it_is_as_good_as_lru(name: str, blocks: int) -> None:
-    trace = load(name)
-    lru = build_replay(LeafFirstLru, blocks).run(trace).dram_hits.sum()
-    own = build_replay(Adaptive, blocks, SEEDS[0]).run(trace).dram_hits.sum()
-    print(f"{name}, {blocks} blocks: LRU {lru}, adaptive {own}")
-    assert own >= 0.99 * lru
+    for number in (1, 2) if blocks <= 500 else (1,):  # the smaller, the more is chance
+        trace = load(name, number)
+        lru = build_replay(LeafFirstLru, blocks).run(trace).dram_hits.sum()
+        own = [build_replay(Adaptive, blocks, seed).run(trace).dram_hits.sum() for seed in SEEDS]
+        worst = float(min(own) / lru)
+        print(
+            f"{name} {number}, {blocks} blocks: LRU {lru}, adaptive {[int(hits) for hits in own]}, {worst:.3f} at least"
+        )
+        assert worst >= 0.99
 
 
 # What it keeps -------------------------------------------------------------------------------------------------------
@@ -236,15 +240,38 @@ def test_it_follows_the_ghost_that_finds_more_and_leaves_it_when_it_finds_less()
     policy = replay._blocks.residency.policy
     assert isinstance(policy, Adaptive) and policy.goes_by_worth
     assert hits[-500:].mean() > 1.8 and hits[:100].mean() < 1.6, "of two blocks, in the end and at first"
-    policy._scores[adaptive_loops.OWN_SCORE] = 0.99 * policy._scores[adaptive_loops.LRU_SCORE]
-    policy.used([0], 1)
-    assert not policy.goes_by_worth
-    policy._scores[adaptive_loops.OWN_SCORE] = 1.005 * policy._scores[adaptive_loops.LRU_SCORE]
-    policy.used([0], 1)
-    assert not policy.goes_by_worth, "that is no lead"
-    policy._scores[adaptive_loops.OWN_SCORE] = 1.5 * policy._scores[adaptive_loops.LRU_SCORE]
-    policy.used([0], 1)
-    assert policy.goes_by_worth
+    scores = policy._scores
+    lru, by_chance = (
+        scores[adaptive_loops.LRU_SCORE],
+        (scores[adaptive_loops.SPREAD] * scores[adaptive_loops.WEIGHT]) ** 0.5,
+    )
+    least = adaptive.LEAD * by_chance + adaptive.FLOOR * scores[adaptive_loops.SCORE_USES]
+    for lead, is_followed in ((0.1, True), (-0.1, False), (0.9, False), (1.1, True)):
+        scores[adaptive_loops.OWN_SCORE] = lru + lead * least
+        policy.used([0], 1)
+        assert policy.goes_by_worth == is_followed, lead
+
+
+def test_what_one_ghost_leads_by_in_a_few_requests_may_be_chance() -> None:
+    """The same hits in many requests are a lead, and in one are none."""
+    numbers = np.zeros(adaptive_loops.NUMBERS, np.int64)
+    setting = np.array([1.0, 1e12, 1.25, 0.0, 0.0, 0.0])
+    for requests, is_lead in ((1, False), (100, True)):
+        scores = np.zeros(adaptive_loops.SCORES)
+        scores[adaptive_loops.WEIGHT] = 1.0
+        numbers[adaptive_loops.RULE] = 0
+        for _ in range(requests):
+            adaptive_loops._guard(scores, setting, 10, 1000 // requests, 1100 // requests, numbers)
+        assert bool(numbers[adaptive_loops.RULE]) == is_lead
+        assert scores[adaptive_loops.OWN_SCORE] - scores[adaptive_loops.LRU_SCORE] == pytest.approx(100)
+
+
+@given(uses=st.integers(0, 1 << 40))
+def test_an_age_has_a_step_of_an_eighth_of_its_octave(uses: int) -> None:
+    """Up to 15 each has its own; above, eight to an octave; all that is older than the last step is that old."""
+    octave = max(0, uses.bit_length() - 4)
+    expected = min(octave * adaptive_loops.STEPS + (uses >> octave), adaptive_loops.AGES - 1)
+    assert adaptive_loops._age_of(uses) == expected
 
 
 @pytest.mark.parametrize("fault", ["nowhere to keep it", "damaged"])

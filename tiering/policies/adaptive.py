@@ -13,8 +13,8 @@ The victim is worth least among 64 leaves that are drawn and the least recently 
 
 What is learned may be wrong: the past of some loads says nothing of their future. Two *ghosts*, which have names and no
 blocks, live through the same uses in as much room, one with the least recently used leaf as victim, one with the one
-that is worth least. Hits are counted in both, and fade. The tier begins as LRU, goes by worth once that ghost leads,
-and returns to LRU when it falls behind.
+that is worth least. Hits are counted in both, and fade. The tier begins as LRU, goes by worth once that ghost leads by
+more than chance explains, and returns to LRU when it falls behind.
 
 Everything that is done for each block is compiled (`adaptive_loops`). Events are collected in a buffer and told there
 in one call. A long request is learned, and told to the ghosts, in pieces, one before each victim and more within the
@@ -40,8 +40,9 @@ HALF_LIFE_PER_NAME = 3
 """After how many uses for each name of the history what was learned counts half."""
 SCORE_HALF_LIFE_PER_BLOCK, SCORE_HALF_LIFE_LEAST = 4, 20_000
 """After how many uses a ghost's hits count half, for each block that the tier has room for, and at least."""
-LEAD, FLOOR = 0.01, 0.0005
-"""By what share of its hits, and of all uses, the learning ghost has to lead before the tier follows it."""
+LEAD, FLOOR = 1.25, 0.0005
+"""By how many standard deviations, and by what share of all uses, the learning ghost has to lead before the tier
+follows it."""
 SMALLEST = 256
 GROWN = 4096
 """Rows, at least."""
@@ -78,7 +79,7 @@ class Adaptive:
         self._numbers[loops.DUE] = loops.RECKON_USES
         self._numbers[loops.DRAWS] = seed * 2 + 0x2545F4914F6CDD1D
         self._numbers[loops.OWN_DRAWS] = seed * 2 + 0x1D872B41C3A9F06B
-        self._scores = np.zeros(4)
+        self._scores = np.zeros(loops.SCORES)
         self._scores[loops.WEIGHT] = 1.0
         self._at_once, self._most_learned = loops.AT_ONCE, loops.STEP
         self._ghosts: list[Any] = [np.zeros(1, loops.GHOST), None] * 2
@@ -163,7 +164,7 @@ class Adaptive:
         if len(self._names) >= len(self._order):  # of another tier
             self._grow(len(self._names))
         self._waiting = self._loops.learn(
-            self._places,
+            self._address,
             self._take(),
             np.frombuffer(array("i", chain), np.int32),
             count,
@@ -217,15 +218,15 @@ class Adaptive:
         for attempt in range(ATTEMPTS):
             node = self._first_victim(attempt)
             while node and node not in skipped:
-                changes = self._changes()
+                changes = self._flushed  # and none since
                 yield node - 1
-                if self._changes() == changes:
+                if self._flushed + self._stop == changes:
                     skipped.add(node)
                     break
                 node = self._first_victim(attempt)
             if not self.goes_by_worth:
                 break
-        node = self._loops.next_leaf(self._places, 0)
+        node = self._loops.next_leaf(self._address, 0)
         while node:
             before = node
             if node not in skipped:
@@ -234,17 +235,19 @@ class Adaptive:
                 if self._changes() == changes:
                     before = node
                 self._flush()
-            node = self._loops.next_leaf(self._places, before)
+            node = self._loops.next_leaf(self._address, before)
 
     def _catch_up(self, blocks: int) -> None:
         """Learn, and tell the ghosts, of up to so many more blocks of the requests that wait."""
         if self._waiting:
-            self._waiting = self._loops.catch_up(self._places, blocks, np.frombuffer(self._names, np.int64))
+            self._waiting = self._loops.catch_up(self._address, blocks, np.frombuffer(self._names, np.int64))
 
     def _first_victim(self, attempt: int) -> int:
         if self._waiting:
             self._catch_up(loops.PIECE)
-        node: int = self._loops.first_victim(self._places, self._take(), self._draws + (attempt << 50))
+        stop, self._stop = self._stop, 0
+        self._flushed += stop
+        node: int = self._loops.first_victim(self._address, stop, self._draws + (attempt << 50))
         assert node >= 0, WRONG_EVENT
         return node
 
@@ -282,7 +285,7 @@ class Adaptive:
 
     def _flush(self) -> None:
         """Every event takes effect."""
-        is_right = self._loops.follow(self._places, self._take())
+        is_right = self._loops.follow(self._address, self._take())
         assert is_right, WRONG_EVENT
 
     def _place(self) -> None:
@@ -290,13 +293,21 @@ class Adaptive:
         arrays = [np.frombuffer(self._events, np.int64), self._order, self._leaf_records.array, *self._ghosts]
         arrays += [self._own_leaves, *self._history, self._requests, self._told, self._learned, self._numbers]
         arrays += [self._scores, self._settings]
-        self._arrays: Any = loops.Arrays._make(arrays)
-        self._places = self._arrays.places()
+        self._point_at(loops.Arrays._make(arrays))
+
+    def _point_at(self, arrays: Any) -> None:
+        """An address is never that of memory that was given back, wherever this is interrupted."""
+        places = arrays.places() if arrays is not None else None
+        self._address: int | None = None
+        self._arrays, self._places = arrays, places
+        if places is not None:
+            self._address = places.ctypes.data
 
     def _grow(self, row: int) -> None:
         self._flush()
         rows = max(row + 2, len(self._order) + GROWN, len(self._order) * 9 // 8)
-        self._order = self._arrays = self._places = None
+        self._point_at(None)
+        self._order = None
         try:
             self._leaf_records.grow_to(rows)
             self._records.grow_to(rows)

@@ -1,7 +1,7 @@
 """What the adaptive policy does for every block, compiled by numba (floor 1). `adaptive` says in words what and why.
 
 All state is arrays that `adaptive` makes and keeps. A call costs the more, the more arrays it is given, and most take
-less than a microsecond: so a call is given where they are (`Arrays`), in one.
+less than a microsecond: so a call is given an address alone, of an array that says where they are (`Arrays`).
 
     order     blocks of the tier: a ring in the order of their last use
     ghost     the same of names in place of blocks, with the tree over them
@@ -84,11 +84,13 @@ STEP = 512
 """Blocks that are learned within a request, and that ghosts are told of to have a place for it: a fraction of a
 millisecond."""
 
-LRU_SCORE, OWN_SCORE, SCORE_USES, WEIGHT = range(4)
-"""Hits of both ghosts and what was asked for; each counts `WEIGHT`, which grows, so that what is old counts little."""
+LRU_SCORE, OWN_SCORE, SPREAD, SCORE_USES, WEIGHT = range(5)
+"""Hits of both ghosts, the squares of what their hits of a request differ by, and what was asked for; each counts
+`WEIGHT`, which grows, so that what is old counts little."""
+SCORES = 5
 HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR, MOST_AT_ONCE, MOST_LEARNED = range(6)
-"""Settings: half-lives of what is learned and of scores, in uses; by what the learning ghost has to lead; `AT_ONCE` and
-`STEP`."""
+"""Settings: half-lives of what is learned and of scores, in uses; by what the learning ghost has to lead, in standard
+deviations and as a share of uses; `AT_ONCE` and `STEP`."""
 
 _RING = [("when", "<i8"), ("newer", "<i4"), ("older", "<i4"), ("leaf_at", "<i4"), ("kind", "u1")]
 ORDER = np.dtype(_RING, align=True)
@@ -135,9 +137,12 @@ class Arrays(NamedTuple):
     settings: Any
 
     def places(self) -> Any:
-        """What the calls are given, for as long as all of these are kept: each one's address, and the length of its
-        last axis."""
+        """Whose address the calls are given, for as long as all of these are kept: each one's address, and the length
+        of its last axis."""
         return np.array([(one.ctypes.data, one.shape[-1]) for one in self], np.int64)
+
+
+ARRAYS = len(Arrays._fields)
 
 
 class Loops(NamedTuple):
@@ -191,8 +196,9 @@ def _pointer(typing_context, address):
 
 
 @_compiled
-def _arrays(places):
+def _arrays(address):
     """`Arrays`, of which the compiler leaves out what is not used."""
+    places = carray(_pointer(address), (ARRAYS, 2), np.int64)
     return (
         carray(_pointer(places[0, 0]), (places[0, 1],), np.int64),
         carray(_pointer(places[1, 0]), (places[1, 1],), ORDER),
@@ -208,7 +214,7 @@ def _arrays(places):
         carray(_pointer(places[11, 0]), (REQUESTS, TOLD, places[11, 1]), np.int64),
         carray(_pointer(places[12, 0]), (TABLES, KINDS, AGES), np.float64),
         carray(_pointer(places[13, 0]), (NUMBERS,), np.int64),
-        carray(_pointer(places[14, 0]), (4,), np.float64),
+        carray(_pointer(places[14, 0]), (SCORES,), np.float64),
         carray(_pointer(places[15, 0]), (6,), np.float64),
     )
 
@@ -222,33 +228,44 @@ def _step(state):
 
 
 @_compiled
-def _below(state, bound):
-    """A whole number from 0 on, from a state's upper bits."""
-    return np.int64(((state >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
+def _below(draw, bound):
+    """A whole number from 0 on, from 32 bits that were drawn."""
+    return np.int64((draw * np.uint64(bound)) >> np.uint64(32))
 
 
-def _step_of(uses: int) -> int:
-    octave = 0
-    while uses >= 2 * STEPS:
-        uses >>= 1
-        octave += 1
-    return octave * STEPS + uses
+@_compiled
+def _upper(state):
+    """32 bits that were drawn."""
+    return state >> np.uint64(32)
 
 
-_TABLE_BITS = 12
-_STEP_OF = np.array([_step_of(uses) for uses in range(1 << _TABLE_BITS)], np.int16)
-"""Of short ages; a longer one is so many octaves above one of them."""
-_FURTHER = 8
+@_compiled
+def _lower(state):
+    """32 others of the same state."""
+    return state & np.uint64(0xFFFFFFFF)
+
+
+@intrinsic
+def _bits(typing_context, number):
+    """A number's sign, exponent and fraction, as IEEE 754 has them."""
+
+    def as_whole(context, builder, signature, given):
+        return builder.bitcast(given[0], context.get_value_type(types.int64))
+
+    return types.int64(types.float64), as_whole
+
+
+_FRACTION_BITS, _BIAS = 52, 1023
+_STEP_BITS = 3
+assert STEPS == 1 << _STEP_BITS
 
 
 @_compiled
 def _age_of(uses):
-    """The step of an age."""
-    octave = 0
-    while uses >= 1 << _TABLE_BITS:
-        uses >>= _FURTHER
-        octave += _FURTHER
-    return min(octave * STEPS + _STEP_OF[uses], AGES - 1)
+    """The step of an age: 0 to 15 have one each, which is two octaves' worth; above, an exponent and the first bits of
+    the fraction say octave and step."""
+    step = (_bits(np.float64(uses)) >> (_FRACTION_BITS - _STEP_BITS)) - (_BIAS + _STEP_BITS - 1) * STEPS
+    return min(step if uses >= STEPS else uses, AGES - 1)
 
 
 # Rings and leaves ----------------------------------------------------------------------------------------------------
@@ -331,13 +348,14 @@ def _least(ring, leaves, count, first, worth_of, clock, state):
     longest ago."""
     found, when = first, ring[first].when
     least = worth_of[ring[first].kind, _age_of(clock - when)]
-    for _ in range(CANDIDATES):
+    for _ in range(CANDIDATES // 2):
         state = _step(state)
-        at = _below(state, count)
-        used = leaves[at].when
-        worth = worth_of[leaves[at].kind, _age_of(clock - used)]
-        if worth < least or (worth == least and used < when):
-            found, least, when = leaves[at].node, worth, used
+        for draw in (_upper(state), _lower(state)):
+            at = _below(draw, count)
+            used = leaves[at].when
+            worth = worth_of[leaves[at].kind, _age_of(clock - used)]
+            if worth < least or (worth == least and used < when):
+                found, least, when = leaves[at].node, worth, used
     return found
 
 
@@ -508,10 +526,11 @@ def _remember(history, heads, name, is_last, learned, numbers):
     history[node].when = clock
     history[node].kind = LEVEL * (0 if uses < 2 else 1 if uses < 4 else 2 if uses < 8 else 3) + is_last
     state = np.uint64(numbers[DRAWS])
-    for _ in range(SAMPLES):
+    for _ in range(SAMPLES // 2):
         state = _step(state)
-        one = 1 + _below(state, numbers[NAMES + COUNT])
-        learned[LOOKS, history[one].kind, _age_of(clock - history[one].when)] += 1.0
+        for draw in (_upper(state), _lower(state)):
+            one = 1 + _below(draw, numbers[NAMES + COUNT])
+            learned[LOOKS, history[one].kind, _age_of(clock - history[one].when)] += 1.0
     numbers[DRAWS] = np.int64(state)
     return node
 
@@ -551,16 +570,23 @@ def _fit(numbers):
 
 
 @_compiled
-def _guard(scores, settings, count, numbers):
-    """Follow the ghost that had more hits."""
-    scores[SCORE_USES] += count * scores[WEIGHT]
+def _guard(scores, settings, count, lru_hits, own_hits, numbers):
+    """Follow the learning ghost once it leads by more than chance explains, until it falls behind. Were one as good as
+    the other, each request's difference would fall on either side, and their sum be as large as the root of the sum of
+    their squares."""
+    weight = scores[WEIGHT]
+    scores[LRU_SCORE] += lru_hits * weight
+    scores[OWN_SCORE] += own_hits * weight
+    scores[SPREAD] += (own_hits - lru_hits) ** 2 * weight
+    scores[SCORE_USES] += count * weight
+    lead = scores[OWN_SCORE] - scores[LRU_SCORE]
+    by_chance = np.sqrt(scores[SPREAD] * weight)
+    leads = lead > settings[LEAD] * by_chance + settings[FLOOR] * scores[SCORE_USES]
+    if (numbers[RULE] == 0 and leads) or (numbers[RULE] == 1 and lead < 0.0):
+        numbers[RULE] = 1 - numbers[RULE]
     scores[WEIGHT] *= 2.0 ** (count / settings[SCORE_HALF_LIFE])
     if scores[WEIGHT] > 1e100:
         scores /= scores[WEIGHT]
-    own, lru = scores[OWN_SCORE], scores[LRU_SCORE]
-    leads = own > lru * (1.0 + settings[LEAD]) + settings[FLOOR] * scores[SCORE_USES]
-    if (numbers[RULE] == 0 and leads) or (numbers[RULE] == 1 and own < lru):
-        numbers[RULE] = 1 - numbers[RULE]
 
 
 @_compiled
@@ -601,22 +627,22 @@ def _followed(events, stop, order, leaves, numbers):
 # What adaptive calls -------------------------------------------------------------------------------------------------
 
 
-def _follow(places, stop):
+def _follow(address, stop):
     """What happened to the tier's own order, up to there in the events. False for one that cannot be."""
-    events, order, leaves, _, _, _, _, _, _, _, _, _, _, numbers, _, _ = _arrays(places)
+    events, order, leaves, _, _, _, _, _, _, _, _, _, _, numbers, _, _ = _arrays(address)
     return _followed(events, stop, order, leaves, numbers)
 
 
-def _learn(places, stop, chain, count, names):
+def _learn(address, stop, chain, count, names):
     """Events; then a request came for a chain, the deepest block first, of which the first `count` count as used. Of a
     long one some is learned and told now. Returns how many requests wait, or -1 for an event that cannot be."""
-    events, order, leaves, _, _, _, _, _, _, _, requests, told, _, numbers, _, settings = _arrays(places)
+    events, order, leaves, _, _, _, _, _, _, _, requests, told, _, numbers, _, settings = _arrays(address)
     if not _followed(events, stop, order, leaves, numbers):
         return -1
     if numbers[WAITING] == REQUESTS:
-        _learn_waiting(places, STEP, names)
+        _learn_waiting(address, STEP, names)
         left = max(numbers[LRU + LEFT], numbers[OWN + LEFT])
-        _tell_ghosts(places, min(left if left != 0 else requests[numbers[FIRST]].length, STEP))
+        _tell_ghosts(address, min(left if left != 0 else requests[numbers[FIRST]].length, STEP))
     if numbers[WAITING] != REQUESTS:
         last = (numbers[FIRST] + numbers[WAITING]) % REQUESTS
         numbers[WAITING] += 1
@@ -625,8 +651,8 @@ def _learn(places, stop, chain, count, names):
         for at in range(len(chain)):
             row = chain[at]
             blocks[NAME, at], blocks[KIND, at] = names[row], -1 - row
-        _learn_waiting(places, np.int64(settings[MOST_LEARNED]), names)
-        _tell_ghosts(places, np.int64(settings[MOST_AT_ONCE]) if count <= settings[MOST_AT_ONCE] else PIECE)
+        _learn_waiting(address, np.int64(settings[MOST_LEARNED]), names)
+        _tell_ghosts(address, np.int64(settings[MOST_AT_ONCE]) if count <= settings[MOST_AT_ONCE] else PIECE)
         if numbers[LEARNED] + (numbers[REACHED] != 0) >= numbers[WAITING]:
             return numbers[WAITING]
     node = chain[0] + 1  # nothing is known of this request's leaf so far, but that it is young
@@ -635,9 +661,9 @@ def _learn(places, stop, chain, count, names):
 
 
 @_compiled
-def _learn_waiting(places, most, names):
+def _learn_waiting(address, most, names):
     """Of up to so many more blocks of the requests that wait."""
-    _, order, leaves, _, _, _, _, _, history, heads, requests, told, learned, numbers, _, settings = _arrays(places)
+    _, order, leaves, _, _, _, _, _, history, heads, requests, told, learned, numbers, _, settings = _arrays(address)
     while numbers[LEARNED] != numbers[WAITING] and most > 0:
         this = (numbers[FIRST] + numbers[LEARNED]) % REQUESTS
         request, blocks = requests[this], told[this]
@@ -677,11 +703,11 @@ def _learn_waiting(places, most, names):
 
 
 @_compiled
-def _tell_ghosts(places, most):
+def _tell_ghosts(address, most):
     """Of up to so many more blocks of the requests that were learned. Hits count when both know of all of a request.
     Returns how many wait."""
     _, _, _, lru, lru_heads, own, own_heads, leaves, _, _, requests, told, learned, numbers, scores, settings = _arrays(
-        places
+        address
     )
     while numbers[LEARNED] != 0 and most > 0:
         request, blocks = requests[numbers[FIRST]], told[numbers[FIRST]]
@@ -697,25 +723,23 @@ def _tell_ghosts(places, most):
         more = max(numbers[LRU + LEFT], numbers[OWN + LEFT])
         most -= left - more
         if more == 0:
-            scores[LRU_SCORE] += numbers[LRU + HITS] * scores[WEIGHT]
-            scores[OWN_SCORE] += numbers[OWN + HITS] * scores[WEIGHT]
-            _guard(scores, settings, request.count, numbers)
+            _guard(scores, settings, request.count, numbers[LRU + HITS], numbers[OWN + HITS], numbers)
             numbers[LEARNED] -= 1
             numbers[WAITING] -= 1
             numbers[FIRST] = (numbers[FIRST] + 1) % REQUESTS if numbers[WAITING] != 0 else 0  # which is near still
     return numbers[WAITING]
 
 
-def _catch_up(places, most, names):
+def _catch_up(address, most, names):
     """Learn, and tell the ghosts, of up to so many more blocks each. Returns how many requests wait."""
-    _learn_waiting(places, most, names)
-    return _tell_ghosts(places, most)
+    _learn_waiting(address, most, names)
+    return _tell_ghosts(address, most)
 
 
-def _first_victim(places, stop, draw):
+def _first_victim(address, stop, draw):
     """Events; then the leaf that goes first, the same for the same draw until something changes. 0 without any, -1 for
     an event that cannot be."""
-    events, order, leaves, _, _, _, _, _, _, _, _, _, learned, numbers, _, _ = _arrays(places)
+    events, order, leaves, _, _, _, _, _, _, _, _, _, learned, numbers, _, _ = _arrays(address)
     if not _followed(events, stop, order, leaves, numbers):
         return -1
     numbers[FULL] = max(numbers[FULL], numbers[SIZE])
@@ -726,9 +750,9 @@ def _first_victim(places, stop, draw):
     return _least(order, leaves, numbers[LEAVES], first, learned[WORTH], numbers[CLOCK], state)
 
 
-def _next_leaf(places, node):
+def _next_leaf(address, node):
     """The leaf that was used longest ago of those that were used after `node`, or 0."""
-    return _oldest_leaf(_arrays(places)[1], node)
+    return _oldest_leaf(_arrays(address)[1], node)
 
 
 def _enter_all(nodes, heads):
@@ -740,12 +764,12 @@ def _enter_all(nodes, heads):
 
 
 def _compile(loops: Loops) -> None:
-    places, rows, names = int64[:, ::1], int32[::1], int64[::1]
-    loops.follow.compile((places, int64))
-    loops.learn.compile((places, int64, rows, int64, names))
-    loops.catch_up.compile((places, int64, names))
-    loops.first_victim.compile((places, int64, int64))
-    loops.next_leaf.compile((places, int64))
+    address, rows, names = int64, int32[::1], int64[::1]
+    loops.follow.compile((address, int64))
+    loops.learn.compile((address, int64, rows, int64, names))
+    loops.catch_up.compile((address, int64, names))
+    loops.first_victim.compile((address, int64, int64))
+    loops.next_leaf.compile((address, int64))
     for dtype in (GHOST, HISTORY):
         loops.enter_all.compile((from_dtype(dtype)[::1], rows))
 
