@@ -262,8 +262,8 @@ assert STEPS == 1 << _STEP_BITS
 
 @_compiled
 def _age_of(uses):
-    """The step of an age: 0 to 15 have one each, which is two octaves' worth; above, an exponent and the first bits of
-    the fraction say octave and step."""
+    """The step of an age: up to 15 each has its own; above, a number's exponent and the first bits of its fraction say
+    which octave and which step of it."""
     step = (_bits(np.float64(uses)) >> (_FRACTION_BITS - _STEP_BITS)) - (_BIAS + _STEP_BITS - 1) * STEPS
     return min(step if uses >= STEPS else uses, AGES - 1)
 
