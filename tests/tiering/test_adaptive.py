@@ -274,6 +274,108 @@ def test_an_age_has_a_step_of_an_eighth_of_its_octave(uses: int) -> None:
     assert adaptive_loops._age_of(uses) == expected
 
 
+def test_a_guard_that_was_told_of_an_endless_request_goes_on() -> None:
+    numbers, scores = np.zeros(adaptive_loops.NUMBERS, np.int64), np.zeros(adaptive_loops.SCORES)
+    scores[adaptive_loops.WEIGHT] = 1.0
+    setting = np.array([1.0, 20_000.0, 1.25, 0.0005, 0.0, 0.0])
+    for _ in range(10):
+        adaptive_loops._guard(scores, setting, 1 << 40, 0, 1 << 40, numbers)
+    assert np.isfinite(scores).all() and numbers[adaptive_loops.RULE] == 1
+
+
+def test_what_was_learned_fades_by_uses_whether_requests_are_long_or_short() -> None:
+    blocks = 4_000
+    policy = Adaptive(array("q", range(1, 20_001)), 1)
+    policy.expect(blocks)
+    half_life = policy._settings[adaptive_loops.HALF_LIFE]
+    full = adaptive_loops.SAMPLES * half_life / np.log(2)  # looks of which as many fade as come
+    for at in range(800):
+        first = 2_000 * (at % 10)
+        policy.used(list(range(first, first + 2_000)), 2_000)
+        policy._catch_up(1 << 40)
+    uses = int(policy._numbers[adaptive_loops.CLOCK])
+    held = policy._learned[adaptive_loops.LOOKS].sum()
+    assert 0.9 < held / (full * (1 - 0.5 ** (uses / half_life))) < 1.15
+    for at in range(9_000):
+        policy.used([at % 3_000], 1)
+    assert policy._numbers[adaptive_loops.DUE] >= policy._numbers[adaptive_loops.CLOCK] - adaptive_loops.RECKON_USES
+    assert policy._learned[adaptive_loops.LOOKS].sum() > 0.9 * held
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=20, deadline=None)
+def test_worth_is_the_best_chance_for_its_time_at_every_age(seed: int) -> None:
+    """Against sums over ages, each from its own on, of loads where nearly all are used by some age."""
+    rng = np.random.default_rng(seed)
+    names = int(rng.integers(16, 100_000))
+    learned = np.zeros((adaptive_loops.TABLES, adaptive_loops.KINDS, adaptive_loops.AGES))
+    learned[adaptive_loops.USES, 0] = rng.choice([0.0, 1.0, 1e5], adaptive_loops.AGES, p=[0.6, 0.3, 0.1])
+    learned[adaptive_loops.LOOKS, 0] = rng.choice([0.0, 10.0, 1e4], adaptive_loops.AGES)
+    ages = np.arange(adaptive_loops.AGES)
+    steps = adaptive_loops.STEPS
+    widths = np.where(ages < steps, 1.0, 2.0 ** (ages // steps - 1))
+    looks = (learned[adaptive_loops.LOOKS, 0] + adaptive_loops.DOUBT) * names / adaptive_loops.SAMPLES
+    rates = learned[adaptive_loops.USES, 0] / looks
+    adaptive_loops._reckon(learned, 0, names, 1_000, 1_000.0)
+    for age in ages:
+        passed = np.cumsum(rates[age:] * widths[age:])
+        before = np.exp(-np.concatenate([[0.0], passed[:-1]]))
+        spans = np.where(
+            rates[age:] > 0, -np.expm1(-rates[age:] * widths[age:]) / np.maximum(rates[age:], 1e-300), widths[age:]
+        )
+        best = (-np.expm1(-passed) / np.cumsum(before * spans)).max()
+        assert learned[adaptive_loops.WORTH, 0, age] == pytest.approx(best, rel=1e-6, abs=1e-15)
+
+
+def test_victims_of_the_learning_ghost_are_drawn_anew_each_time() -> None:
+    """No run of draws, of which there is one more than leaves are drawn, comes twice."""
+    drawn = [adaptive_loops._drawn_from(number) for number in range(1 << 60, (1 << 60) + 200)]
+    seen = set()
+    for state in drawn:
+        for _ in range(adaptive_loops.CANDIDATES // 2):
+            state = adaptive_loops._step(np.uint64(state))
+            seen.add(int(state))
+    assert len(seen) == 200 * adaptive_loops.CANDIDATES // 2
+
+
+class Interrupted(Exception):
+    """What a signal's handler may raise anywhere."""
+
+
+@pytest.mark.parametrize("change", ["events", "told", "expect", "rows"])
+def test_whoever_is_interrupted_while_an_array_is_replaced_is_refused_and_nothing_is_overwritten(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adaptive, "HISTORY_LEAST", 16)
+    policy = Adaptive(array("q", range(1, 20_001)), 1)
+    policy.expect(100)
+    for row in range(2_000):
+        policy.inserted(row)
+    policy.used([0], 1)
+    rows = list(range(1_999, -1, -1))
+    changes = {
+        "events": lambda: policy.touched(rows),
+        "told": lambda: policy.used(rows, len(rows)),
+        "expect": lambda: policy.expect(10_000),
+        "rows": lambda: policy.inserted(500_000),
+    }
+
+    def raise_it(*_: object) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(policy, "_place", raise_it)
+        with pytest.raises(Interrupted):
+            changes[change]()
+    assert policy._address is None
+    with pytest.raises(TypeError):
+        policy.used([1], 1)
+    policy._place()
+    policy.used(rows, len(rows))
+    policy._catch_up(1 << 40)
+    rings_are_whole(policy)
+
+
 @pytest.mark.parametrize("fault", ["nowhere to keep it", "damaged"])
 def test_code_that_cannot_be_kept_or_read_is_compiled_anew(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -546,6 +648,8 @@ def test_room_is_fitted_to_how_full_the_tier_was() -> None:
     next(policy.victims())
     policy.used(list(range(4000)), 4000)
     policy._catch_up(1 << 30)
-    for _ in range(adaptive_loops.KINDS):  # reckoned one at a time, and room is looked at with the first of them
+    for _ in range(
+        adaptive_loops.RECKON_USES
+    ):  # one kind after the other, and room is looked at with the first of them
         policy.used([0], 1)
     assert policy._numbers[adaptive_loops.LRU + adaptive_loops.MOST] == 600

@@ -41,8 +41,8 @@ HALF_LIFE_PER_NAME = 3
 SCORE_HALF_LIFE_PER_BLOCK, SCORE_HALF_LIFE_LEAST = 4, 20_000
 """After how many uses a ghost's hits count half, for each block that the tier has room for, and at least."""
 LEAD, FLOOR = 1.25, 0.0005
-"""By how many standard deviations, and by what share of all uses, the learning ghost has to lead before the tier
-follows it."""
+"""By how many times the root of the squares of what requests differed by (1.25 are 1.8 standard deviations in the long
+run), and by what share of all uses, the learning ghost has to lead before the tier follows it."""
 SMALLEST = 256
 GROWN = 4096
 """Rows, at least."""
@@ -78,7 +78,7 @@ class Adaptive:
         self._numbers = np.zeros(loops.NUMBERS, np.int64)
         self._numbers[loops.DUE] = loops.RECKON_USES
         self._numbers[loops.DRAWS] = seed * 2 + 0x2545F4914F6CDD1D
-        self._numbers[loops.OWN_DRAWS] = seed * 2 + 0x1D872B41C3A9F06B
+        self._numbers[loops.OWN_DRAWS] = (1 << 60) + (seed << 16)  # not those that the tier draws
         self._scores = np.zeros(loops.SCORES)
         self._scores[loops.WEIGHT] = 1.0
         self._at_once, self._most_learned = loops.AT_ONCE, loops.STEP
@@ -100,6 +100,7 @@ class Adaptive:
         history = self._grown(self._history[0], names)
         own_leaves = LazyRecords(blocks + 1, loops.LEAF_ENTRY).array
         own_leaves[: len(self._own_leaves)] = self._own_leaves
+        self._point_at(None)
         self._ghosts, self._history, self._own_leaves = ghosts, history, own_leaves
         self._numbers[[loops.NODES, loops.ROOM]] = blocks
         self._numbers[loops.NAMES + loops.MOST] = names
@@ -159,18 +160,21 @@ class Adaptive:
         """Counted, for the history and for both ghosts."""
         if not len(chain):
             return
-        if len(chain) > self._told.shape[-1] and not self._make_room(len(chain)):
-            return
         if len(self._names) >= len(self._order):  # of another tier
             self._grow(len(self._names))
-        self._waiting = self._loops.learn(
+        if len(chain) > self._told.shape[-1] and not self._make_room(len(chain)):
+            is_right = self._loops.passed_over(self._address, self._take(), chain[0])
+            assert is_right, WRONG_EVENT
+            return
+        waiting = self._loops.learn(
             self._address,
             self._take(),
             np.frombuffer(array("i", chain), np.int32),
             count,
             np.frombuffer(self._names, np.int64),
         )
-        assert self._waiting >= 0, WRONG_EVENT
+        assert waiting >= 0, WRONG_EVENT
+        self._waiting = waiting
 
     def touched(self, rows: Sequence[int]) -> None:
         """To the recent end, one after the other."""
@@ -240,7 +244,9 @@ class Adaptive:
     def _catch_up(self, blocks: int) -> None:
         """Learn, and tell the ghosts, of up to so many more blocks of the requests that wait."""
         if self._waiting:
-            self._waiting = self._loops.catch_up(self._address, blocks, np.frombuffer(self._names, np.int64))
+            waiting = self._loops.catch_up(self._address, self._take(), blocks, np.frombuffer(self._names, np.int64))
+            assert waiting >= 0, WRONG_EVENT
+            self._waiting = waiting
 
     def _first_victim(self, attempt: int) -> int:
         if self._waiting:
@@ -257,6 +263,7 @@ class Adaptive:
         """At least one place is free, always: the four that are called for each block write without looking, and a call
         of another method would take half as long again. What follows a long request does not wait in all its room, so
         that nobody waits for all of that."""
+        self._point_at(None)
         self._events = array("q", bytes(8 * events))
         self._last_place = EVENTS - 1
 
@@ -269,6 +276,7 @@ class Adaptive:
             return False
         told = _room_for(2 * blocks)
         told[waiting, :, :longest] = self._told[waiting, :, :longest]
+        self._point_at(None)
         self._told = told
         self._place()
         return True
@@ -296,7 +304,8 @@ class Adaptive:
         self._point_at(loops.Arrays._make(arrays))
 
     def _point_at(self, arrays: Any) -> None:
-        """An address is never that of memory that was given back, wherever this is interrupted."""
+        """`None` before an array is replaced: so no call is given the address of what is no more, or is not what
+        everything else here says, wherever whoever does that is interrupted."""
         places = arrays.places() if arrays is not None else None
         self._address: int | None = None
         self._arrays, self._places = arrays, places

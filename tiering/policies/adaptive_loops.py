@@ -59,10 +59,12 @@ they are with the first request that waits, too, `LEFT`, `PARENT` and `HITS`: bl
 told of so far, the node of the one before those, and how many were there."""
 COUNT, LEAF_COUNT, MOST, FREE, LEFT, PARENT, HITS = range(7)
 TURN, OWN_DRAWS, ROOM, FIRST, WAITING, LEARNED, REACHED, FETCHED = range(26, 34)
-"""The kind whose worth is reckoned next; the state by which the learning ghost draws; how many blocks a ghost may have
+"""The kind whose worth is reckoned next; how many victims the learning ghost drew; how many blocks a ghost may have
 from the next request on; the first request that waits, how many do, how many of these were learned, and how far the
 next one was; and nothing: so that no compiler leaves out what is read only to have it near."""
-NUMBERS = 34
+RECKONED = 34
+"""And from there on, by kind, `CLOCK` when its worth was reckoned last."""
+NUMBERS = RECKONED + KINDS
 
 REQUESTS = 8
 """That can wait. Before there is one more, the ghosts are told of the first one; where that takes more than a `STEP`,
@@ -88,9 +90,11 @@ LRU_SCORE, OWN_SCORE, SPREAD, SCORE_USES, WEIGHT = range(5)
 """Hits of both ghosts, the squares of what their hits of a request differ by, and what was asked for; each counts
 `WEIGHT`, which grows, so that what is old counts little."""
 SCORES = 5
+MOST_HALVINGS = 300.0
+"""Of scores, by one request: what is left is nothing anyway, and numbers stay finite."""
 HALF_LIFE, SCORE_HALF_LIFE, LEAD, FLOOR, MOST_AT_ONCE, MOST_LEARNED = range(6)
-"""Settings: half-lives of what is learned and of scores, in uses; by what the learning ghost has to lead, in standard
-deviations and as a share of uses; `AT_ONCE` and `STEP`."""
+"""Settings: half-lives of what is learned and of scores, in uses; by what the learning ghost has to lead, in roots
+of `SPREAD` and as a share of uses; `AT_ONCE` and `STEP`."""
 
 _RING = [("when", "<i8"), ("newer", "<i4"), ("older", "<i4"), ("leaf_at", "<i4"), ("kind", "u1")]
 ORDER = np.dtype(_RING, align=True)
@@ -150,13 +154,14 @@ class Loops(NamedTuple):
 
     follow: Any
     learn: Any
+    passed_over: Any
     catch_up: Any
     first_victim: Any
     next_leaf: Any
     enter_all: Any
 
 
-_ENTRANCES = ("_follow", "_learn", "_catch_up", "_first_victim", "_next_leaf", "_enter_all")
+_ENTRANCES = ("_follow", "_learn", "_passed_over", "_catch_up", "_first_victim", "_next_leaf", "_enter_all")
 
 
 def is_usable() -> bool:
@@ -225,6 +230,12 @@ def _step(state):
     state ^= state << np.uint64(13)
     state ^= state >> np.uint64(7)
     return state ^ (state << np.uint64(17))
+
+
+@_compiled
+def _drawn_from(number):
+    """A state that has nothing of those of the numbers around: one factor of multiplicative hashing, and a step."""
+    return _step(np.uint64(number) * np.uint64(11400714819323198485))
 
 
 @_compiled
@@ -426,8 +437,8 @@ def _ghost_insert(ghost, heads, leaves, which, name, parent, worth_of, clock, nu
         if victim == 0 or ghost[victim].children != 0:
             break
         if which == OWN:
-            state = _step(np.uint64(numbers[OWN_DRAWS]))
-            numbers[OWN_DRAWS] = np.int64(state)
+            numbers[OWN_DRAWS] += 1
+            state = _drawn_from(numbers[OWN_DRAWS])
             victim = _least(ghost, leaves, numbers[OWN + LEAF_COUNT], victim, worth_of, clock, state)
         _ghost_remove(ghost, heads, leaves, which, victim, numbers)
     if numbers[which + COUNT] + 1 >= len(ghost):
@@ -536,24 +547,24 @@ def _remember(history, heads, name, is_last, learned, numbers):
 
 
 @_compiled
-def _reckon(learned, kind, names, half_life):
-    """The worth of a kind at each age: the best, over all horizons, of the chance of a use to the time it takes."""
-    alive, waited = np.empty(AGES + 1), np.empty(AGES + 1)
+def _reckon(learned, kind, names, passed, half_life):
+    """The worth of a kind at each age: the best, over all horizons, of the chance of a use to the time it takes. What
+    was learned of it fades by the uses that passed since the last time."""
+    keeps, times = np.empty(AGES), np.empty(AGES)  # of a block at each age, until the next: the chance of no use, time
     per_look = names / SAMPLES  # a look stands for so many blocks that were that old for the time of one use
-    alive[0], waited[0] = 1.0, 0.0
     for age in range(AGES):
         width = 1.0 if age < STEPS else 2.0 ** (age // STEPS - 1)
         rate = learned[USES, kind, age] / ((learned[LOOKS, kind, age] + DOUBT) * per_look)
-        alive[age + 1] = alive[age] * np.exp(-rate * width)
-        waited[age + 1] = waited[age] + ((alive[age] - alive[age + 1]) / rate if rate > 1e-15 else alive[age] * width)
+        keeps[age] = np.exp(-rate * width)
+        times[age] = (1.0 - keeps[age]) / rate if rate > 1e-15 else width
     for age in range(AGES):
-        best = 0.0
-        for end in range(age + 1, AGES + 1):
-            time = waited[end] - waited[age]
-            if time > 0.0:
-                best = max(best, (alive[age] - alive[end]) / time)
+        best, left, time = 0.0, 1.0, 0.0
+        for later in range(age, AGES):
+            time += left * times[later]
+            left *= keeps[later]
+            best = max(best, (1.0 - left) / time)
         learned[WORTH, kind, age] = best
-    learned[:WORTH, kind] *= 0.5 ** (RECKON_USES / half_life)
+    learned[:WORTH, kind] *= 0.5 ** (passed / half_life)
 
 
 @_compiled
@@ -571,20 +582,20 @@ def _fit(numbers):
 
 @_compiled
 def _guard(scores, settings, count, lru_hits, own_hits, numbers):
-    """Follow the learning ghost once it leads by more than chance explains, until it falls behind. Were one as good as
-    the other, each request's difference would fall on either side, and their sum be as large as the root of the sum of
-    their squares."""
+    """Follow the learning ghost once it leads by more than some requests explain, until it falls behind. Were one as
+    good as the other, each request's difference would fall on either side, and their sum be as large as the root of the
+    sum of their squares; since what is old counts less, it is 0.7 of that in the long run."""
     weight = scores[WEIGHT]
     scores[LRU_SCORE] += lru_hits * weight
     scores[OWN_SCORE] += own_hits * weight
     scores[SPREAD] += (own_hits - lru_hits) ** 2 * weight
     scores[SCORE_USES] += count * weight
     lead = scores[OWN_SCORE] - scores[LRU_SCORE]
-    by_chance = np.sqrt(scores[SPREAD] * weight)
-    leads = lead > settings[LEAD] * by_chance + settings[FLOOR] * scores[SCORE_USES]
+    spread = np.sqrt(scores[SPREAD] * weight)
+    leads = lead > settings[LEAD] * spread + settings[FLOOR] * scores[SCORE_USES]
     if (numbers[RULE] == 0 and leads) or (numbers[RULE] == 1 and lead < 0.0):
         numbers[RULE] = 1 - numbers[RULE]
-    scores[WEIGHT] *= 2.0 ** (count / settings[SCORE_HALF_LIFE])
+    scores[WEIGHT] *= 2.0 ** min(count / settings[SCORE_HALF_LIFE], MOST_HALVINGS)
     if scores[WEIGHT] > 1e100:
         scores /= scores[WEIGHT]
 
@@ -655,9 +666,25 @@ def _learn(address, stop, chain, count, names):
         _tell_ghosts(address, np.int64(settings[MOST_AT_ONCE]) if count <= settings[MOST_AT_ONCE] else PIECE)
         if numbers[LEARNED] + (numbers[REACHED] != 0) >= numbers[WAITING]:
             return numbers[WAITING]
-    node = chain[0] + 1  # nothing is known of this request's leaf so far, but that it is young
-    _mark(order, leaves, node, order[node].kind, numbers[CLOCK])
+    _made_young(order, leaves, chain[0], numbers)
     return numbers[WAITING]
+
+
+def _passed_over(address, stop, row):
+    """Events; then a request came for a block and its ancestors, of which nothing is learned. False for an event that
+    cannot be."""
+    events, order, leaves, _, _, _, _, _, _, _, _, _, _, numbers, _, _ = _arrays(address)
+    is_right = _followed(events, stop, order, leaves, numbers)
+    if is_right:
+        _made_young(order, leaves, row, numbers)
+    return is_right
+
+
+@_compiled
+def _made_young(order, leaves, row, numbers):
+    """Nothing is known of the use of a leaf so far, but that it was now."""
+    node = row + 1
+    _mark(order, leaves, node, order[node].kind, numbers[CLOCK])
 
 
 @_compiled
@@ -672,12 +699,14 @@ def _learn_waiting(address, most, names):
             request.kind = -1
             if numbers[CLOCK] >= numbers[DUE]:  # of one kind at a time, so that nobody waits for all
                 kind = numbers[TURN]
-                _reckon(learned, kind, numbers[NAMES + COUNT], settings[HALF_LIFE])
+                passed = numbers[CLOCK] - numbers[RECKONED + kind]
+                numbers[RECKONED + kind] = numbers[CLOCK]
+                _reckon(learned, kind, numbers[NAMES + COUNT], passed, settings[HALF_LIFE])
                 request.kind, request.worth[:] = kind, learned[WORTH, kind]
                 if kind == 0:
                     _fit(numbers)
                 numbers[TURN] = (kind + 1) % KINDS
-                numbers[DUE] += RECKON_USES // KINDS
+                numbers[DUE] = max(numbers[DUE] + RECKON_USES // KINDS, numbers[CLOCK])
         counted = min(request.count + 1, request.length)
         stop = min(begin + most, counted)
         _fetch(history, heads, blocks[NAME, begin:stop], numbers)
@@ -730,8 +759,12 @@ def _tell_ghosts(address, most):
     return numbers[WAITING]
 
 
-def _catch_up(address, most, names):
-    """Learn, and tell the ghosts, of up to so many more blocks each. Returns how many requests wait."""
+def _catch_up(address, stop, most, names):
+    """Events; then learn, and tell the ghosts, of up to so many more blocks each. Returns how many requests wait, or -1
+    for an event that cannot be."""
+    events, order, leaves, _, _, _, _, _, _, _, _, _, _, numbers, _, _ = _arrays(address)
+    if not _followed(events, stop, order, leaves, numbers):
+        return -1
     _learn_waiting(address, most, names)
     return _tell_ghosts(address, most)
 
@@ -746,8 +779,7 @@ def _first_victim(address, stop, draw):
     first = _oldest_leaf(order, 0)
     if first == 0 or numbers[RULE] == 0:
         return first
-    state = _step(np.uint64(draw + 1) * np.uint64(11400714819323198485))
-    return _least(order, leaves, numbers[LEAVES], first, learned[WORTH], numbers[CLOCK], state)
+    return _least(order, leaves, numbers[LEAVES], first, learned[WORTH], numbers[CLOCK], _drawn_from(draw + 1))
 
 
 def _next_leaf(address, node):
@@ -767,11 +799,14 @@ def _compile(loops: Loops) -> None:
     address, rows, names = int64, int32[::1], int64[::1]
     loops.follow.compile((address, int64))
     loops.learn.compile((address, int64, rows, int64, names))
-    loops.catch_up.compile((address, int64, names))
+    loops.passed_over.compile((address, int64, int64))
+    loops.catch_up.compile((address, int64, int64, names))
     loops.first_victim.compile((address, int64, int64))
     loops.next_leaf.compile((address, int64))
     for dtype in (GHOST, HISTORY):
         loops.enter_all.compile((from_dtype(dtype)[::1], rows))
+    for loop in loops:
+        loop.disable_compile()  # for anything else: `None` in place of an address would be one that is 0
 
 
 _ready: Loops | None = None
