@@ -109,7 +109,7 @@ class ConnectorSettings:
         _wanted("cost_model", self.cost_model, isinstance(self.cost_model, bool), "true or false")
         _wanted("audit", self.audit, _is_number(self.audit, 0, 1), "a share from 0 to 1")
         is_ttl = self.ttl is None or (_is_number(self.ttl, 0, 1 << 40) and self.ttl > 0)
-        _wanted("ttl", self.ttl, is_ttl, "seconds above 0, or null")
+        _wanted("ttl", self.ttl, is_ttl, "seconds above 0 and below 2**40, or null")
 
 
 def _is_number(value: object, lowest: float, highest: float) -> bool:

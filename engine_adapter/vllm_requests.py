@@ -69,7 +69,7 @@ def hinted(facts: RequestFacts, params: Any) -> RequestFacts:
         ignored.append(f"store={saves!r}; give true or false")
         saves = True
     if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < 1 << 40):
-        ignored.append(f"ttl={ttl!r}; give seconds above 0")
+        ignored.append(f"ttl={ttl!r}; give seconds above 0 and below 2**40")
         ttl = None
     is_whole = isinstance(priority, int) and not isinstance(priority, bool)
     if priority is not None and not (is_whole and -100 <= priority <= 100):

@@ -420,6 +420,7 @@ def record(
         raise typer.BadParameter(f"{file} is there already; give another name")
     if Path(file).suffix.lower() == ".gz":
         raise typer.BadParameter(f"{file} is to be text, not gzip; give a name without .gz, and pack it afterwards")
+    _check_folder(file, file)
     with open(file, "x", encoding="utf-8", buffering=1) as out:
         try:
             with _progress() as show, _ended() as is_ended:
@@ -508,6 +509,12 @@ def replay(
     from kvstore.insight.trace import MOST_TOKENS, read_trace
     from kvstore.node import build_replay
 
+    paths = [Path(one) for one in traces]
+    for path in paths:
+        if not path.exists():
+            raise typer.BadParameter(f"{path}: No such file; give a trace, as kvstore record writes one")
+        if path.is_dir():
+            raise typer.BadParameter(f"{path} is a folder; give the files in it")
     most = replays.MOST_BLOCKS
     allowed = f"give {', '.join(POLICIES)}, or several with commas between them"
     for name in (names := _listed(policy or [DEFAULT_POLICY], "--policy", allowed)):
@@ -540,7 +547,6 @@ def replay(
         shares,
     )
     draw = _plotter(plot) if plot is not None else None
-    paths = [Path(one) for one in traces]
     is_short = len({path.name for path in paths}) == len(paths)
     with _progress() as show:
         read = []
@@ -587,10 +593,19 @@ def _lines(file: Path) -> Iterator[Iterator[str]]:
     with open(file, "rb") as raw:
         is_packed = raw.peek(2)[:2] == b"\x1f\x8b"
         try:
-            with io.TextIOWrapper(gzip.open(raw) if is_packed else raw, encoding="utf-8", errors="replace") as lines:
+            with io.TextIOWrapper(
+                gzip.open(raw) if is_packed else raw, encoding="utf-8-sig", errors="replace"
+            ) as lines:
                 yield lines
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise BadInput(f"{file} cannot be unpacked ({error}); it was cut off or damaged: fetch it again") from None
+
+
+def _check_folder(given: str, file: str) -> None:
+    """There is one to write the file to."""
+    folder = Path(file).parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"{given}: there is no folder {folder}; make it, or give another one")
 
 
 def _plotter(file: str) -> Callable[[Any], None]:
@@ -600,8 +615,7 @@ def _plotter(file: str) -> Callable[[Any], None]:
     kind = Path(file).suffix.lower()
     if kind not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"--plot {file}: give a name that ends in .png, .svg or .pdf")
-    if not Path(file).parent.is_dir():
-        raise typer.BadParameter(f"--plot {file}: there is no folder {Path(file).parent}; make it, or give another one")
+    _check_folder(f"--plot {file}", file)
     is_new = not os.path.lexists(file)
     with open(file, "ab"):  # else it would be said behind all the work that it cannot be written
         pass

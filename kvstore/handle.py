@@ -466,7 +466,7 @@ class NamespaceHandle:
         if first_token < 0 or first_token % pages.page_tokens:
             raise BadInput(f"first_token={first_token} is not a page boundary; give a multiple of {pages.page_tokens}")
         if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, Real) or not 0 < ttl < 1 << 40):
-            raise BadInput(f"ttl={ttl!r}; give seconds above 0, or None")
+            raise BadInput(f"ttl={ttl!r}; give seconds above 0 and below 2**40, or None")
         is_whole = isinstance(priority, Integral) and not isinstance(priority, bool)
         if not is_whole or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")

@@ -152,7 +152,8 @@ def test_files_that_cannot_be_read_are_one_line(
     def asked(path: Path) -> str:
         return error_line(run_here(monkeypatch, capsys, "replay", str(path), "--blocks", "4"))
 
-    assert "No such file" in asked(trace.with_name("none"))
+    assert "none: No such file; give a trace" in asked(trace.with_name("none"))
+    assert "is a folder; give the files in it" in asked(trace.parent)
     cut = trace.with_name("cut.gz")
     cut.write_bytes(gzip.compress(trace.read_bytes() * 100)[:-20])
     assert "cut.gz cannot be unpacked" in asked(cut) and "fetch it again" in asked(cut)
@@ -172,6 +173,10 @@ def test_traces_of_one_name_are_told_apart_and_pipes_are_read(
     assert [one["trace"] for one in told["traces"]] == [str(trace), str(other)]
     line = error_line(run_here(monkeypatch, capsys, "replay", str(trace), str(trace), str(other), *given))
     assert f"trace {trace} was given twice; give each once" in line
+    marked = trace.with_name("marked")
+    marked.write_bytes(b"\xef\xbb\xbf" + trace.read_bytes())
+    told_again = json.loads(run_here(monkeypatch, capsys, "replay", str(marked), *given).stdout)
+    assert told_again["traces"][0]["requests"] == told["traces"][0]["requests"], "with a byte order mark"
     reader, writer = os.pipe()
     os.write(writer, trace.read_bytes())
     os.close(writer)

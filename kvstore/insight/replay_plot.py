@@ -91,11 +91,11 @@ def _draw_admissions(axes: Any, rows: Sequence[Row], block_tokens: int) -> list[
 
 
 def _draw_optima(axes: Any, rows: Sequence[Row]) -> list[Any]:
-    """A line for each size of DRAM; one for those of which it is the same."""
+    """A line for each size of both tiers; one for those of which it is the same."""
     sizes: dict[float, list[int]] = {}
     for row in rows:
         if row.policy == OPTIMUM:
-            sizes.setdefault(row.block_hit_rate, []).append(row.dram_blocks)
+            sizes.setdefault(row.block_hit_rate, []).append(row.dram_blocks + row.nvme_blocks)
     return [
         axes.axhline(
             rate,

@@ -131,9 +131,15 @@ class Admin:
             raise BadInput(
                 f"namespaces have blocks of {there} tokens, and a trace has blocks of one size; give --namespace"
                 if sizes
-                else "there is no namespace of that kind yet; begin when an engine has opened one"
+                else self._nothing_to_record(verb.tenant)
             )
         return m.Recorded(self._recording.begin(frozenset(one.number for one in spaces)), sizes.pop())
+
+    def _nothing_to_record(self, tenant: str) -> str:
+        others = ", ".join(sorted({printable(name) for name, _ in self._spaces()}))
+        if not others:
+            return "no engine has opened a namespace yet, so there is nothing to record; begin when one has"
+        return f"--tenant {printable(tenant)}: has no namespace; tenants that have one: {others}"
 
     # Facts ---------------------------------------------------------------------------------------------------------
 

@@ -218,7 +218,7 @@ class Handlers:
                 f"{-MAX_PRIORITY} to {MAX_PRIORITY}"
             )
         if ttl is not None and not 0 < ttl < 1 << 40:
-            raise BadInput(f"ttl_seconds={ttl}; give seconds above 0, or nothing")
+            raise BadInput(f"ttl_seconds={ttl}; give seconds above 0 and below 2**40, or nothing")
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.Fault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
         joint = _joint_of(caller, verb, len(slices))

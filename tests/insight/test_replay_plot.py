@@ -77,10 +77,10 @@ def test_many_rows_have_a_colour_each_and_an_optimum_for_each_size() -> None:
     assert [line.get_ydata()[0] for line in optima] == list(dict.fromkeys(best[size] for size in sizes))
     assert len({str(line.get_linestyle()) + str(line._dash_pattern) for line in optima}) == len(optima) > 2
     assert names(axes)[:2] == ["policy 0 of 2", "policy 1 of 2"] and names(axes)[12:17] == [
-        *("all", "learned", "random", "oracle", "optimum of 2"),
+        *("all", "learned", "random", "oracle", "optimum of 8"),
     ]
 
 
 def test_one_line_stands_for_sizes_of_one_optimum() -> None:
     figure, _ = picture(1, blocks=[2000, 4000], nvme_blocks=5000)
-    assert names(the_axes(figure))[-1] == "optimum of 2,000, 4,000"
+    assert names(the_axes(figure))[-1] == "optimum of 7,000, 9,000"

@@ -131,7 +131,8 @@ def test_a_sidecars_traffic_is_written_and_replayed(tmp_path: Path) -> None:
             another.namespace(model=MODEL, layout=layout).match(ids(640))
         time.sleep(1.5)
         assert "give a number" in refused("record", str(tmp_path / "other"), "--data", data, "--seconds", "inf")
-        assert "no namespace of that kind" in refused("record", str(tmp_path / "o"), "--data", data, "--tenant", "b")
+        said = refused("record", str(tmp_path / "o"), "--data", data, "--tenant", "b")
+        assert "--tenant b: has no namespace; tenants that have one: " in said
         assert "somebody else is recording" in refused("record", str(tmp_path / "other"), "--data", data)
         assert not (tmp_path / "other").exists()
         writing.send_signal(signal.SIGINT)
@@ -154,6 +155,7 @@ def test_a_sidecars_traffic_is_written_and_replayed(tmp_path: Path) -> None:
         shown = run("record", str(again), "--data", data, "--seconds", "0")
         assert (shown.returncode, shown.stdout) == (0, f"nothing was looked up in 0 s: there is no {again}\n")
         assert "is to be text, not gzip" in refused("record", f"{again}.GZ", "--data", data)
+        assert "there is no folder" in refused("record", str(tmp_path / "no" / "o"), "--data", data)
     trace = read_trace("trace", out.read_text().splitlines(), 64)
     assert trace.requests == len(lines)
     found = told("replay", str(out), "--blocks", "100", "--block-tokens", "64")
@@ -210,7 +212,7 @@ def test_a_sidecar_that_goes_away_leaves_what_was_written(tmp_path: Path) -> Non
 def test_without_a_namespace_there_is_nothing_to_record(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as _:
         out = tmp_path / "trace.jsonl"
-        assert "there is no namespace of that kind yet" in refused("record", str(out), "--data", str(tmp_path / "kv"))
+        assert "no engine has opened a namespace yet" in refused("record", str(out), "--data", str(tmp_path / "kv"))
         assert not out.exists()
         with client(tmp_path) as store:
             store.namespace(model=MODEL, layout=small_layout())
