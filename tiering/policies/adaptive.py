@@ -14,7 +14,7 @@ The victim is worth least among 64 leaves that are drawn and the least recently 
 What is learned may be wrong: the past of some loads says nothing of their future. Two *ghosts*, which have names and no
 blocks, live through the same uses in as much room, one with the least recently used leaf as victim, one with the one
 that is worth least. Hits are counted in both, and fade. The tier begins as LRU, goes by worth once that ghost leads by
-more than chance explains, and returns to LRU when it falls behind.
+more than some requests explain, and returns to LRU when it falls behind.
 
 Everything that is done for each block is compiled (`adaptive_loops`). Events are collected in a buffer and told there
 in one call. A long request is learned, and told to the ghosts, in pieces, one before each victim and more within the
