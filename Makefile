@@ -32,9 +32,11 @@ ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt | c
 # codecs on a model, adapters around one, and policies on recorded requests.
 KERNEL_TESTS := tests/kernels tests/adapters tests/demo tests/insight tests/tiering/test_adaptive.py \
     tests/bench/test_codec.py tests/bench/test_kernels_bench.py tests/bench/test_gpu_list.py
-# Histories and shapes drawn at random: models of the store, of ranks that put jointly, of groups and their windows.
-DRAWN_TESTS := tests/model tests/kvstore/test_groups.py tests/kvstore/test_getting.py tests/kvstore/test_joint.py \
-    tests/service/test_tensor_parallel.py
+# Histories and shapes drawn at random: models of the store, of ranks that put jointly, of groups and their windows,
+# what obeys a contract, and a simulated disk.
+DRAWN_TESTS := tests/model tests/simulation tests/contract/test_codec.py tests/contract/test_eviction_policy.py \
+    tests/contract/test_tier.py tests/contract/test_frame_index.py tests/kvstore/test_groups.py \
+    tests/kvstore/test_getting.py tests/kvstore/test_joint.py tests/service/test_tensor_parallel.py
 
 # An installed environment carries the checksum of the two files it was made from in its stamp's name, so that
 # a change of their content makes it stale and a mere checkout does not.
