@@ -577,6 +577,7 @@ def test_whoever_asks_for_more_than_is_learned_meanwhile_is_not_learned_and_nobo
     policy.used(list(range(longest + 1)), longest + 1)
     assert policy._told.shape[-1] == longest, "one that is longer than all before has no place either"
     assert clock(policy) == learned + adaptive_loops.STEP
+    assert policy._order["when"][1] == clock(policy), "its leaf is young all the same"
     monkeypatch.undo()
     policy.used(list(range(longest + 1)), longest + 1)
     assert policy._told.shape[-1] > longest, "others that are not long do not keep it from one"
