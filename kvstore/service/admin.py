@@ -139,7 +139,7 @@ class Admin:
         others = ", ".join(sorted({printable(name) for name, _ in self._spaces()}))
         if not others:
             return "no engine has opened a namespace yet, so there is nothing to record; begin when one has"
-        return f"--tenant {printable(tenant)}: has no namespace; tenants that have one: {others}"
+        return f"--tenant {printable(tenant)} has no namespace; tenants that have one: {others}"
 
     # Facts ---------------------------------------------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ def test_a_sidecars_traffic_is_written_and_replayed(tmp_path: Path) -> None:
         time.sleep(1.5)
         assert "give a number" in refused("record", str(tmp_path / "other"), "--data", data, "--seconds", "inf")
         said = refused("record", str(tmp_path / "o"), "--data", data, "--tenant", "b")
-        assert "--tenant b: has no namespace; tenants that have one: " in said
+        assert "--tenant b has no namespace; tenants that have one: " in said
         assert "somebody else is recording" in refused("record", str(tmp_path / "other"), "--data", data)
         assert not (tmp_path / "other").exists()
         writing.send_signal(signal.SIGINT)

@@ -251,7 +251,7 @@ class Adaptive:
     def _first_victim(self, attempt: int) -> int:
         if self._waiting:
             self._catch_up(loops.PIECE)
-        stop, self._stop = self._stop, 0
+        stop, self._stop = self._stop, 0  # as `_take` does; for each victim, and a call is a tenth of it
         self._flushed += stop
         node: int = self._loops.first_victim(self._address, stop, self._draws + (attempt << 50))
         assert node >= 0, WRONG_EVENT
