@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from kvstore.about import pack_about
 from kvstore.departures import ExtentChoice, SlabChoice
 from kvstore.identity import Namespace, TenantKeys
 from kvstore.prefix_index import NO_ROW, Column, PrefixIndex, RowState
@@ -43,6 +44,11 @@ class Space:
     def block_bytes(self) -> int:
         """DRAM that one block takes: all its frames."""
         return sum(slot_class.frame_bytes for slot_class in self.classes)
+
+    @property
+    def about(self) -> bytes:
+        """What is kept of it beside its blocks."""
+        return pack_about(self.namespace, [sealer.stamp.payload_bytes for sealer in self.sealers])
 
 
 TierBelow = TypeVar("TierBelow", bound=LowerTier, covariant=True)

@@ -7,6 +7,20 @@ exception, and nothing here may carry token ids, keys or prompt text.
 
 from __future__ import annotations
 
+_SHOWN_CHARACTERS = 300
+_SHOWN_BITS = 256
+
+
+def shown(value: object) -> str:
+    """A wrong value as an error line shows it: short, printable, and never itself a fault."""
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"a number of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of too many digits within, or too deep
+        return f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
 
 class StoreError(Exception):
     """Any fault of the store that a caller may want to catch."""

@@ -20,15 +20,24 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.errors import BadInput
-from kvstore.layout import Attention, KvGroup, Layout
+from kvstore.errors import BadInput, shown
+from kvstore.layout import MAX_BLOCK_TOKENS, MAX_GROUPS, MAX_LAYERS, KvGroup, Layout, is_whole
 from tiering.frame import KEY_BYTES, KEY_ID_BYTES, NAMESPACE_BYTES, TENANT_BYTES
+from tiering.slab import MAX_ABOUT_BYTES
 
 CHAIN_VERSION = 1
 NAMESPACE_VERSION = 1
 SECRET_BYTES = 32
 MAX_EXTRA_KEY_BYTES = 4096
 MAX_EXTRA_KEYS = 1024
+MAX_WEIGHTS_EPOCH = (1 << 63) - 1
+MAX_MODEL_CHARACTERS, MAX_CODEC_CHARACTERS = 256, 16
+MAX_CONFIG_FIELDS, MAX_FIELD_CHARACTERS, MAX_VALUE_CHARACTERS = 64, 128, 4096
+"""Of a namespace's config: how many fields, and the characters of a name and of a value."""
+MAX_PACKED_BYTES = MAX_ABOUT_BYTES
+"""Of a packed namespace: what a slab's header, which is kept beside its blocks, has room for."""
+MAX_UNPACKED_BYTES = 64 << 10
+"""Of the text within: deflate can make a thousand bytes of one."""
 _TOKEN_BYTES = 4
 _TOKEN = np.dtype("<u4")
 _CHAIN_PERSON = b"kv-prefix-key-v1"
@@ -232,13 +241,33 @@ class Namespace:
             )
         if not isinstance(self.layout, Layout):
             raise BadInput(f"layout of type {type(self.layout).__name__}; give a kvstore.Layout, e.g. Layout.gqa(...)")
-        if not self.model or len(self.model) > 256 or self.model.startswith(("/", "./", "../", "~")):
+        if (
+            not self.model
+            or not _is_text(self.model, MAX_MODEL_CHARACTERS)
+            or self.model.startswith(("/", "./", "../", "~"))
+        ):
             raise BadInput(
-                f"model={self.model!r} is not a fingerprint of weights; give a commit id or a content digest "
+                f"model={shown(self.model)} is not a fingerprint of weights; give a commit id or a content digest "
                 "(a path or a name says nothing about the weights behind it)"
             )
-        if self.weights_epoch < 0:
-            raise BadInput(f"weights_epoch={self.weights_epoch}; give 0 or more")
+        if not is_whole(self.weights_epoch, 0, MAX_WEIGHTS_EPOCH):
+            raise BadInput(f"weights_epoch={shown(self.weights_epoch)}; give 0 or more, below 2**63")
+        codec = self.codec
+        if not isinstance(codec, str) or not 0 < len(codec) <= MAX_CODEC_CHARACTERS or not _is_ascii_text(codec):
+            raise BadInput(
+                f"codec={shown(codec)}; give the name of one, of 1 to {MAX_CODEC_CHARACTERS} ASCII characters"
+            )
+        self._check_config()
+
+    def _check_config(self) -> None:
+        if not isinstance(self.config, Mapping) or len(self.config) > MAX_CONFIG_FIELDS:
+            raise BadInput(f"config={shown(self.config)}; give names and their values, at most {MAX_CONFIG_FIELDS}")
+        for name, value in self.config.items():
+            if not _is_text(name, MAX_FIELD_CHARACTERS) or not _is_text(value, MAX_VALUE_CHARACTERS):
+                raise BadInput(
+                    f"config {shown(name)}={shown(value)}: names and values must be text, of at most "
+                    f"{MAX_FIELD_CHARACTERS} and {MAX_VALUE_CHARACTERS} characters"
+                )
 
     def fields(self) -> dict[str, str]:
         """Every field by name, as text: what the digest covers, and what two namespaces are compared by."""
@@ -283,19 +312,25 @@ class Namespace:
 
     @staticmethod
     def unpack(packed: bytes) -> Namespace:
-        """The mirror of `pack`. Raises `ValueError` for anything else; whoever calls compares the digest."""
+        """The mirror of `pack`. Raises `ValueError` for anything else; whoever calls compares the digest.
+
+        It comes from other processes, and off disks: nothing is built that was not looked at before.
+        """
         try:
-            version, model, epoch, codec, config, groups, cut = json.loads(zlib.decompress(packed))
-            if version != NAMESPACE_VERSION:
-                raise ValueError(f"a namespace of version {version}")
-            block_tokens, head_shards, layer_shards, packing = cut
-            kinds = tuple(
-                KvGroup(name, tuple(layers), heads, tuple(widths), dtype, Attention(attention), *window)
-                for name, layers, heads, widths, dtype, attention, *window in groups
-            )
-            layout = Layout(kinds, block_tokens, 1, head_shards, layer_shards, packing)
+            version, model, epoch, codec, config, groups, cut = _listed(_inflated(packed), 7, 7)
+            if not is_whole(version, NAMESPACE_VERSION, NAMESPACE_VERSION):
+                raise ValueError(f"a namespace of version {shown(version)}")
+            block_tokens, head_shards, layer_shards, packing = _listed(cut, 4, 4)
+            if not is_whole(block_tokens, 1, MAX_BLOCK_TOKENS):
+                raise BadInput(f"blocks of {shown(block_tokens)} tokens")
+            kinds = []
+            for group in _listed(groups, 1, MAX_GROUPS):
+                name, layers, heads, widths, dtype, attention, *window = _listed(group, 6, 7)
+                layers, widths = _listed(layers, 1, MAX_LAYERS), _listed(widths, 1, 2)
+                kinds.append(KvGroup(name, tuple(layers), heads, tuple(widths), dtype, attention, *window))
+            layout = Layout(tuple(kinds), block_tokens, 1, head_shards, layer_shards, packing)
             return Namespace(model, layout, codec, epoch, config)
-        except (zlib.error, TypeError, BadInput) as error:
+        except BadInput as error:
             raise ValueError(f"not a packed namespace ({error})") from None
 
     def difference(self, other: Namespace) -> str:
@@ -305,6 +340,44 @@ class Namespace:
             if mine.get(name) != theirs.get(name):
                 return f"{name} is {mine.get(name, 'not set')} here and {theirs.get(name, 'not set')} there"
         return ""
+
+
+def _is_text(given: object, most: int) -> bool:
+    """Whether it is text that can be written as UTF-8, and not too long."""
+    return isinstance(given, str) and len(given) <= most and not any("\ud800" <= one <= "\udfff" for one in given)
+
+
+def _is_ascii_text(given: str) -> bool:
+    return given.isascii() and given.isprintable()
+
+
+def _inflated(packed: bytes) -> Any:
+    """What JSON says in deflated text. Raises `ValueError`."""
+    if len(packed) > MAX_PACKED_BYTES:
+        raise ValueError(f"{len(packed)} bytes; a packed namespace has at most {MAX_PACKED_BYTES}")
+    inflating = zlib.decompressobj()
+    try:
+        text = inflating.decompress(packed, MAX_UNPACKED_BYTES + 1)
+    except zlib.error as error:
+        raise ValueError(f"not a packed namespace ({error})") from None
+    if len(text) > MAX_UNPACKED_BYTES:
+        raise ValueError(f"a packed namespace of more than {MAX_UNPACKED_BYTES} bytes of text")
+    if not inflating.eof or inflating.unused_data:
+        raise ValueError("not a packed namespace (it is cut short, or something follows it)")
+    try:
+        return json.loads(text.decode(), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # numbers of too many digits are the former
+        raise ValueError(f"not a packed namespace (no JSON: {type(error).__name__})") from None
+
+
+def _no_number(given: str) -> None:
+    raise ValueError(f"{given} is no number")
+
+
+def _listed(given: object, least: int, most: int) -> list[Any]:
+    if not isinstance(given, list) or not least <= len(given) <= most:
+        raise BadInput(f"{shown(given)} where a list of {least} to {most} values should be")
+    return given
 
 
 def _derived(secret: bytes, label: str, epoch: int) -> bytes:

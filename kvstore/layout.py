@@ -19,12 +19,20 @@ from enum import StrEnum
 from math import gcd
 from numbers import Integral
 
-from kvstore.errors import BadInput
+from kvstore.errors import BadInput, shown
 
 BLOCK_TOKENS_UNIT = 64
 """Blocks are multiples of this many tokens: codecs keep their parameters per 64 tokens."""
 
-MAX_BLOCK_TOKENS = 4096
+MAX_BLOCK_TOKENS, MAX_PAGE_TOKENS = 4096, 1 << 20
+
+MAX_GROUPS, MAX_LAYERS, MAX_LAYER_NUMBER = 64, 1024, (1 << 16) - 1
+MAX_KV_HEADS, MAX_PLANE_WIDTH, MAX_WINDOW = 1 << 12, 1 << 24, 1 << 31
+MAX_SHARDS, MAX_PARTS = 1 << 12, 512
+"""A layout comes from other processes too: what is built from it is bounded by these. Parts: groups x layer shards x
+head shards, as many as a slab's header can name."""
+MAX_NAME_CHARACTERS = 128
+"""Of a group's name, and of a packing."""
 
 DTYPE_BYTES: dict[str, int] = {
     "float32": 4,
@@ -62,22 +70,39 @@ class KvGroup:
     window: int = 0
 
     def __post_init__(self) -> None:
-        if not self.layers or len(set(self.layers)) != len(self.layers) or min(self.layers) < 0:
-            raise BadInput(f"group {self.name!r} has layers {self.layers}; give distinct layer numbers from 0 up")
-        if self.kv_heads < 1:
-            raise BadInput(f"group {self.name!r} has {self.kv_heads} KV heads; give 1 or more")
-        if not 1 <= len(self.plane_widths) <= 2 or min(self.plane_widths) < 1:
+        check_name("the name of a group", self.name)
+        for name in ("layers", "plane_widths"):
+            given = getattr(self, name)
+            if isinstance(given, list | range) and len(given) <= MAX_LAYERS:
+                object.__setattr__(self, name, tuple(given))
+        if not _are_whole(self.layers, 0, MAX_LAYER_NUMBER) or len(set(self.layers)) != len(self.layers):
             raise BadInput(
-                f"group {self.name!r} has plane widths {self.plane_widths}; give (head_dim, head_dim) for K and V, "
-                "or (latent + rope,) for MLA"
+                f"group {self.name!r} has layers {shown(self.layers)}; give distinct layer numbers from 0 up, at most "
+                f"{MAX_LAYER_NUMBER}"
             )
-        if self.dtype not in DTYPE_BYTES:
-            raise BadInput(f"KV dtype {self.dtype!r} is not known; allowed: {', '.join(DTYPE_BYTES)}")
-        is_right = isinstance(self.window, int) and (self.window > 0) == (self.attention is Attention.SLIDING)
-        if not is_right or self.window < 0:
+        if len(self.layers) > MAX_LAYERS:
+            raise BadInput(f"group {self.name!r} has {len(self.layers)} layers; give at most {MAX_LAYERS}")
+        if not is_whole(self.kv_heads, 1, MAX_KV_HEADS):
             raise BadInput(
-                f"group {self.name!r} has attention {self.attention!s} and window={self.window!r}; give a window of 1 "
-                "token or more with Attention.SLIDING, and none with any other"
+                f"group {self.name!r} has {shown(self.kv_heads)} KV heads; give 1 or more, at most {MAX_KV_HEADS}"
+            )
+        if not _are_whole(self.plane_widths, 1, MAX_PLANE_WIDTH) or len(self.plane_widths) > 2:
+            raise BadInput(
+                f"group {self.name!r} has plane widths {shown(self.plane_widths)}; give (head_dim, head_dim) for K and "
+                f"V, or (latent + rope,) for MLA, each at most {MAX_PLANE_WIDTH}"
+            )
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
+            raise BadInput(f"KV dtype {shown(self.dtype)} is not known; allowed: {', '.join(DTYPE_BYTES)}")
+        if not isinstance(self.attention, str) or self.attention not in list(Attention):
+            raise BadInput(
+                f"group {self.name!r} has attention {shown(self.attention)}; allowed: {', '.join(Attention)}"
+            )
+        object.__setattr__(self, "attention", Attention(self.attention))
+        least, most = (1, MAX_WINDOW) if self.attention is Attention.SLIDING else (0, 0)
+        if not is_whole(self.window, least, most):
+            raise BadInput(
+                f"group {self.name!r} has attention {self.attention!s} and window={shown(self.window)}; give a window "
+                f"of 1 token or more (at most {MAX_WINDOW}) with Attention.SLIDING, and none with any other"
             )
 
     @property
@@ -148,12 +173,26 @@ class Layout:
     parts: tuple[Part, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.groups, tuple) or not all(isinstance(one, KvGroup) for one in self.groups):
+            raise BadInput(f"groups={shown(self.groups)}; give a tuple of KvGroup")
         if not self.groups:
             raise BadInput("a layout needs at least one group of layers")
+        if len(self.groups) > MAX_GROUPS:
+            raise BadInput(f"a layout of {len(self.groups)} groups of layers; give at most {MAX_GROUPS}")
+        if sum(len(group.layers) for group in self.groups) > MAX_LAYERS:
+            raise BadInput(f"a layout of more than {MAX_LAYERS} layers in all its groups; give no more")
+        check_name("packing", self.packing)
+        for name in ("block_tokens", "page_tokens", "head_shards", "layer_shards"):
+            given = getattr(self, name)
+            if isinstance(given, Integral) and not isinstance(given, bool):
+                object.__setattr__(self, name, int(given))  # numpy's own numbers are no text that another process reads
+        for name in ("head_shards", "layer_shards"):
+            if not is_whole(getattr(self, name), -MAX_SHARDS, MAX_SHARDS):  # what is too few is said below
+                raise BadInput(f"{name}={shown(getattr(self, name))}; give a whole number from 1 to {MAX_SHARDS}")
         numbers = [layer for group in self.groups for layer in group.layers]
         if len(set(numbers)) != len(numbers):
             raise BadInput("a layer may stand in one group only")
-        if self.block_tokens == 0:
+        if is_whole(self.block_tokens, 0, 0):
             object.__setattr__(self, "block_tokens", default_block_tokens(self.page_tokens))
         check_block_tokens(self.block_tokens, self.page_tokens)
         object.__setattr__(self, "parts", _cut_into_parts(self))
@@ -200,6 +239,7 @@ class Layout:
         layer_shards: int = 1,
     ) -> Layout:
         """K and V planes of `kv_heads` heads each: MHA, GQA and (with one head) MQA."""
+        _check_layers(layers)
         group = KvGroup("full", tuple(range(layers)), kv_heads, (head_dim, head_dim), dtype)
         return Layout((group,), block_tokens, page_tokens, head_shards, layer_shards)
 
@@ -218,6 +258,10 @@ class Layout:
 
         head_shards: ranks, all of which hold the same; it is one part, whoever stores it.
         """
+        _check_layers(layers)
+        for name, given in (("latent_dim", latent_dim), ("rope_dim", rope_dim)):
+            if not is_whole(given, 0, MAX_PLANE_WIDTH):
+                raise BadInput(f"{name}={shown(given)}; give a whole number from 0 to {MAX_PLANE_WIDTH}")
         group = KvGroup("latent", tuple(range(layers)), 1, (latent_dim + rope_dim,), dtype)
         return Layout((group,), block_tokens, page_tokens, head_shards)
 
@@ -241,10 +285,32 @@ class Layout:
         }
 
 
+def is_whole(value: object, least: int, most: int) -> bool:
+    """Whether a value is a whole number (which true and false are not) from `least` to `most`."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _are_whole(values: object, least: int, most: int) -> bool:
+    return isinstance(values, tuple) and bool(values) and all(is_whole(one, least, most) for one in values)
+
+
+def check_name(what: str, given: object) -> None:
+    """Raise `BadInput` unless it is short, printable text. what: begins the line."""
+    if not isinstance(given, str) or len(given) > MAX_NAME_CHARACTERS or not given.isprintable():
+        raise BadInput(f"{what} is {shown(given)}; give printable text of at most {MAX_NAME_CHARACTERS} characters")
+
+
+def _check_layers(layers: int) -> None:
+    if not is_whole(layers, 0, MAX_LAYERS):
+        raise BadInput(f"layers={shown(layers)}; give their number, 1 or more, at most {MAX_LAYERS}")
+
+
 def default_block_tokens(page_tokens: int) -> int:
     """The smallest multiple of 64 that is also a multiple of the engine's page."""
-    if page_tokens < 1:
-        raise BadInput(f"page_tokens={page_tokens} is not a page size; give 1 or more")
+    if not is_whole(page_tokens, 1, MAX_PAGE_TOKENS):
+        raise BadInput(
+            f"page_tokens={shown(page_tokens)} is not a page size; give 1 or more, at most {MAX_PAGE_TOKENS}"
+        )
     return page_tokens * BLOCK_TOKENS_UNIT // gcd(page_tokens, BLOCK_TOKENS_UNIT)
 
 
@@ -256,14 +322,20 @@ def check_block_tokens(block_tokens: int, page_tokens: int) -> None:
             f"page_tokens={page_tokens} would need blocks of {smallest} tokens, and {MAX_BLOCK_TOKENS} is the most; "
             "give a page that shares more factors with 64, e.g. 16, 32 or 64"
         )
-    if block_tokens < 1 or block_tokens % smallest or block_tokens > MAX_BLOCK_TOKENS:
+    if not is_whole(block_tokens, 1, MAX_BLOCK_TOKENS) or block_tokens % smallest:
         raise BadInput(
-            f"block_tokens={block_tokens} does not fit an engine page of {page_tokens} tokens: it must be a multiple "
-            f"of {smallest}, at most {MAX_BLOCK_TOKENS}; use {smallest}"
+            f"block_tokens={shown(block_tokens)} does not fit an engine page of {page_tokens} tokens: it must be a "
+            f"multiple of {smallest}, at most {MAX_BLOCK_TOKENS}; use {smallest}"
         )
 
 
 def _cut_into_parts(layout: Layout) -> tuple[Part, ...]:
+    count = sum(layout.layer_shards * min(layout.head_shards, group.kv_heads) for group in layout.groups)
+    if count > MAX_PARTS:
+        raise BadInput(
+            f"head_shards={layout.head_shards} and layer_shards={layout.layer_shards} cut a block of "
+            f"{len(layout.groups)} groups into {count} parts; {MAX_PARTS} is the most, so give fewer shards"
+        )
     parts: list[Part] = []
     for group in layout.groups:
         shards = min(layout.head_shards, group.kv_heads)

@@ -20,7 +20,6 @@ from itertools import count, takewhile
 
 from kvstore.blocks import Blocks, Lower, Space
 from kvstore.config import Limits, format_size
-from kvstore.loading import pack_about
 from kvstore.miss import REASON_OF_FINDING, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
@@ -575,7 +574,7 @@ class Levels:
         key = self._keys.mac_key(stamp.tenant, stamp.key_id, stamp.epoch)
         assert key is not None
         try:
-            self._lower.tier.new_slab(stamp, key, pack_about(space))
+            self._lower.tier.new_slab(stamp, key, space.about)
         except TierFull:
             return False
         return True

@@ -15,7 +15,6 @@ read and verified before they are sorted: a put that finds its block on disk say
 from __future__ import annotations
 
 import logging
-import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.about import unpack_about
 from kvstore.blocks import Blocks, Lower, Space
 from kvstore.catalogue import AT_ROOT, ELSEWHERE, Catalogue, catalogue, split_keys
-from kvstore.identity import Namespace, TenantKeys, root_key
+from kvstore.config import MAX_NAMESPACES
+from kvstore.identity import TenantKeys, root_key
 from kvstore.prefix_index import NO_ROW, Column, RowState
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.extents import private_pages
@@ -186,8 +187,9 @@ class Loader:
         for (tenant, namespace), group in groups.items():
             with self._lock:
                 space = space_of(self._blocks, tenants.get(tenant), namespace, group[0].header.about)
-            if space is not None:
-                undecided.append(self._take_in(space, group))
+            mine = [one for one in group if space is not None and is_of(space, one.header.slot_class)]
+            if space is not None and mine:
+                undecided.append(self._take_in(space, mine))
         self._look_again([one for one in undecided if one is not None and one.blocks])
         with self._lock:
             self._blocks.all_known = not self._closing.is_set()
@@ -380,31 +382,25 @@ def _can_lead(state: RowState) -> bool:
 def space_of(blocks: Blocks, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes) -> Space | None:
     """The namespace that stored frames belong to, made known if it is not yet. about: what was kept beside them.
 
-    None where its keys are not at hand, or what was kept is another one's.
+    None where its keys are not at hand, where what was kept is another one's, or none that can be opened (any more).
     """
+    if keys is None:
+        return None
     for space in blocks.spaces:
-        if keys is not None and space.tenant == keys.tenant and space.classes[0].namespace == digest_of_namespace:
+        if space.tenant == keys.tenant and space.classes[0].namespace == digest_of_namespace:
             return space
     try:
         payloads, namespace = unpack_about(about)
-    except ValueError:
+        if len(blocks.spaces) >= MAX_NAMESPACES - 1:
+            raise ValueError(f"{len(blocks.spaces)} others are there, and no further one has a place")
+    except ValueError as error:
+        _log.warning("blocks of namespace %s are left out: %s", digest_of_namespace.hex(), error)
         return None
-    if keys is None or namespace.digest() != digest_of_namespace:
+    if namespace.digest() != digest_of_namespace:
         return None
     return blocks.add_space(keys, namespace, payloads)
 
 
-def pack_about(space: Space) -> bytes:
-    """What a slab keeps of its namespace: each part's payload bytes, and the namespace itself."""
-    payloads = [sealer.stamp.payload_bytes for sealer in space.sealers]
-    return struct.pack(f"<H{len(payloads)}Q", len(payloads), *payloads) + space.namespace.pack()
-
-
-def unpack_about(about: bytes) -> tuple[list[int], Namespace]:
-    """The mirror of `pack_about`. Raises `ValueError`."""
-    try:
-        (parts,) = struct.unpack_from("<H", about)
-        payloads = list(struct.unpack_from(f"<{parts}Q", about, 2))
-    except struct.error as error:
-        raise ValueError(f"not what a slab says of its namespace ({error})") from None
-    return payloads, Namespace.unpack(about[2 + 8 * parts :])
+def is_of(space: Space, slot_class: SlotClass) -> bool:
+    """Whether frames of such slots are parts of a namespace's blocks."""
+    return slot_class.part < len(space.classes) and space.classes[slot_class.part] == slot_class

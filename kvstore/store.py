@@ -16,6 +16,7 @@ from itertools import groupby
 from numbers import Integral
 from typing import Protocol
 
+from kvstore.about import check_can_be_kept
 from kvstore.blocks import Blocks, Lower, Space
 from kvstore.config import Limits
 from kvstore.direct import DirectReader
@@ -26,7 +27,7 @@ from kvstore.identity import Namespace, TenantKeys, root_key
 from kvstore.joint import ANSWER_SECONDS, Chain, JointPut, JointPuts, chain_of
 from kvstore.lease import LeaseRecord, LeaseTable, ReservationRecord
 from kvstore.levels import Levels, Lift
-from kvstore.loading import Loader, LoadProgress, pack_about
+from kvstore.loading import Loader, LoadProgress
 from kvstore.miss import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.occupancy import SpaceUsage, TenantUsage, occupancy, tenancy
 from kvstore.prefix_index import NO_ROW, RowState
@@ -34,7 +35,7 @@ from kvstore.scrubbing import Scrubbing
 from kvstore.takeover import Takeover
 from tiering.admission import WriteBudget
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
-from tiering.frame import MAX_SLICES, frame_bytes
+from tiering.frame import frame_bytes
 from tiering.move_queue import MoveCounts, MoveQueue
 from tiering.mover import Copy, MoveDone, Mover, Outcome
 from tiering.nvme import NvmeTier
@@ -208,12 +209,14 @@ class Store:
     # Namespaces ----------------------------------------------------------------------------------------------------
 
     def open_namespace(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
-        """Make a namespace known to a tenant; the same one again gives the same number."""
+        """Make a namespace known to a tenant; the same one again gives the same number. Raises `BadInput`."""
+        check_can_be_kept(namespace, payload_bytes)
+        wanted = namespace.digest()
         with self._lock:
             self._check_open()
             if keys.tenant in self._leaving:
                 raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
-            space = self._find_space(keys.tenant, namespace)
+            space = self._find_space(keys.tenant, wanted)
             if space is None:
                 self._check_fits(keys.tenant, namespace, payload_bytes)
                 space = self._blocks.add_space(keys, namespace, payload_bytes)
@@ -865,8 +868,7 @@ class Store:
                 return MissReason.OTHER_NAMESPACE, spaces[number].namespace.difference(spaces[other].namespace)
         return reason, ""
 
-    def _find_space(self, tenant: bytes, namespace: Namespace) -> Space | None:
-        wanted = namespace.digest()
+    def _find_space(self, tenant: bytes, wanted: bytes) -> Space | None:
         for space in self._blocks.spaces:
             if space.tenant == tenant and space.classes[0].namespace == wanted:
                 return space
@@ -885,12 +887,7 @@ class Store:
                 "use fewer, or give a higher limits.tenant_namespaces"
             )
         extent = self._blocks.dram.extent_bytes
-        for part, payload in zip(namespace.layout.parts, payload_bytes, strict=True):
-            if len(part.layers) > MAX_SLICES:
-                raise BadInput(
-                    f"a part of {len(part.layers)} layers; a frame holds at most {MAX_SLICES}: set layer_shards in "
-                    "the layout"
-                )
+        for payload in payload_bytes:
             if frame_bytes(payload) > extent:
                 raise BadInput(
                     f"a block of {namespace.layout.block_tokens} tokens needs a frame of {frame_bytes(payload)} bytes "
@@ -1305,7 +1302,7 @@ class Store:
         self._blocks.dram.prepare()
         with self._lock:
             space = next(space for space in self._blocks.spaces if slot_class in space.classes)
-            self._blocks.dram.adopt(memory, slot_class, pack_about(space))
+            self._blocks.dram.adopt(memory, slot_class, space.about)
         return True
 
     def _start_vacating(self, move: Vacate) -> _Job:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kvstore.blocks import Blocks, Space
 from kvstore.identity import TenantKeys, root_key
-from kvstore.loading import space_of
+from kvstore.loading import is_of, space_of
 from kvstore.prefix_index import NO_ROW, RowState
 from tiering.errors import BlockCorrupt
 from tiering.frame import FrameHeader, MacKeys, digest, open_header
@@ -108,7 +108,8 @@ class Takeover:
             families: dict[tuple[bytes, int], _Family] = {}
             for number, slot_class in extents:
                 self._read(number, slot_class, families)
-            if space is None:  # its keys are gone
+            is_known = space is not None and all(is_of(space, slot_class) for _, slot_class in extents)
+            if space is None or not is_known:  # its keys are gone
                 self._give_up(frame.place for family in families.values() for frame in family.frames.values())
                 continue
             yield space, list(families.values())

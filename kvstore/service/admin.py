@@ -95,11 +95,11 @@ class Admin:
             if isinstance(verb, m.Ping):
                 return Served(m.Done())
         except BadInput as error:
-            return Served(m.Failed(m.Fault.BAD_INPUT, str(error)))
+            return Served(m.failed(m.Fault.BAD_INPUT, str(error)))
         except StoreClosed:
             return Served(m.Failed(m.Fault.CLOSED, "the sidecar is going down"))
         except (TierError, StoreError) as error:
-            return Served(m.Failed(m.Fault.BUSY, str(error)))
+            return Served(m.failed(m.Fault.BUSY, str(error)))
         return Served(m.Failed(m.Fault.BAD_INPUT, "not a verb of the admin socket; ask at a tenant's socket"))
 
     # Giving up -----------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Admin:
         return [
             SessionFacts(
                 printable(one.engine),
-                names.get(one.tenant.tenant, ""),
+                printable(names.get(one.tenant.tenant, "")),
                 len(one.connections),
                 len(one.leases),
                 one.leased_blocks,
@@ -262,7 +262,7 @@ def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | N
     return NamespaceFacts(
         digest[:ID_DIGITS],
         digest,
-        tenant,
+        printable(tenant),
         printable(namespace.model),
         layout_in_words(namespace.layout),
         printable(namespace.codec),

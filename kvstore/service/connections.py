@@ -11,6 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -216,7 +217,8 @@ class Connection:
     def discard(self) -> None:
         """Close it; what was not sent is not."""
         self.closed = True
-        self.socket.close()
+        with suppress(OSError):
+            self.socket.close()
         for _, descriptors in self.unsent:
             close_all(descriptors)
         self.unsent.clear()
@@ -225,4 +227,5 @@ class Connection:
 def close_all(descriptors: Collection[int]) -> None:
     """Descriptors that were to be sent."""
     for descriptor in descriptors:
-        os.close(descriptor)
+        with suppress(OSError):  # the others are closed all the same
+            os.close(descriptor)

@@ -98,6 +98,10 @@ class Handlers:
         """Whether it may wait for many seconds."""
         return isinstance(verb, m.Persist | m.Drop)
 
+    def is_heavy(self, verb: m.Verb) -> bool:
+        """Whether serving it computes for milliseconds, and what comes behind it may need what comes of it."""
+        return isinstance(verb, m.OpenNamespace)
+
     def serve(self, caller: Caller, verb: m.Verb) -> Served:
         """Do what is asked. Never raises for what a client can cause."""
         handler = self._verbs.get(type(verb))
@@ -118,11 +122,11 @@ class Handlers:
         try:
             answer = handler(caller, verb)
         except BadInput as error:
-            return Served(m.Failed(m.Fault.BAD_INPUT, str(error)))
+            return Served(m.failed(m.Fault.BAD_INPUT, str(error)))
         except StoreClosed:
             return Served(m.Failed(m.Fault.CLOSED, "the sidecar is going down"))
         except TierError as error:
-            return Served(m.Failed(m.Fault.BUSY, str(error)))
+            return Served(m.failed(m.Fault.BUSY, str(error)))
         return answer if isinstance(answer, Served) or answer is None else Served(answer)
 
     # Looking up ----------------------------------------------------------------------------------------------------
@@ -132,15 +136,7 @@ class Handlers:
             namespace = Namespace.unpack(verb.packed)
         except ValueError as error:
             raise BadInput(f"not a namespace: {error}") from None
-        parts = namespace.layout.parts
-        slices = tuple(len(part.layers) for part in parts)
-        if len(verb.payload_bytes) != len(parts) or any(
-            size <= 0 or size % count for size, count in zip(verb.payload_bytes, slices, strict=False)
-        ):
-            raise BadInput(
-                f"{len(verb.payload_bytes)} payload sizes; the layout has {len(parts)} parts, and each payload is as "
-                "many equal slices as its part has layers"
-            )
+        slices = tuple(len(part.layers) for part in namespace.layout.parts)
         grant = self._store.open_namespace(caller.session.tenant, namespace, verb.payload_bytes)
         caller.namespaces[grant.number] = slices
         self._counting.opened(grant.number, namespace.layout.block_tokens)

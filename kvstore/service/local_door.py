@@ -39,6 +39,7 @@ from kvstore.service.connections import (
     close_all,
 )
 from kvstore.service.handlers import Handlers, Served
+from kvstore.service.rate_limited import RateLimitedLog
 from kvstore.service.sessions import Caller, Sessions
 from kvstore.service.waits import Waits
 from tiering.files import listening_socket, remove_socket
@@ -99,6 +100,7 @@ class LocalDoor:
         self._clock = clock
         self._limits = limits
         self._failed = failed
+        self._faults = RateLimitedLog(_log, clock)
         self._selector = selectors.DefaultSelector()
         self._listeners: list[Listener] = []
         self._connections: set[Connection] = set()
@@ -220,19 +222,26 @@ class LocalDoor:
             self._is_watchful |= bool(found)
             for key, events in found:
                 if isinstance(key.data, Listener):
-                    self._accept(key.data)
+                    self._accept_safely(key.data)
                 elif key.data is None:
                     self._woken.recv(LARGE_BYTES)
                 else:
                     self._exchange(key.data, events)
-                    if key.data.has_message() and key.data not in ready:
+                    if not key.data.closed and key.data.has_message() and key.data not in ready:
                         key.data.ready_at = came_at
                         ready[key.data] = None
-            self._sessions.ring()
+            self._safely("clients cannot be told that memory was given back", self._sessions.ring)
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
-            self._look_around(ready)
+            self._safely("it cannot be looked after who is there and who is gone", lambda: self._look_around(ready))
         self._end()
+
+    def _safely(self, what: str, work: Callable[[], None]) -> None:
+        """What is done for all of them: a fault in it is logged, and they are served on."""
+        try:
+            work()
+        except Exception as error:
+            self._faults.error(what, what, error=error)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
         """At most one message of each, those first who asked for least; whether any was taken.
@@ -292,14 +301,26 @@ class LocalDoor:
                     self._show_out(one)
         done.set()
 
+    def _accept_safely(self, listener: Listener) -> None:
+        try:
+            self._accept(listener)
+        except Exception as error:
+            self._faults.error(f"accept {listener.path}", "nobody can be let in at %s", listener.path, error=error)
+            self._turn_deaf(listener)
+
+    def _turn_deaf(self, listener: Listener) -> None:
+        """Let nobody in there for a moment: whoever calls would be found again and again."""
+        if listener not in self._deaf:
+            self._selector.unregister(listener.socket)
+            self._deaf.append(listener)
+
     def _accept(self, listener: Listener) -> None:
         try:
             sock, _ = listener.socket.accept()
         except BlockingIOError:  # gone again
             return
         except OSError:  # no descriptors left: others are served on, and he is let in later
-            self._selector.unregister(listener.socket)
-            self._deaf.append(listener)
+            self._turn_deaf(listener)
             return
         sock.setblocking(False)
         _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -349,14 +370,25 @@ class LocalDoor:
         except OSError:
             self._show_out(connection)
             return
+        except Exception as error:
+            self._give_up(connection, "a connection could not be read or written", error)
+            return
         self._watch(connection)
+
+    def _give_up(self, connection: Connection, what: str, error: Exception) -> None:
+        """End one connection for a fault of ours, which whoever is there may cause again and again."""
+        self._fault(connection, what, error)
+        self._show_out(connection)
+
+    def _fault(self, connection: Connection, what: str, error: Exception) -> None:
+        path = connection.listener.path
+        self._faults.error(str(path), "%s; socket %s", what, path, error=error)  # one client, one line
 
     def _take_message_safely(self, connection: Connection) -> None:
         try:
             self._take_message(connection)
-        except Exception:  # a fault of ours must not end the door for all
-            _log.exception("a message could not be served")
-            self._show_out(connection)
+        except Exception as error:  # a fault of ours must not end the door for all
+            self._give_up(connection, "a message could not be served", error)
 
     def _take_message(self, connection: Connection) -> None:
         try:
@@ -393,9 +425,12 @@ class LocalDoor:
                 self._answer(connection, request.number, Served(m.Failed(m.Fault.BUSY, text)))
                 return
             connection.tokens -= SLOW_COST
+        is_heavy = connection.admin is None and self._handlers.is_heavy(verb)
+        if is_heavy:
+            connection.tokens -= SLOW_COST
         begun_at = self._clock.monotonic_seconds()
         served = None
-        if asked.length <= LARGE_BYTES:
+        if asked.length <= LARGE_BYTES and not is_heavy:
             served = self._serve_at_once(connection, verb) if is_slow else self._serve_verb(connection, verb)
         if served is None:
             self._put_off(asked, self._pool_for(asked) if is_slow else self._large_pool)
@@ -407,7 +442,7 @@ class LocalDoor:
     def _refuse(self, connection: Connection, text: str) -> None:
         """Whoever sends what is no message."""
         self.malformed_messages += 1
-        self._answer(connection, m.NO_NUMBER, Served(m.Failed(m.Fault.MALFORMED, text)))
+        self._answer(connection, m.NO_NUMBER, Served(m.failed(m.Fault.MALFORMED, text)))
         connection.ending = True
 
     def _is_slow(self, connection: Connection, verb: m.Verb) -> bool:
@@ -522,8 +557,8 @@ class LocalDoor:
             _read(asked)
         except ValueError as error:
             asked.served = Served(m.Failed(m.Fault.MALFORMED, str(error)))
-        except Exception:  # all others wait for the next one
-            _log.exception("a message could not be read")
+        except Exception as error:  # all others wait for the next one
+            self._fault(asked.connection, "a message could not be read", error)
             asked.served = Served(m.Failed(m.Fault.MALFORMED, "a fault of the sidecar; it is in its log"))
         self._done.append(asked)
         self._wake()
@@ -535,9 +570,9 @@ class LocalDoor:
         try:
             asked.served = self._serve_verb(asked.connection, asked.request.verb)
         except StoreError as error:  # no keys for him
-            asked.served = Served(m.Failed(m.Fault.BUSY, str(error)))
-        except Exception:
-            _log.exception("a request could not be served")
+            asked.served = Served(m.failed(m.Fault.BUSY, str(error)))
+        except Exception as error:
+            self._fault(asked.connection, "a request could not be served", error)
             asked.served = Served(m.Failed(m.Fault.BUSY, "a fault of the sidecar; it is in its log"))
         self._done.append(asked)
         self._wake()
@@ -554,7 +589,10 @@ class LocalDoor:
                 connection.long_running -= 1
             else:
                 connection.running -= 1
-            self._deliver_one(asked)
+            try:
+                self._deliver_one(asked)
+            except Exception as error:
+                self._give_up(connection, "an answer could not be given", error)
             self._begin_large()
             self._begin(connection)
             self._watch(connection)
@@ -586,10 +624,15 @@ class LocalDoor:
             close_all(served.descriptors)
             return
         caller = connection.caller
-        retired = self._sessions.gone(caller) if isinstance(caller, Caller) else ()
-        if retired and not asks and isinstance(caller, Caller):
-            self._sessions.told_unasked(caller)
-        frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
+        try:
+            retired = self._sessions.gone(caller) if isinstance(caller, Caller) else ()
+            if retired and not asks and isinstance(caller, Caller):
+                self._sessions.told_unasked(caller)
+            frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
+        except Exception as error:  # what cannot be encoded is for nobody
+            close_all(served.descriptors)
+            self._give_up(connection, f"an answer of {type(served.answer).__name__} could not be made", error)
+            return
         connection.unsent.append((frame, list(served.descriptors)))
         connection.unsent_bytes += len(frame)
         try:
@@ -609,21 +652,26 @@ class LocalDoor:
             interest |= selectors.EVENT_READ
         if interest == connection.interest:
             return
-        if not connection.interest:
-            self._selector.register(connection.socket, interest, connection)
-        elif not interest:
-            self._selector.unregister(connection.socket)
-        else:
-            self._selector.modify(connection.socket, interest, connection)
+        try:
+            if not connection.interest:
+                self._selector.register(connection.socket, interest, connection)
+            elif not interest:
+                self._selector.unregister(connection.socket)
+            else:
+                self._selector.modify(connection.socket, interest, connection)
+        except Exception as error:  # the kernel watches no more of them
+            self._give_up(connection, "a connection cannot be watched", error)
+            return
         connection.interest = interest
 
     def _show_out(self, connection: Connection) -> None:
         if connection.closed:
             return
-        if connection.interest:
-            self._selector.unregister(connection.socket)
-        connection.discard()
         self._connections.discard(connection)
+        if connection.interest:
+            with suppress(KeyError, ValueError, OSError):
+                self._selector.unregister(connection.socket)
+        connection.discard()
         if connection.large in self._large:
             self._large.remove(connection.large)
         if connection.refusal is not None:

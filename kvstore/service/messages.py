@@ -400,6 +400,16 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     retired: list[int] = []
 
 
+MAX_TEXT = 2000
+"""Characters of a line for people in an answer."""
+
+
+def failed(fault: Fault, text: str) -> Failed:
+    """A refusal. Its line may repeat what a client sent: it is made printable, so that it can be encoded, and short."""
+    kept = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text[:MAX_TEXT])
+    return Failed(fault, kept[:MAX_TEXT])
+
+
 def name_of(verb: Verb) -> str:
     """A verb as it is called on the wire, and in `kvstore stat`."""
     return str(verb.__struct_config__.tag)

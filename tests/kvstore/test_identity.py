@@ -351,7 +351,7 @@ namespaces = st.builds(
     Namespace,
     model=st.text("ab.\x00", min_size=1, max_size=3).filter(lambda text: not text.startswith((".", "~"))),
     layout=st.sampled_from([small_layout(), small_layout(layers=1)]),
-    codec=words,
+    codec=st.text("ab=:,. ", min_size=1, max_size=4),
     weights_epoch=st.integers(0, 11),
     config=st.dictionaries(words, words, max_size=3),
 )
