@@ -35,6 +35,11 @@ AGAIN = 75
 CANNOT_START = 2
 """The sidecar's status where what it was given cannot be used: not what it found in memory."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 5.0
+LONGEST_CRASH_PAUSE_SECONDS, CRASHES_AT_ONCE = 10.0, 3
+"""A sidecar that was ready and crashed is started again at once, some times. After more crashes the pause doubles with
+each: what a client did to it, it does again, and a loop of crashes must not take the machine."""
+CALM_SECONDS = 300.0
+"""A sidecar that was ready for so long has made up for all crashes before."""
 FAILURES_WITH_MEMORY = 3
 MOST_FAILURES = 20
 """Starts in a row that never became ready."""
@@ -58,6 +63,8 @@ class Keeper:
         self._is_ready = False
         self._was_ready = False
         self._failures = 0
+        self._crashes = 0  # since it was calm
+        self._ready_at = 0.0
         self._ending = False
         self._kill_at: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -73,7 +80,6 @@ class Keeper:
         signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
-        pause = FIRST_PAUSE_SECONDS
         while True:
             self._start()
             status = self._attend()
@@ -83,13 +89,14 @@ class Keeper:
             if self._ending or status == 0:
                 return status if status >= 0 else 128 - status
             if status == AGAIN:
-                self._failures, pause = 0, FIRST_PAUSE_SECONDS
+                self._failures = self._crashes = 0
                 continue
             if status > 0 and not self._was_ready:
                 return status
             self._failures = 0 if self._is_ready else self._failures + 1
-            if self._is_ready:
-                pause = FIRST_PAUSE_SECONDS
+            if self._is_ready and time.monotonic() - self._ready_at >= CALM_SECONDS:
+                self._crashes = 0
+            self._crashes += 1
             if self._failures >= MOST_FAILURES:
                 self._say("error", "the sidecar cannot be started any more", status=status)
                 return status if status > 0 else 128 - status
@@ -97,10 +104,11 @@ class Keeper:
                 self._say("error", "the sidecar begins with empty memory", extents=len(self._kept))
                 for name in list(self._kept):
                     self._forget(name)
-            self._say("error", "the sidecar ended and is started again", status=status, extents=len(self._kept))
+            pause = pause_before_start(self._crashes, self._failures)
+            more = {"crashes": self._crashes, "pause_seconds": pause} if self._crashes > CRASHES_AT_ONCE else {}
+            self._say("error", "the sidecar ended and is started again", status=status, extents=len(self._kept), **more)
             if self._is_told_to_end(pause):
                 return 128 - status if status < 0 else status
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     # The child -----------------------------------------------------------------------------------------------------
 
@@ -200,6 +208,7 @@ class Keeper:
             self._forget(name)
         elif kind == READY:
             self._is_ready = self._was_ready = True
+            self._ready_at = time.monotonic()
         return bool(message)
 
     def _forget(self, name: bytes) -> None:
@@ -235,6 +244,14 @@ class Keeper:
                 {"time": round(now, 3), "level": level, "logger": "kvstore.keeper", "message": message} | more
             )
         print(line, file=sys.stderr, flush=True)
+
+
+def pause_before_start(crashes: int, failures: int) -> float:
+    """Seconds. crashes: since it was calm, the last one included. failures: of these, the last ones in a row that were
+    never ready."""
+    doublings = max(crashes - CRASHES_AT_ONCE, failures - 1, 0)
+    longest = LONGEST_PAUSE_SECONDS if failures else LONGEST_CRASH_PAUSE_SECONDS
+    return min(FIRST_PAUSE_SECONDS * 2.0 ** min(doublings, 32), longest)
 
 
 if __name__ == "__main__":

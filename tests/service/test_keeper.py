@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import secrets
 import signal
@@ -23,7 +24,13 @@ from kvstore.miss import HitTier, MissReason
 from kvstore.node import SystemClock
 from kvstore.service import messages as m
 from kvstore.service.client import SidecarStore
-from kvstore.service.keeper import FORGET
+from kvstore.service.keeper import (
+    FIRST_PAUSE_SECONDS,
+    FORGET,
+    LONGEST_CRASH_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    pause_before_start,
+)
 from kvstore.service.kept import KeeperWire
 from kvstore.service.wire import Wire
 from service.sidecar import patient
@@ -38,8 +45,6 @@ AWAY = (MissReason.UNREACHABLE, MissReason.WARMING, MissReason.DEADLINE)
 
 
 def next_line(process: subprocess.Popen[str]) -> dict[str, Any]:
-    import json
-
     assert process.stdout is not None
     line: dict[str, Any] = json.loads(process.stdout.readline())
     return line
@@ -153,7 +158,7 @@ def test_an_idle_client_lets_go_of_what_is_gone(tmp_path: Path) -> None:
 
 
 CHILD = """
-import signal, socket, sys, time
+import os, signal, socket, sys, time
 wire = socket.socket(fileno=int(sys.argv[-1]))
 {body}
 """
@@ -184,6 +189,51 @@ def test_a_keeper_that_is_told_to_end_ends(body: str, status: int) -> None:
         with suppress(ProcessLookupError):  # its child
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+
+
+CRASHES_WHEN_READY = "wire.send(b'r'); os.kill(os.getpid(), signal.SIGKILL)"
+CRASHES_BEFORE = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("calm_seconds", "body", "crashes", "pauses"),
+    [
+        (300.0, CRASHES_WHEN_READY, [None, None, None, 4, 5, 6], [None, None, None, 0.002, 0.004, 0.008]),
+        (0.0, CRASHES_WHEN_READY, [None] * 6, [None] * 6),
+        (300.0, CRASHES_BEFORE, [None, None, None, 4, 5, 6], [None, None, None, 0.008, 0.016, 0.032]),
+    ],
+    ids=["ready each time", "and calm for long enough", "never ready"],
+)
+def test_a_loop_of_crashes_is_slowed_down(
+    calm_seconds: float, body: str, crashes: list[int | None], pauses: list[float | None]
+) -> None:
+    """Also of a sidecar that was ready each time: a client may end it again and again."""
+    setup = f"keeper.CALM_SECONDS = {calm_seconds}; keeper.FIRST_PAUSE_SECONDS = 0.001;"
+    program = f"from kvstore.service import keeper; import sys; {setup} keeper.Keeper(sys.argv[1:], 0.0, False).run()"
+    child = [sys.executable, "-S", "-c", CHILD.format(body=body)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *child],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    try:
+        assert process.stderr is not None
+        told = [json.loads(process.stderr.readline()) for _ in crashes]
+    finally:
+        with suppress(ProcessLookupError):  # its child too
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert [one.get("crashes") for one in told] == crashes and [one.get("pause_seconds") for one in told] == pauses
+
+
+def test_the_pause_before_a_start_is_bounded() -> None:
+    longest = [pause_before_start(crashes, 0) for crashes in range(1, 2000)]
+    assert (
+        longest == sorted(longest) and longest[0] == FIRST_PAUSE_SECONDS and longest[-1] == LONGEST_CRASH_PAUSE_SECONDS
+    )
+    assert max(pause_before_start(failures, failures) for failures in range(1, 2000)) == LONGEST_PAUSE_SECONDS
 
 
 def test_what_clients_of_an_earlier_run_still_map_is_told(tmp_path: Path) -> None:
