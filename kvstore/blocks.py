@@ -77,12 +77,12 @@ class Blocks:
         dram: DramTier,
         keys: MacKeys,
         lower: Lower[LowerTier] | None = None,
-        first_generation: int = 1,
+        first_generation: Callable[[], int] = lambda: 1,
         gone: Callable[[int, bytes], None] | None = None,
         shares: Shares | None = None,
     ) -> None:
-        """first_generation: above every one that a frame on disk may have. shares: of tenants, where something is said
-        of one; the policies are by group then.
+        """first_generation: a tenant's first one, above every one that a frame may have which was there before. shares:
+        of tenants, where something is said of one; the policies are by group then.
 
         gone: told the namespace's number and the prefix key of each block that NVMe gives up, before its frames are; it
         runs under the lock and must not call the store. A block whose frames failed a check is not reported.
@@ -96,7 +96,8 @@ class Blocks:
         self.counters: Counter[str] = Counter()
         self._rows = 0  # that there are columns for
         self._keys = keys
-        self._next_generation = first_generation
+        self._first_generation = first_generation
+        self._next_generations: dict[bytes, int] = {}  # by tenant
         self._gone = gone
         self.is_loading = False  # what was on NVMe before a restart is being taken in
         self.all_known = True  # what NVMe has: if not, a block there may be the way to others that nobody knows of yet
@@ -160,10 +161,13 @@ class Blocks:
             columns.append(places)
         return columns
 
-    def next_generations(self, count: int) -> range:
-        """Numbers that no other block of this store had or will have."""
-        self._next_generation += count
-        return range(self._next_generation - count, self._next_generation)
+    def next_generations(self, number: int, count: int) -> range:
+        """Numbers that no other block of this tenant had or will have; those of other tenants have counts of their own,
+        since clients read the generations of their blocks."""
+        tenant = self.spaces[number].tenant
+        first = self._next_generations.get(tenant) or self._first_generation()
+        self._next_generations[tenant] = first + count
+        return range(first, first + count)
 
     def seal(self, number: int, part: int, unsealed: Sequence[Unsealed]) -> None:
         """3. The payloads of a part are in their slots: write the headers in front of them."""
@@ -296,7 +300,8 @@ class Blocks:
             for extent in dram.extents_of(one)
             if extent.number not in in_use
         ]
-        return sorted(offers, key=lambda offer: (-offer[0], -offer[1].number))
+        offers.reverse()  # of those that cost as much, the one that came last
+        return sorted(offers, key=lambda offer: -offer[0])
 
     def evict_own(self, blocks: int, number: int) -> int:
         """The same of one namespace's leaves alone, whatever others have that is worse."""

@@ -211,11 +211,12 @@ def serve(
     A small parent process holds the memory and starts the sidecar again after a crash. SIGHUP to it has the sidecar
     begin again with what is installed by then. Prints one line once connections are taken; logs go to standard error.
     """
-    from kvstore.node import RUNS, SystemClock
+    from kvstore.node import SystemClock
     from kvstore.service import keeper
     from kvstore.service.kept import KeeperWire
     from kvstore.service.serve import Outside
     from kvstore.service.serve import serve as run
+    from kvstore.service.sessions import CONNECTION_BITS
     from kvstore.service.settings import read_settings
     from tiering.lmdb_index import LmdbMaker
 
@@ -233,11 +234,11 @@ def serve(
         sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]
         os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, seconds, settings.log.format, *sidecar])
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
-    # No run has a connection for every microsecond, so this one's are numbered above those of all before it.
-    first_number = time.time_ns() // 1000
+    # No run begins within 34 ms of another on the same memory, or has 2**24 connections in as short a time: so this
+    # one's are numbered above those of all before it.
+    first_number = time.time_ns() >> CONNECTION_BITS + 1 << CONNECTION_BITS
     outside = Outside(
         SystemClock(),
-        secrets.randbelow(RUNS),
         first_number,
         secrets.token_bytes,
         LmdbMaker,

@@ -187,12 +187,12 @@ class Limits:
     """Named upper bounds of a store.
 
     lease_seconds: how long a lease pins. pinned_fraction: of the DRAM budget, what may be pinned at once. room_steps:
-    evictions, new extents and moves one put may cause before it takes what it has. forgotten: evicted keys that are
-    remembered so that a miss can be called evicted. close_seconds: how long closing writes down what DRAM alone holds;
-    with a disk that hangs it waits as long again for each of three things besides. tenant_leases, tenant_namespaces:
-    of these, how many one tenant may have; all, or what `shared_by` says, if not given. joint_seconds: how long the
-    processes of a joint put have, from the first one's reservation until all have committed. retained_fraction: of each
-    tier, what may be kept because a ttl or a priority asks for it.
+    evictions, new extents and moves one put may cause before it takes what it has. forgotten: evicted keys of one
+    tenant that are remembered so that a miss can be called evicted. close_seconds: how long closing writes down what
+    DRAM alone holds; with a disk that hangs it waits as long again for each of three things besides. tenant_leases,
+    tenant_namespaces: of these, how many one tenant may have; all, or what `shared_by` says, if not given.
+    joint_seconds: how long the processes of a joint put have, from the first one's reservation until all have
+    committed. retained_fraction: of each tier, what may be kept because a ttl or a priority asks for it.
     """
 
     lease_seconds: float = 60.0
@@ -221,6 +221,7 @@ class Limits:
         """The same for so many tenants: where no share was given, each has an equal one, which no other can take."""
         return replace(
             self,
+            forgotten=self.forgotten // tenants,
             tenant_leases=self.tenant_leases or max(1, self.leases // tenants),
             tenant_namespaces=self.tenant_namespaces or max(1, self.namespaces // tenants),
         )

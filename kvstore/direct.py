@@ -44,8 +44,9 @@ class DirectReader:
         limits: Limits,
         lock: threading.Lock,
         condemn: Callable[[int, Callable[[], bool]], bool],
+        new_number: Callable[[], int] | None = None,
     ) -> None:
-        """condemn: quarantines a block on NVMe, as `Levels.condemn_below` does."""
+        """condemn: quarantines a block on NVMe, as `Levels.condemn_below` does. new_number: as in `LeaseTable`."""
         self._blocks = blocks
         self._lower = lower
         self._queue = queue
@@ -54,7 +55,7 @@ class DirectReader:
         self._limits = limits
         self._lock = lock
         self._condemn = condemn
-        self._leases = LeaseTable(limits.lease_seconds)
+        self._leases = LeaseTable(limits.lease_seconds, new_number)
         self._abandoned: deque[int] = deque()
         self._numbers = count()
         self._closed = False

@@ -11,8 +11,9 @@ and its parent is visible.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 
 @dataclass(slots=True)
@@ -68,11 +69,12 @@ class ReservationRecord:
 class LeaseTable:
     """All leases, in the order in which they run out: every lease lasts equally long."""
 
-    def __init__(self, lease_seconds: float, first_number: int = 1) -> None:
+    def __init__(self, lease_seconds: float, new_number: Callable[[], int] | None = None) -> None:
+        """new_number: one above 0 that no other lease of this table had or will have."""
         self.lease_seconds = lease_seconds
         self._live: dict[int, LeaseRecord] = {}
         self._lapsed: dict[int, LeaseRecord] = {}
-        self._next = first_number
+        self._new_number = new_number or count(1).__next__
         self._of: Counter[bytes] = Counter()
 
     def add(
@@ -85,8 +87,7 @@ class LeaseTable:
         owner: bytes = b"",
     ) -> int:
         """A new lease; returns its number."""
-        number = self._next
-        self._next += 1
+        number = self._new_number()
         record = LeaseRecord(number, namespace, first_block, rows, places, now + self.lease_seconds, owner=owner)
         self._live[number] = record
         self._of[owner] += 1

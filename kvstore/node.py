@@ -18,6 +18,8 @@ from math import inf
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
 from kvstore.blocks import Blocks, Lower
 from kvstore.clock import SystemClock
 from kvstore.config import (
@@ -32,7 +34,8 @@ from kvstore.config import (
     memory_limit_files,
     parse_rate,
 )
-from kvstore.door import Grant, LeaseReply, MatchReply, Submitted
+from kvstore.direct import DirectReader
+from kvstore.door import DirectReply, Grant, Joint, LeaseReply, MatchReply, ReserveReply, Submitted
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
@@ -40,6 +43,8 @@ from kvstore.insight.replay import Replay
 from kvstore.layout import Layout
 from kvstore.levels import WRITES
 from kvstore.miss import MissReason
+from kvstore.numbers import KEY_BYTES as NUMBERS_KEY_BYTES
+from kvstore.numbers import Numbers
 from kvstore.pages import Codec
 from kvstore.pending import Answered, LeaseThreads
 from kvstore.prefix_index import PrefixIndex
@@ -76,6 +81,7 @@ from tiering.retention import Retention
 from tiering.scrub import ScrubLimits
 from tiering.shares import Share, Shares
 from tiering.slab import STAMP_SLAB, UID_BYTES, OtherFormat
+from tiering.tier import EXTENT_BITS
 
 KEY_FILE_VERSION = 1
 MAX_EPOCH = (1 << 32) - 1
@@ -83,10 +89,10 @@ MAX_TENANTS = 1024
 MOVE_THREADS = 4
 DISK_THREADS = 4
 DAY_SECONDS = 86_400
-RUNS = 1 << 18
-EXTENT_BITS, LEASE_BITS = 20, 32
+LEASE_BITS = 64
 SESSION_BITS = 40
-"""A session's blocks are numbered from its own number on: no number is used again after a restart."""
+"""Of a generation that say which it is of those of one tenant in one session; the session is above them: no generation
+is used again after a restart."""
 
 _log = logging.getLogger(__name__)
 
@@ -103,40 +109,61 @@ class TenantDoor:
         self._keys = keys
         self.requests = requests if requests is not None else Requests()
         self._threads = threads or LeaseThreads(store.clock)
-        self.match = store.match
-        self.present = store.present
+        self._named: dict[int, int] = {}  # the tenant's numbers of namespaces -> the store's
         self.release = store.release
         self.abandon = store.abandon
         self.report = store.report
-        self.reserve = store.reserve
         self.commit = store.commit
         self.commits_early = False
-        self.persist = store.persist
         self.abort = store.abort
         self.spans = self.spans_to_fill = store.spans
-        self.direct = store.direct
+        self.direct = TenantDirectDoor(store.direct, self._named) if store.direct is not None else None
+
+    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
+        """As `Door.match`."""
+        return self._store.match(self._named[number], keys)
+
+    def present(self, number: int, keys: Sequence[bytes]) -> int:
+        """As `Door.present`."""
+        return self._store.present(self._named[number], keys)
 
     def lease(
         self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
     ) -> LeaseReply:
         """As `Door.lease`."""
-        return self._store.lease(number, keys, first_block, deadline_ms)
+        return self._store.lease(self._named[number], keys, first_block, deadline_ms)
 
     def submit_match(self, number: int, keys: Sequence[bytes], deadline_ms: float) -> Submitted[MatchReply]:
         """As `Door.submit_match`: tables in memory answer at once."""
-        return Answered(self._store.match(number, keys))
+        return Answered(self.match(number, keys))
 
     def submit_lease(
         self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
     ) -> Submitted[LeaseReply]:
         """As `Door.submit_lease`, in a thread."""
         if self._store.closed:
-            return Answered(self._store.lease(number, keys, first_block, 0))
+            return Answered(self.lease(number, keys, first_block, 0))
 
         def lease(remaining_ms: float) -> LeaseReply:
-            return self._store.lease(number, keys, first_block, remaining_ms)
+            return self.lease(number, keys, first_block, remaining_ms)
 
         return self._threads.submit(lease, self.release, self.abandon, first_block, deadline_ms)
+
+    def reserve(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        priority: int,
+        ttl_seconds: float | None,
+        joint: Joint | None = None,
+    ) -> ReserveReply:
+        """As `Door.reserve`."""
+        return self._store.reserve(self._named[number], keys, first_block, priority, ttl_seconds, joint)
+
+    def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
+        """As `Door.persist`."""
+        return self._store.persist(self._named[number], keys, seconds)
 
     def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
         """As `Door.post_commit`."""
@@ -162,7 +189,30 @@ class TenantDoor:
 
     def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
         """Make a namespace known to this tenant."""
-        return self._store.open_namespace(self._keys, namespace, payload_bytes)
+        grant = self._store.open_namespace(self._keys, namespace, payload_bytes)
+        own = self._store.own_number(grant.number)
+        self._named[own] = grant.number
+        return msgspec.structs.replace(grant, number=own)
+
+    def drop(self, number: int, seconds: float) -> int:
+        """Forget every block of a namespace, as `Store.drop`."""
+        return self._store.drop(self._named[number], seconds)
+
+
+class TenantDirectDoor:
+    """`DirectDoor` with a tenant's own numbers."""
+
+    def __init__(self, direct: DirectReader, named: Mapping[int, int]) -> None:
+        """named: the tenant's numbers of namespaces -> the store's."""
+        self._direct = direct
+        self._named = named
+        self.fetch = direct.fetch
+        self.release = direct.release
+        self.abandon = direct.abandon
+
+    def lease(self, number: int, keys: Sequence[bytes], first_block: int) -> DirectReply:
+        """As `DirectDoor.lease`."""
+        return self._direct.lease(self._named[number], keys, first_block)
 
 
 class EmbeddedStore:
@@ -260,7 +310,7 @@ class EmbeddedStore:
         door = namespace.door if isinstance(namespace, NamespaceHandle) else None
         if not isinstance(door, TenantDoor) or not door.leads_to(self._store, self._keys.tenant(self.tenant)):
             raise BadInput("give a namespace that this store opened for this tenant; drop others where they are from")
-        return self._store.drop(namespace.number, seconds)
+        return door.drop(namespace.number, seconds)
 
     def evict(self, blocks: int) -> int:
         """Evict that many of the worst blocks; returns how many could go."""
@@ -408,7 +458,7 @@ def open_embedded(
     files: Callable[[Path], Files] | None = None,
     gone: Callable[[int, bytes], None] | None = None,
     reach: Reach = go_on,
-    run: int = 0,
+    numbers_key: bytes | None = None,
     keeper: Keeper | None = None,
     kept: Sequence[Kept] = (),
     guard: int = 0,
@@ -422,10 +472,10 @@ def open_embedded(
 
     scrub: how fast the NVMe tier is read and verified again in the background, or all its limits. indexes: makes the
     index of an NVMe tier; needed with `nvme` only. files, gone, reach: for tests; what holds the
-    slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints. run, keeper,
-    kept, guard: as in `build_store`. before_close: ends what the codecs have going with this store's memory. policy:
-    which blocks go first when DRAM is full. writes: what of that is written to NVMe, as `config.parse_writes` says.
-    shares: of tenants, by their names, checked without the tiers.
+    slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints. numbers_key,
+    keeper, kept, guard: as in `build_store`. before_close: ends what the codecs have going with this store's memory.
+    policy: which blocks go first when DRAM is full. writes: what of that is written to NVMe, as `config.parse_writes`
+    says. shares: of tenants, by their names, checked without the tiers.
     """
     if nvme is None and slab is not None:
         raise BadInput(f"slab={slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out")
@@ -472,7 +522,7 @@ def open_embedded(
             tier=tier,
             gone=gone,
             scrub=scrub_limits,
-            run=run,
+            numbers_key=numbers_key,
             keeper=keeper,
             kept=kept,
             guard=guard,
@@ -599,7 +649,7 @@ def build_store(
     tier: NvmeTier | None = None,
     gone: Callable[[int, bytes], None] | None = None,
     scrub: ScrubLimits | None = None,
-    run: int = 0,
+    numbers_key: bytes | None = None,
     keeper: Keeper | None = None,
     kept: Sequence[Kept] = (),
     guard: int = 0,
@@ -609,20 +659,21 @@ def build_store(
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none.
 
-    run: below `RUNS`. Extents, leases and reservations are numbered from it on, so that what a client of an earlier run
-    remembers names nothing in this one. keeper: holds DRAM for the next process. kept: what it held of the one before,
-    and guard: holders below that may be clients of that one (`DramTier.take_over`). policy: of DRAM; what leaves NVMe
-    is what was used there longest ago. admission: says what of that which leaves DRAM is written there. shares: of
-    tenants, by their opaque ids; if not given, whatever is worst goes first, whosoever it is.
+    numbers_key: of the permutations by which extents, leases and reservations are numbered, so that tenants cannot
+    count each other's, and what a client of an earlier run remembers names nothing in this one; random if not given.
+    keeper: holds DRAM for the next process. kept: what it held of the one before, and guard: holders below that may be
+    clients of that one (`DramTier.take_over`). policy: of DRAM; what leaves NVMe is what was used there longest ago.
+    admission: says what of that which leaves DRAM is written there. shares: of tenants, by their opaque ids; if not
+    given, whatever is worst goes first, whosoever it is. Raises `BadInput` where the tier's directory cannot be
+    written.
     """
     clock = clock or SystemClock()
-    assert 0 <= run < RUNS
+    numbers_key = numbers_key or secrets.token_bytes(NUMBERS_KEY_BYTES)
     pool = ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes, keeper)
-    dram = DramTier(pool, run << EXTENT_BITS, keeper)
+    dram = DramTier(pool, Numbers(numbers_key, EXTENT_BITS), keeper)
     taken_over = dram.take_over(kept, guard)
     pins = Pins()
-    first_generation = (tier.session << SESSION_BITS) + 1 if tier is not None else 1
-    first_generation = max(first_generation, dram.newest_generation() + 1)
+    session = _session(tier, dram)
     index = PrefixIndex(limits.forgotten)
     groups = Shares(shares) if shares else None
 
@@ -637,7 +688,7 @@ def build_store(
     if tier is not None:
         chooses = admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
         lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses)
-    blocks = Blocks(index, residency, dram, ring, lower, first_generation, gone, groups)
+    blocks = Blocks(index, residency, dram, ring, lower, lambda: _first_generation(session), gone, groups)
     wishes = IndexWishes(index, blocks.spaces, groups.of_namespace if groups is not None else None)
     parts = groups.parts() if groups is not None else [1.0]
     for here, budget_bytes in (
@@ -648,8 +699,28 @@ def build_store(
         here.retention = Retention(wishes, here.is_listed, clock.wall_seconds, budgets)
     # Writes that hang leave a thread for reads.
     queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
-    first_number = (run << LEASE_BITS) + 1
-    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, first_number, taken_over, new_uid(), lower)
+    new_number = Numbers(numbers_key, LEASE_BITS)
+    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, new_number, taken_over, new_uid(), lower)
+
+
+def _session(tier: NvmeTier | None, dram: DramTier) -> int:
+    """The number that heads the generations of this run, above that of every frame that is there. Raises
+    `BadInput` where the tier's directory cannot be written."""
+    session = tier.session if tier is not None else 0
+    newest = dram.newest_generation()
+    if newest and newest >> SESSION_BITS >= session:  # the directory is another one, or there is none
+        session = (newest >> SESSION_BITS) + 1
+        try:
+            if tier is not None:
+                tier.raise_session(session)
+        except TierError as error:
+            raise BadInput(f"nvme= cannot be used: {error}; free or repair it, or leave nvme= out") from None
+    return session
+
+
+def _first_generation(session: int) -> int:
+    """A tenant's first one: random, so that it tells nothing of the order in which tenants came."""
+    return (session << SESSION_BITS) + 1 + secrets.randbelow(1 << SESSION_BITS - 1)
 
 
 def _admission_of(writes: float | None) -> AdmissionMaker:

@@ -46,10 +46,11 @@ _PENDING, _VISIBLE, _HOLLOW = int(RowState.PENDING), int(RowState.VISIBLE), int(
 class _Names:
     """One namespace's keys."""
 
-    __slots__ = ("hidden", "inserted", "mark", "tenant", "visible")
+    __slots__ = ("forgotten", "hidden", "inserted", "mark", "tenant", "visible")
 
-    def __init__(self, tenant: bytes, number: int) -> None:
+    def __init__(self, tenant: bytes, number: int, forgotten: OrderedDict[bytes, None]) -> None:
         self.tenant = tenant
+        self.forgotten = forgotten  # the tenant's: if it were one for all, each could count what others lose
         self.mark = number.to_bytes(2, "little")  # of this namespace, in what is remembered of keys
         self.inserted = False  # a key that did not come by `load`
         self.visible: dict[bytes, int] = {}
@@ -57,7 +58,8 @@ class _Names:
 
 
 class PrefixIndex:
-    """Chains of blocks over all namespaces. `forgotten_limit`: how many evicted keys are remembered as evicted."""
+    """Chains of blocks over all namespaces. `forgotten_limit`: how many evicted keys of each tenant are remembered as
+    evicted."""
 
     def __init__(self, forgotten_limit: int = 65536) -> None:
         self._names: list[_Names] = []
@@ -72,12 +74,14 @@ class PrefixIndex:
         self._priorities = array("b")
         self._free_rows = array("i")
         self._next_row = 0
-        self._forgotten: OrderedDict[bytes, None] = OrderedDict()  # a dict would walk over what went from its front
+        # By tenant, in ordered dictionaries: a dict would walk over what went from its front.
+        self._forgotten: dict[bytes, OrderedDict[bytes, None]] = {}
         self._forgotten_limit = forgotten_limit
 
     def add_namespace(self, tenant: bytes) -> int:
         """A number for a new namespace of a tenant."""
-        self._names.append(_Names(tenant, len(self._names)))
+        forgotten = self._forgotten.setdefault(tenant, OrderedDict())
+        self._names.append(_Names(tenant, len(self._names), forgotten))
         assert len(self._names) < 1 << 15
         return len(self._names) - 1
 
@@ -102,10 +106,11 @@ class PrefixIndex:
 
     def why_not(self, namespace: int, key: bytes, parent: int) -> Finding | None:
         """What is known of a key that is not visible; None where its parent goes on with other children only."""
-        hidden = self._names[namespace].hidden.get(key, NO_ROW)
+        names = self._names[namespace]
+        hidden = names.hidden.get(key, NO_ROW)
         if hidden != NO_ROW:
             return Finding.IN_FLIGHT if self._states[hidden] == RowState.PENDING else Finding.CORRUPT
-        if key[:_REMEMBERED_BYTES] + self._names[namespace].mark in self._forgotten:
+        if key[:_REMEMBERED_BYTES] + names.mark in names.forgotten:
             return Finding.EVICTED
         if parent != NO_ROW and self._children[parent]:
             return None
@@ -242,7 +247,7 @@ class PrefixIndex:
         del names.hidden[key]
         names.visible[key] = row
         self._states[row] = _VISIBLE
-        self._forgotten.pop(key[:_REMEMBERED_BYTES] + names.mark, None)
+        names.forgotten.pop(key[:_REMEMBERED_BYTES] + names.mark, None)
         return before == _PENDING
 
     def hollow(self, row: int) -> None:
@@ -265,10 +270,19 @@ class PrefixIndex:
         if parent != NO_ROW:
             self._children[parent] -= 1
         if remember:
-            self._forgotten[key[:_REMEMBERED_BYTES] + names.mark] = None
-            if len(self._forgotten) > self._forgotten_limit:
-                self._forgotten.popitem(last=False)
+            names.forgotten[key[:_REMEMBERED_BYTES] + names.mark] = None
+            if len(names.forgotten) > self._forgotten_limit:
+                names.forgotten.popitem(last=False)
         return parent
+
+    def forget(self, tenant: bytes) -> None:
+        """What is remembered of a tenant that never comes again."""
+        self._forgotten.pop(tenant, OrderedDict()).clear()
+
+    @property
+    def remembered(self) -> dict[bytes, int]:
+        """How many evicted keys of each tenant are."""
+        return {tenant: len(keys) for tenant, keys in self._forgotten.items()}
 
     # Many at once, after a restart ---------------------------------------------------------------------------------
 
@@ -309,6 +323,7 @@ class PrefixIndex:
         """The columns, the dictionaries and the chains agree."""
         children = [0] * self._next_row
         live = 0
+        assert max(self.remembered.values(), default=0) <= self._forgotten_limit
         for number, names in enumerate(self._names):
             for table, states in (
                 (names.visible, {RowState.VISIBLE}),

@@ -12,6 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count as counted_from
 from itertools import groupby
 from numbers import Integral
 from typing import Protocol
@@ -128,7 +129,7 @@ class Store:
         limits: Limits,
         queue: MoveQueue | None = None,
         scrub: ScrubLimits | None = None,
-        first_number: int = 1,
+        new_number: Callable[[], int] | None = None,
         taken_over: Sequence[int] = (),
         name: bytes = b"",
         lower: Lower[NvmeTier] | None = None,
@@ -136,9 +137,10 @@ class Store:
         """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed.
         lower: the one of `blocks`.
 
-        first_number: of a lease, and of a reservation. taken_over: extents of an earlier process, in the DRAM tier.
-        name: of this run, unlike that of any other store.
+        new_number: above 0, for one lease or reservation and no other; tenants see these. taken_over: extents of an
+        earlier process, in the DRAM tier. name: of this run, unlike that of any other store.
         """
+        new_number = new_number or counted_from(1).__next__
         self._blocks = blocks
         self._lower = lower
         self._mover = mover
@@ -151,10 +153,10 @@ class Store:
         self._waiting = threading.Condition(self._lock)
         self._patience = Patience()
         self._jobs: dict[int, _Job] = {}
-        self._leases = LeaseTable(limits.lease_seconds, first_number)
+        self._leases = LeaseTable(limits.lease_seconds, new_number)
         self._reservations: dict[int, ReservationRecord] = {}
         self._joint = JointPuts(limits.joint_seconds)
-        self._next_reservation = first_number
+        self._new_reservation = new_number
         self._pinned_bytes = 0
         self._abandoned: deque[int] = deque()
         self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
@@ -186,6 +188,7 @@ class Store:
                 limits,
                 self._lock,
                 self._levels.condemn_below,
+                new_number,
             )
             loader = self._loader = Loader(blocks, lower, mover.keys, self._lock)
             if scrub is not None:
@@ -228,6 +231,13 @@ class Store:
                 durable=self._levels is not None,
             )
 
+    def own_number(self, number: int) -> int:
+        """Which of its tenant's namespaces one is, from 0 on: as which its clients know it, so that they cannot count
+        those of others."""
+        with self._lock:
+            spaces = self._blocks.spaces
+            return sum(space.tenant == spaces[number].tenant for space in spaces[:number])
+
     def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
         """Forget every block of a namespace, for good; returns how many were readable. Readers finish what they hold.
 
@@ -260,6 +270,8 @@ class Store:
             readable = sum([self._drop(number, deadline) for number in numbers])
             if self._levels is not None and not self._levels.retire_slabs(tenant, deadline):
                 raise TierUnavailable(f"the tenant's slabs were not given back; {_ASK_AGAIN}")
+            with self._lock:
+                self._blocks.index.forget(tenant)
             return readable
         except BaseException:
             with self._lock:
@@ -875,9 +887,9 @@ class Store:
         return None
 
     def _check_fits(self, tenant: bytes, namespace: Namespace, payload_bytes: Sequence[int]) -> None:
-        if len(self._blocks.spaces) >= self._limits.namespaces:
+        if len(self._blocks.spaces) >= self._limits.namespaces:  # how many of them are others' is nobody's business
             raise BadInput(
-                f"{len(self._blocks.spaces)} namespaces were opened, which is the limit until the store is opened "
+                f"there are as many namespaces as may be opened ({self._limits.namespaces}) until the store is opened "
                 "again; use fewer, or give a higher limits.namespaces"
             )
         mine, most = sum(space.tenant == tenant for space in self._blocks.spaces), self._limits.most_namespaces
@@ -1040,10 +1052,6 @@ class Store:
 
     # Inside: storing -----------------------------------------------------------------------------------------------
 
-    def _new_reservation(self) -> int:
-        self._next_reservation += 1
-        return self._next_reservation - 1
-
     def _stand(self, number: int, keys: Sequence[bytes], standing: Mapping[int, int]) -> bool:
         """Whether all these blocks are readable, or are stored by the same processes right now."""
         index = self._blocks.index
@@ -1086,7 +1094,7 @@ class Store:
                 record.parents.append(parent_key)
                 record.indexes.append(position)
             parent, parent_key = row, key
-        record.generations.extend(blocks.next_generations(len(record.rows)))
+        record.generations.extend(blocks.next_generations(record.namespace, len(record.rows)))
         self._pin(record.namespace, sorted(record.refills))
         return stopped
 

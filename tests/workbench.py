@@ -16,7 +16,7 @@ from kvstore.config import DramConfig, Limits
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import KeyRing, Namespace, TenantKeys
 from kvstore.layout import Layout
-from kvstore.node import RUNS, TenantDoor, build_store
+from kvstore.node import TenantDoor, build_store
 from kvstore.pages import Pages
 from kvstore.store import Store
 from tiering.frame import FrameHeader, open_header
@@ -172,7 +172,7 @@ class Bench:
 def bench(*, dram: int = 1 << 20, extent: int = 64 * KIB, limits: Limits | None = None) -> Bench:
     """A store of its own: by default sixteen extents of 64 KiB, which hold five frames of the small layout each."""
     clock, ring = FakeClock(), KeyRing()
-    return Bench(build_store(DramConfig(dram, extent), limits or Limits(), ring, clock, run=RUNS - 1), clock, ring)
+    return Bench(build_store(DramConfig(dram, extent), limits or Limits(), ring, clock), clock, ring)
 
 
 def one_line(error: BaseException, *fragments: str) -> bool:

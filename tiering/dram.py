@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 
 from tiering.errors import BlockCorrupt, BlockMissing, TierFull
 from tiering.extents import Extent, ExtentPool, found_extent
@@ -38,8 +39,10 @@ class DramTier:
 
     name = "dram"
 
-    def __init__(self, pool: ExtentPool, first_number: int = 0, keeper: Keeper | None = None) -> None:
-        """first_number: of an extent. keeper: holds the extents for the next process."""
+    def __init__(
+        self, pool: ExtentPool, new_number: Callable[[], int] | None = None, keeper: Keeper | None = None
+    ) -> None:
+        """new_number: below 2**`EXTENT_BITS`, for one extent and no other. keeper: holds them for the next process."""
         self._pool = pool
         self._keeper = keeper
         self._guarded: list[int] = []  # taken over, and mapped by clients of an earlier process
@@ -47,7 +50,7 @@ class DramTier:
         self._left: dict[int, bytes] = {}  # by extent that was taken over, the states of its slots then
         self._ledger: SlotLedger[DramExtent] = SlotLedger()
         self._extents = self._ledger.pieces
-        self._next_number = first_number
+        self._new_number = new_number or count().__next__
         self.retired = 0  # extents that were given back, since the start
         self.mapped_still: Callable[[int], object] = lambda number: None
         """Told each extent that is given back while other processes map it."""
@@ -150,11 +153,10 @@ class DramTier:
         if self._closed:
             self._pool.destroy(memory)
             return
-        extent = DramExtent(self._next_number, slot_class, memory)
+        extent = DramExtent(self._new_number(), slot_class, memory)
         if self._keeper is not None:
             self._have_kept(extent, about, self._keeper)
         self._ledger.add(extent)
-        self._next_number += 1
 
     def _have_kept(self, extent: DramExtent, about: bytes, keeper: Keeper) -> None:
         name = keeper.new_name()
@@ -202,8 +204,7 @@ class DramTier:
             books.close()
             self._pool.destroy(memory)
             return None
-        extent = DramExtent(self._next_number, ledger.slot_class, memory)
-        self._next_number += 1
+        extent = DramExtent(self._new_number(), ledger.slot_class, memory)
         extent.ledger = ledger
         states = bytes([_RESIDENT if generation else _FREE for generation in ledger.generations])
         self._left[extent.number] = states

@@ -229,8 +229,19 @@ class NvmeTier:
 
     @property
     def session(self) -> int:
-        """How many times this directory was opened; durable, so numbers made from it are never used twice."""
+        """How many times this directory was opened, or more; durable, so numbers made from it are never used twice."""
         return self._stamp.session
+
+    def raise_session(self, session: int) -> None:
+        """Frames that will be written here are of that session, or of one before it: the next one is above it, which
+        is durable when this returns. Raises `TierUnavailable`."""
+        stamp = self._stamp
+        stamp = stamp.next(index_uid=self._index_uid, changes=stamp.changes, clean=False, session=session)
+        try:
+            self._put_stamp(stamp)
+        except OSError as error:
+            raise TierUnavailable(f"the directory cannot be written: {error}") from error
+        self._stamp = stamp
 
     # The contract --------------------------------------------------------------------------------------------------
 

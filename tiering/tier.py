@@ -18,6 +18,9 @@ Column = np.ndarray[Any, Any]
 SLOT_BITS = 24
 """Bits of a place that number the slot inside its extent."""
 
+EXTENT_BITS = 38
+"""Of an extent's number: a place fits a column of signed 64-bit numbers."""
+
 NO_PLACE = -1
 
 

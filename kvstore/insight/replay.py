@@ -162,6 +162,6 @@ class Replay:
         for row in reversed(rows[filled:]):
             blocks.give_up(row)
         if filled:
-            blocks.publish(number, rows[:filled], blocks.next_generations(filled))
+            blocks.publish(number, rows[:filled], blocks.next_generations(number, filled))
             blocks.used(blocks.index.chain(rows[filled - 1]), filled)
         return filled

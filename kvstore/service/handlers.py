@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvstore.config import MAX_SECONDS
 from kvstore.door import Joint, LeaseReply
 from kvstore.errors import BadInput, StoreClosed
@@ -120,7 +122,7 @@ class Handlers:
         self, handler: Callable[[Caller, Any], Served | m.Answer | None], caller: Caller, verb: m.Verb
     ) -> Served | None:
         try:
-            answer = handler(caller, verb)
+            answer = handler(caller, _as_known_here(caller, verb))
         except BadInput as error:
             return Served(m.failed(m.Fault.BAD_INPUT, str(error)))
         except StoreClosed:
@@ -140,7 +142,9 @@ class Handlers:
         grant = self._store.open_namespace(caller.session.tenant, namespace, verb.payload_bytes)
         caller.namespaces[grant.number] = slices
         self._counting.opened(grant.number, namespace.layout.block_tokens)
-        return m.Granted(grant)
+        own = self._store.own_number(grant.number)
+        caller.named[own] = grant.number
+        return m.Granted(msgspec.structs.replace(grant, number=own))
 
     def _match(self, caller: Caller, verb: m.Match) -> m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
@@ -332,11 +336,19 @@ def _joint_of(caller: Caller, verb: m.Reserve, parts: int) -> Joint | None:
     return Joint(verb.joint, tuple(verb.parts) or tuple(range(parts)), caller.session.name)
 
 
+def _as_known_here(caller: Caller, verb: m.Verb) -> m.Verb:
+    """The same with the store's number of the namespace in place of the client's. Raises `BadInput`."""
+    if not isinstance(verb, m.Match | m.Lease | m.Reserve | m.Persist | m.Drop):
+        return verb
+    number = caller.named.get(verb.namespace)
+    if number is None:
+        raise BadInput(f"namespace {verb.namespace} was not opened on this connection; open it first")
+    return msgspec.structs.replace(verb, namespace=number)
+
+
 def _check_asked(caller: Caller, namespace: int, keys: Sequence[bytes]) -> tuple[int, ...]:
-    """Returns the layer slices of each part. Raises `BadInput`."""
-    slices = caller.namespaces.get(namespace)
-    if slices is None:
-        raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
+    """namespace: as the store knows it. Returns the layer slices of each part. Raises `BadInput`."""
+    slices = caller.namespaces[namespace]
     if not {KEY_BYTES}.issuperset(map(len, keys)):
         raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
     if len(set(keys)) != len(keys):

@@ -48,13 +48,13 @@ class Health(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What a sidecar is handed. run: below `node.RUNS`, of this run. first_number: of a connection, above those of
-    every earlier run. new_token: random bytes, that many. health: makes the pages, from host, port and the daemon.
-    policies: finds one by its name. keeper: who holds the memory for the next process, if anybody does.
+    """What a sidecar is handed. first_number: of a connection, above those of every earlier run, which are fewer than
+    2**`sessions.CONNECTION_BITS`, or as good as that. new_token: random bytes, that many. health: makes the pages, from
+    host, port and the daemon. policies: finds one by its name. keeper: who holds the memory for the next process, if
+    anybody does.
     """
 
     clock: Clock
-    run: int
     first_number: int
     new_token: Callable[[int], bytes]
     indexes: Callable[[Path], IndexMaker]
@@ -146,7 +146,6 @@ def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
         policy=outside.policies(settings.store.policy),
         writes=parse_writes(settings.store.nvme_writes, "store.nvme_writes"),
         shares=shares_of(settings),
-        run=outside.run,
         keeper=outside.keeper,
         kept=outside.keeper.receive() if outside.keeper is not None else (),
         guard=outside.first_number,

@@ -23,9 +23,13 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvstore.identity import TenantKeys
+from kvstore.numbers import KEY_BYTES, Numbers
 from kvstore.service.bell import Bell, new_bell
 from kvstore.service.messages import MIN_SESSION_BYTES
 from kvstore.store import Store
+
+CONNECTION_BITS = 24
+"""Connections of one run are numbered so far, in no order: a client can ask the kernel for the numbers of its own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,12 +74,13 @@ class Filling:
 @dataclass(eq=False, slots=True)
 class Caller:
     """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
-    slices of its parts. extents: shared with it. retired_seen: how far it was told what to unmap. is_rung: whether its
-    bell was, since it asked last."""
+    slices of its parts. named: these by the numbers that the client has for them. extents: shared with it.
+    retired_seen: how far it was told what to unmap. is_rung: whether its bell was, since it asked last."""
 
     number: int
     session: Session
     namespaces: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    named: dict[int, int] = field(default_factory=dict)
     reservations: dict[int, Filling] = field(default_factory=dict)
     extents: set[int] = field(default_factory=set)
     retired_seen: int = 0
@@ -91,7 +96,8 @@ class Sessions:
         self._store = store
         self._new_token = new_token
         self._lock = threading.Lock()
-        self._next_number = first_number
+        self._first_number = first_number
+        self._numbers = Numbers(new_token(KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
         self._callers: dict[int, Caller] = {}
         self._departed: dict[int, Caller] = {}
@@ -115,8 +121,7 @@ class Sessions:
             return self._enter(session)
 
     def _enter(self, session: Session) -> Caller:
-        caller = Caller(self._next_number, session)
-        self._next_number += 1
+        caller = Caller(self._first_number + self._numbers(), session)
         session.connections.add(caller.number)
         self._callers[caller.number] = caller
         return caller

@@ -245,7 +245,7 @@ def test_a_store_that_is_away_is_missing_chunks_and_failed_jobs(tmp_path: Path) 
         assert engine.load(NAMES, range(5)).failed == tuple(NAMES)
         assert engine.chunks.take_counts()["refused_stores"] == 5
         engine.chunks.forget("a")
-        with Sidecar(tmp_path, run=1):
+        with Sidecar(tmp_path):
             engine.opened()
             assert len(engine.store(NAMES, range(5)).good) == 5
             assert engine.ask(NAMES) == [Verdict.HELD] * 5
@@ -256,7 +256,7 @@ def test_a_store_that_is_away_is_missing_chunks_and_failed_jobs(tmp_path: Path) 
         assert engine.ask(NAMES) == [Verdict.MISSING] * 5
         assert len(engine.store(NAMES, range(5)).failed) == 5
         engine.chunks.forget("a")
-        with Sidecar(tmp_path, run=2):
+        with Sidecar(tmp_path):
             wait_until(lambda: bool(engine.store(NAMES, range(5)).good))
             assert len(engine.store(NAMES, range(5)).good) == 5
             assert engine.ask(NAMES, "later") == [Verdict.HELD] * 5

@@ -78,9 +78,7 @@ def opened(holder: Holder, run: int, ring: KeyRing | None = None, **options: Any
     """The same before anything was taken over."""
     clock, ring = FakeClock(), ring or KeyRing()
     dram = DramConfig(options.get("dram", 1 << 20), options.get("extent", 64 << 10))
-    store = build_store(
-        dram, Limits(), ring, clock, run=run, keeper=holder, kept=holder.handed_over(), guard=GUARD * run
-    )
+    store = build_store(dram, Limits(), ring, clock, keeper=holder, kept=holder.handed_over(), guard=GUARD * run)
     made = Bench(store, clock, ring)
     ring.add(made.keys)
     return made
@@ -250,7 +248,7 @@ def test_memory_of_a_tenant_without_keys_is_used_for_others() -> None:
         assert stored(before.namespace(), 1) == BLOCKS
         clock, ring = FakeClock(), KeyRing()
         dram = DramConfig(1 << 20, 64 << 10)
-        store = build_store(dram, Limits(), ring, clock, run=2, keeper=keeper, kept=keeper.handed_over(), guard=2)
+        store = build_store(dram, Limits(), ring, clock, keeper=keeper, kept=keeper.handed_over(), guard=2)
         store.start_loading({})
         assert store.warmed(10) and store.usage().dram.used == 0
         store.check()

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvstore.codec import codec_named
 from kvstore.handle import Lease
-from kvstore.node import RUNS, EmbeddedStore, SystemClock, open_embedded
+from kvstore.node import EmbeddedStore, SystemClock, open_embedded
 from kvstore.service.admin import Admin
 from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.connections import DoorLimits
@@ -36,7 +36,7 @@ class Sidecar:
 
     def __init__(self, directory: Path, door: DoorLimits | None = None, **options: Any) -> None:
         self.path = directory / "kvstore.sock"
-        given = {"dram": "16MiB", "run": secrets.randbelow(RUNS), **options}
+        given = {"dram": "16MiB", **options}
         self.store: EmbeddedStore = open_embedded(str(directory / "kv"), codecs=codec_named, **given)
         self.core = self.store._store
         clock = SystemClock()

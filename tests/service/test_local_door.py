@@ -338,7 +338,7 @@ def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar)
 
 def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
     layout = small_layout()
-    with Sidecar(tmp_path, run=5) as sidecar:
+    with Sidecar(tmp_path, numbers_key=bytes(16)) as sidecar:
         store = sidecar.client()
         handle = store.namespace(model=MODEL, layout=layout)
         handle.put(ids(64), random_pages(layout, 1))
@@ -346,7 +346,7 @@ def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
         reservation = handle.door.reserve(handle.number, handle.match(ids(128)).keys, 0, 0, None)
         assert reservation.reservation
         number = number_of(lease)
-    with Sidecar(tmp_path, run=5) as sidecar, sidecar.client() as other:  # the very same numbers
+    with Sidecar(tmp_path, numbers_key=bytes(16)) as sidecar, sidecar.client() as other:  # the very same numbers
         theirs = other.namespace(model=MODEL, layout=layout)
         theirs.put(ids(64, 9), random_pages(layout, 1, seed=9))
         held = theirs.lease(theirs.match(ids(64, 9)))

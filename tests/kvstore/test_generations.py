@@ -1,0 +1,207 @@
+"""Generations: of each tenant a count of its own, never used twice, and newer ones are always the higher ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xxhash import xxh3_128_digest
+
+from kvstore.codec import codec_named
+from kvstore.identity import Namespace
+from kvstore.layout import Layout
+from kvstore.node import SESSION_BITS, EmbeddedStore, open_embedded
+from tiering.frame import HEADER_BYTES, parse_header
+from tiering.keeping import NAME_BYTES, Kept
+from tiering.lmdb_index import LmdbMaker
+
+LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
+PAYLOAD_BYTES = 2048
+NVME: dict[str, Any] = {"nvme": "4MiB", "indexes": LmdbMaker, "scrub": "off"}
+
+
+class Holder:
+    """A keeper in this process; what it holds when it is frozen is what the next process finds."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, tuple[int, int]] = {}
+        self.frozen = False
+        self._names = count()
+
+    def new_name(self) -> bytes:
+        return next(self._names).to_bytes(NAME_BYTES, "big")
+
+    def keep(self, name: bytes, extent: int, ledger: int) -> None:
+        if not self.frozen:
+            self.kept[name] = os.dup(extent), os.dup(ledger)
+
+    def forget(self, name: bytes) -> None:
+        if not self.frozen:
+            for descriptor in self.kept.pop(name):
+                os.close(descriptor)
+
+    def handed_over(self) -> list[Kept]:
+        self.frozen = False
+        return [Kept(name, *map(os.dup, descriptors)) for name, descriptors in self.kept.items()]
+
+
+@pytest.fixture
+def holder() -> Iterator[Holder]:
+    one = Holder()
+    yield one
+    one.frozen = False
+    for name in list(one.kept):
+        one.forget(name)
+
+
+class Tenant:
+    """Puts blocks of zeros, and reads their generations where they stand."""
+
+    def __init__(self, store: EmbeddedStore, name: str) -> None:
+        self._door = store.for_tenant(name)._door()
+        self._number = self._door.open_namespace(Namespace("m", LAYOUT, "raw"), [PAYLOAD_BYTES]).number
+
+    def put(self, *keys: bytes) -> list[int]:
+        reply = self._door.reserve(self._number, [_key(one) for one in keys], 0, 0, None)
+        assert len(reply.blocks) + reply.present == len(keys)
+        digests = []
+        for span in self._door.spans(reply.places[0]):
+            payload = span.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
+            payload[:] = bytes(PAYLOAD_BYTES)
+            digests.append([xxh3_128_digest(payload)])
+        assert self._door.commit(reply.reservation, 0, 0, digests) == len(reply.blocks)
+        return self.read(*keys)[reply.present :]
+
+    def read(self, *keys: bytes) -> list[int]:
+        reply = self._door.lease(self._number, [_key(one) for one in keys], 0, 30_000)
+        try:
+            assert reply.blocks == len(keys), reply.reason
+            headers = [
+                parse_header(bytes(span.view[:HEADER_BYTES])).generation for span in self._door.spans(reply.places[0])
+            ]
+            assert headers == reply.generations
+            return headers
+        finally:
+            self._door.release(reply.lease)
+
+    def drop(self) -> None:
+        self._door.drop(self._number, 30)
+
+    def count_from(self, generation: int) -> None:
+        """As a version did that numbered the generations of all tenants in one row."""
+        self._door._store._blocks._next_generations[self._door._keys.tenant] = generation
+
+
+@contextmanager
+def opened(directory: Path, **options: Any) -> Iterator[EmbeddedStore]:
+    store = open_embedded(str(directory), codecs=codec_named, dram="2MiB", extent="64KiB", **options)
+    try:
+        assert store.warmed(30)
+        yield store
+        store.check()
+    finally:
+        store.close()
+
+
+def _key(name: bytes) -> bytes:
+    return name.ljust(32, b"\x00")
+
+
+def is_rising(generations: Sequence[int]) -> bool:
+    return all(one < two for one, two in zip(generations, generations[1:], strict=False))
+
+
+def test_each_tenant_has_a_count_of_its_own(tmp_path: Path) -> None:
+    with opened(tmp_path, **NVME) as store:
+        one, two = Tenant(store, "one"), Tenant(store, "two")
+        mine, theirs = one.put(b"a"), two.put(b"a")
+        for at in range(20):
+            theirs += two.put(b"a", *[b"%d" % each for each in range(at + 1)])
+            mine += one.put(b"a", *[b"%d" % each for each in range(at + 1)])
+        assert mine == [mine[0] + at for at in range(21)]
+        assert theirs == [theirs[0] + at for at in range(21)]
+        session = store.core._lower.tier.session
+        assert {mine[0] >> SESSION_BITS, theirs[0] >> SESSION_BITS} == {session} and mine[0] != theirs[0]
+
+
+def test_where_a_count_begins_leaves_room_for_all_of_a_session(tmp_path: Path) -> None:
+    firsts = []
+    with opened(tmp_path) as store:
+        for at in range(40):
+            (first,) = Tenant(store, f"{at}").put(b"a")
+            firsts.append(first)
+    assert len(set(firsts)) == 40 and not is_rising(firsts)
+    assert all(0 < first <= 1 << SESSION_BITS - 1 for first in firsts) and max(firsts) > 1 << SESSION_BITS - 6
+
+
+def test_none_is_used_again_after_a_restart_or_a_drop(tmp_path: Path) -> None:
+    seen: list[int] = []
+    for at in range(3):
+        with opened(tmp_path, **NVME) as store:
+            tenant = Tenant(store, "one")
+            assert tenant.read(*[b"%d" % each for each in range(at)]) == seen[-at:] if at else True
+            if at == 2:
+                tenant.drop()
+                seen += tenant.put(b"0", b"1")
+            seen += tenant.put(*[b"%d" % each for each in range(at + 1)])
+            assert is_rising(seen), seen
+
+
+def test_a_directory_of_the_one_row_is_read_and_continued(tmp_path: Path) -> None:
+    with opened(tmp_path, **NVME) as store:
+        one, two = Tenant(store, "one"), Tenant(store, "two")
+        first = (store.core._lower.tier.session << SESSION_BITS) + 1
+        one.count_from(first)
+        two.count_from(first + 2)
+        before = one.put(b"a", b"b"), two.put(b"a")
+        assert before == ([first, first + 1], [first + 2])
+    with opened(tmp_path, **NVME) as store:
+        one, two = Tenant(store, "one"), Tenant(store, "two")
+        assert (one.read(b"a", b"b"), two.read(b"a")) == before
+        assert is_rising(before[0] + one.put(b"a", b"b", b"c")) and is_rising(before[1] + two.put(b"a", b"b"))
+
+
+@pytest.mark.parametrize("first", [None, 7])
+def test_none_is_used_again_after_memory_was_taken_over(tmp_path: Path, holder: Holder, first: int | None) -> None:
+    """first: as a version began without a disk that numbered all tenants in one row."""
+    with opened(tmp_path, keeper=holder) as store:
+        tenant = Tenant(store, "one")
+        if first is not None:
+            tenant.count_from(first)
+        seen = tenant.put(b"a", b"b")
+        holder.frozen = True
+    for at in range(2):
+        with opened(tmp_path, keeper=holder, kept=holder.handed_over()) as store:
+            tenant = Tenant(store, "one")
+            assert tenant.read(b"a", b"b") == seen[:2]
+            seen += tenant.put(b"a", b"b", b"%d" % at)
+            assert is_rising(seen) and seen[-1] >> SESSION_BITS > seen[-2] >> SESSION_BITS
+            holder.frozen = True
+
+
+def test_memory_that_is_taken_over_beside_another_directory_raises_its_session(tmp_path: Path, holder: Holder) -> None:
+    """The disk was changed, or there was none before: what is written there now must not be above what is next."""
+    for _ in range(3):
+        with opened(tmp_path, keeper=holder, **NVME) as store:
+            pass
+    with opened(tmp_path, keeper=holder, **NVME) as store:
+        seen = Tenant(store, "one").put(b"a")
+        holder.frozen = True
+    shutil.rmtree(tmp_path / "nvme")
+    with opened(tmp_path, keeper=holder, kept=holder.handed_over(), **NVME) as store:
+        tenant = Tenant(store, "one")
+        assert tenant.read(b"a") == seen
+        seen += tenant.put(b"a", b"b")
+        assert seen[-1] >> SESSION_BITS == store.core._lower.tier.session > seen[0] >> SESSION_BITS
+        assert is_rising(seen)
+    with opened(tmp_path, **NVME) as store:
+        tenant = Tenant(store, "one")
+        assert tenant.read(b"a", b"b") == seen
+        seen += tenant.put(b"a", b"b", b"c")
+        assert is_rising(seen) and len({one >> SESSION_BITS for one in seen}) == 3
