@@ -103,6 +103,7 @@ class TenantDoor:
         self._keys = keys
         self.requests = requests if requests is not None else Requests()
         self._threads = threads or LeaseThreads(store.clock)
+        self.now = store.clock.monotonic_seconds
         self.match = store.match
         self.present = store.present
         self.release = store.release
