@@ -5,8 +5,9 @@ read-only. The handle above verifies its own copies, as it does in the store's o
 
 Nothing here fails an engine's request. While the sidecar is away every question is a miss (`unreachable`), every answer
 that is late is one (`deadline`). While it is silent nothing is asked of it but a ping (see `breaker`); while it is gone
-it is called again after a pause that grows, and namespaces are opened anew on each connection. What was leased on one that broke is not readable any more. What is submitted asks no question of a sidecar
-that is away: a thread calls and pings it in the background. Must import without torch, and quickly.
+it is called again after a pause that grows, and namespaces are opened anew on each connection. What was leased on one
+that broke is not readable any more. What is submitted asks no question of a sidecar that is away: a thread calls and
+pings it in the background. Must import without torch, and quickly.
 """
 
 from __future__ import annotations

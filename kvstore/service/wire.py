@@ -4,7 +4,7 @@ There is no thread behind it. Of those that wait for an answer one reads the soc
 down for whoever asked for it, who decodes it. Who must not wait submits and polls: a poll reads what there is, unless
 somebody reads already, and never waits for the socket or for whoever does. What is submitted while the socket takes no
 more is sent by whoever sends or polls next, in the order in which it was submitted. An answer that came too late for
-its asker is undone where it stands for something (a lease, a reservation, descriptors), and is never decoded as a whole.
+its asker is undone where it stands for something (a lease, a reservation, descriptors), and not decoded as a whole.
 """
 
 from __future__ import annotations
