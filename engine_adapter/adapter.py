@@ -14,13 +14,16 @@ from logging import getLogger
 from math import ceil
 from typing import Protocol
 
+from engine_adapter.store_faults import reason_of
 from kvstore.codec import default_codec
-from kvstore.errors import StoreClosed
 from kvstore.handle import Lease, NamespaceHandle
 from kvstore.identity import ExtraKey
 from kvstore.layout import Layout
 from kvstore.miss import Account, HitTier, MissReason
 from kvstore.pages import Pages
+
+SAVE_DEADLINE_MS = 1000.0
+"""How long a save waits for the store. A store that runs makes room in less, and a request may be waiting behind it."""
 
 _log = getLogger(__name__)
 
@@ -99,7 +102,7 @@ class Report:
 
     account: every prompt token, by tier or by miss reason; asked == prompt_tokens. chunk_tokens: the prefill grid.
     detail: why the match ended, where there is more to say than a reason. lookup_ms: match and lease. restored_ms:
-    copying and verifying blocks. save_ms: all saving, most of it behind the first token. saved_blocks: newly stored.
+    copying and verifying blocks. save_ms: all saving, behind the first token. saved_blocks: newly stored.
     put_reasons: saves that stored less than was offered, by reason. faults: errors of the store, with the last one's
     text. ttft_ms: from the call to this request's first token. itl_ms: every gap between two of its tokens.
     """
@@ -167,7 +170,8 @@ class StoreRequest:
     """`EngineAdapter` for one request on a namespace. Without one, or with a closed store, every token is `disabled`.
 
     report: is filled in; its chunk_tokens is the grid, to which a match is cut. An engine whose results do not depend
-    on how prefill is cut passes its block size. pool: asked before the store. Not thread-safe.
+    on how prefill is cut passes its block size. pool: asked before the store. deadline_ms: of a look-up;
+    save_deadline_ms: of a save, as in `NamespaceHandle.put`. Not thread-safe.
     """
 
     def __init__(
@@ -177,6 +181,7 @@ class StoreRequest:
         *,
         pool: BlockPool | None = None,
         deadline_ms: float = 50,
+        save_deadline_ms: float = SAVE_DEADLINE_MS,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -184,6 +189,7 @@ class StoreRequest:
         self._namespace = namespace
         self._pool = pool
         self._deadline_ms = deadline_ms
+        self._save_deadline_ms = save_deadline_ms
         self._extra_keys = extra_keys
         self._clock = clock
         self._lease: Lease | None = None
@@ -198,11 +204,11 @@ class StoreRequest:
         report.account = Account.of([(MissReason.DISABLED, asked)])
         if self._namespace is None:
             return 0
-        start = self._clock()
+        start, block = self._clock(), self._namespace.block_tokens
         try:
             report.account = self._look_up(self._namespace, token_ids)
         except Exception as error:
-            report.account = Account.of([(self._fail(error), asked)])
+            report.account = Account.missed(self._fail(error), asked, block)
         report.lookup_ms += 1e3 * (self._clock() - start)
         return report.account.hit_tokens
 
@@ -228,13 +234,19 @@ class StoreRequest:
         try:
             for first_token, stop in self._offered(self._namespace.block_tokens, len(token_ids)):
                 part = _cut_pages(pages, first_token, stop)
-                result = self._namespace.put(token_ids[:stop], part, first_token, extra_keys=self._extra_keys)
+                result = self._namespace.put(
+                    token_ids[:stop],
+                    part,
+                    first_token,
+                    extra_keys=self._extra_keys,
+                    deadline_ms=self._save_deadline_ms,
+                )
                 report.saved_blocks += result.stored
                 if result.reason is not None:
                     self._count(result.reason)
                     break
             if self._pool is not None:
-                self._pool.save(self._namespace.match(token_ids, self._extra_keys).keys, pages, self._decoded)
+                self._pool.save(self._namespace.hashed(token_ids, self._extra_keys).keys, pages, self._decoded)
         except Exception as error:
             self._count(self._fail(error))
         report.save_ms += 1e3 * (self._clock() - start)
@@ -314,11 +326,11 @@ class StoreRequest:
         """The store failed: it is not asked again in this request. Returns the reason for what is a miss by that."""
         self._namespace = None
         self.release()
-        if isinstance(error, StoreClosed):
-            return MissReason.DISABLED
-        self.report.faults += 1
-        self.report.fault = f"{type(error).__name__}: {error}"
-        return MissReason.UNREACHABLE
+        reason = reason_of(error)
+        if reason is not MissReason.DISABLED:
+            self.report.faults += 1
+            self.report.fault = f"{type(error).__name__}: {error}"
+        return reason
 
     def _count(self, reason: MissReason) -> None:
         self.report.put_reasons[reason] = self.report.put_reasons.get(reason, 0) + 1

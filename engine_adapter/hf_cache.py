@@ -4,8 +4,9 @@
     answer = cache.generate(token_ids, max_new_tokens=64)
     print(answer.token_ids, answer.report.to_dict())
 
-A request: 1. match and lease. 2. restore into a preallocated buffer. 3. prefill the rest chunk by chunk, saving each
-chunk's blocks before the next one. 4. the first token. 5. save the last chunk. 6. decode. 7. save generated blocks.
+A request: 1. match and lease. 2. restore into a preallocated buffer. 3. prefill the rest chunk by chunk. 4. the first
+token. 5. decode; between two tokens one chunk of a prompt is saved. 6. save the rest, and generated blocks. So nothing
+is saved before a first token, but in a batch where the next prompt begins as one before it does.
 Must never change the user's model for longer than one forward pass, nor let a fault of the store reach the user.
 """
 
@@ -214,14 +215,15 @@ class PrefixCache:
         buffers = self._free.take(len(rows), max(len(row.tokens) for row in rows) + max_new_tokens)
         try:
             for row in rows:
+                self._save_what_is_shared(row, rows[: row.number], buffers)
                 logits = self._prefill(row, buffers)
                 token = row.accept(int(choose(logits, sampling)), stop_tokens, watch.now())
                 yield from watch.hand_out([token])
-                self._save(row, buffers)
             decoder = _Decoder(self, rows, buffers)
             for _ in range(max_new_tokens - 1):
                 if all(row.is_stopped for row in rows):
                     break
+                self._save_next(rows, buffers)
                 chosen = choose(decoder.step(), sampling).tolist()
                 now = watch.now()
                 accepted = [
@@ -232,7 +234,7 @@ class PrefixCache:
                 yield from watch.hand_out(accepted)
         finally:
             for row in rows:
-                self._save(row, buffers)
+                self._save(row, buffers, row.with_kv)
                 row.request.release()
             self._free.give(buffers)
 
@@ -245,15 +247,28 @@ class PrefixCache:
         token_ids = torch.from_numpy(np.asarray(row.tokens).astype(np.int64)).to(self.device)[None]
         logits = token_ids
         for begin, end in grid_chunks(start, len(row.tokens), self.chunk_tokens):
-            self._save(row, buffers)
             mask = self._mask.of(end - begin, end) if self._mask is not None else None
             logits = self.call(token_ids[:, begin:end], cache, mask)
             row.with_kv = end
         return logits
 
-    def _save(self, row: _Row, buffers: BufferSet) -> None:
-        """Offer a row's full blocks, if there are more of them than were offered before."""
-        stop = row.with_kv
+    def _save_what_is_shared(self, row: _Row, earlier: Sequence[_Row], buffers: BufferSet) -> None:
+        """What others of the batch computed, and this one begins with: it is looked up like everything else."""
+        for other in earlier:
+            if _common(row.tokens, other.tokens[: other.prompt_tokens]) >= self.layout.block_tokens:
+                self._save(other, buffers, other.with_kv)
+
+    def _save_next(self, rows: Sequence[_Row], buffers: BufferSet) -> None:
+        """One chunk of one prompt, so that no token waits long for what is saved."""
+        for row in rows:
+            if row.offered < row.prompt_tokens // self.layout.block_tokens * self.layout.block_tokens:
+                stop = min((row.offered // self.chunk_tokens + 1) * self.chunk_tokens, row.prompt_tokens)
+                self._save(row, buffers, stop)
+                if row.offered >= stop // self.layout.block_tokens * self.layout.block_tokens:
+                    return
+
+    def _save(self, row: _Row, buffers: BufferSet, stop: int) -> None:
+        """Offer a row's full blocks up to that token, if there are more of them than were offered before."""
         if self.kept is Kept.WHOLE_CHUNKS:
             stop = min(stop, row.prompt_tokens) // self.chunk_tokens * self.chunk_tokens
         stop = stop // self.layout.block_tokens * self.layout.block_tokens
@@ -429,6 +444,13 @@ class _Watch:
         paused = time.perf_counter()
         yield from tokens
         self._start += time.perf_counter() - paused
+
+
+def _common(one: array[int], other: array[int]) -> int:
+    """How many leading tokens are the same."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(np.asarray(one[:length]) != np.asarray(other[:length]))
+    return int(differs[0]) if differs.size else length
 
 
 def _checked_chunk(given: int | None, default: int, block_tokens: int) -> int:

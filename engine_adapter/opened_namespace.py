@@ -9,7 +9,9 @@ from typing import Protocol
 
 from engine_adapter.adapter import OpenStore
 from engine_adapter.step_orders import NamespaceFacts
+from engine_adapter.store_faults import reason_of
 from kvstore.handle import NamespaceHandle
+from kvstore.miss import MissReason
 
 _log = getLogger(__name__)
 
@@ -39,14 +41,15 @@ class OpenedNamespace:
         self._number = -1
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.detail = "nothing was opened yet"
-        """Why it is not open."""
+        self._failed: tuple[MissReason, str] | None = None
+        """How it went the last time, if it was in vain."""
 
     def want(self, facts: NamespaceFacts) -> None:
         """From now on this one; whatever was open is not any more."""
         with self._changed:
             self._wanted, self._handle = facts, None
-            self.detail = "the store is not there yet"
+            if self._failed is not None and self._failed[0] is not MissReason.UNREACHABLE:
+                self._failed = None  # that was of the one before, and not of the store
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="kv-open", daemon=True)
@@ -55,6 +58,22 @@ class OpenedNamespace:
     def now(self) -> NamespaceHandle | None:
         """The handle; None while there is none. Waits for nothing."""
         return self._handle
+
+    def why_not(self) -> tuple[MissReason, str]:
+        """Why it is not open, as a reason and in words."""
+        if self._wanted is None:
+            return MissReason.DISABLED, "nothing was opened yet"
+        return self._failed or (MissReason.WARMING, "the namespace is being opened")
+
+    @property
+    def detail(self) -> str:
+        """The words alone."""
+        return self.why_not()[1]
+
+    def why(self, number: int) -> MissReason:
+        """Why the namespace of that number is not open, after it was waited for."""
+        is_past = self._wanted is not None and self._wanted.number > number
+        return MissReason.DISABLED if self._closed or is_past else self.why_not()[0]
 
     def wait(self, number: int, seconds: float) -> NamespaceHandle | None:
         """The handle of the namespace of that number, within that time; none, at once, where a later one is wanted."""
@@ -97,9 +116,10 @@ class OpenedNamespace:
                     shard=self._shard,
                 )
             except Exception as error:  # the adapter's edge: there is no store, and that is all
-                self.detail = str(error).partition("\n")[0]
+                text = str(error).partition("\n")[0]
+                self._failed = reason_of(error), text
                 if not is_told:
-                    _log.warning("every look-up is a miss until the store is there: %s", self.detail)
+                    _log.warning("every look-up is a miss until the store is there: %s", text)
                 is_told = True
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
@@ -108,4 +128,4 @@ class OpenedNamespace:
                 if self._wanted is wanted and not self._closed:
                     self._handle, self._number = handle, wanted.number
                     self._changed.notify_all()
-            is_told = False
+            self._failed, is_told = None, False

@@ -387,11 +387,13 @@ class PagedScheduler:
         elif self._refused is not None:
             reason, detail = self._refused
         elif namespace is None:
-            reason, detail = MissReason.UNREACHABLE, self._namespace.detail
+            reason, detail = self._namespace.why_not()
         else:
             reason, detail = MissReason.DISABLED, "the request is not to read what is cached"
         if not state.is_admitted:
-            state.account, state.detail = Account.of([(reason, tokens)]), detail
+            is_asked = self._refused is None and facts.refused is None  # a tail is no block's, whatever becomes of them
+            state.account = Account.missed(reason, tokens, self.block_tokens if is_asked else 0)
+            state.detail = detail
         if namespace is None or facts.refused is not None or self._facts is None:
             return
         known = state.prompt if state.number == self._facts.number else Prompt(0, [])

@@ -39,7 +39,7 @@ from engine_adapter.step_orders import (
     StepOrders,
     StepReports,
 )
-from kvstore.errors import StoreClosed
+from engine_adapter.store_faults import reason_of
 from kvstore.getting import Loaded
 from kvstore.handle import Lease, NamespaceHandle
 from kvstore.identity import Prompt
@@ -62,6 +62,8 @@ IDLE_WAIT_SECONDS = 0.005
 """An engine with nothing to do but to wait for loads would spin, and keep the loader from the interpreter's lock."""
 PRESSED_SHARE = 0.5
 """Of what may wait to be saved: with more than this, saves wait for nobody."""
+SAVE_DEADLINE_MS = 5000.0
+"""How long the put of a piece waits for the store, in a thread that nobody waits for."""
 NO_LAYER = 1 << 30
 
 
@@ -290,7 +292,7 @@ class PagedWorker:
         try:
             namespace = self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
-                reason = MissReason.UNREACHABLE
+                reason = self._why_closed(order.namespace)
             else:
                 lease = namespace.attach(order.ticket)
                 with lease:
@@ -416,7 +418,7 @@ class PagedWorker:
         try:
             namespace = self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
-                return 0, 0, MissReason.UNREACHABLE
+                return 0, 0, self._why_closed(order.namespace)
             block = namespace.block_tokens
             keys = [order.keys[at : at + KEY_BYTES] for at in range(0, len(order.keys), KEY_BYTES)]
             step = max(1, PIECE_BYTES * self.pages.facts.page_tokens // (self.pages.facts.page_bytes * block))
@@ -437,6 +439,7 @@ class PagedWorker:
                     priority=order.priority,
                     reading=reading,
                     joint=joint,
+                    deadline_ms=SAVE_DEADLINE_MS,
                 )
                 stored += result.stored
                 if result.reason is not None:
@@ -506,11 +509,15 @@ class PagedWorker:
         """The namespace of that number, within that time."""
         return self._namespace.wait(number, seconds) if self._namespace is not None else None
 
+    def _why_closed(self, number: int) -> MissReason:
+        """Why the namespace of that number is not open."""
+        return self._namespace.why(number) if self._namespace is not None else MissReason.DISABLED
+
     def _fault(self, error: Exception) -> MissReason:
-        if isinstance(error, StoreClosed):
-            return MissReason.DISABLED
-        _log.warning("the store failed a worker: %s: %s", type(error).__name__, str(error).partition("\n")[0])
-        return MissReason.UNREACHABLE
+        reason = reason_of(error)
+        if reason is not MissReason.DISABLED:
+            _log.warning("the store failed a worker: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+        return reason
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from logging import getLogger
 
-from kvstore.errors import StoreClosed
+from engine_adapter.store_faults import reason_of
 from kvstore.handle import Lease, Match, NamespaceHandle
 from kvstore.identity import Prompt
 from kvstore.miss import Account, MissReason
@@ -169,11 +169,11 @@ class PrefixLookup:
             lease.release()
 
     def _miss(self, reason: MissReason) -> None:
-        self.account = Account.of([(reason, self.prompt.tokens)])
+        self.account = Account.missed(reason, self.prompt.tokens, self.namespace.block_tokens)
         self._is_over = True
 
     def _fault(self, error: Exception) -> MissReason:
-        if isinstance(error, StoreClosed):
-            return MissReason.DISABLED
-        _log.warning("the store failed a look-up: %s: %s", type(error).__name__, str(error).partition("\n")[0])
-        return MissReason.UNREACHABLE
+        reason = reason_of(error)
+        if reason is not MissReason.DISABLED:
+            _log.warning("the store failed a look-up: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+        return reason

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from kvstore.errors import StoreClosed
 from kvstore.identity import Namespace
 from kvstore.miss import HitTier, MissReason
 from kvstore.requests import Requests
@@ -112,6 +113,14 @@ class ReserveReply(msgspec.Struct, frozen=True):
     reason: MissReason | None = None
 
 
+class ReservationLost(StoreClosed):
+    """What was reserved cannot be filled or committed any more. reason: as what that counts."""
+
+    def __init__(self, reason: MissReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class Joint:
     """A put that several processes make together, each of its own parts.
@@ -162,8 +171,13 @@ class Door(Protocol):
         """The longest readable prefix. Pins and changes nothing."""
         ...
 
-    def present(self, number: int, keys: Sequence[bytes]) -> int:
-        """How many leading blocks a put need not bring. No look-up, which would be counted."""
+    def now(self) -> float:
+        """The store's clock, in seconds: what a caller may wait for is counted by it."""
+        ...
+
+    def present(self, number: int, keys: Sequence[bytes], seconds: float | None = None) -> int:
+        """How many leading blocks a put need not bring. No look-up, which would be counted. seconds: that it waits at
+        most, here and below, where its caller has less time than the store would take."""
         ...
 
     def lease(
@@ -218,6 +232,7 @@ class Door(Protocol):
         priority: int,
         ttl_seconds: float | None,
         joint: Joint | None = None,
+        seconds: float | None = None,
     ) -> ReserveReply:
         """Slots for the blocks from `first_block` on that are not there yet.
 
@@ -226,10 +241,17 @@ class Door(Protocol):
         """
         ...
 
-    def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
+    def commit(
+        self,
+        reservation: int,
+        part: int,
+        first: int,
+        digests: Sequence[Sequence[bytes]],
+        seconds: float | None = None,
+    ) -> int:
         """Digests of every layer slice of the next reserved blocks, in their order; returns the blocks of which all
         that was to be filled under this number is committed: they are visible, or will be once the others of a joint
-        put have committed theirs. 0 where the reservation has ended.
+        put have committed theirs. 0 where the reservation has ended. Raises `ReservationLost` where that is not known.
 
         first: of these blocks, as the reservation counts them, which is how many of the part were committed before.
         """

@@ -54,5 +54,9 @@ class TurnedAway(Unreachable):
     """There is a sidecar, and it or its socket's mode turns this process away. The text says what to do."""
 
 
+class NotReady(Unreachable):
+    """There is a sidecar, and it has not opened the namespace in time. It may be ready soon."""
+
+
 class StoreClosed(StoreError):
     """The store was closed."""

@@ -10,16 +10,16 @@ a socket. A miss is never an exception: the account of a match, a lease or a loa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kv_kernels.flaws import Flaw
 from kvstore.config import MAX_SECONDS
-from kvstore.door import DirectReply, Door, Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.door import DirectReply, Door, Grant, LeaseReply, MatchReply, ReservationLost, ReserveReply
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.getting import Getting, Loaded, Source, cut
 from kvstore.holding import Lease
@@ -32,6 +32,7 @@ from kvstore.requests import check_request
 from kvstore.ticket import LeaseTicket
 from tiering.frame import HEADER_BYTES, digest
 
+T = TypeVar("T")
 DURABILITIES = ("volatile", "disk")
 MAX_PRIORITY = 100
 DURABLE_SECONDS = 30.0
@@ -44,7 +45,9 @@ WINDOW_BLOCKS = 128
 millisecond for the lock. Of a piece, what is small is done for all blocks, then the copies: after a copy of megabytes
 nothing of the interpreter's is left in a cache, and each change from one to the other stops a second thread that puts
 (pieces of 64 took it from 0.88 to 0.83 of memcpy)."""
-_STANDS_IN_THE_WAY = frozenset({MissReason.DISABLED, MissReason.UNREACHABLE, MissReason.IN_FLIGHT})
+_STANDS_IN_THE_WAY = frozenset(
+    {MissReason.DISABLED, MissReason.UNREACHABLE, MissReason.IN_FLIGHT, MissReason.DEADLINE, MissReason.BUSY}
+)
 """Of a put, whatever pages it has."""
 
 
@@ -115,12 +118,12 @@ class NamespaceHandle:
         self._door = door
         self._codec = codec
         self._digest = digest
+        codec.prepare(namespace.layout)  # which may take long, and needs no store
         self._grant: Grant = door.open_namespace(
             namespace, [codec.payload_bytes(part) for part in namespace.layout.parts]
         )
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
         self._source = Source(door, self._grant, codec, digest, namespace.layout, self._parts)
-        codec.prepare(namespace.layout)
 
     @property
     def door(self) -> Door:
@@ -269,6 +272,7 @@ class NamespaceHandle:
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
         reading: Reading | None = None,
         joint: str = "",
+        deadline_ms: float | None = None,
     ) -> PutResult:
         """Store the full blocks of a prompt; those that are there already are skipped.
 
@@ -278,7 +282,9 @@ class NamespaceHandle:
         block is not and why; "volatile" does not wait for the disk. ttl: seconds for which these blocks are kept before
         all others, as far as the store's budget for that goes; priority: from 1 to 100, the same for as many times nine
         seconds since they were used last. 0 and less says nothing. reading: asked before pages are read, where somebody
-        may want them back meanwhile; where it says no, the put ends with what is visible, `disabled`.
+        may want them back meanwhile; where it says no, the put ends with what is visible, `disabled`. deadline_ms: how
+        long it may wait for the store in all, the disk included; then it ends as `deadline`. Copies do not count, and
+        where it is left out each answer has 5 s, and the disk 30.
 
         joint: all processes of the engine that hold a shard put these tokens, from the same first token on, under this
         name, which no other put of theirs has; in one session, each on a handle of its shard. Each fills its own parts,
@@ -287,6 +293,7 @@ class NamespaceHandle:
         """
         self._check_put(pages, first_token, durability, ttl, priority)
         check_joint(joint)
+        wait = _Wait(self._door, deadline_ms)
         if not joint and len(self._parts) < len(self.layout.parts):
             raise BadInput(
                 f"this handle is of shard {self.shard} and fills {len(self._parts)} of a block's "
@@ -303,11 +310,13 @@ class NamespaceHandle:
         if joint:  # the same windows for all, whatever is there by the time that each of them asks
             present, start = len(keys), _first_window(first_block, len(keys))
         else:
-            start = present = self._door.present(self.number, keys)
+            start = present = wait.of(lambda seconds: self._door.present(self.number, keys, seconds))
         if start == len(keys) and (ttl or priority > 0) and keys:  # they are to be kept for longer
-            start = present = self._door.reserve(self.number, keys, len(keys), priority, ttl, None).present
+            start = present = wait.of(
+                lambda seconds: self._door.reserve(self.number, keys, len(keys), priority, ttl, None, seconds).present
+            )
         if start == len(keys):
-            return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability)
+            return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability, wait)
         # Unusable pages must show before anything is evicted for them.
         pages.check_groups(self.layout)
         coders = [self._codec.bind(pages, self.layout, part) for part in self._parts]
@@ -320,25 +329,26 @@ class NamespaceHandle:
             stop = min(window + WINDOW_BLOCKS, len(keys))
             wanted = min(max(complete, window) if joint else complete, stop)
             named = joint_of(joint, stop, [part.index for part in self._parts]) if joint else None
-            reply = self._door.reserve(self.number, keys[:stop], wanted, priority, ttl, named)
+            reply = wait.of(partial(self._door.reserve, self.number, keys[:stop], wanted, priority, ttl, named))
             present = min(present, reply.present) if reply.present < stop else present
-            filled, flaw = self._fill(reply, coders, bases, reading) if reply.reservation else (0, None)
+            filled, flaw, lost = 0, None, None
+            if reply.reservation:
+                filled, flaw, lost = self._fill(reply, coders, bases, reading, wait)
             if flaw and joint:
                 filled = 0  # it ended with that, for all
             stored.update(reply.blocks[:filled])
             if filled < len(reply.blocks):
                 stopped_at = reply.blocks[filled]
-                ended = PutResult(
-                    present, len(stored), stopped_at, REASON_OF_FLAW[flaw] if flaw else MissReason.DISABLED
-                )
-                return self._made_durable(ended, keys[:stopped_at], durability) if flaw else ended
+                reason = REASON_OF_FLAW[flaw] if flaw else lost or MissReason.DISABLED
+                ended = PutResult(present, len(stored), stopped_at, reason)
+                return self._made_durable(ended, keys[:stopped_at], durability, wait) if flaw else ended
             if reply.reason is not None:
                 lacks_pages = reply.stopped_at is not None and first_block <= reply.stopped_at < complete
                 is_incomplete = lacks_pages and reply.reason not in _STANDS_IN_THE_WAY
                 reason = MissReason.INCOMPLETE if is_incomplete else reply.reason
                 ended = PutResult(present, len(stored), reply.stopped_at, reason)
-                return self._made_durable(ended, keys[: reply.stopped_at], durability)
-        return self._made_durable(PutResult(present, len(stored), None, None), keys, durability)
+                return self._made_durable(ended, keys[: reply.stopped_at], durability, wait)
+        return self._made_durable(PutResult(present, len(stored), None, None), keys, durability, wait)
 
     # Inside --------------------------------------------------------------------------------------------------------
 
@@ -384,21 +394,28 @@ class NamespaceHandle:
         self._door.requests.add(request, lease)
         return lease
 
-    def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str) -> PutResult:
+    def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str, wait: _Wait) -> PutResult:
         """These blocks are held; with `disk` that counts only once they are on disk."""
         if durability != "disk":
             return result
-        done, reason = self._door.persist(self.number, keys, DURABLE_SECONDS)
+        left = wait.left()
+        seconds = DURABLE_SECONDS if left is None else min(DURABLE_SECONDS, left)
+        done, reason = self._door.persist(self.number, keys, seconds)
         if reason is None:
             return result
         return PutResult(result.present, result.stored, done, reason)
 
     def _fill(
-        self, reply: ReserveReply, coders: Sequence[Coder], bases: Sequence[int], reading: Reading | None
-    ) -> tuple[int, Flaw | None]:
-        """Encode blocks straight into their slots and commit each part; returns the blocks that are committed, and what
-        the codec found in the first block that it could not write. bases: of each coder, the prompt's token that its
-        pages begin with.
+        self,
+        reply: ReserveReply,
+        coders: Sequence[Coder],
+        bases: Sequence[int],
+        reading: Reading | None,
+        wait: _Wait,
+    ) -> tuple[int, Flaw | None, MissReason | None]:
+        """Encode blocks straight into their slots and commit each part; returns the blocks that are committed, what the
+        codec found in the first block that it could not write, and how the reservation was lost, if it was. bases: of
+        each coder, the prompt's token that its pages begin with.
 
         Those that are filled are sealed while the next ones are being filled: only the last few are waited for.
         """
@@ -417,7 +434,7 @@ class NamespaceHandle:
                 # Closed before any slot is given up: a device may be writing into those that did not come yet.
                 known = min(len(tokens), len(spans))
                 if reading is not None and not reading.begin():
-                    return 0, None
+                    return 0, None, None
                 try:
                     with closing(coder.encode(tokens[:known], spans[:known], self._digest)) as encoding:
                         for at, encoded in enumerate(encoding, 1):
@@ -431,12 +448,14 @@ class NamespaceHandle:
                 finally:
                     if reading is not None:
                         reading.end()
-                committed = self._door.commit(reply.reservation, part, first, digests)
+                committed = wait.of(partial(self._door.commit, reply.reservation, part, first, digests))
+        except ReservationLost as lost:
+            return 0, None, lost.reason
         except StoreClosed:
-            return 0, None
+            return 0, None, None
         finally:
             self._door.abort(reply.reservation)
-        return committed, flaw if committed == count else None
+        return committed, flaw if committed == count else None, None
 
     def _lease_directly(self, match: Match, reply: LeaseReply) -> DirectReply | None:
         """What DRAM has no room for, and NVMe has."""
@@ -470,6 +489,31 @@ class NamespaceHandle:
         is_whole = isinstance(priority, Integral) and not isinstance(priority, bool)
         if not is_whole or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
+class _Wait:
+    """How long a put may still wait for its store. Without a deadline the store says how long each answer may take."""
+
+    def __init__(self, door: Door, deadline_ms: float | None) -> None:
+        """Raises `BadInput`."""
+        if deadline_ms is not None:
+            _check_deadline(deadline_ms)
+        self._door = door
+        self._left = min(float(deadline_ms) / 1000, MAX_SECONDS) if deadline_ms is not None else None
+
+    def left(self) -> float | None:
+        """Seconds; None where nothing was said."""
+        return self._left
+
+    def of(self, ask: Callable[[float | None], T]) -> T:
+        """What is asked, in the time that is left."""
+        if self._left is None:
+            return ask(None)
+        asked_at = self._door.now()
+        try:
+            return ask(self._left)
+        finally:
+            self._left = max(0.0, self._left - (self._door.now() - asked_at))
 
 
 def _first_window(first_block: int, blocks: int) -> int:

@@ -35,7 +35,7 @@ class MissReason(StrEnum):
     PARTIAL_BLOCK = "partial_block"  # the tail that does not fill a block; only full blocks are stored
     LAST_TOKEN = "last_token"  # the engine has to compute at least one token
     GRID = "grid"  # cut off so that cold and warm prefill compute the same shapes
-    WARMING = "warming"  # the index is still loading after a restart
+    WARMING = "warming"  # the store is not ready yet: its index is loading after a restart, the namespace being opened
     IN_FLIGHT = "in_flight"  # being stored at this moment
     PINNED_FULL = "pinned_full"  # what may be pinned at once is pinned
     DEADLINE = "deadline"  # it did not come in time
@@ -53,6 +53,7 @@ class MissReason(StrEnum):
     NONFINITE = "nonfinite"  # not stored: it holds a NaN or an infinity, which the codec cannot write
     OUT_OF_RANGE = "out_of_range"  # not stored: its numbers are too far apart for the codec's scales
     INCOMPLETE = "incomplete"  # not stored: pages of one of its groups are not there any more, as behind a window
+    BUSY = "busy"  # as much is under way for the asker as may be; the store can be asked again soon
 
 
 # What a tier reports about a block, as a reason for its tokens. Total: a test walks over every member of `Finding`.
@@ -107,6 +108,17 @@ class Account:
             else:
                 segments.append(Segment(origin, tokens))
         return Account(tuple(segments))
+
+    @staticmethod
+    def missed(reason: MissReason, tokens: int, block_tokens: int) -> Account:
+        """Of a prompt of which nothing could be asked. The tail that fills no block would be none of the store's then
+        either.
+
+        >>> Account.missed(MissReason.UNREACHABLE, 130, 64).to_dict()["misses"]
+        {'unreachable': 128, 'partial_block': 2}
+        """
+        tail = tokens % block_tokens if block_tokens else 0
+        return Account.of([(reason, tokens - tail), (MissReason.PARTIAL_BLOCK, tail)])
 
     @property
     def asked(self) -> int:

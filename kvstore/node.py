@@ -110,6 +110,7 @@ class TenantDoor:
         self.requests = requests if requests is not None else Requests()
         self._threads = threads or LeaseThreads(store.clock)
         self._named: dict[int, int] = {}  # the tenant's numbers of namespaces -> the store's
+        self.now = store.clock.monotonic_seconds
         self.release = store.release
         self.abandon = store.abandon
         self.report = store.report
@@ -123,9 +124,9 @@ class TenantDoor:
         """As `Door.match`."""
         return self._store.match(self._named[number], keys)
 
-    def present(self, number: int, keys: Sequence[bytes]) -> int:
+    def present(self, number: int, keys: Sequence[bytes], seconds: float | None = None) -> int:
         """As `Door.present`."""
-        return self._store.present(self._named[number], keys)
+        return self._store.present(self._named[number], keys, seconds)
 
     def lease(
         self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
@@ -157,9 +158,10 @@ class TenantDoor:
         priority: int,
         ttl_seconds: float | None,
         joint: Joint | None = None,
+        seconds: float | None = None,
     ) -> ReserveReply:
         """As `Door.reserve`."""
-        return self._store.reserve(self._named[number], keys, first_block, priority, ttl_seconds, joint)
+        return self._store.reserve(self._named[number], keys, first_block, priority, ttl_seconds, joint, seconds)
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """As `Door.persist`."""

@@ -334,8 +334,8 @@ class Store:
             reason, detail = self._why(number, keys, blocks)
             return MatchReply(blocks, tiers, reason, detail)
 
-    def present(self, number: int, keys: Sequence[bytes]) -> int:
-        """How many leading blocks are readable."""
+    def present(self, number: int, keys: Sequence[bytes], seconds: float | None = None) -> int:
+        """How many leading blocks are readable. Waits for nothing."""
         with self._lock:
             return self._blocks.index.matched(number, keys) if not self._closed else 0
 
@@ -480,10 +480,13 @@ class Store:
         priority: int,
         ttl_seconds: float | None,
         joint: Joint | None = None,
+        seconds: float | None = None,
     ) -> ReserveReply:
-        """Rows and slots for what is missing from block `first_block` on, as far as there is room."""
+        """Rows and slots for what is missing from block `first_block` on, as far as there is room, or as room is made
+        in so many seconds."""
+        ends_at = self._clock.monotonic_seconds() + seconds if seconds is not None else None
         if joint is None:
-            return self._reserve(number, keys, first_block, priority, ttl_seconds, None)
+            return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at)
         name, chain = (joint.session, number, joint.name), chain_of(keys, first_block)
         with self._lock:
             if self._closed or number in self._blocks.dropping:
@@ -498,7 +501,7 @@ class Store:
                 return put
         reply = ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)  # what others are told if this is cut off
         try:
-            reply = self._reserve(number, keys, first_block, priority, ttl_seconds, put)
+            reply = self._reserve(number, keys, first_block, priority, ttl_seconds, put, ends_at)
         finally:
             with self._lock:
                 self._joint.answered(put, reply, self._clock.monotonic_seconds())
@@ -520,8 +523,10 @@ class Store:
         priority: int,
         ttl_seconds: float | None,
         put: JointPut | None,
+        ends_at: float | None,
     ) -> ReserveReply:
-        """put: whose reservation it is, if it is a joint one; its number is known to nobody then."""
+        """put: whose reservation it is, if it is a joint one; its number is known to nobody then. ends_at: see
+        `_find_slots`."""
         with self._lock:
             if self._closed or number in self._blocks.dropping:
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
@@ -549,7 +554,7 @@ class Store:
                 self._joint.reserved(put, record)
                 record.is_joint = True
         try:
-            short = self._find_slots(record)
+            short = self._find_slots(record, ends_at)
         except BaseException:  # interrupted: nobody will ever know this reservation's number
             self.abort(record.number)
             raise
@@ -564,7 +569,14 @@ class Store:
             record.number, present, record.indexes[: record.filled], tuple(record.places), stopped_at, reason
         )
 
-    def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
+    def commit(
+        self,
+        reservation: int,
+        part: int,
+        first: int,
+        digests: Sequence[Sequence[bytes]],
+        seconds: float | None = None,
+    ) -> int:
         """Seal the next blocks of a part and publish what is complete; returns how many blocks are committed in all
         parts that are filled under this number."""
         with self._lock:
@@ -1098,11 +1110,14 @@ class Store:
         self._pin(record.namespace, sorted(record.refills))
         return stopped
 
-    def _find_slots(self, record: ReservationRecord | Lift) -> MissReason | None:
-        """Slots for every row, or for as many as can be; why it stopped before the last one."""
+    def _find_slots(self, record: ReservationRecord | Lift, ends_at: float | None = None) -> MissReason | None:
+        """Slots for every row, or for as many as can be; why it stopped before the last one. ends_at: no more room is
+        made after that."""
         scarce = refused = False  # the machine had no memory for another extent: now, and the last time it was asked
         patience = PUT_SECONDS if isinstance(record, ReservationRecord) else 0.0  # a lease has an engine's deadline
-        for _ in range(self._limits.room_steps):
+        for taken in range(self._limits.room_steps):
+            if taken and ends_at is not None and self._clock.monotonic_seconds() >= ends_at:
+                return MissReason.DEADLINE
             with self._lock:
                 step: SlotClass | _Job | _Awaited | MissReason | None = MissReason.DISABLED
                 if not record.cancelled and not self._closed:

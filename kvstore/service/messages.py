@@ -14,7 +14,7 @@ Must never carry token ids or payload bytes.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Union
 
 import msgspec
 from msgspec import Meta
@@ -410,6 +410,42 @@ def failed(fault: Fault, text: str) -> Failed:
     return Failed(fault, kept[:MAX_TEXT])
 
 
+class Outline(msgspec.Struct, array_like=True, frozen=True):
+    """A `Reply` whose answer is not decoded yet: that is its owner's to pay for, and nobody's once it is forgotten."""
+
+    number: int
+    answer: msgspec.Raw
+    retired: list[int] = []
+
+
+class _LeaseNumber(msgspec.Struct, frozen=True):
+    lease: int = 0
+
+
+class _ReservationNumber(msgspec.Struct, frozen=True):
+    reservation: int = 0
+
+
+class LeasedOutline(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
+    """Of `Leased`, what names the lease."""
+
+    reply: _LeaseNumber
+
+
+class ReservedOutline(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
+    """Of `Reserved`, what names the reservation."""
+
+    reply: _ReservationNumber
+
+
+_WHOLE = (Attached, ExtentsReply, BellReply, Failed)
+_SKIPPED = tuple(
+    msgspec.defstruct(f"{one.__name__}Outline", [], array_like=True, frozen=True, tag=one.__struct_config__.tag)
+    for one in Answer.__args__
+    if one not in (Leased, Reserved, *_WHOLE)
+)
+
+
 def name_of(verb: Verb) -> str:
     """A verb as it is called on the wire, and in `kvstore stat`."""
     return str(verb.__struct_config__.tag)
@@ -418,6 +454,11 @@ def name_of(verb: Verb) -> str:
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_outlines = msgspec.msgpack.Decoder(Outline)
+_answer_outlines: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
+    Union[(LeasedOutline, ReservedOutline, *_WHOLE, *_SKIPPED)]
+)
 
 
 def pack(message: Request | Reply) -> bytes:
@@ -440,3 +481,26 @@ def unpack_reply(body: bytes | memoryview) -> Reply:
         return _replies.decode(body)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not a reply ({type(error).__name__})") from None
+
+
+def unpack_outline(body: bytes | memoryview) -> tuple[Outline, object]:
+    """The body of a frame as far as whoever reads it for others has to know it, and its answer likewise: of what is
+    long no more than what undoes it. Raises `ValueError`."""
+    try:
+        outline = _outlines.decode(body)
+        return outline, outline_of(outline.answer)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a reply ({type(error).__name__})") from None
+
+
+def outline_of(answer: msgspec.Raw) -> object:
+    """See `unpack_outline`; raises what the decoder raises."""
+    return _answer_outlines.decode(answer)
+
+
+def unpack_answer(answer: msgspec.Raw) -> Answer:
+    """The whole of it. Raises `ValueError`."""
+    try:
+        return _answers.decode(answer)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not an answer ({type(error).__name__})") from None

@@ -4,9 +4,10 @@ Keys go out, places and digests come back; payloads are read and written in exte
 read-only. The handle above verifies its own copies, as it does in the store's own process.
 
 Nothing here fails an engine's request. While the sidecar is away every question is a miss (`unreachable`), every answer
-that is late is one (`deadline`); it is called again after a pause that grows, and namespaces are opened anew on each
-connection. What was leased on one that broke is not readable any more. What is submitted asks no question of a sidecar
-that is away: a thread calls it in the background. Must import without torch, and quickly.
+that is late is one (`deadline`). While it is silent nothing is asked of it but a ping (see `breaker`); while it is gone
+it is called again after a pause that grows, and namespaces are opened anew on each connection. What was leased on one
+that broke is not readable any more. What is submitted asks no question of a sidecar that is away: a thread calls and
+pings it in the background. Must import without torch, and quickly.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply, Submitted
-from kvstore.errors import BadInput, StoreClosed, TurnedAway, Unreachable
+from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReservationLost, ReserveReply, Submitted
+from kvstore.errors import BadInput, NotReady, StoreClosed, TurnedAway, Unreachable
 from kvstore.identity import Namespace
 from kvstore.miss import MissReason
 from kvstore.pending import Answered
@@ -32,7 +33,7 @@ from kvstore.requests import Requests
 from kvstore.service import messages as m
 from kvstore.service.bell import BellEnd
 from kvstore.service.run import Asked, Away, Run, Steps, spans, taken
-from kvstore.service.wire import Clock, TooLate, Wire, drained
+from kvstore.service.wire import Clock, Silent, TooLate, TooMuch, Wire, drained
 from tiering.tier import FrameSpan
 
 R = TypeVar("R")
@@ -43,8 +44,9 @@ MOVING_SHARE = 10
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """How long a call may take, in seconds. connect: until the sidecar says welcome. match: for a look-up. lease:
-    beyond the deadline of the lease itself. fill: for room, which may have to be made, and for commits. drop: for a
+    """How long a call may take, in seconds. connect: until the sidecar says welcome, or answers a ping. match: for a
+    look-up, and for the ping of a sidecar that is suspected to be silent. lease: beyond the deadline of the lease
+    itself. fill: for room, which may have to be made, and for commits, where a put says nothing else. drop: for a
     namespace to be forgotten. open: how long a new namespace waits for a sidecar that is not there yet. first_pause,
     longest_pause: before it is called again. ping: how often it is asked, by a thread, what memory is to be let go of,
     and undone what nobody waits for.
@@ -80,10 +82,12 @@ class _Held:
 
 class _Touch:
     """What the thread in the background is told. wanted: there is no connection, and somebody asked for one. is_moving:
-    memory was let go of when it looked last, and more may follow."""
+    memory was let go of when it looked last, and more may follow. pinged: the connection on which a ping is under way,
+    its number, and when it was sent: there is one at a time, however long it takes."""
 
     def __init__(self) -> None:
         self.ended = False
+        self.pinged: tuple[Run, int, float] | None = None
         self.wanted = False
         self.is_moving = False
         self.nudge = threading.Event()
@@ -113,8 +117,9 @@ class RemoteDoor:
         self._forsaken: deque[Asked[Any]] = deque()
         self._touch = _Touch()
         self._touching: threading.Thread | None = None
-        self._why = "it was not called yet"
+        self._why = ""  # the last call failed, if it did
         self._turned_away = False
+        self._is_silent = False  # it was called, and nobody said a word: the thread in the background calls on
         self.closed = False
         _doors.add(self)
 
@@ -123,12 +128,18 @@ class RemoteDoor:
     def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
         """Raises `Unreachable` and what the sidecar says of it."""
         payloads = tuple(payload_bytes)
+        time = self._time(self._limits.open)
+        run = None
         try:
-            run = self._running(waits=True)
-            grant = self._open(run, namespace, payloads, self._limits.connect)
+            run = self._running(time, waits=True)
+            while run.breaker.is_open and time.left():
+                self._clock.sleep(self._limits.first_pause)
+            grant = self._open(run, namespace, payloads, max(self._limits.connect, time.left()))
         except Away as away:
-            hint = "" if self._turned_away else "; start the sidecar (kvstore serve), or check the path"
-            raise Unreachable(f"{away.detail}{hint}") from None
+            if run is None and not self._turned_away:
+                raise Unreachable(f"{away.detail}; start the sidecar (kvstore serve), or check the path") from None
+            is_slow = run is not None and away.reason in (MissReason.DEADLINE, MissReason.BUSY)
+            raise (NotReady if is_slow else Unreachable)(f"{self._path}: {away.detail}") from None
         if grant.payload_bytes != payloads:
             raise BadInput(f"the sidecar knows this namespace with payloads of {grant.payload_bytes}, not {payloads}")
         with self._lock:
@@ -138,25 +149,30 @@ class RemoteDoor:
             self._keep_in_touch()
         return Grant(number, grant.identity_key, grant.stamps, grant.payload_bytes, grant.durable)
 
+    def now(self) -> float:
+        """As `Door.now`."""
+        return self._clock.monotonic_seconds()
+
     commits_early = True
     """The sidecar seals them while the next ones are being filled."""
 
     def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
         """As `Door.match`; a sidecar that does not answer has nothing."""
+        time = self._time(self._limits.match)
         try:
-            run = self._running()
-            return run.ask(
-                m.Match(self._number(run, number, self._limits.match), list(keys)), m.Matched, self._limits.match
-            ).reply
+            run = self._running(time)
+            verb = m.Match(self._number(run, number, time), list(keys))
+            return run.ask(verb, m.Matched, time.left()).reply
         except Away as away:
             return MatchReply(0, reason=away.reason, detail=away.detail)
 
-    def present(self, number: int, keys: Sequence[bytes]) -> int:
+    def present(self, number: int, keys: Sequence[bytes], seconds: float | None = None) -> int:
         """As `Door.present`."""
+        time = self._time(self._limits.match, seconds)
         try:
-            run = self._running()
-            verb = m.Match(self._number(run, number, self._limits.match), list(keys), counts=False)
-            return run.ask(verb, m.Matched, self._limits.match).reply.blocks
+            run = self._running(time)
+            verb = m.Match(self._number(run, number, time), list(keys), counts=False)
+            return run.ask(verb, m.Matched, time.left()).reply.blocks
         except Away:
             return 0
 
@@ -164,13 +180,12 @@ class RemoteDoor:
         self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
     ) -> LeaseReply:
         """As `Door.lease`."""
+        wait_ms = min(float(deadline_ms), MAX_DEADLINE_MS)
+        time = self._time(wait_ms / 1000 + self._limits.lease)
         try:
-            run = self._running()
-            wait_ms = min(float(deadline_ms), MAX_DEADLINE_MS)
-            seconds = wait_ms / 1000 + self._limits.lease
-            known = self._number(run, number, seconds)
-            verb = m.Lease(known, list(keys), int(first_block), wait_ms, request)
-            return run.walk(self._leasing(run, verb), seconds, self._limits.fill)
+            run = self._running(time)
+            verb = m.Lease(self._number(run, number, time), list(keys), int(first_block), wait_ms, request)
+            return run.walk(self._leasing(run, verb), time.left(), self._map_seconds)
         except Away as away:
             return _no_lease(first_block, away.reason, away.detail)
 
@@ -201,11 +216,12 @@ class RemoteDoor:
 
     def attach(self, run: bytes, reply: LeaseReply) -> LeaseReply:
         """As `Door.attach`."""
+        time = self._time(self._limits.match)
         try:
-            here = self._running()
+            here = self._running(time)
             if here.name != run:
                 return _no_lease(reply.first_block, MissReason.STALE_HINT, "it is of another run of the sidecar")
-            if not here.attach(reply.lease, reply.places, self._limits.match, self._limits.fill):
+            if not here.attach(reply.lease, reply.places, time.left(), self._map_seconds):
                 return _no_lease(reply.first_block, MissReason.STALE_HINT, "nobody of this session holds it any more")
             return self._hold(here, reply)
         except Away as away:
@@ -227,7 +243,8 @@ class RemoteDoor:
         return held is not None and held.run is self._run and not held.run.wire.closed
 
     def report(self, lease: int, block: int, part: int) -> None:
-        """As `Door.report`. Waits for the answer: the lease must not be released before it is looked at."""
+        """As `Door.report`. Waits for the answer: the lease must not be released before it is looked at. A sidecar that
+        is silent is not told."""
         held = self._held.get(lease)
         if held is not None:
             try:
@@ -243,19 +260,21 @@ class RemoteDoor:
         priority: int,
         ttl_seconds: float | None,
         joint: Joint | None = None,
+        seconds: float | None = None,
     ) -> ReserveReply:
         """As `Door.reserve`."""
+        time = self._time(self._limits.fill, seconds)
         try:
-            run = self._running()
+            run = self._running(time)
             ttl = float(ttl_seconds) if ttl_seconds is not None else None
-            known = self._number(run, number, self._limits.fill)
+            known = self._number(run, number, time)
             name, parts = (joint.name, list(joint.parts)) if joint is not None else ("", [])
             verb = m.Reserve(known, list(keys), int(first_block), int(priority), ttl, name, parts)
-            reply = run.ask(verb, m.Reserved, self._limits.fill).reply
+            reply = run.ask(verb, m.Reserved, time.left()).reply
             if reply.reservation:
                 run.reservations[reply.reservation] = reply
                 try:
-                    run.walk(run.mapping(reply.places, writable=True), self._limits.fill, self._limits.fill)
+                    run.walk(run.mapping(reply.places, writable=True), time.left(), time.left())
                 except BaseException:
                     self.abort(reply.reservation)
                     raise
@@ -263,17 +282,25 @@ class RemoteDoor:
         except Away as away:
             return ReserveReply(0, 0, stopped_at=0, reason=away.reason)
 
-    def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
+    def commit(
+        self,
+        reservation: int,
+        part: int,
+        first: int,
+        digests: Sequence[Sequence[bytes]],
+        seconds: float | None = None,
+    ) -> int:
         """As `Door.commit`."""
         run = self._run
         reply = run.reservations.get(reservation) if run is not None else None
         if run is None or reply is None:
-            return 0
+            raise ReservationLost(MissReason.UNREACHABLE, "the connection on which it was reserved is gone")
+        time = self._time(self._limits.fill, seconds)
         try:
             verb = m.Commit(reservation, part, first, [list(block) for block in digests])
-            committed = run.ask(verb, m.Counted, self._limits.fill).blocks
-        except Away:
-            return 0
+            committed = run.ask(verb, m.Counted, time.left()).blocks
+        except Away as away:
+            raise ReservationLost(away.reason, away.detail) from None
         if committed == len(reply.blocks):  # it ended with its last block
             run.reservations.pop(reservation, None)
         return committed
@@ -287,9 +314,9 @@ class RemoteDoor:
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """As `Door.persist`."""
         try:
-            run = self._running()
-            verb = m.Persist(self._number(run, number, self._limits.fill), list(keys), seconds)
-            answer = run.ask(verb, m.Persisted, seconds + self._limits.fill)
+            run = self._running(self._time(self._limits.fill))
+            verb = m.Persist(self._number(run, number, self._time(self._limits.fill)), list(keys), seconds)
+            answer = run.ask(verb, m.Persisted, seconds + self._map_seconds)
             return answer.blocks, answer.reason
         except Away as away:
             return 0, away.reason
@@ -318,16 +345,18 @@ class RemoteDoor:
         is_held = any(places is column for column in held)
         found = spans(run.writable, places) if run is not None and is_held else []
         if len(found) < len(places):  # or the sidecar went on without waiting
-            raise StoreClosed("the memory of the reservation is gone")
+            reason = MissReason.DISABLED if self.closed else MissReason.UNREACHABLE
+            raise ReservationLost(reason, "the memory of the reservation is gone")
         return found
 
     # Beyond it -----------------------------------------------------------------------------------------------------
 
     def drop(self, number: int) -> int:
         """Forget every block of a namespace. Raises `Unreachable`, also where that was not over in time."""
+        time = self._time(self._limits.connect)
         try:
-            run = self._running()
-            verb = m.Drop(self._number(run, number, self._limits.connect), self._limits.drop)
+            run = self._running(time)
+            verb = m.Drop(self._number(run, number, time), self._limits.drop)
             return run.ask(verb, m.Counted, self._limits.drop + self._limits.fill).blocks
         except Away as away:
             raise Unreachable(f"{self._path}: {away.detail}") from None
@@ -350,17 +379,31 @@ class RemoteDoor:
         self._held.clear()
         self._abandoned.clear()
         self._next_call_at = 0.0
+        self._is_silent = False
         if run is not None:
             run.forget()
         self._forsaken.clear()
 
     # Inside --------------------------------------------------------------------------------------------------------
 
-    def _running(self, *, waits: bool = False) -> Run:
+    @property
+    def _map_seconds(self) -> float:
+        """For what a sidecar that runs answers soon, whatever the verb before it was for."""
+        return max(self._limits.connect, self._limits.lease)
+
+    def _time(self, most: float, given: float | None = None) -> _Time:
+        """Of a verb that may take so long, or as long as its caller says."""
+        return _Time(self._clock, most if given is None else min(most, given))
+
+    def _running(self, time: _Time, *, waits: bool = False) -> Run:
         """The connection, made anew if need be. Raises `Away`."""
+        if not time.left() and not waits:
+            raise Away(MissReason.DEADLINE, "its time was over before this was asked")
         run = self._run
         if run is None or run.wire.closed:
-            run = self._connect(waits)
+            run = self._connect(time, waits)
+        if not waits:
+            run.check()
         retired = run.wire.retired()
         if retired:
             run.unmap(retired)
@@ -388,12 +431,11 @@ class RemoteDoor:
             return Answered(missed(MissReason.DISABLED, "the store is closed"))
         known = run.namespaces.get(number) if run is not None and not run.wire.closed else None
         if run is None or known is None:
-            self._touch.wanted = True
-            self._keep_in_touch()
-            self._touch.nudge.set()
-            return Answered(missed(MissReason.UNREACHABLE, "there is no connection to the sidecar; it is being called"))
-        self._settle(run)
+            self._have_it_called()
+            return Answered(missed(*self._why_not(run)))
         try:
+            run.check()
+            self._settle(run)
             return Asked(run, steps(run, known), self._clock, seconds, self._limits.lease, missed, self._forsaken)
         except Away as away:
             return Answered(missed(away.reason, away.detail))
@@ -408,17 +450,43 @@ class RemoteDoor:
         self._held[number] = _Held(run, reply.lease)
         return msgspec.structs.replace(reply, lease=number)
 
-    def _connect(self, waits: bool) -> Run:
+    def _have_it_called(self) -> bool:
+        """By the thread in the background; whether there is one."""
+        self._touch.wanted = True
+        is_there = self._keep_in_touch()
+        self._touch.nudge.set()
+        return is_there
+
+    def _ping_soon(self) -> bool:
+        """See `_have_it_called`."""
+        is_there = self._keep_in_touch()
+        self._touch.nudge.set()
+        return is_there
+
+    def _why_not(self, run: Run | None) -> tuple[MissReason, str]:
+        """Why nothing was asked, where nobody waits for a connection."""
+        if run is not None and not run.wire.closed:
+            return MissReason.WARMING, "the namespace is being opened on a new connection"
+        if run is None and not self._why:
+            return MissReason.WARMING, "the sidecar is being called"
+        return MissReason.UNREACHABLE, f"there is no connection to the sidecar; it is being called{self._because()}"
+
+    def _because(self) -> str:
+        return f" ({self._why})" if self._why else ""
+
+    def _connect(self, time: _Time, waits: bool) -> Run:
         limits = self._limits
-        give_up_at = self._clock.monotonic_seconds() + (limits.open if waits else 0.0)
+        if self._is_silent and not waits and self._have_it_called():
+            raise Away(MissReason.UNREACHABLE, self._why)  # calling it would cost each verb as much again
         while True:
-            run = self._connect_once(limits.connect if waits else limits.match)
+            run = self._connect_once(limits.connect if waits else min(limits.match, time.left()))
             if run is not None:
                 return run
-            now = self._clock.monotonic_seconds()
-            if now >= give_up_at:
-                raise Away(MissReason.UNREACHABLE, self._why)
-            self._clock.sleep(max(limits.first_pause, min(self._next_call_at, give_up_at) - now))
+            left = time.left() if waits else 0.0
+            if not left:
+                raise Away(MissReason.UNREACHABLE, self._why or "it is being called")
+            until_next = self._next_call_at - self._clock.monotonic_seconds()
+            self._clock.sleep(max(limits.first_pause, min(until_next, left)))
 
     def _connect_once(self, seconds: float) -> Run | None:
         """The connection, called for at most that long if it is time for it. One thread calls, others do not wait."""
@@ -436,13 +504,15 @@ class RemoteDoor:
             if self._clock.monotonic_seconds() < self._next_call_at:
                 return None
             try:
-                self._run = run = Run(Wire(self._path, self._engine, self.session, self._clock, seconds))
+                wire = Wire(self._path, self._engine, self.session, self._clock, seconds)
+                self._run = run = Run(wire, self._clock, self._ping_soon)
+                self._why, self._is_silent = "", False
                 self._pause = self._limits.first_pause
                 self._keep_in_touch()
                 self._touch.nudge.set()  # it asks for a bell
                 return run
             except Unreachable as error:
-                self._why = str(error)
+                self._why, self._is_silent = str(error), isinstance(error, Silent)
                 self._turned_away = isinstance(error, TurnedAway)
                 self._next_call_at = self._clock.monotonic_seconds() + self._pause
                 self._pause = min(2 * self._pause, self._limits.longest_pause)
@@ -450,7 +520,7 @@ class RemoteDoor:
         finally:
             self._lock.release()
 
-    def _number(self, run: Run, number: int, seconds: float) -> int:
+    def _number(self, run: Run, number: int, time: _Time) -> int:
         """The sidecar's number of a namespace, which is opened first on a new connection, in that time at most.
 
         Raises `Away`.
@@ -460,7 +530,12 @@ class RemoteDoor:
             return known
         opened = self._opened[number]
         try:
-            grant = self._open(run, opened.namespace, opened.payload_bytes, min(seconds, self._limits.connect))
+            seconds = min(time.left(), self._limits.connect)
+            grant = self._open(run, opened.namespace, opened.payload_bytes, seconds)
+        except Away as away:
+            if away.reason is MissReason.DEADLINE and not run.breaker.is_open:
+                self._have_it_called()  # which takes the time that there is not here
+            raise
         except BadInput as error:
             raise Away(MissReason.UNSUPPORTED, str(error)) from None
         same = (grant.identity_key, grant.stamps, grant.payload_bytes)
@@ -478,12 +553,18 @@ class RemoteDoor:
 
     # In the background ---------------------------------------------------------------------------------------------
 
-    def _keep_in_touch(self) -> None:
-        """Have a thread that asks now and then, and calls the sidecar where somebody wants it and must not wait."""
+    def _keep_in_touch(self) -> bool:
+        """Have a thread that asks now and then, and calls the sidecar where somebody wants it and must not wait.
+        Returns whether there is one."""
         if self._touching is None:
             given = weakref.ref(self), self._touch, self._limits
-            self._touching = threading.Thread(target=_touch, args=given, name="kv-client", daemon=True)
-            self._touching.start()
+            thread = threading.Thread(target=_touch, args=given, name="kv-client", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the machine has none for it
+                return False
+            self._touching = thread
+        return True
 
     def look_after(self) -> float:
         """What the thread does each time; returns the seconds until it is called again."""
@@ -497,6 +578,8 @@ class RemoteDoor:
             run = self._run
         if run is not None and not run.wire.closed:
             self._ping(run)
+            if run.breaker.is_open or run.breaker.is_suspected:
+                return 0.0  # its answer is waited for
         if not self._touch.wanted:
             return self._limits.ping / MOVING_SHARE if self._touch.is_moving else self._limits.ping
         return min(
@@ -511,14 +594,29 @@ class RemoteDoor:
 
     def _ping(self, run: Run) -> None:
         """Let go of memory also while nobody asks for anything: others may be waiting for it."""
-        self._settle(run)
+        breaker, now = run.breaker, self._clock.monotonic_seconds()
+        if not breaker.is_open:
+            self._settle(run)
         try:
-            answered = run.wire.call(m.Ping(run.bell is None), self._limits.connect)
+            pinged = self._touch.pinged
+            if pinged is None or pinged[0] is not run:
+                pinged = self._touch.pinged = (run, run.wire.submit(m.Ping(run.bell is None)), now)
+            seconds = self._limits.match if breaker.is_suspected else self._limits.connect
+            answered = run.wire.await_answer(pinged[1], seconds)
         except TooLate:
+            assert pinged is not None
+            run.was_late(pinged[2], is_quick=True)
+            return
+        except TooMuch:  # it does not read what it is sent
+            run.was_late(now - self._limits.connect, is_quick=True)
+            self._touch.nudge.wait(self._limits.ping)
             return
         except Unreachable:
+            self._touch.pinged = None
             self._touch.nudge.set()  # it is gone: its memory is let go of at once
             return
+        self._touch.pinged = None
+        breaker.answered()
         for descriptor in answered.descriptors:
             self._listen(run, descriptor)
         retired = run.wire.retired()
@@ -545,13 +643,25 @@ class RemoteDoor:
             for number in range(len(self._opened) if run is not None else 0):
                 assert run is not None
                 try:
-                    self._number(run, number, self._limits.connect)
+                    self._number(run, number, self._time(self._limits.connect))
                 except Away as away:
                     if away.reason not in (MissReason.UNSUPPORTED, MissReason.KEY_MISMATCH):
                         raise
             self._touch.wanted = run is None
         except Away:  # closed, or it was gone again
             self._touch.wanted = not self.closed
+
+
+class _Time:
+    """That a verb may take, all its questions together."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock = clock
+        self._ends_at = clock.monotonic_seconds() + seconds
+
+    def left(self) -> float:
+        """Seconds, 0 where there are none."""
+        return max(0.0, self._ends_at - self._clock.monotonic_seconds())
 
 
 def _no_match(reason: MissReason, detail: str) -> MatchReply:

@@ -17,6 +17,7 @@ from kvstore.errors import Unreachable
 from kvstore.miss import MissReason
 from kvstore.service import messages as m
 from kvstore.service.bell import BellEnd
+from kvstore.service.breaker import Breaker
 from kvstore.service.wire import Answered, Clock, TooLate, TooLong, TooMuch, Wire
 from tiering.errors import TierError
 from tiering.extents import MappedExtent
@@ -27,6 +28,18 @@ R = TypeVar("R")
 Steps = Generator[m.Verb, Answered, R]
 """Questions of one verb, each answered before the next one, and what they lead to."""
 _OTHER_KIND = "an answer of another kind"
+QUICK_KEYS = 1000
+"""A look-up of more may take a sidecar milliseconds, in a thread that it has one of."""
+
+
+REASON_OF_FAULT = {
+    m.Fault.VERSION: MissReason.UNREACHABLE,  # these two end the connection
+    m.Fault.MALFORMED: MissReason.UNREACHABLE,
+    m.Fault.BAD_INPUT: MissReason.UNSUPPORTED,
+    m.Fault.BUSY: MissReason.BUSY,
+    m.Fault.CLOSED: MissReason.DISABLED,
+}
+"""What a request that a sidecar answered, and did not serve, counts as. Total."""
 
 
 class Away(Exception):
@@ -41,8 +54,12 @@ class Away(Exception):
 class Run:
     """One connection. Thread-safe."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, clock: Clock, silent: Callable[[], bool] = lambda: False) -> None:
+        """silent: has a ping sent soon, without waiting for it; whether there is somebody to send it."""
         self.wire = wire
+        self.breaker = Breaker()
+        self._clock = clock
+        self._silent = silent
         self.name = wire.welcome.run
         self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
@@ -80,9 +97,27 @@ class Run:
 
     # Asking --------------------------------------------------------------------------------------------------------
 
+    def check(self) -> None:
+        """Raises `Away` where the sidecar is silent."""
+        if self.breaker.is_open:
+            raise Away(MissReason.UNREACHABLE, self.breaker.detail(self._clock.monotonic_seconds()))
+
+    def was_late(self, asked_at: float, *, is_quick: bool) -> None:
+        """A request is due. Whether that was the request or the sidecar, a ping tells."""
+        now, breaker = self._clock.monotonic_seconds(), self.breaker
+        if breaker.was_late(asked_at, self.wire.heard_at, now, is_quick=is_quick) and not self._silent():
+            breaker.answered()  # nobody pings, so that it would never be asked again
+
     def answer(self, verb: m.Verb, seconds: float) -> Answered:
         """Ask, and wait. Raises `Away`."""
-        return _named(lambda: self.wire.call(verb, seconds))
+        self.check()
+        asked_at = self._clock.monotonic_seconds()
+        try:
+            return _named(lambda: self.wire.call(verb, seconds))
+        except Away as away:
+            if away.reason is MissReason.DEADLINE:
+                self.was_late(asked_at, is_quick=is_quick(verb))
+            raise
 
     def ask(self, verb: m.Verb, kind: type[A], seconds: float) -> A:
         """Ask for an answer of a kind. Raises `Away`."""
@@ -126,6 +161,8 @@ class Run:
 
     def attach(self, lease: int, places: Sequence[Sequence[int]], seconds: float, map_seconds: float) -> bool:
         """Hold a lease of the session too; False where it is none, or not any more. Raises `Away`."""
+        self.check()
+        asked_at = self._clock.monotonic_seconds()
         with self._holding:  # so that no release overtakes it
             self._held[lease] = self._held.get(lease, 0) + 1
             number: int | None = None
@@ -139,8 +176,10 @@ class Run:
             is_held = lease in taken(answered, m.Attached).leases
             if is_held:
                 self.walk(self.mapping(places, writable=False), map_seconds, map_seconds)
-        except BaseException:
+        except BaseException as error:
             self.let_go(lease)
+            if isinstance(error, Away) and error.reason is MissReason.DEADLINE:
+                self.was_late(asked_at, is_quick=True)
             raise
         if not is_held:
             self.let_go(lease)
@@ -166,11 +205,10 @@ class Run:
         missing = sorted({place >> SLOT_BITS for column in places for place in column} - table.keys())
         for first in range(0, len(missing), m.MAX_EXTENTS):
             answered = yield m.Extents(missing[first : first + m.MAX_EXTENTS], writable)
-            if not isinstance(answered.answer, m.ExtentsReply):
-                raise Away(MissReason.UNREACHABLE, "no memory was handed over")
+            handed_over = taken(answered, m.ExtentsReply)
             left = deque(answered.descriptors)
             try:
-                for extent in answered.answer.extents:
+                for extent in handed_over.extents:
                     mapped = MappedExtent(left.popleft(), extent.size_bytes, writable=writable)
                     table[extent.number] = mapped, extent.frame_bytes
             except TierError as error:
@@ -219,6 +257,7 @@ class Asked(Generic[R]):
                 if answered is None:
                     if self._clock.monotonic_seconds() < self._deadline:
                         return None
+                    self._run.was_late(self._asked_at, is_quick=self._is_quick)
                     raise Away(MissReason.DEADLINE, "the sidecar did not answer in time")
                 self._number = self._submit(self._steps.send(answered))
                 self._deadline = max(self._deadline, self._clock.monotonic_seconds() + self._further_seconds)
@@ -240,7 +279,16 @@ class Asked(Generic[R]):
         self._forsaken.append(self)
 
     def _submit(self, verb: m.Verb) -> int:
+        self._run.check()
+        self._asked_at, self._is_quick = self._clock.monotonic_seconds(), is_quick(verb)
         return _named(lambda: self._run.wire.submit(verb))
+
+
+def is_quick(verb: m.Verb) -> bool:
+    """Whether a sidecar that runs answers this at once, whatever it is doing otherwise."""
+    if isinstance(verb, m.Match):
+        return len(verb.keys) <= QUICK_KEYS
+    return isinstance(verb, m.Ping | m.Attach)
 
 
 def taken(answered: Answered, kind: type[A]) -> A:
@@ -249,8 +297,7 @@ def taken(answered: Answered, kind: type[A]) -> A:
     if isinstance(answer, kind):
         return answer
     if isinstance(answer, m.Failed):
-        reason = MissReason.DISABLED if answer.fault is m.Fault.CLOSED else MissReason.UNREACHABLE
-        raise Away(reason, answer.text)
+        raise Away(REASON_OF_FAULT[answer.fault], answer.text)
     raise Away(MissReason.UNREACHABLE, _OTHER_KIND)
 
 
@@ -275,6 +322,6 @@ def _named(ask: Callable[[], R]) -> R:
     except TooLong as error:
         raise Away(MissReason.UNSUPPORTED, f"a message of {error} bytes, which is too long") from None
     except TooMuch:
-        raise Away(MissReason.UNREACHABLE, "the sidecar does not read what it is asked") from None
+        raise Away(MissReason.BUSY, "the sidecar has not read yet what was asked before") from None
     except Unreachable as error:
         raise Away(MissReason.UNREACHABLE, str(error)) from None

@@ -1,10 +1,10 @@
 """One connection to the sidecar: requests out, answers in, from any thread (floor 2).
 
 There is no thread behind it. Of those that wait for an answer one reads the socket for all: what is not its own it puts
-down for whoever asked for it. Who must not wait submits and polls: a poll reads what there is, unless somebody reads
-already, and never waits for the socket or for whoever does. What is submitted while the socket takes no more is sent
-by whoever sends or polls next, in the order in which it was submitted. An answer that came too late for its asker is
-undone where it stands for something (a lease, a reservation, descriptors).
+down for whoever asked for it, who decodes it. Who must not wait submits and polls: a poll reads what there is, unless
+somebody reads already, and never waits for the socket or for whoever does. What is submitted while the socket takes no
+more is sent by whoever sends or polls next, in the order in which it was submitted. An answer that came too late for
+its asker is undone where it stands for something (a lease, a reservation, descriptors), and not decoded as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
+
+import msgspec
 
 from kvstore.errors import TurnedAway, Unreachable
 from kvstore.service import messages as m
@@ -61,6 +63,20 @@ class TooMuch(Exception):
     """The sidecar does not read what was submitted; no more is kept for it. The connection is as it was."""
 
 
+class Silent(Unreachable):
+    """Somebody listens there, and says nothing: a sidecar that hangs, or that has no time."""
+
+
+class _Kept:
+    """An answer that is there, as it came. Whoever asked decodes it: who reads for all pays for nobody else's."""
+
+    __slots__ = ("answer", "descriptors")
+
+    def __init__(self, answer: msgspec.Raw, descriptors: list[int]) -> None:
+        self.answer = answer
+        self.descriptors = descriptors
+
+
 class _Frame:
     """A message on its way out. rest: what the socket has not taken."""
 
@@ -83,7 +99,7 @@ class Wire:
         self._send_lock = threading.Lock()
         self._state = threading.Condition()
         self._reading = False
-        self._asked: dict[int, Answered | None] = {}  # by number: an answer that somebody waits for
+        self._asked: dict[int, _Kept | None] = {}  # by number: an answer that somebody waits for
         self._next_number = 1
         self._unsent: deque[_Frame] = deque()  # whoever has the send lock sends the first of them
         self._unsent_bytes = 0
@@ -92,6 +108,8 @@ class Wire:
         self._retired: list[int] = []
         self._too_late: deque[m.Verb] = deque()
         self.closed = False
+        self.heard_at = clock.monotonic_seconds()
+        """When anything came last."""
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         except OSError as error:  # no descriptors left
@@ -111,7 +129,9 @@ class Wire:
         except (OSError, TooLate) as error:
             self.close()
             why = getattr(error, "strerror", None) or str(error) or "too late"
-            raise Unreachable(f"{path} does not answer ({why})") from None
+            # The last of these: nobody takes those who wait to be let in.
+            kind = Silent if isinstance(error, TooLate | TimeoutError | BlockingIOError) else Unreachable
+            raise kind(f"{path} does not answer ({why})") from None
         except BaseException:
             self.close()
             raise
@@ -129,10 +149,11 @@ class Wire:
             self._asked[number] = None
         try:
             self._send(frame, deadline)
-            return self._await(number, deadline)
+            kept = self._await(number, deadline)
         except BaseException:
             self.cancel(number)
             raise
+        return self._decoded(kept)
 
     def submit(self, verb: m.Verb) -> int:
         """Ask, and wait for nothing; `poll` or `wait` has the answer to that number. Raises `TooMuch`."""
@@ -155,38 +176,43 @@ class Wire:
         if not self._state.acquire(blocking=False):
             return None
         try:
-            answered = self._take_answer(number)
-            if answered is not None or self._reading:
-                return answered
-            self._reading = True
+            kept = self._take_answer(number)
+            reads = kept is None and not self._reading
+            self._reading |= reads
         finally:
             self._state.release()
-        try:
-            self._receive(None)
-        finally:
+        if reads:
+            try:
+                self._receive(None)
+            finally:
+                with self._state:
+                    self._reading = False
+                    self._state.notify_all()
             with self._state:
-                self._reading = False
-                self._state.notify_all()
-        with self._state:
-            return self._take_answer(number)
+                kept = self._take_answer(number)
+        return self._decoded(kept) if kept is not None else None
 
     def wait(self, number: int, seconds: float) -> Answered:
         """The answer to what was submitted. Raises `TooLate`."""
-        deadline = self._clock.monotonic_seconds() + seconds
         try:
-            if self._unsent:
-                self._send(None, deadline)
-            return self._await(number, deadline)
+            return self.await_answer(number, seconds)
         except BaseException:
             self.cancel(number)
             raise
 
+    def await_answer(self, number: int, seconds: float) -> Answered:
+        """The same; after it raised `TooLate` the answer may still be waited for, or cancelled."""
+        deadline = self._clock.monotonic_seconds() + seconds
+        if self._unsent:
+            self._send(None, deadline)
+        return self._decoded(self._await(number, deadline))
+
     def cancel(self, number: int) -> None:
         """Nobody asks for that answer any more; where it stands for something it is undone."""
         with self._state:
-            answered = self._asked.pop(number, None)
-        if answered is not None:
-            self._undo(answered.answer, answered.descriptors)
+            kept = self._asked.pop(number, None)
+        if kept is not None:
+            self._undo(m.outline_of(kept.answer), kept.descriptors)
 
     def post(self, verb: m.Verb) -> None:
         """Ask, wait for nothing, and want no answer."""
@@ -305,13 +331,17 @@ class Wire:
 
     # In ------------------------------------------------------------------------------------------------------------
 
-    def _await(self, number: int, deadline: float) -> Answered:
+    def _await(self, number: int, deadline: float) -> _Kept:
+        """Raises `TooLate`, also where answers to others keep coming."""
+        has_read = False
         while True:
             with self._state:
                 while True:
-                    answered = self._take_answer(number)
-                    if answered is not None:
-                        return answered
+                    kept = self._take_answer(number)
+                    if kept is not None:
+                        return kept
+                    if has_read and self._clock.monotonic_seconds() >= deadline:
+                        raise TooLate
                     if not self._reading:
                         self._reading = True
                         break
@@ -325,15 +355,24 @@ class Wire:
                     self._state.notify_all()
             if not came:
                 raise TooLate
+            has_read = True
 
-    def _take_answer(self, number: int) -> Answered | None:
+    def _take_answer(self, number: int) -> _Kept | None:
         """An answer that is there. Under the state's lock."""
-        answered = self._asked[number]
-        if answered is not None:
+        kept = self._asked[number]
+        if kept is not None:
             del self._asked[number]
         elif self.closed:
             raise Unreachable("the connection is closed")
-        return answered
+        return kept
+
+    def _decoded(self, kept: _Kept) -> Answered:
+        try:
+            return Answered(m.unpack_answer(kept.answer), kept.descriptors)
+        except ValueError as error:
+            for descriptor in kept.descriptors:
+                os.close(descriptor)
+            self._break(error)
 
     def _receive(self, deadline: float | None) -> bool:
         """Read what there is, at least one piece; False if nothing came before the deadline, which without one is
@@ -347,6 +386,7 @@ class Wire:
                 piece = self._receive_piece()
             if not piece:
                 raise ConnectionResetError
+            self.heard_at = self._clock.monotonic_seconds()
             self._read += piece
             self._take_answers()
         except (OSError, ValueError, IndexError) as error:  # the last: somebody hangs up, and closed the descriptors
@@ -374,12 +414,12 @@ class Wire:
                 raise ValueError("an answer that is too long")
             if len(read) < m.LENGTH_BYTES + length:
                 return
-            reply = m.unpack_reply(bytes(memoryview(read)[m.LENGTH_BYTES : m.LENGTH_BYTES + length]))
+            reply, answer = m.unpack_outline(bytes(memoryview(read)[m.LENGTH_BYTES : m.LENGTH_BYTES + length]))
             del read[: m.LENGTH_BYTES + length]
-            self._take(reply)
+            self._take(reply, answer)
 
-    def _take(self, reply: m.Reply) -> None:
-        answer, descriptors = reply.answer, []
+    def _take(self, reply: m.Outline, answer: object) -> None:
+        descriptors: list[int] = []
         if isinstance(answer, m.ExtentsReply):
             if len(self._descriptors) < len(answer.extents):
                 raise ValueError("descriptors are missing")
@@ -392,20 +432,21 @@ class Wire:
         with self._state:
             self._retired += reply.retired
             if reply.number in self._asked:
-                self._asked[reply.number] = Answered(answer, descriptors)
+                self._asked[reply.number] = _Kept(reply.answer, descriptors)
                 return
         if reply.number == m.NO_NUMBER and isinstance(answer, m.Failed):  # and it hangs up
             raise ConnectionRefusedError(answer.text)
         self._undo(answer, descriptors)
 
-    def _undo(self, answer: m.Answer, descriptors: list[int]) -> None:
+    def _undo(self, answer: object, descriptors: list[int]) -> None:
+        """answer: its outline."""
         for descriptor in descriptors:
             os.close(descriptor)
-        if isinstance(answer, m.Leased) and answer.reply.lease:
+        if isinstance(answer, m.LeasedOutline) and answer.reply.lease:
             self._too_late.append(m.Release([answer.reply.lease]))
         elif isinstance(answer, m.Attached) and answer.leases:
             self._too_late.append(m.Release(answer.leases))
-        elif isinstance(answer, m.Reserved) and answer.reply.reservation:
+        elif isinstance(answer, m.ReservedOutline) and answer.reply.reservation:
             self._too_late.append(m.Abort(answer.reply.reservation))
 
     def _wait(self, event: int, deadline: float) -> bool:
@@ -419,7 +460,7 @@ class Wire:
             self.closed = True
             self._state.notify_all()
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: Exception) -> NoReturn:
         self._hang_up()
         why = f"the sidecar ended it: {error}" if isinstance(error, ConnectionRefusedError) else type(error).__name__
         raise Unreachable(f"the connection broke ({why})") from None

@@ -130,7 +130,7 @@ def test_after_a_fault_the_store_is_left_alone() -> None:
     request = request_on(namespace, 200)
     request.save([1 << 40], pages)
     assert request.report.faults == 1 and "token ids" in request.report.fault
-    assert request.report.put_reasons == {MissReason.UNREACHABLE: 1}
+    assert request.report.put_reasons == {MissReason.UNSUPPORTED: 1}
     request.save(tokens[:192], pages)
     assert request.report.saved_blocks == 0
     other = request_on(namespace, 200)

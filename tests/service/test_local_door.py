@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from kvstore.config import Limits
+from kvstore.door import ReservationLost
 from kvstore.errors import StoreClosed, Unreachable
 from kvstore.handle import EARLY_BLOCKS, LAST_BLOCKS, PutResult
 from kvstore.identity import Namespace
@@ -355,7 +356,8 @@ def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
         wait_until(lambda: handle.match(ids(64)).reason is not MissReason.UNREACHABLE)
         with pytest.raises(StoreClosed):
             handle.door.spans_to_fill(reservation.places[0])
-        assert handle.door.commit(reservation.reservation, 0, 0, [[b"x" * 16] * 2]) == 0
+        with pytest.raises(ReservationLost):
+            handle.door.commit(reservation.reservation, 0, 0, [[b"x" * 16] * 2])
         handle.door.abort(reservation.reservation)
         handle.door.report(lease.reply.lease, 0, 0)
         lease.release()
