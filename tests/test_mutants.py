@@ -60,7 +60,9 @@ def other():
 def test_syntax_is_compared_and_the_rest_stays(old: str, new: str, want: str) -> None:
     text = mutated(made(old=old, new=new), SOURCE)
     assert want in text
-    assert text.startswith('\nclass Shop:\n    """Sells."""\n') and text.endswith(SOURCE[SOURCE.index("\n\ndef other") :])
+    assert text.startswith('\nclass Shop:\n    """Sells."""\n') and text.endswith(
+        SOURCE[SOURCE.index("\n\ndef other") :]
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kvstore.miss import MissReason
 from kvstore.node import build_store
 from tiering.extents import MappedExtent
 from tiering.keeping import NAME_BYTES, Kept
-from tiering.tier import SLOT_BITS
+from tiering.tier import SLOT_BITS, extent_of, slot_of
 from workbench import Bench, FakeClock, blank_pages, ids, random_pages, same_tokens, small_layout
 
 LAYOUT = small_layout()
@@ -199,6 +199,45 @@ def test_a_damaged_block_is_found_out_at_its_first_lease() -> None:
         handle = after.namespace()
         assert handle.match(ids(64 * BLOCKS, 10_000)).blocks == 4, "a header that fails its MAC is not taken over"
         assert readable(handle, 1) == 2 and after.store.usage().counters["quarantined_blocks"] == 1
+        after.store.check()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_one_part_that_is_damaged_costs_the_whole_block(part: int) -> None:
+    """Each part in turn: the others of the block are sound, and that is not enough."""
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        handle = before.namespace(SHARDED)
+        assert stored(handle, 1, layout=SHARDED) == BLOCKS
+        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
+        before.store.spans([lease.reply.places[part][3]])[0].view[4096 + 77] ^= 1
+        after = begun(keeper, 2)
+        handle = after.namespace(SHARDED)
+        assert handle.match(ids(64 * BLOCKS, 10_000)).blocks == BLOCKS, "nobody has read it yet"
+        with handle.lease(handle.match(ids(64 * BLOCKS, 10_000)), deadline_ms=1000) as granted:
+            assert granted.blocks == 3 and granted.reason is MissReason.CORRUPT
+        assert after.store.usage().counters["quarantined_blocks"] == 1
+        assert readable(handle, 1, SHARDED) == 3
+        after.store.check()
+
+
+@pytest.mark.parametrize("later", [-1, 1], ids=["an older frame", "a newer one"])
+def test_a_frame_of_another_generation_than_its_ledger_says_is_given_up(later: int) -> None:
+    """The ledger is written when a frame is committed, and the frame may be another one by then or since."""
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        handle = before.namespace()
+        assert stored(handle, 1) == BLOCKS
+        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
+        place = lease.reply.places[0][4]
+        ledger = before.store._blocks.dram._extents[extent_of(place)].ledger
+        assert ledger is not None
+        assert ledger.generations[slot_of(place)] == lease.reply.generations[4]
+        ledger.generations[slot_of(place)] += later
+        after = begun(keeper, 2)
+        handle = after.namespace()
+        assert handle.match(ids(64 * BLOCKS, 10_000)).blocks == 4
+        assert readable(handle, 1) == 4
         after.store.check()
 
 

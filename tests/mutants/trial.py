@@ -118,7 +118,9 @@ class Copy:
 
     def packages(self, environment: str) -> list[Path]:
         """Where that environment finds the packages under test."""
-        code = f"import {', '.join(_PACKAGES)}; print(*({', '.join(f'{one}.__file__' for one in _PACKAGES)},), sep='\\n')"
+        code = (
+            f"import {', '.join(_PACKAGES)}; print(*({', '.join(f'{one}.__file__' for one in _PACKAGES)},), sep='\\n')"
+        )
         printed = subprocess.run(
             [str(python_of(environment)), "-c", code],
             cwd="/",
