@@ -2,8 +2,9 @@
 # first: a fresh machine needs make, a C compiler and Python 3.11 or 3.12 with its venv module, no more.
 #
 #   make demo                          the main job, end to end
-#   make test ARGS="-k frame -x"       ARGS go to the command behind demo, bench, gpu, torture and all tests
+#   make test ARGS="-k frame -x"       ARGS go to the command behind demo, bench, gpu, torture, mutants and all tests
 #   make env PYTHON=/opt/python3.12    which Python a new environment is made from
+#   make mutants ARGS="--only ID"      whether the tests find that bug; all of them without ARGS (tests/mutants)
 #   make gpu STAGE=ttft                one step of the list for a GPU; all of them without STAGE
 #   make gpu PYTHON=python3            with that Python as it is, where no environment can be made
 #
@@ -45,7 +46,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env engines demo test test-kernels test-drawn test-engines test-vllm-matrix check bench gpu torture clean
+.PHONY: help env engines demo test test-kernels test-drawn test-engines test-vllm-matrix check bench gpu torture mutants clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
@@ -58,6 +59,7 @@ help:
 	@echo 'make bench   run every benchmark that needs no GPU against its physical limit'
 	@echo 'make gpu     test and measure on a GPU, at most 8 minutes; results in benchmarks/results (benchmarks/gpu.py)'
 	@echo 'make torture damage, power losses, kills and attacks for as long as ARGS say (tests/torture/)'
+	@echo 'make mutants put small bugs into a copy of the tree, one at a time: the tests must find each (tests/mutants/)'
 	@echo 'make env     make $(VENV), or bring it up to date (each target above does so itself)'
 	@echo 'make engines make $(ENGINES), or bring it up to date'
 	@echo 'make clean   remove $(VENV) and everything built or cached'
@@ -65,7 +67,7 @@ help:
 	@echo 'PYTHON=...   the Python to make $(VENV) from: 3.11 or 3.12; found by itself when not given'
 	@echo '             make gpu PYTHON=... makes none: it runs with that Python as it is'
 	@echo 'STAGE=...    steps of make gpu alone: tests, kernels, codec, ttft'
-	@echo 'ARGS=...     further arguments for demo, bench, gpu, torture and all tests'
+	@echo 'ARGS=...     further arguments for demo, bench, gpu, torture, mutants and all tests'
 
 env: $(STAMP)
 
@@ -129,6 +131,9 @@ gpu: $(if $(PYTHON),,$(STAMP))
 
 torture: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m torture $(ARGS)
+
+mutants: $(STAMP)
+	PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(ENGINES) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

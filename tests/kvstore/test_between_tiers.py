@@ -110,11 +110,46 @@ def test_a_block_that_turns_out_bad_while_it_is_written_is_not_readable_from_dis
     assert place.space.match(A).blocks == (2 if again else 0)
     assert again or place.space.match(A).reason is MissReason.CORRUPT
     assert not gone, "it was never there"
+    blocks = place.opened.blocks
+    for row in blocks.index.match(place.space.handle.number, lease.keys):
+        if blocks.is_below(row):
+            assert blocks.lower is not None
+            assert blocks.lower.residency.generation(row) == blocks.residency.generation(row), "the older frame"
     assert put(place.space, A, "disk") is None
     assert load(place.space, A) == (2, None)
     place.is_well()
     place.crash()
     assert load(place.space, A) == (2, None), "what was acknowledged after it is there"
+    place.is_well()
+
+
+def test_a_damaged_frame_does_not_go_down(place: Place) -> None:
+    """It is verified where it stands: what is written to the disk is believed by its header from then on."""
+    assert put(place.sharded, LONGER) is None
+    lease = place.sharded.handle.lease(place.sharded.match(LONGER))
+    place.sharded.frames(lease, 1)[2].view[HEADER_BYTES + 5] ^= 1
+    lease.release()
+    assert place.levels.sink_all(30) == 1, "what follows it stays, too"
+    place.is_well()
+    assert place.opened.core.usage().counters["demoted_blocks"] == 1
+    assert place.sharded.match(LONGER).reason is MissReason.CORRUPT
+    place.restart()
+    assert load(place.sharded, LONGER)[0] == 1
+
+
+def test_a_block_goes_down_behind_the_one_that_it_follows_and_never_alone(place: Place) -> None:
+    """Whoever chose it may have chosen it while its parent was there. Else NVMe would hold the end of a chain."""
+    assert put(place.space, LONGER) is None
+    blocks, number = place.opened.blocks, place.space.handle.number
+    rows = blocks.index.match(number, place.space.match(LONGER).keys)
+    for alone in (rows[1:], rows[2:], [rows[2], rows[1]]):
+        place.levels._sink(number, alone)
+        assert not any(map(blocks.is_below, rows)) and place.tier.usage().used == 0
+        place.is_well()
+    place.levels._sink(number, [rows[0], rows[2]])
+    assert list(map(blocks.is_below, rows)) == [True, False, False]
+    place.levels._sink(number, rows[1:])
+    assert all(map(blocks.is_below, rows))
     place.is_well()
 
 

@@ -27,6 +27,7 @@ LAYOUTS = {
     "by layer": small_layout(layers=5, layer_shards=3),
     "by head and layer": small_layout(layers=4, kv_heads=4, head_shards=2, layer_shards=2),
     "latent": Layout.mla(layers=3, latent_dim=24, rope_dim=8, dtype="bfloat16"),
+    "more than ten": small_layout(layers=12),
     "mixed groups": Layout((full("full", (5, 0, 3)), sliding("sliding", (4, 1, 2), 100))),
 }
 BLOCKS = 4

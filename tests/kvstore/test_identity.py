@@ -98,6 +98,38 @@ def test_two_tokens_in_another_order_are_another_block() -> None:
     assert keys_of([1, 2, *range(62)]) != keys_of([2, 1, *range(62)])
 
 
+@pytest.mark.parametrize("bit", range(32))
+def test_every_bit_of_a_token_counts(bit: int) -> None:
+    prompt = list(range(64))
+    assert keys_of(prompt) != keys_of([*prompt[:63], prompt[63] ^ 1 << bit])
+
+
+@given(token_lists, extra_lists, st.integers(0, 4))
+@settings(max_examples=40)
+def test_a_prompt_that_grows_has_the_keys_that_it_has_at_once(
+    token_ids: list[int], extras: list[ExtraKey], first: int
+) -> None:
+    """known: of the leading blocks, whose tokens are not given again."""
+    hasher = PrefixHasher(KEY, 64)
+    whole = hasher.keys(token_bytes(token_ids), extras)
+    known = whole[:first]
+    assert hasher.keys(token_bytes(token_ids[64 * len(known) :]), extras, known) == whole
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ([b"ab", b"c"], [b"a", b"bc"]),
+        ([b"ab"], [b"a", b"b"]),
+        ([b"a" + bytes(4) + bytes([1, 0, 0, 0]) + b"b"], [b"a", b"b"]),
+        ([b"", b"a"], [b"a", b""]),
+    ],
+)
+def test_extra_keys_that_are_cut_elsewhere_are_others(mine: list[bytes], theirs: list[bytes]) -> None:
+    one, other = (keys_of(range(64), [ExtraKey(value, 0) for value in values]) for values in (mine, theirs))
+    assert one != other
+
+
 @pytest.mark.parametrize(
     ("extras", "first_different"),
     [

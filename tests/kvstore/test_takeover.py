@@ -12,14 +12,16 @@ import pytest
 
 from kvstore.config import DramConfig, Limits
 from kvstore.handle import NamespaceHandle
-from kvstore.identity import KeyRing
+from kvstore.identity import KeyRing, TenantKeys
 from kvstore.layout import Layout
-from kvstore.miss import MissReason
+from kvstore.miss import HitTier, MissReason
 from kvstore.node import build_store
+from simulation.two_tiers import Disk
 from tiering.extents import MappedExtent
 from tiering.keeping import NAME_BYTES, Kept
-from tiering.tier import SLOT_BITS
-from workbench import Bench, FakeClock, blank_pages, ids, random_pages, same_tokens, small_layout
+from tiering.nvme import NvmeTier
+from tiering.tier import SLOT_BITS, extent_of, slot_of
+from workbench import SECRET, Bench, FakeClock, blank_pages, ids, random_pages, same_tokens, small_layout
 
 LAYOUT = small_layout()
 SHARDED = small_layout(layer_shards=2)
@@ -198,6 +200,89 @@ def test_a_damaged_block_is_found_out_at_its_first_lease() -> None:
         assert handle.match(ids(64 * BLOCKS, 10_000)).blocks == 4, "a header that fails its MAC is not taken over"
         assert readable(handle, 1) == 2 and after.store.usage().counters["quarantined_blocks"] == 1
         after.store.check()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_one_part_that_is_damaged_costs_the_whole_block(part: int) -> None:
+    """Each part in turn: the others of the block are sound, and that is not enough."""
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        handle = before.namespace(SHARDED)
+        assert stored(handle, 1, layout=SHARDED) == BLOCKS
+        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
+        before.store.spans([lease.reply.places[part][3]])[0].view[4096 + 77] ^= 1
+        after = begun(keeper, 2)
+        handle = after.namespace(SHARDED)
+        assert handle.match(ids(64 * BLOCKS, 10_000)).blocks == BLOCKS, "nobody has read it yet"
+        with handle.lease(handle.match(ids(64 * BLOCKS, 10_000)), deadline_ms=1000) as granted:
+            assert granted.blocks == 3 and granted.reason is MissReason.CORRUPT
+        assert after.store.usage().counters["quarantined_blocks"] == 1
+        assert readable(handle, 1, SHARDED) == 3
+        after.store.check()
+
+
+@pytest.mark.parametrize("later", [-1, 1], ids=["an older frame", "a newer one"])
+def test_a_frame_of_another_generation_than_its_ledger_says_is_given_up(later: int) -> None:
+    """The ledger is written when a frame is committed, and the frame may be another one by then or since."""
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        handle = before.namespace()
+        assert stored(handle, 1) == BLOCKS
+        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
+        place = lease.reply.places[0][4]
+        ledger = before.store._blocks.dram._extents[extent_of(place)].ledger
+        assert ledger is not None
+        assert ledger.generations[slot_of(place)] == lease.reply.generations[4]
+        ledger.generations[slot_of(place)] += later
+        after = begun(keeper, 2)
+        handle = after.namespace()
+        assert handle.match(ids(64 * BLOCKS, 10_000)).blocks == 4
+        assert readable(handle, 1) == 4
+        after.store.check()
+
+
+@pytest.mark.parametrize("later", [0, 1], ids=["the same", "another one"])
+def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int) -> None:
+    """In DRAM it may be what was stored after NVMe was to give up the other: they are two generations of one block."""
+    disk = Disk()
+    with holder() as keeper:
+        before = on_disk(disk, keeper, 1)
+        handle = before.namespace()
+        prompt = ids(64 * BLOCKS, 10_000)
+        assert handle.put(prompt, random_pages(LAYOUT, BLOCKS, seed=1), durability="disk").reason is None
+        lease = handle.lease(handle.match(prompt))
+        (place,) = lease.reply.places[0][-1:]
+        header = before.header_of(place)
+        again = (
+            before.store._blocks.spaces[0]
+            .sealers[0]
+            .seal(header.prefix_key, header.parent, header.block_index, header.generation + later, header.digests)
+        )
+        before.store.spans([place])[0].view[: len(again)] = again
+        ledger = before.store._blocks.dram._extents[extent_of(place)].ledger
+        assert ledger is not None
+        ledger.write(slot_of(place), header.generation + later)
+        after = on_disk(disk, keeper, 2)
+        handle = after.namespace()
+        tiers = handle.match(prompt).tiers
+        assert tiers == (((HitTier.DRAM, 5), (HitTier.NVME, 1)) if later else ((HitTier.DRAM, 6),))
+        assert readable(handle, 1) == BLOCKS
+        after.store.check()
+
+
+def on_disk(disk: Disk, holder: Holder, run: int) -> Bench:
+    """A process's store, with NVMe below it."""
+    clock, ring = FakeClock(), KeyRing()
+    keys = TenantKeys.derive(SECRET)
+    ring.add(keys)
+    tier = NvmeTier(disk.process(), disk, ring, 4 << 20, 1 << 20, disk.new_uid)
+    dram = DramConfig(1 << 20, 64 << 10)
+    store = build_store(
+        dram, Limits(), ring, clock, tier, run=run, keeper=holder, kept=holder.handed_over(), guard=GUARD * run
+    )
+    store.start_loading({keys.tenant: keys})
+    assert store.warmed(20)
+    return Bench(store, clock, ring)
 
 
 def test_a_slot_that_a_client_of_the_process_before_maps_is_not_used_for_other_blocks() -> None:

@@ -27,6 +27,7 @@ from tiering.frame import (
     open_header,
     parse_header,
     split_digests,
+    verify_frame,
     verify_payload,
 )
 
@@ -299,6 +300,37 @@ def test_a_payload_is_verified_slice_by_slice() -> None:
 def test_a_payload_that_is_too_short() -> None:
     with pytest.raises(BlockCorrupt, match="slice 2 "):
         verify_payload(open_header(sealed(), Keys()), memoryview(PAYLOAD)[:-1])
+
+
+@pytest.mark.parametrize(
+    ("asked", "check"),
+    [
+        ({}, None),
+        ({"prefix_key": PARENT}, "another block"),
+        ({"generation": 98}, "another block"),
+        ({"generation": 100}, "another block"),
+        ({"stamp": replace(STAMP, part=3)}, "another part"),
+        ({"stamp": replace(STAMP, namespace=b"N" * 32)}, "another part"),
+        ({"keys": Keys(key=bytes(32))}, "MAC differs"),
+    ],
+)
+def test_a_whole_frame_is_the_one_that_was_asked_for(asked: dict[str, Any], check: str | None) -> None:
+    """Also where the same block was stored before: its older frame is another one."""
+    frame = memoryview(sealed() + PAYLOAD)
+    wanted = {"keys": Keys(), "stamp": STAMP, "prefix_key": KEY, "generation": 99, **asked}
+    if check is None:
+        verify_frame(frame, **wanted)
+        return
+    with pytest.raises(BlockCorrupt, match=check):
+        verify_frame(frame, **wanted)
+
+
+def test_a_whole_frame_has_its_own_payload() -> None:
+    for at in (0, len(PAYLOAD) - 1):
+        wrong = bytearray(sealed() + PAYLOAD)
+        wrong[HEADER_BYTES + at] ^= 1
+        with pytest.raises(BlockCorrupt, match="payload digest"):
+            verify_frame(memoryview(wrong), Keys(), STAMP, KEY, 99)
 
 
 @given(st.lists(st.binary(max_size=50), min_size=1, max_size=4))

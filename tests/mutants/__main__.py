@@ -1,0 +1,153 @@
+"""Puts each mutant into a copy of the tree, one at a time, and runs its tests: every one must be found.
+
+    make mutants
+    make mutants ARGS="--only session-joins-across-tenants"
+
+It ends with status 1 where a mutant survives, fits its place no more, or names tests that fail without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from mutants.mutation import DoesNotFit, Mutant, load
+from mutants.trial import WITHOUT_LIMIT_SECONDS, Copy, Outcome, Verdict, judged, limit_of, python_of
+
+Work = TypeVar("Work")
+Tests = tuple[str, tuple[str, ...]]
+"""An environment, and what is run in it."""
+
+
+class Copies:
+    """As many as there are workers. quiet: say nothing of the progress."""
+
+    def __init__(self, folder: Path, workers: int, *, quiet: bool) -> None:
+        self._all = [Copy(folder / str(number)) for number in range(workers)]
+        self._free: SimpleQueue[Copy] = SimpleQueue()
+        self._quiet = quiet
+        for one in self._all:
+            self._free.put(one)
+
+    def each(self, works: Iterable[Work], do: Callable[[Copy, Work], Any]) -> Iterator[tuple[Work, Any]]:
+        """What each work returned, as they end."""
+        with ThreadPoolExecutor(len(self._all)) as pool:
+            futures = {pool.submit(self._lent, do, work): work for work in works}
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            except BaseException:  # interrupted
+                pool.shutdown(wait=False, cancel_futures=True)
+                for one in self._all:
+                    one.end()
+                raise
+
+    def say(self, line: str) -> None:
+        """Of the progress."""
+        if not self._quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def check(self, environments: Iterable[str]) -> None:
+        """The tests must see the copy, and no other checkout."""
+        for environment in environments:
+            for one in self._all:
+                for file in one.packages(environment):
+                    if not file.is_relative_to(one.root):
+                        raise SystemExit(f"error: the tests would run {file}, and not the copy in {one.root}")
+
+    def _lent(self, do: Callable[[Copy, Work], Any], work: Work) -> Any:
+        one = self._free.get()
+        try:
+            return do(one, work)
+        finally:
+            self._free.put(one)
+
+
+@contextmanager
+def copies(workers: int, *, quiet: bool) -> Iterator[Copies]:
+    """Of the tree as it is now, with what is not committed."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        yield Copies(Path(folder).resolve(), workers, quiet=quiet)
+
+
+def tests_of(mutant: Mutant) -> Tests:
+    """What is run for it."""
+    return mutant.environment, mutant.tests
+
+
+def trials(chosen: list[Mutant], trees: Copies) -> Iterator[dict[str, Any]]:
+    """All mutants, one after the other in each copy."""
+    wanted = list(dict.fromkeys(map(tests_of, chosen)))
+    trees.check({environment for environment, _ in wanted})
+    trees.say(f"{len(chosen)} mutants; {len(wanted)} runs of their tests without them first")
+
+    def without(tree: Copy, tests: Tests) -> Outcome:
+        return tree.run(tests[1], tests[0], WITHOUT_LIMIT_SECONDS, keep_compiled=True)
+
+    bare: dict[Tests, Outcome] = {}
+    for tests, outcome in trees.each(wanted, without):
+        bare[tests] = outcome
+        if outcome.status:
+            trees.say(f"fails without a mutant: {' '.join(tests[1])}: {outcome.finding}")
+
+    def with_it(tree: Copy, mutant: Mutant) -> tuple[Verdict, str, float]:
+        without = bare[tests_of(mutant)]
+        if without.status:
+            return *judged(without, without), 0.0
+        try:
+            with tree.having(mutant):
+                outcome = tree.run(mutant.tests, mutant.environment, limit_of(without), keep_compiled=False)
+        except DoesNotFit as error:
+            return Verdict.UNFIT, str(error), 0.0
+        return *judged(outcome, without), outcome.seconds
+
+    for done, (mutant, (verdict, finding, seconds)) in enumerate(trees.each(chosen, with_it), 1):
+        trees.say(f"{done:3} of {len(chosen)}  {verdict.value:8}  {mutant.id}  ({seconds:.1f} s)")
+        yield {"id": mutant.id, "room": mutant.room, "verdict": verdict.value, "by": finding, "seconds": seconds}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="mutants", description="Small bugs that the tests must find.")
+    parser.add_argument("--only", action="append", default=[], metavar="ID", help="this mutant alone; may be repeated")
+    parser.add_argument("--workers", type=int, default=2, help="copies in which tests run at the same time")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON and nothing else")
+    options = parser.parse_args()
+    known = load()
+    unknown = set(options.only) - {mutant.id for mutant in known}
+    if unknown or options.workers < 1:
+        parser.error(f"no mutant {', '.join(sorted(unknown))}" if unknown else "--workers is 1 or more")
+    chosen = [mutant for mutant in known if not options.only or mutant.id in options.only]
+    able = [mutant for mutant in chosen if python_of(mutant.environment).exists()]
+    begun = time.monotonic()
+    with copies(min(options.workers, len(able) or 1), quiet=options.json) as trees:
+        results = list(trials(able, trees))
+    results += [
+        {"id": one.id, "room": one.room, "verdict": Verdict.LEFT_OUT.value, "by": "make engines first", "seconds": 0.0}
+        for one in chosen
+        if one not in able
+    ]
+    results.sort(key=lambda one: [mutant.id for mutant in chosen].index(one["id"]))
+    seconds = round(time.monotonic() - begun, 1)
+    counts = Counter(one["verdict"] for one in results)
+    if options.json:
+        print(json.dumps({"seconds": seconds, "counts": counts, "mutants": results}, indent=2))
+    else:
+        for one in results:
+            print(f"{one['verdict']:12}  {one['room']:12}  {one['id']}\n{'':14}{one['by'][:160]}")
+        said = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+        print(f"{len(results)} mutants in {seconds:.0f} s: {said}")
+    return int(any(one["verdict"] in (Verdict.SURVIVED.value, Verdict.UNFIT.value) for one in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,183 @@
+"""Finds the place of a mutant by names and syntax, and puts the mutant there."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import textwrap
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TREE = HERE.parents[1]
+ENVIRONMENTS = {"main": ".venv", "engines": ".venv-engines"}
+_FIELDS = {"id", "why", "function", "old", "new", "tests", "environment"}
+_SOURCES = {"kv_kernels": "kernels"}
+"""Folders of packages that do not lie in the root."""
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class DoesNotFit(Exception):
+    """An entry and the tree do not belong together; the text says how."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One entry. room: the file that it stands in."""
+
+    id: str
+    why: str
+    function: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    environment: str
+    room: str
+
+    @property
+    def path(self) -> str:
+        """The source file that it changes, from the root of the tree."""
+        module = self.function.partition(":")[0]
+        return str(Path(_SOURCES.get(module.partition(".")[0], ""), *module.split(".")).with_suffix(".py"))
+
+
+def load(folder: Path = HERE) -> list[Mutant]:
+    """All entries. Raises `DoesNotFit` for one that is not as it should be."""
+    mutants = []
+    for file in sorted(folder.glob("*.toml")):
+        for entry in tomllib.loads(file.read_text())["mutant"]:
+            name = f"{file.name}, {entry.get('id', 'an entry without id')}"
+            entry.setdefault("environment", "main")
+            if set(entry) != _FIELDS:
+                raise DoesNotFit(f"{name}: the fields are {sorted(entry)}, and should be {sorted(_FIELDS)}")
+            if entry["environment"] not in ENVIRONMENTS:
+                raise DoesNotFit(f"{name}: environment is one of {', '.join(ENVIRONMENTS)}")
+            tests = tuple(entry.pop("tests"))
+            if not tests:
+                raise DoesNotFit(f"{name}: names no test")
+            mutants.append(Mutant(**entry, tests=tests, room=file.stem))
+    return mutants
+
+
+def mutated(mutant: Mutant, source: str) -> str:
+    """The source file with the mutant in it. Raises `DoesNotFit`."""
+    tree = ast.parse(source)
+    place = _definition(tree, mutant.function)
+    old, new = _parsed(mutant.old, "old"), _parsed(mutant.new, "new")
+    if len(old) == 1 and isinstance(old[0], ast.Expr):
+        if not (len(new) == 1 and isinstance(new[0], ast.Expr)):
+            raise DoesNotFit("old is an expression, and new is none")
+        found = _equal_expressions(place, old[0].value)
+    else:
+        found = _equal_statements(place, old)
+    if len(found) != 1:
+        raise DoesNotFit(f"old stands {len(found)} times in {mutant.function}, and should stand there once")
+    (nodes,) = found
+    text = _with(source, nodes, mutant.new)
+    if ast.dump(ast.parse(text)) != ast.dump(_with_nodes(tree, nodes, new)):
+        raise DoesNotFit("what stands there then is not what new says")
+    if ast.dump(ast.parse(text)) == ast.dump(tree):
+        raise DoesNotFit("new is the same as old")
+    return text
+
+
+def missing_test(test: str, tree: Path = TREE) -> str | None:
+    """What a test's id names that is not there; None where all of it is, but for parameters."""
+    file, *names = test.partition("[")[0].split("::")
+    if not (tree / file).is_file():
+        return f"no file {file}"
+    body: Sequence[ast.stmt] = ast.parse((tree / file).read_text()).body
+    for name in names:
+        for one in body:
+            if isinstance(one, Definition) and one.name == name:
+                body = one.body
+                break
+            if isinstance(one, ast.Assign) and any(ast.unparse(target) == name for target in one.targets):
+                return None  # a state machine's tests
+        else:
+            return f"no {name} in {file}"
+    return None
+
+
+def _definition(tree: ast.Module, function: str) -> ast.AST:
+    place: ast.AST = tree
+    for name in function.partition(":")[2].split("."):
+        named = [one for one in _definitions(place) if one.name == name]
+        if len(named) != 1:
+            raise DoesNotFit(f"{function}: {len(named)} definitions of {name}")
+        (place,) = named
+    return place
+
+
+def _definitions(place: ast.AST) -> Iterator[Definition]:
+    """Those that stand in it, but not in one another."""
+    for node in ast.iter_child_nodes(place):
+        if isinstance(node, Definition):
+            yield node
+        else:
+            yield from _definitions(node)
+
+
+def _parsed(text: str, what: str) -> list[ast.stmt]:
+    try:
+        return ast.parse(textwrap.dedent(text).strip()).body
+    except SyntaxError:
+        pass
+    try:  # an expression of several lines
+        return [ast.Expr(ast.parse(f"({text})", mode="eval").body)]
+    except SyntaxError as error:
+        raise DoesNotFit(f"{what} is neither an expression nor statements: {error}") from None
+
+
+def _equal_expressions(place: ast.AST, old: ast.expr) -> list[list[ast.AST]]:
+    want = ast.dump(old)
+    return [[node] for node in ast.walk(place) if isinstance(node, ast.expr) and ast.dump(node) == want]
+
+
+def _equal_statements(place: ast.AST, old: Sequence[ast.stmt]) -> list[list[ast.AST]]:
+    want = [ast.dump(one) for one in old]
+    return [
+        list(body[at : at + len(want)])
+        for body in _bodies(place)
+        for at in range(len(body) - len(want) + 1)
+        if [ast.dump(one) for one in body[at : at + len(want)]] == want
+    ]
+
+
+def _bodies(place: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(place):
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                yield value
+
+
+def _with(source: str, nodes: Sequence[ast.AST], new: str) -> str:
+    lines = source.encode().splitlines(keepends=True)  # columns are counted in bytes
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    first, last = nodes[0], nodes[-1]
+    column = first.col_offset  # type: ignore[attr-defined]
+    begin = starts[first.lineno - 1] + column  # type: ignore[attr-defined]
+    end = starts[last.end_lineno - 1] + last.end_col_offset  # type: ignore[attr-defined]
+    new = textwrap.dedent(new).strip()
+    text = f"({new})" if isinstance(first, ast.expr) else textwrap.indent(new, " " * column).lstrip()
+    whole = source.encode()
+    return (whole[:begin] + text.encode() + whole[end:]).decode()
+
+
+def _with_nodes(tree: ast.Module, nodes: Sequence[ast.AST], new: Sequence[ast.stmt]) -> ast.Module:
+    class Replace(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST | list[ast.stmt] | None:
+            if node is nodes[0]:
+                return new[0].value if isinstance(node, ast.expr) else list(new)  # type: ignore[attr-defined]
+            if any(node is one for one in nodes):
+                return None
+            return super().generic_visit(node)
+
+    memo = {id(node): node for node in nodes}  # so that the copy has these very nodes
+    changed: ast.Module = Replace().visit(copy.deepcopy(tree, memo))
+    return changed

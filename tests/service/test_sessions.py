@@ -1,0 +1,85 @@
+"""Sessions without a socket: whose they are, and what a connection that is gone keeps from any other use."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import pytest
+
+from kvstore.identity import TenantKeys
+from kvstore.service.sessions import Caller, Sessions
+from tiering.extents import MappedExtent
+from tiering.tier import extent_of
+from workbench import KIB, OTHER_SECRET, Bench, bench, ids, random_pages
+
+TOKEN = b"t" * 16
+BLOCKS = 12
+"""In three extents."""
+
+
+@pytest.fixture
+def a() -> Bench:
+    return bench()
+
+
+@pytest.fixture
+def sessions(a: Bench) -> Sessions:
+    return Sessions(a.store, 1, secrets.token_bytes)
+
+
+def leased(a: Bench, sessions: Sessions, caller: Caller) -> tuple[int, list[int]]:
+    """A lease of the connection, and the extents that it leads to."""
+    handle = a.namespace(keys=caller.session.tenant)
+    assert handle.put(ids(64 * BLOCKS), random_pages(handle.layout, BLOCKS)).stored == BLOCKS
+    reply = a.store.lease(handle.number, handle.match(ids(64 * BLOCKS)).keys, 0, 1000)
+    sessions.took(caller, reply.lease, "r", BLOCKS)
+    return reply.lease, sorted(set(map(extent_of, reply.places[0])))
+
+
+def test_a_token_leads_to_no_other_tenants_session(a: Bench, sessions: Sessions) -> None:
+    """Whoever learns one, or chooses the same, has a session of his own."""
+    other = TenantKeys.derive(OTHER_SECRET)
+    mine, theirs, again = (sessions.join(tenant, TOKEN, "e") for tenant in (a.keys, other, a.keys))
+    assert mine.session is again.session and mine.session is not theirs.session
+    assert theirs.session.tenant is other and theirs.session.connections == {theirs.number}
+    lease, _ = leased(a, sessions, mine)
+    assert sessions.attach(theirs, [lease]) == [] and sessions.attach(again, [lease]) == [lease]
+    sessions.release_request(theirs, "r")
+    sessions.release(theirs, [lease])
+    assert a.store.is_leased(lease) and not sessions.holds(theirs, lease)
+    assert sessions.leased_blocks(theirs) == 0 and sessions.leased_blocks(again) == BLOCKS
+    assert len(list(sessions.sessions())) == 2
+
+
+def test_a_session_that_was_opened_is_joined_by_its_tenant_alone(a: Bench, sessions: Sessions) -> None:
+    first = sessions.open(a.keys, "e")
+    stranger = sessions.join(TenantKeys.derive(OTHER_SECRET), first.session.token, "e")
+    assert stranger.session is not first.session
+    assert sessions.join(a.keys, first.session.token, "e").session is first.session
+
+
+@pytest.mark.parametrize("kept", range(3))
+def test_what_a_connection_leaves_is_kept_while_it_maps_any_of_its_extents(
+    a: Bench, sessions: Sessions, kept: int
+) -> None:
+    """Whichever of them it is."""
+    caller = sessions.join(a.keys, TOKEN, "e")
+    lease, extents = leased(a, sessions, caller)
+    assert len(extents) == 3
+    mapped: list[MappedExtent] = []
+    for at, extent in enumerate(extents):
+        caller.extents.add(extent)
+        descriptor = a.store.share(extent, a.keys.tenant, caller.number).descriptor
+        if at == kept:
+            mapped.append(MappedExtent(descriptor, 64 * KIB, writable=False))
+        else:
+            os.close(descriptor)
+    sessions.left(caller)
+    assert sessions.sweep() == 1 and sessions.departed == 1
+    assert a.store.evict(BLOCKS) == BLOCKS and a.store.usage().dram.zombie == BLOCKS
+    assert not a.store.is_leased(lease)
+    mapped.clear()
+    assert sessions.sweep() == 0 and a.store.usage().dram.zombie == 0
+    assert list(sessions.sessions()) == []
+    a.store.check()

@@ -1,0 +1,66 @@
+"""Who may use a socket, by user id: those who are named, and nobody where nobody is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.service import messages as m
+from service.sidecar import Sidecar
+from service.test_serve import serving
+
+ME, OTHER = os.getuid(), os.getuid() + 1
+HELLO = m.pack(m.Request(1, m.Hello(1, 1, "test")))
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar:
+        yield sidecar
+
+
+def answer(path: Path) -> m.Answer:
+    """To a hello."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        sock.connect(str(path))
+        sock.sendall(HELLO)
+        read = b""
+        while piece := sock.recv(1 << 16):
+            read += piece
+            if len(read) >= 4 and len(read) >= 4 + int.from_bytes(read[:4], "little"):
+                return m.unpack_reply(read[4:]).answer
+    raise AssertionError("hung up without an answer")
+
+
+@pytest.mark.parametrize(
+    ("users", "is_welcome"),
+    [(None, True), ([], False), ([OTHER], False), ([ME], True), ([OTHER, ME], True), (frozenset(), False)],
+)
+def test_those_who_are_named_come_in_and_nobody_else(
+    sidecar: Sidecar, tmp_path: Path, users: list[int] | None, is_welcome: bool
+) -> None:
+    path = tmp_path / "other.sock"
+    sidecar.door.listen(path, sidecar.store.tenant_keys("other"), users=users)
+    said = answer(path)
+    if is_welcome:
+        assert isinstance(said, m.Welcome)
+    else:
+        assert isinstance(said, m.Failed) and said.fault is m.Fault.BAD_INPUT
+        assert f"user {ME} may not use this socket" in said.text
+    assert isinstance(answer(sidecar.path), m.Welcome), "the other socket's users are its own"
+
+
+def test_a_sidecar_that_is_told_to_let_nobody_in_does_not(tmp_path: Path) -> None:
+    """Through the settings: an empty list is not the same as none."""
+    config = tmp_path / "kv.toml"
+    config.write_text(f"[door]\nusers = []\n[tenants.a]\nsocket = '{tmp_path / 'a.sock'}'\nusers = [{ME}]\n")
+    with serving(tmp_path, "--config", str(config)) as (_, said):
+        default, other = map(Path, said["serving"])
+        assert other.name == "a.sock" and isinstance(answer(other), m.Welcome)
+        said_to_us = answer(default)
+        assert isinstance(said_to_us, m.Failed) and "may not use this socket" in said_to_us.text
