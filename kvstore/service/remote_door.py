@@ -255,7 +255,8 @@ class RemoteDoor:
             if reply.reservation:
                 run.reservations[reply.reservation] = reply
                 try:
-                    run.walk(run.mapping(reply.places, writable=True), self._limits.fill, self._limits.fill)
+                    mapping = run.mapping(reply.places, writable=True, namespace=known)
+                    run.walk(mapping, self._limits.fill, self._limits.fill)
                 except BaseException:
                     self.abort(reply.reservation)
                     raise
@@ -271,7 +272,7 @@ class RemoteDoor:
             return 0
         try:
             verb = m.Commit(reservation, part, first, [list(block) for block in digests])
-            committed = run.ask(verb, m.Counted, self._limits.fill).blocks
+            committed = min(run.ask(verb, m.Counted, self._limits.fill).blocks, len(reply.blocks))
         except Away:
             return 0
         if committed == len(reply.blocks):  # it ended with its last block

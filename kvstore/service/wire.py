@@ -188,6 +188,10 @@ class Wire:
         if answered is not None:
             self._undo(answered.answer, answered.descriptors)
 
+    def disown(self, answered: Answered) -> None:
+        """Undo an answer that its asker does not believe."""
+        self._undo(answered.answer, answered.descriptors)
+
     def post(self, verb: m.Verb) -> None:
         """Ask, wait for nothing, and want no answer."""
         try:
@@ -349,7 +353,7 @@ class Wire:
                 raise ConnectionResetError
             self._read += piece
             self._take_answers()
-        except (OSError, ValueError, IndexError) as error:  # the last: somebody hangs up, and closed the descriptors
+        except Exception as error:  # whatever it was that came, or somebody hangs up and closed the descriptors
             self._break(error)
         except BaseException:  # interrupted: nobody knows how much of an answer was taken
             self._hang_up()
