@@ -81,10 +81,12 @@ def _check_lease(reply: LeaseReply, first_block: int, asked: int, parts: int | N
     _hold(0 <= reply.first_block <= asked and 0 <= reply.blocks <= asked, "more blocks than were asked for")
     _hold(all(count >= 0 for _, count in reply.tiers), "fewer than no blocks")
     _hold(sum(count for _, count in reply.tiers) <= asked, "tiers that do not add up")
-    if not reply.lease:
-        return
+    _hold(reply.first_block == first_block, "other blocks than were asked for")
     pinned = reply.blocks - reply.first_block
-    _hold(reply.first_block == first_block and pinned >= 0, "other blocks than were asked for")
+    if not reply.lease:
+        _hold(pinned <= 0, "blocks without a lease")
+        return
+    _hold(pinned >= 0, "other blocks than were asked for")
     _hold(len(reply.places) == len(reply.header_digests) == (parts or len(reply.places)), "another number of parts")
     lengths = {*map(len, reply.places), *map(len, reply.header_digests)}
     _hold(lengths <= {pinned}, "columns of other lengths")
