@@ -386,6 +386,8 @@ def _derived(secret: bytes, label: str, epoch: int) -> bytes:
 
 def _extra_value(given: bytes | str) -> bytes:
     if isinstance(given, str):
+        if not _is_text(given, len(given)):
+            raise BadInput("an extra key with half of a surrogate pair in it, which is no text; give bytes, or mend it")
         return b"text:" + given.encode()
     if isinstance(given, bytes):
         return b"data:" + given

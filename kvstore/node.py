@@ -355,6 +355,11 @@ class EmbeddedStore:
         self.close()
 
 
+def is_tenant_name(name: object) -> bool:
+    """Whether a tenant may be called so."""
+    return isinstance(name, str) and 0 < len(name) <= 64 and name.isprintable()
+
+
 class KeyFile:
     """The secrets of a directory's tenants: `DIR/keys`, JSON, readable by its owner only."""
 
@@ -378,11 +383,13 @@ class KeyFile:
             version = contents["version"]
             for name, entry in contents["tenants"].items() if version == KEY_FILE_VERSION else ():
                 secret, epoch = bytes.fromhex(entry["secret"]), int(entry["epoch"])
+                if not is_tenant_name(name) or len(self._tenants) >= MAX_TENANTS:
+                    raise ValueError("a name that no tenant has, or too many of them")
                 if len(secret) != SECRET_BYTES or not 1 <= epoch <= MAX_EPOCH:
                     raise ValueError("a secret of another length, or an epoch out of range")
                 self._secrets[name] = {"secret": entry["secret"], "epoch": epoch}
                 self._tenants[name] = TenantKeys.derive(secret, epoch)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise KeysUnusable(
                 f"{path} is damaged; restore it from a backup, or move it and nvme/ beside it away to start with new "
                 "keys (blocks stored under the old ones can then not be read)"
@@ -423,7 +430,7 @@ class KeyFile:
             self._tenants.pop(name, None)
 
     def _new_tenant(self, name: str) -> TenantKeys:
-        if not isinstance(name, str) or not name or len(name) > 64 or not name.isprintable():
+        if not is_tenant_name(name):
             raise BadInput(f"tenant={name!r}; give 1 to 64 printable characters")
         if len(self._tenants) >= MAX_TENANTS:
             raise BadInput(f"{len(self._tenants)} tenants have keys, which is the limit")

@@ -22,6 +22,8 @@ from tiering.frame import DIGEST_BYTES, KEY_BYTES
 
 TICKET_VERSION = 1
 MAX_TICKET_BYTES = 64 << 20
+MAX_BLOCKS, MAX_TOKENS = 1 << 22, 1 << 34
+"""Of a prompt: as many blocks as a ticket has room to name, of the largest size."""
 _MAC_BYTES = 32
 _PERSON = b"kv-lease-ticket"
 
@@ -91,7 +93,9 @@ class LeaseTicket(msgspec.Struct, array_like=True, frozen=True):
     def _is_sound(self, parts: int) -> bool:
         blocks = self.blocks - self.first_block if self.lease else 0
         tokens = [tokens for _, tokens in (*self.hits, *self.misses)]
-        if self.first_block < 0 or blocks < 0 or any(count < 0 for count in tokens):
+        if not (0 <= self.first_block <= MAX_BLOCKS and 0 <= self.blocks <= MAX_BLOCKS and blocks >= 0):
+            return False
+        if any(not 0 <= count <= MAX_TOKENS for count in tokens):
             return False
         if not self.lease:
             return True

@@ -19,6 +19,7 @@ from tiering.tier import SlotClass
 NAME_BYTES = 16
 _NO_KEY = b""
 _WORD_BYTES = 8
+MAX_GENERATION = (1 << 63) - 1
 
 
 class Kept(NamedTuple):
@@ -69,7 +70,11 @@ class Ledger:
         fits = memory.size_bytes == _whole_pages(PAGE_BYTES + _WORD_BYTES * header.slots)
         if header.uid != name or not fits or header.slots != extent_bytes // header.slot_class.frame_bytes:
             raise BlockCorrupt("not the ledger of that extent")
-        return cls(memory, header)
+        found = cls(memory, header)
+        if max(found.generations, default=0) > MAX_GENERATION:
+            found.generations.release()
+            raise BlockCorrupt("a generation that nobody ever gets to")
+        return found
 
     @property
     def descriptor(self) -> int:

@@ -22,8 +22,18 @@ from typing import Any
 import numpy as np
 
 from tiering.errors import BlockCorrupt
-from tiering.frame import ALIGNMENT, KEY_BYTES, KEY_ID_BYTES, MAC_BYTES, NAMESPACE_BYTES, TENANT_BYTES, MacKeys, digest
-from tiering.tier import SlotClass
+from tiering.frame import (
+    ALIGNMENT,
+    HEADER_BYTES,
+    KEY_BYTES,
+    KEY_ID_BYTES,
+    MAC_BYTES,
+    NAMESPACE_BYTES,
+    TENANT_BYTES,
+    MacKeys,
+    digest,
+)
+from tiering.tier import SLOT_BITS, SlotClass
 
 FORMAT_VERSION = 1
 PAGE_BYTES = ALIGNMENT
@@ -34,6 +44,7 @@ UID_BYTES = 16
 _SLAB_MAGIC = b"KVSLAB\x00\x00"
 # magic, version, key id, key epoch, tenant, namespace, part, frame bytes, slots, number, uid, bytes of `about`
 _SLAB = struct.Struct(f"<8sI{KEY_ID_BYTES}sI{TENANT_BYTES}s{NAMESPACE_BYTES}sIQII{UID_BYTES}sI")
+MAX_SLOTS = 1 << SLOT_BITS
 MAX_ABOUT_BYTES = PAGE_BYTES - _SLAB.size - MAC_BYTES
 
 
@@ -96,6 +107,8 @@ def read_slab_header(page: bytes, keys: MacKeys) -> SlabHeader:
 
 def parse_slab_header(page: bytes) -> SlabHeader:
     """What a page says of a slab, its MAC not looked at: to be shown, never to be acted on. Raises `BlockCorrupt`."""
+    if len(page) != PAGE_BYTES:
+        raise BlockCorrupt(f"a slab header of {len(page)} bytes")
     (magic, version, key_id, epoch, tenant, namespace, part, frame_bytes, slots, number, uid, about_bytes) = (
         _SLAB.unpack_from(page)
     )
@@ -104,6 +117,8 @@ def parse_slab_header(page: bytes) -> SlabHeader:
     end = _SLAB.size + about_bytes
     if about_bytes > MAX_ABOUT_BYTES or page[end + MAC_BYTES :].strip(b"\x00"):
         raise BlockCorrupt("slab header of another length")
+    if not 0 < slots <= MAX_SLOTS or frame_bytes <= HEADER_BYTES or frame_bytes % PAGE_BYTES:
+        raise BlockCorrupt("impossible sizes")
     slot_class = SlotClass(tenant, namespace, part, frame_bytes)
     return SlabHeader(number, slot_class, slots, key_id, epoch, uid, page[_SLAB.size : end])
 
@@ -215,6 +230,8 @@ def split_entries(entries: bytes) -> Entries:
 # The stamp ------------------------------------------------------------------------------------------------------------
 
 STAMP_SLAB = 0
+MAX_SESSION, MAX_COUNT = (1 << 23) - 1, (1 << 62) - 1
+"""Of starts, which are the first bits of a block's generation, and of stamps and batches: all are counted on."""
 STAMP_PAGES = 2
 _STAMP_MAGIC = b"KVSTAMP\x00"
 # magic, version, sequence, session, changes, clean, index uid
@@ -278,6 +295,8 @@ def latest_stamp(pages: Sequence[bytes], besides: StoreStamp | None = None) -> S
         used = page[: _STAMP.size]
         if magic != _STAMP_MAGIC or digest(used) != page[_STAMP.size : _STAMP.size + 16]:
             continue
+        if session > MAX_SESSION or max(sequence, changes) > MAX_COUNT:  # nobody ever gets there
+            continue
         if version != FORMAT_VERSION:
             raise OtherFormat(f"format {version}; this program knows format {FORMAT_VERSION}")
         stamp = StoreStamp(sequence, session, uid, changes, bool(clean))
@@ -300,7 +319,7 @@ def open_meta(value: bytes | None) -> tuple[bytes, int] | None:
     if value is None or len(value) != _META.size + 16 or digest(value[: _META.size]) != value[_META.size :]:
         return None
     uid, changes = _META.unpack_from(value)
-    return uid, changes
+    return (uid, changes) if changes <= MAX_COUNT else None
 
 
 def _mac(mac_key: bytes, use: bytes, data: bytes) -> bytes:

@@ -17,6 +17,7 @@ from kvstore.errors import BadInput, StoreError, TurnedAway, Unreachable
 from kvstore.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
 from kvstore.miss import HitTier, MissReason
 from kvstore.service import messages as m
+from kvstore.service.answers import checked_facts
 from kvstore.service.facts import Facts, checked_seconds, pick, printable
 from kvstore.service.wire import Clock, TooLate, Wire
 
@@ -41,9 +42,13 @@ class SleepingClock(Clock, Protocol):
 
 
 def stat(socket: str, clock: Clock) -> Facts:
-    """What a sidecar says of itself. Raises `Unreachable`."""
+    """What a sidecar says of itself. Raises `Unreachable`, and `StoreError` where that cannot be."""
     with _connection(socket, clock, "give --socket (its admin.socket) or --data") as ask:
-        return ask(m.Stat(), m.StatReply, CALL_SECONDS).facts
+        facts = ask(m.Stat(), m.StatReply, CALL_SECONDS).facts
+    try:
+        return checked_facts(facts)
+    except ValueError as error:
+        raise StoreError(f"{socket}: an answer that cannot be right ({error}); see the sidecar's log") from None
 
 
 def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float) -> int:
@@ -228,7 +233,7 @@ def warm(socket: str, clock: Clock, namespace: str, name: str, prompts: Sequence
     absent: Counter[str] = Counter()
     with _connection(socket, clock, "give --socket (a tenant's) or --data") as ask:
         chosen = _chosen_namespace(ask, namespace)
-        block_tokens = Namespace.unpack(chosen.packed).layout.block_tokens
+        block_tokens = _unpacked(chosen).layout.block_tokens
         grant = ask(m.OpenNamespace(chosen.packed, chosen.payload_bytes), m.Granted, CALL_SECONDS).grant
         hasher = PrefixHasher(grant.identity_key, block_tokens)
         for done, prompt in enumerate(prompts):
@@ -282,8 +287,15 @@ def _chosen_namespace(ask: _Ask, wanted: str) -> m.Opened:
         first = reply.next
         if not first:
             break
-    models = [printable(Namespace.unpack(one.packed).model) for one in found]
+    models = [printable(_unpacked(one).model) for one in found]
     return found[pick(wanted, [one.id for one in found], models, "", "give more digits")]
+
+
+def _unpacked(opened: m.Opened) -> Namespace:
+    try:
+        return Namespace.unpack(opened.packed)
+    except ValueError as error:
+        raise StoreError(f"namespace {printable(opened.id)}: {error}; is the sidecar of another version?") from None
 
 
 # A connection ---------------------------------------------------------------------------------------------------------

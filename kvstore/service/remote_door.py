@@ -274,7 +274,8 @@ class RemoteDoor:
             if reply.reservation:
                 run.reservations[reply.reservation] = reply
                 try:
-                    run.walk(run.mapping(reply.places, writable=True), time.left(), time.left())
+                    mapping = run.mapping(reply.places, writable=True, namespace=known)
+                    run.walk(mapping, time.left(), time.left())
                 except BaseException:
                     self.abort(reply.reservation)
                     raise
@@ -298,7 +299,7 @@ class RemoteDoor:
         time = self._time(self._limits.fill, seconds)
         try:
             verb = m.Commit(reservation, part, first, [list(block) for block in digests])
-            committed = run.ask(verb, m.Counted, time.left()).blocks
+            committed = min(run.ask(verb, m.Counted, time.left()).blocks, len(reply.blocks))
         except Away as away:
             raise ReservationLost(away.reason, away.detail) from None
         if committed == len(reply.blocks):  # it ended with its last block

@@ -16,11 +16,13 @@ from kvstore.door import LeaseReply, ReserveReply
 from kvstore.errors import Unreachable
 from kvstore.miss import MissReason
 from kvstore.service import messages as m
+from kvstore.service.answers import check_answer
 from kvstore.service.bell import BellEnd
 from kvstore.service.breaker import Breaker
 from kvstore.service.wire import Answered, Clock, TooLate, TooLong, TooMuch, Wire
 from tiering.errors import TierError
 from tiering.extents import MappedExtent
+from tiering.frame import frame_bytes
 from tiering.tier import SLOT_BITS, FrameSpan
 
 A = TypeVar("A")
@@ -62,6 +64,7 @@ class Run:
         self._silent = silent
         self.name = wire.welcome.run
         self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
+        self._frames: dict[int, tuple[int, ...]] = {}  # by the sidecar's number: bytes of a frame of each part
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
         self.writable: dict[int, tuple[MappedExtent, int]] = {}
         self.reservations: dict[int, ReserveReply] = {}
@@ -113,11 +116,26 @@ class Run:
         self.check()
         asked_at = self._clock.monotonic_seconds()
         try:
-            return _named(lambda: self.wire.call(verb, seconds))
+            answered = _named(lambda: self.wire.call(verb, seconds))
         except Away as away:
             if away.reason is MissReason.DEADLINE:
                 self.was_late(asked_at, is_quick=is_quick(verb))
             raise
+        return self.believed(verb, answered)
+
+    def believed(self, verb: m.Verb, answered: Answered) -> Answered:
+        """An answer that can be one to that question. Raises `Away`, and undoes any other."""
+        frames = self._frames.get(verb.namespace) if isinstance(verb, m.Lease | m.Reserve) else None
+        try:
+            check_answer(verb, answered.answer, len(frames) if frames is not None else None)
+        except ValueError as error:
+            self.wire.disown(answered)
+            self.settle()
+            raise Away(MissReason.UNREACHABLE, f"the sidecar answered what cannot be: {error}") from None
+        if isinstance(verb, m.OpenNamespace) and isinstance(answered.answer, m.Granted):
+            grant = answered.answer.grant
+            self._frames[grant.number] = tuple(frame_bytes(max(0, size)) for size in grant.payload_bytes)
+        return answered
 
     def ask(self, verb: m.Verb, kind: type[A], seconds: float) -> A:
         """Ask for an answer of a kind. Raises `Away`."""
@@ -153,7 +171,7 @@ class Run:
             with self._holding:
                 self._held[reply.lease] = self._held.get(reply.lease, 0) + 1
             try:
-                yield from self.mapping(reply.places, writable=False)
+                yield from self.mapping(reply.places, writable=False, namespace=verb.namespace)
             except BaseException:
                 self.let_go(reply.lease)
                 raise
@@ -199,8 +217,8 @@ class Run:
 
     # Memory --------------------------------------------------------------------------------------------------------
 
-    def mapping(self, places: Sequence[Sequence[int]], *, writable: bool) -> Steps[None]:
-        """Have the extents of these places mapped, those that are there still."""
+    def mapping(self, places: Sequence[Sequence[int]], *, writable: bool, namespace: int | None = None) -> Steps[None]:
+        """Have the extents of these places mapped, those that are there still. namespace: whose parts are in them."""
         table = self.writable if writable else self.readable
         missing = sorted({place >> SLOT_BITS for column in places for place in column} - table.keys())
         for first in range(0, len(missing), m.MAX_EXTENTS):
@@ -216,6 +234,11 @@ class Run:
             finally:
                 for descriptor in left:
                     os.close(descriptor)
+        frames = self._frames.get(namespace, ()) if namespace is not None else ()
+        for column, size in zip(places, frames, strict=False):
+            here = [table[extent] for extent in {place >> SLOT_BITS for place in column} if extent in table]
+            if any(found != size for _, found in here):
+                raise Away(MissReason.UNREACHABLE, "the sidecar answered what cannot be: frames of another size")
 
     def unmap(self, numbers: Iterable[int]) -> None:
         """These were given back; who still reads in one keeps it for as long."""
@@ -259,6 +282,7 @@ class Asked(Generic[R]):
                         return None
                     self._run.was_late(self._asked_at, is_quick=self._is_quick)
                     raise Away(MissReason.DEADLINE, "the sidecar did not answer in time")
+                answered = self._run.believed(self._verb, answered)
                 self._number = self._submit(self._steps.send(answered))
                 self._deadline = max(self._deadline, self._clock.monotonic_seconds() + self._further_seconds)
         except StopIteration as done:
@@ -280,7 +304,7 @@ class Asked(Generic[R]):
 
     def _submit(self, verb: m.Verb) -> int:
         self._run.check()
-        self._asked_at, self._is_quick = self._clock.monotonic_seconds(), is_quick(verb)
+        self._asked_at, self._is_quick, self._verb = self._clock.monotonic_seconds(), is_quick(verb), verb
         return _named(lambda: self._run.wire.submit(verb))
 
 
@@ -302,14 +326,17 @@ def taken(answered: Answered, kind: type[A]) -> A:
 
 
 def spans(table: Mapping[int, tuple[MappedExtent, int]], places: Sequence[int]) -> list[FrameSpan]:
-    """The bytes at places, up to the first whose extent is not mapped."""
+    """The bytes at places, up to the first whose extent is not mapped, or has no such slot."""
     found = []
     for place in places:
         known = table.get(place >> SLOT_BITS)
         if known is None:
             break
-        extent, frame_bytes = known
-        found.append(extent.frame(place & (1 << SLOT_BITS) - 1, frame_bytes))
+        extent, size = known
+        slot = place & (1 << SLOT_BITS) - 1
+        if (slot + 1) * size > len(extent.view):
+            break
+        found.append(extent.frame(slot, size))
     return found
 
 

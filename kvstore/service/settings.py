@@ -58,6 +58,8 @@ MAX_SWEEP_SECONDS = 10.0
 """Memory of those who are gone comes back no sooner than it is looked for."""
 MAX_USER = (1 << 32) - 2
 """The highest user id; the one above it means none."""
+MOST_LINE, LONGEST_KEY = 1000, 100
+"""Characters of a line that says what is wrong, and of a key for which a likely one is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +196,21 @@ def read_settings(
     Raises `BadInput`.
     """
     try:
+        return _read_settings(text, flags, name)
+    except BadInput as error:
+        line = str(error)
+        if len(line) <= MOST_LINE:
+            raise
+        raise BadInput(f"{line[:MOST_LINE]}...") from None
+
+
+def _read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | None, name: str) -> Settings:
+    try:
         given = tomllib.loads(text if isinstance(text, str) else text.decode())
     except UnicodeDecodeError as error:
         raise BadInput(f"{name} is not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
-    except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"{name} is not TOML: {error}") from None
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:  # numbers of too many digits are the last
+        raise BadInput(f"{name} is not TOML: {str(error) or type(error).__name__}") from None
     for section, values in (flags or {}).items():
         chosen = {key: value for key, value in values.items() if value is not None}
         if chosen:
@@ -360,6 +372,6 @@ def _refuse_unknown(given: Mapping[str, Any], known: list[str], prefix: str, wit
     allowed = [one for one in known if one not in without]
     for key in given:
         if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, 1)
+            near = difflib.get_close_matches(key[:LONGEST_KEY], allowed, 1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(allowed)}"
             raise BadInput(f"{prefix}{key} is not a setting; {hint}")

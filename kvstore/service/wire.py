@@ -214,6 +214,10 @@ class Wire:
         if kept is not None:
             self._undo(m.outline_of(kept.answer), kept.descriptors)
 
+    def disown(self, answered: Answered) -> None:
+        """Undo an answer that its asker does not believe."""
+        self._undo(answered.answer, answered.descriptors)
+
     def post(self, verb: m.Verb) -> None:
         """Ask, wait for nothing, and want no answer."""
         try:
@@ -389,7 +393,7 @@ class Wire:
             self.heard_at = self._clock.monotonic_seconds()
             self._read += piece
             self._take_answers()
-        except (OSError, ValueError, IndexError) as error:  # the last: somebody hangs up, and closed the descriptors
+        except Exception as error:  # whatever it was that came, or somebody hangs up and closed the descriptors
             self._break(error)
         except BaseException:  # interrupted: nobody knows how much of an answer was taken
             self._hang_up()
@@ -439,14 +443,14 @@ class Wire:
         self._undo(answer, descriptors)
 
     def _undo(self, answer: object, descriptors: list[int]) -> None:
-        """answer: its outline."""
+        """answer: it, or its outline."""
         for descriptor in descriptors:
             os.close(descriptor)
-        if isinstance(answer, m.LeasedOutline) and answer.reply.lease:
+        if isinstance(answer, m.LeasedOutline | m.Leased) and answer.reply.lease:
             self._too_late.append(m.Release([answer.reply.lease]))
         elif isinstance(answer, m.Attached) and answer.leases:
             self._too_late.append(m.Release(answer.leases))
-        elif isinstance(answer, m.ReservedOutline) and answer.reply.reservation:
+        elif isinstance(answer, m.ReservedOutline | m.Reserved) and answer.reply.reservation:
             self._too_late.append(m.Abort(answer.reply.reservation))
 
     def _wait(self, event: int, deadline: float) -> bool:

@@ -600,7 +600,7 @@ def test_a_fault_of_the_door_is_logged_and_told(tmp_path: Path, caplog: pytest.L
     with Sidecar(tmp_path) as sidecar:
         told = threading.Event()
         sidecar.door._failed = told.set
-        sidecar.door._look_around = lambda ready: 1 / 0  # type: ignore[assignment, method-assign]
+        sidecar.door._take_turn = lambda ready: 1 / 0  # type: ignore[assignment, method-assign]
         assert told.wait(20)
         wait_until(lambda: not sidecar.door.is_served)
     assert "the door has failed" in caplog.text and "ZeroDivisionError" in caplog.text

@@ -18,6 +18,9 @@ from tiering.slab import (
     ENTRY,
     HELD,
     MAX_ABOUT_BYTES,
+    MAX_COUNT,
+    MAX_SESSION,
+    MAX_SLOTS,
     PAGE_BYTES,
     SLOTS_PER_RECORD,
     STAMP_PAGES,
@@ -87,15 +90,37 @@ def test_a_slab_header_is_read_as_it_was_packed(about: bytes) -> None:
 @given(
     number=st.integers(0, 2**32 - 1),
     part=st.integers(0, 2**32 - 1),
-    frame_bytes=st.integers(0, 2**64 - 1),
-    slots=st.integers(0, 2**32 - 1),
+    pages=st.integers(2, 2**52 - 1),
+    slots=st.integers(1, MAX_SLOTS),
     uid=st.binary(min_size=16, max_size=16),
     about=st.binary(max_size=100),
 )
-def test_any_slab_header(number: int, part: int, frame_bytes: int, slots: int, uid: bytes, about: bytes) -> None:
-    slot_class = SlotClass(TENANT, b"n" * 32, part, frame_bytes)
+def test_any_slab_header(number: int, part: int, pages: int, slots: int, uid: bytes, about: bytes) -> None:
+    slot_class = SlotClass(TENANT, b"n" * 32, part, pages * PAGE_BYTES)
     header = SlabHeader(number, slot_class, slots, KEY_ID, EPOCH, uid, about)
     assert read_slab_header(header.pack(MAC_KEY), Keys()) == header
+
+
+@pytest.mark.parametrize(
+    ("frame_bytes", "slots"), [(0, 40), (12_288, 0), (4096, 40), (12_289, 40), (12_288, MAX_SLOTS + 1), (2**63 + 1, 1)]
+)
+def test_a_slab_header_of_impossible_sizes_is_refused(frame_bytes: int, slots: int) -> None:
+    """Though its MAC is right: whoever divides by them, or makes room for them, must not be asked to."""
+    header = replace(HEADER, slot_class=HEADER.slot_class._replace(frame_bytes=frame_bytes), slots=slots)
+    refused(lambda: read_slab_header(header.pack(MAC_KEY), Keys()))
+    refused(lambda: parse_slab_header(header.pack(MAC_KEY)))
+
+
+@pytest.mark.parametrize("size", [0, 8, PAGE_BYTES - 1, PAGE_BYTES + 1])
+def test_a_page_of_another_size_is_no_slab_header(size: int) -> None:
+    refused(lambda: parse_slab_header((HEADER.pack(MAC_KEY) + b"\0")[:size]))
+
+
+@pytest.mark.parametrize("field", ["sequence", "session", "changes"])
+def test_a_stamp_that_counted_too_far_is_none(field: str) -> None:
+    """What comes after it could not be written."""
+    stamp = replace(StoreStamp(2, 1, b"u" * 16, 3, True), **{field: 2**64 - 2})
+    assert latest_stamp([stamp.pack(), bytes(PAGE_BYTES)]) is None
 
 
 def test_where_a_slabs_slots_are() -> None:
@@ -276,7 +301,7 @@ def pages_of(*stamps: StoreStamp) -> list[bytes]:
     return pages
 
 
-@pytest.mark.parametrize("stamp", [ODD, EVEN, StoreStamp(2**64 - 1, 2**64 - 1, b"\xff" * 16, 2**64 - 1, clean=True)])
+@pytest.mark.parametrize("stamp", [ODD, EVEN, StoreStamp(MAX_COUNT, MAX_SESSION, b"\xff" * 16, MAX_COUNT, clean=True)])
 def test_a_stamp_is_read_as_it_was_packed(stamp: StoreStamp) -> None:
     assert len(stamp.pack()) == PAGE_BYTES
     assert latest_stamp(pages_of(stamp)) == stamp
@@ -358,7 +383,7 @@ def test_a_stamp_of_another_version_is_refused(version: int) -> None:
 # The index's own record -----------------------------------------------------------------------------------------------
 
 
-@given(uid=st.binary(min_size=16, max_size=16), changes=st.integers(0, 2**64 - 1))
+@given(uid=st.binary(min_size=16, max_size=16), changes=st.integers(0, MAX_COUNT))
 def test_meta_is_read_as_it_was_packed(uid: bytes, changes: int) -> None:
     assert open_meta(pack_meta(uid, changes)) == (uid, changes)
 

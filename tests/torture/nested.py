@@ -1,0 +1,593 @@
+"""Fuzzing within: what other processes, disks and people give is changed inside of what guards it.
+
+    packed namespaces    JSON in deflate; what is taken can be packed, kept, shown
+    tickets              MessagePack under a MAC of the tenant's
+    admin answers        what `kvstore stat` and its kin are told, and print
+    settings             TOML
+    traces, prompts      JSON lines
+    ledgers              shared memory that a keeper hands over
+    headers              of slabs and frames, and index records: under MACs that are right
+    stamps, key files    under their checksums; JSON
+    requests             MessagePack of every verb
+
+Each target starts from what is right, changes values, types, lengths and nesting, makes checksums and MACs right again,
+and gives it to the real parser. Only the exceptions that are declared may come out, and memory stays what it was.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import struct
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+
+from kvstore.about import check_can_be_kept, pack_about, unpack_about
+from kvstore.catalogue import catalogue
+from kvstore.door import Grant
+from kvstore.errors import BadInput, KeysUnusable
+from kvstore.identity import MAX_PACKED_BYTES, Namespace, TenantKeys, root_key
+from kvstore.insight.trace import read_trace
+from kvstore.layout import Attention, KvGroup, Layout
+from kvstore.miss import HitTier, MissReason
+from kvstore.node import KeyFile
+from kvstore.service import facts as f
+from kvstore.service import messages as m
+from kvstore.service.answers import checked_facts
+from kvstore.service.operate import read_prompts
+from kvstore.service.report import NamespacesReport, StatReport
+from kvstore.service.settings import read_settings
+from kvstore.ticket import LeaseTicket
+from tiering.errors import BlockCorrupt
+from tiering.extents import Extent
+from tiering.frame import HEADER_BYTES, Sealer, Stamp, open_header, parse_header
+from tiering.keeping import Ledger
+from tiering.nvme import Found
+from tiering.slab import (
+    EMPTY,
+    ENTRY,
+    HELD,
+    PAGE_BYTES,
+    SLOTS_PER_RECORD,
+    OtherFormat,
+    SlabHeader,
+    StoreStamp,
+    entry_of,
+    latest_stamp,
+    open_meta,
+    open_record,
+    pack_meta,
+    pack_record,
+    read_slab_header,
+    split_entries,
+)
+from tiering.tier import SlotClass, place_of
+from torture.mutate import EDGES, WIDE, as_json, mutated, odd, spoiled
+from torture.mutations import VALID, Booty
+
+Report = Callable[[int], None]
+MOST_GROWN_BYTES = 64 << 20
+MOST_LINE = 3000
+"""Characters of an error's line."""
+KEYS = TenantKeys.derive(bytes(range(32)))
+
+
+class Ring:
+    """`MacKeys` that knows one tenant, under any key id."""
+
+    def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
+        """That tenant's."""
+        return KEYS.mac
+
+
+def refused(error: Exception) -> str:
+    """A declared exception: its line can be printed, and sent."""
+    line = str(error)
+    assert line and len(line) <= MOST_LINE, f"a line of {len(line)} characters: {line[:200]}"
+    msgspec.msgpack.encode(m.failed(m.Fault.BAD_INPUT, line))
+    return "refused"
+
+
+# Namespaces -----------------------------------------------------------------------------------------------------------
+
+NAMESPACES = (
+    Namespace("a" * 40, Layout.gqa(layers=2, kv_heads=2, head_dim=8, dtype="bfloat16"), "raw"),
+    Namespace(
+        "b" * 64,
+        Layout.gqa(layers=61, kv_heads=8, head_dim=128, dtype="float16", head_shards=8, layer_shards=2),
+        "int8-kc64",
+        7,
+        {"rope": "1e6", "kv_scales": "c" * 64},
+    ),
+    Namespace(
+        "c",
+        Layout(
+            (
+                KvGroup("full", (0, 2), 4, (16, 16), "float16"),
+                KvGroup("near", (1, 3), 2, (8,), "uint8", Attention.SLIDING, 512),
+            ),
+            head_shards=2,
+        ),
+        "raw",
+    ),
+)
+FIELDS = [json.loads(zlib.decompress(one.pack())) for one in NAMESPACES]
+
+
+def packed_bytes(random: Random) -> bytes:
+    """A packed namespace, changed within, or around."""
+    fields = mutated(random, random.choice(FIELDS))
+    raw = zlib.compress(as_json(random, fields).encode("utf-8", "surrogatepass"))
+    return spoiled(random, raw) if random.random() < 0.08 else raw
+
+
+def some_payloads(random: Random, count: int) -> list[Any]:
+    """Payload sizes that may be none."""
+    sizes: list[Any] = [8192] * count
+    return mutated(random, sizes, wire=True) if count and random.random() < 0.2 else sizes
+
+
+def packed(random: Random) -> str:
+    try:
+        namespace = Namespace.unpack(packed_bytes(random))
+    except ValueError as error:
+        return refused(error)
+    again = namespace.pack()
+    if len(again) <= MAX_PACKED_BYTES:
+        assert Namespace.unpack(again).digest() == namespace.digest(), "packed again it is another one"
+    msgspec.msgpack.encode([f.layout_in_words(namespace.layout), f.printable(namespace.model), namespace.weights_epoch])
+    assert isinstance(namespace.difference(NAMESPACES[0]), str)
+    parts = namespace.layout.parts
+    sizes: Any = [part.raw_bytes for part in parts]
+    if random.random() < 0.5:
+        sizes = mutated(random, sizes)
+    try:
+        check_can_be_kept(namespace, sizes)
+    except BadInput as error:
+        return refused(error)
+    kept, found = unpack_about(pack_about(namespace, sizes))
+    assert kept == list(sizes) and found.digest() == namespace.digest()
+    return "taken"
+
+
+# Tickets --------------------------------------------------------------------------------------------------------------
+
+GRANT = Grant(0, KEYS.identity, (b"stamp",) * 2, (8192, 8192))
+TICKET = LeaseTicket(
+    b"r" * 16,
+    7,
+    "request",
+    1,
+    3,
+    bytes(64),
+    ([5, 6], [7, 8]),
+    (bytes(32), bytes(32)),
+    [(HitTier.ENGINE, 64), (HitTier.DRAM, 128)],
+    [(MissReason.ABSENT, 64)],
+    MissReason.ABSENT,
+    "",
+)
+TICKET_FIELDS = msgspec.to_builtins(TICKET, builtin_types=(bytes,))
+
+
+def ticket(random: Random) -> str:
+    body = msgspec.msgpack.encode(mutated(random, TICKET_FIELDS, wire=True))
+    if random.random() < 0.05:
+        body = spoiled(random, body)
+    sealed = msgspec.msgpack.decode(msgspec.msgpack.encode(TICKET.seal(GRANT)))[:1] + _ticket_mac(body) + body
+    try:
+        opened = LeaseTicket.open(sealed, GRANT)
+    except ValueError as error:
+        return refused(error)
+    reply, keys, account = opened.reply(), opened.prompt_keys(), opened.account()
+    assert len(keys) >= (reply.blocks if reply.lease else 0) and account.asked >= 0
+    account.cut(64 * reply.blocks, MissReason.EVICTED)
+    return "taken"
+
+
+def _ticket_mac(body: bytes) -> bytes:
+    state = blake2b(digest_size=32, key=GRANT.identity_key, person=b"kv-lease-ticket")
+    for stamp in GRANT.stamps:
+        state.update(len(stamp).to_bytes(4, "little") + stamp)
+    state.update(len(body).to_bytes(8, "little") + body)
+    return state.digest()
+
+
+# Admin answers --------------------------------------------------------------------------------------------------------
+
+LOOKED = f.Looked(128, {"dram": 64}, {"absent": 64}, 0, 2, {"dram": 1}, {"absent": 1}, 0, 1, 1, 0, 64, 0.5)
+STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
+FACTS = f.Facts(
+    "ab" * 16,
+    1,
+    "ready",
+    1e9,
+    100.0,
+    [f.TierFacts("dram", 1 << 30, 1 << 20, dict.fromkeys(STATES, 1))],
+    2,
+    1,
+    0,
+    4096,
+    LOOKED,
+    [f.NamespaceFacts("a" * 12, "a" * 64, "default", "m", "2 layers", "raw", 0, 64, 2, 2, 8192, 2, 8192, 9e8, LOOKED)],
+    [f.MoveFacts("dram", "save", 1, 1, 1, 0)],
+    [f.SessionFacts("vllm", "default", 1, 1, 2, 0, 9e8, 0.1, 0.2)],
+    0,
+    {"evicted": 3},
+    f.DoorFacts(1, 1, 0, 0, {"match": 4}, 0.1, 0.3),
+    f.LoadingFacts(1, 2, 3, 4, 5),
+    f.ScrubFacts(1, 1, 1, 1, 0, 0, 0, False, 1.0, 9e8),
+    tenants=[
+        f.TenantFacts("default", 0.5, 1.0, 1, 1, 1, 1, 1, 1, 1, 1),
+        f.TenantFacts("b", None, None, 1, 1, None, None),
+    ],
+    nvme_writes="all",
+    write_budget=f.WriteBudgetFacts(1e6, 1e5, 1e7),
+)
+ANSWERS = [
+    msgspec.to_builtins(m.Reply(1, one, [3]), builtin_types=(bytes,))
+    for one in (
+        m.StatReply(FACTS),
+        m.NamespacesReply([m.Opened("a" * 64, NAMESPACES[0].pack(), [8192], 2)], 0),
+        m.Recorded(bytes(16), 64, [(0.5, [1, 2, 3])], 0),
+        m.Counted(3),
+        m.Failed(m.Fault.BUSY, "why"),
+    )
+]
+
+
+def admin_answer(random: Random) -> str:
+    body = msgspec.msgpack.encode(mutated(random, random.choice(ANSWERS), wire=True))
+    try:
+        answer = m.unpack_reply(spoiled(random, body) if random.random() < 0.05 else body).answer
+    except ValueError as error:
+        return refused(error)
+    if not isinstance(answer, m.StatReply):
+        return "taken"
+    try:
+        found = checked_facts(answer.facts)
+    except ValueError as error:
+        return refused(error)
+    json.dumps(StatReport(found).to_dict(), allow_nan=False)
+    StatReport(found).group()
+    json.dumps(NamespacesReport(found).to_dict(), allow_nan=False)
+    return "taken"
+
+
+# Settings, traces, prompts --------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, Any] = {
+    "store": {"data": "/tmp/kv", "dram": "1GiB", "nvme": "2GiB", "scrub": "8MiB/s", "prefault": False, "policy": "lru"},
+    "limits": {"leases": 100, "lease_seconds": 30.0, "namespaces": 64, "retained_fraction": 0.5},
+    "door": {"socket": "/tmp/a.sock", "mode": "660", "users": [0, 1000], "share": 0.5, "weight": 2.0, "rate": 100.0},
+    "tenants": {"b": {"socket": "/tmp/b.sock", "users": [5], "share": 0.2}},
+    "admin": {"socket": "/tmp/admin.sock"},
+    "http": {"listen": "127.0.0.1:0"},
+    "log": {"level": "info", "format": "text"},
+}
+
+
+def settings(random: Random) -> str:
+    text = as_toml(mutated(random, SETTINGS))
+    raw = text.encode("utf-8", random.choice(("surrogatepass", "replace")))
+    try:
+        read_settings(spoiled(random, raw) if random.random() < 0.1 else raw)
+    except BadInput as error:
+        return refused(error)
+    return "taken"
+
+
+def as_toml(value: Any, inline: bool = False) -> str:
+    """The text of it, as far as TOML has such values."""
+    if isinstance(value, dict):
+        pairs = [(json.dumps(key), one) for key, one in value.items()]
+        if inline:
+            return "{" + ", ".join(f"{key} = {as_toml(one, True)}" for key, one in pairs) + "}"
+        return "\n".join(f"{key} = {as_toml(one, True)}" for key, one in pairs)
+    if isinstance(value, list):
+        return "[" + ", ".join(as_toml(one, True) for one in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value if value is not None else [])
+
+
+LINES: list[Any] = [
+    {"timestamp": at, "input_length": 1024 + at, "output_length": 20, "hash_ids": [0, 1, at + 2]} for at in range(3)
+]
+
+
+def trace(random: Random) -> str:
+    lines = [as_json(random, mutated(random, line) if random.random() < 0.6 else line) for line in LINES]
+    try:
+        read = read_trace("trace", lines, random.choice((None, None, 512, 1, 0, -1, 1 << 31, 1 << 70)))
+    except BadInput as error:
+        return refused(error)
+    assert read.requests and len(read.blocks) == read.starts[-1]
+    return "taken"
+
+
+PROMPT: Any = {"token_ids": [1, 2, 3], "extra_keys": ["salt", {"hex": "00ff", "first_token": 2}]}
+
+
+def prompts(random: Random) -> str:
+    try:
+        read_prompts("prompts", [as_json(random, mutated(random, PROMPT))])
+    except BadInput as error:
+        return refused(error)
+    return "taken"
+
+
+# Memory of an earlier process -----------------------------------------------------------------------------------------
+
+SLAB = struct.Struct("<8sI8sI16s32sIQII16sI")  # of a slab's header, as tiering.slab has it
+EXTENT_BYTES = 64 << 10
+ABOUTS = [pack_about(one, [part.raw_bytes for part in one.layout.parts]) for one in NAMESPACES]
+
+
+def _about(random: Random) -> bytes:
+    if random.random() < 0.5:
+        return random.choice(ABOUTS)
+    raw = packed_bytes(random)
+    count = random.choice((0, 1, 1, 2, 16, 500, 65_535))
+    sizes = [random.choice((8192, *EDGES[:12], *WIDE[:3])) for _ in range(min(count, 600))]
+    sizes = [max(0, size) for size in sizes]
+    return (struct.pack(f"<H{len(sizes)}Q", count, *sizes) + raw)[: PAGE_BYTES - SLAB.size - 32]
+
+
+def _slab_page(random: Random, mac_key: bytes) -> bytes:
+    """A slab's header with any fields, and a MAC that is right."""
+    about = _about(random)
+    fields: list[Any] = [
+        b"KVSLAB\0\0", 1, KEYS.key_id, 1, KEYS.tenant, NAMESPACES[0].digest(), 0, 12_288, 5, 3, b"u" * 16, len(about)
+    ]  # fmt: skip
+    for at in random.sample(range(12), random.choice((0, 1, 1, 2))):
+        wide = at in (7,)
+        if isinstance(fields[at], int):
+            fields[at] = odd(random, fields[at], True) if random.random() < 0.9 else 0
+            if not isinstance(fields[at], int) or fields[at] < 0 or fields[at] >= (1 << 64 if wide else 1 << 32):
+                fields[at] = random.choice((0, 1, 4096, (1 << 32) - 1))
+        else:
+            fields[at] = random.randbytes(len(fields[at]))
+    used = SLAB.pack(*fields) + about
+    mac = blake2b(used, digest_size=32, key=mac_key, person=b"kv-slab").digest()
+    page = (used + mac).ljust(PAGE_BYTES, b"\0")[:PAGE_BYTES]
+    return spoiled(random, page)[:PAGE_BYTES].ljust(PAGE_BYTES, b"\0") if random.random() < 0.1 else page
+
+
+def ledger(random: Random) -> str:
+    size = random.choice((PAGE_BYTES, 2 * PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES))
+    memory = Extent(size)
+    try:
+        memory.view[:PAGE_BYTES] = _slab_page(random, b"")
+        if size > PAGE_BYTES:
+            struct.pack_into(
+                "<QQ", memory.view, PAGE_BYTES, random.choice((0, 7)), random.choice((0, 1, *WIDE[:7], (1 << 64) - 1))
+            )
+        try:
+            found = Ledger.found(memory, b"u" * 16, random.choice((EXTENT_BYTES, 5 * 12_288, 4096)))
+        except BlockCorrupt as error:
+            return refused(error)
+        for slot, generation in enumerate(found.generations):
+            struct.pack("<Q", generation + 1)
+            found.strike(slot)
+        about = found.about
+        found.generations.release()
+        return _taken_about(about)
+    finally:
+        memory.close()
+
+
+def _taken_about(about: bytes) -> str:
+    try:
+        payloads, namespace = unpack_about(about)
+    except ValueError as error:
+        return refused(error)
+    assert len(payloads) == len(namespace.layout.parts)
+    return "taken"
+
+
+# Disks ----------------------------------------------------------------------------------------------------------------
+
+
+def slab_header(random: Random) -> str:
+    try:
+        header = read_slab_header(_slab_page(random, KEYS.mac), Ring())
+    except BlockCorrupt as error:
+        return refused(error)
+    assert header.size_bytes > 2 * PAGE_BYTES and header.pack(KEYS.mac)
+    return _taken_about(header.about)
+
+
+STAMP = Stamp(KEYS.key_id, 1, KEYS.tenant, NAMESPACES[0].digest(), "raw", 0, 1, 64, 2, 8192)
+FRAME = Sealer(STAMP, KEYS.mac).seal(b"k" * 32, b"p" * 32, 3, 9, [bytes(16)] * 2, 5, 77)
+STAMP_FIELDS = struct.Struct("<8sHH8sI16s32s16sHHIIQ")
+IDENTITY_FIELDS = struct.Struct("<32s32sIiQQ")
+
+
+def frame_header(random: Random) -> str:
+    stamp, identity = list(STAMP_FIELDS.unpack_from(FRAME)), list(IDENTITY_FIELDS.unpack_from(FRAME, STAMP_FIELDS.size))
+    fields = stamp + identity
+    sizes = "8 H H 8 I 16 32 16 H H I I Q 32 32 I i Q Q".split()
+    bits = {"H": 16, "I": 32, "i": 31, "Q": 64}
+    for at in random.sample(range(len(fields)), random.choice((1, 1, 2))):
+        if isinstance(fields[at], bytes):
+            fields[at] = random.randbytes(len(fields[at]))
+        else:
+            fields[at] = random.choice(
+                (0, 1, 2, 3, 255, (1 << bits[sizes[at]]) - 1, random.getrandbits(bits[sizes[at]]))
+            )
+    used = STAMP_FIELDS.pack(*fields[:13]) + IDENTITY_FIELDS.pack(*fields[13:]) + bytes(16) * min(fields[11], 200)
+    mac = blake2b(used, digest_size=32, key=KEYS.mac).digest()
+    raw = (used + mac).ljust(HEADER_BYTES, b"\0")[:HEADER_BYTES]
+    if random.random() < 0.1:
+        raw = spoiled(random, raw)
+    try:
+        header = open_header(raw, Ring())
+    except BlockCorrupt as error:
+        return refused(error)
+    assert parse_header(raw) == header and len(header.digests) == header.stamp.slices
+    assert header.stamp.frame_bytes >= HEADER_BYTES
+    return "taken"
+
+
+def index_records(random: Random) -> str:
+    """Records with any entries under their MACs, as a start sorts them."""
+    layout = NAMESPACES[2].layout
+    parts, root = len(layout.parts), root_key(64)
+    found = []
+    names = [random.randbytes(32) for _ in range(6)]
+    for part in range(parts):
+        slot_class = SlotClass(KEYS.tenant, NAMESPACES[2].digest(), part, 12_288)
+        header = SlabHeader(part + 1, slot_class, SLOTS_PER_RECORD, KEYS.key_id, 1, b"u" * 16, ABOUTS[2])
+        entries = b""
+        for slot in range(SLOTS_PER_RECORD):
+            at = slot % len(names)
+            depth, generation, priority, expires, state = at, 1 + slot // len(names), 0, 0, HELD
+            parent = names[at - 1] if at else root
+            if random.random() < 0.15:
+                depth = random.choice((0, at + 1, 77, (1 << 32) - 1))
+                generation = random.choice((generation, 0, (1 << 63) - 1, (1 << 64) - 1))
+                priority = random.choice((0, -(1 << 31), (1 << 31) - 1))
+                expires = random.choice((0, (1 << 63), (1 << 64) - 1))
+                parent = random.choice((*names, root, bytes(32)))
+                state = random.choice((HELD, HELD, EMPTY, 2, 255))
+            entries += entry_of(names[at], parent, depth, generation, priority, expires, state)
+        value = pack_record(header, 0, entries, KEYS.mac)
+        if random.random() < 0.05:
+            value = spoiled(random, value)
+        try:
+            opened = split_entries(open_record(header, 0, value, KEYS.mac))
+        except BlockCorrupt as error:
+            return refused(error)
+        slots = [slot for slot in range(SLOTS_PER_RECORD) if opened["state"][slot] == HELD]
+        assert opened.dtype == ENTRY
+        found.append(Found(header, [place_of(header.number, slot) for slot in slots], opened[slots]))
+    blocks, useless, lost = catalogue(found, parts, root)
+    assert all(int(parent) < at for at, parent in enumerate(blocks.parents)), "a child before its parent"
+    assert len(blocks) * parts + len(useless) + len(lost) == sum(len(one.places) for one in found)
+    return "taken"
+
+
+def stamps(random: Random) -> str:
+    fields = [random.choice((1, 2, 7, *(one for one in WIDE if one > 0))) for _ in range(3)]
+    page = StoreStamp(fields[0], fields[1], b"i" * 16, fields[2], random.random() < 0.5).pack()
+    pages = [page, bytes(PAGE_BYTES)] if fields[0] % 2 == 0 else [bytes(PAGE_BYTES), page]
+    if random.random() < 0.1:
+        pages = [spoiled(random, one).ljust(PAGE_BYTES, b"\0")[:PAGE_BYTES] for one in pages]
+    try:
+        latest = latest_stamp(pages)
+    except OtherFormat as error:
+        return refused(error)
+    if latest is not None:  # whoever opens the directory counts on
+        latest.next(index_uid=b"j" * 16, changes=latest.changes + 1, clean=True, session=latest.session + 1).pack()
+        struct.pack("<Q", (latest.session + 1 << 40) + (1 << 39))
+    meta = open_meta(pack_meta(b"i" * 16, fields[2]))
+    if meta is not None:
+        pack_meta(meta[0], meta[1] + 1)
+    return "taken" if latest is not None else "refused"
+
+
+KEY_FILE: Any = {
+    "version": 1,
+    "tenants": {"default": {"secret": "00" * 32, "epoch": 1}, "b": {"secret": "11" * 32, "epoch": 2}},
+}
+
+
+def key_file(random: Random) -> str:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "keys"
+        path.write_bytes(as_json(random, mutated(random, KEY_FILE)).encode("utf-8", "surrogatepass"))
+        path.chmod(0o600)
+        try:
+            keys = KeyFile(path)
+        except KeysUnusable as error:
+            return refused(error)
+        msgspec.msgpack.encode(list(keys.names().values()))
+        return "taken"
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+BOOTY = Booty(1, 2, 3, 4, [bytes(32)] * 3)
+
+
+def request(random: Random) -> str:
+    verb = VALID[random.choice(tuple(VALID))](random, BOOTY)
+    message = mutated(random, [7, msgspec.to_builtins(verb, builtin_types=(bytes,))], wire=True)
+    try:
+        read = m.unpack_request(msgspec.msgpack.encode(message))
+    except ValueError as error:
+        return refused(error)
+    assert m.name_of(read.verb) and m.pack(read)
+    return "taken"
+
+
+# The campaign ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """share: of all cases."""
+
+    run: Callable[[Random], str]
+    share: float
+
+
+TARGETS = {
+    "packed namespaces": Target(packed, 0.4),
+    "tickets": Target(ticket, 0.1),
+    "admin answers": Target(admin_answer, 0.08),
+    "settings": Target(settings, 0.05),
+    "traces": Target(trace, 0.07),
+    "prompts": Target(prompts, 0.05),
+    "ledgers": Target(ledger, 0.05),
+    "slab headers": Target(slab_header, 0.06),
+    "frame headers": Target(frame_header, 0.06),
+    "index records": Target(index_records, 0.01),
+    "stamps": Target(stamps, 0.02),
+    "key files": Target(key_file, 0.01),
+    "requests": Target(request, 0.04),
+}
+
+
+def nested(count: int, seed: int, report: Report | None = None) -> dict[str, int]:
+    """That many cases in this process; how many were taken and refused, by target."""
+    counts: Counter[str] = Counter()
+    names, shares = list(TARGETS), [one.share for one in TARGETS.values()]
+    before = 0
+    for number in range(count):
+        random = Random(f"{seed} {number}")  # each case can be repeated alone
+        name = random.choices(names, shares)[0]
+        try:
+            counts[f"{name} {TARGETS[name].run(random)}"] += 1
+        except Exception as error:
+            raise AssertionError(
+                f"seed {seed}, case {number}, {name}: {type(error).__name__}: {error!s:.300}"
+            ) from error
+        if number == min(2000, count // 2):  # what is loaded and cached is there by then
+            gc.collect()
+            before = resident_bytes()
+        if report is not None and number % 500 == 499:
+            report(number + 1)
+    gc.collect()
+    grown = max(0, resident_bytes() - before)
+    assert grown <= MOST_GROWN_BYTES, f"seed {seed}: memory grew by {grown >> 20} MiB in {count} cases"
+    counts["grown_mib"] = grown >> 20
+    if report is not None:
+        report(count)
+    return dict(sorted(counts.items()))
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Of a process."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("VmRSS"))) << 10
