@@ -553,12 +553,13 @@ class LevelsModel:
         names = _names(owned, prompt)
         if lease.reason is MissReason.CORRUPT:
             assert names[lease.blocks] in self.known.damaged, "called corrupt, and nobody damaged it"
-        elif lease.reason is MissReason.DEADLINE:
+        elif lease.reason is MissReason.DEADLINE and not lease.reply.lacks_room:
             assert deadline_ms < LONG_MS
         else:
             assert self._may_fail(names), f"a lease of {match.blocks} blocks has {lease.blocks}: {lease.reason}"
             self.counts["leases cut short"] += 1
-            assert lease.reason in (MissReason.PINNED_FULL, MissReason.TIER_DOWN), lease.reason
+            no_room = (MissReason.PINNED_FULL, MissReason.DEADLINE, MissReason.QUOTA)
+            assert lease.reason in no_room or lease.reason is MissReason.TIER_DOWN, lease.reason
 
     def _deliver(self, owned: Owned, prompt: Prompt, lease: Lease, versions: list[set[int]]) -> None:
         names = _names(owned, prompt)

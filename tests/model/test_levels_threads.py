@@ -33,9 +33,10 @@ SPACES = (("default", "a", WHOLE), ("default", "b", SHARDED), ("other", "a", LAT
 PROMPTS = [Prompt((first, *rest)) for first in range(8) for rest in ((), (0,), (0, 1), (2, 1, 0, 0), (0, 1, 1, 2, 0))]
 LIMITS = Limits(lease_seconds=5, pinned_fraction=0.5, close_seconds=20)
 LONG_MS = 30_000
-OF_A_PUT = {MissReason.IN_FLIGHT, MissReason.PINNED_FULL, MissReason.EVICTED, MissReason.DISABLED}
+NO_ROOM = {MissReason.PINNED_FULL, MissReason.DEADLINE, MissReason.QUOTA}
+OF_A_PUT = {MissReason.IN_FLIGHT, MissReason.EVICTED, MissReason.DISABLED} | NO_ROOM
 OF_A_PUT |= {MissReason.ABSENT, MissReason.DIVERGED, MissReason.OTHER_NAMESPACE}  # its namespace was dropped meanwhile
-OF_A_LEASE = {MissReason.PINNED_FULL, MissReason.EVICTED, MissReason.DEADLINE, MissReason.DISABLED}
+OF_A_LEASE = {MissReason.EVICTED, MissReason.DISABLED} | NO_ROOM
 OF_A_LEASE |= {MissReason.IN_FLIGHT}  # it was evicted since the match, and somebody stores it again
 
 
