@@ -1232,10 +1232,10 @@ class Store:
 
     def _who_has_the_room_below(self) -> MissReason:
         """The same of NVMe. Under the lock."""
-        assert self._lower is not None
+        assert self._lower is not None and self.direct is not None
         if self._lower.tier.has_room():  # and the disk has none for another slab
             return MissReason.TIER_DOWN
-        if len(self._leases):
+        if len(self._leases) or self.direct.has_leases:
             return MissReason.PINNED_FULL
         may_go = next(self._lower.residency.worst(), None) is not None
         return MissReason.QUOTA if self._blocks.shares is not None and may_go else MissReason.DEADLINE

@@ -490,7 +490,7 @@ class LevelsModel:
             assert found, f"{name} was acknowledged as durable, and is gone"
         name_of = {(name[0], key): name for name, key in self.known.keys.items()}
         for owned in self.spaces:
-            for row in index.rows(owned.handle.number):
+            for row in index.rows(owned.number):
                 name = name_of[owned.name, index.key(row)]
                 assert self.known.versions.get(name), f"{name} is back, which was given up"
         self._refresh()
@@ -518,7 +518,7 @@ class LevelsModel:
 
     def _row(self, name: Name) -> int:
         (owned,) = (one for one in self.spaces if one.name == name[0])
-        row: int = self._blocks.index.find(owned.handle.number, self.known.keys[name])
+        row: int = self._blocks.index.find(owned.number, self.known.keys[name])
         return row
 
     def _may_fail(self, names: list[Name]) -> bool:

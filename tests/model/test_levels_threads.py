@@ -63,14 +63,14 @@ class Scene:
 
     def _gone(self, number: int, key: bytes) -> None:
         for space in self.spaces:
-            if space.handle.number == number:
+            if space.number == number:
                 self.owed.pop((space.name, key), None)
 
     def owe(self, space: Owned, prompt: Prompt, keys: list[bytes]) -> None:
         """A put was acknowledged. Between that and now NVMe may have given a block up again."""
         with self.opened.core._lock:
             for block, key in enumerate(keys):
-                row = self.opened.blocks.index.find(space.handle.number, key)
+                row = self.opened.blocks.index.find(space.number, key)
                 if row != NO_ROW and self.opened.blocks.is_below(row):
                     self.owed[space.name, key] = Prompt(prompt.letters[: block + 1])
 
@@ -134,7 +134,7 @@ class Worker:
 
     def half_a_put(self, space: Owned, prompt: Prompt) -> None:
         """A producer that gives up."""
-        reply = space.door.reserve(space.handle.number, space.match(prompt).keys, 0, 0, None)
+        reply = space.door.reserve(space.number, space.match(prompt).keys, 0, 0, None)
         if reply.reservation:
             space.door.abort(reply.reservation)
 

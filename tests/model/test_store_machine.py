@@ -285,7 +285,7 @@ class StoreMachine(RuleBasedStateMachine):
         elif reply.stopped_at is not None:
             self._check_room(reply.reason)
             if reply.reservation and not self.interrupted:  # else it is itself what kept its own
-                assert not self.opened.blocks.evict_own(1, owned.handle.number), "its own could go"
+                assert not self.opened.blocks.evict_own(1, owned.number), "its own could go"
             if not self.interrupted:
                 self._nobody_could_give(owned)
         if reply.reservation:
@@ -536,7 +536,7 @@ class StoreMachine(RuleBasedStateMachine):
                 is_read = residency.pins.counts[row] or any(map(residency.is_held, places))
                 if is_read or not residency.is_listed(row):
                     staying.update(index.chain(row))
-            for slot_class in space.classes if space.number != owned.handle.number else ():
+            for slot_class in space.classes if space.number != owned.number else ():
                 for extent in dram.extents_of(slot_class):
                     slots = extent.slots
                     used = [(state, slots.owners[at]) for at, state in enumerate(slots.states) if state]
