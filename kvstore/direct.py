@@ -131,6 +131,11 @@ class DirectReader:
         for record in list(self._leases.run_out(self._clock.monotonic_seconds())):
             self._let_loose(record)
 
+    @property
+    def has_leases(self) -> bool:
+        """Whether anything is kept on NVMe for a reader. Under the lock."""
+        return len(self._leases) > 0
+
     def forget(self, number: int) -> None:
         """A namespace is dropped: its leases end now, and what they would still read is a miss."""
         for record in list(self._leases.lapse_all(number)):

@@ -50,6 +50,7 @@ class LeaseReply(msgspec.Struct, frozen=True):
     """Pinned frames of the blocks first_block .. blocks - 1, each list in that order, one list per part.
 
     `lease` is 0 where nothing was pinned. header_digests: xxh3_128 of each frame's header as it was committed.
+    lacks_room: whether it ended because DRAM had no room for more.
     """
 
     lease: int
@@ -61,6 +62,7 @@ class LeaseReply(msgspec.Struct, frozen=True):
     tiers: tuple[tuple[HitTier, int], ...] = ()
     reason: MissReason | None = None
     detail: str = ""
+    lacks_room: bool = False
 
 
 class DirectReply(msgspec.Struct, frozen=True):
@@ -102,7 +104,8 @@ class DirectDoor(Protocol):
 class ReserveReply(msgspec.Struct, frozen=True):
     """Which blocks of the offered chain are to be filled (`blocks`, ascending) and where, one list of places per part.
 
-    present: offered blocks that were there before. stopped_at: the first block that will not be held, and why.
+    present: offered blocks that were there before. stopped_at: the first block that will not be held, and why. detail:
+    of the reason, for people.
     """
 
     reservation: int
@@ -111,6 +114,7 @@ class ReserveReply(msgspec.Struct, frozen=True):
     places: tuple[list[int], ...] = ()
     stopped_at: int | None = None
     reason: MissReason | None = None
+    detail: str = ""
 
 
 class ReservationLost(StoreClosed):

@@ -78,7 +78,8 @@ class PutResult:
     """What a put did, in blocks from the prompt's start.
 
     present: leading blocks that were there before. stored: blocks that are new. stopped_at: the first offered block
-    that is not held, with its reason; None when all full blocks of the prompt are held.
+    that is not held, with its reason; None when all full blocks of the prompt are held. detail: of the reason, for
+    people; may be empty.
 
     Of a joint put it is what this process did: stored counts blocks that it filled, which are readable once all others
     have filled theirs. What ends the put elsewhere afterwards is not in it: the next match says what is there.
@@ -88,6 +89,7 @@ class PutResult:
     stored: int
     stopped_at: int | None
     reason: MissReason | None
+    detail: str = field(default="", compare=False)
 
 
 class Reading(Protocol):
@@ -346,7 +348,8 @@ class NamespaceHandle:
                 lacks_pages = reply.stopped_at is not None and first_block <= reply.stopped_at < complete
                 is_incomplete = lacks_pages and reply.reason not in _STANDS_IN_THE_WAY
                 reason = MissReason.INCOMPLETE if is_incomplete else reply.reason
-                ended = PutResult(present, len(stored), reply.stopped_at, reason)
+                detail = reply.detail if reason is reply.reason else ""
+                ended = PutResult(present, len(stored), reply.stopped_at, reason, detail)
                 return self._made_durable(ended, keys[: reply.stopped_at], durability, wait)
         return self._made_durable(PutResult(present, len(stored), None, None), keys, durability, wait)
 
@@ -460,7 +463,7 @@ class NamespaceHandle:
     def _lease_directly(self, match: Match, reply: LeaseReply) -> DirectReply | None:
         """What DRAM has no room for, and NVMe has."""
         door = self._door.direct
-        if door is None or reply.reason is not MissReason.PINNED_FULL or reply.blocks >= match.blocks:
+        if door is None or not reply.lacks_room or reply.blocks >= match.blocks:
             return None
         direct = door.lease(self.number, match.keys[: match.blocks], reply.blocks)
         return direct if direct.lease else None

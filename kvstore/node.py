@@ -196,7 +196,11 @@ class TenantDoor:
         self._named[own] = grant.number
         return msgspec.structs.replace(grant, number=own)
 
-    def drop(self, number: int, seconds: float) -> int:
+    def number_in_store(self, number: int) -> int:
+        """By which the store knows a namespace."""
+        return self._named[number]
+
+    def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
         """Forget every block of a namespace, as `Store.drop`."""
         return self._store.drop(self._named[number], seconds)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count as counted_from
 from itertools import groupby
 from numbers import Integral
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.about import check_can_be_kept
 from kvstore.blocks import Blocks, Lower, Space
@@ -116,6 +116,14 @@ class _Awaited:
     """Memory that was given back, and that others map still."""
 
     mapped: list[int]
+
+
+class _End(NamedTuple):
+    """Why a lease leads no further; as in `LeaseReply`."""
+
+    reason: MissReason | None
+    detail: str
+    lacks_room: bool = False
 
 
 class Store:
@@ -360,17 +368,16 @@ class Store:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="it is being dropped")
             self._run_out()
             rows = self._blocks.index.match(number, keys)
-            reason, detail = self._why(number, keys, len(rows))
+            end = _End(*self._why(number, keys, len(rows)))
             wanted = rows[first_block:]
             affordable = self._affordable(number, wanted)
             if affordable < len(wanted):
-                reason, detail = MissReason.PINNED_FULL, "as much is pinned as may be pinned at once"
+                text = "it is more than may be pinned at once, beside what is pinned"
+                end = _End(MissReason.PINNED_FULL, text, lacks_room=True)
                 wanted = wanted[:affordable]
             if not wanted:  # nothing to pin: what lies before `first_block` is the caller's already
                 blocks = min(first_block, len(rows))
-                return LeaseReply(
-                    0, first_block, blocks, tiers=self._tiers(rows[:blocks]), reason=reason, detail=detail
-                )
+                return _no_lease(first_block, blocks, self._tiers(rows[:blocks]), end)
             chain = rows[: first_block + len(wanted)]
             tiers = self._tiers(chain)  # where they were found: a block that has to be brought up is a hit of its tier
             missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
@@ -379,7 +386,7 @@ class Store:
                 return None
             self._pin(number, wanted)
             if not missing and not unverified:
-                return self._grant(number, first_block, chain, wanted, tiers, reason, detail)
+                return self._grant(number, first_block, chain, wanted, tiers, end)
             waiting = (number, wanted)
             self._lifting.append(waiting)
         assert deadline_ms is not None
@@ -398,7 +405,7 @@ class Store:
             raise
         with self._lock:
             self._end_lifting(waiting)
-            return self._grant_what_is_up(number, first_block, chain, wanted, tiers, reason, detail, late)
+            return self._grant_what_is_up(number, first_block, chain, wanted, tiers, end, late)
 
     def _verify(self, number: int, rows: Sequence[int], deadline: float) -> bool:
         """Read blocks that were taken over for the first time, while they are pinned; bad ones are quarantined.
@@ -564,9 +571,15 @@ class Store:
             stopped_at, reason = self._tail_evicted(record, keys)
         if not record.filled:
             self.abort(record.number)
-            return ReserveReply(0, present, stopped_at=stopped_at, reason=reason)
+            return ReserveReply(0, present, stopped_at=stopped_at, reason=reason, detail=record.detail)
         return ReserveReply(
-            record.number, present, record.indexes[: record.filled], tuple(record.places), stopped_at, reason
+            record.number,
+            present,
+            record.indexes[: record.filled],
+            tuple(record.places),
+            stopped_at,
+            reason,
+            record.detail,
         )
 
     def commit(
@@ -610,9 +623,10 @@ class Store:
         with self._lock:
             self._run_out()
         done, reason = self._levels.persist(number, keys, seconds)
-        if reason is MissReason.EVICTED:
+        if reason in (MissReason.EVICTED, MissReason.PINNED_FULL):
             with self._lock:
-                reason, _ = self._why(number, keys, done)
+                is_full = reason is MissReason.PINNED_FULL
+                reason = self._who_has_the_room_below() if is_full else self._why(number, keys, done)[0]
         return done, reason
 
     def abort(self, reservation: int) -> None:
@@ -952,8 +966,7 @@ class Store:
         chain: list[int],
         rows: list[int],
         tiers: tuple[tuple[HitTier, int], ...],
-        reason: MissReason | None,
-        detail: str,
+        end: _End,
     ) -> LeaseReply:
         """Blocks that are pinned already, and in DRAM."""
         blocks, residency = self._blocks, self._blocks.residency
@@ -970,8 +983,7 @@ class Store:
             tuple(residency.header_digests_of(rows, part) for part in parts),
             residency.generations_of(rows),
             tiers,
-            reason,
-            detail,
+            *end,
         )
 
     def _grant_what_is_up(
@@ -981,8 +993,7 @@ class Store:
         chain: list[int],
         rows: list[int],
         tiers: tuple[tuple[HitTier, int], ...],
-        reason: MissReason | None,
-        detail: str,
+        end: _End,
         late: MissReason | None,
     ) -> LeaseReply:
         """The part of the pinned blocks that is in DRAM by now."""
@@ -996,12 +1007,14 @@ class Store:
             ready += 1
         self._unpin(number, rows[ready:])
         if ready < len(rows):
-            reason, detail = late or MissReason.CORRUPT, "not all blocks could be brought up to DRAM in time"
+            end = _End(late or MissReason.CORRUPT, "not all blocks could be brought up to DRAM in time")
+            if late is MissReason.PINNED_FULL:
+                end = _End(*self._who_has_the_room(None), lacks_room=True)
             chain = chain[: first_block + ready]
             tiers = _cut(tiers, len(chain))
         if not ready:
-            return LeaseReply(0, first_block, len(chain), tiers=tiers, reason=reason, detail=detail)
-        return self._grant(number, first_block, chain, rows[:ready], tiers, reason, detail)
+            return _no_lease(first_block, len(chain), tiers, end)
+        return self._grant(number, first_block, chain, rows[:ready], tiers, end)
 
     def _tiers(self, rows: Sequence[int]) -> tuple[tuple[HitTier, int], ...]:
         """Runs of the tiers that these readable blocks are in."""
@@ -1193,13 +1206,13 @@ class Store:
                 if is_patient and self._waits_for(record.namespace, mapped):
                     return _Awaited(mapped)
                 if not blocks.evict_own(len(missing), record.namespace):
-                    return MissReason.PINNED_FULL
+                    return self._no_room(record)
                 continue
             groups = blocks.givers(record.namespace)
             move = make_room(classes, blocks.dram, groups)
             if isinstance(move, Evict):
                 if not blocks.evict_for(record.namespace, len(missing)):
-                    return MissReason.PINNED_FULL  # what is left would help nobody, or is the way to blocks that stay
+                    return self._no_room(record)  # what is left would help nobody, or is the way to blocks that stay
             elif isinstance(move, Grow):
                 return move.slot_class
             elif isinstance(move, Vacate):
@@ -1207,8 +1220,37 @@ class Store:
             elif scarce:
                 return MissReason.TIER_DOWN
             else:  # nobody may be evicted at all, or nobody for this tenant
-                return MissReason.QUOTA if blocks.has_evictable() else MissReason.PINNED_FULL
+                return MissReason.QUOTA if blocks.has_evictable() else self._no_room(record)
         return None
+
+    def _no_room(self, record: ReservationRecord | Lift) -> MissReason:
+        if isinstance(record, Lift):
+            return MissReason.PINNED_FULL  # whoever answers the lease says more
+        reason, record.detail = self._who_has_the_room(record)
+        return reason
+
+    def _who_has_the_room(self, asker: ReservationRecord | None) -> tuple[MissReason, str]:
+        """Why nothing in DRAM may go. It says `pinned_full` where somebody has to release something, and nowhere else.
+        Under the lock."""
+        dram, levels = self._blocks.dram, self._levels
+        if dram.awaited() or dram.guarded_bytes():
+            return MissReason.DEADLINE, "memory that changes hands is still mapped by clients; try again"
+        if len(self._leases):
+            return MissReason.PINNED_FULL, "what could make room is leased, or being stored or moved"
+        is_moving = levels is not None and (levels.rising or levels.sinking)
+        if is_moving or self._jobs or self._lifting or any(one is not asker for one in self._reservations.values()):
+            return MissReason.DEADLINE, "what could make room is being stored or moved; try again"
+        return MissReason.QUOTA, "the prompt alone takes all the memory that it may; its first blocks are kept"
+
+    def _who_has_the_room_below(self) -> MissReason:
+        """The same of NVMe. Under the lock."""
+        assert self._lower is not None and self.direct is not None
+        if self._lower.tier.has_room():  # and the disk has none for another slab
+            return MissReason.TIER_DOWN
+        if len(self._leases) or self.direct.has_leases:
+            return MissReason.PINNED_FULL
+        may_go = next(self._lower.residency.worst(), None) is not None
+        return MissReason.QUOTA if self._blocks.shares is not None and may_go else MissReason.DEADLINE
 
     def _waits_for(self, number: int, mapped: Collection[int]) -> bool:
         tenant = self._blocks.spaces[number].tenant
@@ -1229,6 +1271,7 @@ class Store:
         with self._lock:
             stopped_at = record.indexes[record.filled]
             if record.cancelled:
+                record.detail = ""
                 return stopped_at, MissReason.DISABLED
             self._give_up(record, record.filled)
             return stopped_at, reason
@@ -1382,6 +1425,13 @@ class Store:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosed("the store is closed")
+
+
+def _no_lease(first_block: int, blocks: int, tiers: tuple[tuple[HitTier, int], ...], end: _End) -> LeaseReply:
+    """What lies before `first_block` is there, and nothing is pinned."""
+    return LeaseReply(
+        0, first_block, blocks, tiers=tiers, reason=end.reason, detail=end.detail, lacks_room=end.lacks_room
+    )
 
 
 def _cut(tiers: tuple[tuple[HitTier, int], ...], blocks: int) -> tuple[tuple[HitTier, int], ...]:

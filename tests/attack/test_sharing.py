@@ -47,6 +47,10 @@ class Sharing:
         self.opened.ring.add(keys)
         return NamespaceHandle(TenantDoor(self.opened.core, keys), namespace, codec_named("raw"))
 
+    def drop(self, handle: NamespaceHandle) -> None:
+        assert isinstance(handle.door, TenantDoor)
+        handle.door.drop(handle.number)
+
     def salt(self) -> ExtraKey:
         return ExtraKey(b"example %d" % next(self._salts))
 
@@ -197,7 +201,7 @@ def test_a_namespace_that_was_dropped_is_not_where_it_is(sharing: Sharing) -> No
     tokens = list(range(TOKENS + TAIL))
     mine, theirs = sharing.handle(), sharing.handle(OTHER_FIELDS["model"])
     sharing.put(mine, "mine", tokens, ())
-    sharing.opened.core.drop(mine.number)
+    sharing.drop(mine)
     assert sharing.look(theirs, tokens, ()).reason is MissReason.ABSENT
     assert sharing.look(mine, tokens, ()).reason is MissReason.EVICTED
 
@@ -216,7 +220,7 @@ def test_another_tenant(sharing: Sharing) -> None:
     sharing.reads(mine, tokens, (), ["mine"] * BLOCKS)
     sharing.reads(theirs, tokens, (), ["theirs"] * BLOCKS)
     assert sharing.look(elsewhere, tokens, ()).reason is MissReason.OTHER_NAMESPACE, "its own tenant's, that is"
-    sharing.opened.core.drop(theirs.number)
+    sharing.drop(theirs)
     assert sharing.look(elsewhere, tokens, ()).reason is MissReason.ABSENT
     sharing.reads(mine, tokens, (), ["mine"] * BLOCKS)
 
@@ -227,7 +231,6 @@ def test_keys_of_another_tenant_open_nothing(sharing: Sharing) -> None:
     mine, theirs = sharing.handle(), sharing.handle(tenant="other")
     sharing.put(mine, "mine", tokens, ())
     stolen = sharing.look(mine, tokens, ()).keys
-    door = TenantDoor(sharing.opened.core, sharing.opened.keys.tenant("other"))
-    reply = door.match(theirs.number, stolen)
+    reply = theirs.door.match(theirs.number, stolen)
     assert reply.blocks == 0 and reply.reason is MissReason.ABSENT and not reply.detail
     assert door.lease(theirs.number, stolen, 0, 0).blocks == 0

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ def _key(name: bytes) -> bytes:
 
 
 def is_rising(generations: Sequence[int]) -> bool:
-    return all(one < two for one, two in zip(generations, generations[1:], strict=False))
+    return all(one < two for one, two in pairwise(generations))
 
 
 def test_each_tenant_has_a_count_of_its_own(tmp_path: Path) -> None:

@@ -492,7 +492,7 @@ def test_a_put_larger_than_the_store_keeps_its_beginning() -> None:
     a = bench()
     ns = a.namespace()
     _, result = put(ns, 100 * 64)
-    assert result == PutResult(0, 80, 80, MissReason.PINNED_FULL)
+    assert result == PutResult(0, 80, 80, MissReason.QUOTA) and "alone" in result.detail
     assert ns.match(ids(6400)).blocks == 80
     a.store.check()
 
@@ -921,7 +921,7 @@ def test_namespaces_are_bounded_in_number() -> None:
         a.namespace(model=model)
     with pytest.raises(BadInput) as caught:
         a.namespace(model="three")
-    assert one_line(caught.value, "2 namespaces were opened", "limit")
+    assert one_line(caught.value, "as many namespaces as may be opened (2)", "limits.namespaces")
 
 
 # A prompt that is hashed once -----------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_a_put_waits_until_others_have_unmapped() -> None:
 
 def test_what_nobody_lets_go_of_is_waited_for_once() -> None:
     with closing(Handing()) as h:
-        refused = PutResult(0, 0, 0, MissReason.PINNED_FULL)
+        refused = PutResult(0, 0, 0, MissReason.DEADLINE)
         assert put(h.second, 5) == refused and h.looks == list(LOOKS_SECONDS)
         there = h.bench.store.usage().blocks
         for start in (100_000, 200_000):
@@ -234,7 +234,7 @@ def test_who_finds_all_places_taken_on_its_way_to_the_wait_looks_again(monkeypat
             return real(*given)
 
         monkeypatch.setattr(h.bench.store, "_await_memory", await_memory)
-        assert put(h.second, 5) == PutResult(0, 0, 0, MissReason.PINNED_FULL) and h.looks == []
+        assert put(h.second, 5) == PutResult(0, 0, 0, MissReason.DEADLINE) and h.looks == []
         assert patience._waiting == MOST_WAITING
 
 
@@ -250,7 +250,7 @@ def test_a_tenant_s_puts_wait_only_for_so_long_in_all() -> None:
         h._wait = wait  # type: ignore[method-assign, assignment]
         for number in range(20):
             h.bench.store._patience._in_vain.clear()  # as if it were another one each time
-            assert put(h.second, 5, start=100_000 * number).reason is MissReason.PINNED_FULL
+            assert put(h.second, 5, start=100_000 * number).reason is MissReason.DEADLINE
         waits = len(h.looks) // len(LOOKS_SECONDS)
         charged = waits * (WAIT_SECONDS - MOMENT_SECONDS)
         assert TENANT_SECONDS < charged < TENANT_SECONDS + WAIT_SECONDS + REGAIN * sum(h.looks)
@@ -259,7 +259,7 @@ def test_a_tenant_s_puts_wait_only_for_so_long_in_all() -> None:
 def test_a_put_waits_in_vain_once_whatever_is_given_back_meanwhile() -> None:
     with closing(Handing()) as h:
         h.meanwhile = h.bench.store._patience._in_vain.clear
-        assert put(h.second, 5).reason is MissReason.PINNED_FULL
+        assert put(h.second, 5).reason is MissReason.DEADLINE
         assert h.looks == list(LOOKS_SECONDS)
 
 
@@ -290,5 +290,5 @@ def test_a_joint_put_waits_for_a_moment_only() -> None:
         keys = [bytes([number]) * 32 for number in range(5)]
         for name in ("a", "b"):
             reply = h.bench.store.reserve(1, keys, 0, 0, None, Joint(name, (0,), b"session"))
-            assert reply.reservation == 0 and reply.reason is MissReason.PINNED_FULL
+            assert reply.reservation == 0 and reply.reason is MissReason.DEADLINE
         assert h.looks == 2 * list(LOOKS_SECONDS[:JOINT_LOOKS])

@@ -473,7 +473,7 @@ def test_as_much_as_there_is_room_for_is_stored_by_all() -> None:
     pages = random_pages(TWO, blocks)
     results = [small.put(rank, pages, 64 * blocks, "j") for rank in range(2)]
     assert results[0] == results[1] and 0 < results[0].stored < blocks
-    assert results[0].reason is MissReason.PINNED_FULL
+    assert results[0].reason is MissReason.QUOTA
     assert small.blocks(blocks) == results[0].stored == small.reads(small.whole, pages, 64 * blocks) // 64
     small.store.check()
 
@@ -622,8 +622,8 @@ def test_too_many_at_a_time_are_told_so_all_alike(two: Ranks) -> None:
     replies = []
     for number in range(MAX_UNDER_WAY):
         replies.append(two.reserve(0, 1, f"j{number}", start=1000 * (1 + number)))
-        assert replies[-1].blocks == [0] or replies[-1].reason is MissReason.PINNED_FULL
-        if replies[-1].reason is MissReason.PINNED_FULL:
+        assert replies[-1].blocks == [0] or replies[-1].reason is MissReason.DEADLINE
+        if replies[-1].reason is MissReason.DEADLINE:
             break
     for reply in replies:
         two.store.abort(reply.reservation)

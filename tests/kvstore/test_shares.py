@@ -174,7 +174,7 @@ def test_what_late_readers_hold_is_no_room(tmp_path: Path, late: int) -> None:
     """Blocks of the oldest extents were leased, the leases ran out, and nobody said that he is done."""
     opened = open_store(tmp_path, limits=Limits(pinned_fraction=1.0, lease_seconds=10.0))
     old, new = opened.namespace("old", WHOLE), opened.namespace("new", WHOLE)
-    dram, slot_class = opened.blocks.dram, opened.blocks.spaces[old.handle.number].classes[0]
+    dram, slot_class = opened.blocks.dram, opened.blocks.spaces[old.number].classes[0]
     prompts = 0
     while dram.has_room() or dram.free_slots(slot_class):
         old.put(Prompt((prompts,)))

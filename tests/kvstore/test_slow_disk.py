@@ -82,9 +82,9 @@ class Room:
         return put(self.space, prompt, durability)
 
     def fill(self, prompt: Prompt) -> MissReason | None:
-        """A volatile put. What is being written down at that moment is pinned, and may be all that could make room."""
+        """A volatile put. What is being written down at that moment may be all that could make room."""
         reason = self.put(prompt)
-        if reason is MissReason.PINNED_FULL:
+        if reason is MissReason.DEADLINE:
             wait_until_idle(self.opened.core)
             reason = self.put(prompt)
         return reason

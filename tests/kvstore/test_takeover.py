@@ -295,7 +295,7 @@ def test_a_slot_that_a_client_of_the_process_before_maps_is_not_used_for_other_b
         after = begun(keeper, 2, dram=64 << 10)
         handle = after.namespace()
         assert readable(handle, 1) == 4
-        assert handle.put(ids(64, 50_000), random_pages(LAYOUT, 1)).reason is MissReason.PINNED_FULL
+        assert handle.put(ids(64, 50_000), random_pages(LAYOUT, 1)).reason is MissReason.DEADLINE
         assert readable(handle, 1) == 4, "nothing was evicted for what it would not have helped"
         assert after.store.usage().guarded_bytes == 64 << 10
         after.store.check()

@@ -490,7 +490,7 @@ class LevelsModel:
             assert found, f"{name} was acknowledged as durable, and is gone"
         name_of = {(name[0], key): name for name, key in self.known.keys.items()}
         for owned in self.spaces:
-            for row in index.rows(owned.handle.number):
+            for row in index.rows(owned.number):
                 name = name_of[owned.name, index.key(row)]
                 assert self.known.versions.get(name), f"{name} is back, which was given up"
         self._refresh()
@@ -518,7 +518,7 @@ class LevelsModel:
 
     def _row(self, name: Name) -> int:
         (owned,) = (one for one in self.spaces if one.name == name[0])
-        row: int = self._blocks.index.find(owned.handle.number, self.known.keys[name])
+        row: int = self._blocks.index.find(owned.number, self.known.keys[name])
         return row
 
     def _may_fail(self, names: list[Name]) -> bool:
@@ -553,12 +553,13 @@ class LevelsModel:
         names = _names(owned, prompt)
         if lease.reason is MissReason.CORRUPT:
             assert names[lease.blocks] in self.known.damaged, "called corrupt, and nobody damaged it"
-        elif lease.reason is MissReason.DEADLINE:
+        elif lease.reason is MissReason.DEADLINE and not lease.reply.lacks_room:
             assert deadline_ms < LONG_MS
         else:
             assert self._may_fail(names), f"a lease of {match.blocks} blocks has {lease.blocks}: {lease.reason}"
             self.counts["leases cut short"] += 1
-            assert lease.reason in (MissReason.PINNED_FULL, MissReason.TIER_DOWN), lease.reason
+            no_room = (MissReason.PINNED_FULL, MissReason.DEADLINE, MissReason.QUOTA)
+            assert lease.reason in no_room or lease.reason is MissReason.TIER_DOWN, lease.reason
 
     def _deliver(self, owned: Owned, prompt: Prompt, lease: Lease, versions: list[set[int]]) -> None:
         names = _names(owned, prompt)

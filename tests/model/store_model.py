@@ -301,6 +301,11 @@ class Owned:
     handle: NamespaceHandle
     door: WatchedDoor
 
+    @property
+    def number(self) -> int:
+        """In the store."""
+        return self.door.number_in_store(self.handle.number)
+
     def put(self, prompt: Prompt, version: int = 0, *, first_token: int = 0, **how: Any) -> Any:
         """Store a prompt's full blocks from pages of the given style."""
         pages = self.pages(len(prompt.letters) * BLOCK_TOKENS - first_token, **how)

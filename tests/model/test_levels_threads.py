@@ -33,9 +33,10 @@ SPACES = (("default", "a", WHOLE), ("default", "b", SHARDED), ("other", "a", LAT
 PROMPTS = [Prompt((first, *rest)) for first in range(8) for rest in ((), (0,), (0, 1), (2, 1, 0, 0), (0, 1, 1, 2, 0))]
 LIMITS = Limits(lease_seconds=5, pinned_fraction=0.5, close_seconds=20)
 LONG_MS = 30_000
-OF_A_PUT = {MissReason.IN_FLIGHT, MissReason.PINNED_FULL, MissReason.EVICTED, MissReason.DISABLED}
+NO_ROOM = {MissReason.PINNED_FULL, MissReason.DEADLINE, MissReason.QUOTA}
+OF_A_PUT = {MissReason.IN_FLIGHT, MissReason.EVICTED, MissReason.DISABLED} | NO_ROOM
 OF_A_PUT |= {MissReason.ABSENT, MissReason.DIVERGED, MissReason.OTHER_NAMESPACE}  # its namespace was dropped meanwhile
-OF_A_LEASE = {MissReason.PINNED_FULL, MissReason.EVICTED, MissReason.DEADLINE, MissReason.DISABLED}
+OF_A_LEASE = {MissReason.EVICTED, MissReason.DISABLED} | NO_ROOM
 OF_A_LEASE |= {MissReason.IN_FLIGHT}  # it was evicted since the match, and somebody stores it again
 
 
@@ -62,14 +63,14 @@ class Scene:
 
     def _gone(self, number: int, key: bytes) -> None:
         for space in self.spaces:
-            if space.handle.number == number:
+            if space.number == number:
                 self.owed.pop((space.name, key), None)
 
     def owe(self, space: Owned, prompt: Prompt, keys: list[bytes]) -> None:
         """A put was acknowledged. Between that and now NVMe may have given a block up again."""
         with self.opened.core._lock:
             for block, key in enumerate(keys):
-                row = self.opened.blocks.index.find(space.handle.number, key)
+                row = self.opened.blocks.index.find(space.number, key)
                 if row != NO_ROW and self.opened.blocks.is_below(row):
                     self.owed[space.name, key] = Prompt(prompt.letters[: block + 1])
 
@@ -133,7 +134,7 @@ class Worker:
 
     def half_a_put(self, space: Owned, prompt: Prompt) -> None:
         """A producer that gives up."""
-        reply = space.door.reserve(space.handle.number, space.match(prompt).keys, 0, 0, None)
+        reply = space.door.reserve(space.number, space.match(prompt).keys, 0, 0, None)
         if reply.reservation:
             space.door.abort(reply.reservation)
 

@@ -313,7 +313,7 @@ def test_a_chain_that_does_not_fit_keeps_its_beginning(opened: OpenStore) -> Non
     chain = Prompt(tuple(range(200)))
     result = space.put(chain)
     assert (result.present, result.stored, result.stopped_at) == (0, slots, slots)
-    assert result.reason is MissReason.PINNED_FULL and space.holds(chain) == slots
+    assert result.reason is MissReason.QUOTA and space.holds(chain) == slots
     again = space.put(chain, version=1)
     assert (again.present, again.stored, again.stopped_at) == (slots, 0, slots)
 

@@ -178,10 +178,17 @@ class StoreMachine(RuleBasedStateMachine):
         elif result.reason is MissReason.EVICTED:
             assert stored and result.stopped_at > max(stored), "the end of the chain made room for its beginning"
         else:
-            assert result.reason is MissReason.PINNED_FULL
+            self._check_room(result.reason)
         after = self._look(owned, prompt)
         if not self.interrupted:
             assert after.blocks == (blocks if result.stopped_at is None else result.stopped_at)
+
+    def _check_room(self, reason: MissReason | None) -> None:
+        """Why a put found no more room: nothing is called pinned where nothing is leased."""
+        assert reason in (MissReason.PINNED_FULL, MissReason.DEADLINE, MissReason.QUOTA)
+        usage = self.core.usage()
+        if not self.interrupted:
+            assert (reason is MissReason.PINNED_FULL) == bool(usage.leases), (reason, usage.leases)
 
     @rule(space=spaces, prompts=st.integers(1, 12), depth=st.integers(1, 3))
     def flood(self, space: int, prompts: int, depth: int) -> None:
@@ -276,9 +283,9 @@ class StoreMachine(RuleBasedStateMachine):
         elif reply.reason is MissReason.EVICTED:
             assert reply.stopped_at is not None and reply.stopped_at > reply.blocks[-1]
         elif reply.stopped_at is not None:
-            assert reply.reason is MissReason.PINNED_FULL
+            self._check_room(reply.reason)
             if reply.reservation and not self.interrupted:  # else it is itself what kept its own
-                assert not self.opened.blocks.evict_own(1, owned.handle.number), "its own could go"
+                assert not self.opened.blocks.evict_own(1, owned.number), "its own could go"
             if not self.interrupted:
                 self._nobody_could_give(owned)
         if reply.reservation:
@@ -529,7 +536,7 @@ class StoreMachine(RuleBasedStateMachine):
                 is_read = residency.pins.counts[row] or any(map(residency.is_held, places))
                 if is_read or not residency.is_listed(row):
                     staying.update(index.chain(row))
-            for slot_class in space.classes if space.number != owned.handle.number else ():
+            for slot_class in space.classes if space.number != owned.number else ():
                 for extent in dram.extents_of(slot_class):
                     slots = extent.slots
                     used = [(state, slots.owners[at]) for at, state in enumerate(slots.states) if state]

@@ -139,7 +139,8 @@ class Worker:
             )
 
 
-EXPECTED_OF_A_PUT = (MissReason.IN_FLIGHT, MissReason.PINNED_FULL, MissReason.DISABLED, MissReason.EVICTED)
+NO_ROOM = (MissReason.PINNED_FULL, MissReason.DEADLINE, MissReason.QUOTA)
+EXPECTED_OF_A_PUT = (MissReason.IN_FLIGHT, MissReason.DISABLED, MissReason.EVICTED, *NO_ROOM)
 
 
 def together(workers: list[Callable[[], None]]) -> None:

@@ -163,7 +163,7 @@ def test_a_client_that_is_stopped_keeps_nobody_waiting_for_long(sidecar: Sidecar
         other.send_signal(signal.SIGSTOP)
         for number in range(1, 30):
             result = put(handle, number, blocks=5)
-            assert result.stored == 5 or result.reason is MissReason.PINNED_FULL
+            assert result.stored == 5 or result.reason is MissReason.DEADLINE
         spent, _ = next(iter(sidecar.core._patience._spent.values()))
         assert 0 < spent < TENANT_SECONDS + WAIT_SECONDS
         other.send_signal(signal.SIGCONT)

@@ -137,7 +137,7 @@ def test_room_for_one_block_costs_others_no_more_than_an_extent(tmp_path: Path) 
         assert full.put(ids(200 * 64), random_pages(full.layout, 200)).stored
         blocks = full.match(ids(200 * 64)).blocks
         deadline = time.monotonic() + 20
-        while other.put(ids(64), random_pages(other.layout, 1)).reason is MissReason.PINNED_FULL:
+        while other.put(ids(64), random_pages(other.layout, 1)).reason is MissReason.DEADLINE:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert other.match(ids(64)).blocks == 1
