@@ -601,7 +601,8 @@ class RemoteDoor:
             pinged = self._touch.pinged
             if pinged is None or pinged[0] is not run:
                 pinged = self._touch.pinged = (run, run.wire.submit(m.Ping(run.bell is None)), now)
-            seconds = self._limits.match if breaker.is_suspected else self._limits.connect
+            most = self._limits.connect
+            seconds = min(self._limits.match, most) if breaker.is_suspected else most
             answered = run.wire.await_answer(pinged[1], seconds)
         except TooLate:
             assert pinged is not None
