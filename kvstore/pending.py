@@ -123,9 +123,7 @@ class LeaseThreads:
         unbegun = [asked]
         try:
             self._pool.submit(self._run, unbegun)
-        except (
-            RuntimeError
-        ):  # it was closed, or the machine has no new thread: then it is in the pool's queue all the same
+        except RuntimeError:  # it was closed, or there is no new thread; then it may be in the queue all the same
             if self._taken(unbegun) is None:
                 return asked
             self._under_way.release()
