@@ -198,7 +198,7 @@ class PagedWorker:
                 if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
                     if not is_stale and self._saves:  # those that wait might have gone
                         self._patience.gave_up(now)
-                    reason = None if is_stale else MissReason.DEADLINE
+                    reason = None if is_stale else MissReason.BUSY
                     self._report_save(order, 0, 0, 0.0, reason, dropped=True)
                     continue
                 self._waiting_bytes += size

@@ -104,6 +104,7 @@ class LeaseThreads:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._pool = ThreadPoolExecutor(LEASE_THREADS, "kv-lease")
+        self._is_closed = False
         self._under_way = threading.BoundedSemaphore(MAX_SUBMITTED)
 
     def submit(
@@ -118,15 +119,32 @@ class LeaseThreads:
         asked = _AskedInThread(lease, release, abandon, first_block, deadline_ms, self._clock)
         if not self._under_way.acquire(blocking=False):
             text = f"{MAX_SUBMITTED} leases are under way, which is the limit"
-            return Answered(LeaseReply(0, first_block, 0, reason=MissReason.DEADLINE, detail=text))
+            return Answered(LeaseReply(0, first_block, 0, reason=MissReason.BUSY, detail=text))
+        unbegun = [asked]
         try:
-            self._pool.submit(self._run, asked)
-        except RuntimeError:  # it was closed, or the machine has no thread for it
+            self._pool.submit(self._run, unbegun)
+        except RuntimeError:  # it was closed, or there is no new thread; then it may be in the queue all the same
+            if self._taken(unbegun) is None:
+                return asked
             self._under_way.release()
-            return Answered(LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed"))
+            reason, text = MissReason.BUSY, "the machine has no thread for it"
+            if self._is_closed:
+                reason, text = MissReason.DISABLED, "the store is closed"
+            return Answered(LeaseReply(0, first_block, 0, reason=reason, detail=text))
         return asked
 
-    def _run(self, asked: _AskedInThread) -> None:
+    @staticmethod
+    def _taken(unbegun: list[_AskedInThread]) -> _AskedInThread | None:
+        """By one of the two sides."""
+        try:
+            return unbegun.pop()
+        except IndexError:
+            return None
+
+    def _run(self, unbegun: list[_AskedInThread]) -> None:
+        asked = self._taken(unbegun)
+        if asked is None:
+            return
         try:
             asked.run()
         finally:
@@ -134,6 +152,7 @@ class LeaseThreads:
 
     def close(self) -> None:
         """Begin no more; what is under way ends with the store."""
+        self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -31,36 +31,16 @@ from kvstore.miss import MissReason
 from kvstore.pending import Answered
 from kvstore.requests import Requests
 from kvstore.service import messages as m
-from kvstore.service.bell import BellEnd
+from kvstore.service.call_limits import CallLimits, VerbTime
+from kvstore.service.in_touch import InTouch
 from kvstore.service.run import Asked, Away, Run, Steps, spans, taken
-from kvstore.service.wire import Clock, Silent, TooLate, TooMuch, Wire, drained
+from kvstore.service.wire import Clock, Silent, Wire, drained
 from tiering.tier import FrameSpan
 
 R = TypeVar("R")
 MAX_DEADLINE_MS = 60_000.0
 MOVING_SHARE = 10
 """While memory moves to other clients, a sidecar that rings no bell is asked so many times as often."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """How long a call may take, in seconds. connect: until the sidecar says welcome, or answers a ping. match: for a
-    look-up, and for the ping of a sidecar that is suspected to be silent. lease: beyond the deadline of the lease
-    itself. fill: for room, which may have to be made, and for commits, where a put says nothing else. drop: for a
-    namespace to be forgotten. open: how long a new namespace waits for a sidecar that is not there yet. first_pause,
-    longest_pause: before it is called again. ping: how often it is asked, by a thread, what memory is to be let go of,
-    and undone what nobody waits for.
-    """
-
-    connect: float = 1.0
-    match: float = 0.05
-    lease: float = 0.05
-    fill: float = 5.0
-    drop: float = m.DROP_SECONDS
-    open: float = 10.0
-    first_pause: float = 0.02
-    longest_pause: float = 1.0
-    ping: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +58,6 @@ class _Held:
 
     run: Run
     lease: int
-
-
-class _Touch:
-    """What the thread in the background is told. wanted: there is no connection, and somebody asked for one. is_moving:
-    memory was let go of when it looked last, and more may follow. pinged: the connection on which a ping is under way,
-    its number, and when it was sent: there is one at a time, however long it takes."""
-
-    def __init__(self) -> None:
-        self.ended = False
-        self.pinged: tuple[Run, int, float] | None = None
-        self.wanted = False
-        self.is_moving = False
-        self.nudge = threading.Event()
 
 
 class RemoteDoor:
@@ -115,8 +82,7 @@ class RemoteDoor:
         self._held: dict[int, _Held] = {}  # by this client's own numbers, which never name anything else
         self._abandoned: deque[int] = deque()
         self._forsaken: deque[Asked[Any]] = deque()
-        self._touch = _Touch()
-        self._touching: threading.Thread | None = None
+        self._touch = InTouch(clock)
         self._why = ""  # the last call failed, if it did
         self._turned_away = False
         self._is_silent = False  # it was called, and nobody said a word: the thread in the background calls on
@@ -185,7 +151,7 @@ class RemoteDoor:
         try:
             run = self._running(time)
             verb = m.Lease(self._number(run, number, time), list(keys), int(first_block), wait_ms, request)
-            return run.walk(self._leasing(run, verb), time.left(), self._map_seconds)
+            return run.walk(self._leasing(run, verb), time.left(), self._limits.mapping)
         except Away as away:
             return _no_lease(first_block, away.reason, away.detail)
 
@@ -221,7 +187,7 @@ class RemoteDoor:
             here = self._running(time)
             if here.name != run:
                 return _no_lease(reply.first_block, MissReason.STALE_HINT, "it is of another run of the sidecar")
-            if not here.attach(reply.lease, reply.places, time.left(), self._map_seconds):
+            if not here.attach(reply.lease, reply.places, time.left(), self._limits.mapping):
                 return _no_lease(reply.first_block, MissReason.STALE_HINT, "nobody of this session holds it any more")
             return self._hold(here, reply)
         except Away as away:
@@ -317,7 +283,7 @@ class RemoteDoor:
         try:
             run = self._running(self._time(self._limits.fill))
             verb = m.Persist(self._number(run, number, self._time(self._limits.fill)), list(keys), seconds)
-            answer = run.ask(verb, m.Persisted, seconds + self._map_seconds)
+            answer = run.ask(verb, m.Persisted, seconds + self._limits.mapping)
             return answer.blocks, answer.reason
         except Away as away:
             return 0, away.reason
@@ -364,8 +330,7 @@ class RemoteDoor:
 
     def close(self) -> None:
         """Hang up; every further question is a miss."""
-        self._touch.ended = True
-        self._touch.nudge.set()
+        self._touch.end()
         with self._lock:
             self.closed = True
             run, self._run = self._run, None
@@ -375,7 +340,7 @@ class RemoteDoor:
     def forget(self) -> None:
         """In a forked child: connection and leases are the parent's, memory is let go of."""
         self._lock = threading.Lock()
-        self._touch, self._touching = _Touch(), None
+        self._touch = InTouch(self._clock)
         run, self._run = self._run, None
         self._held.clear()
         self._abandoned.clear()
@@ -387,16 +352,11 @@ class RemoteDoor:
 
     # Inside --------------------------------------------------------------------------------------------------------
 
-    @property
-    def _map_seconds(self) -> float:
-        """For what a sidecar that runs answers soon, whatever the verb before it was for."""
-        return max(self._limits.connect, self._limits.lease)
-
-    def _time(self, most: float, given: float | None = None) -> _Time:
+    def _time(self, most: float, given: float | None = None) -> VerbTime:
         """Of a verb that may take so long, or as long as its caller says."""
-        return _Time(self._clock, most if given is None else min(most, given))
+        return VerbTime(self._clock, most if given is None else min(most, given))
 
-    def _running(self, time: _Time, *, waits: bool = False) -> Run:
+    def _running(self, time: VerbTime, *, waits: bool = False) -> Run:
         """The connection, made anew if need be. Raises `Away`."""
         if not time.left() and not waits:
             raise Away(MissReason.DEADLINE, "its time was over before this was asked")
@@ -475,7 +435,7 @@ class RemoteDoor:
     def _because(self) -> str:
         return f" ({self._why})" if self._why else ""
 
-    def _connect(self, time: _Time, waits: bool) -> Run:
+    def _connect(self, time: VerbTime, waits: bool) -> Run:
         limits = self._limits
         if self._is_silent and not waits and self._have_it_called():
             raise Away(MissReason.UNREACHABLE, self._why)  # calling it would cost each verb as much again
@@ -521,7 +481,7 @@ class RemoteDoor:
         finally:
             self._lock.release()
 
-    def _number(self, run: Run, number: int, time: _Time) -> int:
+    def _number(self, run: Run, number: int, time: VerbTime) -> int:
         """The sidecar's number of a namespace, which is opened first on a new connection, in that time at most.
 
         Raises `Away`.
@@ -557,15 +517,7 @@ class RemoteDoor:
     def _keep_in_touch(self) -> bool:
         """Have a thread that asks now and then, and calls the sidecar where somebody wants it and must not wait.
         Returns whether there is one."""
-        if self._touching is None:
-            given = weakref.ref(self), self._touch, self._limits
-            thread = threading.Thread(target=_touch, args=given, name="kv-client", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the machine has none for it
-                return False
-            self._touching = thread
-        return True
+        return self._touch.start(self, self._limits.ping)
 
     def look_after(self) -> float:
         """What the thread does each time; returns the seconds until it is called again."""
@@ -578,7 +530,7 @@ class RemoteDoor:
             self._call_in_background()
             run = self._run
         if run is not None and not run.wire.closed:
-            self._ping(run)
+            self._touch.ping(run, self._limits, self._settle)
             if run.breaker.is_open or run.breaker.is_suspected:
                 return 0.0  # its answer is waited for
         if not self._touch.wanted:
@@ -592,47 +544,6 @@ class RemoteDoor:
             if self._run is run:
                 self._run = None
         run.wire.close()
-
-    def _ping(self, run: Run) -> None:
-        """Let go of memory also while nobody asks for anything: others may be waiting for it."""
-        breaker, now = run.breaker, self._clock.monotonic_seconds()
-        if not breaker.is_open:
-            self._settle(run)
-        try:
-            pinged = self._touch.pinged
-            if pinged is None or pinged[0] is not run:
-                pinged = self._touch.pinged = (run, run.wire.submit(m.Ping(run.bell is None)), now)
-            seconds = self._limits.match if breaker.is_suspected else self._limits.connect
-            answered = run.wire.await_answer(pinged[1], seconds)
-        except TooLate:
-            assert pinged is not None
-            run.was_late(pinged[2], is_quick=True)
-            return
-        except TooMuch:  # it does not read what it is sent
-            run.was_late(now - self._limits.connect, is_quick=True)
-            self._touch.nudge.wait(self._limits.ping)
-            return
-        except Unreachable:
-            self._touch.pinged = None
-            self._touch.nudge.set()  # it is gone: its memory is let go of at once
-            return
-        self._touch.pinged = None
-        breaker.answered()
-        for descriptor in answered.descriptors:
-            self._listen(run, descriptor)
-        retired = run.wire.retired()
-        run.unmap(retired)
-        self._settle(run)
-        self._touch.is_moving = bool(retired) and run.bell is None
-
-    def _listen(self, run: Run, descriptor: int) -> None:
-        """Ask at once whenever the sidecar has something to tell, from now on."""
-        run.bell = bell = BellEnd(descriptor)
-        try:
-            threading.Thread(target=_hear, args=(bell, self._touch.nudge), name="kv-bell", daemon=True).start()
-        except RuntimeError:  # no thread to be had: it is asked now and then
-            bell.close()
-            run.bell = None
 
     def _call_in_background(self) -> None:
         """A connection on which every namespace is open, for those who must not wait."""
@@ -653,45 +564,12 @@ class RemoteDoor:
             self._touch.wanted = not self.closed
 
 
-class _Time:
-    """That a verb may take, all its questions together."""
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self._clock = clock
-        self._ends_at = clock.monotonic_seconds() + seconds
-
-    def left(self) -> float:
-        """Seconds, 0 where there are none."""
-        return max(0.0, self._ends_at - self._clock.monotonic_seconds())
-
-
 def _no_match(reason: MissReason, detail: str) -> MatchReply:
     return MatchReply(0, reason=reason, detail=detail)
 
 
 def _no_lease(first_block: int, reason: MissReason, detail: str) -> LeaseReply:
     return LeaseReply(0, first_block, 0, reason=reason, detail=detail)
-
-
-def _touch(door: weakref.ref[RemoteDoor], touch: _Touch, limits: CallLimits) -> None:
-    """Until the door is closed or forgotten."""
-    seconds = limits.ping
-    while not touch.ended:
-        touch.nudge.wait(seconds)
-        touch.nudge.clear()
-        there = door()
-        if there is None or touch.ended:
-            return
-        seconds = there.look_after()
-        del there
-
-
-def _hear(bell: BellEnd, nudge: threading.Event) -> None:
-    """Until the sidecar hangs up."""
-    while bell.wait():
-        nudge.set()
-    bell.close()
-    nudge.set()  # it may be gone
 
 
 _doors: weakref.WeakSet[RemoteDoor] = weakref.WeakSet()

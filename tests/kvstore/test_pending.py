@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
 from kvstore.door import LeaseReply, Submitted
 from kvstore.miss import MissReason
 from kvstore.pending import GRACE_SECONDS, LEASE_THREADS, MAX_SUBMITTED, LeaseThreads, Pending
@@ -86,13 +88,31 @@ def test_so_many_at_a_time_and_none_when_it_is_closed() -> None:
     store = SlowStore()
     asked = [store.submit() for _ in range(MAX_SUBMITTED)]
     refused = store.submit().poll()
-    assert refused is not None and refused.reason is MissReason.DEADLINE and str(MAX_SUBMITTED) in refused.detail
+    assert refused is not None and refused.reason is MissReason.BUSY and str(MAX_SUBMITTED) in refused.detail
     store.may_grant.set()
     wait_until(lambda: all(one.poll() is not None for one in asked))
     wait_until(lambda: store.submit().poll() is None)
     store.threads.close()
     closed = store.submit().poll()
     assert closed is not None and closed.reason is MissReason.DISABLED
+
+
+def test_where_the_machine_has_no_thread_it_is_busy_and_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SlowStore()
+    store.may_grant.set()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _no_thread)
+        for _ in range(MAX_SUBMITTED + 1):  # and none of them counts as under way
+            refused = store.submit().poll()
+            assert refused is not None and refused.reason is MissReason.BUSY and "no thread" in refused.detail
+    asked = [store.submit() for _ in range(10)]
+    wait_until(lambda: all(one.poll() is not None for one in asked))
+    assert len(store.granted) == 10 and not store.released, "what was refused is not asked for later"
+    store.threads.close()
+
+
+def _no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_books_of_requests_keep_nothing_alive() -> None:

@@ -28,7 +28,7 @@ from kvstore.identity import Namespace
 from kvstore.layout import Layout
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import SystemClock
-from kvstore.service import local_door
+from kvstore.service import handlers, local_door
 from kvstore.service import messages as m
 from kvstore.service.connections import DoorLimits
 from kvstore.service.local_door import LARGE_BYTES, TURNED_AWAY
@@ -37,6 +37,7 @@ from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, number_of
 from tiering.extents import MappedExtent
 from tiering.frame import HEADER_BYTES, KEY_BYTES
+from tiering.lmdb_index import LmdbMaker
 from torture.peer import Peer
 from workbench import MODEL, blank_pages, ids, plausible_pages, random_pages, same_tokens, small_layout
 
@@ -717,3 +718,42 @@ def test_what_is_left_behind_at_a_door_that_rests_is_looked_after(
         views.clear()
         del lease
         wait_until(lambda: sidecar.sessions.departed == 0)
+
+
+@pytest.mark.parametrize("kind", ["persist", "lease", "submit_lease", "reserve", "put_for_longer"])
+def test_who_has_as_much_under_way_as_he_may_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The sidecar answers: it is not unreachable."""
+    limits = DoorLimits(long_running=0) if kind == "persist" else DoorLimits()
+    nvme: dict[str, Any] = {"nvme": "16MiB", "indexes": LmdbMaker} if kind == "persist" else {}
+    with Sidecar(tmp_path, limits, dram="16MiB", **nvme) as sidecar, sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        pages = random_pages(small_layout(), 2)
+        handle.put(ids(128), pages)
+        match = handle.match(ids(128))
+        monkeypatch.setattr(handlers, "MAX_LEASES", 0)
+        monkeypatch.setattr(handlers, "MAX_RESERVATIONS", 0)
+        if kind == "persist":
+            assert handle.put(ids(128), pages, durability="disk").reason is MissReason.BUSY
+        elif kind == "lease":
+            lease = handle.lease(match)
+            assert lease.reason is MissReason.BUSY and "release some first" in lease.reply.detail
+            assert lease.account.misses == {MissReason.BUSY: 128}
+        elif kind == "submit_lease":
+            pending = handle.submit_lease(match)
+            wait_until(lambda: pending.poll() is not None)
+            assert pending.poll().reason is MissReason.BUSY  # type: ignore[union-attr]
+        elif kind == "reserve":
+            assert handle.put(ids(128, 3), pages).reason is MissReason.BUSY
+        else:
+            tail = handle.put(ids(128, 3), random_pages(small_layout(), 1), first_token=64, ttl=5)
+            assert tail.reason is MissReason.BUSY, "and not for the pages that it has not got"
+
+
+@pytest.mark.parametrize("keys", [[b"k" * 32] * 2, [b"short"]])
+def test_what_the_sidecar_cannot_take_is_unsupported(sidecar: Sidecar, keys: list[bytes]) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        reply = handle.door.match(handle.number, keys)
+        assert reply.reason is MissReason.UNSUPPORTED and "prefix key" in reply.detail

@@ -1,0 +1,127 @@
+"""When PrefixCache saves: never before a first token, and a sidecar that hangs costs a request one look-up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from adapters.test_hf_cache import cache_of, model_of, prompt_of, reasons
+from engine_adapter.hf_cache import Kept
+from kvstore.miss import MissReason
+from kvstore.node import EmbeddedStore
+from kvstore.service.remote_door import CallLimits
+from service.test_engines import wait_until
+from service.test_serve import serving
+from service.test_silent_sidecar import AT_ONCE, LONG, stop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return model_of()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
+    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("kept", list(Kept))
+def test_nothing_is_saved_before_the_first_token(llama: Any, store: EmbeddedStore, kept: Kept) -> None:
+    cache = cache_of(llama, store, kept=kept)
+    stream = cache.stream([prompt_of(1300)], max_new_tokens=12)
+    next(stream)
+    report = stream.results[0].report
+    assert report.save_ms == 0 and report.saved_blocks == 0 and store.usage().blocks == 0
+    saved = []
+    for _ in range(8):
+        next(stream)
+        saved.append(report.saved_blocks)
+    whole = [4, 8, 12, 16, 20]
+    assert saved == [*whole, *[20] * 3], "a chunk of 256 tokens between two tokens"
+    stream.close()
+    assert report.saved_blocks == 20 and not report.put_reasons
+    again = cache.generate(prompt_of(1300), max_new_tokens=1)
+    assert reasons(again.report.account)["dram"] == 1280
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 40])
+def test_the_next_request_finds_what_the_last_one_computed(llama: Any, store: EmbeddedStore, new_tokens: int) -> None:
+    cache = cache_of(llama, store)
+    cold = cache.generate(prompt_of(1300), max_new_tokens=new_tokens)
+    warm = cache.generate(prompt_of(1300), max_new_tokens=new_tokens)
+    assert reasons(warm.report.account)["dram"] == 1280 and warm.token_ids == cold.token_ids
+
+
+def test_in_a_batch_what_a_prompt_shares_is_saved_before_it_is_looked_up_and_nothing_else(
+    llama: Any, store: EmbeddedStore
+) -> None:
+    one, other = prompt_of(700), prompt_of(640, seed=2)
+    stream = cache_of(llama, store).stream([one, other, one[:520]], max_new_tokens=2)
+    next(stream)
+    next(stream)
+    first, second, _ = (answer.report for answer in stream.results)
+    assert (first.save_ms, second.save_ms) == (0, 0)
+    next(stream)
+    assert first.saved_blocks == 10 and second.save_ms == 0
+    assert reasons(stream.results[2].report.account)["dram"] == 512
+    list(stream)
+    assert second.saved_blocks == 10
+
+
+def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None:
+    prompt = prompt_of(1300)
+    expected = cache_of(llama).generate(prompt, max_new_tokens=6).token_ids
+    with serving(tmp_path, "--nvme", "off") as (_, said), kvstore.open(f"unix:{said['serving'][0]}") as store:
+        cache = cache_of(llama, store)
+        door: Any = store._door  # type: ignore[union-attr]
+        door._limits = CallLimits(fill=LONG)
+        stop(said["pid"])
+        try:
+            started = time.monotonic()
+            answers = [cache.generate(prompt, max_new_tokens=6) for _ in range(3)]
+            assert time.monotonic() - started < AT_ONCE
+        finally:
+            os.kill(said["pid"], signal.SIGCONT)
+        for answer in answers:
+            assert answer.token_ids == expected and not answer.report.faults
+            assert set(answer.report.put_reasons) == {MissReason.UNREACHABLE}
+        first, *later = [reasons(answer.report.account) for answer in answers]
+        assert first == {"deadline": 1280, "partial_block": 20}
+        assert later == [{"unreachable": 1280, "partial_block": 20}] * 2
+        wait_until(lambda: not door._run.breaker.is_open)
+        door._limits = CallLimits(match=LONG, lease=LONG)
+        cache.generate(prompt, max_new_tokens=1)
+        warm = cache.generate(prompt, max_new_tokens=6)
+        assert warm.token_ids == expected and reasons(warm.report.account)["dram"] == 1280
+
+
+def test_a_sidecar_that_hangs_behind_the_first_token_costs_one_deadline(llama: Any, tmp_path: Path) -> None:
+    prompt = prompt_of(1300)
+    expected = cache_of(llama).generate(prompt, max_new_tokens=6).token_ids
+    with serving(tmp_path, "--nvme", "off") as (_, said), kvstore.open(f"unix:{said['serving'][0]}") as store:
+        cache = cache_of(llama, store)
+        door: Any = store._door  # type: ignore[union-attr]
+        door._limits = CallLimits(match=LONG, fill=LONG, lease=LONG)
+
+        def stops(_: Any) -> None:
+            stop(said["pid"])
+            door._limits = CallLimits(fill=LONG)
+
+        try:
+            started = time.monotonic()
+            answer = cache.generate(prompt, max_new_tokens=6, on_token=stops)
+            assert time.monotonic() - started < AT_ONCE
+        finally:
+            os.kill(said["pid"], signal.SIGCONT)
+        assert answer.token_ids == expected and not answer.report.faults
+        assert set(answer.report.put_reasons) == {MissReason.UNREACHABLE}

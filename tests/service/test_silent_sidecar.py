@@ -1,0 +1,295 @@
+"""A sidecar that hangs: one request of a client is late, and no other waits until it answers again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import MissReason
+from kvstore.node import SystemClock
+from kvstore.service import messages as m
+from kvstore.service import operate
+from kvstore.service.remote_door import CallLimits
+from kvstore.service.wire import TooLate, Wire
+from service.sidecar import Sidecar, patient
+from service.test_engines import lease_of, polled, wait_until
+from service.test_serve import serving
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+
+LAYOUT = small_layout()
+PAGES = random_pages(LAYOUT, 8)
+CLOCK = SystemClock()
+LONG = 60.0
+AT_ONCE = 20.0
+"""Of verbs that may take `LONG`: a third of it is no measure of speed."""
+
+
+def stop(pid: int) -> None:
+    """Until none of its threads runs any more."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all((one / "stat").read_text().rpartition(")")[2].split()[0] == "T" for one in tasks.iterdir()))
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    stop(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What a sidecar printed that all tests here stop and continue."""
+    with serving(tmp_path_factory.mktemp("sidecar"), "--nvme", "off") as (_, said):
+        yield said
+
+
+@contextmanager
+def client(said: dict[str, Any], **limits: float) -> Iterator[NamespaceHandle]:
+    """Of a sidecar that holds `ids(512)`. All verbs but a look-up have a minute, unless the test says otherwise."""
+    with kvstore.open(f"unix:{said['serving'][0]}") as store:
+        handle = patient(store).namespace(model=MODEL, layout=LAYOUT)  # type: ignore[arg-type]
+        assert handle.put(ids(512), PAGES).reason is None
+        handle.door._limits = CallLimits(**{"match": 0.2, "lease": LONG, "fill": LONG, **limits})  # type: ignore
+        yield handle
+
+
+def reason_of(ask: Callable[[], Any]) -> MissReason | None:
+    answer = ask()
+    return answer.reason if answer is not None else None
+
+
+def is_back(handle: NamespaceHandle) -> bool:
+    return handle.match(ids(512)).blocks == 8
+
+
+def held(said: dict[str, Any]) -> tuple[int, int]:
+    """Leases and reservations that the sidecar knows of."""
+    facts = operate.stat(str(Path(said["serving"][0]).with_name("admin.sock")), CLOCK)
+    return facts.leases, facts.reservations
+
+
+def test_after_one_time_out_every_verb_misses_at_once_until_a_ping_is_answered(said: dict[str, Any]) -> None:
+    with client(said) as handle:
+        match, lease, other = handle.match(ids(512)), lease_of(handle), lease_of(handle)
+        ticket = other.ticket()
+        verbs: dict[str, Callable[[], Any]] = {
+            "match": lambda: handle.match(ids(512)),
+            "lease": lambda: handle.lease(match, deadline_ms=LONG * 1000),
+            "put": lambda: handle.put(ids(512, 1), PAGES),
+            "attach": lambda: handle.attach(ticket),
+            "submit_match": lambda: handle.submit_match(ids(512), deadline_ms=LONG * 1000).poll(),
+            "submit_lease": lambda: handle.submit_lease(match, deadline_ms=LONG * 1000).poll(),
+        }
+        with stopped(said["pid"]):
+            assert handle.match(ids(512)).reason is MissReason.DEADLINE
+            started = time.monotonic()
+            for _ in range(20):
+                assert {name: reason_of(ask) for name, ask in verbs.items()} == dict.fromkeys(
+                    verbs, MissReason.UNREACHABLE
+                )
+            missed = handle.match(ids(530))
+            assert missed.account.to_dict()["misses"] == {"unreachable": 512, "partial_block": 18}
+            assert "has not answered" in missed.detail
+            with pytest.raises(kvstore.Unreachable):
+                handle.door.drop(handle.number)  # type: ignore[attr-defined]
+            blank = blank_pages(LAYOUT, 8)
+            assert handle.get(lease, blank).tokens == 512, "its memory is mapped"
+            assert same_tokens(PAGES, blank, range(512))
+            lease.release()
+            assert time.monotonic() - started < AT_ONCE
+        wait_until(lambda: is_back(handle))
+        assert handle.put(ids(512, 1), PAGES).stored == 8
+        other.release()
+        wait_until(lambda: held(said) == (0, 0))
+
+
+@pytest.mark.parametrize("verb", ["lease", "put", "attach", "submit_lease"])
+def test_whatever_is_late_first_nobody_waits_behind_it(said: dict[str, Any], verb: str) -> None:
+    """What may be long on its way does not tell a silent sidecar from a slow one: the ping that follows does."""
+    with client(said, lease=0.1) as handle:
+        match, other = handle.match(ids(512)), lease_of(handle)
+        ticket = other.ticket()
+        first: dict[str, Callable[[], Any]] = {
+            "lease": lambda: handle.lease(match, deadline_ms=1),
+            "put": lambda: handle.put(ids(64, 3), random_pages(LAYOUT, 1), deadline_ms=100),
+            "attach": lambda: handle.attach(ticket),
+            "submit_lease": lambda: polled(handle.submit_lease(match, deadline_ms=1)),
+        }
+        with stopped(said["pid"]):
+            assert first[verb]().reason is MissReason.DEADLINE
+            handle.door._limits = CallLimits(match=LONG, lease=LONG, fill=LONG)  # type: ignore[attr-defined]
+            wait_until(lambda: handle.door._run.breaker.is_open)  # type: ignore[attr-defined]
+            started = time.monotonic()
+            assert handle.match(ids(512)).reason is MissReason.UNREACHABLE
+            assert handle.put(ids(512, 1), PAGES).reason is MissReason.UNREACHABLE
+            assert time.monotonic() - started < AT_ONCE
+        other.release()
+        wait_until(lambda: is_back(handle))
+        wait_until(lambda: held(said) == (0, 0))
+
+
+def test_a_sidecar_that_nobody_asks_is_found_to_be_silent_by_its_ping(said: dict[str, Any]) -> None:
+    with client(said, match=LONG) as handle, stopped(said["pid"]):
+        wait_until(lambda: handle.door._run.breaker.is_open)  # type: ignore[attr-defined]
+        started = time.monotonic()
+        assert handle.match(ids(512)).reason is MissReason.UNREACHABLE
+        assert time.monotonic() - started < AT_ONCE
+
+
+def test_one_ping_is_under_way_however_long_it_takes(said: dict[str, Any]) -> None:
+    with client(said, ping=0.01, connect=0.02) as handle:
+        with stopped(said["pid"]):
+            wait_until(lambda: handle.door._run.breaker.is_open)  # type: ignore[attr-defined]
+            wire = handle.door._run.wire  # type: ignore[attr-defined]
+            number = wire._next_number
+            for _ in range(100):
+                assert handle.match(ids(512)).reason is MissReason.UNREACHABLE
+                time.sleep(0.002)
+            assert wire._next_number == number, "nothing else was sent"
+            assert len(wire._asked) == 1
+        wait_until(lambda: is_back(handle))
+
+
+def test_a_reservation_that_came_too_late_is_given_back(said: dict[str, Any]) -> None:
+    with client(said) as handle:
+        keys = handle.hashed(ids(512, 7)).keys
+        with stopped(said["pid"]):
+            reply = handle.door.reserve(handle.number, keys, 0, 0, None, None, 0.1)
+            assert reply.reason is MissReason.DEADLINE and not reply.reservation
+        wait_until(lambda: is_back(handle))
+        wait_until(lambda: held(said) == (0, 0))
+        assert handle.put(ids(512, 7), PAGES).stored == 8, "and not `in_flight` for half a minute"
+
+
+def test_a_put_whose_commit_is_late_says_so_and_leaves_nothing(said: dict[str, Any]) -> None:
+    with client(said, fill=0.3) as handle:
+        pid = said["pid"]
+
+        class StopsIt:
+            def begin(self) -> bool:
+                stop(pid)
+                return True
+
+            def end(self) -> None:
+                pass
+
+        try:
+            result = handle.put(ids(512, 5), PAGES, reading=StopsIt())
+            assert (result.stored, result.reason) == (0, MissReason.DEADLINE)
+            result = handle.put(ids(512, 6), PAGES)
+            assert result.reason is MissReason.UNREACHABLE
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: is_back(handle))
+        wait_until(lambda: held(said) == (0, 0))
+
+
+def test_a_new_connection_that_nobody_answers_costs_one_verb(tmp_path: Path, said: dict[str, Any]) -> None:
+    """The listener of a sidecar that hangs takes connections all the same."""
+    path = tmp_path / "silent.sock"
+    with client(said) as handle, socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(path))
+        silent.listen(64)
+        door: Any = handle.door
+        door._path = str(path)
+        door._run.wire.close()
+        wait_until(lambda: door._is_silent or handle.match(ids(512)).reason is None)
+        door._limits = CallLimits(connect=LONG, match=LONG, fill=LONG, lease=LONG)
+        started = time.monotonic()
+        for _ in range(20):
+            assert handle.match(ids(512)).reason is MissReason.UNREACHABLE
+            assert handle.put(ids(512, 1), PAGES).reason is MissReason.UNREACHABLE
+        assert time.monotonic() - started < AT_ONCE
+
+
+def test_a_request_that_is_slow_does_not_keep_others_from_a_sidecar_that_answers(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        handle.put(ids(512), PAGES)
+        door: Any = handle.door
+        handle.match(ids(512))
+        lock = sidecar.core._lock
+        with lock:  # verbs of the store wait, and a ping is answered
+            reply = door.reserve(handle.number, handle.hashed(ids(512, 2)).keys, 0, 0, None, None, 0.05)
+            assert reply.reason is MissReason.DEADLINE
+            before = door._run.wire.heard_at
+            wait_until(lambda: door._run.wire.heard_at > before)
+            assert not door._run.breaker.is_open
+        assert handle.match(ids(512)).blocks == 8
+
+
+def test_answers_to_others_that_never_end_keep_nobody_beyond_his_deadline(tmp_path: Path) -> None:
+    path, over = tmp_path / "chatty.sock", threading.Event()
+    flood = m.pack(m.Reply(7, m.Leased(m_lease(0)))) * 64
+
+    def chatter(listener: socket.socket) -> None:
+        peer, _ = listener.accept()
+        with peer:
+            peer.recv(1 << 16)
+            peer.sendall(m.pack(m.Reply(1, m.Welcome(1, b"r" * 16, b""))))
+            try:
+                while not over.is_set():
+                    peer.sendall(flood)
+            except OSError:
+                pass
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+        thread = threading.Thread(target=chatter, args=(listener,))
+        thread.start()
+        wire = Wire(str(path), "test", b"s" * 16, CLOCK, 10.0)
+        timer = threading.Timer(AT_ONCE, over.set)
+        timer.start()
+        try:
+            with pytest.raises(TooLate):
+                wire.call(m.Ping(), 0.05)
+            assert not over.is_set(), "it gave up while answers still came"
+        finally:
+            over.set()
+            timer.cancel()
+            wire.close()
+            thread.join(10)
+
+
+def m_lease(lease: int) -> Any:
+    """A reply of a few thousand blocks."""
+    return kvstore.door.LeaseReply(lease, 0, 4000, (list(range(4000)),), ([b"d" * 16] * 4000,), list(range(4000)))
+
+
+def test_what_nobody_waits_for_any_more_is_not_decoded_and_still_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forgotten leases of thousands of blocks would cost the next verb of the client their decoding."""
+    with Sidecar(tmp_path, dram="16MiB") as sidecar, sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        handle.put(ids(512), PAGES)
+        match = handle.match(ids(512))
+        decoded: list[object] = []
+        whole = m.unpack_answer
+
+        def counted(raw: Any) -> Any:
+            decoded.append(answer := whole(raw))
+            return answer
+
+        monkeypatch.setattr(m, "unpack_answer", counted)
+        for _ in range(20):
+            handle.submit_lease(match, deadline_ms=5000).cancel()
+        assert handle.match(ids(512)).blocks == 8
+        wait_until(lambda: sidecar.store.usage().leases == 0)
+        assert not any(isinstance(answer, m.Leased) for answer in decoded)
