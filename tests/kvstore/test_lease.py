@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstore.lease import LeaseTable, ReservationRecord
 
 
@@ -38,6 +40,23 @@ def test_a_live_one_is_taken_once() -> None:
     assert record is not None and record.held is None
     assert leases.take(number) is None and leases.take(99) is None
     assert list(leases.run_out(1000.0)) == []
+
+
+@pytest.mark.parametrize("has_run_out", [False, True])
+def test_a_lease_ends_with_the_last_of_its_holders(has_run_out: bool) -> None:
+    """Others may be copying under it, whoever lets go first."""
+    leases = table()
+    number = leases.add(0, 0, [1], ([7],), now=0.0, owner=b"a")
+    assert leases.attach(number) and leases.attach(number)
+    if has_run_out:
+        assert len(list(leases.run_out(10.0))) == 1
+        assert not leases.attach(number), "it pins nothing that a new holder could count on"
+    for _ in range(2):
+        assert leases.take(number) is None and leases.get(number) is not None
+        assert leases.is_live(number) is not has_run_out and leases.count_of(b"a") == len(leases) == 1
+    record = leases.take(number)
+    assert record is not None and record.number == number
+    assert leases.get(number) is None and leases.count_of(b"a") == len(leases) == 0
 
 
 def test_all_leases_of_a_namespace_end_at_once() -> None:

@@ -443,3 +443,25 @@ def test_many_threads_over_few_slots() -> None:
     usage = a.store.usage()
     assert usage.leases == usage.reservations == usage.pinned_bytes == usage.dram.zombie == usage.dram.reserved == 0
     assert usage.counters["evicted_blocks"] > 0
+
+
+def test_a_block_moves_to_a_copy_of_its_own_frame_only() -> None:
+    """Another block's frame is sound as well, and would be read under this one's name."""
+    a = bench()
+    ns = a.namespace()
+    pages = random_pages(ns.layout, 3)
+    assert ns.put(ids(192), pages).stored == 3
+    blocks = a.store._blocks
+    rows = blocks.index.match(ns.number, ns.match(ids(192)).keys)
+    for _ in range(2):  # there, and to the place where it was
+        (target,) = blocks.dram.reserve(blocks.spaces[ns.number].classes[0], 1)
+        source = blocks.residency.place(rows[1], 0)
+        for row, is_own in ((rows[0], False), (rows[2], False), (rows[1], True)):
+            blocks.dram.reserved_span(target).view[:] = blocks.dram.committed_span(blocks.residency.place(row, 0)).view
+            assert blocks.relocate(rows[1], 0, target) is is_own
+            assert blocks.residency.place(rows[1], 0) == (target if is_own else source)
+        a.store.check()
+    with ns.lease(ns.match(ids(192))) as lease:
+        blank = blank_pages(ns.layout, 3)
+        assert ns.get(lease, blank).tokens == 192
+    assert same_tokens(pages, blank, range(192))

@@ -14,6 +14,7 @@ from kvstore.config import DramConfig, Limits
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import KeyRing, TenantKeys
 from kvstore.layout import Layout
+from kvstore.loading import pack_about, space_of
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import build_store
 from simulation.two_tiers import Disk
@@ -21,7 +22,7 @@ from tiering.extents import MappedExtent
 from tiering.keeping import NAME_BYTES, Kept
 from tiering.nvme import NvmeTier
 from tiering.tier import SLOT_BITS, extent_of, slot_of
-from workbench import SECRET, Bench, FakeClock, blank_pages, ids, random_pages, same_tokens, small_layout
+from workbench import SECRET, Bench, FakeClock, bench, blank_pages, ids, random_pages, same_tokens, small_layout
 
 LAYOUT = small_layout()
 SHARDED = small_layout(layer_shards=2)
@@ -221,6 +222,23 @@ def test_one_part_that_is_damaged_costs_the_whole_block(part: int) -> None:
         after.store.check()
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_part_that_is_not_there_costs_its_block_and_what_follows_it_alone(part: int) -> None:
+    """A header that is not right is no frame: the block is not whole, and what was found of it is given up."""
+    with holder() as keeper:
+        before = begun(keeper, 1)
+        handle = before.namespace(SHARDED)
+        for number in (1, 2):
+            assert stored(handle, number, layout=SHARDED) == BLOCKS
+        lease = handle.lease(handle.match(ids(64 * BLOCKS, 10_000)))
+        before.store.spans([lease.reply.places[part][3]])[0].view[40] ^= 1
+        after = begun(keeper, 2)
+        handle = after.namespace(SHARDED)
+        assert [readable(handle, number, SHARDED) for number in (1, 2)] == [3, BLOCKS]
+        assert after.store.usage().dram.used == 2 * (3 + BLOCKS)
+        after.store.check()
+
+
 @pytest.mark.parametrize("later", [-1, 1], ids=["an older frame", "a newer one"])
 def test_a_frame_of_another_generation_than_its_ledger_says_is_given_up(later: int) -> None:
     """The ledger is written when a frame is committed, and the frame may be another one by then or since."""
@@ -377,3 +395,18 @@ def test_an_orderly_end_leaves_nothing() -> None:
         assert stored(made.namespace(), 1) == BLOCKS and keeper.kept
         made.store.close()
         assert not keeper.kept
+
+
+def test_what_is_said_of_a_namespace_must_be_its_own() -> None:
+    """It is kept beside the frames, and who wrote it is not known: its digest has to be that of their headers."""
+    a = bench()
+    mine = a.store._blocks.spaces[a.namespace().number]
+    other = a.store._blocks.spaces[a.namespace(model="1" * 40).number]
+    blocks = bench().store._blocks
+    assert space_of(blocks, a.keys, mine.namespace.digest(), pack_about(other)) is None
+    assert space_of(blocks, None, mine.namespace.digest(), pack_about(mine)) is None
+    assert space_of(blocks, a.keys, mine.namespace.digest(), b"") is None
+    assert blocks.spaces == []
+    found = space_of(blocks, a.keys, mine.namespace.digest(), pack_about(mine))
+    assert found is not None and found.namespace == mine.namespace
+    assert space_of(blocks, a.keys, mine.namespace.digest(), pack_about(other)) is found, "it is known by now"

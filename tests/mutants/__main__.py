@@ -25,8 +25,8 @@ from mutants.mutation import DoesNotFit, Mutant, load
 from mutants.trial import WITHOUT_LIMIT_SECONDS, Copy, Outcome, Verdict, judged, limit_of, python_of
 
 Work = TypeVar("Work")
-Tests = tuple[str, tuple[str, ...]]
-"""An environment, and what is run in it."""
+TestFile = tuple[str, str]
+"""An environment, and a file of tests that is run in it."""
 
 
 class Copies:
@@ -80,38 +80,43 @@ def copies(workers: int, *, quiet: bool) -> Iterator[Copies]:
         yield Copies(Path(folder).resolve(), workers, quiet=quiet)
 
 
-def tests_of(mutant: Mutant) -> Tests:
-    """What is run for it."""
-    return mutant.environment, mutant.tests
+def files_of(mutant: Mutant) -> list[TestFile]:
+    """In which its tests are."""
+    return list(dict.fromkeys((mutant.environment, test.partition("::")[0]) for test in mutant.tests))
 
 
 def trials(chosen: list[Mutant], trees: Copies) -> Iterator[dict[str, Any]]:
-    """All mutants, one after the other in each copy."""
-    wanted = list(dict.fromkeys(map(tests_of, chosen)))
+    """First all tests without a mutant, file by file, then all mutants."""
+    wanted: dict[TestFile, set[str]] = {}
+    for mutant in chosen:
+        for test in mutant.tests:
+            wanted.setdefault((mutant.environment, test.partition("::")[0]), set()).add(test)
     trees.check({environment for environment, _ in wanted})
-    trees.say(f"{len(chosen)} mutants; {len(wanted)} runs of their tests without them first")
+    trees.say(f"{len(chosen)} mutants; first their tests without them, in {len(wanted)} files")
 
-    def without(tree: Copy, tests: Tests) -> Outcome:
-        return tree.run(tests[1], tests[0], WITHOUT_LIMIT_SECONDS, keep_compiled=True)
+    def run_without(tree: Copy, file: TestFile) -> Outcome:
+        return tree.run(sorted(wanted[file]), file[0], WITHOUT_LIMIT_SECONDS, keep_compiled=True)
 
-    bare: dict[Tests, Outcome] = {}
-    for tests, outcome in trees.each(wanted, without):
-        bare[tests] = outcome
+    without: dict[TestFile, Outcome] = {}
+    for file, outcome in trees.each(wanted, run_without):
+        without[file] = outcome
         if outcome.status:
-            trees.say(f"fails without a mutant: {' '.join(tests[1])}: {outcome.finding}")
+            trees.say(f"fails without a mutant: {file[1]}: {outcome.finding}")
 
-    def with_it(tree: Copy, mutant: Mutant) -> tuple[Verdict, str, float]:
-        without = bare[tests_of(mutant)]
-        if without.status:
-            return *judged(without, without), 0.0
+    def run_with(tree: Copy, mutant: Mutant) -> tuple[Verdict, str, float]:
+        bare = [without[file] for file in files_of(mutant)]
+        failing = next((one for one in bare if one.status), None)
+        if failing is not None:
+            return Verdict.UNFIT, f"its tests fail without it: {failing.finding}", 0.0
         try:
             with tree.having(mutant):
-                outcome = tree.run(mutant.tests, mutant.environment, limit_of(without), keep_compiled=False)
+                limit = limit_of(sum(one.seconds for one in bare))
+                outcome = tree.run(mutant.tests, mutant.environment, limit, keep_compiled=False)
         except DoesNotFit as error:
             return Verdict.UNFIT, str(error), 0.0
-        return *judged(outcome, without), outcome.seconds
+        return *judged(outcome), outcome.seconds
 
-    for done, (mutant, (verdict, finding, seconds)) in enumerate(trees.each(chosen, with_it), 1):
+    for done, (mutant, (verdict, finding, seconds)) in enumerate(trees.each(chosen, run_with), 1):
         trees.say(f"{done:3} of {len(chosen)}  {verdict.value:8}  {mutant.id}  ({seconds:.1f} s)")
         yield {"id": mutant.id, "room": mutant.room, "verdict": verdict.value, "by": finding, "seconds": seconds}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import textwrap
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -76,11 +75,12 @@ def mutated(mutant: Mutant, source: str) -> str:
     if len(found) != 1:
         raise DoesNotFit(f"old stands {len(found)} times in {mutant.function}, and should stand there once")
     (nodes,) = found
-    text = _with(source, nodes, mutant.new)
-    if ast.dump(ast.parse(text)) != ast.dump(_with_nodes(tree, nodes, new)):
-        raise DoesNotFit("what stands there then is not what new says")
-    if ast.dump(ast.parse(text)) == ast.dump(tree):
+    text, before = _with(source, nodes, mutant.new), ast.dump(tree)
+    after = ast.dump(_with_nodes(tree, nodes, new))
+    if after == before:
         raise DoesNotFit("new is the same as old")
+    if ast.dump(ast.parse(text)) != after:
+        raise DoesNotFit("what stands there then is not what new says")
     return text
 
 
@@ -170,6 +170,8 @@ def _with(source: str, nodes: Sequence[ast.AST], new: str) -> str:
 
 
 def _with_nodes(tree: ast.Module, nodes: Sequence[ast.AST], new: Sequence[ast.stmt]) -> ast.Module:
+    """The tree itself, changed."""
+
     class Replace(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> ast.AST | list[ast.stmt] | None:
             if node is nodes[0]:
@@ -178,6 +180,5 @@ def _with_nodes(tree: ast.Module, nodes: Sequence[ast.AST], new: Sequence[ast.st
                 return None
             return super().generic_visit(node)
 
-    memo = {id(node): node for node in nodes}  # so that the copy has these very nodes
-    changed: ast.Module = Replace().visit(copy.deepcopy(tree, memo))
+    changed: ast.Module = Replace().visit(tree)
     return changed

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.identity import TenantKeys
 from kvstore.service.sessions import Caller, Sessions
+from tiering.errors import BlockMissing
 from tiering.extents import MappedExtent
 from tiering.tier import extent_of
 from workbench import KIB, OTHER_SECRET, Bench, bench, ids, random_pages
@@ -83,3 +84,17 @@ def test_what_a_connection_leaves_is_kept_while_it_maps_any_of_its_extents(
     assert sessions.sweep() == 0 and a.store.usage().dram.zombie == 0
     assert list(sessions.sessions()) == []
     a.store.check()
+
+
+@pytest.mark.parametrize("fills", [None, (0, 1)], ids=["to read", "to fill"])
+def test_memory_is_shared_with_its_own_tenant_alone(
+    a: Bench, sessions: Sessions, fills: tuple[int, ...] | None
+) -> None:
+    """Whatever number a stranger names, and whichever namespaces he says that he fills."""
+    caller, other = sessions.join(a.keys, TOKEN, "e"), TenantKeys.derive(OTHER_SECRET)
+    _, extents = leased(a, sessions, caller)
+    a.namespace(keys=other)
+    for extent in extents:
+        with pytest.raises(BlockMissing):
+            a.store.share(extent, other.tenant, 99, fills)
+        os.close(a.store.share(extent, a.keys.tenant, caller.number, fills).descriptor)

@@ -1,0 +1,202 @@
+"""Connections of one session, of another one, and of another tenant: what each may name, and what names nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.identity import Namespace
+from kvstore.service import messages as m
+from kvstore.service.handlers import MAX_LEASED_BLOCKS, MAX_LEASES
+from service.sidecar import Sidecar
+from tiering.frame import KEY_BYTES
+from torture.peer import Peer
+from workbench import small_layout
+
+BLOCKS = 4
+KEYS = [bytes([number + 1] * KEY_BYTES) for number in range(BLOCKS)]
+DIGESTS = [[bytes(16)] * 2]
+TOKEN = b"t" * 16
+
+
+class Place:
+    """A sidecar of two tenants, and peers that have said hello and opened the same namespace."""
+
+    def __init__(self, directory: Path) -> None:
+        self.sidecar = Sidecar(directory, dram="1MiB")
+        self.other = directory / "other.sock"
+        self.sidecar.door.listen(self.other, self.sidecar.store.tenant_keys("other"))
+        self.peers: list[Peer] = []
+
+    def peer(self, session: bytes = TOKEN, *, is_other: bool = False) -> tuple[Peer, int]:
+        """And the namespace's number."""
+        peer = Peer(str(self.other if is_other else self.sidecar.path))
+        self.peers.append(peer)
+        assert isinstance(peer.ask(m.Hello(1, 1, "test", session)), m.Welcome)
+        granted = peer.ask(m.OpenNamespace(Namespace("model", small_layout(), "raw").pack(), [8192]))
+        assert isinstance(granted, m.Granted)
+        return peer, granted.grant.number
+
+    @property
+    def usage(self) -> tuple[int, int, int]:
+        """Leases, reservations and blocks that are reserved."""
+        usage = self.sidecar.store.usage()
+        return usage.leases, usage.reservations, usage.dram.reserved
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.sidecar.__exit__()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    yield place
+    place.close()
+
+
+def reserve(peer: Peer, number: int, keys: list[bytes] = KEYS) -> int:
+    answer = peer.ask(m.Reserve(number, keys, 0))
+    assert isinstance(answer, m.Reserved) and len(answer.reply.blocks) == len(keys)
+    return answer.reply.reservation
+
+
+def store(peer: Peer, number: int) -> None:
+    assert peer.ask(m.Commit(reserve(peer, number), 0, 0, DIGESTS * BLOCKS)) == m.Counted(BLOCKS)
+
+
+def lease(peer: Peer, number: int, request: str = "r") -> int:
+    answer = peer.ask(m.Lease(number, KEYS, 0, 1000, request))
+    assert isinstance(answer, m.Leased) and answer.reply.blocks == BLOCKS
+    return answer.reply.lease
+
+
+def is_refused(answer: m.Answer, *fragments: str) -> bool:
+    assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BAD_INPUT, answer
+    assert all(fragment in answer.text for fragment in fragments), answer.text
+    return True
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["another connection", "another tenant"])
+def test_a_put_is_committed_and_aborted_by_its_own_connection_alone(place: Place, is_other: bool) -> None:
+    """Also where the stranger has one of his own, whose number is close by."""
+    mine, number = place.peer()
+    theirs, their_number = place.peer(b"u" * 16, is_other=is_other)
+    reservation = reserve(mine, number)
+    own = reserve(theirs, their_number, [bytes([99] * KEY_BYTES)])
+    assert theirs.ask(m.Abort(reservation)) == m.Done() and place.usage == (0, 2, BLOCKS + 1)
+    assert theirs.ask(m.Commit(reservation, 0, 0, DIGESTS * BLOCKS)) == m.Counted(0)
+    assert theirs.ask(m.Abort(own)) == m.Done() and place.usage == (0, 1, BLOCKS)
+    assert mine.ask(m.Commit(reservation, 0, 0, DIGESTS * BLOCKS)) == m.Counted(BLOCKS)
+    assert place.usage == (0, 0, 0)
+
+
+def test_a_lease_is_released_reported_and_attached_to_within_its_session(place: Place) -> None:
+    mine, number = place.peer()
+    store(mine, number)
+    held = lease(mine, number)
+    for session, is_other in ((b"u" * 16, False), (TOKEN, True)):
+        theirs, _ = place.peer(session, is_other=is_other)
+        assert theirs.ask(m.Attach([held])) == m.Attached([])
+        for verb in (m.Release([held]), m.ReleaseRequest("r"), m.Report(held, 0, 0)):
+            assert theirs.ask(verb) == m.Done()
+    again, _ = place.peer()
+    assert again.ask(m.Release([held])) == m.Done(), "it has not attached to it"
+    assert again.ask(m.Report(held, 0, 0)) == m.Done()
+    usage = place.sidecar.store.usage()
+    assert usage.leases == 1 and not usage.counters.get("reported_frames") and usage.blocks == BLOCKS
+    assert again.ask(m.Attach([held])) == m.Attached([held])
+    assert again.ask(m.Report(held, 0, 0)) == m.Done()
+    assert place.sidecar.store.usage().counters["reported_frames"] == 1
+    for peer in (mine, again):
+        assert place.usage[0] == 1
+        assert peer.ask(m.Release([held])) == m.Done()
+    assert place.usage == (0, 0, 0)
+
+
+def test_a_lease_that_ran_out_is_attached_to_by_nobody(place: Place) -> None:
+    mine, number = place.peer()
+    store(mine, number)
+    held, again = lease(mine, number), place.peer()[0]
+    (record,) = place.sidecar.core._leases.live()
+    place.sidecar.core.lapse(record.number)
+    assert again.ask(m.Attach([held])) == m.Attached([])
+    mine.ask(m.Release([held]))
+    assert place.usage == (0, 0, 0)
+
+
+def test_a_namespace_is_named_by_the_connection_that_opened_it(place: Place) -> None:
+    mine, number = place.peer()
+    store(mine, number)
+    theirs, their_number = place.peer(is_other=True)
+    assert their_number != number, "the same namespace of two tenants is two"
+    assert theirs.ask(m.Match(their_number, KEYS)).reply.blocks == 0  # type: ignore[union-attr]
+    for verb in (
+        m.Match(number, KEYS),
+        m.Lease(number, KEYS, 0, 0),
+        m.Reserve(number, KEYS, 0),
+        m.Persist(number, KEYS, 0),
+        m.Drop(number),
+    ):
+        assert is_refused(theirs.ask(verb), f"namespace {number} was not opened on this connection")
+    assert place.sidecar.store.usage().blocks == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([KEYS[0], KEYS[1], KEYS[0]], "a prefix key that is there twice"),
+        ([KEYS[0], KEYS[1][:-1]], "a prefix key of another length"),
+        ([b""], "a prefix key of another length"),
+    ],
+)
+def test_keys_that_name_no_chain_are_refused(place: Place, keys: list[bytes], said: str) -> None:
+    mine, number = place.peer()
+    for verb in (m.Match(number, keys), m.Lease(number, keys, 0, 0), m.Reserve(number, keys, 0)):
+        assert is_refused(mine.ask(verb), said)
+    assert place.usage == (0, 0, 0)
+
+
+@pytest.mark.parametrize("digests", [[[bytes(16)]], [[bytes(16)] * 3], [[bytes(16), bytes(15)]], [[]]])
+def test_digests_that_are_none_of_the_parts_layers_are_refused(place: Place, digests: list[list[bytes]]) -> None:
+    mine, number = place.peer()
+    reservation = reserve(mine, number)
+    assert is_refused(mine.ask(m.Commit(reservation, 0, 0, digests)), "digests of another form")
+    assert mine.ask(m.Commit(reservation, 0, 0, DIGESTS * BLOCKS)) == m.Counted(BLOCKS)
+
+
+@pytest.mark.parametrize(("first", "count"), [(1, 1), (0, BLOCKS + 1), (BLOCKS, 1)])
+def test_blocks_are_committed_in_their_order_and_no_more_than_were_reserved(
+    place: Place, first: int, count: int
+) -> None:
+    mine, number = place.peer()
+    reservation = reserve(mine, number)
+    assert is_refused(mine.ask(m.Commit(reservation, 0, first, DIGESTS * count)), "give those that follow the last")
+    assert mine.ask(m.Commit(reservation, 0, 0, DIGESTS)) == m.Counted(1)
+    assert is_refused(mine.ask(m.Commit(reservation, 0, 0, DIGESTS)), "give those that follow the last")
+    assert is_refused(mine.ask(m.Commit(reservation, 1, 1, DIGESTS)), "part 1", "the caller's to fill")
+    assert mine.ask(m.Commit(reservation, 0, 1, DIGESTS * (BLOCKS - 1))) == m.Counted(BLOCKS)
+
+
+def test_a_session_holds_so_many_leases_and_no_more(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all its connections together; another session has as many."""
+    assert MAX_LEASES < MAX_LEASED_BLOCKS
+    mine, number = place.peer()
+    store(mine, number)
+    monkeypatch.setattr("kvstore.service.handlers.MAX_LEASES", 3)
+    held = [lease(mine, number) for _ in range(3)]
+    again, _ = place.peer()
+    for peer in (mine, again):
+        answer = peer.ask(m.Lease(number, KEYS, 0, 1000))
+        assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BUSY and "3 leases" in answer.text
+    other, _ = place.peer(b"u" * 16)
+    lease(other, number)
+    mine.ask(m.Release(held[:1]))
+    lease(again, number)
+    monkeypatch.setattr("kvstore.service.handlers.MAX_LEASES", MAX_LEASES)
+    monkeypatch.setattr("kvstore.service.handlers.MAX_LEASED_BLOCKS", 4 * BLOCKS - 1)
+    answer = mine.ask(m.Lease(number, KEYS, 0, 1000))
+    assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BUSY
