@@ -1,8 +1,9 @@
-"""One hit in a thousand is computed all the same: to compare what is stored with what the engine computes, and to
-measure what a hit saves (floor 3).
+"""The first hits, and one in a thousand after them, are computed all the same: to compare what is stored with what the
+engine computes, and to measure what a hit saves (floor 3).
 
     1. `Holdout.begins` when a request hits: whether it is to be computed. Then all that the store found for it is a
-       miss (`MissReason.AUDIT`), and `Holdout.ended` once it is through.
+       miss (`MissReason.AUDIT`), and `Holdout.ended` once it is through. Until the first comparisons have found nothing
+       wrong (the trial), and where all hits are audited, every hit is computed, also those that are not compared.
     2. `audit_blocks.compare_block` for each block that was found, beside the block that was computed.
     3. `Audits.record` counts the verdicts, and tells the caller of a namespace that has drifted.
     4. `TtftSaving.record` for held-out requests and hits alike: the same chance decided which is which, so the
@@ -29,38 +30,73 @@ LONGEST_AUDIT_SECONDS = 600.0
 """A request that was held out and never ended does not keep others from being audited for longer."""
 
 
-class Holdout:
-    """Which hits are computed all the same: one at a time. hits: that were asked about. held_out: of these. busy: that
-    would have been, had not another one been under way."""
+FIRST_HITS = 2
+"""That are compared and found right before any hit is loaded: with an inexact codec a prompt's first block and a
+later one."""
+MOST_GIVEN_UP = 16
+"""Comparisons of the first hits that may come to nothing before hits are loaded without them."""
 
-    def __init__(self, choose: Callable[[], float], fraction: float = FRACTION) -> None:
-        """choose: evenly from 0 up to 1, as `random.Random.random`. fraction: 0 turns it off. Raises `BadInput`."""
+
+class Holdout:
+    """Which hits are computed all the same; of these one at a time is compared. hits: that were asked about. held_out:
+    that are compared. busy: that would be, had not another one been under way. first_left: comparisons that have to
+    find nothing wrong before a hit is loaded."""
+
+    def __init__(self, choose: Callable[[], float], fraction: float = FRACTION, first: int = FIRST_HITS) -> None:
+        """choose: evenly from 0 up to 1, as `random.Random.random`. fraction: 0 turns it off, the first ones too; with
+        1 no hit is ever loaded. Raises `BadInput`."""
         if not 0.0 <= fraction <= 1.0:
             raise BadInput(f"an audit of {fraction} of all hits; give a fraction from 0 (off) to 1")
         self._choose = choose
         self._fraction = fraction
         self._under_way: tuple[str, float] | None = None
+        self._given_up_left = MOST_GIVEN_UP
+        self.first_left = first if fraction > 0 else 0
         self.hits = 0
         self.held_out = 0
         self.busy = 0
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether no hit is loaded at present."""
+        return self._fraction >= 1.0 or self.first_left > 0
 
     def begins(self, request: str, now_seconds: float) -> bool:
         """Whether this hit is held out. Ask once for each request, and only where the store found something: chance
         alone must decide, or hits and held-out ones cannot be compared."""
         self.hits += 1
-        if self._choose() >= self._fraction:
+        if not self.takes_all and self._choose() >= self._fraction:
             return False
         if self._under_way is not None and now_seconds - self._under_way[1] < LONGEST_AUDIT_SECONDS:
             self.busy += 1
-            return False
+            return self.takes_all
         self._under_way = (request, now_seconds)
         self.held_out += 1
         return True
 
-    def ended(self, request: str) -> None:
-        """The request is over, compared or given up. Of one that is not held out: nothing happens."""
-        if self._under_way is not None and self._under_way[0] == request:
-            self._under_way = None
+    def compares(self, request: str) -> bool:
+        """Whether this one is compared, and not only computed."""
+        return self._under_way is not None and self._under_way[0] == request
+
+    def ended(self, request: str, is_sound: bool = False) -> None:
+        """The request is over, compared or given up. Of one that is not compared: nothing happens. is_sound: it was
+        compared, and nothing was wrong."""
+        if not self.compares(request):
+            return
+        self._under_way = None
+        if not self.first_left:
+            return
+        if is_sound:
+            self.first_left -= 1
+            return
+        self._given_up_left -= 1
+        if not self._given_up_left:
+            self.first_left = 0
+            _log.warning(
+                "hits are loaded from here on: of %d requests that were to be compared with what is stored, too few "
+                "could be",
+                MOST_GIVEN_UP,
+            )
 
     def to_dict(self) -> dict[str, int | float]:
         """For `--json`."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine_adapter.audit import Verdict
-from engine_adapter.engine_pages import is_opaque
 from engine_adapter.engine_requests import AuditUnderWay, Computed, RequestState
 from engine_adapter.load_choice import LoadChoice
 from engine_adapter.save_plan import SavePlan, page_runs
@@ -55,10 +54,11 @@ class AuditPlan:
     def begins(self, state: RequestState, match: Match, namespace: NamespaceHandle, now: float) -> bool:
         """Whether this hit is computed all the same; asked once for each request that hits. The last block that could
         have been used is compared, or the first."""
-        if is_opaque(self._facts.layout.packing):
+        holdout, request = self._choice.holdout, state.request.request_id
+        if not holdout.begins(request, now):
             return False
-        if not self._choice.holdout.begins(state.request.request_id, now):
-            return False
+        if not holdout.compares(request):
+            return True
         self.name = self.name or namespace.namespace.digest().hex()[:12]
         block = namespace.block_tokens
         stop = 1 if self._is_first_due else min(match.tokens, state.prompt.tokens - 1) // block
@@ -141,7 +141,8 @@ class AuditPlan:
         outcomes: list[str] = [*verdicts] or [GIVEN_UP]
         for outcome in outcomes:
             self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
-        self._choice.holdout.ended(state.request.request_id)
+        is_sound = bool(verdicts) and Verdict.DRIFTED not in verdicts
+        self._choice.holdout.ended(state.request.request_id, is_sound)
 
     def take_outcomes(self) -> dict[str, int]:
         """Since it was last asked: blocks by verdict, of each rank, and requests of which nothing could be compared."""

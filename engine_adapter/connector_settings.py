@@ -44,6 +44,7 @@ class ConnectorSettings:
     load_threads: of each worker. save_bytes: what may wait to be saved, in each worker. save_patience_ms: how long a
     save waits for an engine that computes on the same processors to have nothing to do. cost_model: whether a prefix is
     loaded only as far as that beats computing it. audit: the share of hits that are computed all the same and compared.
+    without_prefix_caching: whether an engine whose own prefix caching is off is served all the same.
     ttl: seconds for which saved blocks are kept before others. priority: of saved blocks, -100 .. 100; above 0 they are
     kept for as many times nine seconds since they were used last.
     """
@@ -62,6 +63,7 @@ class ConnectorSettings:
     save_patience_ms: float = 1000.0
     cost_model: bool = True
     audit: float = 0.001
+    without_prefix_caching: bool = False
     ttl: float | None = None
     priority: int = 0
 
@@ -106,7 +108,8 @@ class ConnectorSettings:
             _wanted(name, value, whole, f"a whole number from {lowest} to {highest}")
         is_blocks = self.block_tokens % 64 == 0
         _wanted("block_tokens", self.block_tokens, is_blocks, "a multiple of 64, or 0 for the smallest that fits")
-        _wanted("cost_model", self.cost_model, isinstance(self.cost_model, bool), "true or false")
+        for name in ("cost_model", "without_prefix_caching"):
+            _wanted(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
         _wanted("audit", self.audit, _is_number(self.audit, 0, 1), "a share from 0 to 1")
         is_ttl = self.ttl is None or (_is_number(self.ttl, 0, 1 << 40) and self.ttl > 0)
         _wanted("ttl", self.ttl, is_ttl, "seconds above 0 and below 2**40, or null")

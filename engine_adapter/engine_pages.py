@@ -146,6 +146,15 @@ def is_opaque(packing: str) -> bool:
     return any(one.startswith(OPAQUE) for one in packing.split("+"))
 
 
+def opaque_dtype(packing: str) -> torch.dtype | None:
+    """Of the engine's tensors whose pages are bytes; bytes where there are several such. None where there are none."""
+    kinds = {one.split(":")[1] for one in packing.split("+") if one.startswith(f"{OPAQUE}:")}
+    if len(kinds) != 1:
+        return torch.uint8 if is_opaque(packing) else None
+    dtype: torch.dtype = getattr(torch, kinds.pop().removeprefix("torch."))
+    return dtype
+
+
 def layout_of(facts: Sequence[WorkerFacts], total_kv_heads: int, block_tokens: int) -> Layout:
     """The layout of whole blocks, from what every rank's worker says. Raises `BadInput` where they disagree."""
     first = facts[0]

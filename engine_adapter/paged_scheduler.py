@@ -56,6 +56,7 @@ CLOSE_SECONDS = 1.0
 IDLE_WAIT_SECONDS = 0.0003
 """How long an engine that runs nothing waits for answers in each step: to be asked again costs it a whole step."""
 IDLE_PAUSE_SECONDS = 0.00002
+HELD_OUT = "computed all the same, as the first hits of an engine and a share of all others are (audit)"
 
 _log = getLogger(__name__)
 
@@ -217,7 +218,7 @@ class PagedScheduler:
         if state.lookup is None or (state.is_admitted and state.lookup.is_over):
             self._look_up(state)  # it was preempted, and comes again with what it had generated
         lookup = state.lookup
-        if lookup is None:
+        if lookup is None or self._gains_nothing(state, local_tokens):
             return 0, False
         tokens = self._promised(state, lookup, local_tokens)
         while tokens is None and not self._running and self._idle_seconds > 0:
@@ -259,6 +260,8 @@ class PagedScheduler:
             # Without a lease the order fails at the worker: an engine that counts on tokens has to hear of it.
             lease = lookup.take() if lookup is not None else None
             self._order_load(state, self._facts, lease, tables, state.local_tokens + tokens, is_first=is_first)
+        elif lookup is not None and found is None and not lookup.is_over:
+            state.late_lookup, state.lookup = lookup, None  # it tells what need not be saved
         else:
             self._let_go(state)
 
@@ -418,9 +421,12 @@ class PagedScheduler:
         if state.chosen_for != local_tokens and self.choice is not None and self._audits is not None:
             state.chosen_for = local_tokens
             is_hit = min(match.tokens, state.prompt.tokens - 1) // self.block_tokens * self.block_tokens > local_tokens
-            if is_hit and state.held_out is None and not state.is_admitted:
+            takes_all = self.choice.holdout.takes_all
+            # After a preemption too, where nothing is to be loaded that was not compared.
+            if is_hit and state.held_out is None and (takes_all or not state.is_admitted):
                 state.held_out = self._audits.begins(state, match, lookup.namespace, self._clock())
-            state.found_tokens = match.tokens if is_hit else 0
+            # Where all are computed, chance has not told them apart.
+            state.found_tokens = match.tokens if is_hit and not takes_all else 0
             cap = (state.prompt.tokens - 1) // self.page_tokens * self.page_tokens
             state.stop_token, state.stop_reason = self.choice.stop_token(
                 state.request.request_id,
@@ -431,7 +437,8 @@ class PagedScheduler:
                 bool(self._running),
                 self._clock(),
             )
-        if state.held_out and not state.is_admitted:
+        if state.held_out:
+            lookup.detail = HELD_OUT
             return lookup.matched(local_tokens, local_tokens, MissReason.AUDIT)
         return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
 
@@ -441,6 +448,18 @@ class PagedScheduler:
         word where there are several groups, or pages that left a window are missing."""
         groups = self._facts.layout.groups if self._facts is not None else ()
         return len(groups) == 1 and not groups[0].window
+
+    def _gains_nothing(self, state: RequestState, local_tokens: int) -> bool:
+        """Whether behind what the engine has itself there is no whole block that could be loaded, and no answer yet
+        that says more: nobody waits for one that is good for the account alone."""
+        prompt, block = state.prompt.tokens, self.block_tokens
+        if state.lookup is None or (prompt - 1) // block * block > local_tokens or state.lookup.found() is not None:
+            return False
+        if not state.is_admitted:
+            tail = prompt % block or 1
+            reason = MissReason.PARTIAL_BLOCK if prompt % block else MissReason.LAST_TOKEN
+            state.account, state.detail = Account.of([(MissReason.GRID, prompt - tail), (reason, tail)]), ""
+        return True
 
     def _waits(self, state: RequestState, promised: int) -> bool:
         """Whether the step that needs the load waits for it."""
@@ -453,9 +472,10 @@ class PagedScheduler:
         return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS)
 
     def _let_go(self, state: RequestState) -> None:
-        if state.lookup is not None:
-            state.lookup.give_back()
-            state.lookup = None
+        for lookup in (state.lookup, state.late_lookup):
+            if lookup is not None:
+                lookup.give_back()
+        state.lookup = state.late_lookup = None
         if self.choice is not None and state.load is None:
             self.choice.dropped(state.request.request_id)
 
@@ -572,6 +592,9 @@ class PagedScheduler:
             return
         block = namespace.block_tokens
         stop = min(one.stop, state.request.num_tokens)
+        if state.late_lookup is not None and not self._is_told(state, state.late_lookup):
+            state.request.due = one.stop + 1
+            return
         if policy is SavePolicy.PROMPT:
             stop = min(stop, state.request.num_prompt_tokens)
         stop_block = stop // block
@@ -587,6 +610,16 @@ class PagedScheduler:
         for first_block, last_block in self._plan.exact_runs(tables, state.offered, stop_block):
             self._order_save(state, tables, first_block, last_block, orders)
         self._is_offered(state, stop_block)
+
+    def _is_told(self, state: RequestState, lookup: PrefixLookup) -> bool:
+        """Whether it is known how much of a request is stored, which nobody waited for."""
+        match = lookup.found()
+        if match is None and not lookup.is_over:
+            return False
+        state.late_lookup = None
+        lookup.give_back()
+        state.offered = max(state.offered, match.blocks if match is not None else 0)
+        return True
 
     def _order_save(
         self,
@@ -635,7 +668,7 @@ class PagedScheduler:
         state.offered = blocks
         saves = state.facts.refused is None and state.facts.saves and self.settings.save is not SavePolicy.NONE
         due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER
-        if state.found_tokens:  # its first token is waited for
+        if state.found_tokens or state.audit is not None:  # its first token is waited for, or it is to be compared
             due = min(due, state.request.num_prompt_tokens)
         state.request.due = due
 

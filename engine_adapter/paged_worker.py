@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from engine_adapter.audit import AuditResult
-from engine_adapter.audit_blocks import compare_block
-from engine_adapter.engine_pages import EnginePages
+from engine_adapter.audit_blocks import compare_block, compare_opaque
+from engine_adapter.engine_pages import EnginePages, opaque_dtype
 from engine_adapter.opened_namespace import ClosableStore, OpenedNamespace
 from engine_adapter.save_patience import SavePatience
 from engine_adapter.step_orders import (
@@ -407,6 +407,10 @@ class PagedWorker:
             stored, codec = _block(into, namespace.layout), namespace.namespace.codec
             # Of several groups nobody says how deep in the model a layer is: then all may be off as the last may.
             deepest = len(pages.planes) - 1 if len(namespace.layout.groups) > 1 else None
+            dtype = opaque_dtype(namespace.layout.packing)
+            if dtype is not None:
+                result = compare_opaque(stored, computed, dtype, deepest)
+                return () if result is None else (result,)
             return (compare_block(stored, computed, codec, deepest, is_first=order.first_token == 0),)
         except Exception as error:
             self._fault(error)

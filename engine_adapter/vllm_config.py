@@ -37,6 +37,8 @@ def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
         return f"a model that is run to {config.model_config.runner_type}; allowed: to generate"
     if config.load_config.load_format == "dummy":
         return "load_format=dummy makes weights up, which no file tells"
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        return "calculate_kv_scales makes scales of the first prompt's KV, and another engine's are others"
     kinds = [type(group.kv_cache_spec).__name__ for group in groups.kv_cache_groups]
     unknown = sorted({kind for kind in kinds if kind not in ATTENTION_SPECS})
     if unknown:
@@ -48,6 +50,19 @@ def unsupported(config: Any, groups: Any, *, is_failure_told: bool) -> str:
     if any(getattr(group.kv_cache_spec, "non_causal", False) for group in groups.kv_cache_groups):
         return "attention that is not causal"
     return ""
+
+
+def reuse_refused(config: Any) -> str:
+    """Why nothing of one request's KV is used in another one: vLLM itself does not do it. Empty where it does. vLLM
+    says the same of an engine whose user wants that, and of a model, a platform or an attention whose steps would not
+    read what lies before them, or whose KV does not depend on what lies before it alone: which of these is not said."""
+    if config.cache_config.enable_prefix_caching:
+        return ""
+    return (
+        "vLLM's own prefix caching is off (enable_prefix_caching=False, which vLLM sets itself for models and "
+        "platforms on which a prefix must not be reused); where it is known that one may be, set "
+        '"without_prefix_caching": true in kv_connector_extra_config'
+    )
 
 
 def is_told_by_page(groups: Any) -> bool:

@@ -62,6 +62,7 @@ from engine_adapter.vllm_config import (
     has_draft_layers,
     is_told_by_page,
     registered_pages,
+    reuse_refused,
     unsupported,
     unwaitable,
 )
@@ -175,7 +176,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_told = False
         if role is KVConnectorRole.SCHEDULER:
             self._settings = _with_load_mode(self._settings, unwaitable(vllm_config))
-            if has_draft_layers(vllm_config):
+            if has_draft_layers(vllm_config) and self._settings.audit < 1:
                 self._settings = replace(self._settings, audit=0.0)
             self._scheduler = _SchedulerSide(vllm_config, kv_cache_config, self._settings, self._session)
 
@@ -191,6 +192,9 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         pages = registered_pages(self._config, self._groups_config, kv_caches)
         if pages.facts.refused:
             logger.warning("nothing is stored by this worker: %s", pages.facts.refused)
+        elif not self._settings.without_prefix_caching:
+            # A layer may have switched it off while it was made, which its own process alone knows.
+            pages.facts = replace(pages.facts, refused=reuse_refused(self._config))
         self._worker = PagedWorker(
             pages,
             lambda session: _open_store(self._settings.url, session),
@@ -417,9 +421,16 @@ class _SchedulerSide:
         refused = unsupported(
             self._config, self._groups, is_failure_told=KVConnectorTransferResults is not None
         ) or next((one.refused for one in facts if one.refused), "")
+        if not refused and not self._settings.without_prefix_caching:
+            refused = reuse_refused(self._config)
         try:
             if refused:
                 raise BadInput(refused)
+            if self._settings.audit >= 1 and has_draft_layers(self._config):
+                raise BadInput(
+                    "audit=1 loads nothing that was not compared, and where layers of their own draft tokens nothing "
+                    "can be: their KV depends on a token that may lie behind a block; give an audit below 1"
+                )
             model = self._config.model_config
             layout = layout_of(facts, model.get_total_num_kv_heads(), self._settings.block_tokens)
             codec = self._settings.codec

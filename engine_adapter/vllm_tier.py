@@ -286,6 +286,11 @@ def check_engine(config: Any, hash_seed: str | None, version: str = vllm.__versi
             f"block hashes of vLLM {version} begin at random; start vLLM with PYTHONHASHSEED=0 and give the tier "
             '"hash_seed": "0"'
         )
+    elif not config.cache_config.enable_prefix_caching:
+        reason = (
+            "vLLM's own prefix caching is off (enable_prefix_caching=False, which vLLM sets itself for models and "
+            "platforms on which a prefix must not be reused)"
+        )
     elif config.lora_config is not None:
         reason = "block hashes name a LoRA adapter, and not what is in it; use KvStoreConnector with LoRA"
     elif config.load_config.load_format == "dummy":

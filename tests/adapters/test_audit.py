@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_adapter.audit import (
+    FIRST_HITS,
     FRACTION,
     LONGEST_AUDIT_SECONDS,
+    MOST_GIVEN_UP,
     MOST_NAMESPACES,
     AuditResult,
     Audits,
@@ -28,7 +30,7 @@ from kvstore.errors import BadInput
 def test_one_in_a_thousand_and_the_same_ones_with_the_same_chances() -> None:
     def held_out(seed: int) -> list[int]:
         print("seed", seed)
-        holdout = Holdout(Random(seed).random)
+        holdout = Holdout(Random(seed).random, first=0)
         chosen = []
         for request in range(100_000):
             if holdout.begins(str(request), float(request)):
@@ -43,7 +45,7 @@ def test_one_in_a_thousand_and_the_same_ones_with_the_same_chances() -> None:
 
 
 def test_one_at_a_time() -> None:
-    holdout = Holdout(lambda: 0.0, 1.0)
+    holdout = Holdout(lambda: 0.0, 0.5, first=0)
     assert holdout.begins("a", 0.0)
     assert not holdout.begins("b", 1.0)
     holdout.ended("b")
@@ -56,7 +58,7 @@ def test_one_at_a_time() -> None:
 
 
 def test_an_audit_that_never_ends_does_not_keep_others_away_for_ever() -> None:
-    holdout = Holdout(lambda: 0.0, 1.0)
+    holdout = Holdout(lambda: 0.0, 0.5, first=0)
     assert holdout.begins("lost", 0.0)
     assert not holdout.begins("early", LONGEST_AUDIT_SECONDS - 1)
     assert holdout.begins("late", LONGEST_AUDIT_SECONDS)
@@ -72,6 +74,42 @@ def test_none_and_all() -> None:
         assert always.begins(str(request), 0.0)
         always.ended(str(request))
     assert always.to_dict() == {"fraction": 1.0, "hits": 1000, "held_out": 1000, "busy": 0}
+
+
+def test_where_all_are_audited_those_that_are_not_compared_are_computed_too() -> None:
+    all_of_them = Holdout(Random(3).random, 1.0)
+    assert all_of_them.begins("a", 0.0) and all_of_them.compares("a")
+    for request in "bcd":
+        assert all_of_them.begins(request, 1.0) and not all_of_them.compares(request)
+        all_of_them.ended(request, is_sound=True)
+    assert all_of_them.compares("a") and (all_of_them.held_out, all_of_them.busy) == (1, 3)
+    for number in range(10 * FIRST_HITS):
+        all_of_them.ended("a", is_sound=True)
+        assert all_of_them.begins("a", float(number)) and all_of_them.takes_all
+
+
+def test_no_hit_is_loaded_before_the_first_ones_were_compared_and_found_right() -> None:
+    holdout = Holdout(lambda: 0.99, 0.5)
+    for _ in range(FIRST_HITS):
+        assert holdout.begins("a", 0.0) and holdout.begins("beside it", 0.0)
+        holdout.ended("beside it", is_sound=True)
+        holdout.ended("a")
+        assert holdout.takes_all, "that one came to nothing"
+        assert holdout.begins("b", 0.0)
+        holdout.ended("b", is_sound=True)
+    assert not holdout.takes_all and not holdout.begins("c", 0.0)
+    assert Holdout(lambda: 0.99, 0.0).takes_all is False
+
+
+def test_first_hits_that_can_never_be_compared_do_not_keep_the_store_away_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    holdout = Holdout(lambda: 0.99, 0.5)
+    for _ in range(MOST_GIVEN_UP):
+        assert holdout.begins("a", 0.0)
+        holdout.ended("a")
+    assert not holdout.begins("a", 0.0)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kvstore
 from engine_adapter.audit import UNLIKE_ANYTHING, AuditResult, Verdict
-from engine_adapter.audit_blocks import allowed_error, compare_block
+from engine_adapter.audit_blocks import allowed_error, compare_block, compare_opaque
 from kv_kernels import int8
 from kv_kernels.int8 import Axis
 from kvstore.errors import BadInput
@@ -432,3 +432,42 @@ def test_blocks_of_a_store_beside_computed_ones(codec: str, tmp_path: Path) -> N
 def _block(pages: Pages, at: int) -> Block:
     """One block of pages that are blocks: [page, token, kv_head, width]."""
     return {layer: [plane[at].permute(1, 0, 2) for plane in planes] for layer, planes in pages.planes.items()}
+
+
+# Pages that nobody can read as K and V --------------------------------------------------------------------------------
+
+
+def as_bytes(*planes: torch.Tensor) -> Block:
+    return {layer: [plane.view(torch.uint8)] for layer, plane in enumerate(planes)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_are_compared_as_the_numbers_that_they_are(dtype: torch.dtype) -> None:
+    drawn = torch.Generator().manual_seed(3)
+    first, second = (torch.randn((1, BLOCK, 36), generator=drawn).to(dtype) for _ in range(2))
+    right = as_bytes(first, second)
+    for factor, verdict in (
+        (1.0, Verdict.EXACT),
+        (1 + allowed_error(dtype, 1) / 2, Verdict.CLOSE),
+        (1.5, Verdict.DRIFTED),
+    ):
+        result = compare_opaque(as_bytes(first, (second * factor).to(dtype)), right, dtype)
+        assert result is not None and result.verdict is verdict
+        assert result.worst_layer == 1 or verdict is Verdict.EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float64, torch.int32])
+def test_of_bytes_that_are_no_such_numbers_only_equal_ones_say_something(dtype: torch.dtype) -> None:
+    plane = torch.randint(0, 256, (1, BLOCK, 40), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    result = compare_opaque({0: [plane]}, {0: [plane.clone()]}, dtype)
+    assert result is not None and result.verdict is Verdict.EXACT
+    other = plane.clone()
+    other[0, 63, 39] ^= 1
+    assert compare_opaque({0: [other]}, {0: [plane]}, dtype) is None
+
+
+def test_slices_of_bytes_that_are_no_whole_numbers_are_compared_as_bytes() -> None:
+    plane = torch.zeros((1, BLOCK, 6), dtype=torch.uint8)
+    result = compare_opaque({0: [plane]}, {0: [plane.clone()]}, torch.float32)
+    assert result is not None and result.verdict is Verdict.EXACT
+    assert compare_opaque({0: [plane + 1]}, {0: [plane]}, torch.float32) is None

@@ -173,7 +173,29 @@ def test_when_it_is_closed_nothing_that_is_reported_counts(store: EmbeddedStore)
     assert held.reported(orders, 0, DRIFTED) is None and held.plan.take_outcomes() == {"given_up": 1}
 
 
-def test_bytes_are_not_held_out(store: EmbeddedStore) -> None:
+def test_bytes_are_held_out_as_numbers_are(store: EmbeddedStore) -> None:
     opaque = Layout(LAYOUT.groups, 64, 32, packing="opaque:torch.float32:[1]:[1]")
     held = Held(store, facts=NamespaceFacts(0, "", "m", opaque, "raw", 0, {}))
-    assert not held.begins() and held.choice.holdout.hits == 0
+    assert held.begins() and held.computed().audits
+    held.plan.close()
+
+
+def test_beside_one_that_is_compared_others_are_computed_and_hold_nothing(store: EmbeddedStore) -> None:
+    held = Held(store)
+    assert held.begins()
+    other = held.of("b")
+    assert held.plan.begins(other, held.handle.match(ids(330)), held.handle, 0.0) and other.audit is None
+    for state in (other, held.state):
+        held.plan.ended(state)
+    assert held.plan.take_outcomes() == {"given_up": 1}
+
+
+@pytest.mark.parametrize(("verdict", "is_sound"), [(EXACT, True), (CLOSE, True), (DRIFTED, False), (None, False)])
+def test_first_hits_count_where_nothing_was_wrong(
+    store: EmbeddedStore, verdict: AuditResult | None, is_sound: bool
+) -> None:
+    held = Held(store)
+    left = held.choice.holdout.first_left
+    assert held.begins()
+    held.reported(held.computed(), 0, *([verdict] if verdict is not None else []))
+    assert held.choice.holdout.first_left == left - is_sound

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, register
+from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, opaque_dtype, register
 from engine_adapter.step_orders import PageRun
 from kvstore.errors import BadInput
 from kvstore.layout import Attention
@@ -156,6 +156,16 @@ def test_opaque_pages_of_unlike_shapes_are_different_namespaces() -> None:
 def test_numbers_that_no_codec_knows_are_bytes() -> None:
     pool = Pool("slabs", dtype=torch.float64)
     assert pool.registered().facts.packing.startswith("opaque:torch.float64")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_bytes_are_numbers_of_is_known_from_the_form(dtype: torch.dtype) -> None:
+    packing = Pool("slabs", dtype=dtype).registered(no_write).facts.packing
+    assert opaque_dtype(packing) is dtype
+    assert opaque_dtype(f"{packing}+slabs") is dtype
+    assert opaque_dtype("slabs+latent") is None
+    assert opaque_dtype(f"{packing}+opaque:torch.float16:[1]:[1]") is torch.uint8
+    assert opaque_dtype("opaque") is torch.uint8
 
 
 def test_a_layer_of_another_shape_is_refused() -> None:

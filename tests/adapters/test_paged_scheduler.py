@@ -23,6 +23,7 @@ from kvstore.layout import Layout
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import EmbeddedStore
 from paged_engine import Request, SharedStore
+from tiering.frame import KEY_BYTES
 from workbench import FakeClock, ids, plausible_pages
 
 PAGE = 32
@@ -107,6 +108,11 @@ class Half:
         assert self.half.wait_open(SECONDS)
         self.ranks = ranks
         self.next_page = 1
+
+    def past_first_hits(self) -> None:
+        """As if the first hits had been compared, and nothing found."""
+        assert self.half.choice is not None
+        self.half.choice.holdout.first_left = 0
 
     def add(self, name: str, prompt: Sequence[int], facts: RequestFacts | None = None, more: int = 0) -> Request:
         stream = [*prompt, *range(5000, 5000 + more)]
@@ -273,6 +279,75 @@ def test_a_store_that_comes_later_is_used_from_then_on(store: EmbeddedStore) -> 
     assert half.told(request)["hits"] == {"dram": 320}
 
 
+@pytest.mark.parametrize(
+    ("tokens", "local", "rest"),
+    [
+        (330, 320, {"partial_block": 10}),
+        (384, 320, {"grid": 63, "last_token": 1}),
+        (63, 32, {"grid": 0, "partial_block": 31}),
+        (63, 0, {"partial_block": 63}),
+        (64, 32, {"grid": 31, "last_token": 1}),
+        (1, 0, {"partial_block": 1}),
+    ],
+)
+def test_where_no_block_is_to_be_had_no_answer_is_waited_for(
+    store: EmbeddedStore, tokens: int, local: int, rest: dict[str, int]
+) -> None:
+    late = Late(store, is_late=True)
+    half = Half(late)
+    request = half.add("a", ids(tokens))
+    began = half.clock.monotonic_seconds()
+    assert half.half.matched("a", local) == (0, False) and half.clock.monotonic_seconds() == began
+    half.half.allocated("a", [half.pages(-(-tokens // PAGE))], 0)
+    told = half.told(request)
+    assert told["hits"] == ({"engine": local} if local else {})
+    assert told["misses"] == {reason: count for reason, count in rest.items() if count}
+    _until(lambda: not store.usage().leases)
+
+
+def test_where_one_more_block_could_be_had_its_answer_is_waited_for(store: EmbeddedStore) -> None:
+    put(store, ids(384))
+    half = Half(late := Late(store, is_late=True))
+    request = half.add("a", ids(385))
+    assert half.half.matched("a", 320) == (None, False)
+    late.is_late = False
+    assert half.matched(request, 320) == (64, True)
+
+
+@pytest.mark.parametrize("stored", [320, 192, 0])
+def test_an_answer_that_was_not_waited_for_says_later_what_is_to_be_saved(store: EmbeddedStore, stored: int) -> None:
+    if stored:
+        put(store, ids(stored))
+    half = Half(late := Late(store, is_late=True))
+    request = half.add("a", ids(330), more=200)
+    assert half.half.matched("a", 320) == (0, False)
+    request.tables = [half.pages(17)]
+    half.half.allocated("a", request.tables, 0)
+    assert half.step(request, upto=330).saves == [], "nobody knows yet"
+    late.is_late = False
+    request.known = 331
+    saves = half.step(request, upto=331).saves
+    assert [(save.first_token, len(save.keys) // KEY_BYTES) for save in saves] == (
+        [(stored, 5)] if stored < 320 else []
+    )
+    request.known = 400
+    (save,) = half.step(request, upto=400).saves
+    assert save.first_token == 320
+
+
+def test_an_answer_that_never_comes_keeps_nothing_from_being_saved(store: EmbeddedStore) -> None:
+    half = Half(Late(store, is_late=True))
+    request = half.add("a", ids(330), more=200)
+    assert half.half.matched("a", 320) == (0, False)
+    request.tables = [half.pages(17)]
+    half.half.allocated("a", request.tables, 0)
+    assert half.step(request, upto=330).saves == []
+    half.clock.advance(60)
+    request.known = 331
+    (save,) = half.step(request, upto=331).saves
+    assert save.first_token == 0
+
+
 # Held out ------------------------------------------------------------------------------------------------------------
 
 
@@ -294,9 +369,42 @@ def test_a_request_that_is_not_held_out_stays_so(store: EmbeddedStore) -> None:
     put(store, ids(320))
     drawn = iter([0.9, 0.0, 0.0, 0.0])
     half = Half(SharedStore(store), audit=0.5, choose=lambda: next(drawn))
+    half.past_first_hits()
     request = half.add("a", ids(330))
     assert [half.matched(request, local) for local in (0, 64, 32)] == [(320, True), (256, True), (288, True)]
     assert half.told(request)["misses"].get("audit") is None
+
+
+def test_a_hit_after_a_preemption_is_not_loaded_where_all_are_audited(store: EmbeddedStore) -> None:
+    """What it had stored itself is found when it comes again."""
+    half = Half(SharedStore(store), audit=1.0)
+    request = half.add("a", ids(330))
+    assert half.admit(request, tokens=330) == 0
+    (save,) = half.step(request, upto=330).saves
+    put(store, ids(320))
+    half.saved(StepOrders(saves=[save]), 5, 5)
+    for _ in range(2):
+        assert half.admit(request) == 0, "it was preempted"
+    assert half.half.choice is not None and half.half.choice.holdout.hits == 1
+    half.told(request)
+    _until(lambda: not store.usage().leases)
+
+
+@pytest.mark.parametrize("audit", [1.0, 0.5])
+def test_while_one_of_the_first_hits_is_compared_no_other_is_loaded(store: EmbeddedStore, audit: float) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store), audit=audit, choose=lambda: 0.99)
+    requests = [half.add(name, ids(330)) for name in "abc"]
+    assert [half.matched(request) for request in requests] == [(0, False)] * 3
+    for request in requests:
+        half.half.allocated(request.request_id, [half.pages(11)], 0)
+        told = half.told(request)
+        assert told["misses"]["audit"] == 320 and "computed all the same" in told["detail"]
+    half.past_first_hits()
+    late = half.add("d", ids(330))
+    assert half.matched(late) == ((0, False) if audit == 1 else (320, True))
+    half.told(late)
+    _until(lambda: not store.usage().leases)
 
 
 # Loads ---------------------------------------------------------------------------------------------------------------
@@ -324,6 +432,7 @@ def test_what_decisions_cost_and_what_hits_save_is_counted(store: EmbeddedStore)
     put(store, ids(320))
     drawn = iter([0.0, 0.9] * 3)
     half = Half(SharedStore(store), audit=0.5, choose=lambda: next(drawn))
+    half.past_first_hits()
     counted = []
     for number in range(6):  # every other one is computed all the same
         request = half.add(f"{number}", ids(330))

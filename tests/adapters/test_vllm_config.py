@@ -13,6 +13,7 @@ from engine_adapter.vllm_config import (
     draft_fingerprint,
     fingerprint,
     has_draft_layers,
+    reuse_refused,
     unsupported,
     unwaitable,
 )
@@ -49,12 +50,15 @@ class MambaSpec(SimpleNamespace):
     """Likewise."""
 
 
-def engine(*specs: Any, run_to: str = "generate", load_format: str = "auto", **parallel: int) -> tuple[Any, Any]:
+def engine(
+    *specs: Any, run_to: str = "generate", load_format: str = "auto", scales: bool = False, **parallel: int
+) -> tuple[Any, Any]:
     groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
     given = SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(runner_type=run_to),
         load_config=SimpleNamespace(load_format=load_format),
+        cache_config=SimpleNamespace(calculate_kv_scales=scales),
     )
     return given, groups
 
@@ -70,6 +74,7 @@ FULL, WINDOW = FullAttentionSpec(), SlidingWindowSpec(sliding_window=100)
         (engine(FULL, decode_context_parallel_size=2), True, "decode_context_parallel_size=2"),
         (engine(FULL, run_to="pooling"), True, "a model that is run to pooling"),
         (engine(FULL, load_format="dummy"), True, "load_format=dummy makes weights up"),
+        (engine(FULL, scales=True), True, "calculate_kv_scales makes scales of the first prompt's KV"),
         (engine(FULL, MambaSpec()), True, "KV groups of kind MambaSpec; allowed: FullAttentionSpec"),
         (engine(FULL, WINDOW), True, ""),
         (engine(FULL, WINDOW), False, "use 0.31 or later"),
@@ -82,6 +87,13 @@ FULL, WINDOW = FullAttentionSpec(), SlidingWindowSpec(sliding_window=100)
 def test_what_cannot_be_stored_is_said(given: tuple[Any, Any], is_told: bool, why: str) -> None:
     said = unsupported(*given, is_failure_told=is_told)
     assert why in said and bool(why) == bool(said)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_what_the_engine_does_not_reuse_itself_is_not_reused(is_on: bool) -> None:
+    said = reuse_refused(SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=is_on)))
+    assert bool(said) != is_on
+    assert is_on or ("prefix caching is off" in said and '"without_prefix_caching": true' in said)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
             make = {
                 "llama": models.save_llama,
                 "gemma": models.save_gemma,
+                "deepseek": models.save_deepseek,
                 "mistral": partial(models.save_llama, window=192),
                 "trained": models.save_trained,
             }[kind]

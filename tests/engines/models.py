@@ -12,6 +12,8 @@ import safetensors.torch
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -81,6 +83,37 @@ def save_gemma(directory: Path, *, window: int = 192, vocab: int = 1000, seed: i
         query_pre_attn_scalar=64,
     )
     Gemma3ForCausalLM(config).save_pretrained(directory)
+    save_tokenizer(directory, vocab)
+    return directory
+
+
+def save_deepseek(directory: Path, *, vocab: int = 1000, seed: int = 0) -> Path:
+    """K and V as one latent plane of 512 + 64 numbers for all heads, of which vLLM reuses nothing on CPUs."""
+    torch.manual_seed(seed)
+    config = DeepseekV2Config(
+        vocab_size=vocab,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=4,  # no experts: a layer of them is not what is tested
+        max_position_embeddings=16384,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
+    DeepseekV2ForCausalLM(config).save_pretrained(directory)
     save_tokenizer(directory, vocab)
     return directory
 

@@ -93,7 +93,7 @@ CROWDS = {
     "layer by layer": dict(extra=dict(load="layerwise")),
     "late": dict(connector="SlowConnector"),
     "late and in the steps": dict(connector="SlowConnector", extra=dict(load="sync")),
-    "no cache of its own": dict(options=dict(enable_prefix_caching=False)),
+    "no cache of its own": dict(options=dict(enable_prefix_caching=False), extra=dict(without_prefix_caching=True)),
     "half of it": dict(connector="FailingConnector"),
     "half of it, in the steps": dict(connector="FailingConnector", extra=dict(load="sync")),
     "large pages": dict(options=dict(block_size=128, num_gpu_blocks_override=40)),

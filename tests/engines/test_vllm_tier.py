@@ -202,6 +202,7 @@ def workers(config: Any, count: int, backend: str, hosts: int = 1) -> None:
 REFUSED: dict[str, Callable[[Any], object]] = {
     "not cryptographic": lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash"),
     "xxhash_cbor is not": lambda c: setattr(c.cache_config, "prefix_caching_hash_algo", "xxhash_cbor"),
+    "prefix caching is off": lambda c: setattr(c.cache_config, "enable_prefix_caching", False),
     "LoRA": lambda c: setattr(c, "lora_config", LoRAConfig(max_lora_rank=8)),
     "dummy": lambda c: setattr(c.load_config, "load_format", "dummy"),
     "updated in place": lambda c: setattr(c, "weight_transfer_config", SimpleNamespace()),
