@@ -265,6 +265,15 @@ class StoreRequest:
             except Exception as error:
                 self._fail(error)
 
+    def withdraw(self, detail: str) -> None:
+        """Nothing more is loaded or saved in this request: the model that computes it is no longer the one that the
+        namespace stands for."""
+        if self._namespace is not None:
+            self._namespace = None
+            self.release()
+            self.report.detail = detail
+            self._count(MissReason.DISABLED)
+
     # Inside --------------------------------------------------------------------------------------------------------
 
     def _look_up(self, namespace: NamespaceHandle, token_ids: Sequence[int]) -> Account:

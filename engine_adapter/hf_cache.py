@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -24,15 +24,17 @@ import torch
 
 from engine_adapter.adapter import OpenStore, Report, StoreRequest, chosen_codec, grid_chunks
 from engine_adapter.hbm_blocks import HbmBlocks
-from engine_adapter.hf_attention import ChunkMask
 from engine_adapter.hf_buffers import BufferSet, FreeList
+from engine_adapter.hf_inputs import checked_new_tokens, checked_stop_tokens, prompt_of, prompts_of
 from engine_adapter.hf_layers import ModelCall, even_cache, ragged_cache
-from engine_adapter.hf_model import check_model, fingerprint, layout_of, namespace_config, refusal
-from engine_adapter.sampling import Sampling, choose
+from engine_adapter.hf_model import check_model, layout_of
+from engine_adapter.hf_settings import Chooser, choose_for, chooser_of
+from engine_adapter.hf_watch import ModelIdentity, ModelWatch
+from engine_adapter.sampling import Sampling
 from kvstore.config import parse_size
 from kvstore.errors import BadInput, LayoutMismatch, StoreClosed
 from kvstore.handle import NamespaceHandle
-from kvstore.identity import ExtraKey, Namespace, as_extra_keys, token_bytes
+from kvstore.identity import ExtraKey, Namespace, as_extra_keys
 
 CHUNK_TOKENS_CPU = 384
 """Smaller chunks waste some of the cores' work, a coarser grid loses more of a prefix to cutting. `kvstore demo` prints
@@ -40,6 +42,11 @@ what becomes of both: the time to a cold first token beside plain `generate`, an
 
 CHUNK_TOKENS_CUDA = 2048
 """Enough rows to keep a large GPU busy; smaller chunks read the weights more often."""
+
+MAX_NAMESPACES = 16
+"""Handles that a cache keeps, of as many states of its model: adapters take turns."""
+
+CHANGED = "the model changed during the request"
 
 
 class Kept(StrEnum):
@@ -110,7 +117,6 @@ class PrefixCache:
         wait for blocks. Raises `BadInput` or `LayoutMismatch`, with one line.
         """
         check_model(model)
-        self.call = ModelCall(model)
         self.model = model
         self.device: torch.device = next(model.parameters()).device
         self.layout = layout_of(model, namespace.block_tokens if namespace else block_tokens)
@@ -121,110 +127,123 @@ class PrefixCache:
         self.kept = Kept(kept)
         self._deadline_ms = deadline_ms
         self._config: Any = model.config
-        dtype = getattr(torch, self.layout.groups[0].dtype)
-        # Only the CPU's kernels need a mask behind a prefix; a model with an attention of its own makes one itself.
-        is_masked = self.call.takes_masks and self.device.type == "cpu"
-        self._mask = ChunkMask(self.chunk_tokens, dtype) if is_masked else None
         self._free = FreeList(self.layout, self.device)
-        self._check_by_running()
-        self.namespace = self._opened(store, codec) if namespace is None else self._checked(namespace)
-        pool_bytes = parse_size(hbm, "hbm")
-        is_pooled = pool_bytes > 0 and self.namespace is not None
-        self.pool = HbmBlocks(self.layout, self.device, pool_bytes) if is_pooled else None
+        self._watch = ModelWatch(model, self.layout, self.chunk_tokens)
+        self._identity = self._watch.identity()
+        self._store, self._codec, self._given = store, codec, namespace
+        self._opened: dict[ModelIdentity, NamespaceHandle | None] = {}
+        self.namespace = self._namespace_of(self._identity)
+        self._pool_bytes = parse_size(hbm, "hbm")
+        self.pool = self._new_pool()
+
+    @property
+    def _settings(self) -> Any:
+        return self.model.generation_config
+
+    @property
+    def call(self) -> ModelCall:
+        """Forward passes of the model as it is now."""
+        return self._watch.call
 
     def generate(
         self,
         prompt: Any,
         *,
         max_new_tokens: int,
+        attention_mask: Any = None,
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] | None = None,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
         on_token: Callable[[Token], None] | None = None,
     ) -> Generation:
-        """Answer one prompt: token ids as a list, array, numpy array or tensor of one dimension.
+        """Answer one prompt: token ids as a list, array, numpy array or tensor, or what a tokenizer or
+        `apply_chat_template` returned.
 
-        sampling: the most likely token each time if not given. stop_tokens: those of the model's generation config if
-        not given. extra_keys: what else KV depends on, as in `NamespaceHandle.match`. on_token: called with each token.
+        attention_mask: 1 for tokens of the prompt, 0 for padding before or behind it. sampling: the most likely token
+        each time if not given. stop_tokens: those of the model's generation config if not given; its other settings
+        that change tokens are applied, or refused by name (`engine_adapter.hf_settings` lists them). extra_keys: what
+        else KV depends on, as in `NamespaceHandle.match`. on_token: called with each token.
         """
-        (answer,) = self.generate_batch(
-            [prompt],
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_tokens=stop_tokens,
-            extra_keys=extra_keys,
-            on_token=on_token,
-        )
+        tokens = prompt_of(prompt, attention_mask, self._config, self._settings)
+        stream = self._stream(tokens, max_new_tokens, sampling, stop_tokens, extra_keys)
+        (answer,) = _drained(stream, on_token)
         return answer
 
     def generate_batch(
         self,
-        prompts: Iterable[Any],
+        prompts: Any,
         *,
         max_new_tokens: int,
+        attention_mask: Any = None,
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] | None = None,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
         on_token: Callable[[Token], None] | None = None,
     ) -> list[Generation]:
-        """Answer several prompts of any lengths, decoding them together; see `generate`."""
-        stream = self.stream(
-            prompts, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stop_tokens, extra_keys=extra_keys
-        )
-        try:
-            for token in stream:
-                if on_token is not None:
-                    on_token(token)
-        finally:
-            stream.close()
-        return stream.results
+        """Answer several prompts of any lengths, decoding them together; see `generate`.
+
+        prompts: a sequence of prompts, a padded matrix with its attention_mask, or what a tokenizer returned.
+        """
+        tokens = prompts_of(prompts, attention_mask, self._config, self._settings)
+        return _drained(self._stream(tokens, max_new_tokens, sampling, stop_tokens, extra_keys), on_token)
 
     def stream(
         self,
-        prompts: Iterable[Any],
+        prompts: Any,
         *,
         max_new_tokens: int,
+        attention_mask: Any = None,
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] | None = None,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
     ) -> Stream:
         """As `generate_batch`, token by token. Leaving early keeps what was computed; call `close` then."""
-        if max_new_tokens < 1:
-            raise BadInput(f"max_new_tokens={max_new_tokens}; give 1 or more")
+        tokens = prompts_of(prompts, attention_mask, self._config, self._settings)
+        return self._stream(tokens, max_new_tokens, sampling, stop_tokens, extra_keys)
+
+    def _stream(
+        self,
+        prompts: list[array[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None,
+        stop_tokens: Any,
+        extra_keys: Sequence[ExtraKey | bytes | str],
+    ) -> Stream:
+        max_new_tokens = checked_new_tokens(max_new_tokens)
         if stop_tokens is None:
-            stop_tokens = _stop_tokens(self.model)
-        rows = []
+            stop_tokens = self._settings.eos_token_id
+        stops = checked_stop_tokens(stop_tokens)
+        for tokens in prompts:
+            self._check_prompt(tokens, max_new_tokens)
+        choosers = [chooser_of(self.model, tokens, max_new_tokens, sampling, stops) for tokens in prompts]
         extra_keys = as_extra_keys(extra_keys)
-        for number, prompt in enumerate(prompts):
-            tokens = self._checked_prompt(prompt, max_new_tokens)
+        self._look_at_model()
+        rows = []
+        for number, (tokens, chooser) in enumerate(zip(prompts, choosers, strict=True)):
             report = Report(len(tokens), self.chunk_tokens)
             request = StoreRequest(
                 self.namespace, report, pool=self.pool, deadline_ms=self._deadline_ms, extra_keys=extra_keys
             )
-            rows.append(_Row(number, tokens, request))
-        if not rows:
-            raise BadInput("there are no prompts; give one or more")
-        return Stream(rows, self._run(rows, max_new_tokens, sampling, frozenset(stop_tokens)))
+            rows.append(_Row(number, tokens, request, chooser))
+        return Stream(rows, self._run(rows, max_new_tokens, stops))
 
     # A run ---------------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, rows: list[_Row], max_new_tokens: int, sampling: Sampling | None, stop_tokens: frozenset[int]
-    ) -> Iterator[Token]:
+    def _run(self, rows: list[_Row], max_new_tokens: int, stop_tokens: frozenset[int]) -> Iterator[Token]:
         watch = _Watch()
         buffers = self._free.take(len(rows), max(len(row.tokens) for row in rows) + max_new_tokens)
         try:
             for row in rows:
                 self._save_what_is_shared(row, rows[: row.number], buffers)
                 logits = self._prefill(row, buffers)
-                token = row.accept(int(choose(logits, sampling)), stop_tokens, watch.now())
+                token = row.accept(choose_for([row], logits)[0], stop_tokens, watch.now())
                 yield from watch.hand_out([token])
             decoder = _Decoder(self, rows, buffers)
             for _ in range(max_new_tokens - 1):
                 if all(row.is_stopped for row in rows):
                     break
                 self._save_next(rows, buffers)
-                chosen = choose(decoder.step(), sampling).tolist()
+                chosen = choose_for(rows, decoder.step())
                 now = watch.now()
                 accepted = [
                     row.accept(token_id, stop_tokens, now)
@@ -232,6 +251,9 @@ class PrefixCache:
                     if not row.is_stopped
                 ]
                 yield from watch.hand_out(accepted)
+                if not self._identity.is_plain:  # adapters may have taken turns, and back again before a block is full
+                    for row in rows:
+                        self._withdraw_if_changed(row)
         finally:
             for row in rows:
                 self._save(row, buffers, row.with_kv)
@@ -240,6 +262,7 @@ class PrefixCache:
 
     def _prefill(self, row: _Row, buffers: BufferSet) -> torch.Tensor:
         """Restore what the store has, compute the rest; returns the logits of the last token, [1, vocabulary]."""
+        self._withdraw_if_changed(row)
         matched = row.request.matched_tokens(row.tokens)
         start = row.request.load(buffers.pages(row.number, matched)) if matched else 0
         row.with_kv = row.offered = start
@@ -247,7 +270,7 @@ class PrefixCache:
         token_ids = torch.from_numpy(np.asarray(row.tokens).astype(np.int64)).to(self.device)[None]
         logits = token_ids
         for begin, end in grid_chunks(start, len(row.tokens), self.chunk_tokens):
-            mask = self._mask.of(end - begin, end) if self._mask is not None else None
+            mask = self._watch.mask.of(end - begin, end) if self._watch.mask is not None else None
             logits = self.call(token_ids[:, begin:end], cache, mask)
             row.with_kv = end
         return logits
@@ -274,46 +297,57 @@ class PrefixCache:
         stop = stop // self.layout.block_tokens * self.layout.block_tokens
         if stop > row.offered:
             row.offered = stop
+            self._withdraw_if_changed(row)
             row.request.save(row.tokens[:stop], buffers.pages(row.number, stop))
+
+    def _withdraw_if_changed(self, row: _Row) -> None:
+        """Whoever takes the tokens may do anything to the model between two of them."""
+        if not self._watch.is_as_seen():
+            row.request.withdraw(CHANGED)
 
     # Checks --------------------------------------------------------------------------------------------------------
 
-    def _check_by_running(self) -> None:
-        """Two chunks of two tokens, twice: the model must fill the buffers as its configuration says, and a token's KV
-        must not depend on the tokens behind it. What a configuration does not tell shows here, and not in an answer."""
-        planes = BufferSet(self.layout, 1, self.layout.block_tokens, self.device).of_rows(0, 1)
-        name = str(self._config.model_type)
-        firsts = []
-        for second in (0, 1):
-            cache = even_cache(planes, 0)
+    def _look_at_model(self) -> None:
+        """If the model computes other KV than before, go on in that KV's namespace. Raises `BadInput`."""
+        identity = self._watch.identity()
+        if identity != self._identity:
+            self.namespace = self._namespace_of(identity)
+            self._identity = identity
+            self.pool = self._new_pool()  # keys of a pool say nothing of the namespace
+
+    def _new_pool(self) -> HbmBlocks | None:
+        if self._pool_bytes <= 0 or self.namespace is None:
+            return None
+        return HbmBlocks(self.layout, self.device, self._pool_bytes)
+
+    def _namespace_of(self, identity: ModelIdentity) -> NamespaceHandle | None:
+        if self._given is not None:
+            return self._checked(self._given, identity)
+        if self._store is None:
+            return None
+        if identity not in self._opened:
+            codec, config = chosen_codec(self._codec, self.layout), self._namespace_config(identity)
             try:
-                for begin, tokens in ((0, [0, second]), (2, [0, 0])):
-                    mask = self._mask.of(2, begin + 2) if self._mask is not None else None
-                    self.call(torch.tensor([tokens], device=self.device), cache, mask)
-            except Exception as error:
-                raise refusal(name, f"a trial run failed: {str(error).splitlines()[0]}") from error
-            if any(cache.get_seq_length(layer) != 4 for layer in range(len(planes))):
-                raise refusal(name, "it does not keep its KV in the cache that it is given")
-            firsts.append([plane[:, :, 0].to(torch.float32, copy=True) for plane in planes[-1]])
-        for one, other in zip(*firsts, strict=True):
-            if not torch.allclose(one, other, rtol=1e-2, atol=1e-2 * float(one.abs().max()), equal_nan=True):
-                raise refusal(name, "the KV of a token depends on the tokens behind it")
+                opened = self._store.namespace(model=identity.weights, layout=self.layout, codec=codec, config=config)
+            except StoreClosed:
+                return None
+            while len(self._opened) >= MAX_NAMESPACES:
+                self._opened.pop(next(iter(self._opened)))
+            self._opened[identity] = opened
+        return self._opened[identity]
 
-    def _opened(self, store: OpenStore | None, given: str | None) -> NamespaceHandle | None:
-        if store is None:
-            return None
-        model, codec = fingerprint(self.model), chosen_codec(given, self.layout)
-        try:
-            return store.namespace(model=model, layout=self.layout, codec=codec, config=self._namespace_config())
-        except StoreClosed:
-            return None
-
-    def _checked(self, given: NamespaceHandle) -> NamespaceHandle:
-        """A namespace of the caller's must be this model's. Fields of config that it leaves out are the caller's."""
+    def _checked(self, given: NamespaceHandle, identity: ModelIdentity) -> NamespaceHandle:
+        """A namespace of the caller's must be this model's. Fields of config that it leaves out are the caller's, as
+        long as the model stays what it was and computes by its weights and configuration alone."""
         theirs = given.namespace
-        config = {**theirs.config, **{k: v for k, v in self._namespace_config().items() if k in theirs.config}}
-        mine = Namespace(fingerprint(self.model), self.layout, theirs.codec, theirs.weights_epoch, config)
+        config = {**theirs.config, **{k: v for k, v in self._namespace_config(identity).items() if k in theirs.config}}
+        mine = Namespace(identity.weights, self.layout, theirs.codec, theirs.weights_epoch, config)
         difference = theirs.difference(mine)
+        if not difference and "computes" not in theirs.config:
+            if not identity.is_plain:
+                difference = "it does not say what the model computes with its adapters, hooks or patches"
+            elif identity != self._identity:
+                difference = "the model computes other KV than when this cache was made"
         if difference:
             raise LayoutMismatch(
                 f"the namespace is not this model's: {difference} (here: the namespace, there: the model); "
@@ -321,15 +355,14 @@ class PrefixCache:
             )
         return given
 
-    def _namespace_config(self) -> dict[str, str]:
+    def _namespace_config(self, identity: ModelIdentity) -> dict[str, str]:
         return {
-            **namespace_config(self.model),
+            **dict(identity.config),
             "prefill_chunk_tokens": str(self.chunk_tokens),
             "kept": str(self.kept),
         }
 
-    def _checked_prompt(self, prompt: Any, max_new_tokens: int) -> array[int]:
-        tokens = array("I", token_bytes(prompt.cpu() if isinstance(prompt, torch.Tensor) else prompt))
+    def _check_prompt(self, tokens: array[int], max_new_tokens: int) -> None:
         if not tokens:
             raise BadInput("a prompt is empty; give at least one token")
         if max(tokens) >= self._config.vocab_size:
@@ -340,7 +373,6 @@ class PrefixCache:
                 f"{len(tokens)} prompt tokens and max_new_tokens={max_new_tokens} are more than the model's "
                 f"{limit} positions; shorten the prompt or ask for fewer tokens"
             )
-        return tokens
 
 
 class Stream:
@@ -372,8 +404,9 @@ class Stream:
 class _Row:
     """One prompt on its way. tokens: prompt and answer. with_kv: leading tokens whose KV the buffer holds."""
 
-    def __init__(self, number: int, prompt: array[int], request: StoreRequest) -> None:
+    def __init__(self, number: int, prompt: array[int], request: StoreRequest, chooser: Chooser) -> None:
         self.number = number
+        self.chooser = chooser
         self.tokens = prompt
         self.prompt_tokens = len(prompt)
         self.request = request
@@ -463,8 +496,11 @@ def _checked_chunk(given: int | None, default: int, block_tokens: int) -> int:
     return chunk
 
 
-def _stop_tokens(model: Any) -> list[int]:
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        return []
-    return [found] if isinstance(found, int) else list(found)
+def _drained(stream: Stream, on_token: Callable[[Token], None] | None) -> list[Generation]:
+    try:
+        for token in stream:
+            if on_token is not None:
+                on_token(token)
+    finally:
+        stream.close()
+    return stream.results

@@ -6,6 +6,7 @@ and 5.23 have is overridden. Must never change the user's model for longer than 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,7 @@ class ModelCall:
             AttentionInterface.register(ATTENTION_NAME, attend)
             self._attention = ATTENTION_NAME
         self.takes_masks = self._attention == ATTENTION_NAME
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
     @torch.inference_mode()
     def __call__(
@@ -48,6 +50,10 @@ class ModelCall:
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One forward pass over token_ids, [rows, tokens]; returns the last token's logits, [rows, vocabulary]."""
+        if mask is not None and positions is None and self._takes_positions and self.takes_masks:
+            # Some models would count them from the mask, which has four dimensions here.
+            length = cache.get_seq_length()
+            positions = torch.arange(length, length + token_ids.shape[1], device=token_ids.device)[None]
         with _attention_of(self._model.config, self._attention):
             output = self._model(
                 input_ids=token_ids,

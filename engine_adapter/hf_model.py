@@ -10,10 +10,13 @@ import inspect
 import json
 from collections.abc import Iterator
 from hashlib import blake2b
+from operator import itemgetter
 from typing import Any
 
 import torch
 
+from engine_adapter.hf_state import compiled_part
+from engine_adapter.hf_tensors import plain_tensors
 from kvstore.errors import BadInput
 from kvstore.layout import DTYPE_BYTES, Layout
 
@@ -38,6 +41,7 @@ def check_model(model: torch.nn.Module) -> None:
 
     What its cache layers say of it (sliding window, linear attention) is checked where transformers is imported.
     """
+    check_not_wrapped(model)
     config: Any = getattr(model, "config", None)
     name = getattr(config, "model_type", type(model).__name__)
     if config is None or "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -62,6 +66,36 @@ def check_model(model: torch.nn.Module) -> None:
         raise BadInput(f"the model computes in {_dtype_name(model)}; allowed: float32, bfloat16, float16")
 
 
+def check_not_wrapped(model: torch.nn.Module) -> None:
+    """Raise `BadInput` for what holds a model and is none, or is compiled; the line says what to pass instead."""
+    kind = type(model)
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "model_type", kind.__name__)
+    if hasattr(model, "_orig_mod"):
+        raise refusal(
+            name,
+            "it is compiled by torch.compile, for lengths that change with every chunk; pass the model "
+            "that was compiled (model._orig_mod)",
+        )
+    part = compiled_part(model)
+    if part is not None:
+        raise refusal(
+            name,
+            f"torch.compile works on {part}, for lengths that change with every chunk, so that its "
+            "numbers depend on earlier calls; pass a model that is not compiled",
+        )
+    if kind.__module__.startswith("peft.") and hasattr(model, "get_base_model"):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise refusal(name, f"{kind.__name__} puts virtual tokens in front of a prompt, which no prompt names")
+        raise refusal(
+            name,
+            f"it is wrapped in peft's {kind.__name__}; pass model.get_base_model(), in which the adapter "
+            "stays as active as it is",
+        )
+    if isinstance(getattr(model, "module", None), torch.nn.Module):
+        raise refusal(name, f"it is wrapped in {kind.__name__}; pass the model inside (model.module)")
+
+
 def refusal(model_type: str, reason: str) -> BadInput:
     """The one line for a model that cannot be served."""
     return BadInput(f"PrefixCache cannot serve model type {model_type!r}: {reason}")
@@ -84,10 +118,12 @@ def fingerprint(model: torch.nn.Module) -> str:
     """BLAKE2b-256 of a model's weights and configuration, as hexadecimal text.
 
     Covers the name, shape and dtype of every parameter and buffer, and their bytes: all of them up to 256 MiB in total,
-    beyond that 16 samples of 16 KiB from each tensor (0.1 s for 8 billion parameters). A change so small that it hides
+    beyond that 16 samples of 16 KiB from each tensor (0.1 s for 8 billion parameters). Of a quantised weight it covers
+    the tensors that it is made of. A change so small that it hides
     between the samples, such as an edit of single weights in place, has to be announced by `weights_epoch`.
     """
-    tensors = sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items())
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = sorted((pair for name, tensor in held.items() for pair in plain_tensors(name, tensor)), key=itemgetter(0))
     total = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
     state = blake2b(digest_size=32, person=b"kv-model-v1")
     state.update(_config_text(model).encode())

@@ -38,6 +38,16 @@ def choose(logits: torch.Tensor, sampling: Sampling | None) -> torch.Tensor:
         before = ranked.cumsum(dim=-1) - ranked
         kept = ranked.masked_fill(before >= sampling.top_p, 0)
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, kept)
-    if sampling.generator is not None:
-        probabilities = probabilities.to(sampling.generator.device)
-    return torch.multinomial(probabilities, 1, generator=sampling.generator)[:, 0].to(logits.device)
+    return _drawn(probabilities, sampling.generator)
+
+
+def draw(scores: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Token ids, [rows], drawn by the probabilities that scores, [rows, vocabulary], stand for."""
+    return _drawn(torch.softmax(scores.float(), dim=-1), generator)
+
+
+def _drawn(probabilities: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    device = probabilities.device
+    if generator is not None:
+        probabilities = probabilities.to(generator.device)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(device)

@@ -41,6 +41,7 @@ MAX_UNPACKED_BYTES = 64 << 10
 _TOKEN_BYTES = 4
 _TOKEN = np.dtype("<u4")
 _CHAIN_PERSON = b"kv-prefix-key-v1"
+_DIGESTS = frozenset({"config.computes", "config.state"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,11 @@ def as_extra_keys(extra_keys: Sequence[ExtraKey | bytes | str]) -> tuple[ExtraKe
     """Extra keys as the user may write them: bytes and text hold from the first token on. Order matters."""
     if isinstance(extra_keys, str | bytes):
         raise BadInput("extra_keys is one string; give a sequence, e.g. extra_keys=(adapter_digest,)")
+    if not isinstance(extra_keys, Sequence):
+        raise BadInput(
+            f"extra_keys of type {type(extra_keys).__name__}; give a sequence in an order that stays, e.g. "
+            "extra_keys=(adapter_digest,), or () for none"
+        )
     keys = []
     for given in extra_keys:
         key = given if isinstance(given, ExtraKey) else ExtraKey(_extra_value(given))
@@ -334,9 +340,10 @@ class Namespace:
             raise ValueError(f"not a packed namespace ({error})") from None
 
     def difference(self, other: Namespace) -> str:
-        """The first field that differs, with both values; empty where none does."""
+        """The first field that differs, with both values; empty where none does. Digests of what a model computes are
+        named where nothing else differs: they follow from the other fields, and nobody can read them."""
         mine, theirs = self.fields(), other.fields()
-        for name in sorted(mine.keys() | theirs.keys()):
+        for name in sorted(mine.keys() | theirs.keys(), key=lambda name: (name in _DIGESTS, name)):
             if mine.get(name) != theirs.get(name):
                 return f"{name} is {mine.get(name, 'not set')} here and {theirs.get(name, 'not set')} there"
         return ""

@@ -546,7 +546,7 @@ def test_bad_input_gets_one_line(llama: Any, store: EmbeddedStore) -> None:
     for prompt, new_tokens, said in (
         ([], 1, "empty"),
         ([VOCABULARY], 1, "0 to 511"),
-        ([[1, 2]], 1, "token ids"),
+        ([[1, 2], [3]], 1, "use generate_batch"),
         ([1], 0, "max_new_tokens=0"),
         (prompt_of(2040), 9, "2048 positions"),
     ):

@@ -1,0 +1,124 @@
+"""Small transformers models with wide random weights: greedy tokens vary, and their logits are far apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as T
+
+VOCABULARY = 512
+MANY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""What every configuration knows; KV heads as many as heads."""
+GATED: dict[str, Any] = {**MANY, "intermediate_size": 128, "num_key_value_heads": 2, "initializer_range": 0.2}
+OWN_HEADS: dict[str, Any] = {**MANY, "intermediate_size": 128, "initializer_range": 0.2}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", GATED),
+    "llama, eager": ("LlamaConfig", "LlamaForCausalLM", {**GATED, "attn_implementation": "eager"}),
+    "llama, tied": ("LlamaConfig", "LlamaForCausalLM", {**GATED, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GATED),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**GATED, "head_dim": 32}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**GATED, "sliding_window": None, "head_dim": 16}),
+    "mistral, sliding": ("MistralConfig", "MistralForCausalLM", {**GATED, "sliding_window": 64, "head_dim": 16}),
+    "phi": ("PhiConfig", "PhiForCausalLM", GATED),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", GATED),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {**GATED, "head_dim": 16}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**GATED, "head_dim": 16}),
+    "olmo": ("OlmoConfig", "OlmoForCausalLM", GATED),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", GATED),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", GATED),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", GATED),
+    "cohere": ("CohereConfig", "CohereForCausalLM", GATED),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", GATED),
+    "glm": ("GlmConfig", "GlmForCausalLM", {**GATED, "head_dim": 16}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**GATED, "head_dim": 16}),
+    "helium": ("HeliumConfig", "HeliumForCausalLM", {**GATED, "head_dim": 16}),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {**GATED, "head_dim": 16}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", GATED),
+    "arcee": ("ArceeConfig", "ArceeForCausalLM", GATED),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**GATED, "num_local_experts": 4}),
+    "qwen2 moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**GATED, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3 moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**GATED, **EXPERTS, "head_dim": 16}),
+    "opt": ("OPTConfig", "OPTForCausalLM", {**MANY, "ffn_dim": 128, "init_std": 0.2, "word_embed_proj_dim": 64}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**MANY, "initializer_range": 0.2}),
+    "gpt neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", OWN_HEADS),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {**MANY, "initializer_range": 0.2, "rotary_dim": 8}),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {**MANY, "initializer_range": 0.2, "rotary_dim": 8}),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {**MANY, "initializer_range": 0.2}),
+    "mpt": ("MptConfig", "MptForCausalLM", {**MANY, "initializer_range": 0.2}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {**MANY, "initializer_range": 0.2}),
+    "persimmon": ("PersimmonConfig", "PersimmonForCausalLM", OWN_HEADS),
+    "biogpt": ("BioGptConfig", "BioGptForCausalLM", OWN_HEADS),
+}
+"""Configuration, class and fields. Some are refused: that is an answer too."""
+
+
+def small_model(name: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """One of `MODELS`."""
+    config_name, model_name, fields = MODELS[name]
+    torch.manual_seed(seed)
+    config = getattr(T, config_name)(**{**fields, **changes})
+    model = getattr(T, model_name)(config).to(dtype).eval()
+    # Wide in every architecture, whatever its initialisation makes of it; norms stay as they are.
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() > 1:
+                tensor.normal_(0, 0.2)
+    return model
+
+
+def some_prompt(tokens: int, seed: int = 0) -> list[int]:
+    """Token ids, none of which is 0."""
+    generator = torch.Generator().manual_seed(1000 * seed + tokens)
+    return torch.randint(1, VOCABULARY, (tokens,), generator=generator).tolist()
+
+
+def plain_answer(model: Any, prompt: list[int], new_tokens: int, **options: Any) -> list[int]:
+    """What transformers itself answers."""
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "pad_token_id": 0, **options}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **options)
+    answer: list[int] = output[0, len(prompt) :].tolist()
+    return answer
+
+
+def linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
+    """The projections inside the layers, by name."""
+    head = model.get_output_embeddings()
+    return [(n, m) for n, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head]
+
+
+class Scaled(torch.nn.Module):
+    """A projection of somebody's own: the projection inside, and a low-rank part that a number scales."""
+
+    def __init__(self, inner: torch.nn.Linear, scale: float, rank: int = 4) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, scale
+        self.down = torch.nn.Linear(inner.in_features, rank, bias=False)
+        self.up = torch.nn.Linear(rank, inner.out_features, bias=False)
+        torch.nn.init.normal_(self.down.weight, std=0.2)
+        torch.nn.init.normal_(self.up.weight, std=0.2)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(states) + self.scale * self.up(self.down(states))
+        return result
+
+
+def replace_linear(model: Any, name: str, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> torch.nn.Module:
+    """Put another module into a projection's place; returns it."""
+    holder = model.get_submodule(name.rpartition(".")[0])
+    made = make(model.get_submodule(name))
+    setattr(holder, name.rpartition(".")[2], made)
+    return made
