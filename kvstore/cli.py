@@ -10,7 +10,8 @@ Results go to stdout, with `--json` as one object and nothing else. An error is 
 given, what is allowed and how to mend it. Long work shows its progress on a terminal and nowhere else.
 
     status 0    all is well            2    wrong input, or something that is needed is missing
-    status 1    a check has failed     130  interrupted
+    status 1    a check has failed     71   the machine has no memory, threads, descriptors or disk space for it
+                                       130  interrupted
 
 The environment is read here and nowhere else. Each command imports its own module only, so that help is quick and one
 command does not need another one's packages. Must never show a traceback, unless KVSTORE_TRACEBACK is set.
@@ -35,7 +36,8 @@ from typing import Annotated, Any, NoReturn, Protocol
 
 import kvstore
 from kvstore.config import DEFAULT_POLICY, POLICIES
-from kvstore.errors import BadInput, StoreError
+from kvstore.errors import BadInput, OutOfResources, StoreError
+from kvstore.standard_streams import flush_output, hold_standard_descriptors, let_go, say
 from tiering.errors import TierError
 
 _EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "server") | {
@@ -62,7 +64,7 @@ except ModuleNotFoundError as absent:
     print(_needs(absent.name), file=sys.stderr)
     raise SystemExit(2) from None
 
-OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, CHECK_FAILED, BAD_INPUT, OUT_OF_RESOURCES, INTERRUPTED = 0, 1, 2, 71, 130
 PLAIN_WIDTH = 120
 WATCH_SECONDS = 2
 _TRACEBACK = "KVSTORE_TRACEBACK"
@@ -228,6 +230,9 @@ def serve(
         settings = read_settings(Path(config).read_bytes(), flags, config)
     else:
         settings = read_settings("", flags)
+    hold_standard_descriptors()
+    # It multiplies no matrices: threads for that would only take address space, and the start with it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if kept_at is None and settings.store.keeper:
         seconds = str(2 * settings.limits.close_seconds)
         sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]
@@ -246,7 +251,11 @@ def serve(
         wire,
     )
     keeper_pid = os.getppid() if wire is not None else None
-    begins_again = run(settings, outside, lambda sockets, port: _say_serving(sockets, port, keeper_pid, as_json))
+    try:
+        begins_again = run(settings, outside, lambda sockets, port: _say_serving(sockets, port, keeper_pid, as_json))
+    except OutOfResources as error:
+        say(f"kvstore: {' '.join(str(error).split())}", sys.stderr)
+        os._exit(OUT_OF_RESOURCES)  # at once: without memory or threads no more may be relied on
     return keeper.AGAIN if begins_again else OK
 
 
@@ -627,15 +636,15 @@ def _plotter(file: str) -> Callable[[Any], None]:
 def _health_pages(host: str, port: int, daemon: Any) -> Any:
     from kvstore.service.health import Health
 
-    return Health(host, port, daemon.readiness, daemon.is_alive)
+    return Health(host, port, daemon.readiness, daemon.is_alive, daemon.reasons)
 
 
 def _say_serving(sockets: list[str], port: int | None, keeper_pid: int | None, as_json: bool) -> None:
     if as_json:
         said = {"serving": sockets, "http_port": port, "pid": os.getpid(), "keeper_pid": keeper_pid}
-        print(json.dumps(said), flush=True)
+        say(json.dumps(said), sys.stdout)
     else:
-        print(f"serving {', '.join(sockets)}" + (f", health on port {port}" if port else ""), flush=True)
+        say(f"serving {', '.join(sockets)}" + (f", health on port {port}" if port else ""), sys.stdout)
 
 
 @bench.command("tiers")
@@ -895,17 +904,21 @@ def main() -> None:
     try:
         # Not app(...) itself, which would put an excepthook of typer's in place of ours.
         status = typer.main.get_command(app)(standalone_mode=False, prog_name="kvstore")
-        sys.stdout.flush()
+        flush_output()
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         # Whoever read our output has left; there is nobody to tell, nor may the flush at exit try it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        let_go(sys.stdout)
         raise SystemExit(OK) from None
     except _UsageError as error:
         _fail(f"{error.format_message()} (see: {error.ctx.command_path if error.ctx else 'kvstore'} --help)")
+    except OutOfResources as error:
+        _fail(str(error), OUT_OF_RESOURCES)
     except (StoreError, TierError) as error:
         _fail(str(error))
+    except MemoryError:
+        _fail("there is no memory left for it; give it more, or less to do", OUT_OF_RESOURCES)
     except OSError as error:
         reason = error.strerror or str(error)
         _fail(f"{error.filename}: {reason}" if error.filename else reason)
@@ -938,16 +951,16 @@ def _progress() -> Iterator[Show]:
         yield lambda doing, done=0, steps=0: bar.update(line, description=doing, completed=done, total=steps or None)
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, status: int = BAD_INPUT) -> NoReturn:
     """One line, whatever the message was."""
-    print(f"kvstore: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(BAD_INPUT) from None
+    say(f"kvstore: {' '.join(message.split())}", sys.stderr)
+    raise SystemExit(status) from None
 
 
 def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """For what nobody expected."""
     text = " ".join(f"{kind.__name__}: {error}".split())
-    print(f"kvstore: internal error: {text} (set {_TRACEBACK}=1 to see where)", file=sys.stderr)
+    say(f"kvstore: internal error: {text} (set {_TRACEBACK}=1 to see where)", sys.stderr)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from kvstore.loading import pack_about
 from kvstore.miss import REASON_OF_FINDING, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
+from tiering.faults import NVME_READS, NVME_WRITES
 from tiering.frame import HEADER_BYTES, MacKeys, digest, verify_frame
 from tiering.move_queue import Clock, Move, MoveCounts, MoveQueue, Priority
 from tiering.nvme import NvmeTier
@@ -46,7 +47,7 @@ SPILL_FRACTION = 0.25
 CHOSEN_DOWN_TO = 0.65
 """Where it is chosen what is written down, it is chosen until no more than this share of DRAM waits for it."""
 
-READS, WRITES = "nvme reads", "nvme writes"
+READS, WRITES = NVME_READS, NVME_WRITES
 """Each has a breaker of its own: a disk that is full, or that takes nothing any more, may still be read."""
 
 WHY_LEFT = {

@@ -34,6 +34,7 @@ from kvstore.config import (
 )
 from kvstore.door import Grant, LeaseReply, MatchReply, Submitted
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
+from kvstore.faults import Faults
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
 from kvstore.insight.replay import Replay
@@ -52,6 +53,7 @@ from tiering.dram import DramTier
 from tiering.errors import TierError
 from tiering.extents import BlankPool, ExtentPool
 from tiering.failpoint import Reach, go_on
+from tiering.faults import FaultReports
 from tiering.files import (
     DirectFiles,
     DirectoryLock,
@@ -178,9 +180,11 @@ class EmbeddedStore:
         tenant: str = DEFAULT_TENANT,
         threads: LeaseThreads | None = None,
         before_close: Callable[[], object] = lambda: None,
+        faults: Faults | None = None,
     ) -> None:
-        """before_close: ends what else uses this store's memory."""
+        """before_close: ends what else uses this store's memory. faults: of the machine, as the store was told."""
         self._store = store
+        self.faults = faults or Faults(store.clock)
         self._before_close = before_close
         self._requests = Requests()
         self._threads = threads or LeaseThreads(store.clock)
@@ -229,7 +233,15 @@ class EmbeddedStore:
     def for_tenant(self, tenant: str) -> EmbeddedStore:
         """The same store as another tenant, which shares memory with this one and nothing else."""
         return EmbeddedStore(
-            self._store, self._ring, self._keys, self._lock, self._codecs, tenant, self._threads, self._before_close
+            self._store,
+            self._ring,
+            self._keys,
+            self._lock,
+            self._codecs,
+            tenant,
+            self._threads,
+            self._before_close,
+            self.faults,
         )
 
     def release_request(self, request: str) -> None:
@@ -449,6 +461,7 @@ def open_embedded(
         ) from None
     except OSError as error:
         raise BadInput(f"{path} cannot be used as a store's directory: {error.strerror}; give another one") from None
+    faults = Faults(SystemClock())
     try:
         keys = KeyFile(path / "keys", reach)
         if not keys.is_there:
@@ -464,7 +477,7 @@ def open_embedded(
         tier = None
         if nvme is not None:
             assert indexes is not None
-            tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring, shares)
+            tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring, shares, faults)
         store = build_store(
             dram_config,
             limits,
@@ -479,13 +492,14 @@ def open_embedded(
             policy=policy,
             admission=_admission_of(writes),
             shares={keys.tenant(name).tenant: share for name, share in shares.items()},
+            faults=faults,
         )
         store.start_loading({one.tenant: one for one in known})
     except BaseException:
         lock.release()
         raise
     _disown_in_children(store, lock)
-    return EmbeddedStore(store, ring, keys, lock, codecs, tenant, before_close=before_close)
+    return EmbeddedStore(store, ring, keys, lock, codecs, tenant, before_close=before_close, faults=faults)
 
 
 def _refuse_new_keys(path: Path) -> None:
@@ -521,6 +535,7 @@ def _open_nvme(
     files: Callable[[Path], Files],
     ring: KeyRing,
     shares: Mapping[str, Share],
+    faults: FaultReports,
 ) -> NvmeTier:
     """The tier on disk, its frames not loaded yet."""
     try:
@@ -536,6 +551,7 @@ def _open_nvme(
             config.slab_bytes,
             new_uid,
             DISK_THREADS,
+            faults,
         )
     except OtherFormat as error:
         raise BadInput(
@@ -606,6 +622,7 @@ def build_store(
     policy: PolicyMaker = LeafFirstLru,
     admission: AdmissionMaker = lambda names, clock, nvme_bytes: AdmitAll(),
     shares: Mapping[bytes, Share] | None = None,
+    faults: FaultReports | None = None,
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none.
 
@@ -613,11 +630,12 @@ def build_store(
     remembers names nothing in this one. keeper: holds DRAM for the next process. kept: what it held of the one before,
     and guard: holders below that may be clients of that one (`DramTier.take_over`). policy: of DRAM; what leaves NVMe
     is what was used there longest ago. admission: says what of that which leaves DRAM is written there. shares: of
-    tenants, by their opaque ids; if not given, whatever is worst goes first, whosoever it is.
+    tenants, by their opaque ids; if not given, whatever is worst goes first, whosoever it is. faults: told of what the
+    machine has none of.
     """
     clock = clock or SystemClock()
     assert 0 <= run < RUNS
-    pool = ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes, keeper)
+    pool = ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes, keeper, faults)
     dram = DramTier(pool, run << EXTENT_BITS, keeper)
     taken_over = dram.take_over(kept, guard)
     pins = Pins()
@@ -647,7 +665,9 @@ def build_store(
         budgets = [int(part * limits.retained_fraction * budget_bytes) for part in parts]
         here.retention = Retention(wishes, here.is_listed, clock.wall_seconds, budgets)
     # Writes that hang leave a thread for reads.
-    queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
+    queue = None
+    if tier is not None:
+        queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}, faults)
     first_number = (run << LEASE_BITS) + 1
     return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, first_number, taken_over, new_uid(), lower)
 

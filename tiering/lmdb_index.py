@@ -288,7 +288,9 @@ class LmdbIndex:
     def _grow(self, environment: lmdb.Environment) -> lmdb.Environment:
         map_bytes = environment.info()["map_size"]
         if map_bytes >= LARGEST_MAP_BYTES:
-            raise TierFull(f"the index cannot grow beyond {map_bytes >> 20} MiB")
+            full = TierFull(f"the index cannot grow beyond {map_bytes >> 20} MiB")
+            full.errno = errno.EFBIG
+            raise full
         # Moving the map pulls it away under every snapshot: what open iterations have yet to read is read now. The file
         # is opened anew because a map that cannot be moved in place would leave an environment without one.
         try:
@@ -539,9 +541,13 @@ def _typed(error: OSError | lmdb.Error, directory: Path, act: str) -> TierError:
     code = error.errno if isinstance(error, OSError) else error.code
     # LMDB's own codes are negative; 0 is the binding's, which refused the call (a file that is open here already).
     if code in _OUT_OF_SPACE or (code == errno.EIO and _has_little_space(directory)):
-        return TierUnavailable(f"cannot {act} the index in {directory}: no space left for it")
+        full = TierUnavailable(f"cannot {act} the index in {directory}: no space left for it")
+        full.errno = errno.ENOSPC  # whatever LMDB made of it
+        return full
     if code in _NOT_THE_FILE or (isinstance(error, OSError) and code != errno.EIO):
-        return TierUnavailable(f"cannot {act} the index in {directory}: {os.strerror(code or 0)}")
+        refused = TierUnavailable(f"cannot {act} the index in {directory}: {os.strerror(code or 0)}")
+        refused.errno = code
+        return refused
     if code == 0 or isinstance(error, lmdb.ReadersFullError):
         return TierUnavailable(f"cannot {act} the index in {directory}: {error}")
     return IndexDoubtful(f"cannot {act} it: {error}")

@@ -32,8 +32,9 @@ KEEP, FORGET, READY, ALL = b"k", b"f", b"r", b"a"
 DESCRIPTORS = 2
 AGAIN = 75
 """The sidecar's status that asks for another start (EX_TEMPFAIL of sysexits.h)."""
-CANNOT_START = 2
-"""The sidecar's status where what it was given cannot be used: not what it found in memory."""
+CANNOT_START = (2, 71)
+"""The sidecar's statuses where what it was given cannot be used, and where the machine has not enough of something: not
+for what it found in memory."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 5.0
 FAILURES_WITH_MEMORY = 3
 MOST_FAILURES = 20
@@ -93,7 +94,7 @@ class Keeper:
             if self._failures >= MOST_FAILURES:
                 self._say("error", "the sidecar cannot be started any more", status=status)
                 return status if status > 0 else 128 - status
-            if self._failures >= FAILURES_WITH_MEMORY and self._kept and status != CANNOT_START:
+            if self._failures >= FAILURES_WITH_MEMORY and self._kept and status not in CANNOT_START:
                 self._say("error", "the sidecar begins with empty memory", extents=len(self._kept))
                 for name in list(self._kept):
                     self._forget(name)
@@ -234,7 +235,10 @@ class Keeper:
             line = json.dumps(
                 {"time": round(now, 3), "level": level, "logger": "kvstore.keeper", "message": message} | more
             )
-        print(line, file=sys.stderr, flush=True)
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # nobody reads it; the memory is held on
+            pass
 
 
 if __name__ == "__main__":

@@ -47,6 +47,13 @@ class StatReport:
         facts = self.facts
         state = f"{facts.state}, up {_span(facts.up_seconds)}, pid {facts.pid}, run {facts.run[:8]}"
         yield Text(f"{state}: {_count(facts.blocks, 'block')}, {_count(facts.leases, 'lease')}")
+        if facts.health:
+            yield Text(f"health: {facts.health}")
+        for fault in facts.faults:
+            yield Text(f"  {fault.what}: {fault.detail}")
+        if facts.fault_counts:
+            counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in facts.fault_counts.items())
+            yield Text(f"faults since the start: {', '.join(counts)}")
         if facts.state == "warming" and facts.loading is not None:
             one = facts.loading
             line = f"loading: {one.slots:,} of {one.all_slots:,} slots, {one.blocks:,} blocks found"
@@ -103,6 +110,8 @@ class StatReport:
         if not facts.policy:  # a sidecar of another version
             return
         words = f"policy: {facts.policy}"
+        if facts.policy_note:
+            words += f" ({facts.policy_note})"
         if facts.nvme_writes is not None:
             words += f"; nvme_writes: {facts.nvme_writes}"
             words += f", {_count(facts.counters.get('declined_blocks', 0), 'block')} declined"
