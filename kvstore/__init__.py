@@ -222,11 +222,20 @@ def policy_named(name: str) -> PolicyMaker:
     try:
         # Imports numba: half a second, and vLLM on a CPU must not find it imported.
         from tiering.policies.adaptive import Adaptive
-        from tiering.policies.adaptive_loops import is_usable
+        from tiering.policies.adaptive_loops import NotCompiled, is_usable, prepare
     except ImportError:
         raise BadInput(f"policy={name!r} needs the package numba; run in a checkout: pip install '.[server]'") from None
+    except OSError as error:  # llvmlite asks whether it may, when it is imported
+        reason = (error.strerror or str(error)).split(". ")[0]
+        raise BadInput(
+            f"policy={name!r} may not be compiled here ({reason}); set MemoryDenyWriteExecute=no, or take lru"
+        ) from None
     if not is_usable():
         raise BadInput(f"policy={name!r} is compiled by numba, which NUMBA_DISABLE_JIT forbids; unset it, or take lru")
+    try:
+        prepare()
+    except NotCompiled as error:
+        raise BadInput(f"policy={name!r} is compiled by numba, which fails here ({error}); take lru") from None
     return Adaptive
 
 
