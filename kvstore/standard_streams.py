@@ -7,6 +7,7 @@ would end up in it.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TextIO
@@ -41,6 +42,12 @@ def let_go(stream: TextIO) -> None:
         os.close(nowhere)
     except (OSError, ValueError):
         pass
+
+
+def show_any_text() -> None:
+    """A name that is not text, as a path may be, is shown with escapes, on standard output as on standard error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def flush_output() -> None:

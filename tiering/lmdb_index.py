@@ -128,7 +128,7 @@ def open_to_read(directory: Path) -> LmdbIndex | None:
             return None
         _probe_in_a_process(directory, there.size_bytes)
         environment = lmdb.open(
-            os.fspath(directory), readonly=True, create=False, lock=False, readahead=False, max_dbs=0
+            os.fsencode(directory), readonly=True, create=False, lock=False, readahead=False, max_dbs=0
         )
     except (OSError, lmdb.Error) as error:
         raise _typed(error, directory, "open") from error
@@ -346,7 +346,7 @@ class _Walk:
 def _environment(directory: Path, map_bytes: int) -> lmdb.Environment:
     page_bytes = resource.getpagesize()
     return lmdb.open(
-        os.fspath(directory),
+        os.fsencode(directory),  # py-lmdb takes text for UTF-8, which a path need not be
         map_size=-(-map_bytes // page_bytes) * page_bytes,
         subdir=True,
         create=True,
@@ -505,7 +505,9 @@ def probe(directory: str) -> None:
         if verify(directory):
             sys.exit(_PROBE_DAMAGED)
         with (
-            lmdb.open(directory, readonly=True, lock=False, create=False, readahead=False, max_dbs=0) as environment,
+            lmdb.open(
+                os.fsencode(directory), readonly=True, lock=False, create=False, readahead=False, max_dbs=0
+            ) as environment,
             environment.begin() as transaction,
         ):
             count = sum(1 for _ in transaction.cursor().iternext())
