@@ -37,7 +37,8 @@ from typing import Annotated, Any, NoReturn, Protocol
 import kvstore
 from kvstore.config import DEFAULT_POLICY, POLICIES
 from kvstore.errors import BadInput, OutOfResources, StoreError
-from kvstore.standard_streams import flush_output, hold_standard_descriptors, let_go, say
+from kvstore.paths import expanded
+from kvstore.standard_streams import flush_output, hold_standard_descriptors, let_go, say, show_any_text
 from tiering.errors import TierError
 
 _EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "server") | {
@@ -72,10 +73,21 @@ _TRACEBACK = "KVSTORE_TRACEBACK"
 _UsageError: Any = typer.BadParameter.__base__
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on standard output.")]
+
+
+def _at(path: str | None) -> str | None:
+    """A path of an option or an argument: ~ is a home."""
+    return expanded(path) if path else path
+
+
 BenchData = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Measure the disk of this directory. That of temporary files if left out."),
+    typer.Option(
+        metavar="DIR", callback=_at, help="Measure the disk of this directory. That of temporary files if left out."
+    ),
 ]
+
+Check = Annotated[bool, typer.Option("--check", help="Status 1 where a target is missed; it is named.")]
 
 app = typer.Typer(
     help="A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes.",
@@ -130,7 +142,12 @@ def demo(
     ] = "1GiB",
     data: Annotated[
         str | None,
-        typer.Option(metavar="DIR", envvar="KVSTORE_DATA", help="Directory of the store. A temporary one if left out."),
+        typer.Option(
+            metavar="DIR",
+            callback=_at,
+            envvar="KVSTORE_DATA",
+            help="Directory of the store. A temporary one if left out.",
+        ),
     ] = None,
     requests: Annotated[
         int, typer.Option(metavar="N", help="Ask only the first so many of the twenty questions.")
@@ -166,7 +183,9 @@ def demo(
 
 @app.command()
 def fsck(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="A store's directory that no process uses.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", callback=_at, help="A store's directory that no process uses.")
+    ],
     repair: Annotated[
         bool, typer.Option("--repair", help="Give up what is damaged, and build the index again from the headers.")
     ] = False,
@@ -187,10 +206,10 @@ def fsck(
 @app.command()
 def serve(
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="TOML; docs/sidecar.md says what may stand in it.")
+        str | None, typer.Option(metavar="FILE", callback=_at, help="TOML; docs/sidecar.md says what may stand in it.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Directory of keys and slabs.  [default: ./kv]")
+        str | None, typer.Option(metavar="DIR", callback=_at, help="Directory of keys and slabs.  [default: ./kv]")
     ] = None,
     dram: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for blocks. Half of what the cgroup allows if left out.")
@@ -200,7 +219,14 @@ def serve(
         typer.Option(metavar="SIZE", help="Disk space for blocks, or off. Four fifths of what is free if left out."),
     ] = None,
     socket: Annotated[
-        str | None, typer.Option(metavar="PATH", help="UNIX socket of the default tenant.  [default: DIR/kvstore.sock]")
+        str | None,
+        typer.Option(
+            metavar="PATH", callback=_at, help="UNIX socket of the default tenant.  [default: DIR/kvstore.sock]"
+        ),
+    ] = None,
+    admin_socket: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", callback=_at, help="UNIX socket of the operator.  [default: DIR/admin.sock]"),
     ] = None,
     http: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Serve liveness and readiness there.")] = None,
     kept_at: Annotated[
@@ -224,6 +250,7 @@ def serve(
     flags = {
         "store": {"data": data, "dram": dram, "nvme": nvme},
         "door": {"socket": socket},
+        "admin": {"socket": admin_socket},
         "http": {"listen": http},
     }
     if config is not None:
@@ -260,10 +287,20 @@ def serve(
 
 
 Data = Annotated[
-    str, typer.Option("--data", metavar="DIR", envvar="KVSTORE_DATA", help="Directory that the sidecar serves.")
+    str,
+    typer.Option(
+        "--data", metavar="DIR", callback=_at, envvar="KVSTORE_DATA", help="Directory that the sidecar serves."
+    ),
 ]
 AdminSocket = Annotated[
-    str | None, typer.Option("--socket", metavar="PATH", help="Its admin socket.  [default: DIR/admin.sock]")
+    str | None,
+    typer.Option(
+        "--admin-socket",
+        "--socket",
+        metavar="PATH",
+        callback=_at,
+        help="The operator's socket. --socket is its former name.  [default: DIR/admin.sock]",
+    ),
 ]
 Seconds = Annotated[float, typer.Option("--seconds", metavar="N", help="How long it may take.")]
 
@@ -309,7 +346,12 @@ def stat(
         while True:
             print(json.dumps(found().to_dict()), flush=True)
             clock.sleep(watch)
-    first, console = found(), Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    if not sys.stdout.isatty():  # nothing can be drawn again there: a page each time, with an empty line behind it
+        while True:
+            _print(found(), as_json)
+            print(flush=True)
+            clock.sleep(watch)
+    first, console = found(), Console()
     with Live(first.group(), console=console, auto_refresh=False, vertical_overflow="visible") as live:
         while True:
             live.refresh()
@@ -380,12 +422,14 @@ def purge(
 def warm(
     file: Annotated[
         str,
-        typer.Argument(metavar="FILE", help='JSON lines: [1, 2, ...], or {"token_ids": [...], "extra_keys": [...]}.'),
+        typer.Argument(
+            metavar="FILE", callback=_at, help='JSON lines: [1, 2, ...], or {"token_ids": [...], "extra_keys": [...]}.'
+        ),
     ],
     namespace: Annotated[str, typer.Option(metavar="ID", help="Its id, or the first digits.")],
     data: Data = "./kv",
     socket: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The tenant's socket.  [default: DIR/kvstore.sock]")
+        str | None, typer.Option(metavar="PATH", callback=_at, help="The tenant's socket.  [default: DIR/kvstore.sock]")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -404,7 +448,9 @@ def warm(
 
 @app.command()
 def record(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="What is written: JSON lines in Mooncake's form.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", callback=_at, help="What is written: JSON lines in Mooncake's form.")
+    ],
     namespace: Annotated[
         str, typer.Option(metavar="ID", help="Of these blocks alone. Needed where blocks differ in size.")
     ] = "",
@@ -506,7 +552,9 @@ def replay(
     kv_bytes_per_token: Annotated[
         str, typer.Option(metavar="N", help="For the bytes that are written. Those of an 8B model if left out.")
     ] = str(128 << 10),
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the curves there: .png, .svg or .pdf.")] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", callback=_at, help="Draw the curves there: .png, .svg or .pdf.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """What policies would have found of recorded requests, through the store's own tables, beside the offline optimum.
@@ -518,7 +566,7 @@ def replay(
     from kvstore.insight.trace import MOST_TOKENS, read_trace
     from kvstore.node import build_replay
 
-    paths = [Path(one) for one in traces]
+    paths = [Path(expanded(one)) for one in traces]
     for path in paths:
         if not path.exists():
             raise typer.BadParameter(f"{path}: No such file; give a trace, as kvstore record writes one")
@@ -656,6 +704,7 @@ def bench_tiers(
         ),
     ] = None,
     data: BenchData = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """How near put and get come to a plain memory copy, in this process and through a sidecar's socket, and to what fio
@@ -670,11 +719,11 @@ def bench_tiers(
 
         options = tiers.Options(nvme=nvme.Options(data=data, fio=shutil.which("fio")))
         result = tiers.run(options, show, only)
-    return _print(result, as_json)
+    return _judge([result], [], as_json, check)
 
 
 @bench.command("lookup")
-def bench_lookup(as_json: Json = False) -> int:
+def bench_lookup(check: Check = False, as_json: Json = False) -> int:
     """How long it takes to find the longest stored prefix of a prompt: in this process, through a sidecar's socket, and
     by eight clients of a sidecar together."""
     with _progress() as show:
@@ -682,13 +731,14 @@ def bench_lookup(as_json: Json = False) -> int:
         from kvstore.bench import lookup
 
         result = lookup.run(progress=show)
-    return _print(result, as_json)
+    return _judge([result], [], as_json, check)
 
 
 @bench.command("restart")
 def bench_restart(
     blocks: Annotated[int, typer.Option(metavar="N", help="Blocks in the directory that is opened.")] = 1_000_000,
     data: BenchData = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """How long it takes until everything on disk can be found again, after a clean end and after a kill, and until a
@@ -698,7 +748,7 @@ def bench_restart(
         from kvstore.bench import restart
 
         result = restart.run(restart.Options(blocks=blocks, data=data), show)
-    return _print(result, as_json)
+    return _judge([result], [], as_json, check)
 
 
 @bench.command("codec")
@@ -713,6 +763,7 @@ def bench_codec(
             metavar="N", help="Pieces of text for --quality, 1 to 64: 32 if left out, fewer for a quick look."
         ),
     ] = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """How small the codecs make KV and how far a number may be off; with --speed how fast they run on this CPU; with
@@ -729,8 +780,7 @@ def bench_codec(
 
         rates = _codec_speed(show) if speed else None
         result = codec.CodecResult(codec.size_rows(), rates, _codec_quality(windows, show) if quality else None)
-    _print(result, as_json)
-    return _faults(result.failures)
+    return _judge([result], result.failures, as_json, check)
 
 
 def _codec_speed(show: Show) -> Any:
@@ -769,6 +819,7 @@ def bench_kernels(
     head_dim: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a head; 128 on a GPU.")] = None,
     page_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a page; 16.")] = None,
     laps: Laps = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """How fast KV goes off a GPU and back: the kernels beside a copy on the device, whole loads and saves beside a copy
@@ -783,8 +834,7 @@ def bench_kernels(
         given = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
         options = kernels.options_for(device, given, page_tokens=page_tokens, sizes=size or (), laps=laps)
         result = kernels.run(options, show, device, stage or ())
-    _print(result, as_json)
-    return _faults(result.faults)
+    return _judge([result], result.faults, as_json, check)
 
 
 @bench.command("ttft")
@@ -821,6 +871,7 @@ def bench_ttft(
     pairs: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="vllm: turns with and without a store; 40.")
     ] = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """The time to the first token of a Llama with random weights: cold, from DRAM as it is and in 8 bits, and from the
@@ -844,6 +895,7 @@ def bench_ttft(
             {"shape": shape, "context": context, "turns": turns, "arrivals": arrivals, "pairs": pairs},
             only or [],
             as_json,
+            check,
         )
     with _progress() as show:
         show("loading torch and transformers")
@@ -853,22 +905,20 @@ def bench_ttft(
             device, shape=shape, contexts=context, chunk_tokens=chunk, laps=laps, seconds=seconds
         )
         result = ttft.run(options, show, device, engine)
-    _print(result, as_json)
-    return _faults(result.faults)
+    return _judge([result], result.faults, as_json, check)
 
 
-def _ttft_vllm(given: dict[str, Any], parts: list[str], as_json: bool) -> int:
+def _ttft_vllm(given: dict[str, Any], parts: list[str], as_json: bool, check: bool) -> int:
     with _progress() as show:
         show("loading the bench")
         from kvstore.bench import ttft_vllm
 
         result = ttft_vllm.run(ttft_vllm.options_for(parts=parts, **given), show)
-    _print(result, as_json)
-    return _faults(result.faults)
+    return _judge([result], result.faults, as_json, check)
 
 
 @bench.command("all")
-def bench_all(data: BenchData = None, as_json: Json = False) -> int:
+def bench_all(data: BenchData = None, check: Check = False, as_json: Json = False) -> int:
     """Every bench that needs no GPU, one after the other: tiers, lookup, restart, codec."""
     with _progress() as show:
         show("loading torch")
@@ -882,10 +932,26 @@ def bench_all(data: BenchData = None, as_json: Json = False) -> int:
         ]
     if as_json:
         print(json.dumps({"bench": "all", "results": [result.to_dict() for result in results]}))
-        return OK
+    else:
+        for result in results:
+            _print(result, as_json)
+    return _faults(_missed(results)) if check else OK
+
+
+def _judge(results: list[Result], faults: list[str], as_json: bool, check: bool) -> int:
+    """Print, and say what is wrong with it."""
     for result in results:
         _print(result, as_json)
-    return OK
+    return _faults([*faults, *(_missed(results) if check else [])])
+
+
+def _missed(results: list[Result]) -> list[str]:
+    from kvstore.bench import targets
+
+    found = [result.to_dict() for result in results]
+    if not any(targets.judged(one) for one in found):
+        raise BadInput("nothing that was measured has a target here, so that --check checks nothing; leave it out")
+    return [line for one in found for line in targets.missed(one)]
 
 
 def _faults(lines: list[str]) -> int:
@@ -901,6 +967,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not os.environ.get(_TRACEBACK):
         sys.excepthook = _report_bug
+    show_any_text()
     try:
         # Not app(...) itself, which would put an excepthook of typer's in place of ours.
         status = typer.main.get_command(app)(standalone_mode=False, prog_name="kvstore")

@@ -200,6 +200,9 @@ class Levels:
                 key = ("up", rise.row, next(self._numbers))
                 rise.move = self._queue.submit(key, READS, Priority.WAITING, self._reading(rise))
                 rise.move.then(self._settling(rise))
+            if missing:
+                extra = {"namespace": number, "blocks": len(rises), "of": len(missing), "why_not": reason}
+                _log.debug("bringing up to dram", extra=extra)
             return under_way + rises, reason
         finally:
             self._planning.release()
@@ -471,6 +474,7 @@ class Levels:
                     written = True
                     blocks.demoted(number, good, [chosen[row] for row in good])
                     self._written.update(blocks=len(good), bytes=len(good) * blocks.spaces[number].block_bytes)
+                    _log.debug("written to nvme", extra={"namespace": number, "blocks": len(good), "of": len(placed)})
                     blocks.not_demoted(placed[len(good) :])
                 left = left[wanted:] if len(good) == wanted else []
                 placed, written = [], False
@@ -561,6 +565,7 @@ class Levels:
                 if not self._blocks.all_known:
                     raise TierFull("nothing on NVMe may go before all of it was taken in")
                 gone, claimed = self._blocks.evict_below(len(rows), number)
+            _log.debug("evicted from nvme", extra={"blocks": gone, "for_namespace": number})
             if not gone:
                 raise TierFull("nothing on NVMe may go")
             if claimed[0]:

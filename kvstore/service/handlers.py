@@ -6,6 +6,7 @@ callers can be trusted with. A number that names something of somebody else is t
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kvstore.joint import MAX_JOINT_CHARACTERS, WINDOW_CHARACTERS
 from kvstore.requests import MAX_REQUEST_CHARACTERS
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
+from kvstore.service.facts import printable
 from kvstore.service.recording import Recording
 from kvstore.service.sessions import Caller, Filling, Sessions
 from kvstore.store import Store
@@ -36,6 +38,8 @@ MAX_RESERVATIONS = 64
 MAX_DEADLINE_MS = 60_000.0
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class Handlers:
             text = f"a session's token of {len(hello.session)} bytes"
             return None, m.Failed(m.Fault.BAD_INPUT, f"{text}; give {m.MIN_SESSION_BYTES} to {m.MAX_SESSION_BYTES}")
         caller.session.since = caller.session.since or self._counting.now()
+        _log.debug("client let in", extra={"connection": caller.number, "engine": engine})
         return caller, m.Welcome(version, self._run, caller.session.token)
 
     def is_slow(self, verb: m.Verb) -> bool:
@@ -142,6 +147,13 @@ class Handlers:
                 "many equal slices as its part has layers"
             )
         grant = self._store.open_namespace(caller.session.tenant, namespace, verb.payload_bytes)
+        if grant.number not in caller.namespaces:
+            named = {
+                "namespace": grant.number,
+                "model": printable(namespace.model),
+                "codec": printable(namespace.codec),
+            }
+            _log.debug("namespace opened", extra={"connection": caller.number, **named})
         caller.namespaces[grant.number] = slices
         self._counting.opened(grant.number, namespace.layout.block_tokens)
         return m.Granted(grant)

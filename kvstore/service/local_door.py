@@ -666,6 +666,7 @@ class LocalDoor:
 
     def _left(self, caller: Caller) -> None:
         """Any thread. What he left behind is looked after from now on."""
+        _log.debug("client left", extra={"connection": caller.number})
         self._sessions.left(caller)
         with suppress(OSError):  # the door is closed meanwhile
             self._wake()
