@@ -289,7 +289,10 @@ class PrefixCache:
             return None
         model, codec = fingerprint(self.model), chosen_codec(given, self.layout)
         try:
-            return store.namespace(model=model, layout=self.layout, codec=codec, config=self._namespace_config())
+            name = str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
+            return store.namespace(
+                model=model, layout=self.layout, codec=codec, config=self._namespace_config(), name=name
+            )
         except StoreClosed:
             return None
 

@@ -95,6 +95,7 @@ class OpenedNamespace:
                     weights_epoch=wanted.weights_epoch,
                     config=wanted.config,
                     shard=self._shard,
+                    name=wanted.name,
                 )
             except Exception as error:  # the adapter's edge: there is no store, and that is all
                 self.detail = str(error).partition("\n")[0]

@@ -32,6 +32,7 @@ from kvstore.config import (
     memory_limit_files,
     parse_rate,
 )
+from kvstore.display_names import DisplayNames, checked_name
 from kvstore.door import Grant, LeaseReply, MatchReply, Submitted
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.faults import Faults
@@ -97,11 +98,17 @@ class TenantDoor:
     """A store as one tenant sees it, in this process: `Door` with that tenant's keys."""
 
     def __init__(
-        self, store: Store, keys: TenantKeys, requests: Requests | None = None, threads: LeaseThreads | None = None
+        self,
+        store: Store,
+        keys: TenantKeys,
+        requests: Requests | None = None,
+        threads: LeaseThreads | None = None,
+        names: DisplayNames | None = None,
     ) -> None:
         """requests: what is held for an engine's requests, for all doors that `release_request` is to reach. threads:
-        for leases that are submitted, shared by doors to one store."""
+        for leases that are submitted, shared by doors to one store. names: told what models are called."""
         self._store = store
+        self._names = names
         self._keys = keys
         self.requests = requests if requests is not None else Requests()
         self._threads = threads or LeaseThreads(store.clock)
@@ -162,9 +169,12 @@ class TenantDoor:
         """Whether this is that tenant's door to that store."""
         return self._store is store and self._keys.tenant == keys.tenant
 
-    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int], name: str = "") -> Grant:
         """Make a namespace known to this tenant."""
-        return self._store.open_namespace(self._keys, namespace, payload_bytes)
+        grant = self._store.open_namespace(self._keys, namespace, payload_bytes)
+        if self._names is not None and name:
+            self._names.note(self._keys.tenant, namespace.digest(), name)
+        return grant
 
 
 class EmbeddedStore:
@@ -181,10 +191,13 @@ class EmbeddedStore:
         threads: LeaseThreads | None = None,
         before_close: Callable[[], object] = lambda: None,
         faults: Faults | None = None,
+        names: DisplayNames | None = None,
     ) -> None:
-        """before_close: ends what else uses this store's memory. faults: of the machine, as the store was told."""
+        """before_close: ends what else uses this store's memory. faults: of the machine, as the store was told.
+        names: of models, for people."""
         self._store = store
         self.faults = faults or Faults(store.clock)
+        self.names = names
         self._before_close = before_close
         self._requests = Requests()
         self._threads = threads or LeaseThreads(store.clock)
@@ -203,8 +216,11 @@ class EmbeddedStore:
         weights_epoch: int = 0,
         config: Mapping[str, str] | None = None,
         shard: int | None = None,
+        name: str = "",
     ) -> NamespaceHandle:
         """The namespace of these weights, this layout and this codec; see `identity.Namespace` for the fields.
+
+        name: of the model, or its path, which people are shown beside the fingerprint; no part of what decides.
 
         shard: for one rank of `layout.head_shards`, whose pages have its own heads only: what it gets and puts are the
         parts of that shard (`Layout.parts_of`). The namespace is the same for all ranks. Raises `BadInput`.
@@ -214,10 +230,10 @@ class EmbeddedStore:
             if not isinstance(name, str) or not isinstance(value, str):
                 raise BadInput(f"config {name!r}={value!r}: names and values must be text")
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
-        return NamespaceHandle(self._door(), namespace, chosen, shard=shard)
+        return NamespaceHandle(self._door(), namespace, chosen, shard=shard, name=checked_name(name))
 
     def _door(self) -> TenantDoor:
-        return TenantDoor(self._store, self.tenant_keys(self.tenant), self._requests, self._threads)
+        return TenantDoor(self._store, self.tenant_keys(self.tenant), self._requests, self._threads, self.names)
 
     def tenant_keys(self, tenant: str) -> TenantKeys:
         """A tenant's keys, made and kept if it is new: for doors to other processes."""
@@ -242,6 +258,7 @@ class EmbeddedStore:
             self._threads,
             self._before_close,
             self.faults,
+            self.names,
         )
 
     def release_request(self, request: str) -> None:
@@ -263,6 +280,8 @@ class EmbeddedStore:
         keys = self._keys.known(tenant)
         blocks = self._store.purge(keys.tenant, seconds)
         self._keys.retire(tenant)
+        if self.names is not None:
+            self.names.forget(keys.tenant)
         self._ring.remove(keys)
         return keys, blocks
 
@@ -298,6 +317,8 @@ class EmbeddedStore:
         self._before_close()
         self._threads.close()
         self._store.close()
+        if self.names is not None:
+            self.names.close()
         if not self._store.is_stuck:
             self._lock.release()
 
@@ -499,7 +520,8 @@ def open_embedded(
         lock.release()
         raise
     _disown_in_children(store, lock)
-    return EmbeddedStore(store, ring, keys, lock, codecs, tenant, before_close=before_close, faults=faults)
+    names = DisplayNames(path / "names", faults)
+    return EmbeddedStore(store, ring, keys, lock, codecs, tenant, before_close=before_close, faults=faults, names=names)
 
 
 def _refuse_new_keys(path: Path) -> None:

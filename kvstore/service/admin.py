@@ -177,7 +177,13 @@ class Admin:
             guarded_bytes=usage.guarded_bytes,
             looked=looked(list(counts.values())),
             namespaces=[
-                _namespace(name, one, looked([counts[one.number]] if one.number in counts else []), used_at)
+                _namespace(
+                    name,
+                    one,
+                    looked([counts[one.number]] if one.number in counts else []),
+                    used_at,
+                    self._store.names.get(one.tenant, one.digest) if self._store.names is not None else "",
+                )
                 for name, one in spaces[:MAX_NAMESPACES]
                 for used_at in [counts[one.number].last_used if one.number in counts else None]
             ],
@@ -281,7 +287,7 @@ def chosen_space(spaces: Sequence[tuple[str, SpaceUsage]], id: str, tenant: str)
     return mine[pick(id, digests, words, whose, "give --tenant" if is_shared else "give more digits")][1]
 
 
-def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | None) -> NamespaceFacts:
+def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | None, name: str) -> NamespaceFacts:
     namespace, digest = usage.namespace, usage.digest.hex()
     return NamespaceFacts(
         digest[:ID_DIGITS],
@@ -299,6 +305,7 @@ def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | N
         usage.nvme.frame_bytes if usage.nvme is not None else None,
         used_at,
         asked,
+        name,
     )
 
 

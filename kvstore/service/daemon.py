@@ -59,7 +59,7 @@ class Daemon:
         sessions = Sessions(store.core, first_number, new_token)
         run, counting = new_token(RUN_BYTES), Counting(clock)
         recording = Recording(clock, new_token)
-        handlers = Handlers(store.core, sessions, run, counting, recording)
+        handlers = Handlers(store.core, sessions, run, counting, recording, store.names)
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed, store.faults)
         self.sockets: list[str] = []
         try:

@@ -77,7 +77,8 @@ class Looked(msgspec.Struct, frozen=True):
 
 
 class NamespaceFacts(msgspec.Struct, frozen=True):
-    """id: the first digits of the digest. nvme: None without such a tier. used_at: of the last request, in this run."""
+    """id: the first digits of the digest. nvme: None without such a tier. used_at: of the last request, in this run.
+    name: what an engine called the model, "" where none did."""
 
     id: str
     digest: str
@@ -94,6 +95,7 @@ class NamespaceFacts(msgspec.Struct, frozen=True):
     nvme_bytes: int | None
     used_at: float | None
     looked: Looked
+    name: str = ""
 
 
 class MoveFacts(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore.config import MAX_SECONDS
+from kvstore.display_names import DisplayNames
 from kvstore.door import Joint, LeaseReply
 from kvstore.errors import BadInput, StoreClosed
 from kvstore.handle import MAX_PRIORITY
@@ -53,8 +54,17 @@ class Served:
 class Handlers:
     """The verbs for connections. Thread-safe."""
 
-    def __init__(self, store: Store, sessions: Sessions, run: bytes, counting: Counting, recording: Recording) -> None:
-        """run: names this run of the sidecar."""
+    def __init__(
+        self,
+        store: Store,
+        sessions: Sessions,
+        run: bytes,
+        counting: Counting,
+        recording: Recording,
+        names: DisplayNames | None = None,
+    ) -> None:
+        """run: names this run of the sidecar. names: told what engines call their models."""
+        self._names = names
         self._store = store
         self._recording = recording
         self._counting = counting
@@ -147,6 +157,8 @@ class Handlers:
                 "many equal slices as its part has layers"
             )
         grant = self._store.open_namespace(caller.session.tenant, namespace, verb.payload_bytes)
+        if verb.name and self._names is not None:
+            self._names.note(caller.session.tenant.tenant, namespace.digest(), verb.name)
         if grant.number not in caller.namespaces:
             named = {
                 "namespace": grant.number,

@@ -68,6 +68,7 @@ class _Opened:
     namespace: Namespace
     payload_bytes: tuple[int, ...]
     grant: Grant
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +121,12 @@ class RemoteDoor:
 
     # The contract --------------------------------------------------------------------------------------------------
 
-    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int], name: str = "") -> Grant:
         """Raises `Unreachable` and what the sidecar says of it."""
         payloads = tuple(payload_bytes)
         try:
             run = self._running(waits=True)
-            grant = self._open(run, namespace, payloads, self._limits.connect)
+            grant = self._open(run, namespace, payloads, self._limits.connect, name)
         except Away as away:
             hint = "" if self._turned_away else "; start the sidecar (kvstore serve), or check the path"
             raise Unreachable(f"{away.detail}{hint}") from None
@@ -133,7 +134,7 @@ class RemoteDoor:
             raise BadInput(f"the sidecar knows this namespace with payloads of {grant.payload_bytes}, not {payloads}")
         with self._lock:
             number = len(self._opened)
-            self._opened.append(_Opened(namespace, payloads, grant))
+            self._opened.append(_Opened(namespace, payloads, grant, name))
             run.namespaces[number] = grant.number
             self._keep_in_touch()
         return Grant(number, grant.identity_key, grant.stamps, grant.payload_bytes, grant.durable)
@@ -460,7 +461,8 @@ class RemoteDoor:
             return known
         opened = self._opened[number]
         try:
-            grant = self._open(run, opened.namespace, opened.payload_bytes, min(seconds, self._limits.connect))
+            seconds = min(seconds, self._limits.connect)
+            grant = self._open(run, opened.namespace, opened.payload_bytes, seconds, opened.name)
         except BadInput as error:
             raise Away(MissReason.UNSUPPORTED, str(error)) from None
         same = (grant.identity_key, grant.stamps, grant.payload_bytes)
@@ -469,8 +471,8 @@ class RemoteDoor:
         run.namespaces[number] = grant.number
         return grant.number
 
-    def _open(self, run: Run, namespace: Namespace, payload_bytes: Sequence[int], seconds: float) -> Grant:
-        verb = m.OpenNamespace(namespace.pack(), list(payload_bytes))
+    def _open(self, run: Run, namespace: Namespace, payload_bytes: Sequence[int], seconds: float, name: str) -> Grant:
+        verb = m.OpenNamespace(namespace.pack(), list(payload_bytes), name)
         answered = run.answer(verb, seconds)
         if isinstance(answered.answer, m.Failed) and answered.answer.fault is m.Fault.BAD_INPUT:
             raise BadInput(answered.answer.text)

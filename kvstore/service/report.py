@@ -165,7 +165,8 @@ class NamespacesReport:
             console.print(namespace_table(self.facts.namespaces, self.facts.at, len(self.facts.namespaces)))
             for one in self.facts.namespaces:
                 epoch = f", weights epoch {one.weights_epoch}" if one.weights_epoch else ""
-                console.print(Text(f"{one.id}: {one.layout}{epoch}"), soft_wrap=True)
+                model = f"{one.name} ({one.model}); " if one.name else ""
+                console.print(Text(f"{one.id}: {model}{one.layout}{epoch}"), soft_wrap=True)
         else:
             console.print(Text("No namespaces."))
         if self.facts.hidden_namespaces:
@@ -256,7 +257,7 @@ def namespace_table(namespaces: Sequence[NamespaceFacts], now: float, most: int 
         (
             one.id,
             one.tenant,
-            one.model,
+            one.name or one.model,
             one.codec,
             one.blocks,
             *_held(one.dram_blocks, one.dram_bytes),
