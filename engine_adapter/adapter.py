@@ -40,8 +40,10 @@ class OpenStore(Protocol):
         weights_epoch: int = 0,
         config: Mapping[str, str] | None = None,
         shard: int | None = None,
+        name: str = "",
     ) -> NamespaceHandle:
-        """The namespace of these weights, this layout and this codec; of one rank's heads where `shard` says which."""
+        """The namespace of these weights, this layout and this codec; of one rank's heads where `shard` says which.
+        name: of the model, for people."""
         ...
 
 

@@ -327,8 +327,11 @@ class PrefixCache:
             return None
         if identity not in self._opened:
             codec, config = chosen_codec(self._codec, self.layout), self._namespace_config(identity)
+            name = str(getattr(self._config, "_name_or_path", "") or type(self.model).__name__)
             try:
-                opened = self._store.namespace(model=identity.weights, layout=self.layout, codec=codec, config=config)
+                opened = self._store.namespace(
+                    model=identity.weights, layout=self.layout, codec=codec, config=config, name=name
+                )
             except StoreClosed:
                 return None
             while len(self._opened) >= MAX_NAMESPACES:

@@ -114,6 +114,7 @@ class OpenedNamespace:
                     weights_epoch=wanted.weights_epoch,
                     config=wanted.config,
                     shard=self._shard,
+                    name=wanted.name,
                 )
             except Exception as error:  # the adapter's edge: there is no store, and that is all
                 text = str(error).partition("\n")[0]

@@ -45,7 +45,8 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceFacts:
-    """What a worker opens. number: raised with each change, so that orders and namespaces cannot be mixed up."""
+    """What a worker opens. number: raised with each change, so that orders and namespaces cannot be mixed up. name: of
+    the model, for people."""
 
     number: int
     session: str
@@ -54,6 +55,7 @@ class NamespaceFacts:
     codec: str
     weights_epoch: int
     config: Mapping[str, str]
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

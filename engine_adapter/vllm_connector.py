@@ -444,6 +444,7 @@ class _SchedulerSide:
                 codec,
                 self._settings.weights_epoch,
                 config_fields(self._config, facts, vllm.__version__),
+                str(model.model),
             )
             self.half.use(named, [one.rank for one in facts])
         except (BadInput, OSError) as error:

@@ -135,7 +135,11 @@ class KvStoreTier(SecondaryTierManager):
         def spaces_in(store: kvstore.SidecarStore | kvstore.EmbeddedStore) -> list[NamespaceHandle]:
             return [
                 store.namespace(
-                    model=model, layout=layout, weights_epoch=int(weights_epoch), config={**facts, "group": str(number)}
+                    model=model,
+                    layout=layout,
+                    weights_epoch=int(weights_epoch),
+                    config={**facts, "group": str(number)},
+                    name=str(config.model_config.model),
                 )
                 for number, layout in zip(groups, layouts, strict=True)
             ]

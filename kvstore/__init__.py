@@ -13,6 +13,7 @@ Importing this module needs neither torch nor a GPU; opening a store in this pro
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,8 @@ from kvstore.errors import (
 from kvstore.identity import ExtraKey, Prompt
 from kvstore.layout import Attention, KvGroup, Layout
 from kvstore.miss import Account, HitTier, MissReason
-from kvstore.pages import GroupPages, Pages
+from kvstore.pages import Codec, GroupPages, Pages
+from kvstore.paths import expanded
 from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.messages import MIN_SESSION_BYTES
 from tiering.policies.lru import LeafFirstLru
@@ -51,6 +53,7 @@ from tiering.shares import Share
 
 if TYPE_CHECKING:
     from kv_kernels.device_transfers import DeviceTransfers
+    from kvstore.codec import Codecs
     from kvstore.node import EmbeddedStore
     from tiering.policies.policy import PolicyMaker
 
@@ -132,16 +135,15 @@ def open(
         )
     given: dict[str, Any] = {"dram": dram, "nvme": nvme, "slab": slab, "extent": extent, "tenant": tenant}
     given |= {"limits": limits, "scrub": scrub, "policy": policy, "nvme_writes": nvme_writes, "shares": shares}
+    rest = expanded(rest, scheme)
     if scheme == "unix":
-        from kvstore.codec import Codecs  # imports torch, which is none of a sidecar's business
-
         usual = {"dram": "1GiB", "tenant": DEFAULT_TENANT, "scrub": DEFAULT_SCRUB, "policy": DEFAULT_POLICY}
         usual |= {"nvme_writes": DEFAULT_WRITES}
         for name, value in given.items():
             if value != usual.get(name):
                 raise BadInput(f"{name}={value!r} is the sidecar's to know; give it to kvstore serve, and not to open")
         token = secrets.token_hex(MIN_SESSION_BYTES) if session is None else session
-        codecs = Codecs(_open_gpu)
+        codecs = _Codecs()
         return open_sidecar(
             rest, codecs=codecs, clock=SystemClock(), session=token, engine=engine, before_close=codecs.close
         )
@@ -167,7 +169,6 @@ def embedded(
     shares: Mapping[str, Share] | None = None,
 ) -> EmbeddedStore:
     """Open a store in this process: `open("embedded:DIRECTORY", ...)` for whoever needs to know its type."""
-    from kvstore.codec import Codecs
     from kvstore.node import open_embedded  # a client of a sidecar has no store in its process
 
     indexes = None
@@ -181,9 +182,9 @@ def embedded(
     writes = parse_writes(nvme_writes, "nvme_writes")
     if nvme is None:
         check_writes_are_below(writes, nvme_writes, "nvme_writes")
-    codecs = Codecs(_open_gpu)
+    codecs = _Codecs()
     return open_embedded(
-        directory,
+        expanded(directory, "directory"),
         codecs=codecs,
         dram=dram,
         nvme=nvme,
@@ -198,6 +199,37 @@ def embedded(
         writes=writes,
         shares=_checked_shares(shares) if shares is not None else None,
     )
+
+
+class _Codecs:
+    """Codecs by their names. Torch is imported when the first one is asked for, which is when a namespace is opened:
+    whoever looks at a sidecar, or writes a service around a store, may do without."""
+
+    def __init__(self) -> None:
+        self._loaded: Codecs | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str) -> Codec:
+        """The codec. Raises `BadInput`."""
+        with self._lock:
+            if self._loaded is None:
+                try:
+                    from kvstore.codec import Codecs
+                except ModuleNotFoundError as error:
+                    if error.name != "torch":
+                        raise
+                    raise BadInput(
+                        "a namespace's pages are tensors of torch, which is not installed; run in a checkout: "
+                        "pip install '.[hf]'"
+                    ) from None
+                self._loaded = Codecs(_open_gpu)
+            loaded = self._loaded
+        return loaded(name)
+
+    def close(self) -> None:
+        """End what they have going on GPUs."""
+        if self._loaded is not None:
+            self._loaded.close()
 
 
 def _checked_shares(shares: Mapping[str, Share]) -> Mapping[str, Share]:
@@ -222,11 +254,20 @@ def policy_named(name: str) -> PolicyMaker:
     try:
         # Imports numba: half a second, and vLLM on a CPU must not find it imported.
         from tiering.policies.adaptive import Adaptive
-        from tiering.policies.adaptive_loops import is_usable
+        from tiering.policies.adaptive_loops import NotCompiled, is_usable, prepare
     except ImportError:
         raise BadInput(f"policy={name!r} needs the package numba; run in a checkout: pip install '.[server]'") from None
+    except OSError as error:  # llvmlite asks whether it may, when it is imported
+        reason = (error.strerror or str(error)).split(". ")[0]
+        raise BadInput(
+            f"policy={name!r} may not be compiled here ({reason}); set MemoryDenyWriteExecute=no, or take lru"
+        ) from None
     if not is_usable():
         raise BadInput(f"policy={name!r} is compiled by numba, which NUMBA_DISABLE_JIT forbids; unset it, or take lru")
+    try:
+        prepare()
+    except NotCompiled as error:
+        raise BadInput(f"policy={name!r} is compiled by numba, which fails here ({error}); take lru") from None
     return Adaptive
 
 

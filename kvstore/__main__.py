@@ -1,6 +1,12 @@
 """`python -m kvstore`: the command line (floor 4)."""
 
-from kvstore.cli import main
+import sys
+
+try:
+    from kvstore.cli import main
+except MemoryError:
+    print("kvstore: there is no memory left to start; raise the limit of this process", file=sys.stderr)
+    raise SystemExit(71) from None
 
 if __name__ == "__main__":
     main()

@@ -9,6 +9,7 @@ that has it. A row that was quarantined is listed in DRAM's, without frames, unt
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, diges
 from tiering.residency import ExtentFacts, FrameState, Residency
 from tiering.shares import Shares
 from tiering.tier import NO_PLACE, LowerTier, SlotClass, extent_of, slot_of
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -331,6 +334,8 @@ class Blocks:
                 break
         self._free(places)
         self.counters["evicted_blocks"] += evicted
+        if gone:
+            _log.debug("evicted from dram", extra={"blocks": gone, "given_up": evicted, "wanted": blocks})
         return gone
 
     def give_up(self, row: int) -> None:

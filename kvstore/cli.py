@@ -10,7 +10,8 @@ Results go to stdout, with `--json` as one object and nothing else. An error is 
 given, what is allowed and how to mend it. Long work shows its progress on a terminal and nowhere else.
 
     status 0    all is well            2    wrong input, or something that is needed is missing
-    status 1    a check has failed     130  interrupted
+    status 1    a check has failed     71   the machine has no memory, threads, descriptors or disk space for it
+                                       130  interrupted
 
 The environment is read here and nowhere else. Each command imports its own module only, so that help is quick and one
 command does not need another one's packages. Must never show a traceback, unless KVSTORE_TRACEBACK is set.
@@ -35,7 +36,9 @@ from typing import Annotated, Any, NoReturn, Protocol
 
 import kvstore
 from kvstore.config import DEFAULT_POLICY, POLICIES
-from kvstore.errors import BadInput, StoreError
+from kvstore.errors import BadInput, OutOfResources, StoreError
+from kvstore.paths import expanded
+from kvstore.standard_streams import flush_output, hold_standard_descriptors, let_go, say, show_any_text
 from tiering.errors import TierError
 
 _EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "server") | {
@@ -62,7 +65,7 @@ except ModuleNotFoundError as absent:
     print(_needs(absent.name), file=sys.stderr)
     raise SystemExit(2) from None
 
-OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+OK, CHECK_FAILED, BAD_INPUT, OUT_OF_RESOURCES, INTERRUPTED = 0, 1, 2, 71, 130
 PLAIN_WIDTH = 120
 WATCH_SECONDS = 2
 _TRACEBACK = "KVSTORE_TRACEBACK"
@@ -70,10 +73,21 @@ _TRACEBACK = "KVSTORE_TRACEBACK"
 _UsageError: Any = typer.BadParameter.__base__
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on standard output.")]
+
+
+def _at(path: str | None) -> str | None:
+    """A path of an option or an argument: ~ is a home."""
+    return expanded(path) if path else path
+
+
 BenchData = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Measure the disk of this directory. That of temporary files if left out."),
+    typer.Option(
+        metavar="DIR", callback=_at, help="Measure the disk of this directory. That of temporary files if left out."
+    ),
 ]
+
+Check = Annotated[bool, typer.Option("--check", help="Status 1 where a target is missed; it is named.")]
 
 app = typer.Typer(
     help="A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes.",
@@ -128,7 +142,12 @@ def demo(
     ] = "1GiB",
     data: Annotated[
         str | None,
-        typer.Option(metavar="DIR", envvar="KVSTORE_DATA", help="Directory of the store. A temporary one if left out."),
+        typer.Option(
+            metavar="DIR",
+            callback=_at,
+            envvar="KVSTORE_DATA",
+            help="Directory of the store. A temporary one if left out.",
+        ),
     ] = None,
     requests: Annotated[
         int, typer.Option(metavar="N", help="Ask only the first so many of the twenty questions.")
@@ -164,7 +183,9 @@ def demo(
 
 @app.command()
 def fsck(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="A store's directory that no process uses.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", callback=_at, help="A store's directory that no process uses.")
+    ],
     repair: Annotated[
         bool, typer.Option("--repair", help="Give up what is damaged, and build the index again from the headers.")
     ] = False,
@@ -185,10 +206,10 @@ def fsck(
 @app.command()
 def serve(
     config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="TOML; docs/sidecar.md says what may stand in it.")
+        str | None, typer.Option(metavar="FILE", callback=_at, help="TOML; docs/sidecar.md says what may stand in it.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Directory of keys and slabs.  [default: ./kv]")
+        str | None, typer.Option(metavar="DIR", callback=_at, help="Directory of keys and slabs.  [default: ./kv]")
     ] = None,
     dram: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for blocks. Half of what the cgroup allows if left out.")
@@ -198,7 +219,14 @@ def serve(
         typer.Option(metavar="SIZE", help="Disk space for blocks, or off. Four fifths of what is free if left out."),
     ] = None,
     socket: Annotated[
-        str | None, typer.Option(metavar="PATH", help="UNIX socket of the default tenant.  [default: DIR/kvstore.sock]")
+        str | None,
+        typer.Option(
+            metavar="PATH", callback=_at, help="UNIX socket of the default tenant.  [default: DIR/kvstore.sock]"
+        ),
+    ] = None,
+    admin_socket: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", callback=_at, help="UNIX socket of the operator.  [default: DIR/admin.sock]"),
     ] = None,
     http: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Serve liveness and readiness there.")] = None,
     kept_at: Annotated[
@@ -223,12 +251,16 @@ def serve(
     flags = {
         "store": {"data": data, "dram": dram, "nvme": nvme},
         "door": {"socket": socket},
+        "admin": {"socket": admin_socket},
         "http": {"listen": http},
     }
     if config is not None:
         settings = read_settings(Path(config).read_bytes(), flags, config)
     else:
         settings = read_settings("", flags)
+    hold_standard_descriptors()
+    # It multiplies no matrices: threads for that would only take address space, and the start with it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if kept_at is None and settings.store.keeper:
         seconds = str(2 * settings.limits.close_seconds)
         sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]
@@ -247,15 +279,29 @@ def serve(
         wire,
     )
     keeper_pid = os.getppid() if wire is not None else None
-    begins_again = run(settings, outside, lambda sockets, port: _say_serving(sockets, port, keeper_pid, as_json))
+    try:
+        begins_again = run(settings, outside, lambda sockets, port: _say_serving(sockets, port, keeper_pid, as_json))
+    except OutOfResources as error:
+        say(f"kvstore: {' '.join(str(error).split())}", sys.stderr)
+        os._exit(OUT_OF_RESOURCES)  # at once: without memory or threads no more may be relied on
     return keeper.AGAIN if begins_again else OK
 
 
 Data = Annotated[
-    str, typer.Option("--data", metavar="DIR", envvar="KVSTORE_DATA", help="Directory that the sidecar serves.")
+    str,
+    typer.Option(
+        "--data", metavar="DIR", callback=_at, envvar="KVSTORE_DATA", help="Directory that the sidecar serves."
+    ),
 ]
 AdminSocket = Annotated[
-    str | None, typer.Option("--socket", metavar="PATH", help="Its admin socket.  [default: DIR/admin.sock]")
+    str | None,
+    typer.Option(
+        "--admin-socket",
+        "--socket",
+        metavar="PATH",
+        callback=_at,
+        help="The operator's socket. --socket is its former name.  [default: DIR/admin.sock]",
+    ),
 ]
 Seconds = Annotated[float, typer.Option("--seconds", metavar="N", help="How long it may take.")]
 
@@ -301,7 +347,12 @@ def stat(
         while True:
             print(json.dumps(found().to_dict()), flush=True)
             clock.sleep(watch)
-    first, console = found(), Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    if not sys.stdout.isatty():  # nothing can be drawn again there: a page each time, with an empty line behind it
+        while True:
+            _print(found(), as_json)
+            print(flush=True)
+            clock.sleep(watch)
+    first, console = found(), Console()
     with Live(first.group(), console=console, auto_refresh=False, vertical_overflow="visible") as live:
         while True:
             live.refresh()
@@ -372,12 +423,14 @@ def purge(
 def warm(
     file: Annotated[
         str,
-        typer.Argument(metavar="FILE", help='JSON lines: [1, 2, ...], or {"token_ids": [...], "extra_keys": [...]}.'),
+        typer.Argument(
+            metavar="FILE", callback=_at, help='JSON lines: [1, 2, ...], or {"token_ids": [...], "extra_keys": [...]}.'
+        ),
     ],
     namespace: Annotated[str, typer.Option(metavar="ID", help="Its id, or the first digits.")],
     data: Data = "./kv",
     socket: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The tenant's socket.  [default: DIR/kvstore.sock]")
+        str | None, typer.Option(metavar="PATH", callback=_at, help="The tenant's socket.  [default: DIR/kvstore.sock]")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -396,7 +449,9 @@ def warm(
 
 @app.command()
 def record(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="What is written: JSON lines in Mooncake's form.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", callback=_at, help="What is written: JSON lines in Mooncake's form.")
+    ],
     namespace: Annotated[
         str, typer.Option(metavar="ID", help="Of these blocks alone. Needed where blocks differ in size.")
     ] = "",
@@ -498,7 +553,9 @@ def replay(
     kv_bytes_per_token: Annotated[
         str, typer.Option(metavar="N", help="For the bytes that are written. Those of an 8B model if left out.")
     ] = str(128 << 10),
-    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the curves there: .png, .svg or .pdf.")] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", callback=_at, help="Draw the curves there: .png, .svg or .pdf.")
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """What policies would have found of recorded requests, through the store's own tables, beside the offline optimum.
@@ -510,7 +567,7 @@ def replay(
     from kvstore.insight.trace import MOST_TOKENS, read_trace
     from kvstore.node import build_replay
 
-    paths = [Path(one) for one in traces]
+    paths = [Path(expanded(one)) for one in traces]
     for path in paths:
         if not path.exists():
             raise typer.BadParameter(f"{path}: No such file; give a trace, as kvstore record writes one")
@@ -628,15 +685,15 @@ def _plotter(file: str) -> Callable[[Any], None]:
 def _health_pages(host: str, port: int, daemon: Any) -> Any:
     from kvstore.service.health import Health
 
-    return Health(host, port, daemon.readiness, daemon.is_alive)
+    return Health(host, port, daemon.readiness, daemon.is_alive, daemon.reasons)
 
 
 def _say_serving(sockets: list[str], port: int | None, keeper_pid: int | None, as_json: bool) -> None:
     if as_json:
         said = {"serving": sockets, "http_port": port, "pid": os.getpid(), "keeper_pid": keeper_pid}
-        print(json.dumps(said), flush=True)
+        say(json.dumps(said), sys.stdout)
     else:
-        print(f"serving {', '.join(sockets)}" + (f", health on port {port}" if port else ""), flush=True)
+        say(f"serving {', '.join(sockets)}" + (f", health on port {port}" if port else ""), sys.stdout)
 
 
 @bench.command("tiers")
@@ -648,6 +705,7 @@ def bench_tiers(
         ),
     ] = None,
     data: BenchData = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """How near put and get come to a plain memory copy, in this process and through a sidecar's socket, and to what fio
@@ -662,11 +720,11 @@ def bench_tiers(
 
         options = tiers.Options(nvme=nvme.Options(data=data, fio=shutil.which("fio")))
         result = tiers.run(options, show, only)
-    return _print(result, as_json)
+    return _judge([result], [], as_json, check)
 
 
 @bench.command("lookup")
-def bench_lookup(as_json: Json = False) -> int:
+def bench_lookup(check: Check = False, as_json: Json = False) -> int:
     """How long it takes to find the longest stored prefix of a prompt: in this process, through a sidecar's socket, and
     by eight clients of a sidecar together."""
     with _progress() as show:
@@ -674,13 +732,14 @@ def bench_lookup(as_json: Json = False) -> int:
         from kvstore.bench import lookup
 
         result = lookup.run(progress=show)
-    return _print(result, as_json)
+    return _judge([result], [], as_json, check)
 
 
 @bench.command("restart")
 def bench_restart(
     blocks: Annotated[int, typer.Option(metavar="N", help="Blocks in the directory that is opened.")] = 1_000_000,
     data: BenchData = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """How long it takes until everything on disk can be found again, after a clean end and after a kill, and until a
@@ -690,7 +749,7 @@ def bench_restart(
         from kvstore.bench import restart
 
         result = restart.run(restart.Options(blocks=blocks, data=data), show)
-    return _print(result, as_json)
+    return _judge([result], [], as_json, check)
 
 
 @bench.command("codec")
@@ -705,6 +764,7 @@ def bench_codec(
             metavar="N", help="Pieces of text for --quality, 1 to 64: 32 if left out, fewer for a quick look."
         ),
     ] = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """How small the codecs make KV and how far a number may be off; with --speed how fast they run on this CPU; with
@@ -721,8 +781,7 @@ def bench_codec(
 
         rates = _codec_speed(show) if speed else None
         result = codec.CodecResult(codec.size_rows(), rates, _codec_quality(windows, show) if quality else None)
-    _print(result, as_json)
-    return _faults(result.failures)
+    return _judge([result], result.failures, as_json, check)
 
 
 def _codec_speed(show: Show) -> Any:
@@ -761,6 +820,7 @@ def bench_kernels(
     head_dim: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a head; 128 on a GPU.")] = None,
     page_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of a page; 16.")] = None,
     laps: Laps = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """How fast KV goes off a GPU and back: the kernels beside a copy on the device, whole loads and saves beside a copy
@@ -775,8 +835,7 @@ def bench_kernels(
         given = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
         options = kernels.options_for(device, given, page_tokens=page_tokens, sizes=size or (), laps=laps)
         result = kernels.run(options, show, device, stage or ())
-    _print(result, as_json)
-    return _faults(result.faults)
+    return _judge([result], result.faults, as_json, check)
 
 
 @bench.command("ttft")
@@ -813,6 +872,7 @@ def bench_ttft(
     pairs: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="vllm: turns with and without a store; 40.")
     ] = None,
+    check: Check = False,
     as_json: Json = False,
 ) -> int:
     """The time to the first token of a Llama with random weights: cold, from DRAM as it is and in 8 bits, and from the
@@ -836,6 +896,7 @@ def bench_ttft(
             {"shape": shape, "context": context, "turns": turns, "arrivals": arrivals, "pairs": pairs},
             only or [],
             as_json,
+            check,
         )
     with _progress() as show:
         show("loading torch and transformers")
@@ -845,22 +906,20 @@ def bench_ttft(
             device, shape=shape, contexts=context, chunk_tokens=chunk, laps=laps, seconds=seconds
         )
         result = ttft.run(options, show, device, engine)
-    _print(result, as_json)
-    return _faults(result.faults)
+    return _judge([result], result.faults, as_json, check)
 
 
-def _ttft_vllm(given: dict[str, Any], parts: list[str], as_json: bool) -> int:
+def _ttft_vllm(given: dict[str, Any], parts: list[str], as_json: bool, check: bool) -> int:
     with _progress() as show:
         show("loading the bench")
         from kvstore.bench import ttft_vllm
 
         result = ttft_vllm.run(ttft_vllm.options_for(parts=parts, **given), show)
-    _print(result, as_json)
-    return _faults(result.faults)
+    return _judge([result], result.faults, as_json, check)
 
 
 @bench.command("all")
-def bench_all(data: BenchData = None, as_json: Json = False) -> int:
+def bench_all(data: BenchData = None, check: Check = False, as_json: Json = False) -> int:
     """Every bench that needs no GPU, one after the other: tiers, lookup, restart, codec."""
     with _progress() as show:
         show("loading torch")
@@ -874,10 +933,26 @@ def bench_all(data: BenchData = None, as_json: Json = False) -> int:
         ]
     if as_json:
         print(json.dumps({"bench": "all", "results": [result.to_dict() for result in results]}))
-        return OK
+    else:
+        for result in results:
+            _print(result, as_json)
+    return _faults(_missed(results)) if check else OK
+
+
+def _judge(results: list[Result], faults: list[str], as_json: bool, check: bool) -> int:
+    """Print, and say what is wrong with it."""
     for result in results:
         _print(result, as_json)
-    return OK
+    return _faults([*faults, *(_missed(results) if check else [])])
+
+
+def _missed(results: list[Result]) -> list[str]:
+    from kvstore.bench import targets
+
+    found = [result.to_dict() for result in results]
+    if not any(targets.judged(one) for one in found):
+        raise BadInput("nothing that was measured has a target here, so that --check checks nothing; leave it out")
+    return [line for one in found for line in targets.missed(one)]
 
 
 def _faults(lines: list[str]) -> int:
@@ -893,20 +968,25 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not os.environ.get(_TRACEBACK):
         sys.excepthook = _report_bug
+    show_any_text()
     try:
         # Not app(...) itself, which would put an excepthook of typer's in place of ours.
         status = typer.main.get_command(app)(standalone_mode=False, prog_name="kvstore")
-        sys.stdout.flush()
+        flush_output()
     except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         # Whoever read our output has left; there is nobody to tell, nor may the flush at exit try it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        let_go(sys.stdout)
         raise SystemExit(OK) from None
     except _UsageError as error:
         _fail(f"{error.format_message()} (see: {error.ctx.command_path if error.ctx else 'kvstore'} --help)")
+    except OutOfResources as error:
+        _fail(str(error), OUT_OF_RESOURCES)
     except (StoreError, TierError) as error:
         _fail(str(error))
+    except MemoryError:
+        _fail("there is no memory left for it; give it more, or less to do", OUT_OF_RESOURCES)
     except OSError as error:
         reason = error.strerror or str(error)
         _fail(f"{error.filename}: {reason}" if error.filename else reason)
@@ -939,16 +1019,16 @@ def _progress() -> Iterator[Show]:
         yield lambda doing, done=0, steps=0: bar.update(line, description=doing, completed=done, total=steps or None)
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, status: int = BAD_INPUT) -> NoReturn:
     """One line, whatever the message was."""
-    print(f"kvstore: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(BAD_INPUT) from None
+    say(f"kvstore: {' '.join(message.split())}", sys.stderr)
+    raise SystemExit(status) from None
 
 
 def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """For what nobody expected."""
     text = " ".join(f"{kind.__name__}: {error}".split())
-    print(f"kvstore: internal error: {text} (set {_TRACEBACK}=1 to see where)", file=sys.stderr)
+    say(f"kvstore: internal error: {text} (set {_TRACEBACK}=1 to see where)", sys.stderr)
 
 
 if __name__ == "__main__":

@@ -167,8 +167,8 @@ class Door(Protocol):
         """Reads past DRAM; None where this door has none, and a lease is shorter instead."""
         ...
 
-    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
-        """Make a namespace known; payload_bytes: of each part, after the codec."""
+    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int], name: str = "") -> Grant:
+        """Make a namespace known; payload_bytes: of each part, after the codec. name: of the model, for people."""
         ...
 
     def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:

@@ -42,6 +42,10 @@ class KeysUnusable(StoreError):
     """The key file of a directory is missing, damaged or open to others; nothing was changed."""
 
 
+class OutOfResources(StoreError):
+    """The machine has no memory, threads, descriptors or disk space for it now; the same may go well later."""
+
+
 class LeaseExpired(StoreError):
     """The lease was released before its blocks were read. (One that ran out can still be read from.)"""
 

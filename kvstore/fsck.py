@@ -18,10 +18,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from kvstore.display_names import read_names
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
 from kvstore.fsck_frames import Examiner, Show
 from kvstore.fsck_headers import IndexView, look_at_index, look_at_slabs, look_at_stamp
-from kvstore.fsck_result import FsckResult, IndexState, Problems, RepairResult, Seen, SlabResult, SlabState, Slot
+from kvstore.fsck_result import (
+    DIGEST_PREFIX,
+    FsckResult,
+    IndexState,
+    Problems,
+    RepairResult,
+    Seen,
+    SlabResult,
+    SlabState,
+    Slot,
+)
 from kvstore.identity import KeyRing
 from kvstore.node import KeyFile, SystemClock, new_uid
 from kvstore.store import Clock
@@ -166,6 +177,12 @@ def _examined(path: Path, show: Show, clock: Clock) -> FsckResult:
         examiner.checked_bytes,
         end - start,
         end - reading,
+        tenant_names={tenant.hex()[:DIGEST_PREFIX]: name for tenant, name in keys.names().items()},
+        model_names={
+            (tenant[:DIGEST_PREFIX], digest[:DIGEST_PREFIX]): name
+            for tenant, names in read_names(path / "names").items()
+            for digest, name in names.items()
+        },
     )
 
 

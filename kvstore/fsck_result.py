@@ -7,7 +7,7 @@ namespaces are the beginnings of their opaque digests; no key and no content is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, NamedTuple
@@ -182,7 +182,8 @@ class RepairResult(NamedTuple):
 class FsckResult:
     """Everything a check has found, and what a repair, if there was one, has done about it.
 
-    seconds: of the whole check. read_seconds: of reading `checked_bytes`.
+    seconds: of the whole check. read_seconds: of reading `checked_bytes`. tenant_names: of those that there are keys
+    for, by the beginning of their digest; model_names: what engines called their models, by tenant and namespace.
     """
 
     directory: str
@@ -196,6 +197,8 @@ class FsckResult:
     seconds: float
     read_seconds: float
     repair: RepairResult | None = None
+    tenant_names: Mapping[str, str] = field(default_factory=dict)
+    model_names: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     @property
     def is_well(self) -> bool:
@@ -231,7 +234,14 @@ class FsckResult:
             "slabs": [slab.to_dict() for slab in self.slabs],
             "totals": self.totals(),
             "namespaces": [
-                {"tenant": tenant, "namespace": namespace, "slabs": len(slabs), **_sum(slabs)}
+                {
+                    "tenant": tenant,
+                    "namespace": namespace,
+                    "slabs": len(slabs),
+                    **_sum(slabs),
+                    "tenant_name": self.tenant_names.get(tenant),
+                    "name": self.model_names.get((tenant, namespace)),
+                }
                 for (tenant, namespace), slabs in self.by_namespace().items()
             ],
             "problems": self.problems.total,
@@ -275,9 +285,17 @@ class FsckResult:
         """One for each namespace: its slabs, the damaged ones first, as many as are shown, and their sums."""
         room = SHOWN_SLABS
         for (tenant, namespace), slabs in self.by_namespace().items():
-            title = f"tenant {tenant}, namespace {namespace}"
+            whose = f"{self.tenant_names[tenant]} ({tenant})" if tenant in self.tenant_names else tenant
+            title = f"tenant {whose}, namespace {namespace}"
+            if (tenant, namespace) in self.model_names:
+                title += f", {self.model_names[tenant, namespace]}"
             table = Table(
-                title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), pad_edge=False
+                title=Text(title),
+                title_justify="left",
+                title_style="bold",
+                box=None,
+                padding=(0, 2, 0, 0),
+                pad_edge=False,
             )
             for name in ("slab", "part", "frame"):
                 table.add_column(name)

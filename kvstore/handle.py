@@ -108,9 +108,16 @@ class NamespaceHandle:
     """The five verbs in one namespace. Thread-safe; pages and leases belong to whoever passes them."""
 
     def __init__(
-        self, door: Door, namespace: Namespace, codec: Codec, digest: Digest = digest, shard: int | None = None
+        self,
+        door: Door,
+        namespace: Namespace,
+        codec: Codec,
+        digest: Digest = digest,
+        shard: int | None = None,
+        name: str = "",
     ) -> None:
-        """shard: whose heads pages hold; all heads if None. The namespace in the store is the same for all."""
+        """shard: whose heads pages hold; all heads if None. The namespace in the store is the same for all. name: of
+        the model, for people."""
         self._parts = namespace.layout.parts_of(shard)
         self.shard = shard
         self.namespace = namespace
@@ -122,7 +129,7 @@ class NamespaceHandle:
         self._digest = digest
         codec.prepare(namespace.layout)  # which may take long, and needs no store
         self._grant: Grant = door.open_namespace(
-            namespace, [codec.payload_bytes(part) for part in namespace.layout.parts]
+            namespace, [codec.payload_bytes(part) for part in namespace.layout.parts], name
         )
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
         self._source = Source(door, self._grant, codec, digest, namespace.layout, self._parts)

@@ -23,6 +23,7 @@ from kvstore.config import Limits, format_size
 from kvstore.miss import REASON_OF_FINDING, MissReason
 from kvstore.prefix_index import NO_ROW, RowState
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
+from tiering.faults import NVME_READS, NVME_WRITES
 from tiering.frame import HEADER_BYTES, MacKeys, digest, verify_frame
 from tiering.move_queue import Clock, Move, MoveCounts, MoveQueue, Priority
 from tiering.nvme import NvmeTier
@@ -45,7 +46,7 @@ SPILL_FRACTION = 0.25
 CHOSEN_DOWN_TO = 0.65
 """Where it is chosen what is written down, it is chosen until no more than this share of DRAM waits for it."""
 
-READS, WRITES = "nvme reads", "nvme writes"
+READS, WRITES = NVME_READS, NVME_WRITES
 """Each has a breaker of its own: a disk that is full, or that takes nothing any more, may still be read."""
 
 WHY_LEFT = {
@@ -198,6 +199,9 @@ class Levels:
                 key = ("up", rise.row, next(self._numbers))
                 rise.move = self._queue.submit(key, READS, Priority.WAITING, self._reading(rise))
                 rise.move.then(self._settling(rise))
+            if missing:
+                extra = {"namespace": number, "blocks": len(rises), "of": len(missing), "why_not": reason}
+                _log.debug("bringing up to dram", extra=extra)
             return under_way + rises, reason
         finally:
             self._planning.release()
@@ -469,6 +473,7 @@ class Levels:
                     written = True
                     blocks.demoted(number, good, [chosen[row] for row in good])
                     self._written.update(blocks=len(good), bytes=len(good) * blocks.spaces[number].block_bytes)
+                    _log.debug("written to nvme", extra={"namespace": number, "blocks": len(good), "of": len(placed)})
                     blocks.not_demoted(placed[len(good) :])
                 left = left[wanted:] if len(good) == wanted else []
                 placed, written = [], False
@@ -559,6 +564,7 @@ class Levels:
                 if not self._blocks.all_known:
                     raise TierFull("nothing on NVMe may go before all of it was taken in")
                 gone, claimed = self._blocks.evict_below(len(rows), number)
+            _log.debug("evicted from nvme", extra={"blocks": gone, "for_namespace": number})
             if not gone:
                 raise TierFull("nothing on NVMe may go")
             if claimed[0]:

@@ -34,6 +34,7 @@ from kvstore.identity import TenantKeys, root_key
 from kvstore.prefix_index import NO_ROW, Column, RowState
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.extents import private_pages
+from tiering.faults import SHORTAGES, kind_of
 from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
 from tiering.nvme import Found, NvmeTier
 from tiering.tier import NO_PLACE, SlotClass
@@ -135,14 +136,19 @@ class Loader:
                 self._succeeded = is_all and not self._closing.is_set()
             except TierError as error:
                 _log.error("what is on disk cannot be taken in: %s", error)
+            except (MemoryError, RuntimeError) as error:
+                if kind_of(error) not in SHORTAGES:
+                    raise
+                _log.error("what is on disk cannot be taken in: %s (%s)", kind_of(error), error)
             finally:
                 with self._lock:
                     self._blocks.is_loading = False
                 self._over.set()
                 afterwards()
 
-        self._thread = threading.Thread(target=run, name="kv-load", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name="kv-load", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def wait(self, timeout_seconds: float) -> bool:
         """Whether it is over after at most that long, and went well."""

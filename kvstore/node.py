@@ -35,8 +35,10 @@ from kvstore.config import (
     parse_rate,
 )
 from kvstore.direct import DirectReader
+from kvstore.display_names import DisplayNames, checked_name
 from kvstore.door import DirectReply, Grant, Joint, LeaseReply, MatchReply, ReserveReply, Submitted
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
+from kvstore.faults import Faults
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
 from kvstore.insight.replay import Replay
@@ -57,6 +59,7 @@ from tiering.dram import DramTier
 from tiering.errors import TierError
 from tiering.extents import BlankPool, ExtentPool
 from tiering.failpoint import Reach, go_on
+from tiering.faults import FaultReports
 from tiering.files import (
     DirectFiles,
     DirectoryLock,
@@ -101,11 +104,17 @@ class TenantDoor:
     """A store as one tenant sees it, in this process: `Door` with that tenant's keys."""
 
     def __init__(
-        self, store: Store, keys: TenantKeys, requests: Requests | None = None, threads: LeaseThreads | None = None
+        self,
+        store: Store,
+        keys: TenantKeys,
+        requests: Requests | None = None,
+        threads: LeaseThreads | None = None,
+        names: DisplayNames | None = None,
     ) -> None:
         """requests: what is held for an engine's requests, for all doors that `release_request` is to reach. threads:
-        for leases that are submitted, shared by doors to one store."""
+        for leases that are submitted, shared by doors to one store. names: told what models are called."""
         self._store = store
+        self._names = names
         self._keys = keys
         self.requests = requests if requests is not None else Requests()
         self._threads = threads or LeaseThreads(store.clock)
@@ -189,9 +198,11 @@ class TenantDoor:
         """Whether this is that tenant's door to that store."""
         return self._store is store and self._keys.tenant == keys.tenant
 
-    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int], name: str = "") -> Grant:
         """Make a namespace known to this tenant."""
         grant = self._store.open_namespace(self._keys, namespace, payload_bytes)
+        if self._names is not None and name:
+            self._names.note(self._keys.tenant, namespace.digest(), name)
         own = self._store.own_number(grant.number)
         self._named[own] = grant.number
         return msgspec.structs.replace(grant, number=own)
@@ -234,9 +245,14 @@ class EmbeddedStore:
         tenant: str = DEFAULT_TENANT,
         threads: LeaseThreads | None = None,
         before_close: Callable[[], object] = lambda: None,
+        faults: Faults | None = None,
+        names: DisplayNames | None = None,
     ) -> None:
-        """before_close: ends what else uses this store's memory."""
+        """before_close: ends what else uses this store's memory. faults: of the machine, as the store was told.
+        names: of models, for people."""
         self._store = store
+        self.faults = faults or Faults(store.clock)
+        self.names = names
         self._before_close = before_close
         self._requests = Requests()
         self._threads = threads or LeaseThreads(store.clock)
@@ -255,8 +271,11 @@ class EmbeddedStore:
         weights_epoch: int = 0,
         config: Mapping[str, str] | None = None,
         shard: int | None = None,
+        name: str = "",
     ) -> NamespaceHandle:
         """The namespace of these weights, this layout and this codec; see `identity.Namespace` for the fields.
+
+        name: of the model, or its path, which people are shown beside the fingerprint; no part of what decides.
 
         shard: for one rank of `layout.head_shards`, whose pages have its own heads only: what it gets and puts are the
         parts of that shard (`Layout.parts_of`). The namespace is the same for all ranks. Raises `BadInput`.
@@ -266,10 +285,10 @@ class EmbeddedStore:
             if not isinstance(name, str) or not isinstance(value, str):
                 raise BadInput(f"config {name!r}={value!r}: names and values must be text")
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
-        return NamespaceHandle(self._door(), namespace, chosen, shard=shard)
+        return NamespaceHandle(self._door(), namespace, chosen, shard=shard, name=checked_name(name))
 
     def _door(self) -> TenantDoor:
-        return TenantDoor(self._store, self.tenant_keys(self.tenant), self._requests, self._threads)
+        return TenantDoor(self._store, self.tenant_keys(self.tenant), self._requests, self._threads, self.names)
 
     def tenant_keys(self, tenant: str) -> TenantKeys:
         """A tenant's keys, made and kept if it is new: for doors to other processes."""
@@ -285,7 +304,16 @@ class EmbeddedStore:
     def for_tenant(self, tenant: str) -> EmbeddedStore:
         """The same store as another tenant, which shares memory with this one and nothing else."""
         return EmbeddedStore(
-            self._store, self._ring, self._keys, self._lock, self._codecs, tenant, self._threads, self._before_close
+            self._store,
+            self._ring,
+            self._keys,
+            self._lock,
+            self._codecs,
+            tenant,
+            self._threads,
+            self._before_close,
+            self.faults,
+            self.names,
         )
 
     def release_request(self, request: str) -> None:
@@ -307,6 +335,8 @@ class EmbeddedStore:
         keys = self._keys.known(tenant)
         blocks = self._store.purge(keys.tenant, seconds)
         self._keys.retire(tenant)
+        if self.names is not None:
+            self.names.forget(keys.tenant)
         self._ring.remove(keys)
         return keys, blocks
 
@@ -342,6 +372,8 @@ class EmbeddedStore:
         self._before_close()
         self._threads.close()
         self._store.close()
+        if self.names is not None:
+            self.names.close()
         if not self._store.is_stuck:
             self._lock.release()
 
@@ -512,6 +544,7 @@ def open_embedded(
         ) from None
     except OSError as error:
         raise BadInput(f"{path} cannot be used as a store's directory: {error.strerror}; give another one") from None
+    faults = Faults(SystemClock())
     try:
         keys = KeyFile(path / "keys", reach)
         if not keys.is_there:
@@ -527,7 +560,7 @@ def open_embedded(
         tier = None
         if nvme is not None:
             assert indexes is not None
-            tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring, shares)
+            tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring, shares, faults)
         store = build_store(
             dram_config,
             limits,
@@ -542,13 +575,15 @@ def open_embedded(
             policy=policy,
             admission=_admission_of(writes),
             shares={keys.tenant(name).tenant: share for name, share in shares.items()},
+            faults=faults,
         )
         store.start_loading({one.tenant: one for one in known})
     except BaseException:
         lock.release()
         raise
     _disown_in_children(store, lock)
-    return EmbeddedStore(store, ring, keys, lock, codecs, tenant, before_close=before_close)
+    names = DisplayNames(path / "names", faults)
+    return EmbeddedStore(store, ring, keys, lock, codecs, tenant, before_close=before_close, faults=faults, names=names)
 
 
 def _refuse_new_keys(path: Path) -> None:
@@ -584,6 +619,7 @@ def _open_nvme(
     files: Callable[[Path], Files],
     ring: KeyRing,
     shares: Mapping[str, Share],
+    faults: FaultReports,
 ) -> NvmeTier:
     """The tier on disk, its frames not loaded yet."""
     try:
@@ -599,6 +635,7 @@ def _open_nvme(
             config.slab_bytes,
             new_uid,
             DISK_THREADS,
+            faults,
         )
     except OtherFormat as error:
         raise BadInput(
@@ -669,6 +706,7 @@ def build_store(
     policy: PolicyMaker = LeafFirstLru,
     admission: AdmissionMaker = lambda names, clock, nvme_bytes: AdmitAll(),
     shares: Mapping[bytes, Share] | None = None,
+    faults: FaultReports | None = None,
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none.
 
@@ -677,12 +715,12 @@ def build_store(
     keeper: holds DRAM for the next process. kept: what it held of the one before, and guard: holders below that may be
     clients of that one (`DramTier.take_over`). policy: of DRAM; what leaves NVMe is what was used there longest ago.
     admission: says what of that which leaves DRAM is written there. shares: of tenants, by their opaque ids; if not
-    given, whatever is worst goes first, whosoever it is. Raises `BadInput` where the tier's directory cannot be
-    written.
+    given, whatever is worst goes first, whosoever it is. faults: told of what the machine has none of. Raises
+    `BadInput` where the tier's directory cannot be written.
     """
     clock = clock or SystemClock()
     numbers_key = numbers_key or secrets.token_bytes(NUMBERS_KEY_BYTES)
-    pool = ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes, keeper)
+    pool = ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes, keeper, faults)
     dram = DramTier(pool, Numbers(numbers_key, EXTENT_BITS), keeper)
     taken_over = dram.take_over(kept, guard)
     pins = Pins()
@@ -711,7 +749,9 @@ def build_store(
         budgets = [int(part * limits.retained_fraction * budget_bytes) for part in parts]
         here.retention = Retention(wishes, here.is_listed, clock.wall_seconds, budgets)
     # Writes that hang leave a thread for reads.
-    queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}) if tier is not None else None
+    queue = None
+    if tier is not None:
+        queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}, faults)
     new_number = Numbers(numbers_key, LEASE_BITS)
     return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, new_number, taken_over, new_uid(), lower)
 

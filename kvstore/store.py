@@ -827,9 +827,14 @@ class Store:
             self._blocks.dram.close()
         if self._lower is not None:
             # In a thread of its own, because a disk that hangs must not keep whoever closes.
-            self._closer = threading.Thread(target=self._lower.tier.close, name="kv-close", daemon=True)
-            self._closer.start()
-            self._closer.join(self._limits.close_seconds)
+            closer = threading.Thread(target=self._lower.tier.close, name="kv-close", daemon=True)
+            try:
+                closer.start()
+            except RuntimeError:  # there is none
+                self._lower.tier.close()
+                return
+            self._closer = closer
+            closer.join(self._limits.close_seconds)
 
     @property
     def clock(self) -> Clock:

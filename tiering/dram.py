@@ -13,8 +13,9 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
-from tiering.errors import BlockCorrupt, BlockMissing, TierFull
+from tiering.errors import BlockCorrupt, BlockMissing, TierFull, TierUnavailable
 from tiering.extents import Extent, ExtentPool, found_extent
+from tiering.faults import HANDED_OVER, KEPT, kind_of
 from tiering.frame import HEADER_BYTES, generation_in
 from tiering.keeping import Keeper, Kept, Ledger
 from tiering.residency import FrameEvent, FrameState
@@ -162,9 +163,11 @@ class DramTier:
         name = keeper.new_name()
         try:
             extent.ledger = Ledger.new(extent.slot_class, extent.slots.capacity, about, name)
-        except OSError:  # no memory for it: this extent goes with this process
+        except OSError as error:  # no memory for it: this extent goes with this process
+            self._pool.faults.failed(KEPT, kind_of(error), str(error))
             return
         extent.memory.name = name
+        self._pool.faults.worked(KEPT)
         keeper.keep(name, extent.memory.descriptor, extent.ledger.descriptor)
 
     def take_over(self, kept: Iterable[Kept], guard: int) -> list[int]:
@@ -279,7 +282,14 @@ class DramTier:
         extent = self._extents.get(number)
         if extent is None:
             raise BlockMissing("no extent of that number")
-        return extent.memory.share(holder, writable=writable)
+        faults = self._pool.faults
+        try:
+            descriptor = extent.memory.share(holder, writable=writable)
+        except TierUnavailable as error:
+            faults.failed(HANDED_OVER, kind_of(error), str(error))
+            raise
+        faults.worked(HANDED_OVER)
+        return descriptor
 
     def is_shared(self, number: int, holder: int) -> bool:
         """Whether that holder may still read or write in an extent."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class TierError(Exception):
-    """Any operating fault of a tier."""
+    """Any operating fault of a tier. errno: of the system call that it comes from, where the cause does not say."""
+
+    errno: int | None = None
 
 
 class TierFull(TierError):

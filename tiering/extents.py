@@ -26,6 +26,7 @@ from itertools import count
 from typing import Protocol
 
 from tiering.errors import TierFull, TierUnavailable
+from tiering.faults import EXTENT_THREADS, EXTENTS, FaultKind, FaultReports, Unheard, kind_of
 from tiering.files import open_again
 from tiering.tier import FrameSpan
 
@@ -188,12 +189,20 @@ class ExtentPool:
     while another process has it mapped counts as taken until that process lets go.
     """
 
-    def __init__(self, budget_bytes: int, extent_bytes: int, keeper: Forgetful | None = None) -> None:
-        """keeper: told when an extent that it keeps is given back for good."""
+    def __init__(
+        self,
+        budget_bytes: int,
+        extent_bytes: int,
+        keeper: Forgetful | None = None,
+        faults: FaultReports | None = None,
+    ) -> None:
+        """keeper: told when an extent that it keeps is given back for good. faults: told where the machine has no
+        memory for one."""
         assert extent_bytes % _PAGE_BYTES == 0 and 0 < extent_bytes <= budget_bytes
         self.budget_bytes = budget_bytes
         self.extent_bytes = extent_bytes
         self._keeper = keeper
+        self.faults = faults or Unheard()
         self._lock = threading.Lock()
         self._prepared = threading.Condition(self._lock)
         self._taken_bytes = 0
@@ -310,9 +319,14 @@ class ExtentPool:
         try:
             extent = Extent(self.extent_bytes)
             made = True
+            self.faults.worked(EXTENTS)
             return extent
         except OSError as error:
+            self.faults.failed(EXTENTS, kind_of(error), str(error))
             raise TierUnavailable(f"no shared memory: {error.strerror}") from error
+        except MemoryError as error:
+            self.faults.failed(EXTENTS, FaultKind.NO_MEMORY, "no memory for its tables")
+            raise TierUnavailable("no memory for another extent") from error
         finally:
             if not made:
                 with self._lock:
@@ -334,8 +348,9 @@ class ExtentPool:
                 extent = None
                 try:
                     extent = Extent(self.extent_bytes)
-                except (OSError, MemoryError):
-                    pass  # whoever needs one is told
+                    self.faults.worked(EXTENTS)
+                except (OSError, MemoryError) as error:  # whoever needs one is told too
+                    self.faults.failed(EXTENTS, kind_of(error), str(error))
                 with self._lock:
                     goes_on = extent is not None and not self._closed
                     if extent is not None and not self._closed:
@@ -351,8 +366,10 @@ class ExtentPool:
         self._preparing = True
         try:
             threading.Thread(target=run, name="kv-extent", daemon=True).start()
-        except RuntimeError:  # no more threads
+            self.faults.worked(EXTENT_THREADS)
+        except (RuntimeError, MemoryError) as error:  # no more threads
             self._preparing = False
+            self.faults.failed(EXTENT_THREADS, kind_of(error), "of one that makes extents ahead")
 
 
 def found_extent(descriptor: int) -> Extent | None:

@@ -128,7 +128,7 @@ def open_to_read(directory: Path) -> LmdbIndex | None:
             return None
         _probe_in_a_process(directory, there.size_bytes)
         environment = lmdb.open(
-            os.fspath(directory), readonly=True, create=False, lock=False, readahead=False, max_dbs=0
+            os.fsencode(directory), readonly=True, create=False, lock=False, readahead=False, max_dbs=0
         )
     except (OSError, lmdb.Error) as error:
         raise _typed(error, directory, "open") from error
@@ -288,7 +288,9 @@ class LmdbIndex:
     def _grow(self, environment: lmdb.Environment) -> lmdb.Environment:
         map_bytes = environment.info()["map_size"]
         if map_bytes >= LARGEST_MAP_BYTES:
-            raise TierFull(f"the index cannot grow beyond {map_bytes >> 20} MiB")
+            full = TierFull(f"the index cannot grow beyond {map_bytes >> 20} MiB")
+            full.errno = errno.EFBIG
+            raise full
         # Moving the map pulls it away under every snapshot: what open iterations have yet to read is read now. The file
         # is opened anew because a map that cannot be moved in place would leave an environment without one.
         try:
@@ -344,7 +346,7 @@ class _Walk:
 def _environment(directory: Path, map_bytes: int) -> lmdb.Environment:
     page_bytes = resource.getpagesize()
     return lmdb.open(
-        os.fspath(directory),
+        os.fsencode(directory),  # py-lmdb takes text for UTF-8, which a path need not be
         map_size=-(-map_bytes // page_bytes) * page_bytes,
         subdir=True,
         create=True,
@@ -503,7 +505,9 @@ def probe(directory: str) -> None:
         if verify(directory):
             sys.exit(_PROBE_DAMAGED)
         with (
-            lmdb.open(directory, readonly=True, lock=False, create=False, readahead=False, max_dbs=0) as environment,
+            lmdb.open(
+                os.fsencode(directory), readonly=True, lock=False, create=False, readahead=False, max_dbs=0
+            ) as environment,
             environment.begin() as transaction,
         ):
             count = sum(1 for _ in transaction.cursor().iternext())
@@ -539,9 +543,13 @@ def _typed(error: OSError | lmdb.Error, directory: Path, act: str) -> TierError:
     code = error.errno if isinstance(error, OSError) else error.code
     # LMDB's own codes are negative; 0 is the binding's, which refused the call (a file that is open here already).
     if code in _OUT_OF_SPACE or (code == errno.EIO and _has_little_space(directory)):
-        return TierUnavailable(f"cannot {act} the index in {directory}: no space left for it")
+        full = TierUnavailable(f"cannot {act} the index in {directory}: no space left for it")
+        full.errno = errno.ENOSPC  # whatever LMDB made of it
+        return full
     if code in _NOT_THE_FILE or (isinstance(error, OSError) and code != errno.EIO):
-        return TierUnavailable(f"cannot {act} the index in {directory}: {os.strerror(code or 0)}")
+        refused = TierUnavailable(f"cannot {act} the index in {directory}: {os.strerror(code or 0)}")
+        refused.errno = code
+        return refused
     if code == 0 or isinstance(error, lmdb.ReadersFullError):
         return TierUnavailable(f"cannot {act} the index in {directory}: {error}")
     return IndexDoubtful(f"cannot {act} it: {error}")

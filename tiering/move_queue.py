@@ -21,6 +21,7 @@ from enum import Enum, IntEnum
 from typing import Protocol
 
 from tiering.errors import BlockCorrupt, BlockMissing, TierError, TierFull
+from tiering.faults import MOVE_THREADS, FaultKind, FaultReports, Unheard, kind_of
 from tiering.tier import Finding
 
 MOST_PASSES = 64
@@ -196,9 +197,16 @@ class MoveQueue:
     """Runs moves. Thread-safe; has no threads before the first submit, and they sleep while there is nothing to do."""
 
     def __init__(
-        self, clock: Clock, limits: QueueLimits, threads: int, shares: Mapping[str, int] | None = None
+        self,
+        clock: Clock,
+        limits: QueueLimits,
+        threads: int,
+        shares: Mapping[str, int] | None = None,
+        faults: FaultReports | None = None,
     ) -> None:
-        """shares: of these tiers, the most moves that run at the same time; the others may have all threads.
+        """shares: of these tiers, the most moves that run at the same time; the others may have all threads. faults:
+        told of threads that cannot be had, of moves that do not come back, and of memory that a move had none of; what
+        a tier refuses, the tier tells.
 
         All moves of one priority that wait at the same time should be of one tier: what waits behind a move that its
         tier's share does not allow waits with it.
@@ -210,6 +218,8 @@ class MoveQueue:
         self._clock = clock
         self._limits = limits
         self._threads = threads
+        self._faults = faults or Unheard()
+        self._untold: list[tuple[str, FaultKind, str]] = []  # faults, told once the lock is not held
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         self._worker_left = threading.Condition(self._lock)
@@ -249,14 +259,15 @@ class MoveQueue:
             if refusal is not None:
                 self._failed_moves[tier, priority] += 1
                 task.end(refusal)
-                return Move(self, task)
-            breaker = self._breakers.setdefault(tier, _Breaker())
-            if breaker.opened_at is not None:
-                breaker.trial = task
-            self._tasks[key] = task
-            self._queues[priority][key] = task
-            self._arrived.notify()
-            return Move(self, task)
+            else:
+                self._queue(task)
+            untold, self._untold = self._untold, []
+            has_all_threads = self._workers == self._threads
+        for fault in untold:
+            self._faults.failed(*fault)
+        if has_all_threads:
+            self._faults.worked(MOVE_THREADS)
+        return Move(self, task)
 
     def is_down(self, tier: str) -> bool:
         """Whether a move of that tier would be refused now: nobody need prepare one, nor wait for one under way."""
@@ -310,9 +321,20 @@ class MoveQueue:
 
     # Submitting ----------------------------------------------------------------------------------------------------
 
+    def _queue(self, task: _Task) -> None:
+        breaker = self._breakers.setdefault(task.tier, _Breaker())
+        if breaker.opened_at is not None:
+            breaker.trial = task
+        self._tasks[task.key] = task
+        self._queues[task.priority][task.key] = task
+        self._arrived.notify()
+
     def _refusal(self, task: _Task) -> Finding | None:
         """Why a new move cannot be taken."""
         if self._is_down(task.tier):
+            if self._is_stalled() and not self._closed:
+                words = f"no thread is back from its move after {self._limits.stall_seconds:g} s"
+                self._untold.append((task.tier, FaultKind.DISK_HANGS, words))
             return Finding.DOWN
         if len(self._queues[task.priority]) >= self._limits.waiting_moves:
             return Finding.PINNED_FULL
@@ -322,9 +344,13 @@ class MoveQueue:
         breaker, now = self._breakers.get(tier), self._clock.monotonic_seconds()
         if self._closed or (breaker is not None and breaker.refuses(now, self._limits.breaker_seconds)):
             return True
+        return self._is_stalled()
+
+    def _is_stalled(self) -> bool:
+        """Whether every thread has been at its move for too long."""
         if not self._running or len(self._running) < self._workers:
             return False
-        return max(self._running.values()) + self._limits.stall_seconds < now
+        return max(self._running.values()) + self._limits.stall_seconds < self._clock.monotonic_seconds()
 
     def _has_workers(self) -> bool:
         """Start the threads that are missing. One is enough to go on with, if the system gives no more."""
@@ -332,7 +358,8 @@ class MoveQueue:
             name = f"kv-move-{self._workers}"
             try:
                 threading.Thread(target=self._serve, name=name, daemon=True).start()
-            except RuntimeError:
+            except (RuntimeError, MemoryError) as error:
+                self._untold.append((MOVE_THREADS, kind_of(error), f"{self._workers} of {self._threads} are there"))
                 break
             self._workers += 1
         return self._workers > 0
@@ -430,6 +457,10 @@ class MoveQueue:
                 self._answered(task)
                 return answer, False
             return Finding.DOWN, self._failed(task)
+        except MemoryError as error:
+            self._faults.failed(task.tier, kind_of(error), "no memory for a move")
+            self._failed(task)
+            return Finding.DOWN, False
         except Exception as error:
             # The worker's loop is one of the three places that may catch everything: a bug in one move must not end
             # the thread that all the others wait for. It is not tried again, on state that it did not expect.

@@ -29,6 +29,7 @@ import numpy as np
 
 from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.extents import private_pages
+from tiering.faults import NEW_SLABS, NVME_READS, NVME_WRITES, FaultReports, Unheard, kind_of
 from tiering.files import Files
 from tiering.frame import HEADER_BYTES, MacKeys, Stamp, parse_header
 from tiering.frame_index import Change, FrameIndex
@@ -171,10 +172,11 @@ class NvmeTier:
         slab_bytes: int,
         new_uid: Callable[[], bytes],
         threads: int = 1,
+        faults: FaultReports | None = None,
     ) -> None:
         """Reads the stamp, the slab headers and opens the index; frames come in with `load`.
 
-        threads: how many read headers, or write large frames, at once.
+        threads: how many read headers, or write large frames, at once. faults: told of what the disk does not do.
 
         Raises `OtherFormat`, and `TierUnavailable` where the disk does not let it.
         """
@@ -189,6 +191,7 @@ class NvmeTier:
         self._new_uid = new_uid
         self._scanner = HeaderScan(files, keys, threads)
         self.threads = threads
+        self._faults = faults or Unheard()
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._index_lock = threading.Lock()  # one call to the index at a time
@@ -274,6 +277,7 @@ class NvmeTier:
         try:
             chosen = self._write(places, frames, meanwhile)
         except OSError as error:
+            self._say(NVME_WRITES, error)
             raise TierUnavailable(f"a slab cannot be written: {error.strerror}") from error
         if chosen:
             wanted = set(chosen)
@@ -283,6 +287,7 @@ class NvmeTier:
                 if place in wanted
             }
             self._settle(_Request(edits=edits, committed=chosen, failed_syncs=failed_syncs))
+            self._faults.worked(NVME_WRITES)
 
     def abort(self, places: Sequence[int]) -> None:
         """Give reserved places back: at once, or, where something may have been written, once that is void."""
@@ -303,7 +308,9 @@ class NvmeTier:
             slab = self._slab(place)
         try:
             self._files.read(slab.name, slab.header.offset(slot_of(place)), into)
+            self._faults.worked(NVME_READS)
         except OSError as error:
+            self._say(NVME_READS, error)
             raise TierUnavailable(f"a slab cannot be read: {error.strerror}") from error
 
     def delete(self, places: Sequence[int], *, claim: bool = False) -> None:
@@ -421,9 +428,11 @@ class NvmeTier:
                     self._taken_bytes -= header.size_bytes
             except OSError:
                 pass  # its bytes stay taken
+            self._say(NEW_SLABS, error)
             if error.errno in _NO_SPACE:
                 raise TierFull(f"the disk has no room for a slab of {header.size_bytes} bytes") from error
             raise TierUnavailable(f"no new slab: {error.strerror}") from error
+        self._faults.worked(NEW_SLABS)
         with self._lock:
             self._ledger.add(slab)
 
@@ -819,7 +828,12 @@ class NvmeTier:
                     self._leading = False
                     self._turn.notify_all()
         if request.fault is not None:
+            self._say(NVME_WRITES, request.fault)
             raise TierUnavailable(f"the NVMe tier cannot make anything durable: {request.fault}") from request.fault
+
+    def _say(self, what: str, error: Exception) -> None:
+        if not self._closed:
+            self._faults.failed(what, kind_of(error), str(error))
 
     def _run(self, batch: Sequence[_Request]) -> None:
         """One sync of the slabs, one index batch, one sync of the index; then the headers of what was given up."""

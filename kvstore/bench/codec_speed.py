@@ -66,6 +66,11 @@ class SpeedRow:
     ratio_high: float
     target_gb_per_second: float | None
 
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None where none is set."""
+        return None if self.target_gb_per_second is None else self.core_gb_per_second >= self.target_gb_per_second
+
 
 @dataclass(frozen=True)
 class SpeedResult:
@@ -81,7 +86,11 @@ class SpeedResult:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return {"options": asdict(self.options), "threads": 1, "rows": [asdict(row) for row in self.rows]}
+        return {
+            "options": asdict(self.options),
+            "threads": 1,
+            "rows": [{**asdict(row), "met": row.met} for row in self.rows],
+        }
 
     def render(self, console: Any) -> None:
         """A table, and what it says in words."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
+from kvstore.config import DEFAULT_POLICY
 from kvstore.errors import BadInput, StoreClosed, StoreError
 from kvstore.node import EmbeddedStore
 from kvstore.occupancy import SpaceUsage
@@ -20,6 +22,7 @@ from kvstore.service.facts import (
     ID_DIGITS,
     DoorFacts,
     Facts,
+    FaultFacts,
     LoadingFacts,
     Looked,
     MoveFacts,
@@ -62,8 +65,12 @@ class Admin:
         run: bytes,
         state: Callable[[], str],
         chosen: StoreSettings | None = None,
+        reasons: Callable[[], list[str]] | None = None,
+        why_not_policy: str = "",
     ) -> None:
-        """run: names this run of the sidecar. state: what it is up to, in a word. chosen: how the store was set."""
+        """run: names this run of the sidecar. state: what it is up to, in a word. chosen: how the store was set.
+        reasons: why it serves less than it has; what the store was told of the machine, if not given.
+        why_not_policy: why it is not the policy that was chosen which decides, but the usual one."""
         self._store = store
         self._sessions = sessions
         self._counting = counting
@@ -72,6 +79,8 @@ class Admin:
         self._run = run
         self._state = state
         self._chosen = chosen or StoreSettings()
+        self._why_not_policy = why_not_policy
+        self._reasons = reasons or store.faults.reasons
         self._began_at = counting.now()
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
@@ -168,7 +177,13 @@ class Admin:
             guarded_bytes=usage.guarded_bytes,
             looked=looked(list(counts.values())),
             namespaces=[
-                _namespace(name, one, looked([counts[one.number]] if one.number in counts else []), used_at)
+                _namespace(
+                    name,
+                    one,
+                    looked([counts[one.number]] if one.number in counts else []),
+                    used_at,
+                    self._store.names.get(one.tenant, one.digest) if self._store.names is not None else "",
+                )
                 for name, one in spaces[:MAX_NAMESPACES]
                 for used_at in [counts[one.number].last_used if one.number in counts else None]
             ],
@@ -185,7 +200,8 @@ class Admin:
             tenants=self._tenant_facts(),
             dram_retained_bytes=usage.dram_retained_bytes,
             nvme_retained_bytes=usage.nvme_retained_bytes,
-            policy=self._chosen.policy,
+            policy=DEFAULT_POLICY if self._why_not_policy else self._chosen.policy,
+            policy_note=printable(self._why_not_policy),
             nvme_writes=self._chosen.nvme_writes if usage.nvme is not None else None,
             write_budget=WriteBudgetFacts(**asdict(usage.write_budget)) if usage.write_budget is not None else None,
             retained_fraction=usage.retained_fraction,
@@ -193,7 +209,21 @@ class Admin:
             nvme_retained_budget_bytes=usage.nvme_retained_budget_bytes,
             hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),
             hidden_sessions=max(0, len(sessions) - MAX_SESSIONS),
+            **self._health(),
         )
+
+    def _health(self) -> dict[str, Any]:
+        reasons = self._reasons()
+        return {
+            "health": f"degraded ({'; '.join(reasons)})" if reasons else "ok",
+            "faults": [
+                FaultFacts(
+                    one.what, one.kind, one.count, one.since_seconds_ago, one.last_seconds_ago, printable(one.detail)
+                )
+                for one in self._store.faults.now()
+            ],
+            "fault_counts": self._store.faults.counts(),
+        }
 
     def _tenant_facts(self) -> list[TenantFacts]:
         names = self._store.tenant_names()
@@ -257,7 +287,7 @@ def chosen_space(spaces: Sequence[tuple[str, SpaceUsage]], id: str, tenant: str)
     return mine[pick(id, digests, words, whose, "give --tenant" if is_shared else "give more digits")][1]
 
 
-def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | None) -> NamespaceFacts:
+def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | None, name: str) -> NamespaceFacts:
     namespace, digest = usage.namespace, usage.digest.hex()
     return NamespaceFacts(
         digest[:ID_DIGITS],
@@ -275,6 +305,7 @@ def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | N
         usage.nvme.frame_bytes if usage.nvme is not None else None,
         used_at,
         asked,
+        name,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from kvstore.config import MAX_SOCKET_BYTES
+from kvstore.display_names import checked_name
 from kvstore.errors import BadInput
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import Namespace
@@ -41,10 +42,11 @@ class SidecarStore:
         weights_epoch: int = 0,
         config: Mapping[str, str] | None = None,
         shard: int | None = None,
+        name: str = "",
     ) -> NamespaceHandle:
         """As in an embedded store. Raises `Unreachable` where there is no sidecar, after some time."""
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
-        return NamespaceHandle(self._door, namespace, self._codecs(codec), shard=shard)
+        return NamespaceHandle(self._door, namespace, self._codecs(codec), shard=shard, name=checked_name(name))
 
     def drop(self, namespace: NamespaceHandle) -> int:
         """Evict a namespace from every tier; returns how many blocks it had."""

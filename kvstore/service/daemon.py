@@ -45,9 +45,11 @@ class Daemon:
         first_number: int,
         new_token: Callable[[int], bytes],
         failed: Callable[[], None],
+        why_not_policy: str = "",
     ) -> None:
         """first_number: of a connection, above those of every earlier run. new_token: random bytes, that many. failed:
-        called where nobody is served any more, by a fault of its own.
+        called where nobody is served any more, by a fault of its own. why_not_policy: why blocks do not go by the
+        policy that was set, but by the usual one.
 
         Raises `BadInput` where a socket cannot be had.
         """
@@ -57,8 +59,8 @@ class Daemon:
         sessions = Sessions(store.core, first_number, new_token)
         run, counting = new_token(RUN_BYTES), Counting(clock)
         recording = Recording(clock, new_token)
-        handlers = Handlers(store.core, sessions, run, counting, recording)
-        self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed)
+        handlers = Handlers(store.core, sessions, run, counting, recording, store.names)
+        self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed, store.faults)
         self.sockets: list[str] = []
         try:
             for name, one in settings.sockets().items():
@@ -67,7 +69,16 @@ class Daemon:
                 self.sockets.append(where)
             key, where = "admin.socket", settings.admin_socket
             admin = Admin(
-                store, sessions, counting, recording, self.door, run, lambda: self.readiness().value, settings.store
+                store,
+                sessions,
+                counting,
+                recording,
+                self.door,
+                run,
+                lambda: self.readiness().value,
+                settings.store,
+                self.reasons,
+                why_not_policy,
             )
             self.door.listen_admin(Path(where), admin)
         except OSError as error:
@@ -95,7 +106,14 @@ class Daemon:
             return Readiness.STOPPING
         if not self._store.core.is_loaded:
             return Readiness.WARMING
-        return Readiness.READY if self._store.warmed(0) else Readiness.DEGRADED
+        return Readiness.DEGRADED if self.reasons() else Readiness.READY
+
+    def reasons(self) -> list[str]:
+        """Why it serves less than it has, a line for each."""
+        reasons = self._store.faults.reasons()
+        if self._store.core.is_loaded and not self._store.warmed(0):
+            reasons.append("some of what is on disk could not be taken in: kvstore fsck tells what")
+        return reasons
 
     def is_alive(self) -> bool:
         """Whether the door is served."""

@@ -77,7 +77,8 @@ class Looked(msgspec.Struct, frozen=True):
 
 
 class NamespaceFacts(msgspec.Struct, frozen=True):
-    """id: the first digits of the digest. nvme: None without such a tier. used_at: of the last request, in this run."""
+    """id: the first digits of the digest. nvme: None without such a tier. used_at: of the last request, in this run.
+    name: what an engine called the model, "" where none did."""
 
     id: str
     digest: str
@@ -94,6 +95,7 @@ class NamespaceFacts(msgspec.Struct, frozen=True):
     nvme_bytes: int | None
     used_at: float | None
     looked: Looked
+    name: str = ""
 
 
 class MoveFacts(msgspec.Struct, frozen=True):
@@ -161,10 +163,23 @@ class ScrubFacts(msgspec.Struct, frozen=True):
     last_pass_ended: float | None
 
 
+class FaultFacts(msgspec.Struct, frozen=True):
+    """What does not work at the moment. count: since it last worked; detail: of the last time."""
+
+    what: str
+    kind: str
+    count: int
+    since_seconds_ago: float
+    last_seconds_ago: float
+    detail: str
+
+
 class Facts(msgspec.Struct, frozen=True):
     """All of it. counters: events since the start. departed: connections that are gone and may still map memory.
     hidden_namespaces, hidden_sessions: that are there and left out, so that this stays of a size. policy, nvme_writes,
-    retained_fraction: as they were set; nvme_writes: None without such a tier. retained: what is kept for a time."""
+    retained_fraction: as they were set; nvme_writes: None without such a tier. retained: what is kept for a time.
+    health: "ok", or "degraded (why)"; faults: what the machine does not give at the moment; fault_counts: how often it
+    did not since the start, by kind. policy_note: why blocks do not go by the policy that was set; "" where they do."""
 
     run: str
     pid: int
@@ -197,6 +212,10 @@ class Facts(msgspec.Struct, frozen=True):
     retained_fraction: float | None = None
     dram_retained_budget_bytes: int = 0
     nvme_retained_budget_bytes: int | None = None
+    health: str = ""
+    faults: list[FaultFacts] = []
+    fault_counts: dict[str, int] = {}
+    policy_note: str = ""
 
 
 def looked(all_counts: list[Counts]) -> Looked:

@@ -6,6 +6,7 @@ callers can be trusted with. A number that names something of somebody else is t
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 
 from kvstore.config import MAX_SECONDS
+from kvstore.display_names import DisplayNames
 from kvstore.door import Joint, LeaseReply
 from kvstore.errors import BadInput, StoreClosed
 from kvstore.handle import MAX_PRIORITY
@@ -22,6 +24,7 @@ from kvstore.joint import MAX_JOINT_CHARACTERS, WINDOW_CHARACTERS
 from kvstore.requests import MAX_REQUEST_CHARACTERS
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
+from kvstore.service.facts import printable
 from kvstore.service.recording import Recording
 from kvstore.service.sessions import Caller, Filling, Sessions
 from kvstore.store import Store
@@ -39,6 +42,8 @@ MAX_DEADLINE_MS = 60_000.0
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -51,8 +56,17 @@ class Served:
 class Handlers:
     """The verbs for connections. Thread-safe."""
 
-    def __init__(self, store: Store, sessions: Sessions, run: bytes, counting: Counting, recording: Recording) -> None:
-        """run: names this run of the sidecar."""
+    def __init__(
+        self,
+        store: Store,
+        sessions: Sessions,
+        run: bytes,
+        counting: Counting,
+        recording: Recording,
+        names: DisplayNames | None = None,
+    ) -> None:
+        """run: names this run of the sidecar. names: told what engines call their models."""
+        self._names = names
         self._store = store
         self._recording = recording
         self._counting = counting
@@ -90,6 +104,7 @@ class Handlers:
             text = f"a session's token of {len(hello.session)} bytes"
             return None, m.Failed(m.Fault.BAD_INPUT, f"{text}; give {m.MIN_SESSION_BYTES} to {m.MAX_SESSION_BYTES}")
         caller.session.since = caller.session.since or self._counting.now()
+        _log.debug("client let in", extra={"connection": caller.number, "engine": engine})
         return caller, m.Welcome(version, self._run, caller.session.token)
 
     def is_slow(self, verb: m.Verb) -> bool:
@@ -140,6 +155,15 @@ class Handlers:
             raise BadInput(f"not a namespace: {error}") from None
         slices = tuple(len(part.layers) for part in namespace.layout.parts)
         grant = self._store.open_namespace(caller.session.tenant, namespace, verb.payload_bytes)
+        if verb.name and self._names is not None:
+            self._names.note(caller.session.tenant.tenant, namespace.digest(), verb.name)
+        if grant.number not in caller.namespaces:
+            named = {
+                "namespace": grant.number,
+                "model": printable(namespace.model),
+                "codec": printable(namespace.codec),
+            }
+            _log.debug("namespace opened", extra={"connection": caller.number, **named})
         caller.namespaces[grant.number] = slices
         self._counting.opened(grant.number, namespace.layout.block_tokens)
         own = self._store.own_number(grant.number)

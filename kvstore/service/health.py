@@ -1,7 +1,8 @@
 """Liveness and readiness over HTTP, for whoever starts and watches the sidecar (floor 2).
 
     GET /livez     200 for as long as the process serves its door at all
-    GET /readyz    200 once everything on disk can be found; 503 with `warming` before, with `stopping` at the end
+    GET /readyz    200 once everything on disk can be found; 503 with `warming` before, with `stopping` at the end;
+                   200 with `degraded` and the reasons while something does not work
 
 Knows nothing of tenants and blocks.
 """
@@ -25,15 +26,23 @@ class Readiness(StrEnum):
 
     READY = "ready"
     WARMING = "warming"  # it serves, and may call a miss warming
-    DEGRADED = "degraded"  # some of what is on disk could not be taken in
+    DEGRADED = "degraded"  # it serves; something ran out or fails, or what is on disk could not all be taken in
     STOPPING = "stopping"
 
 
 class Health:
     """The two pages, served by a thread. Close it at the end."""
 
-    def __init__(self, host: str, port: int, readiness: Callable[[], Readiness], is_alive: Callable[[], bool]) -> None:
-        """port: 0 for any that is free. Raises `BadInput` where the address cannot be had."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        readiness: Callable[[], Readiness],
+        is_alive: Callable[[], bool],
+        reasons: Callable[[], list[str]] = list,
+    ) -> None:
+        """port: 0 for any that is free. reasons: for `degraded`, a line each. Raises `BadInput` where the address
+        cannot be had."""
         app = FastAPI(openapi_url=None)
 
         @app.get("/livez")
@@ -45,7 +54,10 @@ class Health:
         def readyz() -> JSONResponse:
             state = readiness()
             is_ready = state in (Readiness.READY, Readiness.DEGRADED)
-            return JSONResponse({"ready": is_ready, "state": state.value}, 200 if is_ready else 503)
+            answer: dict[str, object] = {"ready": is_ready, "state": state.value}
+            if state is Readiness.DEGRADED:
+                answer["reasons"] = reasons()
+            return JSONResponse(answer, 200 if is_ready else 503)
 
         config = uvicorn.Config(app, host, port, log_config=None, log_level="warning", access_log=False, lifespan="off")
         self._server = uvicorn.Server(config)

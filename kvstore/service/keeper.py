@@ -32,8 +32,9 @@ KEEP, FORGET, READY, ALL = b"k", b"f", b"r", b"a"
 DESCRIPTORS = 2
 AGAIN = 75
 """The sidecar's status that asks for another start (EX_TEMPFAIL of sysexits.h)."""
-CANNOT_START = 2
-"""The sidecar's status where what it was given cannot be used: not what it found in memory."""
+CANNOT_START = (2, 71)
+"""The sidecar's statuses where what it was given cannot be used, and where the machine has not enough of something: not
+for what it found in memory."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 5.0
 LONGEST_CRASH_PAUSE_SECONDS, CRASHES_AT_ONCE = 10.0, 3
 """A sidecar that was ready and crashed is started again at once, some times. After more crashes the pause doubles with
@@ -100,7 +101,7 @@ class Keeper:
             if self._failures >= MOST_FAILURES:
                 self._say("error", "the sidecar cannot be started any more", status=status)
                 return status if status > 0 else 128 - status
-            if self._failures >= FAILURES_WITH_MEMORY and self._kept and status != CANNOT_START:
+            if self._failures >= FAILURES_WITH_MEMORY and self._kept and status not in CANNOT_START:
                 self._say("error", "the sidecar begins with empty memory", extents=len(self._kept))
                 for name in list(self._kept):
                     self._forget(name)
@@ -243,7 +244,10 @@ class Keeper:
             line = json.dumps(
                 {"time": round(now, 3), "level": level, "logger": "kvstore.keeper", "message": message} | more
             )
-        print(line, file=sys.stderr, flush=True)
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # nobody reads it; the memory is held on
+            pass
 
 
 def pause_before_start(crashes: int, failures: int) -> float:

@@ -14,6 +14,7 @@ tenants take up all that they may.
 
 from __future__ import annotations
 
+import errno
 import logging
 import selectors
 import socket
@@ -42,6 +43,7 @@ from kvstore.service.handlers import Handlers, Served
 from kvstore.service.rate_limited import RateLimitedLog
 from kvstore.service.sessions import Caller, Sessions
 from kvstore.service.waits import Waits
+from tiering.faults import CONNECTIONS, DOOR_THREADS, FaultReports, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
 
 _TOKEN_SECONDS = 0.001
@@ -93,14 +95,17 @@ class LocalDoor:
         clock: Clock,
         limits: DoorLimits,
         failed: Callable[[], None] = lambda: None,
+        faults: FaultReports | None = None,
     ) -> None:
-        """failed: called where a fault of its own ends it, after that was logged."""
+        """failed: called where a fault of its own ends it, after that was logged. faults: told of descriptors and
+        threads that the machine has none of."""
         self._handlers = handlers
         self._sessions = sessions
         self._clock = clock
         self._limits = limits
         self._failed = failed
-        self._faults = RateLimitedLog(_log, clock)
+        self._log = RateLimitedLog(_log, clock)
+        self._faults = faults or Unheard()
         self._selector = selectors.DefaultSelector()
         self._listeners: list[Listener] = []
         self._connections: set[Connection] = set()
@@ -110,6 +115,7 @@ class LocalDoor:
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._spare: socket.socket | None = self._woken.dup()  # its descriptor is the operator's, if there is no other
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
         self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
         self._large: list[Asked] = []  # that wait for it
@@ -176,8 +182,9 @@ class LocalDoor:
     def start(self) -> None:
         """Serve in a thread of its own."""
         self._sessions.watch_memory(self._wake)
-        self._thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def close(self, seconds: float) -> None:
         """Take no more requests, answer those under way for at most that long, and show everybody out."""
@@ -204,8 +211,10 @@ class LocalDoor:
         try:
             self._take_turns()
         except Exception:
-            _log.exception("the door has failed")
-            self._failed()
+            try:
+                _log.exception("the door has failed")
+            finally:  # also where there is no memory for the line
+                self._failed()
 
     def _take_turns(self) -> None:
         ready: dict[Connection, None] = {}  # with a whole message, in the order in which they had one
@@ -241,7 +250,7 @@ class LocalDoor:
         try:
             work()
         except Exception as error:
-            self._faults.error(what, what, error=error)
+            self._log.error(what, what, error=error)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
         """At most one message of each, those first who asked for least; whether any was taken.
@@ -280,6 +289,9 @@ class LocalDoor:
         for listener in self._deaf:
             self._selector.register(listener.socket, selectors.EVENT_READ, listener)
         self._deaf.clear()
+        if self._spare is None:
+            with suppress(OSError):
+                self._spare = self._woken.dup()
         self._sessions.sweep()
         self._is_watchful = self._sessions.is_waited_for
         for one in list(self._connections):
@@ -305,7 +317,7 @@ class LocalDoor:
         try:
             self._accept(listener)
         except Exception as error:
-            self._faults.error(f"accept {listener.path}", "nobody can be let in at %s", listener.path, error=error)
+            self._log.error(f"accept {listener.path}", "nobody can be let in at %s", listener.path, error=error)
             self._turn_deaf(listener)
 
     def _turn_deaf(self, listener: Listener) -> None:
@@ -316,12 +328,15 @@ class LocalDoor:
 
     def _accept(self, listener: Listener) -> None:
         try:
-            sock, _ = listener.socket.accept()
+            sock = self._accepted(listener)
         except BlockingIOError:  # gone again
             return
-        except OSError:  # no descriptors left: others are served on, and he is let in later
+        except OSError as error:  # no descriptors left: others are served on, and he is let in later
+            self._faults.failed(CONNECTIONS, kind_of(error), f"nobody is let in: {error.strerror}")
             self._turn_deaf(listener)
             return
+        if listener.admin is None or self._spare is not None:
+            self._faults.worked(CONNECTIONS)
         sock.setblocking(False)
         _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         most = self._most(listener)
@@ -346,6 +361,17 @@ class LocalDoor:
             if len(self._turned_away) > TURNED_AWAY:
                 self._show_out(self._turned_away[0])
         self._watch(connection)
+
+    def _accepted(self, listener: Listener) -> socket.socket:
+        try:
+            return listener.socket.accept()[0]
+        except OSError as error:
+            if listener.admin is None or self._spare is None or error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._faults.failed(CONNECTIONS, kind_of(error), "only the operator is let in")
+            self._spare.close()
+            self._spare = None
+            return listener.socket.accept()[0]
 
     def _like(self, listener: Listener) -> list[Connection]:
         """Connections of a socket."""
@@ -382,7 +408,7 @@ class LocalDoor:
 
     def _fault(self, connection: Connection, what: str, error: Exception) -> None:
         path = connection.listener.path
-        self._faults.error(str(path), "%s; socket %s", what, path, error=error)  # one client, one line
+        self._log.error(str(path), "%s; socket %s", what, path, error=error)  # one client, one line
 
     def _take_message_safely(self, connection: Connection) -> None:
         try:
@@ -537,7 +563,10 @@ class LocalDoor:
 
         try:
             pool.submit(begin)
-        except RuntimeError:
+            self._faults.worked(DOOR_THREADS)
+        except (RuntimeError, MemoryError) as error:
+            if not self._closing:
+                self._faults.failed(DOOR_THREADS, kind_of(error), "a request has no thread")
             try:
                 unbegun.pop()
             except IndexError:
@@ -685,6 +714,7 @@ class LocalDoor:
 
     def _left(self, caller: Caller) -> None:
         """Any thread. What he left behind is looked after from now on."""
+        _log.debug("client left", extra={"connection": caller.number})
         self._sessions.left(caller)
         with suppress(OSError):  # the door is closed meanwhile
             self._wake()
@@ -703,6 +733,8 @@ class LocalDoor:
             self._show_out(connection)
         self._long_pool.shutdown(wait=False, cancel_futures=True)
         self._sessions.end_ringing()
+        if self._spare is not None:
+            self._spare.close()
         self._selector.close()
 
     def _wake(self) -> None:

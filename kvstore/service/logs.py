@@ -41,8 +41,16 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in record.__dict__.items() if key not in _KNOWN}
 
 
+OURS = ("kvstore", "tiering", "kv_kernels", "engine_adapter")
+"""Loggers that the level is for. What others say is written from warnings on: a compiler has tens of thousands of lines
+for whoever mends it."""
+
+
 def log_to_stderr(level: str, style: str) -> None:
     """For the whole process. style: "json" or "text"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if style == "json" else TextLines())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
+    for name in OURS:
+        logging.getLogger(name).setLevel(number)

@@ -77,11 +77,17 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
     session: bytes = b""
 
 
+MAX_NAME_CHARACTERS = 4096
+"""Of a model's name or path; a few are kept."""
+
+
 class OpenNamespace(msgspec.Struct, array_like=True, frozen=True, tag="namespace"):
-    """packed: `identity.Namespace.pack`. payload_bytes: of each part, after the codec."""
+    """packed: `identity.Namespace.pack`. payload_bytes: of each part, after the codec. name: of the model, for
+    people."""
 
     packed: bytes
     payload_bytes: Annotated[list[int], Meta(max_length=MAX_PARTS)]
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)] = ""
 
 
 class Match(msgspec.Struct, array_like=True, frozen=True, tag="match"):

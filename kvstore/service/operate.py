@@ -43,7 +43,7 @@ class SleepingClock(Clock, Protocol):
 
 def stat(socket: str, clock: Clock) -> Facts:
     """What a sidecar says of itself. Raises `Unreachable`, and `StoreError` where that cannot be."""
-    with _connection(socket, clock, "give --socket (its admin.socket) or --data") as ask:
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
         facts = ask(m.Stat(), m.StatReply, CALL_SECONDS).facts
     try:
         return checked_facts(facts)
@@ -56,7 +56,7 @@ def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float)
     checked_seconds(seconds)
     _check_name("a namespace's id", namespace)
     _check_name("a tenant's name", tenant)
-    with _connection(socket, clock, "give --socket (its admin.socket) or --data") as ask:
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
         return ask(m.DropAny(namespace, tenant, seconds), m.Counted, seconds + MARGIN_SECONDS).blocks
 
 
@@ -64,7 +64,7 @@ def purge(socket: str, clock: Clock, tenant: str, seconds: float) -> int:
     """Void all blocks of a tenant and retire its key; returns how many blocks it had."""
     checked_seconds(seconds)
     _check_name("a tenant's name", tenant)
-    with _connection(socket, clock, "give --socket (its admin.socket) or --data") as ask:
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
         return ask(m.Purge(tenant, seconds), m.Counted, seconds + 3 * MARGIN_SECONDS).blocks
 
 
@@ -114,7 +114,7 @@ def record(
         raise BadInput(f"--seconds {seconds}; give a number, 0 or more, or leave it out")
     began = clock.monotonic_seconds()
     requests = blocks = lost = 0
-    with _connection(socket, clock, "give --socket (its admin.socket) or --data") as ask:
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
         begun = ask(m.Record(b"", namespace, tenant), m.Recorded, CALL_SECONDS)
         try:
             while True:

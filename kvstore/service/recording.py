@@ -2,7 +2,7 @@
 
     begin > every look-up is noted > the operator's command takes them, again and again > nobody came for long: over
 
-A block is given out as a number: 62 bits of a keyed hash of its namespace and its prefix key. The key of that hash is
+A block is given out as a number: 53 bits of a keyed hash of its namespace and its prefix key. The key of that hash is
 drawn when a recording begins and is told to nobody, so that a number says nothing of a prompt, nor the same in two
 recordings. Nothing is noted while nobody records; what is noted is bounded, and what is lost is counted.
 """
@@ -28,7 +28,7 @@ _OVERHEAD = 4
 MOST_AT_ONCE = 1 << 15
 """Blocks that are taken at a time; of one request, if it has more."""
 SALT_BYTES = 32
-ID_BITS = 62
+ID_BITS = 53
 
 
 class Clock(Protocol):

@@ -50,6 +50,7 @@ class _Opened:
     namespace: Namespace
     payload_bytes: tuple[int, ...]
     grant: Grant
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class RemoteDoor:
 
     # The contract --------------------------------------------------------------------------------------------------
 
-    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int], name: str = "") -> Grant:
         """Raises `Unreachable` and what the sidecar says of it."""
         payloads = tuple(payload_bytes)
         time = self._time(self._limits.open)
@@ -100,7 +101,7 @@ class RemoteDoor:
             run = self._running(time, waits=True)
             while run.breaker.is_open and time.left():
                 self._clock.sleep(self._limits.first_pause)
-            grant = self._open(run, namespace, payloads, max(self._limits.connect, time.left()))
+            grant = self._open(run, namespace, payloads, max(self._limits.connect, time.left()), name)
         except Away as away:
             if run is None and not self._turned_away:
                 raise Unreachable(f"{away.detail}; start the sidecar (kvstore serve), or check the path") from None
@@ -110,7 +111,7 @@ class RemoteDoor:
             raise BadInput(f"the sidecar knows this namespace with payloads of {grant.payload_bytes}, not {payloads}")
         with self._lock:
             number = len(self._opened)
-            self._opened.append(_Opened(namespace, payloads, grant))
+            self._opened.append(_Opened(namespace, payloads, grant, name))
             run.namespaces[number] = grant.number
             self._keep_in_touch()
         return Grant(number, grant.identity_key, grant.stamps, grant.payload_bytes, grant.durable)
@@ -492,7 +493,7 @@ class RemoteDoor:
         opened = self._opened[number]
         try:
             seconds = min(time.left(), self._limits.connect)
-            grant = self._open(run, opened.namespace, opened.payload_bytes, seconds)
+            grant = self._open(run, opened.namespace, opened.payload_bytes, seconds, opened.name)
         except Away as away:
             if away.reason is MissReason.DEADLINE and not run.breaker.is_open:
                 self._have_it_called()  # which takes the time that there is not here
@@ -505,8 +506,8 @@ class RemoteDoor:
         run.namespaces[number] = grant.number
         return grant.number
 
-    def _open(self, run: Run, namespace: Namespace, payload_bytes: Sequence[int], seconds: float) -> Grant:
-        verb = m.OpenNamespace(namespace.pack(), list(payload_bytes))
+    def _open(self, run: Run, namespace: Namespace, payload_bytes: Sequence[int], seconds: float, name: str) -> Grant:
+        verb = m.OpenNamespace(namespace.pack(), list(payload_bytes), name)
         answered = run.answer(verb, seconds)
         if isinstance(answered.answer, m.Failed) and answered.answer.fault is m.Fault.BAD_INPUT:
             raise BadInput(answered.answer.text)

@@ -47,6 +47,13 @@ class StatReport:
         facts = self.facts
         state = f"{facts.state}, up {_span(facts.up_seconds)}, pid {facts.pid}, run {facts.run[:8]}"
         yield Text(f"{state}: {_count(facts.blocks, 'block')}, {_count(facts.leases, 'lease')}")
+        if facts.health:
+            yield Text(f"health: {facts.health}")
+        for fault in facts.faults:
+            yield Text(f"  {fault.what}: {fault.detail}")
+        if facts.fault_counts:
+            counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in facts.fault_counts.items())
+            yield Text(f"faults since the start: {', '.join(counts)}")
         if facts.state == "warming" and facts.loading is not None:
             one = facts.loading
             line = f"loading: {one.slots:,} of {one.all_slots:,} slots, {one.blocks:,} blocks found"
@@ -103,6 +110,8 @@ class StatReport:
         if not facts.policy:  # a sidecar of another version
             return
         words = f"policy: {facts.policy}"
+        if facts.policy_note:
+            words += f" ({facts.policy_note})"
         if facts.nvme_writes is not None:
             words += f"; nvme_writes: {facts.nvme_writes}"
             words += f", {_count(facts.counters.get('declined_blocks', 0), 'block')} declined"
@@ -156,7 +165,8 @@ class NamespacesReport:
             console.print(namespace_table(self.facts.namespaces, self.facts.at, len(self.facts.namespaces)))
             for one in self.facts.namespaces:
                 epoch = f", weights epoch {one.weights_epoch}" if one.weights_epoch else ""
-                console.print(Text(f"{one.id}: {one.layout}{epoch}"), soft_wrap=True)
+                model = f"{one.name} ({one.model}); " if one.name else ""
+                console.print(Text(f"{one.id}: {model}{one.layout}{epoch}"), soft_wrap=True)
         else:
             console.print(Text("No namespaces."))
         if self.facts.hidden_namespaces:
@@ -247,7 +257,7 @@ def namespace_table(namespaces: Sequence[NamespaceFacts], now: float, most: int 
         (
             one.id,
             one.tenant,
-            one.model,
+            one.name or one.model,
             one.codec,
             one.blocks,
             *_held(one.dram_blocks, one.dram_bytes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -11,17 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from kvstore.config import parse_writes
-from kvstore.errors import BadInput
+from kvstore.config import DEFAULT_POLICY, parse_writes
+from kvstore.errors import BadInput, OutOfResources, StoreError
 from kvstore.node import EmbeddedStore, open_embedded
 from kvstore.service.connections import Clock
 from kvstore.service.daemon import Daemon, budgets
 from kvstore.service.kept import KeeperWire
 from kvstore.service.logs import log_to_stderr
 from kvstore.service.settings import Settings, host_and_port, shares_of
+from tiering.errors import TierError
 from tiering.extents import Extent
+from tiering.faults import SHORTAGES, FaultKind, kind_of
 from tiering.nvme import IndexMaker
 from tiering.policies.policy import PolicyMaker
+
+_log = logging.getLogger(__name__)
 
 ENDS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 SWITCH_SECONDS = 0.0001
@@ -30,6 +35,12 @@ FAILED = 70
 """The status of a sidecar that ends by a fault of its own (EX_SOFTWARE of sysexits.h)."""
 
 PROBE_BYTES = 4096
+MEND = {
+    FaultKind.NO_MEMORY: "give it less dram, or raise the limits of memory and address space (ulimit -v, cgroup)",
+    FaultKind.NO_THREADS: "raise the limits of processes and address space (ulimit -u, ulimit -v, pids.max, TasksMax)",
+    FaultKind.NO_DESCRIPTORS: "raise the limit of open files (ulimit -n, LimitNOFILE)",
+    FaultKind.DISK_FULL: "make room on the disk of its directory",
+}
 
 
 class Health(Protocol):
@@ -68,14 +79,28 @@ def serve(settings: Settings, outside: Outside, started: Callable[[list[str], in
 
     started: told the sockets and health's port once connections are taken.
 
-    Raises `BadInput`, `DirectoryInUse` and `KeysUnusable`.
+    Raises `BadInput`, `DirectoryInUse`, `KeysUnusable`, and `OutOfResources` where the machine has not enough of
+    something to serve at all.
     """
+    try:
+        return _serve(settings, outside, started)
+    except (OSError, MemoryError, RuntimeError, TierError, StoreError) as error:
+        for number in ENDS:  # whatever holds up the end from here on, it can be ended
+            signal.signal(number, signal.SIG_DFL)
+        kind = kind_of(error)  # also of what a line for people was made of
+        if kind not in SHORTAGES:
+            raise
+        raise OutOfResources(f"the sidecar cannot serve, {kind}: {error or 'none left'}; {MEND[kind]}") from None
+
+
+def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], int | None], None]) -> bool:
     signals = _Signals()
     log_to_stderr(settings.log.level, settings.log.format)
     sys.setswitchinterval(SWITCH_SECONDS)
     _try_shared_memory()
-    with _open(settings, outside) as store:
-        daemon = Daemon(store, settings, outside.clock, outside.first_number, outside.new_token, _end_at_once)
+    policy, why_not = _usable_policy(settings.store.policy, outside.policies)
+    with _open(settings, outside, policy) as store:
+        daemon = Daemon(store, settings, outside.clock, outside.first_number, outside.new_token, _end_at_once, why_not)
         keeper = outside.keeper
         health = None
         try:
@@ -131,7 +156,19 @@ def _try_shared_memory() -> None:
         ) from None
 
 
-def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
+def _usable_policy(name: str, policies: Callable[[str], PolicyMaker]) -> tuple[PolicyMaker, str]:
+    """The policy that was set, or, where it cannot run here, the usual one and why: the host's engines are better off
+    with a store that evicts by a simpler rule than with none."""
+    try:
+        return policies(name), ""
+    except BadInput as error:
+        if name == DEFAULT_POLICY:
+            raise
+        _log.warning("blocks go by %s instead: %s", DEFAULT_POLICY, error)
+        return policies(DEFAULT_POLICY), str(error)
+
+
+def _open(settings: Settings, outside: Outside, policy: PolicyMaker) -> EmbeddedStore:
     dram, nvme = budgets(settings)
     return open_embedded(
         settings.store.data,
@@ -143,7 +180,7 @@ def _open(settings: Settings, outside: Outside) -> EmbeddedStore:
         limits=settings.limits.shared_by(len(settings.sockets())),
         scrub=settings.store.scrub,
         indexes=outside.indexes if nvme is not None else None,
-        policy=outside.policies(settings.store.policy),
+        policy=policy,
         writes=parse_writes(settings.store.nvme_writes, "store.nvme_writes"),
         shares=shares_of(settings),
         keeper=outside.keeper,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -39,6 +40,7 @@ from kvstore.config import (
 )
 from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
+from kvstore.paths import expanded
 from kvstore.service.connections import DoorLimits
 from tiering.shares import Share
 
@@ -216,6 +218,7 @@ def _read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | N
         if chosen:
             given[section] = {**_table(given, section), **chosen}
     _refuse_unknown(given, [one.name for one in fields(Settings)], "")
+    _expand_paths(given)
     door = dict(_table(given, "door"))
     limits = {one.name: door.pop(one.name) for one in fields(DoorLimits) if one.name in door}
     _refuse_unknown(door, [*_keys(DoorSettings), *_keys(DoorLimits)], "door.", without=("limits",))
@@ -231,6 +234,20 @@ def _read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | N
     )
     _check(settings)
     return settings
+
+
+def _expand_paths(given: dict[str, Any]) -> None:
+    """Wherever ~ may stand for a home. What is no table, or no text, is refused later."""
+    tables = [(given, "store", "data"), (given, "door", "socket"), (given, "admin", "socket")]
+    tenants = given.get("tenants")
+    if isinstance(tenants, dict):
+        given["tenants"] = tenants = dict(tenants)
+        tables += [(tenants, name, "socket") for name in tenants]
+    for parent, section, key in tables:
+        table = parent.get(section)
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            name = f"{section}.{key}" if parent is given else f"tenants.{section}.{key}"
+            parent[section] = {**table, key: expanded(table[key], name)}
 
 
 def _check(settings: Settings) -> None:
@@ -279,7 +296,7 @@ def _check_sizes(store: StoreSettings) -> None:
 
 
 def _check_socket(key: str, path: str) -> None:
-    if len(path.encode()) > MAX_SOCKET_BYTES:
+    if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
         raise BadInput(f"{key}={path} is longer than {MAX_SOCKET_BYTES} bytes; give a shorter path")
 
 

@@ -43,7 +43,7 @@ class Sidecar:
         self.sessions = Sessions(self.core, 1, secrets.token_bytes)
         run, self.counting = secrets.token_bytes(16), Counting(clock)
         recording = Recording(clock, secrets.token_bytes)
-        self.handlers = Handlers(self.core, self.sessions, run, self.counting, recording)
+        self.handlers = Handlers(self.core, self.sessions, run, self.counting, recording, self.store.names)
         self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
         self.door.listen(
             self.path,

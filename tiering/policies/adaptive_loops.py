@@ -169,9 +169,13 @@ def is_usable() -> bool:
     return not config.DISABLE_JIT
 
 
+class NotCompiled(Exception):
+    """Numba is there, and compiles nothing here."""
+
+
 def prepare() -> Loops:
     """Compile. Some seconds the first time on a machine: later processes find the result on disk, where numba has a
-    place to keep it. A place that is full or damaged costs these seconds only."""
+    place to keep it. A place that is full or damaged costs these seconds only. Raises `NotCompiled`."""
     global _ready
     if _ready is None:
         try:  # where there is no place at all, the first line fails already
@@ -184,8 +188,11 @@ def prepare() -> Loops:
                 type(error).__name__,
                 error,
             )
-            loops = Loops(*(njit(nogil=True)(globals()[name]) for name in _ENTRANCES))
-            _compile(loops)
+            try:
+                loops = Loops(*(njit(nogil=True)(globals()[name]) for name in _ENTRANCES))
+                _compile(loops)
+            except Exception as error:  # whatever is wrong with a compiler that is somebody else's
+                raise NotCompiled(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
         _ready = loops
     return _ready
 

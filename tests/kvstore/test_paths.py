@@ -1,0 +1,130 @@
+"""Paths as people give them: homes, names that are not UTF-8, and what is no path; and a client without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvstore
+from kvstore.errors import BadInput
+from kvstore.paths import expanded
+from kvstore.service.settings import read_settings
+from service.test_serve import PATHS, SERVE, ended, serving
+
+NOT_TEXT = os.fsdecode(b"\xff\xfe dir")
+CLI = SERVE[:-2]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    return home
+
+
+def test_a_home_is_meant_where_a_path_begins_with_a_tilde(home: Path) -> None:
+    assert expanded("~/kv") == str(home / "kv")
+    assert expanded("~") == str(home)
+    assert expanded("./~/kv") == "./~/kv" and expanded("a/~") == "a/~"
+    assert expanded(Path("kv")) == expanded(b"kv") == "kv"
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "~nobody-of-this-name/kv"])
+def test_what_is_no_path_is_refused(path: str) -> None:
+    with pytest.raises(BadInput, match=r"^data='.*'"):
+        expanded(path, "data")
+    if path:
+        with pytest.raises(BadInput):
+            kvstore.open(f"embedded:{path}")
+        with pytest.raises(BadInput):
+            kvstore.open(f"unix:{path}")
+
+
+def test_a_store_in_the_home_makes_no_directory_called_tilde(home: Path) -> None:
+    kvstore.open("embedded:~/kv", dram="1MiB").close()
+    kvstore.embedded("~/kv2", dram="1MiB").close()
+    assert sorted(one.name for one in home.iterdir()) == ["kv", "kv2"]
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_every_path_of_the_settings_may_begin_with_a_tilde(home: Path) -> None:
+    text = '[store]\ndata = "~/kv"\n[door]\nsocket = "~/s"\n[admin]\nsocket = "~/a"\n[tenants.b]\nsocket = "~/b"\n'
+    settings = read_settings(text)
+    assert settings.store.data == str(home / "kv") and settings.admin_socket == str(home / "a")
+    assert sorted(one.socket for one in settings.sockets().values()) == [str(home / "b"), str(home / "s")]
+    flags = {"store": {"data": "~/other"}, "door": {"socket": None}, "http": {"listen": None}}
+    assert read_settings("", flags).store.data == str(home / "other")
+    with pytest.raises(BadInput, match=r"door\.socket="):
+        read_settings('[door]\nsocket = "~nobody-of-this-name/s"\n')
+
+
+@pytest.mark.parametrize(
+    "command", [["stat"], ["fsck", "~/none"], ["replay", "~/none"], ["warm", "~/none", "--namespace", "a"]]
+)
+def test_every_path_of_the_command_line_may_begin_with_a_tilde(home: Path, command: list[str]) -> None:
+    if command == ["stat"]:
+        command = ["stat", "--data=~/none"]
+    done = subprocess.run([*CLI, *command], capture_output=True, text=True, env={**os.environ, **PATHS}, timeout=60)
+    assert done.returncode == 2
+    assert str(home / "none") in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_directory_whose_name_is_not_utf_8_is_served_and_checked(tmp_path: Path) -> None:
+    directory = tmp_path / NOT_TEXT
+    directory.mkdir()
+    environment = {**os.environ, **PATHS}
+    with serving(directory, "--nvme", "16MiB") as (process, said):
+        assert said["serving"] == [str(directory / "kv" / "kvstore.sock")]
+        command = [*CLI, "stat", "--json", "--data", str(directory / "kv")]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        assert done.returncode == 0 and json.loads(done.stdout)["pid"] == said["pid"]
+        kvstore.open(f"unix:{said['serving'][0]}").close()
+        assert ended(process)[0] == 0
+    done = subprocess.run(
+        [*CLI, "fsck", str(directory / "kv")], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 0 and "All is well" in done.stdout and "\\udcff" in done.stdout
+    with kvstore.open(f"embedded:{directory}/kv", dram="1MiB", nvme="16MiB") as store:
+        assert store.warmed(60)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import kvstore
+layout = kvstore.Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=64)
+with kvstore.open(sys.argv[1]) as store:
+    print("opened")
+    try:
+        store.namespace(model="a" * 40, layout=layout)
+    except kvstore.BadInput as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("scheme", ["unix", "embedded"])
+def test_without_torch_a_store_can_be_opened_and_the_extra_is_named_where_it_is_needed(
+    tmp_path: Path, scheme: str
+) -> None:
+    with serving(tmp_path) as (_, said):
+        url = f"unix:{said['serving'][0]}" if scheme == "unix" else f"embedded:{tmp_path}/other"
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, url], capture_output=True, text=True, env={**os.environ, **PATHS}
+        )
+    assert done.returncode == 0, done.stderr
+    first, said_line = done.stdout.splitlines()
+    assert first == "opened" and "torch" in said_line and "pip install '.[hf]'" in said_line
+
+
+def test_opening_a_sidecar_s_store_imports_no_torch() -> None:
+    program = "import sys, kvstore; kvstore.open('unix:/nonexistent/s').close(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **PATHS})
+    assert done.stdout.strip() == "False", done.stderr

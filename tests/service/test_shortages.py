@@ -1,0 +1,328 @@
+"""A sidecar whose machine runs out of something: disk, descriptors, memory, address space, threads, or a reader of what
+it prints. It serves on as far as it can, says what is wrong, in the log, in `stat` and at `/readyz`, and says when that
+is over. One that cannot serve says so in one line, and ends with a status.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvstore
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import MissReason
+from kvstore.node import SystemClock
+from kvstore.service import operate
+from kvstore.service.facts import Facts
+from service.sidecar import patient
+from service.test_serve import PATHS, SERVE, ended, page, serving
+from workbench import MODEL, ids, random_pages, small_layout
+
+LAYOUT = small_layout()
+OUT_OF_RESOURCES = 71
+CLOCK = SystemClock()
+
+
+def stat(directory: Path) -> Facts:
+    return operate.stat(str(directory / "kv" / "admin.sock"), CLOCK)
+
+
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def opened(said: dict[str, Any]) -> Iterator[NamespaceHandle]:
+    with patient(kvstore.open(f"unix:{said['serving'][0]}", engine="test 1.0")) as store:
+        yield store.namespace(model=MODEL, layout=LAYOUT)
+
+
+def put(handle: NamespaceHandle, first: int, durability: str = "disk") -> MissReason | None:
+    return handle.put(ids(640 + first)[first:], random_pages(LAYOUT, 10, seed=first), durability=durability).reason
+
+
+def fault_lines(log: list[dict[str, Any]]) -> list[str]:
+    return [line["message"] for line in log if line["logger"] == "kvstore.faults"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few MiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24M,mode=0700", "kvstore-test", str(mount)], capture_output=True, text=True
+    )
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here, so no disk can be filled: {made.stderr.strip()}")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Somebody else's file, which takes all the room that is left."""
+    path = disk / "somebody-elses.file"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        for size in (1 << 16, 1 << 12):
+            try:
+                while os.write(descriptor, bytes(size)) == size:
+                    pass
+            except OSError:
+                continue
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def test_a_full_disk_is_said_while_it_lasts_and_that_it_is_over(disk: Path) -> None:
+    with serving(disk, "--nvme", "16MiB", "--http", "127.0.0.1:0") as (process, said), opened(said) as handle:
+        until(lambda: stat(disk).state == "ready")
+        assert put(handle, 0) is None
+        assert (stat(disk).health, stat(disk).faults) == ("ok", [])
+        filler = fill(disk)
+        refused = [put(handle, first) for first in range(1, 26)]
+        assert set(refused) <= {None, MissReason.TIER_DOWN, MissReason.PINNED_FULL} and any(refused)
+        facts = stat(disk)
+        assert facts.state == "degraded" and facts.health.startswith("degraded (disk full: ")
+        assert facts.fault_counts["disk_full"] >= sum(one.count for one in facts.faults) > 0
+        status, answer = page(said["http_port"], "readyz")
+        assert status == 200 and answer["state"] == "degraded"
+        assert "disk full" in answer["reasons"][0]
+        shown = subprocess.run(
+            [*SERVE[:-2], "stat", "--data", str(disk / "kv")],
+            env={**os.environ, **PATHS},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert "health: degraded (disk full: " in shown.stdout
+        filler.unlink()
+        until(lambda: put(handle, 50) is None and stat(disk).state == "ready")
+        assert stat(disk).health == "ok" and page(said["http_port"], "readyz")[1] == {"ready": True, "state": "ready"}
+        status, log = ended(process)
+    assert status == 0
+    lines = fault_lines(log)
+    assert any("disk full" in line for line in lines) and any("again" in line for line in lines)
+    assert len(lines) <= 2 * len({line.split(" failed")[0] for line in lines}), lines
+
+
+def test_without_descriptors_the_operator_is_let_in_and_told(tmp_path: Path) -> None:
+    with serving(tmp_path) as (process, said):
+        until(lambda: stat(tmp_path).state == "ready")
+        in_use = len(os.listdir(f"/proc/{said['pid']}/fd"))
+        _, hard = resource.prlimit(said["pid"], resource.RLIMIT_NOFILE)
+        resource.prlimit(said["pid"], resource.RLIMIT_NOFILE, (in_use + 4, hard))
+        with ExitStack() as stack:
+            for _ in range(12):  # they say nothing, and are let in as far as there are descriptors
+                one = stack.enter_context(socket.socket(socket.AF_UNIX))
+                one.setblocking(False)
+                one.connect(said["serving"][0])
+            until(lambda: (facts := stat(tmp_path)).state == "degraded" and "no descriptors" in facts.health)
+            assert stat(tmp_path).fault_counts["no_descriptors"] > 0
+        resource.prlimit(said["pid"], resource.RLIMIT_NOFILE, (hard, hard))
+        with opened(said) as handle:
+            assert put(handle, 0, "volatile") is None
+        until(lambda: stat(tmp_path).health == "ok")
+        status, log = ended(process)
+    assert status == 0
+    assert [line for line in fault_lines(log) if "no descriptors: connections failed" in line]
+    assert len(fault_lines(log)) <= 8
+
+
+def test_memory_that_cannot_be_had_is_said(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('[store]\nprefault = false\nextent = "4MiB"\n')
+    with serving(tmp_path, "--nvme", "off", "--dram", "64MiB", "--config", str(config)) as (process, said):
+        with opened(said) as handle:
+            assert put(handle, 0, "volatile") is None
+            pages = int(Path(f"/proc/{said['pid']}/statm").read_text().split()[0])
+            limit = pages * os.sysconf("SC_PAGE_SIZE") + (2 << 20)
+            _, hard = resource.prlimit(said["pid"], resource.RLIMIT_AS)
+            resource.prlimit(said["pid"], resource.RLIMIT_AS, (limit, hard))
+            for first in range(1, 200):
+                put(handle, first, "volatile")
+            assert "no memory" in stat(tmp_path).health
+            resource.prlimit(said["pid"], resource.RLIMIT_AS, (hard, hard))
+            for first in range(200, 400):
+                put(handle, first, "volatile")
+            assert stat(tmp_path).health == "ok"
+        status, log = ended(process)
+    assert status == 0
+    assert any("no memory: extents of dram failed" in line for line in fault_lines(log))
+
+
+# Starts --------------------------------------------------------------------------------------------------------------
+
+
+def started(directory: Path, limits: dict[int, int], *flags: str, **options: Any) -> tuple[int | None, str, str]:
+    """Status, output and errors of a start under these limits; SIGTERM is sent once it serves."""
+
+    def limit() -> None:
+        for what, most in limits.items():
+            resource.setrlimit(what, (most, most))
+
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "kvstore",
+            "serve",
+            "--json",
+            "--data",
+            str(directory / "kv"),
+            "--dram",
+            "16MiB",
+            *flags,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **PATHS},
+        preexec_fn=limit,
+        **options,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if line:
+            process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+        return process.returncode, line + output, errors
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("descriptors", "keeper"), [(12, False), (16, True), (20, False), (28, False), (28, True)])
+def test_a_start_with_few_descriptors_serves_or_says_why_not(tmp_path: Path, descriptors: int, keeper: bool) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(f"[store]\nkeeper = {str(keeper).lower()}\n")
+    flags = ["--nvme", "16MiB", "--http", "127.0.0.1:0", "--config", str(config)]
+    status, output, errors = started(tmp_path, {resource.RLIMIT_NOFILE: descriptors}, *flags)
+    if output:
+        assert status == 0, errors
+        return
+    assert status == OUT_OF_RESOURCES, errors
+    said = [line for line in errors.splitlines() if not line.startswith("{")]
+    assert len(said) == 1 and said[0].startswith("kvstore: ") and "ulimit -n" in said[0], errors
+
+
+@pytest.mark.parametrize(("mib", "keeper"), [(210, False), (260, True), (275, False), (300, True), (400, False)])
+def test_a_start_with_little_address_space_serves_or_says_why_not(tmp_path: Path, mib: int, keeper: bool) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(f"[store]\nkeeper = {str(keeper).lower()}\n")
+    flags = ["--nvme", "16MiB", "--http", "127.0.0.1:0", "--config", str(config)]
+    status, output, errors = started(tmp_path, {resource.RLIMIT_AS: mib << 20}, *flags)
+    if output:
+        assert status == 0, errors
+        return
+    assert status == OUT_OF_RESOURCES, errors
+    said = [line for line in errors.splitlines() if not line.startswith("{")]
+    assert len(said) == 1 and said[0].startswith("kvstore: ") and "address space" in said[0], errors
+
+
+def test_a_start_on_a_full_disk_says_why_not(disk: Path) -> None:
+    fill(disk)
+    status, output, errors = started(disk, {}, "--nvme", "8MiB")
+    assert (status, output) == (OUT_OF_RESOURCES, "")
+    assert len(errors.splitlines()) == 1 and "disk full" in errors and "make room" in errors
+
+
+# Who reads what it prints ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unread", ["stdout", "both", "full"])
+def test_nobody_reads_what_it_prints_and_it_comes_back_after_a_crash(tmp_path: Path, unread: str) -> None:
+    directory = tmp_path / "kv"
+    full = os.open("/dev/full", os.O_WRONLY) if unread == "full" else None
+    process = subprocess.Popen(
+        [*SERVE, "--data", str(directory), "--dram", "16MiB", "--nvme", "off"],
+        stdout=full if full is not None else subprocess.PIPE,
+        stderr=full if full is not None else subprocess.PIPE,
+        text=True,
+        env={**os.environ, **PATHS},
+    )
+    if full is not None:
+        os.close(full)
+    else:
+        assert process.stdout is not None and process.stderr is not None
+        assert json.loads(process.stdout.readline())["serving"]
+        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
+            if unread in (name, "both"):
+                stream.close()  # as `head -1` does
+
+    def pid() -> int:
+        try:
+            return operate.stat(str(directory / "admin.sock"), CLOCK).pid
+        except kvstore.StoreError:
+            return 0
+
+    try:
+        until(lambda: pid() > 0)
+        for _ in range(2):
+            before = pid()
+            os.kill(before, signal.SIGKILL)
+            until(lambda before=before: pid() not in (0, before))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        for one in (process.stdout, process.stderr):
+            if one is not None:
+                one.close()
+        process.wait()
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_no_slab_and_no_socket_gets_the_number_of_an_output_that_was_closed(
+    tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    def close() -> None:
+        for descriptor in closed:
+            os.close(descriptor)
+
+    directory = tmp_path / "kv"
+    process = subprocess.Popen(
+        [*SERVE, "--data", str(directory), "--dram", "16MiB", "--nvme", "16MiB"],
+        env={**os.environ, **PATHS},
+        preexec_fn=close,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        socket_path = directory / "admin.sock"
+
+        def serves() -> bool:
+            try:
+                return operate.stat(str(socket_path), CLOCK).state == "ready"
+            except kvstore.StoreError:
+                return False
+
+        until(serves)
+        pid = operate.stat(str(socket_path), CLOCK).pid
+        for each in (process.pid, pid):
+            for descriptor in closed:
+                assert os.readlink(f"/proc/{each}/fd/{descriptor}") == "/dev/null"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait()
