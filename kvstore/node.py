@@ -136,7 +136,7 @@ class TenantDoor:
         def lease(remaining_ms: float) -> LeaseReply:
             return self._store.lease(number, keys, first_block, remaining_ms)
 
-        return self._threads.submit(lease, self.release, self.abandon, first_block, deadline_ms)
+        return self._threads.submit(lease, self.release, self.abandon, first_block, deadline_ms, len(keys))
 
     def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
         """As `Door.post_commit`."""

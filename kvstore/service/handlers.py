@@ -33,6 +33,8 @@ MAX_LEASED_BLOCKS = 1 << 19
 """Of one session, in all its leases."""
 MAX_RESERVATIONS = 64
 """Of one connection, under way at a time."""
+MAX_SHARES = 16
+"""Of one extent, with one connection, while it has it mapped: whoever asks the kernel about mappings walks over all."""
 MAX_DEADLINE_MS = 60_000.0
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
@@ -270,6 +272,7 @@ class Handlers:
         fills = {one.namespace for one in list(caller.reservations.values())} if verb.writable else None
         try:
             for number in dict.fromkeys(verb.numbers):
+                self._check_shares(caller, number)
                 was_shared = number in caller.extents
                 caller.extents.add(number)  # before it is shared: from then on a mapping may be somewhere
                 try:
@@ -278,6 +281,7 @@ class Handlers:
                     if not was_shared:
                         caller.extents.discard(number)
                     continue
+                caller.shares[number] += 1
                 extents.append(m.Extent(number, shared.size_bytes, shared.frame_bytes))
                 descriptors.append(shared.descriptor)
         except BaseException:
@@ -285,6 +289,17 @@ class Handlers:
                 os.close(one)
             raise
         return Served(m.ExtentsReply(extents), descriptors)
+
+    def _check_shares(self, caller: Caller, extent: int) -> None:
+        """Raises `BadInput`."""
+        if caller.shares[extent] < MAX_SHARES:
+            return
+        if not self._store.unmapped([extent], caller.number):
+            raise BadInput(
+                f"an extent that this connection has mapped up to {MAX_SHARES} times, which is the limit; use the "
+                "mapping that is there, or let go of it first"
+            )
+        del caller.shares[extent]
 
     def _ping(self, caller: Caller, verb: m.Ping) -> Served | m.Answer:
         self._sessions.asked(caller)

@@ -27,7 +27,7 @@ from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply, Sub
 from kvstore.errors import BadInput, StoreClosed, TurnedAway, Unreachable
 from kvstore.identity import Namespace
 from kvstore.miss import MissReason
-from kvstore.pending import Answered
+from kvstore.pending import BLOCK_SECONDS, Answered
 from kvstore.requests import Requests
 from kvstore.service import messages as m
 from kvstore.service.bell import BellEnd
@@ -44,10 +44,10 @@ MOVING_SHARE = 10
 @dataclass(frozen=True, slots=True)
 class CallLimits:
     """How long a call may take, in seconds. connect: until the sidecar says welcome. match: for a look-up. lease:
-    beyond the deadline of the lease itself. fill: for room, which may have to be made, and for commits. drop: for a
-    namespace to be forgotten. open: how long a new namespace waits for a sidecar that is not there yet. first_pause,
-    longest_pause: before it is called again. ping: how often it is asked, by a thread, what memory is to be let go of,
-    and undone what nobody waits for.
+    beyond the deadline of the lease itself; both have `BLOCK_SECONDS` more for each block that is asked for. fill: for
+    room, which may have to be made, and for commits. drop: for a namespace to be forgotten. open: how long a new
+    namespace waits for a sidecar that is not there yet. first_pause, longest_pause: before it is called again. ping:
+    how often it is asked, by a thread, what memory is to be let go of, and undone what nobody waits for.
     """
 
     connect: float = 1.0
@@ -145,9 +145,9 @@ class RemoteDoor:
         """As `Door.match`; a sidecar that does not answer has nothing."""
         try:
             run = self._running()
-            return run.ask(
-                m.Match(self._number(run, number, self._limits.match), list(keys)), m.Matched, self._limits.match
-            ).reply
+            seconds = self._limits.match + BLOCK_SECONDS * len(keys)
+            verb = m.Match(self._number(run, number, seconds), list(keys[: m.MAX_KEYS]))
+            return _matched(run.ask(verb, m.Matched, seconds).reply, len(keys))
         except Away as away:
             return MatchReply(0, reason=away.reason, detail=away.detail)
 
@@ -155,8 +155,9 @@ class RemoteDoor:
         """As `Door.present`."""
         try:
             run = self._running()
-            verb = m.Match(self._number(run, number, self._limits.match), list(keys), counts=False)
-            return run.ask(verb, m.Matched, self._limits.match).reply.blocks
+            seconds = self._limits.match + BLOCK_SECONDS * len(keys)
+            verb = m.Match(self._number(run, number, seconds), list(keys[: m.MAX_KEYS]), counts=False)
+            return run.ask(verb, m.Matched, seconds).reply.blocks
         except Away:
             return 0
 
@@ -167,7 +168,7 @@ class RemoteDoor:
         try:
             run = self._running()
             wait_ms = min(float(deadline_ms), MAX_DEADLINE_MS)
-            seconds = wait_ms / 1000 + self._limits.lease
+            seconds = wait_ms / 1000 + self._limits.lease + BLOCK_SECONDS * len(keys)
             known = self._number(run, number, seconds)
             verb = m.Lease(known, list(keys), int(first_block), wait_ms, request)
             return run.walk(self._leasing(run, verb), seconds, self._limits.fill)
@@ -178,9 +179,9 @@ class RemoteDoor:
         """As `Door.submit_match`. Waits for nothing: without a connection it is a miss, and one is made meanwhile."""
 
         def steps(known: int) -> Steps[MatchReply]:
-            return taken((yield m.Match(known, list(keys))), m.Matched).reply
+            return _matched(taken((yield m.Match(known, list(keys[: m.MAX_KEYS]))), m.Matched).reply, len(keys))
 
-        seconds = min(float(deadline_ms), MAX_DEADLINE_MS) / 1000
+        seconds = min(float(deadline_ms), MAX_DEADLINE_MS) / 1000 + BLOCK_SECONDS * len(keys)
         return self._submit(number, lambda run, known: steps(known), seconds, _no_match)
 
     def submit_lease(
@@ -192,7 +193,8 @@ class RemoteDoor:
         def steps(run: Run, known: int) -> Steps[LeaseReply]:
             return self._leasing(run, m.Lease(known, list(keys), int(first_block), wait_ms, request))
 
-        return self._submit(number, steps, wait_ms / 1000 + self._limits.lease, partial(_no_lease, first_block))
+        seconds = wait_ms / 1000 + self._limits.lease + BLOCK_SECONDS * len(keys)
+        return self._submit(number, steps, seconds, partial(_no_lease, first_block))
 
     def named(self, lease: int) -> tuple[bytes, int]:
         """As `Door.named`."""
@@ -250,8 +252,12 @@ class RemoteDoor:
             ttl = float(ttl_seconds) if ttl_seconds is not None else None
             known = self._number(run, number, self._limits.fill)
             name, parts = (joint.name, list(joint.parts)) if joint is not None else ("", [])
-            verb = m.Reserve(known, list(keys), int(first_block), int(priority), ttl, name, parts)
+            sent = list(keys[: m.MAX_KEYS])
+            verb = m.Reserve(known, sent, min(int(first_block), len(sent)), int(priority), ttl, name, parts)
             reply = run.ask(verb, m.Reserved, self._limits.fill).reply
+            if len(keys) > len(sent) and reply.reason is None:
+                reason = MissReason.UNSUPPORTED
+                reply = msgspec.structs.replace(reply, stopped_at=len(sent), reason=reason)
             if reply.reservation:
                 run.reservations[reply.reservation] = reply
                 try:
@@ -288,9 +294,10 @@ class RemoteDoor:
         """As `Door.persist`."""
         try:
             run = self._running()
-            verb = m.Persist(self._number(run, number, self._limits.fill), list(keys), seconds)
+            verb = m.Persist(self._number(run, number, self._limits.fill), list(keys[: m.MAX_KEYS]), seconds)
             answer = run.ask(verb, m.Persisted, seconds + self._limits.fill)
-            return answer.blocks, answer.reason
+            is_cut = answer.reason is None and len(keys) > m.MAX_KEYS
+            return answer.blocks, MissReason.UNSUPPORTED if is_cut else answer.reason
         except Away as away:
             return 0, away.reason
 
@@ -552,6 +559,14 @@ class RemoteDoor:
             self._touch.wanted = run is None
         except Away:  # closed, or it was gone again
             self._touch.wanted = not self.closed
+
+
+def _matched(reply: MatchReply, blocks: int) -> MatchReply:
+    """What a look-up found of a chain of so many blocks, of which no more were asked for than a message takes."""
+    if reply.reason is not None or blocks <= m.MAX_KEYS:
+        return reply
+    text = f"a prompt of {blocks} blocks; a sidecar keeps and finds the first {m.MAX_KEYS}: use larger blocks"
+    return msgspec.structs.replace(reply, reason=MissReason.UNSUPPORTED, detail=text)
 
 
 def _no_match(reason: MissReason, detail: str) -> MatchReply:

@@ -16,6 +16,7 @@
     messages     to a sidecar, none of them as it should be, with connections of all kinds around them
     half-open    connections to a sidecar that say nothing, say half a hello, or never read
     flood        seconds of clients that ask a sidecar as fast as they may; what others wait for meanwhile
+    long-prompts prompts of 1,000,000 tokens, and a hundred times as many of 6,400, mixed on one connection of a sidecar
 
 It ends with status 1 at the first broken promise and prints the seed that repeats it.
 """
@@ -37,6 +38,7 @@ from torture import kill
 from torture.campaign import nursery, points, stores
 from torture.door import half_open, messages
 from torture.flood import flood
+from torture.long_prompts import long_prompts
 from torture.points import POINTS
 
 
@@ -67,6 +69,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=2_000, help="broken messages to a sidecar")
     parser.add_argument("--half-open", type=int, default=200, help="connections to a sidecar that stop half way")
     parser.add_argument("--flood", type=int, default=10, help="seconds of clients that flood a sidecar")
+    parser.add_argument("--long-prompts", type=int, default=10, help="prompts of 1,000,000 tokens, beside short ones")
     parser.add_argument("--seed", type=int, default=0, help="of all chance, except for the moment of a kill")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON and nothing else")
     options = parser.parse_args()
@@ -120,6 +123,8 @@ def main() -> int:
         run("messages", options.messages, lambda progress: messages(options.messages, options.seed, progress))
         run("half-open", 2 * options.half_open, lambda told: half_open(options.half_open, options.seed, report=told))
         run("flood", options.flood, lambda progress: flood(options.flood, options.seed, report=progress))
+        long = options.long_prompts
+        run("long prompts", long, lambda progress: long_prompts(long, 100 * long, progress))
     except AssertionError as error:
         print(f"a promise was broken: {error}", file=sys.stderr)
         return 1
