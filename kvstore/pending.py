@@ -28,6 +28,10 @@ GRACE_SECONDS = 0.05
 """Beyond a lease's deadline, at which it is cut short: how long its answer may take."""
 BLOCK_SECONDS = 2e-5
 """More than that for each block that is asked for: ten times what one takes on a machine that does nothing else."""
+SHORT_BLOCKS = 1024
+"""Chains up to here hold up nobody behind them."""
+MAX_QUEUED_SECONDS = 3.0
+"""That are allowed for long chains which are asked for at the same time, before one's own."""
 
 
 class Clock(Protocol):

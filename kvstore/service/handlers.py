@@ -17,6 +17,7 @@ from kvstore.errors import BadInput, StoreClosed
 from kvstore.handle import MAX_PRIORITY
 from kvstore.identity import Namespace, TenantKeys
 from kvstore.joint import MAX_JOINT_CHARACTERS, WINDOW_CHARACTERS
+from kvstore.miss import MissReason
 from kvstore.requests import MAX_REQUEST_CHARACTERS
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
@@ -36,6 +37,8 @@ MAX_RESERVATIONS = 64
 MAX_SHARES = 16
 """Of one extent, with one connection, while it has it mapped: whoever asks the kernel about mappings walks over all."""
 MAX_DEADLINE_MS = 60_000.0
+_CHECKED_AT_ONCE = 4096
+"""Keys: other threads have the interpreter in between."""
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
 
@@ -90,7 +93,7 @@ class Handlers:
             text = f"a session's token of {len(hello.session)} bytes"
             return None, m.Failed(m.Fault.BAD_INPUT, f"{text}; give {m.MIN_SESSION_BYTES} to {m.MAX_SESSION_BYTES}")
         caller.session.since = caller.session.since or self._counting.now()
-        return caller, m.Welcome(version, self._run, caller.session.token)
+        return caller, m.Welcome(version, self._run, caller.session.token, m.MAX_KEYS)
 
     def is_slow(self, verb: m.Verb) -> bool:
         """Whether a request may wait for memory, for a disk or for others."""
@@ -170,8 +173,8 @@ class Handlers:
         reply = self._store.lease_at_once(verb.namespace, verb.keys, verb.first_block)
         return self._leased(caller, verb, reply) if reply is not None else None
 
-    def _check_lease(self, caller: Caller, verb: m.Lease) -> m.Failed | None:
-        """Raises `BadInput`."""
+    def _check_lease(self, caller: Caller, verb: m.Lease) -> m.Answer | None:
+        """The answer where the session holds as much as it may. Raises `BadInput`."""
         _check_asked(caller, verb.namespace, verb.keys)
         if not 0 <= verb.first_block <= len(verb.keys) or not verb.deadline_ms >= 0:
             raise BadInput(
@@ -182,7 +185,9 @@ class Handlers:
         held = self._sessions.leased_blocks(caller)
         if len(caller.session.leases) >= MAX_LEASES or held + len(verb.keys) > MAX_LEASED_BLOCKS:
             text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"
-            return m.Failed(m.Fault.BUSY, f"{text} (at most {MAX_LEASES}, of {MAX_LEASED_BLOCKS})")
+            text = f"{text} (at most {MAX_LEASES}, of {MAX_LEASED_BLOCKS})"
+            full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
+            return self._leased(caller, verb, full)
         return None
 
     def _leased(self, caller: Caller, verb: m.Lease, reply: LeaseReply) -> m.Answer:
@@ -356,8 +361,12 @@ def _check_asked(caller: Caller, namespace: int, keys: Sequence[bytes]) -> tuple
     slices = caller.namespaces.get(namespace)
     if slices is None:
         raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
-    if not {KEY_BYTES}.issuperset(map(len, keys)):
-        raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
-    if len(set(keys)) != len(keys):
+    distinct: set[bytes] = set()
+    for first in range(0, len(keys), _CHECKED_AT_ONCE):
+        some = keys[first : first + _CHECKED_AT_ONCE]
+        if not {KEY_BYTES}.issuperset(map(len, some)):
+            raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
+        distinct.update(some)
+    if len(distinct) != len(keys):
         raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")
     return slices

@@ -27,7 +27,7 @@ from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply, Sub
 from kvstore.errors import BadInput, StoreClosed, TurnedAway, Unreachable
 from kvstore.identity import Namespace
 from kvstore.miss import MissReason
-from kvstore.pending import BLOCK_SECONDS, Answered
+from kvstore.pending import Answered
 from kvstore.requests import Requests
 from kvstore.service import messages as m
 from kvstore.service.bell import BellEnd
@@ -44,7 +44,7 @@ MOVING_SHARE = 10
 @dataclass(frozen=True, slots=True)
 class CallLimits:
     """How long a call may take, in seconds. connect: until the sidecar says welcome. match: for a look-up. lease:
-    beyond the deadline of the lease itself; both have `BLOCK_SECONDS` more for each block that is asked for. fill: for
+    beyond the deadline of the lease itself; both are longer for long chains (`Run.allowance`). fill: for
     room, which may have to be made, and for commits. drop: for a namespace to be forgotten. open: how long a new
     namespace waits for a sidecar that is not there yet. first_pause, longest_pause: before it is called again. ping:
     how often it is asked, by a thread, what memory is to be let go of, and undone what nobody waits for.
@@ -145,9 +145,9 @@ class RemoteDoor:
         """As `Door.match`; a sidecar that does not answer has nothing."""
         try:
             run = self._running()
-            seconds = self._limits.match + BLOCK_SECONDS * len(keys)
-            verb = m.Match(self._number(run, number, seconds), list(keys[: m.MAX_KEYS]))
-            return _matched(run.ask(verb, m.Matched, seconds).reply, len(keys))
+            seconds = self._limits.match + self._allowance(run, keys)
+            verb = m.Match(self._number(run, number, seconds), list(keys[: run.max_keys]))
+            return _matched(run.ask(verb, m.Matched, seconds).reply, len(keys), run.max_keys)
         except Away as away:
             return MatchReply(0, reason=away.reason, detail=away.detail)
 
@@ -155,8 +155,8 @@ class RemoteDoor:
         """As `Door.present`."""
         try:
             run = self._running()
-            seconds = self._limits.match + BLOCK_SECONDS * len(keys)
-            verb = m.Match(self._number(run, number, seconds), list(keys[: m.MAX_KEYS]), counts=False)
+            seconds = self._limits.match + self._allowance(run, keys)
+            verb = m.Match(self._number(run, number, seconds), list(keys[: run.max_keys]), counts=False)
             return run.ask(verb, m.Matched, seconds).reply.blocks
         except Away:
             return 0
@@ -168,7 +168,7 @@ class RemoteDoor:
         try:
             run = self._running()
             wait_ms = min(float(deadline_ms), MAX_DEADLINE_MS)
-            seconds = wait_ms / 1000 + self._limits.lease + BLOCK_SECONDS * len(keys)
+            seconds = wait_ms / 1000 + self._limits.lease + self._allowance(run, keys)
             known = self._number(run, number, seconds)
             verb = m.Lease(known, list(keys), int(first_block), wait_ms, request)
             return run.walk(self._leasing(run, verb), seconds, self._limits.fill)
@@ -178,11 +178,12 @@ class RemoteDoor:
     def submit_match(self, number: int, keys: Sequence[bytes], deadline_ms: float) -> Submitted[MatchReply]:
         """As `Door.submit_match`. Waits for nothing: without a connection it is a miss, and one is made meanwhile."""
 
-        def steps(known: int) -> Steps[MatchReply]:
-            return _matched(taken((yield m.Match(known, list(keys[: m.MAX_KEYS]))), m.Matched).reply, len(keys))
+        def steps(run: Run, known: int) -> Steps[MatchReply]:
+            reply = taken((yield m.Match(known, list(keys[: run.max_keys]))), m.Matched).reply
+            return _matched(reply, len(keys), run.max_keys)
 
-        seconds = min(float(deadline_ms), MAX_DEADLINE_MS) / 1000 + BLOCK_SECONDS * len(keys)
-        return self._submit(number, lambda run, known: steps(known), seconds, _no_match)
+        seconds = min(float(deadline_ms), MAX_DEADLINE_MS) / 1000
+        return self._submit(number, keys, steps, seconds, _no_match)
 
     def submit_lease(
         self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
@@ -193,8 +194,8 @@ class RemoteDoor:
         def steps(run: Run, known: int) -> Steps[LeaseReply]:
             return self._leasing(run, m.Lease(known, list(keys), int(first_block), wait_ms, request))
 
-        seconds = wait_ms / 1000 + self._limits.lease + BLOCK_SECONDS * len(keys)
-        return self._submit(number, steps, seconds, partial(_no_lease, first_block))
+        seconds = wait_ms / 1000 + self._limits.lease
+        return self._submit(number, keys, steps, seconds, partial(_no_lease, first_block))
 
     def named(self, lease: int) -> tuple[bytes, int]:
         """As `Door.named`."""
@@ -252,7 +253,7 @@ class RemoteDoor:
             ttl = float(ttl_seconds) if ttl_seconds is not None else None
             known = self._number(run, number, self._limits.fill)
             name, parts = (joint.name, list(joint.parts)) if joint is not None else ("", [])
-            sent = list(keys[: m.MAX_KEYS])
+            sent = list(keys[: run.max_keys])
             verb = m.Reserve(known, sent, min(int(first_block), len(sent)), int(priority), ttl, name, parts)
             reply = run.ask(verb, m.Reserved, self._limits.fill).reply
             if len(keys) > len(sent) and reply.reason is None:
@@ -294,9 +295,9 @@ class RemoteDoor:
         """As `Door.persist`."""
         try:
             run = self._running()
-            verb = m.Persist(self._number(run, number, self._limits.fill), list(keys[: m.MAX_KEYS]), seconds)
+            verb = m.Persist(self._number(run, number, self._limits.fill), list(keys[: run.max_keys]), seconds)
             answer = run.ask(verb, m.Persisted, seconds + self._limits.fill)
-            is_cut = answer.reason is None and len(keys) > m.MAX_KEYS
+            is_cut = answer.reason is None and len(keys) > run.max_keys
             return answer.blocks, MissReason.UNSUPPORTED if is_cut else answer.reason
         except Away as away:
             return 0, away.reason
@@ -385,6 +386,7 @@ class RemoteDoor:
     def _submit(
         self,
         number: int,
+        keys: Sequence[bytes],
         steps: Callable[[Run, int], Steps[R]],
         seconds: float,
         missed: Callable[[MissReason, str], R],
@@ -400,12 +402,20 @@ class RemoteDoor:
             self._touch.nudge.set()
             return Answered(missed(MissReason.UNREACHABLE, "there is no connection to the sidecar; it is being called"))
         self._settle(run)
+        seconds += self._allowance(run, keys)
         try:
-            return Asked(run, steps(run, known), self._clock, seconds, self._limits.lease, missed, self._forsaken)
+            # What is leased is there; only its memory has to be mapped here, which is done once.
+            return Asked(run, steps(run, known), self._clock, seconds, self._limits.connect, missed, self._forsaken)
         except Away as away:
             return Answered(missed(away.reason, away.detail))
 
+    def _allowance(self, run: Run, keys: Sequence[bytes]) -> float:
+        """Seconds more, for a chain of that many blocks."""
+        return run.allowance(len(keys), self._clock.monotonic_seconds())
+
     def _leasing(self, run: Run, verb: m.Lease) -> Steps[LeaseReply]:
+        if len(verb.keys) > run.max_keys:  # they were found on another connection
+            raise Away(MissReason.UNSUPPORTED, f"{len(verb.keys)} blocks; this sidecar takes {run.max_keys}")
         reply = yield from run.leasing(verb)
         return self._hold(run, reply) if reply.lease else reply
 
@@ -561,11 +571,11 @@ class RemoteDoor:
             self._touch.wanted = not self.closed
 
 
-def _matched(reply: MatchReply, blocks: int) -> MatchReply:
-    """What a look-up found of a chain of so many blocks, of which no more were asked for than a message takes."""
-    if reply.reason is not None or blocks <= m.MAX_KEYS:
+def _matched(reply: MatchReply, blocks: int, most: int) -> MatchReply:
+    """What a look-up found of a chain of so many blocks, of which no more than `most` were asked for."""
+    if reply.reason is not None or blocks <= most:
         return reply
-    text = f"a prompt of {blocks} blocks; a sidecar keeps and finds the first {m.MAX_KEYS}: use larger blocks"
+    text = f"a prompt of {blocks} blocks; the sidecar keeps and finds the first {most}: use larger blocks"
     return msgspec.structs.replace(reply, reason=MissReason.UNSUPPORTED, detail=text)
 
 

@@ -681,7 +681,7 @@ def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> N
 
 def test_a_long_message_counts_for_many(tmp_path: Path) -> None:
     """Its connection waits for the rate; others do not wait for it."""
-    limits = DoorLimits(rate=200.0, burst=300)
+    limits = DoorLimits(rate=200.0, burst=800)
     with Sidecar(tmp_path, limits) as sidecar, sidecar.client() as store, socket.socket(socket.AF_UNIX) as sock:
         handle = store.namespace(model=MODEL, layout=small_layout())
         sock.settimeout(10)
