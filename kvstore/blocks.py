@@ -205,18 +205,26 @@ class Blocks:
     def used(self, chain: Sequence[int], count: int) -> None:
         """A request came for a readable block and all its ancestors, the deepest first: it was given them, or it stored
         the first `count`, and was given the others before."""
+        self.counted(chain, count)
+        self.refreshed(chain, count)
+
+    def counted(self, chain: Sequence[int], count: int) -> None:
+        """The first half of `used`: what is learned from a request as a whole."""
         self.residency.policy.used(chain, count)
+        if self.lower is not None:
+            self.lower.residency.policy.used(chain, count)
+            self.lower.admission.used(chain, count)
+
+    def refreshed(self, chain: Sequence[int], count: int) -> None:
+        """The second half, which may be done for a piece of a chain after the other, from the deepest on: its blocks
+        are the most recent ones. What is not readable any more is left out."""
         for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
             if residency.retention is not None:
                 residency.retention.used(chain)
-        if self.lower is None:
-            self.residency.policy.touched(chain)
-            return
-        self.lower.residency.policy.used(chain, count)
-        self.lower.admission.used(chain, count)
-        self.unwritten.used(chain[:count])
-        for residency in (self.residency, self.lower.residency):
-            residency.policy.touched([row for row in chain if residency.is_listed(row)])
+            is_listed = residency.is_listed
+            residency.policy.touched([row for row in chain if is_listed(row)])
+        if self.lower is not None:
+            self.unwritten.used(chain[:count])
 
     def renew(self, rows: Sequence[int], priority: int, expires_at: int) -> None:
         """Readable blocks of one chain, the first one first, are to be kept for longer than was said before."""

@@ -157,7 +157,7 @@ class TenantDoor:
         def lease(remaining_ms: float) -> LeaseReply:
             return self.lease(number, keys, first_block, remaining_ms)
 
-        return self._threads.submit(lease, self.release, self.abandon, first_block, deadline_ms)
+        return self._threads.submit(lease, self.release, self.abandon, first_block, deadline_ms, len(keys))
 
     def reserve(
         self,

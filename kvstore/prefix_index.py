@@ -24,6 +24,10 @@ from tiering.tier import Finding
 
 NO_ROW = -1
 
+_AT_ONCE = 4096
+"""Keys that are looked up before it is seen whether there is one among them that is not there, and before another
+thread may have the interpreter."""
+
 _REMEMBERED_BYTES = 14
 """Of an evicted block's key: enough to tell it from all others, with the namespace in 16 bytes."""
 
@@ -89,20 +93,27 @@ class PrefixIndex:
 
     def match(self, namespace: int, keys: Sequence[bytes]) -> list[int]:
         """Rows of the longest visible prefix of `keys`. Changes nothing."""
-        rows = list(map(self._names[namespace].visible.get, keys))
-        try:
-            del rows[rows.index(None) :]
-        except ValueError:
-            pass
+        get = self._names[namespace].visible.get
+        rows: list[int | None] = []
+        for first in range(0, len(keys), _AT_ONCE):
+            rows += map(get, keys[first : first + _AT_ONCE])
+            try:
+                del rows[rows.index(None, first) :]
+                break
+            except ValueError:
+                pass
         return rows  # type: ignore[return-value]
 
     def matched(self, namespace: int, keys: Sequence[bytes]) -> int:
         """How many rows `match` finds, without the rows: in a large index each is one more trip to memory."""
-        found = list(map(self._names[namespace].visible.__contains__, keys))
-        try:
-            return found.index(False)
-        except ValueError:
-            return len(found)
+        contains = self._names[namespace].visible.__contains__
+        for first in range(0, len(keys), _AT_ONCE):
+            found = list(map(contains, keys[first : first + _AT_ONCE]))
+            try:
+                return first + found.index(False)
+            except ValueError:
+                pass
+        return len(keys)
 
     def why_not(self, namespace: int, key: bytes, parent: int) -> Finding | None:
         """What is known of a key that is not visible; None where its parent goes on with other children only."""

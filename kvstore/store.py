@@ -13,9 +13,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as counted_from
-from itertools import groupby
+from itertools import groupby, pairwise
 from numbers import Integral
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from kvstore.about import check_can_be_kept
 from kvstore.blocks import Blocks, Lower, Space
@@ -50,6 +52,10 @@ DROP_LOOKS_SECONDS = 0.1
 """How often a drop looks again whether moves of its namespace are over."""
 DROP_SECONDS = 30.0
 """How long a drop or a purge takes before it says that it was not over in time."""
+LOCKED_BLOCKS = 2048
+"""Of a longer chain, so many blocks are worked on at a time: the lock is held for a few milliseconds."""
+GIVE_WAY_SECONDS = 1e-4
+"""Between two of them: without it the lock is taken again before who waits for it has woken up."""
 
 _ASK_AGAIN = "ask again, or give it more time"
 
@@ -111,6 +117,22 @@ class _Job:
     copies: list[Copy]
 
 
+class _Frames:
+    """What a lease says of its blocks' frames, by part."""
+
+    def __init__(self, parts: int) -> None:
+        self.places: list[list[int]] = [[] for _ in range(parts)]
+        self.header_digests: list[list[bytes]] = [[] for _ in range(parts)]
+        self.generations: list[int] = []
+
+    def add(self, residency: Residency, rows: Sequence[int]) -> None:
+        """Of some more rows."""
+        for part, (places, digests) in enumerate(zip(self.places, self.header_digests, strict=True)):
+            places += residency.places_of(rows, part)
+            digests += residency.header_digests_of(rows, part)
+        self.generations += residency.generations_of(rows)
+
+
 @dataclass(frozen=True, slots=True)
 class _Awaited:
     """Memory that was given back, and that others map still."""
@@ -168,6 +190,7 @@ class Store:
         self._pinned_bytes = 0
         self._abandoned: deque[int] = deque()
         self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
+        self._refreshing: deque[tuple[list[int], int]] = deque()  # long chains that were used, as `Blocks.refreshed`
         self._levels: Levels | None = None
         self._loader: Loader | None = None
         self._takeover: Takeover | None = None
@@ -349,13 +372,15 @@ class Store:
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix, brought up to DRAM as far as that can be done before the deadline."""
+        if len(keys) > LOCKED_BLOCKS:
+            return self._lease_long(number, keys, first_block, deadline_ms)
         reply = self._lease(number, keys, first_block, deadline_ms)
         assert reply is not None
         return reply
 
     def lease_at_once(self, number: int, keys: Sequence[bytes], first_block: int) -> LeaseReply | None:
         """The same where it is all in DRAM already, or a miss; None, and nothing is done, where it would take time."""
-        return self._lease(number, keys, first_block, None)
+        return self._lease(number, keys, first_block, None) if len(keys) <= LOCKED_BLOCKS else None
 
     def _lease(
         self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float | None
@@ -370,10 +395,9 @@ class Store:
             rows = self._blocks.index.match(number, keys)
             end = _End(*self._why(number, keys, len(rows)))
             wanted = rows[first_block:]
-            affordable = self._affordable(number, wanted)
+            affordable, limit = self._affordable(number, wanted)
             if affordable < len(wanted):
-                text = "it is more than may be pinned at once, beside what is pinned"
-                end = _End(MissReason.PINNED_FULL, text, lacks_room=True)
+                end = _End(MissReason.PINNED_FULL, limit, lacks_room=True)
                 wanted = wanted[:affordable]
             if not wanted:  # nothing to pin: what lies before `first_block` is the caller's already
                 blocks = min(first_block, len(rows))
@@ -406,6 +430,115 @@ class Store:
         with self._lock:
             self._end_lifting(waiting)
             return self._grant_what_is_up(number, first_block, chain, wanted, tiers, end, late)
+
+    def _lease_long(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
+        """`_lease`, a piece of the chain at a time, and others have the lock in between."""
+        deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
+        wanted: list[int] = []
+        waiting = (number, wanted)
+        try:
+            blocks, tiers, end = self._pin_long(waiting, keys, first_block)
+            late = None
+            missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
+            if missing:
+                assert self._levels is not None
+                late = self._levels.bring_up(number, missing, deadline)
+            unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
+            if unverified and not self._verify(number, unverified, deadline):
+                late = late or MissReason.DEADLINE
+            found = self._found_long(number, wanted)
+        except BaseException:  # interrupted: nobody waits for these any more
+            with self._lock:
+                self._end_lifting(waiting)
+                self._unpin(number, wanted)
+            raise
+        with self._lock:
+            self._end_lifting(waiting)
+            ready = len(found.generations)
+            self._unpin(number, wanted[ready:])
+            if self._closed:
+                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
+            if ready < len(wanted):
+                end = self._end_of_what_is_up(late)
+                blocks = first_block + ready
+                tiers = _cut(tiers, blocks)
+                del wanted[ready:]
+            if not wanted:
+                blocks = min(first_block, blocks)
+                return _no_lease(first_block, blocks, _cut(tiers, blocks), end)
+            reply = self._granted(number, first_block, blocks, wanted, found, tiers, end)
+            chain = self._blocks.index.chain(wanted[-1])
+            self._blocks.counted(chain, ready)
+            self._refreshing.append((chain, ready))
+        try:
+            self._refresh()
+        except BaseException:  # interrupted: nobody will ever know this lease's number
+            self.release(reply.lease)
+            raise
+        return reply
+
+    def _pin_long(
+        self, waiting: tuple[int, list[int]], keys: Sequence[bytes], first_block: int
+    ) -> tuple[int, tuple[tuple[HitTier, int], ...], _End]:
+        """Pin what is readable of a long chain. Returns how many blocks are, in which tiers they were found, and why
+        there are no more. waiting: pinned so far."""
+        number, wanted = waiting
+        blocks = 0
+        tiers: list[tuple[HitTier, int]] = []
+        with self._lock:
+            self._lifting.append(waiting)
+            for first in range(0, len(keys), LOCKED_BLOCKS):
+                if self._closed:
+                    return blocks, tuple(tiers), _End(MissReason.DISABLED, "the store is closed")
+                if number in self._blocks.dropping:
+                    return blocks, tuple(tiers), _End(MissReason.DISABLED, "it is being dropped")
+                self._run_out()
+                asked = keys[first : first + LOCKED_BLOCKS]
+                rows = self._blocks.index.match(number, asked)
+                own = min(max(0, first_block - first), len(rows))
+                affordable, limit = self._affordable(number, rows[own:])
+                is_cut = affordable < len(rows) - own
+                rows = rows[: own + affordable]
+                self._pin(number, rows[own:])
+                wanted += rows[own:]
+                blocks += len(rows)
+                tiers = _joined(tiers, self._tiers(rows))
+                if is_cut:
+                    return blocks, tuple(tiers), _End(MissReason.PINNED_FULL, limit, lacks_room=True)
+                if len(rows) < len(asked):
+                    break
+                self._moves_done.wait(GIVE_WAY_SECONDS)
+            return blocks, tuple(tiers), _End(*self._why(number, keys, blocks))
+
+    def _found_long(self, number: int, rows: Sequence[int]) -> _Frames:
+        """Where pinned blocks are, up to the first that is not in DRAM."""
+        found = _Frames(len(self._blocks.spaces[number].classes))
+        blocks, state = self._blocks, self._blocks.index.state
+        with self._lock:
+            for first in range(0, len(rows), LOCKED_BLOCKS):
+                if self._closed:
+                    break
+                some = rows[first : first + LOCKED_BLOCKS]
+                ready = 0
+                for row in some:
+                    if state(row) is not RowState.VISIBLE or not blocks.is_above(row) or row in blocks.unverified:
+                        break
+                    ready += 1
+                found.add(blocks.residency, some[:ready])
+                if ready < len(some):
+                    break
+                self._moves_done.wait(GIVE_WAY_SECONDS)
+        return found
+
+    def _refresh(self) -> None:
+        """Say of long chains that were used that they are recent, a piece of one at a time."""
+        with self._lock:
+            while self._refreshing and not self._closed:
+                chain, count = self._refreshing.popleft()
+                self._blocks.refreshed(chain[:LOCKED_BLOCKS], count)
+                if len(chain) > LOCKED_BLOCKS:
+                    self._refreshing.appendleft((chain[LOCKED_BLOCKS:], max(0, count - LOCKED_BLOCKS)))
+                self._moves_done.wait(GIVE_WAY_SECONDS)
 
     def _verify(self, number: int, rows: Sequence[int], deadline: float) -> bool:
         """Read blocks that were taken over for the first time, while they are pinned; bad ones are quarantined.
@@ -610,6 +743,7 @@ class Store:
             if share is not None and done == record.filled:
                 self._joint.let_go(reservation)
             self._publish(record, min(record.done))
+        self._refresh()
         if self._levels is not None:
             self._levels.relieve()
         return done
@@ -700,10 +834,11 @@ class Store:
             descriptor = dram.share(extent, holder, writable=fills is not None)
             return SharedExtent(descriptor, dram.extent_bytes, dram.class_of(extent).frame_bytes)
 
-    def is_shared(self, extents: Iterable[int], holder: int) -> bool:
-        """Whether a holder may still read or write in any of these."""
+    def unmapped(self, extents: Sequence[int], holder: int) -> int:
+        """How many of these, from the first on, a holder can neither read nor write in any more."""
         with self._lock:
-            return any([self._blocks.dram.is_shared(extent, holder) for extent in extents])
+            is_shared = self._blocks.dram.is_shared
+            return next((at for at, extent in enumerate(extents) if is_shared(extent, holder)), len(extents))
 
     @property
     def retired_extents(self) -> int:
@@ -954,15 +1089,21 @@ class Store:
 
     # Inside: leases ------------------------------------------------------------------------------------------------
 
-    def _affordable(self, number: int, wanted: Sequence[int]) -> int:
-        budget = int(self._limits.pinned_fraction * self._blocks.dram.budget_bytes) - self._pinned_bytes
-        if len(self._leases) >= self._limits.leases:
-            return 0
-        if self._leases.count_of(self._blocks.spaces[number].tenant) >= self._limits.most_leases:
-            return 0
+    def _affordable(self, number: int, wanted: Sequence[int]) -> tuple[int, str]:
+        """How many of these may be pinned, and the limit that bites where that is not all."""
         if not wanted:
-            return 0
-        return self._blocks.residency.pins.affordable(wanted, max(0, budget) // self._blocks.spaces[number].block_bytes)
+            return 0, ""
+        limits, mine = self._limits, self._leases.count_of(self._blocks.spaces[number].tenant)
+        if len(self._leases) >= limits.leases:
+            return 0, f"there are as many leases as limits.leases allows ({limits.leases})"
+        if mine >= limits.most_leases:
+            return 0, f"this tenant has as many leases as limits.tenant_leases allows ({limits.most_leases})"
+        budget = int(limits.pinned_fraction * self._blocks.dram.budget_bytes)
+        blocks = max(0, budget - self._pinned_bytes) // self._blocks.spaces[number].block_bytes
+        return (
+            self._blocks.residency.pins.affordable(wanted, blocks),
+            f"at most {budget} bytes may be pinned at once (limits.pinned_fraction of DRAM)",
+        )
 
     def _grant(
         self,
@@ -974,22 +1115,27 @@ class Store:
         end: _End,
     ) -> LeaseReply:
         """Blocks that are pinned already, and in DRAM."""
-        blocks, residency = self._blocks, self._blocks.residency
-        parts = range(len(blocks.spaces[number].classes))
-        blocks.used(chain[::-1], len(rows))
-        places = tuple(residency.places_of(rows, part) for part in parts)
-        now, tenant = self._clock.monotonic_seconds(), blocks.spaces[number].tenant
+        self._blocks.used(chain[::-1], len(rows))
+        found = _Frames(len(self._blocks.spaces[number].classes))
+        found.add(self._blocks.residency, rows)
+        return self._granted(number, first_block, len(chain), rows, found, tiers, end)
+
+    def _granted(
+        self,
+        number: int,
+        first_block: int,
+        blocks: int,
+        rows: list[int],
+        found: _Frames,
+        tiers: tuple[tuple[HitTier, int], ...],
+        end: _End,
+    ) -> LeaseReply:
+        """A lease of them is noted. found: of these rows."""
+        now, tenant = self._clock.monotonic_seconds(), self._blocks.spaces[number].tenant
+        places = tuple(found.places)
         lease = self._leases.add(number, first_block, rows, places, now, tenant)
-        return LeaseReply(
-            lease,
-            first_block,
-            len(chain),
-            places,
-            tuple(residency.header_digests_of(rows, part) for part in parts),
-            residency.generations_of(rows),
-            tiers,
-            *end,
-        )
+        digests = tuple(found.header_digests)
+        return LeaseReply(lease, first_block, blocks, places, digests, found.generations, tiers, *end)
 
     def _grant_what_is_up(
         self,
@@ -1012,22 +1158,29 @@ class Store:
             ready += 1
         self._unpin(number, rows[ready:])
         if ready < len(rows):
-            end = _End(late or MissReason.CORRUPT, "not all blocks could be brought up to DRAM in time")
-            if late is MissReason.PINNED_FULL:
-                end = _End(*self._who_has_the_room(None), lacks_room=True)
+            end = self._end_of_what_is_up(late)
             chain = chain[: first_block + ready]
             tiers = _cut(tiers, len(chain))
         if not ready:
             return _no_lease(first_block, len(chain), tiers, end)
         return self._grant(number, first_block, chain, rows[:ready], tiers, end)
 
+    def _end_of_what_is_up(self, late: MissReason | None) -> _End:
+        if late is MissReason.PINNED_FULL:
+            return _End(*self._who_has_the_room(None), lacks_room=True)
+        return _End(late or MissReason.CORRUPT, "not all blocks could be brought up to DRAM in time")
+
     def _tiers(self, rows: Sequence[int]) -> tuple[tuple[HitTier, int], ...]:
         """Runs of the tiers that these readable blocks are in."""
         if self._levels is None:
             return _dram(len(rows))
         is_above = self._blocks.is_above
-        runs = groupby(HitTier.DRAM if is_above(row) else HitTier.NVME for row in rows)
-        return tuple((tier, len(list(run))) for tier, run in runs)
+        if len(rows) <= LOCKED_BLOCKS:
+            runs = groupby(HitTier.DRAM if is_above(row) else HitTier.NVME for row in rows)
+            return tuple((tier, len(list(run))) for tier, run in runs)
+        is_here = self._blocks.residency.listed_column[np.array(rows, np.int64)] != 0
+        ends = [0, *(np.flatnonzero(is_here[1:] != is_here[:-1]) + 1).tolist(), len(rows)]
+        return tuple((HitTier.DRAM if is_here[at] else HitTier.NVME, stop - at) for at, stop in pairwise(ends))
 
     def _is_moving(self, number: int) -> bool:
         if any(waiting == number for waiting, _ in self._lifting):
@@ -1060,8 +1213,8 @@ class Store:
         record.held = [
             place
             for part, places in enumerate(record.places)
-            for row, place in zip(record.rows, places, strict=True)
-            if residency.place(row, part) == place
+            for place, now in zip(places, residency.places_of(record.rows, part), strict=True)
+            if place == now
         ]
         residency.hold(record.held)
         self._unpin(record.namespace, record.rows)
@@ -1309,8 +1462,14 @@ class Store:
 
     def _touch_published(self, record: ReservationRecord) -> None:
         """A chain was stored, as far as it is readable. Once for a reservation: until then its rows keep the chain."""
-        if record.published:
-            self._blocks.used(self._blocks.index.chain(record.rows[record.published - 1]), record.published)
+        if not record.published:
+            return
+        chain = self._blocks.index.chain(record.rows[record.published - 1])
+        if len(chain) <= LOCKED_BLOCKS:
+            self._blocks.used(chain, record.published)
+        else:
+            self._blocks.counted(chain, record.published)
+            self._refreshing.append((chain, record.published))
 
     def _give_up(self, record: ReservationRecord, start: int) -> None:
         """End the rows from `start` on, the deepest first."""
@@ -1447,6 +1606,16 @@ def _cut(tiers: tuple[tuple[HitTier, int], ...], blocks: int) -> tuple[tuple[Hit
             runs.append((tier, min(count, blocks)))
         blocks -= count
     return tuple(runs)
+
+
+def _joined(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int]]) -> list[tuple[HitTier, int]]:
+    """Runs, and those that follow them."""
+    for tier, count in more:
+        if runs and runs[-1][0] is tier:
+            runs[-1] = tier, runs[-1][1] + count
+        else:
+            runs.append((tier, count))
+    return runs
 
 
 def _retained_budget(residency: Residency) -> int:

@@ -114,8 +114,10 @@ class DramTier:
 
     def let_go(self, places: Sequence[int]) -> None:
         """The last late reader is done; a place that was not evicted meanwhile is left as it is."""
-        for place in places:
-            if self._ledger.state(place) == _ZOMBIE:
+        extents = self._extents
+        for place in places:  # spelled out: a lease may have been of many thousand blocks
+            extent = extents.get(place >> SLOT_BITS)
+            if extent is not None and extent.slots.states[place & (1 << SLOT_BITS) - 1] == _ZOMBIE:
                 self._ledger.step([place], FrameEvent.LET_GO)
 
     def condemn(self, places: Sequence[int]) -> None:

@@ -12,10 +12,10 @@ from kvstore.service.wire import Clock
 class CallLimits:
     """How long a call may take, in seconds. connect: until the sidecar says welcome, or answers a ping. match: for a
     look-up, and for the ping of a sidecar that is suspected to be silent. lease: beyond the deadline of the lease
-    itself. fill: for room, which may have to be made, and for commits, where a put says nothing else. drop: for a
-    namespace to be forgotten. open: how long a new namespace waits for a sidecar that is not there yet. first_pause,
-    longest_pause: before it is called again. ping: how often it is asked, by a thread, what memory is to be let go of,
-    and undone what nobody waits for.
+    itself. Look-ups and leases have more for long chains (`Run.allowance`). fill: for room, which may have to be made,
+    and for commits, where a put says nothing else. drop: for a namespace to be forgotten. open: how long a new
+    namespace waits for a sidecar that is not there yet. first_pause, longest_pause: before it is called again. ping:
+    how often it is asked, by a thread, what memory is to be let go of, and undone what nobody waits for.
     """
 
     connect: float = 1.0
@@ -40,6 +40,10 @@ class VerbTime:
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock = clock
         self._ends_at = clock.monotonic_seconds() + seconds
+
+    def extend(self, seconds: float) -> None:
+        """It may take so much longer, as a long chain does."""
+        self._ends_at += seconds
 
     def left(self) -> float:
         """Seconds, 0 where there are none."""

@@ -1,11 +1,12 @@
 """Connections of the local door: who is there, what was read of him and not served, answered and not sent (floor 2).
 
-Each has a bucket of tokens, filled at the rate of the limits; what he asks for is taken out of it, and the door serves
-those first who have most.
+Each has a bucket of tokens, filled at the rate of the limits; what he asks for is taken out of it. The door serves
+those first who asked for least lately.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections import deque
@@ -23,7 +24,10 @@ from kvstore.service.sessions import Caller
 from kvstore.service.waits import Waits
 
 _READ_BYTES = 256 << 10
-_COST_BYTES = 8 << 10
+COST_BYTES = 4 << 10
+"""Of a message that count for one more message."""
+LATELY_SECONDS = 10.0
+"""What was asked for so long ago counts for a third of what is asked for now, where it is decided who comes first."""
 
 
 class Clock(Protocol):
@@ -139,6 +143,8 @@ class Connection:
         self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
         self.tokens = float(burst)
         self.filled_at = now
+        self._lately = 0.0  # as of `_lately_at`
+        self._lately_at = now
         self.heard_at = now
         self.ending = False  # no more is read; it is closed when all is sent
         self.closed = False
@@ -194,8 +200,7 @@ class Connection:
     def may_ask(self, limits: DoorLimits, now: float) -> bool:
         """Whether his next message may be taken now, which is paid for if so.
 
-        A long message takes much work, so that it counts for many: by the square of its length, and what the bucket
-        does not have is owed.
+        A long message takes more work, and counts for more in proportion; what the bucket does not have is owed.
         """
         if self.large is not None or (self.caller is None and self.in_flight):  # or his hello waits for keys
             return False
@@ -205,8 +210,19 @@ class Connection:
             return False
         if self.fill(limits, now) < 1:
             return False
-        self.tokens -= 1 + (min(self.next_length(), m.MAX_BODY_BYTES) / _COST_BYTES) ** 2
+        self.pay(1 + min(self.next_length(), m.MAX_BODY_BYTES) / COST_BYTES)
         return True
+
+    def pay(self, cost: float) -> None:
+        """For what he asks."""
+        self.tokens -= cost
+        self._lately += cost
+
+    def asked_lately(self, now: float) -> float:
+        """What he paid, the longer ago the less of it."""
+        self._lately *= math.exp((self._lately_at - now) / LATELY_SECONDS)
+        self._lately_at = now
+        return self._lately
 
     def fill(self, limits: DoorLimits, now: float) -> float:
         """The tokens that he has now."""

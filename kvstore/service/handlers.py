@@ -21,6 +21,7 @@ from kvstore.errors import BadInput, StoreClosed
 from kvstore.handle import MAX_PRIORITY
 from kvstore.identity import Namespace, TenantKeys
 from kvstore.joint import MAX_JOINT_CHARACTERS, WINDOW_CHARACTERS
+from kvstore.miss import MissReason
 from kvstore.requests import MAX_REQUEST_CHARACTERS
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
@@ -38,7 +39,11 @@ MAX_LEASED_BLOCKS = 1 << 19
 """Of one session, in all its leases."""
 MAX_RESERVATIONS = 64
 """Of one connection, under way at a time."""
+MAX_SHARES = 16
+"""Of one extent, with one connection, while it has it mapped: whoever asks the kernel about mappings walks over all."""
 MAX_DEADLINE_MS = 60_000.0
+_CHECKED_AT_ONCE = 4096
+"""Keys: other threads have the interpreter in between."""
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
 
@@ -105,7 +110,7 @@ class Handlers:
             return None, m.Failed(m.Fault.BAD_INPUT, f"{text}; give {m.MIN_SESSION_BYTES} to {m.MAX_SESSION_BYTES}")
         caller.session.since = caller.session.since or self._counting.now()
         _log.debug("client let in", extra={"connection": caller.number, "engine": engine})
-        return caller, m.Welcome(version, self._run, caller.session.token)
+        return caller, m.Welcome(version, self._run, caller.session.token, m.MAX_KEYS)
 
     def is_slow(self, verb: m.Verb) -> bool:
         """Whether a request may wait for memory, for a disk or for others."""
@@ -192,8 +197,8 @@ class Handlers:
         reply = self._store.lease_at_once(verb.namespace, verb.keys, verb.first_block)
         return self._leased(caller, verb, reply) if reply is not None else None
 
-    def _check_lease(self, caller: Caller, verb: m.Lease) -> m.Failed | None:
-        """Raises `BadInput`."""
+    def _check_lease(self, caller: Caller, verb: m.Lease) -> m.Answer | None:
+        """The answer where the session holds as much as it may. Raises `BadInput`."""
         _check_asked(caller, verb.namespace, verb.keys)
         if not 0 <= verb.first_block <= len(verb.keys) or not verb.deadline_ms >= 0:
             raise BadInput(
@@ -204,7 +209,9 @@ class Handlers:
         held = self._sessions.leased_blocks(caller)
         if len(caller.session.leases) >= MAX_LEASES or held + len(verb.keys) > MAX_LEASED_BLOCKS:
             text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"
-            return m.Failed(m.Fault.BUSY, f"{text} (at most {MAX_LEASES}, of {MAX_LEASED_BLOCKS})")
+            text = f"{text} (at most {MAX_LEASES}, of {MAX_LEASED_BLOCKS})"
+            full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
+            return self._leased(caller, verb, full)
         return None
 
     def _leased(self, caller: Caller, verb: m.Lease, reply: LeaseReply) -> m.Answer:
@@ -294,6 +301,7 @@ class Handlers:
         fills = {one.namespace for one in list(caller.reservations.values())} if verb.writable else None
         try:
             for number in dict.fromkeys(verb.numbers):
+                self._check_shares(caller, number)
                 was_shared = number in caller.extents
                 caller.extents.add(number)  # before it is shared: from then on a mapping may be somewhere
                 try:
@@ -302,6 +310,7 @@ class Handlers:
                     if not was_shared:
                         caller.extents.discard(number)
                     continue
+                caller.shares[number] += 1
                 extents.append(m.Extent(number, shared.size_bytes, shared.frame_bytes))
                 descriptors.append(shared.descriptor)
         except BaseException:
@@ -309,6 +318,17 @@ class Handlers:
                 os.close(one)
             raise
         return Served(m.ExtentsReply(extents), descriptors)
+
+    def _check_shares(self, caller: Caller, extent: int) -> None:
+        """Raises `BadInput`."""
+        if caller.shares[extent] < MAX_SHARES:
+            return
+        if not self._store.unmapped([extent], caller.number):
+            raise BadInput(
+                f"an extent that this connection has mapped up to {MAX_SHARES} times, which is the limit; use the "
+                "mapping that is there, or let go of it first"
+            )
+        del caller.shares[extent]
 
     def _ping(self, caller: Caller, verb: m.Ping) -> Served | m.Answer:
         self._sessions.asked(caller)
@@ -373,8 +393,12 @@ def _as_known_here(caller: Caller, verb: m.Verb) -> m.Verb:
 def _check_asked(caller: Caller, namespace: int, keys: Sequence[bytes]) -> tuple[int, ...]:
     """namespace: as the store knows it. Returns the layer slices of each part. Raises `BadInput`."""
     slices = caller.namespaces[namespace]
-    if not {KEY_BYTES}.issuperset(map(len, keys)):
-        raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
-    if len(set(keys)) != len(keys):
+    distinct: set[bytes] = set()
+    for first in range(0, len(keys), _CHECKED_AT_ONCE):
+        some = keys[first : first + _CHECKED_AT_ONCE]
+        if not {KEY_BYTES}.issuperset(map(len, some)):
+            raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
+        distinct.update(some)
+    if len(distinct) != len(keys):
         raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")
     return slices

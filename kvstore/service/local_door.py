@@ -57,9 +57,9 @@ TURN_SECONDS = 0.001
 LARGE_BYTES = 64 << 10
 """Of a message: reading one as a request takes milliseconds, so that it is put off to a thread that reads one at a
 time."""
-SLOW_COST, EXTENT_COST, NUMBER_COST = 10, 10, 1 / 16
+SLOW_COST, EXTENT_COST, NUMBER_COST, LEASED_COST = 10, 10, 1 / 16, 1 / 64
 """Messages that one counts for, against the rate: where a thread of the pool serves it, for each extent that is handed
-over, for each lease that is named."""
+over, for each lease that is named, for each block that a lease is asked for."""
 TURNED_AWAY = 32
 """Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
@@ -110,6 +110,7 @@ class LocalDoor:
         self._listeners: list[Listener] = []
         self._connections: set[Connection] = set()
         self._turned_away: deque[Connection] = deque()
+        self._leaving: set[Caller] = set()  # connections that are gone, and `Sessions` was not told yet
         self._done: deque[Asked] = deque()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -257,9 +258,10 @@ class LocalDoor:
 
         A turn that becomes long ends early: those who came meanwhile may have asked for less than whoever is left.
         """
-        ends_at = self._clock.monotonic_seconds() + TURN_SECONDS
+        now = self._clock.monotonic_seconds()
+        ends_at = now + TURN_SECONDS
         has_taken = False
-        for connection in sorted(ready, key=lambda one: one.tokens, reverse=True):
+        for connection in sorted(ready, key=lambda one: one.asked_lately(now)):
             if connection.closed or connection.ending:
                 pass
             elif connection.may_ask(self._limits, self._clock.monotonic_seconds()):
@@ -352,6 +354,9 @@ class LocalDoor:
             refusal = m.Failed(
                 m.Fault.BUSY, "there are as many connections as may be; end some, or raise door.connections"
             )
+        elif self._departed_of(listener) >= most:
+            text = f"{most} connections of this tenant are gone while their processes still map memory"
+            refusal = m.Failed(m.Fault.BUSY, f"{text}; end these processes, or raise door.connections")
         connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits.burst)
         connection.refusal = refusal
         self._connections.add(connection)
@@ -372,6 +377,14 @@ class LocalDoor:
             self._spare.close()
             self._spare = None
             return listener.socket.accept()[0]
+
+    def _departed_of(self, listener: Listener) -> int:
+        """Connections of a socket's tenant that are gone and may have memory mapped."""
+        if listener.tenant is None:
+            return 0
+        tenant = listener.tenant.tenant
+        leaving = sum(one.session.tenant.tenant == tenant for one in list(self._leaving))
+        return leaving + self._sessions.departed_of(tenant)
 
     def _like(self, listener: Listener) -> list[Connection]:
         """Connections of a socket."""
@@ -442,7 +455,7 @@ class LocalDoor:
             return
         verb = request.verb
         self._served[m.name_of(verb)] += 1
-        connection.tokens -= _cost_beyond_length(verb)
+        connection.pay(_cost_beyond_length(verb))
         is_slow = self._is_slow(connection, verb)
         if is_slow:
             asked.is_long = connection.admin is None and self._handlers.is_long(verb)
@@ -450,10 +463,10 @@ class LocalDoor:
                 text = f"{connection.long_running} requests that may take long are under way; wait for one of them"
                 self._answer(connection, request.number, Served(m.Failed(m.Fault.BUSY, text)))
                 return
-            connection.tokens -= SLOW_COST
+            connection.pay(SLOW_COST)
         is_heavy = connection.admin is None and self._handlers.is_heavy(verb)
         if is_heavy:
-            connection.tokens -= SLOW_COST
+            connection.pay(SLOW_COST)
         begun_at = self._clock.monotonic_seconds()
         served = None
         if asked.length <= LARGE_BYTES and not is_heavy:
@@ -523,7 +536,7 @@ class LocalDoor:
         thread's own queue, where one would wait behind all that a flooder sent before."""
         while self._large_now is None and self._large:
             now = self._clock.monotonic_seconds()
-            asked = max(self._large, key=lambda one: one.connection.fill(self._limits, now))
+            asked = min(self._large, key=lambda one: one.connection.asked_lately(now))
             self._large.remove(asked)
             self._large_now = asked
             work = self._read_slowly if asked.request is None else self._serve_slowly
@@ -707,6 +720,7 @@ class LocalDoor:
             self._turned_away.remove(connection)
         if not isinstance(connection.caller, Caller):
             return
+        self._leaving.add(connection.caller)
         try:  # it may have held much
             self._pool.submit(self._left, connection.caller)
         except RuntimeError:  # the pool is closed, or has no thread for it
@@ -715,7 +729,10 @@ class LocalDoor:
     def _left(self, caller: Caller) -> None:
         """Any thread. What he left behind is looked after from now on."""
         _log.debug("client left", extra={"connection": caller.number})
-        self._sessions.left(caller)
+        try:
+            self._sessions.left(caller)
+        finally:
+            self._leaving.discard(caller)
         with suppress(OSError):  # the door is closed meanwhile
             self._wake()
 
@@ -757,4 +774,6 @@ def _cost_beyond_length(verb: m.Verb) -> float:
     """Of what a verb names, against the rate."""
     if isinstance(verb, m.Extents):
         return EXTENT_COST * len(verb.numbers)
+    if isinstance(verb, m.Lease):
+        return LEASED_COST * len(verb.keys)
     return NUMBER_COST * len(verb.leases) if isinstance(verb, m.Attach | m.Release) else 0.0

@@ -26,8 +26,8 @@ from kvstore.service.facts import Facts
 OLDEST_VERSION, NEWEST_VERSION = 1, 1
 
 LENGTH_BYTES = 4
-MAX_BODY_BYTES = 1 << 20
-"""Of one message: keys of 30,000 blocks, or 57,000 digests (950 blocks of 60 layers)."""
+MAX_BODY_BYTES = 9 << 18
+"""Of one message: keys of 65,536 blocks."""
 
 NO_NUMBER = 0
 """Of an answer to what was no request: the connection ends with it."""
@@ -38,7 +38,10 @@ MAX_EXTENTS = 32
 MIN_SESSION_BYTES, MAX_SESSION_BYTES = 16, 64
 """Of a session's token."""
 
-MAX_KEYS = 30_000
+MAX_KEYS = 1 << 16
+"""Blocks of one chain: a million tokens in blocks of 16."""
+OLDER_MAX_KEYS = 30_000
+"""Of a sidecar that does not say how many it takes."""
 MAX_LEASES = 4096
 MAX_COMMITTED = 8192
 MAX_PARTS = 4096
@@ -265,11 +268,13 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
-    """version: to be spoken from here on. run: names this run of the sidecar. session: for others that join."""
+    """version: to be spoken from here on. run: names this run of the sidecar. session: for others that join. max_keys:
+    blocks of one chain that the sidecar takes in a message."""
 
     version: int
     run: bytes
     session: bytes
+    max_keys: int = OLDER_MAX_KEYS
 
 
 class Granted(msgspec.Struct, array_like=True, frozen=True, tag="granted"):

@@ -240,7 +240,8 @@ def warm(socket: str, clock: Clock, namespace: str, name: str, prompts: Sequence
             progress(f"warming {prompt.line}", done, len(prompts))
             keys = hasher.keys(prompt.token_ids, prompt.extra_keys)
             if len(keys) > m.MAX_KEYS:
-                raise BadInput(f"{name} line {prompt.line}: {len(keys)} blocks; give at most {m.MAX_KEYS}")
+                most = f"{m.MAX_KEYS} ({m.MAX_KEYS * block_tokens} tokens)"
+                raise BadInput(f"{name} line {prompt.line}: {len(keys)} blocks; give at most {most}")
             match = ask(m.Match(grant.number, keys, counts=False), m.Matched, CALL_SECONDS).reply
             counts["asked"] += len(keys)
             if match.blocks < len(keys):

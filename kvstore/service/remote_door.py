@@ -128,8 +128,9 @@ class RemoteDoor:
         time = self._time(self._limits.match)
         try:
             run = self._running(time)
-            verb = m.Match(self._number(run, number, time), list(keys))
-            return run.ask(verb, m.Matched, time.left()).reply
+            time.extend(self._allowance(run, keys))
+            verb = m.Match(self._number(run, number, time), list(keys[: run.max_keys]))
+            return _matched(run.ask(verb, m.Matched, time.left()).reply, len(keys), run.max_keys)
         except Away as away:
             return MatchReply(0, reason=away.reason, detail=away.detail)
 
@@ -138,7 +139,9 @@ class RemoteDoor:
         time = self._time(self._limits.match, seconds)
         try:
             run = self._running(time)
-            verb = m.Match(self._number(run, number, time), list(keys), counts=False)
+            if seconds is None:
+                time.extend(self._allowance(run, keys))
+            verb = m.Match(self._number(run, number, time), list(keys[: run.max_keys]), counts=False)
             return run.ask(verb, m.Matched, time.left()).reply.blocks
         except Away:
             return 0
@@ -151,6 +154,7 @@ class RemoteDoor:
         time = self._time(wait_ms / 1000 + self._limits.lease)
         try:
             run = self._running(time)
+            time.extend(self._allowance(run, keys))
             verb = m.Lease(self._number(run, number, time), list(keys), int(first_block), wait_ms, request)
             return run.walk(self._leasing(run, verb), time.left(), self._limits.mapping)
         except Away as away:
@@ -159,11 +163,12 @@ class RemoteDoor:
     def submit_match(self, number: int, keys: Sequence[bytes], deadline_ms: float) -> Submitted[MatchReply]:
         """As `Door.submit_match`. Waits for nothing: without a connection it is a miss, and one is made meanwhile."""
 
-        def steps(known: int) -> Steps[MatchReply]:
-            return taken((yield m.Match(known, list(keys))), m.Matched).reply
+        def steps(run: Run, known: int) -> Steps[MatchReply]:
+            reply = taken((yield m.Match(known, list(keys[: run.max_keys]))), m.Matched).reply
+            return _matched(reply, len(keys), run.max_keys)
 
         seconds = min(float(deadline_ms), MAX_DEADLINE_MS) / 1000
-        return self._submit(number, lambda run, known: steps(known), seconds, _no_match)
+        return self._submit(number, keys, steps, seconds, _no_match)
 
     def submit_lease(
         self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
@@ -174,7 +179,8 @@ class RemoteDoor:
         def steps(run: Run, known: int) -> Steps[LeaseReply]:
             return self._leasing(run, m.Lease(known, list(keys), int(first_block), wait_ms, request))
 
-        return self._submit(number, steps, wait_ms / 1000 + self._limits.lease, partial(_no_lease, first_block))
+        seconds = wait_ms / 1000 + self._limits.lease
+        return self._submit(number, keys, steps, seconds, partial(_no_lease, first_block))
 
     def named(self, lease: int) -> tuple[bytes, int]:
         """As `Door.named`."""
@@ -236,8 +242,12 @@ class RemoteDoor:
             ttl = float(ttl_seconds) if ttl_seconds is not None else None
             known = self._number(run, number, time)
             name, parts = (joint.name, list(joint.parts)) if joint is not None else ("", [])
-            verb = m.Reserve(known, list(keys), int(first_block), int(priority), ttl, name, parts)
+            sent = list(keys[: run.max_keys])
+            verb = m.Reserve(known, sent, min(int(first_block), len(sent)), int(priority), ttl, name, parts)
             reply = run.ask(verb, m.Reserved, time.left()).reply
+            if len(keys) > len(sent) and reply.reason is None:
+                reason = MissReason.UNSUPPORTED
+                reply = msgspec.structs.replace(reply, stopped_at=len(sent), reason=reason)
             if reply.reservation:
                 run.reservations[reply.reservation] = reply
                 try:
@@ -283,9 +293,11 @@ class RemoteDoor:
         """As `Door.persist`."""
         try:
             run = self._running(self._time(self._limits.fill))
-            verb = m.Persist(self._number(run, number, self._time(self._limits.fill)), list(keys), seconds)
+            known = self._number(run, number, self._time(self._limits.fill))
+            verb = m.Persist(known, list(keys[: run.max_keys]), seconds)
             answer = run.ask(verb, m.Persisted, seconds + self._limits.mapping)
-            return answer.blocks, answer.reason
+            is_cut = answer.reason is None and len(keys) > run.max_keys
+            return answer.blocks, MissReason.UNSUPPORTED if is_cut else answer.reason
         except Away as away:
             return 0, away.reason
 
@@ -383,6 +395,7 @@ class RemoteDoor:
     def _submit(
         self,
         number: int,
+        keys: Sequence[bytes],
         steps: Callable[[Run, int], Steps[R]],
         seconds: float,
         missed: Callable[[MissReason, str], R],
@@ -398,11 +411,19 @@ class RemoteDoor:
         try:
             run.check()
             self._settle(run)
-            return Asked(run, steps(run, known), self._clock, seconds, self._limits.lease, missed, self._forsaken)
+            seconds += self._allowance(run, keys)
+            # What is leased is there; only its memory has to be mapped here, which is done once.
+            return Asked(run, steps(run, known), self._clock, seconds, self._limits.mapping, missed, self._forsaken)
         except Away as away:
             return Answered(missed(away.reason, away.detail))
 
+    def _allowance(self, run: Run, keys: Sequence[bytes]) -> float:
+        """Seconds more, for a chain of that many blocks."""
+        return run.allowance(len(keys), self._clock.monotonic_seconds())
+
     def _leasing(self, run: Run, verb: m.Lease) -> Steps[LeaseReply]:
+        if len(verb.keys) > run.max_keys:  # they were found on another connection
+            raise Away(MissReason.UNSUPPORTED, f"{len(verb.keys)} blocks; this sidecar takes {run.max_keys}")
         reply = yield from run.leasing(verb)
         return self._hold(run, reply) if reply.lease else reply
 
@@ -563,6 +584,14 @@ class RemoteDoor:
             self._touch.wanted = run is None
         except Away:  # closed, or it was gone again
             self._touch.wanted = not self.closed
+
+
+def _matched(reply: MatchReply, blocks: int, most: int) -> MatchReply:
+    """What a look-up found of a chain of so many blocks, of which no more than `most` were asked for."""
+    if reply.reason is not None or blocks <= most:
+        return reply
+    text = f"a prompt of {blocks} blocks; the sidecar keeps and finds the first {most}: use larger blocks"
+    return msgspec.structs.replace(reply, reason=MissReason.UNSUPPORTED, detail=text)
 
 
 def _no_match(reason: MissReason, detail: str) -> MatchReply:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from kvstore.door import LeaseReply, ReserveReply
 from kvstore.errors import Unreachable
 from kvstore.miss import MissReason
+from kvstore.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS
 from kvstore.service import messages as m
 from kvstore.service.answers import check_answer
 from kvstore.service.bell import BellEnd
@@ -63,6 +64,9 @@ class Run:
         self._clock = clock
         self._silent = silent
         self.name = wire.welcome.run
+        self.max_keys = min(m.MAX_KEYS, max(1, wire.welcome.max_keys))
+        """Blocks of one chain that may be asked for."""
+        self._long_until = 0.0  # when all long chains that were asked for may have been looked at
         self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
         self._frames: dict[int, tuple[int, ...]] = {}  # by the sidecar's number: bytes of a frame of each part
         self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
@@ -97,6 +101,14 @@ class Run:
                 ended = [lease for lease in undo.leases if lease not in self._held]
                 if ended:
                     self.post(m.Release(ended))
+
+    def allowance(self, blocks: int, now: float) -> float:
+        """For how many seconds an answer about so many blocks is waited for, beside what is given for any: messages of
+        a connection are taken in their order, and others may have asked for long chains."""
+        queued = min(max(0.0, self._long_until - now), MAX_QUEUED_SECONDS)
+        if blocks > SHORT_BLOCKS:
+            self._long_until = now + queued + BLOCK_SECONDS * blocks
+        return queued + BLOCK_SECONDS * blocks
 
     # Asking --------------------------------------------------------------------------------------------------------
 

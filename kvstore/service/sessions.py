@@ -11,7 +11,8 @@ since others wait for that, and then not again before the client has asked what 
 
 A connection that breaks off says nothing about the process behind it, which may still be copying. What it held pins
 nothing from then on and is kept from any other use until the kernel says that no mapping of that connection is left
-(`Extent.is_shared`); only then it is given back.
+(`Extent.is_shared`); only then it is given back. How many such connections a tenant may have is for the door to bound
+(`departed_of`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from math import inf
 from kvstore.identity import TenantKeys
 from kvstore.numbers import KEY_BYTES, Numbers
 from kvstore.service.bell import Bell, new_bell
+from kvstore.service.departed import LOOKS, Departed, Gone
 from kvstore.service.messages import MIN_SESSION_BYTES
 from kvstore.store import Store
 
@@ -43,7 +45,8 @@ class HeldLease:
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One engine. token: by which others join it. connections: that are there."""
+    """One engine. token: by which others join it. connections: that are there. departed: how many are gone and may
+    have something mapped."""
 
     token: bytes
     tenant: TenantKeys
@@ -52,6 +55,7 @@ class Session:
     leases: dict[int, HeldLease] = field(default_factory=dict)
     leased_blocks: int = 0
     since: float = 0.0  # Unix time, for people
+    departed: int = 0
 
     @property
     def name(self) -> bytes:
@@ -74,8 +78,9 @@ class Filling:
 @dataclass(eq=False, slots=True)
 class Caller:
     """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
-    slices of its parts. named: these by the numbers that the client has for them. extents: shared with it.
-    retired_seen: how far it was told what to unmap. is_rung: whether its bell was, since it asked last."""
+    slices of its parts. named: these by the numbers that the client has for them. extents: shared with it. shares: how
+    often each of them was. retired_seen: how far it was told what to unmap. is_rung: whether its bell was, since it
+    asked last."""
 
     number: int
     session: Session
@@ -83,6 +88,7 @@ class Caller:
     named: dict[int, int] = field(default_factory=dict)
     reservations: dict[int, Filling] = field(default_factory=dict)
     extents: set[int] = field(default_factory=set)
+    shares: Counter[int] = field(default_factory=Counter)
     retired_seen: int = 0
     bell: Bell | None = None
     is_rung: bool = False
@@ -100,7 +106,7 @@ class Sessions:
         self._numbers = Numbers(new_token(KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
         self._callers: dict[int, Caller] = {}
-        self._departed: dict[int, Caller] = {}
+        self._departed: Departed[Caller] = Departed(store)
         self._mapped: deque[int] = deque()  # extents that were given back: whoever maps them was not rung for yet
 
     # Coming --------------------------------------------------------------------------------------------------------
@@ -139,7 +145,7 @@ class Sessions:
             caller.session.leased_blocks += blocks
             if caller.number in self._callers:
                 return
-            self._departed.setdefault(caller.number, caller)
+            self._depart(caller)
         self._store.lapse(lease)
 
     def attach(self, caller: Caller, leases: Iterable[int]) -> list[int]:
@@ -199,7 +205,7 @@ class Sessions:
             caller.reservations[reservation] = filling
             if caller.number in self._callers:
                 return
-            self._departed.setdefault(caller.number, caller)
+            self._depart(caller)
         self._store.cancel(reservation)
 
     def claim(self, filling: Filling, part: int, first: int, blocks: int) -> bool:
@@ -223,38 +229,56 @@ class Sessions:
                 return
             self._take_bell(caller)
             caller.session.connections.discard(caller.number)
-            self._departed[caller.number] = caller
+            gone = self._depart(caller)
             lapsed = [lease for lease, held in caller.session.leases.items() if not held.holders & self._callers.keys()]
             cancelled = list(caller.reservations)
         for lease in lapsed:
             self._store.lapse(lease)
         for reservation in cancelled:
             self._store.cancel(reservation)
-        self.sweep()
+        if gone is not None:  # as a rule its process ended, and nothing is mapped
+            self._look(gone, LOOKS)
+
+    def _depart(self, caller: Caller) -> Gone[Caller] | None:
+        """It is gone; None where that is known. Under the lock."""
+        gone = self._departed.add(caller.number, caller.session.tenant.tenant, caller, caller.extents)
+        if gone is not None:
+            caller.session.departed += 1
+        return gone
 
     def sweep(self) -> int:
-        """Give back what departed connections held and nobody maps any more; returns how many of them are left. Ends
-        joint puts whose time is over as well."""
+        """Give back what departed connections held and nobody maps any more; returns how many of them are left. Looks
+        at some of them, the next ones the next time. Ends joint puts whose time is over as well."""
         self._store.run_out()
         with self._lock:
-            departed = list(self._departed.values())
-        for caller in departed:
-            if self._store.is_shared(list(caller.extents), caller.number):
-                continue
-            with self._lock:
-                if self._departed.pop(caller.number, None) is None:
-                    continue
-                ended, lapsed = self._let_go(caller, list(caller.session.leases))
-                aborted, caller.reservations = list(caller.reservations), {}
-                session = caller.session
-                if not session.connections and not any(one.session is session for one in self._departed.values()):
-                    name = session.tenant.tenant, session.token
-                    if self._sessions.get(name) is session:  # a later one may have the same name
-                        del self._sessions[name]
-            self._end(ended, lapsed)
-            for reservation in aborted:
-                self._store.abort(reservation)
+            turns = self._departed.turns()
+        left = LOOKS
+        for gone in turns:
+            if left:
+                left -= self._look(gone, left)
         return len(self._departed)
+
+    def _look(self, gone: Gone[Caller], most: int) -> int:
+        """Whether it has nothing mapped any more; then what it held is given back. Returns how many questions to the
+        kernel that took."""
+        is_mapped, looks = self._departed.look(gone, most)
+        if is_mapped:
+            return looks
+        caller, session = gone.caller, gone.caller.session
+        with self._lock:
+            if not self._departed.remove(gone):
+                return looks
+            session.departed -= 1
+            ended, lapsed = self._let_go(caller, list(session.leases))
+            aborted, caller.reservations = list(caller.reservations), {}
+            if not session.connections and not session.departed:
+                name = session.tenant.tenant, session.token
+                if self._sessions.get(name) is session:  # a later one may have the same name
+                    del self._sessions[name]
+        self._end(ended, lapsed)
+        for reservation in aborted:
+            self._store.abort(reservation)
+        return looks
 
     @property
     def is_waited_for(self) -> bool:
@@ -335,6 +359,8 @@ class Sessions:
         gone = self._store.gone(list(caller.extents))
         caller.retired_seen = retired
         caller.extents.difference_update(gone)
+        for extent in gone:
+            del caller.shares[extent]
         return gone
 
     def __len__(self) -> int:
@@ -351,7 +377,7 @@ class Sessions:
         joint = self._store.joint_puts()
         with self._lock:
             counts = Counter({one.token: joint.get(one.name, 0) for one in self._sessions.values()})
-            for caller in (*self._callers.values(), *self._departed.values()):
+            for caller in (*self._callers.values(), *self._departed.callers()):
                 counts[caller.session.token] += sum(not one.is_joint for one in caller.reservations.values())
             return counts
 
@@ -359,3 +385,12 @@ class Sessions:
     def departed(self) -> int:
         """Connections that are gone and of which a mapping may be left."""
         return len(self._departed)
+
+    @property
+    def looks(self) -> int:
+        """How often the kernel was asked about them, since the start."""
+        return self._departed.looks
+
+    def departed_of(self, tenant: bytes) -> int:
+        """How many of them a tenant has."""
+        return self._departed.count_of(tenant)

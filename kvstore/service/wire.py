@@ -26,8 +26,9 @@ from kvstore.service import messages as m
 
 T = TypeVar("T")
 _READ_BYTES = 256 << 10
-MAX_UNSENT_BYTES = 4 << 20
-"""Submitted, and not taken by the socket yet: beyond it the sidecar is taken to be stuck."""
+MAX_UNSENT_BYTES = 64 << 20
+"""Submitted, and not taken by the socket yet: beyond it the sidecar is taken to be stuck. Thirty prompts of 65,536
+blocks."""
 _DESCRIPTOR = struct.Struct("i")
 _MAX_ANSWER_BYTES = 64 << 20
 """More than the sidecar ever sends; a length beyond it means that the two do not understand each other."""

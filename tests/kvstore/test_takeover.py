@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from kvstore.about import pack_about, space_of
 from kvstore.config import DramConfig, Limits
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import KeyRing, TenantKeys
 from kvstore.layout import Layout
-from kvstore.loading import pack_about, space_of
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import build_store
 from simulation.two_tiers import Disk

@@ -30,7 +30,7 @@ from kvstore.miss import HitTier, MissReason
 from kvstore.node import SystemClock
 from kvstore.service import handlers, local_door
 from kvstore.service import messages as m
-from kvstore.service.connections import DoorLimits
+from kvstore.service.connections import COST_BYTES, Connection, DoorLimits, Listener
 from kvstore.service.local_door import LARGE_BYTES, TURNED_AWAY
 from kvstore.service.sessions import Caller
 from kvstore.service.wire import Wire
@@ -682,9 +682,10 @@ def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> N
         wait_until(lambda: is_at_rest(sidecar))
 
 
-def test_a_long_message_counts_for_many(sidecar: Sidecar) -> None:
+def test_a_long_message_counts_for_many(tmp_path: Path) -> None:
     """Its connection waits for the rate; others do not wait for it."""
-    with sidecar.client() as store, socket.socket(socket.AF_UNIX) as sock:
+    limits = DoorLimits(rate=200.0, burst=800)
+    with Sidecar(tmp_path, limits) as sidecar, sidecar.client() as store, socket.socket(socket.AF_UNIX) as sock:
         handle = store.namespace(model=MODEL, layout=small_layout())
         sock.settimeout(10)
         sock.connect(str(sidecar.path))
@@ -696,8 +697,33 @@ def test_a_long_message_counts_for_many(sidecar: Sidecar) -> None:
         read = b""
         while m.pack(m.Reply(3, m.Done())) not in read:
             read += sock.recv(1 << 16)
-        owed = (m.MAX_BODY_BYTES / (8 << 10)) ** 2 / DoorLimits().rate
-        assert time.monotonic() - began > owed > 0.5 > others
+        owed = (2 * (m.MAX_BODY_BYTES - 200) / COST_BYTES - limits.burst) / limits.rate
+        assert time.monotonic() - began > owed > 1.0 > others
+
+
+@pytest.mark.parametrize("length", [0, 1, COST_BYTES, 17 << 10, LARGE_BYTES, 531_279, m.MAX_BODY_BYTES, (1 << 32) - 1])
+def test_what_a_message_counts_for_grows_with_its_length_and_no_faster(length: int) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        limits = DoorLimits()
+        one = Connection(ours, Listener(Path("door"), theirs, None, None), 0.0, limits.burst)
+        one.read += length.to_bytes(m.LENGTH_BYTES, "little")
+        assert one.may_ask(limits, 0.0)
+        assert limits.burst - one.tokens == 1 + min(length, m.MAX_BODY_BYTES) / COST_BYTES
+
+
+def test_a_prompt_of_a_million_tokens_does_not_use_up_what_a_connection_may_ask(sidecar: Sidecar) -> None:
+    """A look-up and a lease of its 15,625 blocks, and all that follows them is not put off."""
+    peer = said_hello(sidecar)
+    number = opened(peer)
+    keys = [at.to_bytes(KEY_BYTES, "big") for at in range(15_625)]
+    (connection,) = sidecar.door._connections
+    tokens = connection.tokens
+    assert isinstance(peer.ask(m.Match(number, keys), 2), m.Matched)
+    assert isinstance(peer.ask(m.Lease(number, keys, 0, 50.0), 3), m.Leased)
+    spent = 2 * (1 + 531_300 / COST_BYTES) + 10 + len(keys) / 64
+    assert 3 * spent < DoorLimits().burst and connection.tokens > tokens - spent - 1
+    peer.close()
 
 
 def test_what_is_left_behind_at_a_door_that_rests_is_looked_after(

@@ -21,6 +21,7 @@
                  client by a sidecar that answers oddly, some to a store on a disk. --quiet-ms: what that tenant may
                  wait on a quiet machine
     flood        seconds of clients that ask a sidecar as fast as they may; what others wait for meanwhile
+    long-prompts prompts of 1,000,000 tokens, and a hundred times as many of 6,400, mixed on one connection of a sidecar
 
 It ends with status 1 at the first broken promise and prints the seed that repeats it.
 """
@@ -42,6 +43,7 @@ from torture import kill
 from torture.campaign import nursery, points, stores
 from torture.door import half_open, messages
 from torture.flood import flood
+from torture.long_prompts import long_prompts
 from torture.nested import nested
 from torture.nested_disk import directories
 from torture.nested_door import clients as odd_answers
@@ -78,6 +80,7 @@ def main() -> int:
     parser.add_argument("--nested", type=int, default=5_000, help="values changed within nested structures")
     parser.add_argument("--quiet-ms", type=float, default=float("inf"), help="that another tenant may wait meanwhile")
     parser.add_argument("--flood", type=int, default=10, help="seconds of clients that flood a sidecar")
+    parser.add_argument("--long-prompts", type=int, default=10, help="prompts of 1,000,000 tokens, beside short ones")
     parser.add_argument("--seed", type=int, default=0, help="of all chance, except for the moment of a kill")
     parser.add_argument("--json", action="store_true", help="print the sums as JSON and nothing else")
     options = parser.parse_args()
@@ -137,6 +140,8 @@ def main() -> int:
         run("nested answers", answers, lambda told: odd_answers(answers, seed, told))
         run("nested disks", disks, lambda told: directories(disks, seed, told))
         run("flood", options.flood, lambda progress: flood(options.flood, options.seed, report=progress))
+        long = options.long_prompts
+        run("long prompts", long, lambda progress: long_prompts(long, 100 * long, progress))
     except AssertionError as error:
         print(f"a promise was broken: {error}", file=sys.stderr)
         return 1

@@ -225,7 +225,7 @@ def _twice(random: Random, body: bytes) -> bytes:
 
 def _large(random: Random, body: bytes) -> bytes:
     """As long as may be, and not worth it."""
-    keys = random.choice([m.MAX_KEYS, m.MAX_KEYS + 1, 31_000])
+    keys = random.choice([m.MAX_KEYS, m.MAX_KEYS + 1, 66_000])
     return random.choice(
         [
             lambda: _encode([1, ["match", 0, [random.randbytes(32)] * min(keys, 30_000)]]),

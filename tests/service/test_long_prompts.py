@@ -1,0 +1,187 @@
+"""Long prompts through a sidecar: they are found and leased whole, or the limit that bites is named."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from kvstore.miss import MissReason
+from kvstore.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS, Pending
+from kvstore.service import handlers
+from kvstore.service import messages as m
+from kvstore.service import run as run_module
+from kvstore.service.connections import DoorLimits
+from kvstore.service.remote_door import CallLimits
+from service.sidecar import Sidecar
+from tiering.tier import SLOT_BITS
+from torture.long_prompts import LAYOUT, blank, mixed, prompt
+from workbench import MODEL
+
+T = TypeVar("T")
+LONG = 160_000
+
+
+def waited(pending: Pending[T]) -> T:
+    while (answer := pending.poll()) is None:
+        time.sleep(0.0005)
+    return answer
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path, dram="256MiB") as sidecar:
+        yield sidecar
+
+
+def test_long_and_short_prompts_of_one_connection(tmp_path: Path) -> None:
+    """All of them are found, leased and loaded whole: how long that takes is for `make torture` to say."""
+    with Sidecar(tmp_path, dram="256MiB") as sidecar, sidecar.client() as store:
+        told = mixed(store, long=2, short=100, long_tokens=LONG, short_tokens=6400)
+    assert told.reasons == Counter({("long", None, LONG // 64, LONG): 2, ("short", None, 100, 6400): 100})
+
+
+def test_a_client_waits_the_longer_for_an_answer_the_more_it_asks_for(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What there is for each block is enough, where there is no time for a call as such."""
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        tokens = prompt(LONG, 1)
+        assert handle.put(tokens, blank(LONG)).reason is None
+        hashed = handle.hashed(tokens)
+        store._door._limits = CallLimits(match=0.0, lease=0.0)
+        monkeypatch.setattr(run_module, "BLOCK_SECONDS", 0.0)
+        with sidecar.core._lock:  # which its answer waits for
+            assert handle.match(hashed).reason is MissReason.DEADLINE
+        monkeypatch.setattr(run_module, "BLOCK_SECONDS", 0.01)  # 25 seconds for these
+        match = handle.match(hashed)
+        assert (match.blocks, match.reason) == (LONG // 64, None)
+        with handle.lease(match, deadline_ms=0) as lease:
+            assert (lease.blocks, lease.reply.reason) == (LONG // 64, None)
+        asked = handle.submit_match(hashed, deadline_ms=0)
+        while (found := asked.poll()) is None:
+            pass
+        assert (found.blocks, found.reason) == (LONG // 64, None)
+        wanted = handle.submit_lease(match, deadline_ms=0)
+        while (leased := wanted.poll()) is None:
+            pass
+        assert (leased.blocks, leased.reply.reason) == (LONG // 64, None)
+        leased.release()
+        assert handle.put(tokens, blank(LONG)).present == LONG // 64
+
+
+def test_a_prompt_of_more_blocks_than_a_message_takes(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its beginning is kept and found; the line says how much, and why not the rest."""
+    monkeypatch.setattr(m, "MAX_KEYS", 200)
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        tokens = prompt(300 * 64 + 5, 1)
+        put = handle.put(tokens, blank(300 * 64 + 64))
+        assert (put.present, put.stored, put.stopped_at, put.reason) == (0, 200, 200, MissReason.UNSUPPORTED)
+        again = handle.put(tokens, blank(300 * 64 + 64))
+        assert (again.present, again.stored, again.stopped_at, again.reason) == (200, 0, 200, MissReason.UNSUPPORTED)
+        asked = handle.submit_match(tokens, deadline_ms=10_000)
+        while (found := asked.poll()) is None:
+            pass
+        for match in (handle.match(tokens), found):
+            assert (match.blocks, match.reason) == (200, MissReason.UNSUPPORTED)
+            assert "300 blocks" in match.detail and "first 200" in match.detail and "\n" not in match.detail
+            assert match.account.misses == {MissReason.UNSUPPORTED: 6400, MissReason.PARTIAL_BLOCK: 5}
+            with handle.lease(match, deadline_ms=10_000) as lease:
+                assert handle.get(lease, blank(200 * 64)).tokens == 200 * 64
+        assert store._door.persist(handle.number, handle.hashed(tokens).keys, 1.0) == (0, MissReason.UNSUPPORTED)
+        elsewhere = handle.match(prompt(300 * 64, 2))
+        assert (elsewhere.blocks, elsewhere.reason) == (0, MissReason.ABSENT), "the store's own reason comes first"
+
+
+def test_a_sidecar_that_takes_fewer_blocks_is_not_asked_for_more(sidecar: Sidecar) -> None:
+    """An older one says nothing of it, and ends a connection on which a longer message comes."""
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        run = store._door._run
+        assert run is not None and run.max_keys == m.MAX_KEYS
+        assert m.Welcome(1, b"", b"").max_keys == m.OLDER_MAX_KEYS == 30_000
+        tokens = prompt(300 * 64, 1)
+        assert handle.put(tokens, blank(300 * 64)).stored == 300
+        match = handle.match(tokens)
+        run.max_keys = 200
+        assert handle.match(tokens).blocks == 200
+        for lease in (handle.lease(match), handle.submit_lease(match).poll()):
+            assert lease is not None and (lease.blocks, lease.reply.reason) == (0, MissReason.UNSUPPORTED)
+            assert "300 blocks" in lease.reply.detail
+        assert not run.wire.closed
+
+
+def test_ten_long_prompts_that_are_submitted_together(sidecar: Sidecar) -> None:
+    """More bytes than a socket takes: each is found and leased whole, though all but the first one wait for others."""
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        prompts = [handle.hashed(prompt(LONG, seed)) for seed in range(2)]
+        for seed, one in enumerate(prompts):
+            assert handle.put(one, blank(LONG)).stored == LONG // 64, seed
+        asked = [handle.submit_match(prompts[number % 2], deadline_ms=10_000) for number in range(60)]
+        matches = [waited(one) for one in asked]
+        assert {(match.blocks, match.reason) for match in matches} == {(LONG // 64, None)}
+        wanted = [handle.submit_lease(match, deadline_ms=10_000) for match in matches]
+        leases = [waited(one) for one in wanted]
+        assert {(lease.blocks, lease.reply.reason) for lease in leases} == {(LONG // 64, None)}
+        for lease in leases:
+            lease.release()
+
+
+def test_a_question_behind_long_ones_is_waited_for(sidecar: Sidecar) -> None:
+    """Messages of a connection are taken in their order; after a while there is nothing before it any more."""
+    with sidecar.client() as store:
+        store.namespace(model=MODEL, layout=LAYOUT)
+        run = store._door._run
+        assert run is not None
+        assert run.allowance(SHORT_BLOCKS, 100.0) == run.allowance(0, 100.0) + SHORT_BLOCKS * BLOCK_SECONDS
+        own = 15_625 * BLOCK_SECONDS
+        assert run.allowance(15_625, 100.0) == pytest.approx(own)
+        assert run.allowance(15_625, 100.0) == pytest.approx(2 * own)
+        assert run.allowance(100, 100.0) == pytest.approx(2 * own + 100 * BLOCK_SECONDS)
+        assert run.allowance(100, 100.0 + own) == pytest.approx(own + 100 * BLOCK_SECONDS)
+        assert run.allowance(100, 100.0 + 3 * own) == pytest.approx(100 * BLOCK_SECONDS)
+        for _ in range(100):
+            assert run.allowance(15_625, 200.0) <= MAX_QUEUED_SECONDS + own
+
+
+def test_memory_that_is_handed_over_slowly_does_not_end_a_lease_that_was_granted(tmp_path: Path) -> None:
+    """Extents count for ten messages each, and a lease may be in hundreds: only the first one has to map them."""
+    limits = DoorLimits(rate=1000.0, burst=100)
+    with Sidecar(tmp_path, limits, dram="4MiB", extent="64KiB") as sidecar, sidecar.client() as store:
+        store._door._limits = CallLimits(connect=60.0, match=10.0)
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        tokens = prompt(300 * 64, 1)
+        with sidecar.client() as other:
+            theirs = other.namespace(model=MODEL, layout=LAYOUT)
+            assert theirs.put(tokens, blank(300 * 64)).stored == 300
+        match = handle.match(tokens)
+        lease = waited(handle.submit_lease(match, deadline_ms=10_000))
+        assert len({place >> SLOT_BITS for place in lease.reply.places[0]}) > m.MAX_EXTENTS
+        assert (lease.blocks, lease.reply.reason) == (300, None)
+        lease.release()
+
+
+def test_what_a_session_may_hold_is_a_limit_of_pins_with_a_name(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "MAX_LEASED_BLOCKS", 500)
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        tokens = prompt(300 * 64, 1)
+        assert handle.put(tokens, blank(300 * 64)).stored == 300
+        match = handle.match(tokens)
+        with handle.lease(match) as first, handle.lease(match) as second:
+            assert first.blocks == 300
+            assert (second.blocks, second.reply.reason) == (0, MissReason.PINNED_FULL)
+            assert "1 leases of 300 blocks" in second.reply.detail and "of 500" in second.reply.detail
+            (counts,) = sidecar.counting.all().values()
+            assert counts.misses == {MissReason.PINNED_FULL: 300}
+        with handle.lease(match) as third:
+            assert third.blocks == 300
