@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvstore.about import pack_about, space_of
+from kvstore.about import pack_about
+from kvstore.blocks import Space
 from kvstore.config import DramConfig, Limits
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import KeyRing, TenantKeys
 from kvstore.layout import Layout
+from kvstore.loading import space_of
 from kvstore.miss import HitTier, MissReason
 from kvstore.node import build_store
 from simulation.two_tiers import Disk
@@ -397,16 +399,20 @@ def test_an_orderly_end_leaves_nothing() -> None:
         assert not keeper.kept
 
 
+def _about(space: Space) -> bytes:
+    return pack_about(space.namespace, [sealer.stamp.payload_bytes for sealer in space.sealers])
+
+
 def test_what_is_said_of_a_namespace_must_be_its_own() -> None:
     """It is kept beside the frames, and who wrote it is not known: its digest has to be that of their headers."""
     a = bench()
     mine = a.store._blocks.spaces[a.namespace().number]
     other = a.store._blocks.spaces[a.namespace(model="1" * 40).number]
     blocks = bench().store._blocks
-    assert space_of(blocks, a.keys, mine.namespace.digest(), pack_about(other)) is None
-    assert space_of(blocks, None, mine.namespace.digest(), pack_about(mine)) is None
+    assert space_of(blocks, a.keys, mine.namespace.digest(), _about(other)) is None
+    assert space_of(blocks, None, mine.namespace.digest(), _about(mine)) is None
     assert space_of(blocks, a.keys, mine.namespace.digest(), b"") is None
     assert blocks.spaces == []
-    found = space_of(blocks, a.keys, mine.namespace.digest(), pack_about(mine))
+    found = space_of(blocks, a.keys, mine.namespace.digest(), _about(mine))
     assert found is not None and found.namespace == mine.namespace
-    assert space_of(blocks, a.keys, mine.namespace.digest(), pack_about(other)) is found, "it is known by now"
+    assert space_of(blocks, a.keys, mine.namespace.digest(), _about(other)) is found, "it is known by now"
