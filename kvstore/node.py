@@ -33,7 +33,7 @@ from kvstore.config import (
     parse_rate,
 )
 from kvstore.door import Grant, LeaseReply, MatchReply, Submitted
-from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
+from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable, shown
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
 from kvstore.insight.replay import Replay
@@ -343,7 +343,7 @@ class KeyFile:
                 "keys (blocks stored under the old ones can then not be read)"
             ) from None
         if version != KEY_FILE_VERSION:
-            raise KeysUnusable(f"{path} has version {version!r}; this program knows version {KEY_FILE_VERSION}")
+            raise KeysUnusable(f"{path} has version {shown(version)}; this program knows version {KEY_FILE_VERSION}")
 
     def tenants(self) -> list[TenantKeys]:
         """Every tenant's keys."""
