@@ -37,7 +37,7 @@ from kvstore.config import (
 from kvstore.direct import DirectReader
 from kvstore.display_names import DisplayNames, checked_name
 from kvstore.door import DirectReply, Grant, Joint, LeaseReply, MatchReply, ReserveReply, Submitted
-from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
+from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable, shown
 from kvstore.faults import Faults
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
@@ -431,7 +431,7 @@ class KeyFile:
                 "keys (blocks stored under the old ones can then not be read)"
             ) from None
         if version != KEY_FILE_VERSION:
-            raise KeysUnusable(f"{path} has version {version!r}; this program knows version {KEY_FILE_VERSION}")
+            raise KeysUnusable(f"{path} has version {shown(version)}; this program knows version {KEY_FILE_VERSION}")
 
     def tenants(self) -> list[TenantKeys]:
         """Every tenant's keys."""

@@ -55,6 +55,10 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
 def checked_facts(facts: Facts) -> Facts:
     """What `kvstore stat` is told, fit to be printed. Raises `ValueError`."""
     _check_numbers(msgspec.to_builtins(facts))
+    for looked in (facts.looked, *(one.looked for one in facts.namespaces)):
+        _hold(looked.hit_tokens.keys() == looked.hit_blocks.keys(), "hits in tokens, and others in blocks")
+        _hold(looked.miss_tokens.keys() == looked.miss_blocks.keys(), "misses in tokens, and others in blocks")
+    _hold(not facts.policy or facts.retained_fraction is not None, "a policy, and no fraction that is retained")
     return facts
 
 

@@ -36,8 +36,8 @@ def mutated(random: Random, value: Any, wire: bool = False) -> Any:
     copy = _copy(value)
     for _ in range(random.choice((1, 1, 1, 2, MOST_AT_ONCE))):
         places = _places(copy)
-        if not places:
-            return odd(random, value, wire)
+        if not places:  # nothing is left within
+            return copy
         within, key = random.choice(places)
         if (isinstance(within, list) and key >= len(within)) or (isinstance(within, dict) and key not in within):
             continue  # an earlier change took it away

@@ -232,6 +232,8 @@ FACTS = f.Facts(
     ],
     nvme_writes="all",
     write_budget=f.WriteBudgetFacts(1e6, 1e5, 1e7),
+    policy="lru",
+    retained_fraction=0.5,
 )
 ANSWERS = [
     msgspec.to_builtins(m.Reply(1, one, [3]), builtin_types=(bytes,))
