@@ -233,4 +233,4 @@ def test_keys_of_another_tenant_open_nothing(sharing: Sharing) -> None:
     stolen = sharing.look(mine, tokens, ()).keys
     reply = theirs.door.match(theirs.number, stolen)
     assert reply.blocks == 0 and reply.reason is MissReason.ABSENT and not reply.detail
-    assert door.lease(theirs.number, stolen, 0, 0).blocks == 0
+    assert theirs.door.lease(theirs.number, stolen, 0, 0).blocks == 0
