@@ -32,7 +32,8 @@ KEEP, FORGET, READY, ALL = b"k", b"f", b"r", b"a"
 DESCRIPTORS = 2
 AGAIN = 75
 """The sidecar's status that asks for another start (EX_TEMPFAIL of sysexits.h)."""
-CANNOT_START = (2, 71)
+OUT_OF_RESOURCES = 71
+CANNOT_START = (2, OUT_OF_RESOURCES)
 """The sidecar's statuses where what it was given cannot be used, and where the machine has not enough of something: not
 for what it found in memory."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 5.0
@@ -63,6 +64,7 @@ class Keeper:
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._is_ready = False
         self._was_ready = False
+        self._has_told_of_short = False
         self._failures = 0
         self._crashes = 0  # since it was calm
         self._ready_at = 0.0
@@ -114,22 +116,33 @@ class Keeper:
     # The child -----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._is_ready, self._kill_at = False, None
-        command = [*self._command, "--kept-at", str(its.fileno())]
-        while True:
-            try:
-                self._child = subprocess.Popen(command, pass_fds=[its.fileno()])
-                break
-            except BlockingIOError:  # the machine has no process for it now
-                self._say("error", "the sidecar cannot be started now")
-                time.sleep(LONGEST_PAUSE_SECONDS)
+        mine, its = self._spawned()
         its.close()
         mine.setblocking(False)
         self._wire = mine
         self._unsent = deque((KEEP + name, descriptors) for name, descriptors in self._kept.items())
         self._unsent.append((ALL, []))
         self._selector.register(mine, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _spawned(self) -> tuple[socket.socket, socket.socket]:
+        """Start the child, as soon as the machine has a process, memory and descriptors for it; both ends of its wire.
+        Ends this process where it never has."""
+        for _ in range(MOST_FAILURES):
+            ends: tuple[socket.socket, ...] = ()
+            try:
+                mine, its = ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                command = [*self._command, "--kept-at", str(its.fileno())]
+                self._child = subprocess.Popen(command, pass_fds=[its.fileno()])
+                return mine, its
+            except OSError as error:
+                for one in ends:
+                    one.close()
+                self._say("error", "the sidecar cannot be started now", reason=error.strerror)
+            if self._is_told_to_end(LONGEST_PAUSE_SECONDS):
+                sys.exit(0)
+        self._say("error", "the sidecar cannot be started any more", status=OUT_OF_RESOURCES)
+        sys.exit(OUT_OF_RESOURCES)
 
     def _attend(self) -> int:
         """Until the child has ended; its status, negative for a signal."""
@@ -205,6 +218,9 @@ class Keeper:
             return True
         for descriptor in descriptors:
             os.close(descriptor)
+        if kind == KEEP and not self._has_told_of_short:
+            self._has_told_of_short = True
+            self._say("warning", "no descriptors left: what memory holds is not all kept for a restart")
         if kind == FORGET:
             self._forget(name)
         elif kind == READY:

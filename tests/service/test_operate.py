@@ -198,6 +198,16 @@ def test_watch_draws_again_and_again(sidecar: Running) -> None:
         assert found["namespaces"][0]["model"] == handle.model
         watch.send_signal(signal.SIGINT)
         assert watch.wait(20) == 130
+    with subprocess.Popen([*command, "--watch", "0.2"], stdout=subprocess.PIPE, text=True, env=env) as watch:
+        assert watch.stdout is not None
+        pages, lines = 0, 0
+        while pages < 2:  # into a pipe: one page behind the other, each as soon as it is there
+            line = watch.stdout.readline()
+            pages += ": " in line and " up " in line.split(":")[0]
+            lines += 1
+            assert line and lines < 200
+        watch.send_signal(signal.SIGINT)
+        assert watch.wait(20) == 130
     terminal, theirs = pty.openpty()
     with subprocess.Popen([*command, "--watch"], stdout=theirs, stderr=theirs, stdin=theirs, env=env) as watch:
         os.close(theirs)
@@ -330,13 +340,15 @@ def test_a_purge_asks_at_a_terminal(sidecar: Running, answer: bytes, is_purged: 
 def test_without_a_sidecar_there_is_one_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     line = refused(*arguments, "--data", str(tmp_path))
     assert f"no sidecar to talk to: {tmp_path}/admin.sock does not answer (No such file or directory)" in line
-    assert "kvstore serve" in line and "--socket" in line and "--data" in line
+    assert "kvstore serve" in line and "--admin-socket" in line and "--data" in line
 
 
 def test_other_wrong_things_are_one_line(sidecar: Running, tmp_path: Path) -> None:
     data, _, _ = sidecar
     (tmp_path / "f").write_text("[1]\n")
-    assert "admin socket (DATA/admin.sock)" in refused("stat", "--socket", f"{data}/kvstore.sock")
+    for flag in ("--admin-socket", "--socket"):  # its former name
+        assert "admin socket (DATA/admin.sock)" in refused("stat", flag, f"{data}/kvstore.sock")
+        assert "there are none" in refused("drop", "ab", flag, f"{data}/admin.sock")
     assert "tenant's socket" in refused(
         "warm", str(tmp_path / "f"), "--namespace", "a", "--socket", f"{data}/admin.sock"
     )

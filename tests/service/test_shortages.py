@@ -24,6 +24,7 @@ import kvstore
 from kvstore.handle import NamespaceHandle
 from kvstore.miss import MissReason
 from kvstore.node import SystemClock
+from kvstore.service import keeper as keeper_program
 from kvstore.service import operate
 from kvstore.service.facts import Facts
 from service.sidecar import patient
@@ -326,3 +327,21 @@ def test_no_slab_and_no_socket_gets_the_number_of_an_output_that_was_closed(
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_keeper_that_finds_no_process_for_the_sidecar_says_so_and_ends_when_told(tmp_path: Path) -> None:
+    """As where the machine has no memory for a fork, or no descriptors: here the command cannot be run at all."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", keeper_program.__file__, "1", "json", str(tmp_path / "nothing")],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        line = json.loads(process.stderr.readline())
+        assert line["message"] == "the sidecar cannot be started now" and line["reason"] == "No such file or directory"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.communicate()
