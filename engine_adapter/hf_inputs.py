@@ -127,7 +127,8 @@ def _is_flat(given: Any, what: str) -> bool:
 def _rows(given: Any, what: str) -> list[Any]:
     if isinstance(given, torch.Tensor):
         given = _with_dimension(_on_host(given), what)
-        return list(given.unbind())
+        if given.is_nested:
+            return list(given.unbind())
     if isinstance(given, Iterable) and not isinstance(given, str | Sequence | np.ndarray):
         given = list(given)
     if _is_flat(given, what) and len(given):

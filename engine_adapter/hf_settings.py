@@ -102,6 +102,8 @@ def chooser_of(
     config.max_new_tokens = max_new_tokens
     config.max_length = len(prompt) + max_new_tokens
     config.num_beams = 1
+    if isinstance(config.watermarking_config, dict):
+        config.update(watermarking_config=config.watermarking_config)  # makes an object of it
     config.do_sample = sampling is not None
     if sampling is not None:
         config.temperature, config.top_p = sampling.temperature, sampling.top_p

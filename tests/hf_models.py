@@ -94,6 +94,40 @@ def plain_answer(model: Any, prompt: list[int], new_tokens: int, **options: Any)
     return answer
 
 
+def projections(model: Any) -> list[str]:
+    """The names of the projections inside the layers; some models have them as convolutions of width one."""
+    head = model.get_output_embeddings()
+    kinds = (torch.nn.Linear, T.pytorch_utils.Conv1D)
+    return [name for name, module in model.named_modules() if type(module) in kinds and module is not head]
+
+
+class Adapted(torch.nn.Module):
+    """A projection with two adapters, as libraries of adapters make them: one is active, scaled, merged or disabled."""
+
+    def __init__(self, inner: Any, rank: int = 4) -> None:
+        super().__init__()
+        self.inner = inner
+        rows, columns = inner.weight.shape
+        given, made = (rows, columns) if isinstance(inner, T.pytorch_utils.Conv1D) else (columns, rows)
+        self.parts = torch.nn.ParameterDict()
+        for name in ("a", "b"):
+            self.parts[f"{name} down"] = torch.nn.Parameter(0.3 * torch.randn(given, rank), requires_grad=False)
+            self.parts[f"{name} up"] = torch.nn.Parameter(0.3 * torch.randn(rank, made), requires_grad=False)
+        self.active, self.scale, self.merged, self.disabled = "a", 1.0, False, False
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(states)
+        if self.disabled or self.merged:
+            return result
+        return result + self.scale * (states @ self.parts[f"{self.active} down"] @ self.parts[f"{self.active} up"])
+
+    def merge(self) -> None:
+        """Into the weight, in place, past the tensor's version."""
+        change = self.scale * (self.parts[f"{self.active} down"] @ self.parts[f"{self.active} up"])
+        self.inner.weight.data += change if isinstance(self.inner, T.pytorch_utils.Conv1D) else change.T
+        self.merged = True
+
+
 def linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
     """The projections inside the layers, by name."""
     head = model.get_output_embeddings()

@@ -1,0 +1,212 @@
+"""Adapters of peft and weights of torchao on transformers models; skipped where those are not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from kvstore.errors import BadInput
+from kvstore.node import EmbeddedStore
+
+pytest.importorskip("transformers")
+
+from engine_adapter.hf_cache import PrefixCache
+from engine_adapter.hf_model import fingerprint
+from hf_models import linears, plain_answer, small_model, some_prompt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = some_prompt(300)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
+    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as opened:
+        yield opened
+
+
+def cache_of(model: Any, store: Any = None, **options: Any) -> PrefixCache:
+    return PrefixCache(model, store, **{"chunk_tokens": 128, "codec": "raw", **options})
+
+
+def answers(cache: PrefixCache) -> tuple[list[int], int]:
+    """Of the prompt: the tokens, and how many of the prompt's came from the store. The tokens are the model's own."""
+    answer = cache.generate(PROMPT, max_new_tokens=6)
+    assert answer.token_ids == plain_answer(cache.model, PROMPT, 6)
+    return answer.token_ids, answer.report.restored_tokens
+
+
+def adapted(targets: list[str] | None = None, **options: Any) -> Any:
+    """A model with the adapters a and b, of which b was added last and is active."""
+    peft = pytest.importorskip("peft", reason="adapters of transformers need peft")
+    model = small_model()
+    for name in ("a", "b"):
+        config = peft.LoraConfig(
+            r=4, lora_alpha=32, target_modules=targets or ["q_proj", "v_proj"], init_lora_weights=False, **options
+        )
+        model.add_adapter(config, name)
+    return model.eval()
+
+
+def test_two_adapters_share_nothing(store: EmbeddedStore) -> None:
+    model = adapted()
+    model.set_adapter("a")
+    of_a, _ = answers(cache_of(model, store))
+    model.set_adapter("b")
+    cache = cache_of(model, store)
+    of_b, restored = answers(cache)
+    assert of_b != of_a and restored == 0
+    for name, expected in (("a", of_a), ("b", of_b), ("a", of_a)):
+        model.set_adapter(name)
+        assert answers(cache) == (expected, 256), "one cache follows, and each finds its own again"
+
+
+@pytest.mark.parametrize("targets", [["down_proj"], ["lm_head"], ["embed_tokens"], ["k_proj"]], ids=str)
+def test_switched_scaled_merged_disabled_deleted(targets: list[str], store: EmbeddedStore) -> None:
+    """Each state answers as without a store. One that changes no KV, as the head's does, may share or not."""
+    model = adapted(targets)
+    cache = cache_of(model, store)
+
+    def rescaled() -> None:
+        for module in model.modules():
+            if hasattr(module, "merged_adapters"):
+                module.scaling["a"] *= 0.5
+
+    def merged() -> None:
+        for module in model.modules():
+            if hasattr(module, "merged_adapters"):
+                module.merge()
+
+    def unmerged() -> None:
+        for module in model.modules():
+            if hasattr(module, "merged_adapters"):
+                module.unmerge()
+
+    states = [
+        lambda: model.set_adapter("a"),
+        rescaled,
+        lambda: model.set_adapter(["a", "b"]),
+        merged,
+        unmerged,
+        model.disable_adapters,
+        model.enable_adapters,
+        lambda: model.delete_adapter("b"),
+    ]
+    seen = [tuple(answers(cache)[0])]
+    for change in states:
+        change()
+        seen.append(tuple(answers(cache)[0]))
+        assert tuple(answers(cache_of(model, store))[0]) == seen[-1]
+    assert len(set(seen)) >= 4, "these adapters change nothing: nothing would be noticed"
+
+
+def test_an_adapter_that_grows_during_a_stream_is_not_kept(store: EmbeddedStore) -> None:
+    model = adapted()
+    cache = cache_of(model, store)
+    tokens = []
+    for token in cache.stream([PROMPT], max_new_tokens=80):
+        tokens.append(token.token_id)
+        model.set_adapter("a" if 10 < len(tokens) < 50 else "b")
+    turn = PROMPT + tokens
+    model.set_adapter("b")
+    assert cache.generate(turn, max_new_tokens=6).token_ids == plain_answer(model, turn, 6)
+
+
+def test_dropout_in_an_adapter_that_trains_is_refused() -> None:
+    model = adapted(lora_dropout=0.5)
+    cache_of(model)
+    next(module for module in model.modules() if hasattr(module, "merged_adapters")).train()
+    with pytest.raises(BadInput, match="does not compute the same KV twice"):
+        cache_of(model)
+
+
+def test_models_wrapped_by_peft_are_refused_with_the_model_to_pass(store: EmbeddedStore) -> None:
+    peft = pytest.importorskip("peft", reason="wraps models")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(small_model(), lora).eval()
+    with pytest.raises(BadInput, match=r"pass model\.get_base_model\(\)") as caught:
+        cache_of(wrapped)
+    assert "\n" not in str(caught.value)
+    inner = wrapped.get_base_model()
+    cache = cache_of(inner, store)
+    with_adapter, _ = answers(cache)
+    with wrapped.disable_adapter():
+        without, restored = answers(cache)
+        assert without != with_adapter and restored == 0
+    assert answers(cache) == (with_adapter, 256)
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(BadInput, match="virtual tokens"):
+        cache_of(peft.get_peft_model(small_model(), prefix).eval())
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+def test_quantised_weights_are_served(kind: str, store: EmbeddedStore) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="quantises weights")
+    plain = small_model()
+    answers(cache_of(plain, store))
+    model = small_model()
+    quantization.quantize_(model, getattr(quantization, kind)())
+    cache = cache_of(model, store)
+    first, restored = answers(cache)
+    assert restored == 0 and fingerprint(model) != fingerprint(plain)
+    assert answers(cache) == (first, 256) and answers(cache_of(model, store)) == (first, 256)
+    other = small_model(seed=1)
+    quantization.quantize_(other, getattr(quantization, kind)())
+    assert fingerprint(other) != fingerprint(model)
+    quantization.quantize_(plain, getattr(quantization, kind)())
+    assert fingerprint(plain) == fingerprint(model)
+
+
+def test_a_weight_that_cannot_be_read_is_refused_by_one_line() -> None:
+    class Sealed(torch.Tensor):
+        def __tensor_flatten__(self) -> Any:
+            raise NotImplementedError("sealed")
+
+    model = small_model()
+    name, linear = linears(model)[0]
+    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Sealed), requires_grad=False)
+    with pytest.raises(BadInput, match="Sealed that cannot be read") as caught:
+        cache_of(model)
+    assert "\n" not in str(caught.value) and name
+
+
+def test_compiled_models_are_refused_with_the_model_to_pass() -> None:
+    """Nothing is compiled here: that happens at the first call, which never comes."""
+    with pytest.raises(BadInput, match=r"pass the model that was compiled \(model\._orig_mod\)"):
+        cache_of(torch.compile(small_model(), backend="eager"))
+    in_place = small_model()
+    in_place.compile(backend="eager")
+    with pytest.raises(BadInput, match=r"torch\.compile works on the model itself"):
+        cache_of(in_place)
+    by_layer = small_model()
+    by_layer.model.layers[1].compile(backend="eager")
+    with pytest.raises(BadInput, match=r"torch\.compile works on model\.layers\.1"):
+        cache_of(by_layer)
+    patched = small_model()
+    patched.forward = torch.compile(patched.forward, backend="eager")
+    with pytest.raises(BadInput, match=r"torch\.compile works on the model itself"):
+        cache_of(patched)
+
+
+def test_other_wrappers_are_refused_with_the_model_to_pass() -> None:
+    with pytest.raises(BadInput, match=r"pass the model inside \(model\.module\)"):
+        cache_of(torch.nn.DataParallel(small_model()))
+    with pytest.raises(BadInput, match="not a decoder-only language model"):
+        cache_of(torch.nn.Sequential(small_model()))
+    with pytest.raises(BadInput, match="on meta"):
+        cache_of(small_model().to("meta"))
+
+
+def test_a_model_that_counts_positions_from_its_mask_is_served(store: EmbeddedStore) -> None:
+    model = small_model("opt")
+    cache = cache_of(model, store)
+    first, _ = answers(cache)
+    assert len(set(first)) > 2 and answers(cache) == (first, 256)
+    prompts = [some_prompt(90), PROMPT, some_prompt(140)]
+    batch = cache.generate_batch(prompts, max_new_tokens=6)
+    assert [answer.token_ids for answer in batch] == [plain_answer(model, prompt, 6) for prompt in prompts]

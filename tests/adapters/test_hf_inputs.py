@@ -1,0 +1,266 @@
+"""Prompts in every form that users have them in, and padding that is never taken for a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvstore
+from kvstore.errors import BadInput
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import BatchEncoding, PreTrainedTokenizerFast  # noqa: E402
+
+from engine_adapter.hf_cache import PrefixCache  # noqa: E402
+from engine_adapter.hf_inputs import checked_new_tokens, checked_stop_tokens, prompt_of, prompts_of  # noqa: E402
+from hf_models import small_model, some_prompt  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Settings:
+    """A generation config that names padding and ends."""
+
+    def __init__(self, pad: int | None = None, eos: Any = None) -> None:
+        self.pad_token_id, self.eos_token_id = pad, eos
+
+
+NOTHING = Settings()
+
+
+def read(given: Any, mask: Any = None, settings: Settings = NOTHING) -> list[list[int]]:
+    return [row.tolist() for row in prompts_of(given, mask, NOTHING, settings)]
+
+
+def read_one(given: Any, mask: Any = None, settings: Settings = NOTHING) -> list[int]:
+    (row,) = prompt_of(given, mask, NOTHING, settings)
+    return row.tolist()
+
+
+PADDED = {
+    "behind": ([[5, 6, 7, 0, 0], [5, 6, 7, 8, 9]], [[1, 1, 1, 0, 0], [1] * 5]),
+    "in front": ([[0, 0, 5, 6, 7], [5, 6, 7, 8, 9]], [[0, 0, 1, 1, 1], [1] * 5]),
+    "on both sides": ([[0, 5, 6, 7, 0], [5, 6, 7, 8, 9]], [[0, 1, 1, 1, 0], [1] * 5]),
+}
+FORMS = {
+    "lists": lambda rows: rows,
+    "a tensor": torch.tensor,
+    "an int32 tensor": lambda rows: torch.tensor(rows, dtype=torch.int32),
+    "an array": np.array,
+    "tensors in a list": lambda rows: [torch.tensor(row) for row in rows],
+    "tuples": lambda rows: tuple(tuple(row) for row in rows),
+}
+
+
+@pytest.mark.parametrize("side", PADDED)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_takes_padding_away(side: str, form: str) -> None:
+    rows, mask = PADDED[side]
+    make: Any = FORMS[form]
+    expected = [[5, 6, 7], [5, 6, 7, 8, 9]]
+    assert read(make(rows), make(mask)) == expected
+    assert read(make(rows), torch.tensor(mask).bool()) == expected
+    encoded = BatchEncoding({"input_ids": make(rows), "attention_mask": make(mask)})
+    assert read(encoded) == read(dict(encoded)) == expected
+    assert read(encoded, settings=Settings(pad=0)) == expected
+
+
+@pytest.mark.parametrize("side", PADDED)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("settings", [Settings(0), Settings(0, 0), Settings(None, 0), Settings(None, [9, 0])], ids=vars)
+def test_a_padded_matrix_without_a_mask_is_refused(side: str, form: str, settings: Settings) -> None:
+    make: Any = FORMS[form]
+    for given_rows in (make(PADDED[side][0]), {"input_ids": make(PADDED[side][0])}):
+        with pytest.raises(BadInput, match="attention_mask") as caught:
+            read(given_rows, settings=settings)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_row_of_a_padded_matrix_is_refused_too() -> None:
+    for row in (torch.tensor([5, 6, 7, 0, 0]), [0, 5, 6], [[5, 0, 6]]):
+        with pytest.raises(BadInput, match="padding token 0"):
+            read_one(row, settings=Settings(pad=0))
+    assert read_one([5, 6, 0], [1, 1, 1], settings=Settings(pad=0)) == [5, 6, 0], "a mask says that it is meant"
+
+
+def test_a_token_that_ends_prompts_is_padding_in_a_matrix_only() -> None:
+    """Many tokenizers pad with the token that ends a text, and chats are full of it."""
+    settings = Settings(pad=2, eos=[2, 7])
+    assert read_one([2, 5, 2, 6, 2], settings=settings) == [2, 5, 2, 6, 2]
+    assert read([[5, 2], [5, 6, 2]], settings=settings) == [[5, 2], [5, 6, 2]], "no rectangle, so nothing is padded"
+    assert read([[5, 2, 6], [5, 6, 8]], settings=settings) == [[5, 2, 6], [5, 6, 8]]
+    with pytest.raises(BadInput, match="may be padding"):
+        read([[5, 6, 2], [5, 6, 8]], settings=settings)
+
+
+@given(st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=6), min_size=1, max_size=5), st.booleans(), st.data())
+def test_whatever_was_padded_comes_back(prompts: list[list[int]], is_left: bool, data: st.DataObject) -> None:
+    width = max(map(len, prompts)) + data.draw(st.integers(0, 3))
+    gaps = [[0] * (width - len(prompt)) for prompt in prompts]
+    rows = [gap + prompt if is_left else prompt + gap for prompt, gap in zip(prompts, gaps, strict=True)]
+    ones = [[1] * len(prompt) for prompt in prompts]
+    masks = [gap + one if is_left else one + gap for one, gap in zip(ones, gaps, strict=True)]
+    assert read(torch.tensor(rows), torch.tensor(masks)) == prompts
+    if any(gaps):
+        with pytest.raises(BadInput, match="attention_mask"):
+            read(torch.tensor(rows), settings=Settings(pad=0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "mask", "said"),
+    [
+        ([[5, 6, 7]], [[1, 0, 1]], "a hole"),
+        ([[5, 6, 7]], [[0, 0, 0]], "0 everywhere"),
+        ([[5, 6, 7]], [[1, 1]], "for 3 tokens"),
+        ([[5, 6, 7]], [[1, 1, 1], [1, 1, 1]], "2 rows for 1 prompts"),
+        ([[5, 6, 7]], [[1, 2, 1]], "other values than 0 and 1"),
+        ([[5, 6, 7]], [[1, -1, 1]], "other values than 0 and 1"),
+        ([[5, 6, 7]], [[0.0, 1.0, 1.0]], "type float64"),
+        ([[5, 6, 7]], torch.zeros(1, 1, 3, 3), r"shape \(1, 3, 3\)"),
+        ([[5, 6, 7]], 7, "attention_mask of type int"),
+        ([[5, 6, 7]], [1, 1, 1], "attention_mask: one row where several are meant"),
+        ([[5, 6, 7]], torch.ones(1, 3, device="meta"), "device meta"),
+        ([5, 6, 7], None, "one row where several are meant"),
+        (torch.tensor([5, 6, 7]), None, "one row where several are meant"),
+        (torch.tensor(5), None, "without a dimension"),
+        (torch.zeros(2, 3, dtype=torch.long, device="meta"), None, "device meta"),
+        ([torch.zeros(3, dtype=torch.long, device="meta")], None, "device meta"),
+        ("a text", None, "of text"),
+        (["a text"], None, "of text"),
+        (7, None, "prompts of type int"),
+        (None, None, "prompts of type NoneType"),
+        ([], None, "no prompts"),
+        ([None], None, "token ids"),
+        ([[5.5, 6.0]], None, "token ids"),
+        ([[-1]], None, "token ids"),
+        (torch.zeros(2, 3), None, "token ids"),
+        ({"ids": [[5]]}, None, "needs input_ids"),
+        ({"input_ids": [[5]], "pixel_values": [1]}, None, "pixel_values"),
+        ({"input_ids": [[5, 6]], "token_type_ids": [[0, 1]]}, None, "token_type_ids"),
+        ({"input_ids": [[5]], "attention_mask": [[1]]}, [[1]], "leave one of them out"),
+    ],
+)
+def test_what_cannot_be_read_gets_one_line(rows: Any, mask: Any, said: str) -> None:
+    with pytest.raises(BadInput, match=said) as caught:
+        read(rows, mask)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_prompt_in_any_form() -> None:
+    for form in (
+        [5, 6],
+        (5, 6),
+        torch.tensor([5, 6]),
+        torch.tensor([[5, 6]]),
+        np.array([[5, 6]]),
+        [[5, 6]],
+        range(5, 7),
+    ):
+        assert read_one(form) == [5, 6]
+        assert read_one({"input_ids": form, "attention_mask": None, "token_type_ids": [[0, 0]]}) == [5, 6]
+    assert read_one(torch.tensor([[0, 5, 6]]), torch.tensor([[0, 1, 1]])) == [5, 6]
+    assert read_one([0, 5, 6], [0, 1, 1]) == [5, 6]
+    assert read([{"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 1]])}, [7]]) == [[5, 6], [7]]
+    assert read(torch.nested.nested_tensor([torch.tensor([5, 6]), torch.tensor([7])])) == [[5, 6], [7]]
+    assert read(iter([[5, 6], [7]])) == [[5, 6], [7]]
+    for wrong, said in (
+        ([[5], [6]], "use generate_batch"),
+        ("text", "of text"),
+        (None, "of type NoneType"),
+        (5, "int"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            read_one(wrong)
+
+
+@pytest.mark.parametrize("wrong", [1.5, 0, -3, True, None, "7", float("nan"), 1 << 40, torch.tensor(1.5)])
+def test_counts_of_new_tokens_are_whole(wrong: Any) -> None:
+    with pytest.raises(BadInput, match="max_new_tokens=") as caught:
+        checked_new_tokens(wrong)
+    assert "\n" not in str(caught.value)
+
+
+def test_counts_and_ends_in_the_forms_that_libraries_have() -> None:
+    assert checked_new_tokens(np.int64(7)) == checked_new_tokens(torch.tensor(7)) == 7
+    assert checked_stop_tokens(None) == checked_stop_tokens([]) == frozenset()
+    assert checked_stop_tokens(2) == checked_stop_tokens([2]) == checked_stop_tokens(torch.tensor([2])) == {2}
+    for wrong in (1.5, "ab", ["a"], [None], object()):
+        with pytest.raises(BadInput, match="stop_tokens of type"):
+            checked_stop_tokens(wrong)
+
+
+# With a model and a real tokenizer --------------------------------------------------------------------------------
+
+
+def a_tokenizer(side: str) -> Any:
+    """Of whole words, one for each token, padding with the first."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word_of(n): n for n in range(512)}, unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", padding_side=side)
+    made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return made
+
+
+def text_of(prompt: list[int]) -> str:
+    return " ".join(map(word_of, prompt))
+
+
+def word_of(token: int) -> str:
+    return ("<pad>", "<unk>")[token] if token < 2 else f"w{token}"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_tokenizers_return_is_answered_as_the_prompts_alone(side: str, tmp_path: Path) -> None:
+    model, tokenizer = small_model(), a_tokenizer(side)
+    model.generation_config.pad_token_id = 0
+    prompts = [some_prompt(300), some_prompt(150), some_prompt(70)]
+    alone = PrefixCache(model, chunk_tokens=128)
+    expected = [alone.generate(prompt, max_new_tokens=6).token_ids for prompt in prompts]
+    with kvstore.open(f"embedded:{tmp_path}", dram="16MiB") as store:
+        cache = PrefixCache(model, store, codec="raw", chunk_tokens=128)
+        saved = []
+        for form in ("pt", "np", None):
+            encoded = tokenizer([text_of(prompt) for prompt in prompts], padding=True, return_tensors=form)
+            answers = cache.generate_batch(encoded, max_new_tokens=6)
+            assert [answer.token_ids for answer in answers] == expected
+            assert [answer.report.prompt_tokens for answer in answers] == [300, 150, 70]
+            by_mask = cache.generate_batch(
+                encoded["input_ids"], attention_mask=encoded["attention_mask"], max_new_tokens=6
+            )
+            assert [answer.token_ids for answer in by_mask] == expected
+            with pytest.raises(BadInput, match="attention_mask"):
+                cache.generate_batch(encoded["input_ids"], max_new_tokens=6)
+            saved.append([answer.report.saved_blocks for answer in answers])
+        assert saved == [[4, 2, 1], [0] * 3, [0] * 3], "whole blocks of the prompts, and none with padding"
+        chat = [{"role": "user", "content": text_of(prompts[0])}]
+        for options in (
+            {},
+            {"return_tensors": "pt"},
+            {"return_tensors": "pt", "return_dict": True},
+            {"return_dict": False},
+        ):
+            given = tokenizer.apply_chat_template(chat, tokenize=True, **options)
+            answer = cache.generate(given, max_new_tokens=6)
+            assert answer.token_ids == expected[0] and answer.report.restored_tokens == 256
+        ragged = tokenizer([text_of(prompt) for prompt in prompts])
+        assert [answer.token_ids for answer in cache.generate_batch(ragged, max_new_tokens=6)] == expected
+        with pytest.raises(BadInput, match="extra_keys of type NoneType"):
+            cache.generate(prompts[0], max_new_tokens=1, extra_keys=None)  # type: ignore[arg-type]
+        with pytest.raises(BadInput, match=r"max_new_tokens=1\.5"):
+            cache.generate(prompts[0], max_new_tokens=1.5)  # type: ignore[arg-type]
+
+
+def test_a_stream_takes_masks_as_well() -> None:
+    cache = PrefixCache(small_model(), chunk_tokens=128)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    stream = cache.stream(torch.tensor([[0, 5, 6], [7, 8, 9]]), attention_mask=mask, max_new_tokens=3)
+    tokens = [token.token_id for token in stream if token.row == 0]
+    assert tokens == cache.generate([5, 6], max_new_tokens=3).token_ids

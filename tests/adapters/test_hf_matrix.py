@@ -1,0 +1,169 @@
+"""Many small models and everything that is done to models: each answers as without a store, or one line refuses it.
+
+PYTHONPATH=.:kernels:tests python tests/adapters/test_hf_matrix.py      the whole table, and what was refused why
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from kvstore.errors import BadInput
+
+pytest.importorskip("transformers")
+
+from engine_adapter.hf_cache import PrefixCache
+from hf_models import MODELS, Adapted, plain_answer, projections, replace_linear, small_model, some_prompt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IN_EVERY_RUN = ("llama", "qwen3 moe", "opt", "gpt2", "gemma2")
+PROMPT = some_prompt(150)
+NEW_TOKENS = 4
+
+
+def adapted(model: Any) -> list[Adapted]:
+    torch.manual_seed(3)
+    return [replace_linear(model, name, Adapted) for name in projections(model)]  # type: ignore[misc]
+
+
+def set_on(parts: list[Adapted], **values: Any) -> None:
+    for part in parts:
+        for name, value in values.items():
+            setattr(part, name, value)
+
+
+def with_adapters(**values: Any) -> Callable[[Any], Callable[[], None]]:
+    """A change that is made to a model's adapters after a cache has seen it."""
+
+    def prepare(model: Any) -> Callable[[], None]:
+        parts = adapted(model)
+        return lambda: set_on(parts, **values)
+
+    return prepare
+
+
+def merging(model: Any) -> Callable[[], None]:
+    parts = adapted(model)
+    return lambda: [part.merge() for part in parts] and None
+
+
+def hooking(model: Any) -> Callable[[], None]:
+    first = model.get_submodule(projections(model)[0])
+    return lambda: first.register_forward_hook(lambda module, given, output: 1.5 * output) and None
+
+
+def patching(model: Any) -> Callable[[], None]:
+    first = model.get_submodule(projections(model)[0])
+    inner = first.forward
+    return lambda: setattr(first, "forward", lambda states: 1.5 * inner(states))
+
+
+def compiling(model: Any) -> Callable[[], None]:
+    return lambda: model.compile(backend="eager")
+
+
+def quantizing(model: Any) -> Callable[[], None]:
+    """Weights by torchao, where it is installed; otherwise by torch, whose activations have one scale for a chunk."""
+    if importlib.util.find_spec("torchao") is None:
+        return lambda: torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, inplace=True) and None
+    quantization = importlib.import_module("torchao.quantization")
+    return lambda: quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+
+
+def peft_switching(model: Any) -> Callable[[], None]:
+    peft = pytest.importorskip("peft", reason="adapters of transformers need peft")
+    for name in ("b", "a"):
+        lora = peft.LoraConfig(r=4, lora_alpha=32, target_modules=_targets(model), init_lora_weights=False)
+        model.add_adapter(lora, name)
+    model.eval()
+    return lambda: model.set_adapter("b")
+
+
+def _targets(model: Any) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in projections(model)} - {"gate", "shared_expert_gate"})
+
+
+CHANGES: dict[str, Callable[[Any], Callable[[], None]]] = {
+    "switched": with_adapters(active="b"),
+    "scaled": with_adapters(scale=3.0),
+    "disabled": with_adapters(disabled=True),
+    "merged": merging,
+    "switched by peft": peft_switching,
+    "hook": hooking,
+    "patch": patching,
+    "compiled": compiling,
+    "quantised": quantizing,
+}
+
+
+def judged(name: str, change: str) -> str:
+    """ "served", or the line by which this model is refused; raises where an answer is wrong."""
+    model = small_model(name)
+    apply = CHANGES[change](model)
+    with tempfile.TemporaryDirectory() as directory, kvstore.open(f"embedded:{directory}", dram="16MiB") as store:
+        said = []
+        cache: PrefixCache | None = None
+        for turn in range(2):
+            if turn:
+                apply()
+            expected = None if change == "compiled" and turn else plain_answer(model, PROMPT, NEW_TOKENS)
+            for made in (cache, None, None):
+                if made is None and turn == 0 and cache is not None:
+                    made = cache
+                try:
+                    made = made or PrefixCache(model, store, codec="raw", chunk_tokens=64)
+                    answer = made.generate(PROMPT, max_new_tokens=NEW_TOKENS)
+                except BadInput as error:
+                    assert "\n" not in str(error), error
+                    said.append(str(error))
+                    continue
+                assert answer.token_ids == expected, f"{name}, {change}: {answer.token_ids} instead of {expected}"
+                assert not answer.report.faults
+                said.append("served")
+                cache = made
+        store.check()
+    assert len(set(said[:3])) == len(set(said[3:])) == 1, said
+    return said[-1]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in MODELS]
+)
+def test_answered_as_without_a_store_or_refused_by_one_line(name: str, change: str) -> None:
+    verdict = judged(name, change)
+    if change == "compiled":
+        assert verdict != "served"
+    elif name in ("llama", "qwen3 moe", "opt", "gpt2") and change != "quantised":
+        assert verdict == "served"
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    wrong = 0
+    for name in MODELS:
+        for change in CHANGES:
+            try:
+                verdict = judged(name, change)
+            except pytest.skip.Exception as skipped:
+                verdict = f"skipped: {skipped}"
+            except AssertionError as error:
+                verdict, wrong = f"WRONG: {error}", wrong + 1
+            counts[verdict if verdict == "served" else verdict.partition(":")[0]] += 1
+            print(f"{name:18} {change:18} {verdict}", flush=True)
+    print(f"{len(MODELS)} models, {sum(counts.values())} cells: {dict(counts)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
