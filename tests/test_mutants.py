@@ -83,9 +83,10 @@ def test_what_does_not_fit_is_said(changed: dict[str, str], said: str) -> None:
 
 
 def test_a_test_that_is_not_there_is_named(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text("class TestB:\n    def test_c(self): ...\n\nTestD = Machine.TestCase\n")
-    for there in ("test_a.py", "test_a.py::TestB", "test_a.py::TestB::test_c[1]", "test_a.py::TestD::runTest"):
-        assert missing_test(there, tmp_path) is None
+    text = "class TestB:\n    def test_c(self): ...\n\nclass TestF(TestB): ...\n\nTestD = Machine.TestCase\n"
+    (tmp_path / "test_a.py").write_text(text)
+    for there in ("", "::TestB", "::TestB::test_c[1]", "::TestF::test_c", "::TestD::runTest"):
+        assert missing_test(f"test_a.py{there}", tmp_path) is None
     assert missing_test("test_b.py", tmp_path) == "no file test_b.py"
     assert missing_test("test_a.py::test_c", tmp_path) == "no test_c in test_a.py"
     assert missing_test("test_a.py::TestB::test_e", tmp_path) == "no test_e in test_a.py"

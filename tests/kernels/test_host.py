@@ -390,11 +390,13 @@ def test_with_a_skip_a_wrong_layer_is_never_written() -> None:
     assert all(set(bits) == {PATTERN} for bits in memory.bits())
 
 
-def test_the_digest_is_taken_from_the_copy() -> None:
+@pytest.mark.parametrize(("pages", "skip"), [(1, 0), (2, 0), (2, 8)], ids=["as it lies", "scattered", "behind a skip"])
+def test_the_digest_is_taken_from_the_copy(pages: int, skip: int) -> None:
     """Bytes that change after the check must not count: what is compared is what lies in the pages."""
-    shape = shape_of()
+    shape = shape_of(page_tokens=8, pages_per_block=pages)
+    table = list(range(pages))
     payload = Payload(shape.layers * shape.slice_bytes)
-    digests = sides(Memory(shape, 3), [0])[0].encode_block(0, payload.span, digest)
+    digests = sides(Memory(shape, 3), table)[0].encode_block(0, payload.span, digest)
     memory = Memory(shape, None)
 
     calls = []
@@ -404,7 +406,7 @@ def test_the_digest_is_taken_from_the_copy() -> None:
         calls.append(digest(*buffers))
         return calls[-1]
 
-    assert not sides(memory, [0])[0].decode_block(payload.span, 0, 0, digests, digest_late)
+    assert not sides(memory, table)[0].decode_block(payload.span, 0, skip, digests, digest_late)
     assert calls[0] == digests[0], "the first layer had been copied before the change"
     assert calls[1:] == [digest(bytes(shape.slice_bytes))], "the second one was not"
 

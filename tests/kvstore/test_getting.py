@@ -164,6 +164,25 @@ def test_a_bad_header_ends_the_load_from_the_first_layer_of_its_part_on(a: Bench
     assert a.store.usage().counters["reported_frames"] == 1
 
 
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_header_that_goes_with_other_bytes_is_not_the_one_that_was_leased(a: Bench, by_layer: bool) -> None:
+    """Payload and header were changed together, so that they agree: the lease's digest of the header tells."""
+    layout = LAYOUTS["one part"]
+    ns, source = namespace(a, layout)
+    into = canaries(layout)
+    with lease_of(ns) as lease:
+        view = a.store.spans([lease.reply.places[0][2]])[0].view
+        size = ns._grant.payload_bytes[0] // 4
+        was = digest(view[HEADER_BYTES : HEADER_BYTES + size])
+        at = bytes(view[:HEADER_BYTES]).index(was)
+        view[HEADER_BYTES + 5] ^= 1
+        view[at : at + len(was)] = digest(view[HEADER_BYTES : HEADER_BYTES + size])
+        loaded = list(ns.get_by_layer(lease, into))[-1] if by_layer else ns.get(lease, into)
+    assert loaded.tokens == 128 and loaded.reason is MissReason.CORRUPT
+    assert same_tokens(into, source, range(128))
+    assert a.store.usage().counters["quarantined_blocks"] == 1
+
+
 def test_layers_that_were_told_before_are_mended_where_a_later_one_fails(a: Bench) -> None:
     """The sliding group's layers come first: their window moves back when the full one fails."""
     layout = Layout((sliding("sliding", (0, 1), 70), full("full", (2, 3))))

@@ -317,6 +317,10 @@ def test_a_ring_knows_a_mac_key_by_tenant_key_and_epoch_together() -> None:
     assert ring.mac_key(second.tenant, second.key_id, 2) == second.mac
     assert ring.mac_key(first.tenant, first.key_id, 2) is None
     assert ring.mac_key(b"x" * 16, first.key_id, 1) is None
+    ring.remove(first)
+    ring.remove(first)
+    assert ring.mac_key(first.tenant, first.key_id, 1) is None, "what it signed is nobody's any more"
+    assert ring.mac_key(second.tenant, second.key_id, 2) == second.mac
 
 
 # Namespaces -----------------------------------------------------------------------------------------------------------

@@ -107,3 +107,14 @@ def test_origins_that_come_twice_are_summed() -> None:
     assert account.hits == {HitTier.DRAM: 5, HitTier.NVME: 2}
     assert account.misses == {MissReason.GRID: 40, MissReason.AUDIT: 16}
     assert account.segments[0] == Segment(HitTier.DRAM, 1)
+
+
+@pytest.mark.parametrize("tokens", range(0, 300, 20))
+def test_what_a_tier_above_has_is_taken_from_those_below_once(tokens: int) -> None:
+    """Token by token: the first so many are its own, and all others are whose they were."""
+    parts = [(HitTier.DRAM, 128), (HitTier.NVME, 64), (MissReason.ABSENT, 64), (MissReason.PARTIAL_BLOCK, 44)]
+    account = Account.of(parts)
+    each = [origin for origin, count in parts for _ in range(count)]
+    wanted = Account.of([(origin, 1) for origin in [HitTier.ENGINE] * tokens + each[tokens:]])
+    assert account.behind(HitTier.ENGINE, tokens) == wanted and wanted.asked == account.asked == 300
+    assert account.behind(HitTier.ENGINE, tokens).hit_tokens == max(192, tokens)

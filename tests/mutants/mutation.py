@@ -89,17 +89,32 @@ def missing_test(test: str, tree: Path = TREE) -> str | None:
     file, *names = test.partition("[")[0].split("::")
     if not (tree / file).is_file():
         return f"no file {file}"
-    body: Sequence[ast.stmt] = ast.parse((tree / file).read_text()).body
+    top = ast.parse((tree / file).read_text()).body
+    body: Sequence[ast.stmt] = top
     for name in names:
-        for one in body:
-            if isinstance(one, Definition) and one.name == name:
-                body = one.body
-                break
-            if isinstance(one, ast.Assign) and any(ast.unparse(target) == name for target in one.targets):
-                return None  # a state machine's tests
-        else:
+        found = _named(body, name)
+        if found is None:
             return f"no {name} in {file}"
+        if not isinstance(found, Definition):
+            return None  # a state machine's tests
+        body = [*found.body, *_inherited(found, top)]
     return None
+
+
+def _named(body: Sequence[ast.stmt], name: str) -> ast.stmt | None:
+    for one in body:
+        if isinstance(one, Definition) and one.name == name:
+            return one
+        if isinstance(one, ast.Assign) and any(ast.unparse(target) == name for target in one.targets):
+            return one
+    return None
+
+
+def _inherited(found: Definition, top: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """What a class has of those of its file, as a contract's tests."""
+    bases = [ast.unparse(base) for base in getattr(found, "bases", ())]
+    classes = [one for one in top if isinstance(one, ast.ClassDef) and one.name in bases]
+    return [stmt for one in classes for stmt in (*one.body, *_inherited(one, top))]
 
 
 def _definition(tree: ast.Module, function: str) -> ast.AST:
