@@ -121,11 +121,11 @@ class AuditUnderWay:
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One request on its way. account, detail: of its first admission. number: of the namespace in which the prompt was
-    hashed. late_lookup: one whose answer was not waited for, until it is there. stop_token, stop_reason: up to where a
-    load would go, decided for `chosen_for` tokens of the engine's own. offered: blocks up to which its KV was offered,
-    or is held. taken_tokens: of the engine's own and ours, at its last admission. held_out: whether its hit is computed
-    all the same, None until that is decided. added_at, and found_tokens of the store's: while its first token is waited
-    for, to learn what hits save.
+    hashed. late_at: computed tokens at which it is asked how much is stored, where nobody waited for that (0: no more),
+    with `late_lookup`. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the
+    engine's own. offered: blocks up to which its KV was offered, or is held. taken_tokens: of the engine's own and
+    ours, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
+    added_at, and found_tokens of the store's: while its first token is waited for, to learn what hits save.
     """
 
     request: EngineRequest
@@ -135,6 +135,7 @@ class RequestState:
     number: int = -1
     prompt: Prompt = field(default_factory=lambda: Prompt(0, []))
     lookup: PrefixLookup | None = None
+    late_at: int = 0
     late_lookup: PrefixLookup | None = None
     local_tokens: int = 0
     chosen_for: int = -1

@@ -33,7 +33,7 @@ from engine_adapter.engine_requests import (
 from engine_adapter.load_choice import LoadChoice, StepWork
 from engine_adapter.load_plan import LoadPlan
 from engine_adapter.opened_namespace import ClosableStore, OpenedNamespace
-from engine_adapter.prefix_lookup import PrefixLookup
+from engine_adapter.prefix_lookup import PrefixLookup, account_unasked
 from engine_adapter.save_plan import SavePlan, page_runs
 from engine_adapter.step_orders import (
     AuditReport,
@@ -198,10 +198,13 @@ class PagedScheduler:
 
     @_edge(None)
     def added(self, request: EngineRequest, facts: RequestFacts) -> None:
-        """A new request: its look-up begins."""
-        state = RequestState(request, facts, Account.of([]), added_at=self._clock())
+        """A new request: its look-up begins, unless it is alone. Then it is asked about at once what it has itself, and
+        may need none: what a look-up takes of the processors is taken from the step that computes the request."""
+        account = Account.of([(MissReason.DISABLED, request.num_tokens)])
+        state = RequestState(request, facts, account, added_at=self._clock())
         self._states[request.request_id] = state
-        self._look_up(state)
+        if self._running or len(self._states) > 1 or not self._is_asked(state):
+            self._look_up(state)
 
     @_edge((0, False))
     def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
@@ -215,10 +218,14 @@ class PagedScheduler:
         if self._loads.asks(state, local_tokens):
             return None, False
         state.local_tokens = local_tokens
-        if state.lookup is None or (state.is_admitted and state.lookup.is_over):
-            self._look_up(state)  # it was preempted, and comes again with what it had generated
+        if state.lookup is not None and state.is_admitted and state.lookup.is_over:
+            self._let_go(state)  # it was preempted, and comes again with what it had generated
+        if self._gains_nothing(state, local_tokens):
+            return 0, False
+        if state.lookup is None:
+            self._look_up(state)
         lookup = state.lookup
-        if lookup is None or self._gains_nothing(state, local_tokens):
+        if lookup is None:
             return 0, False
         tokens = self._promised(state, lookup, local_tokens)
         while tokens is None and not self._running and self._idle_seconds > 0:
@@ -248,7 +255,11 @@ class PagedScheduler:
             return
         lookup = state.lookup
         found = lookup.found() if lookup is not None else None
-        self._is_offered(state, found.blocks if found is not None else 0)
+        if found is None and state.late_at:  # what is stored is asked when its first token is there
+            self._is_offered(state, state.local_tokens // self.block_tokens)
+        else:
+            state.late_at = 0
+            self._is_offered(state, found.blocks if found is not None else 0)
         is_first = not state.is_admitted
         state.taken_tokens = state.local_tokens + tokens
         if is_first:
@@ -382,7 +393,7 @@ class PagedScheduler:
     def _look_up(self, state: RequestState) -> None:
         request, facts = state.request, state.facts
         self._let_go(state)
-        state.chosen_for = -1
+        state.chosen_for, state.late_at = -1, 0
         tokens = request.num_tokens
         namespace = self._namespace.now() if self._refused is None else None
         if facts.refused is not None:
@@ -449,16 +460,27 @@ class PagedScheduler:
         groups = self._facts.layout.groups if self._facts is not None else ()
         return len(groups) == 1 and not groups[0].window
 
+    def _is_asked(self, state: RequestState) -> bool:
+        """Whether there is somebody to ask what is stored of it."""
+        is_read = state.facts.refused is None and state.facts.reads and self._refused is None
+        return is_read and self._namespace.now() is not None
+
     def _gains_nothing(self, state: RequestState, local_tokens: int) -> bool:
         """Whether behind what the engine has itself there is no whole block that could be loaded, and no answer yet
         that says more: nobody waits for one that is good for the account alone."""
-        prompt, block = state.prompt.tokens, self.block_tokens
-        if state.lookup is None or (prompt - 1) // block * block > local_tokens or state.lookup.found() is not None:
+        tokens, block, lookup = state.request.num_tokens, self.block_tokens, state.lookup
+        if lookup is None:
+            if not self._is_asked(state):
+                return False
+        elif lookup.is_over or lookup.found() is not None:
             return False
+        if (tokens - 1) // block * block > local_tokens:
+            return False
+        state.late_at = tokens + 1
+        if self._facts is not None and state.number != self._facts.number:
+            state.number, state.prompt = self._facts.number, Prompt(0, [])  # hashed when a block is to be saved
         if not state.is_admitted:
-            tail = prompt % block or 1
-            reason = MissReason.PARTIAL_BLOCK if prompt % block else MissReason.LAST_TOKEN
-            state.account, state.detail = Account.of([(MissReason.GRID, prompt - tail), (reason, tail)]), ""
+            state.account, state.detail = account_unasked(tokens, block), ""
         return True
 
     def _waits(self, state: RequestState, promised: int) -> bool:
@@ -592,15 +614,16 @@ class PagedScheduler:
             return
         block = namespace.block_tokens
         stop = min(one.stop, state.request.num_tokens)
-        if state.late_lookup is not None and not self._is_told(state, state.late_lookup):
-            state.request.due = one.stop + 1
-            return
+        if state.late_at and one.stop >= state.late_at:
+            self._ask_late(state, one.stop)
         if policy is SavePolicy.PROMPT:
             stop = min(stop, state.request.num_prompt_tokens)
         stop_block = stop // block
         if stop_block <= state.offered:
-            if stop < one.stop:
+            if stop < one.stop and not state.late_at:
                 state.request.due = NEVER  # there is no more of it to come
+            else:
+                self._is_offered(state, state.offered)
             return
         if stop_block > len(state.prompt.keys):
             first = len(state.prompt.keys) * block
@@ -611,15 +634,20 @@ class PagedScheduler:
             self._order_save(state, tables, first_block, last_block, orders)
         self._is_offered(state, stop_block)
 
-    def _is_told(self, state: RequestState, lookup: PrefixLookup) -> bool:
-        """Whether it is known how much of a request is stored, which nobody waited for."""
-        match = lookup.found()
-        if match is None and not lookup.is_over:
-            return False
-        state.late_lookup = None
-        lookup.give_back()
-        state.offered = max(state.offered, match.blocks if match is not None else 0)
-        return True
+    def _ask_late(self, state: RequestState, computed: int) -> None:
+        """How much of a request is stored, where nobody waited for that; in each step until it is known."""
+        if state.late_lookup is None:
+            self._look_up(state)
+            state.late_lookup, state.lookup = state.lookup, None
+        late = state.late_lookup
+        match = late.found() if late is not None else None
+        if late is not None and match is None and not late.is_over:
+            state.late_at = computed + 1
+            return
+        state.late_at, state.late_lookup = 0, None
+        if late is not None:
+            late.give_back()
+        state.offered = min(state.offered, match.blocks if match is not None else 0)
 
     def _order_save(
         self,
@@ -668,6 +696,8 @@ class PagedScheduler:
         state.offered = blocks
         saves = state.facts.refused is None and state.facts.saves and self.settings.save is not SavePolicy.NONE
         due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER
+        if state.late_at and due != NEVER:
+            due = min(due, state.late_at)
         if state.found_tokens or state.audit is not None:  # its first token is waited for, or it is to be compared
             due = min(due, state.request.num_prompt_tokens)
         state.request.due = due

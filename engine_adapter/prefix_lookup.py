@@ -25,6 +25,14 @@ HELD_SECONDS = 20.0
 """A lease that the engine has no room for is given back after so long, well before it runs out, and taken anew."""
 
 
+def account_unasked(tokens: int, block_tokens: int) -> Account:
+    """Of a prompt behind whose part that the engine has itself no whole block could be loaded."""
+    tail, reason = tokens % block_tokens, MissReason.PARTIAL_BLOCK
+    if not tail:
+        tail, reason = 1, MissReason.LAST_TOKEN
+    return Account.of([(MissReason.GRID, tokens - tail), (reason, tail)])
+
+
 class PrefixLookup:
     """A prompt's look-up and lease. One thread."""
 

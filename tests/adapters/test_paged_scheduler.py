@@ -234,6 +234,7 @@ def test_a_lease_that_was_asked_for_behind_more_of_the_engines_own_is_asked_for_
     late = Late(store)
     half = Half(late)
     request = half.add("a", ids(330))
+    half.half._look_up(half.half._states["a"])
     assert half.half._states["a"].lookup.found() is not None  # type: ignore[union-attr]
     late.is_late = True
     assert half.half.matched("a", 128) == (None, False), "the lease is asked for"
@@ -314,38 +315,87 @@ def test_where_one_more_block_could_be_had_its_answer_is_waited_for(store: Embed
     assert half.matched(request, 320) == (64, True)
 
 
-@pytest.mark.parametrize("stored", [320, 192, 0])
-def test_an_answer_that_was_not_waited_for_says_later_what_is_to_be_saved(store: EmbeddedStore, stored: int) -> None:
-    if stored:
-        put(store, ids(stored))
-    half = Half(late := Late(store, is_late=True))
+BESIDE = pytest.mark.parametrize("beside", [0, 1])
+"""Others in the engine: without one, nothing is asked before the engine says what it has itself."""
+
+
+def with_its_own(half: Half, beside: int) -> Request:
+    """A request of 330 tokens of which the engine has 320 itself."""
+    for number in range(beside):
+        half.add(f"o{number}", ids(50, 3000))
     request = half.add("a", ids(330), more=200)
     assert half.half.matched("a", 320) == (0, False)
     request.tables = [half.pages(17)]
     half.half.allocated("a", request.tables, 0)
+    return request
+
+
+@BESIDE
+@pytest.mark.parametrize("stored", [320, 192, 0])
+def test_what_is_stored_is_known_later_where_nobody_waited_for_it(
+    store: EmbeddedStore, stored: int, beside: int
+) -> None:
+    if stored:
+        put(store, ids(stored))
+    half = Half(late := Late(store, is_late=True))
+    request = with_its_own(half, beside)
+    assert late.asked == beside
     assert half.step(request, upto=330).saves == [], "nobody knows yet"
-    late.is_late = False
     request.known = 331
-    saves = half.step(request, upto=331).saves
+    assert half.step(request, upto=331).saves == [] and late.asked == 1
+    late.is_late = False
+    request.known = 332
+    saves = half.step(request, upto=332).saves
     assert [(save.first_token, len(save.keys) // KEY_BYTES) for save in saves] == (
         [(stored, 5)] if stored < 320 else []
     )
     request.known = 400
     (save,) = half.step(request, upto=400).saves
     assert save.first_token == 320
+    half.told(request)
+    _until(lambda: not store.usage().leases)
 
 
-def test_an_answer_that_never_comes_keeps_nothing_from_being_saved(store: EmbeddedStore) -> None:
+@BESIDE
+def test_an_answer_that_never_comes_keeps_nothing_from_being_saved(store: EmbeddedStore, beside: int) -> None:
     half = Half(Late(store, is_late=True))
-    request = half.add("a", ids(330), more=200)
-    assert half.half.matched("a", 320) == (0, False)
-    request.tables = [half.pages(17)]
-    half.half.allocated("a", request.tables, 0)
+    request = with_its_own(half, beside)
     assert half.step(request, upto=330).saves == []
-    half.clock.advance(60)
     request.known = 331
-    (save,) = half.step(request, upto=331).saves
+    assert half.step(request, upto=331).saves == []
+    half.clock.advance(60)
+    request.known = 332
+    (save,) = half.step(request, upto=332).saves
     assert save.first_token == 0
+
+
+def test_a_block_that_is_new_is_saved_with_the_step_that_computes_it(store: EmbeddedStore) -> None:
+    """Whoever ends with one token leaves it behind."""
+    half = Half(late := Late(store, is_late=True))
+    request = half.add("a", ids(384))
+    assert half.half.matched("a", 320) == (0, False) and not late.asked
+    request.tables = [half.pages(12)]
+    half.half.allocated("a", request.tables, 0)
+    (save,) = half.step(request, upto=384).saves
+    assert (save.first_token, len(save.keys) // KEY_BYTES) == (320, 6)
+
+
+def test_only_prompts_are_saved_also_where_it_is_known_late_what_is_stored(store: EmbeddedStore) -> None:
+    half = Half(late := Late(store, is_late=True), save="prompt")
+    request = with_its_own(half, 0)
+    for known in (330, 331):
+        request.known = known
+        assert half.step(request).saves == []
+    late.is_late, request.known = False, 400
+    (save,) = half.step(request).saves
+    assert (save.first_token, len(save.keys) // KEY_BYTES) == (0, 5)
+    assert request.due == NEVER or not half.step(request).saves
+
+
+def test_a_request_that_is_alone_and_comes_to_nothing_is_accounted_for(store: EmbeddedStore) -> None:
+    half = Half(late := Late(store))
+    told = half.told(half.add("a", ids(330)))
+    assert told["misses"] == {"disabled": 330} and not late.asked
 
 
 # Held out ------------------------------------------------------------------------------------------------------------

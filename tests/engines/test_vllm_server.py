@@ -21,11 +21,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
+from engine_adapter.audit import FIRST_HITS
 from engines import models
 from engines.models import ROOT
 
 pytestmark = pytest.mark.slow
 START_SECONDS = 180
+MOST_ASKED = 10
+"""Until the first hits were compared: a verdict comes with a step, and one that is to be compared waits for it."""
 NAME = "small"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 TEXT = (ROOT / "docs/vllm.md").read_bytes()[:300]
@@ -67,6 +70,14 @@ class Server:
             said = answer.read()
             return json.loads(said) if said else None
 
+    def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a streamed answer, with the one that says what was used."""
+        content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+        asked = urllib.request.Request(self._at + path, content, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=120) as answer:
+            lines = answer.read().decode().splitlines()
+        return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
     def metric(self, name: str, label: str) -> float:
         """0 where there is none."""
         found = re.findall(rf"^{name}\{{[^}}]*{label}[^}}]*\}} (\S+)$", self.get("/metrics"), re.MULTILINE)
@@ -86,6 +97,7 @@ def serving(model: str, url: str, log: Path) -> Iterator[Server]:
     }
     small = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME, "--chat-template", TEMPLATE]
     small += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"]
+    small += ["--enable-prompt-tokens-details"]
     with log.open("wb") as out:
         command = [*documented(model, url), *small]
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
@@ -122,12 +134,19 @@ def test_a_server_by_the_book_answers_from_the_store_and_says_so(sidecar: Any, s
             "kv_transfer_params": {"kvstore": {"ttl": 3600, "typo": 1}},
         }
         first = server.post("/v1/chat/completions", chat)
-        time.sleep(1.0)
+        compared = []
+        while server.metric("kvstore:events_total", 'event="audited_(exact|close)"') < FIRST_HITS:
+            assert len(compared) < MOST_ASKED
+            time.sleep(1.0)
+            assert server.post("/reset_prefix_cache") == {"success": True}
+            compared.append(server.post("/v1/chat/completions", chat)["kv_transfer_params"]["kvstore"])
         assert server.post("/reset_prefix_cache") == {"success": True}
         again = server.post("/v1/chat/completions", chat)
         plain = {"model": NAME, "prompt": [5] * 64 + list(range(200)) * 2, "max_tokens": 8, "temperature": 0}
         whole = server.post("/v1/completions", plain)
         assert first["choices"][0]["message"]["content"] == again["choices"][0]["message"]["content"]
+        assert len(compared) >= FIRST_HITS and all(one["hits"] == {} for one in compared)
+        assert any(one["misses"].get("audit") == 256 for one in compared)
         told, found = (one["kv_transfer_params"]["kvstore"] for one in (first, again))
         assert told["asked"] == found["asked"] == first["usage"]["prompt_tokens"] >= 300
         assert told["hits"] == {} and found["hits"] == {"dram": 256}
@@ -135,7 +154,14 @@ def test_a_server_by_the_book_answers_from_the_store_and_says_so(sidecar: Any, s
         assert whole["kv_transfer_params"]["kvstore"]["misses"]["absent"] == 384
         assert server.metric("kvstore:prompt_tokens_total", 'origin="hit_dram"') == 256
         assert server.metric("kvstore:prompt_tokens_total", 'origin="miss_absent"') == 256 + 384
+        assert server.metric("kvstore:events_total", 'event="audited_drifted"') == 0
         assert server.metric("kvstore:events_total", 'event="loads"') == 1
         assert server.metric("kvstore:events_total", 'event="saved_blocks"') >= 2
+        assert server.post("/reset_prefix_cache") == {"success": True}
+        chunks = server.stream("/v1/chat/completions", chat)
+        assert not [chunk for chunk in chunks if "kv_transfer_params" in chunk], "then docs/vllm.md is to be changed"
+        (used,) = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+        assert used["prompt_tokens_details"]["cached_tokens"] == 256
+        assert server.metric("kvstore:prompt_tokens_total", 'origin="hit_dram"') == 2 * 256
     said = log.read_text("utf-8", "replace")
     assert f"kvstore: ready at {sidecar.url}, codec int8-kc64, blocks of 128 tokens" in said
