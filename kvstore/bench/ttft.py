@@ -3,7 +3,7 @@
 A Llama with random weights answers prompts of some length through an engine's adapter. For each length:
 
     cold   no store: prefill of everything; beside it, which share of the device's matrix rate that was (MFU)
-    fill   the first request of a store: prefill, and all blocks saved on the way
+    fill   the first request of a store: prefill; all blocks are saved behind its first token
     dram   the same prompt again: its prefix comes from the store in this process
     hbm    and again: its prefix comes from the pool of decoded blocks on the device
 

@@ -67,7 +67,7 @@ PREPARATIONS = 20
 PATIENT = {"match_deadline_ms": 10_000, "lease_deadline_ms": 10_000, "cost_model": False, "audit": 0.0}
 """What is late is slow here and not a miss, and every hit is loaded: none is judged too dear, and none is audited."""
 AS_SHIPPED: dict[str, Any] = {}
-NO_STORE = frozenset({"unreachable", "disabled", "unsupported"})
+NO_STORE = frozenset({"unreachable", "warming", "disabled", "unsupported"})
 """Miss reasons of an engine whose connector has no store."""
 SHARED_MEMORY = "/dev/shm"
 Answers = Sequence[Mapping[str, Any]]

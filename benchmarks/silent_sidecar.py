@@ -1,0 +1,136 @@
+"""What a sidecar that hangs (SIGSTOP) costs an engine: time to the first token and between tokens, beside no store.
+
+    python benchmarks/silent_sidecar.py hf [--turns 15]           with transformers
+    python benchmarks/silent_sidecar.py vllm [--turns 15]         with a vLLM for CPUs
+
+Two engines take turns with prompts that nobody has seen, one with a store and one without, in another order each time.
+Printed: what the request lost in which the sidecar was found to hang, and medians of all later ones with their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from kvstore.bench.vllm_rows import LLAMAS, MID, TINY
+
+PLAIN, STORE = "no store", "silent store"
+SHAPES = {"hf": TINY, "vllm": MID}
+PROMPT_TOKENS = {"hf": 2048, "vllm": 1500}
+ANSWER_TOKENS = 8
+Ask = Callable[[list[int]], tuple[float, float]]
+"""Of a prompt: milliseconds to the first token, and between two tokens."""
+
+
+@contextmanager
+def sidecar(scratch: Path) -> Iterator[tuple[str, int]]:
+    """Its socket, and the process that is to be stopped."""
+    command = [sys.executable, "-m", "kvstore", "serve", "--data", str(scratch / "kv"), "--dram", "1GiB"]
+    process = subprocess.Popen(
+        [*command, "--nvme", "off", "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        yield said["serving"][0], said["pid"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def transformers_engines(url: str, scratch: Path) -> Iterator[dict[str, Ask]]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import kvstore
+    from engine_adapter.hf_cache import PrefixCache
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMAS[SHAPES["hf"]], max_position_embeddings=4096)).eval()
+    with kvstore.open(url) as store:
+
+        def asking(cache: PrefixCache) -> Ask:
+            def ask(prompt: list[int]) -> tuple[float, float]:
+                report = cache.generate(prompt, max_new_tokens=ANSWER_TOKENS, stop_tokens=()).report
+                return report.ttft_ms, statistics.fmean(report.itl_ms)
+
+            return ask
+
+        yield {PLAIN: asking(PrefixCache(model)), STORE: asking(PrefixCache(model, store))}
+
+
+@contextmanager
+def vllm_engines(url: str, scratch: Path) -> Iterator[dict[str, Ask]]:
+    from kvstore.bench.engine_process import EngineProcess
+
+    model = scratch / "model"
+    subprocess.run([sys.executable, "-m", "kvstore.bench.saved_llama", SHAPES["vllm"], str(model)], check=True)
+    transfer = {
+        "kv_connector": "KvStoreConnector",
+        "kv_connector_module_path": "engine_adapter.vllm_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"url": url},
+    }
+
+    def asking(engine: EngineProcess) -> Ask:
+        def ask(prompt: list[int]) -> tuple[float, float]:
+            (answer,) = engine.do("ask", prompts=[prompt], max_tokens=ANSWER_TOKENS)
+            return answer["ttft_ms"], (answer["total_ms"] - answer["ttft_ms"]) / (ANSWER_TOKENS - 1)
+
+        return ask
+
+    with ExitStack() as stack:
+        engines = {}
+        for name, given in ((PLAIN, None), (STORE, transfer)):
+            plan = {"model": str(model), "options": {"max_model_len": 4096}, "transfer": given}
+            engines[name] = stack.enter_context(EngineProcess(name, plan, 1, scratch))
+            engines[name].started()
+        yield {name: asking(engine) for name, engine in engines.items()}
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=sorted(PROMPT_TOKENS))
+    parser.add_argument("--turns", type=int, default=15)
+    given = parser.parse_args()
+    drawn, tokens = random.Random(0), PROMPT_TOKENS[given.engine]
+
+    def prompt() -> list[int]:
+        return [drawn.randrange(1000) for _ in range(tokens)]
+
+    started = transformers_engines if given.engine == "hf" else vllm_engines
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        socket, pid = stack.enter_context(sidecar(scratch))
+        engines = stack.enter_context(started(f"unix:{socket}", scratch))
+        for _ in range(3):
+            for ask in engines.values():
+                ask(prompt())
+        os.kill(pid, signal.SIGSTOP)
+        stack.callback(os.kill, pid, signal.SIGCONT)
+        first = engines[STORE](prompt())
+        times: dict[str, list[tuple[float, float]]] = {PLAIN: [], STORE: []}
+        for turn in range(given.turns):
+            for name in (PLAIN, STORE) if turn % 2 else (STORE, PLAIN):
+                times[name].append(engines[name](prompt()))
+    for column, what in enumerate(("ttft_ms", "itl_ms")):
+        plain, silent = (statistics.median(one[column] for one in times[name]) for name in (PLAIN, STORE))
+        lost = f"{first[column] - plain:+.1f} in the request that found it"
+        print(f"{what}: {PLAIN} {plain:.1f}, {STORE} {silent:.1f}, ratio {silent / plain:.3f}; {lost}")
+
+
+if __name__ == "__main__":
+    main()
