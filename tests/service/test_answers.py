@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+import kvstore
 from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.miss import HitTier, MissReason
 from kvstore.service import messages as m
 from kvstore.service.answers import check_answer, checked_facts
+from kvstore.service.run import spans
+from service.sidecar import patient
+from tiering.extents import Extent, MappedExtent
+from tiering.tier import place_of
 from torture.nested import FACTS
+from torture.nested_door import EXTENT_BYTES, FRAME_BYTES, LAYOUT, OddSidecar
+from workbench import ids, random_pages
 
 KEYS = [bytes([n]) * 32 for n in range(3)]
 DIGESTS = [b"d" * 16] * 2
@@ -107,3 +115,43 @@ def test_facts_that_do_not_add_up_are_not_printed() -> None:
     ):
         with pytest.raises(ValueError):
             checked_facts(msgspec.structs.replace(FACTS, **changes))
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_outside_its_extent_is_none() -> None:
+    """An address behind the mapping would be what a copy reads from, or writes to."""
+    extent = Extent(EXTENT_BYTES)
+    mapped = MappedExtent(extent.share(1, writable=True), EXTENT_BYTES, writable=True)
+    fitting = EXTENT_BYTES // FRAME_BYTES
+    places = [place_of(3, slot) for slot in range(fitting + 1)]
+    assert len(spans({3: (mapped, FRAME_BYTES)}, places)) == fitting
+    assert spans({3: (mapped, FRAME_BYTES)}, [place_of(3, (1 << 24) - 1)]) == []
+    extent.close()
+
+
+class WrongFrames(OddSidecar):
+    """Says that frames are smaller than the payloads of the namespace that are in them."""
+
+    def _right(self, verb: m.Verb) -> tuple[m.Answer, list[int]]:
+        answer, descriptors = super()._right(verb)
+        if isinstance(answer, m.ExtentsReply):
+            answer = m.ExtentsReply([msgspec.structs.replace(one, frame_bytes=8192) for one in answer.extents])
+        return answer, descriptors
+
+
+def test_frames_of_another_size_than_the_namespaces_are_neither_read_nor_filled(tmp_path: Path) -> None:
+    path = tmp_path / "odd.sock"
+    with WrongFrames(path, 1) as sidecar:
+        sidecar.is_odd = False
+        with kvstore.open(f"unix:{path}", engine="test") as store:
+            handle = patient(store).namespace(model="m" * 40, layout=LAYOUT)  # type: ignore[arg-type]
+            prompt = ids(3 * 64)
+            match = handle.match(prompt)
+            assert match.blocks == 3
+            lease = handle.lease(match, deadline_ms=1000)
+            assert lease.blocks == 0 and lease.reply.reason is MissReason.UNREACHABLE
+            assert handle.put(prompt, random_pages(LAYOUT, 3)).reason is None, "all of it is there, it says"
+            reserved = handle.door.reserve(handle.number, match.keys, 0, 0, None)
+            assert not reserved.reservation and reserved.reason is MissReason.UNREACHABLE
