@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import threading
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from kvstore.identity import Namespace
 from kvstore.layout import KvGroup, Layout
 from kvstore.node import SystemClock
 from kvstore.service import messages as m
+from kvstore.service.handlers import Served
 from kvstore.service.local_door import LARGE_BYTES
 from kvstore.service.wire import Wire
 from service.sidecar import Sidecar
@@ -218,11 +221,8 @@ def test_an_answer_that_cannot_be_encoded_ends_its_connection_alone(
 
 
 def test_an_answer_with_descriptors_that_cannot_be_encoded_closes_them(sidecar: Sidecar) -> None:
-    import os
-
-    from kvstore.service.handlers import Served
-
     ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
     sidecar.handlers._verbs[m.Extents] = lambda caller, verb: Served(m.Counted(1 << 70), [theirs])
     peer = come_in(sidecar)
     peer.socket.sendall(m.pack(m.Request(1, m.Extents([1], False))))
@@ -279,8 +279,6 @@ def test_a_namespace_is_opened_off_the_doors_thread_and_in_order(sidecar: Sideca
     served = sidecar.handlers._verbs[m.OpenNamespace]
 
     def noted(caller: Any, verb: Any) -> Any:
-        import threading
-
         opened.append(threading.current_thread().name)
         return served(caller, verb)
 
