@@ -274,8 +274,9 @@ def test_a_message_never_repeats_the_prompt() -> None:
         ((ExtraKey(b"x", -1),), ("token -1", "from token 0 on")),
         ((b"x" * (MAX_EXTRA_KEY_BYTES + 1),), (str(MAX_EXTRA_KEY_BYTES), "digest")),
         ((b"x",) * (MAX_EXTRA_KEYS + 1), (str(MAX_EXTRA_KEYS + 1), str(MAX_EXTRA_KEYS))),
+        (("salt", "\ud800"), ("surrogate", "bytes")),
     ],
-    ids=["text", "bytes", "a number", "a negative position", "too long", "too many"],
+    ids=["text", "bytes", "a number", "a negative position", "too long", "too many", "no text"],
 )
 def test_bad_extra_keys_are_one_clear_line(extras: Any, fragments: tuple[str, ...]) -> None:
     with pytest.raises(BadInput) as caught:

@@ -14,6 +14,14 @@ from kvstore.errors import BadInput
 from kvstore.layout import (
     DTYPE_BYTES,
     MAX_BLOCK_TOKENS,
+    MAX_GROUPS,
+    MAX_KV_HEADS,
+    MAX_LAYER_NUMBER,
+    MAX_LAYERS,
+    MAX_NAME_CHARACTERS,
+    MAX_PARTS,
+    MAX_PLANE_WIDTH,
+    MAX_WINDOW,
     Attention,
     KvGroup,
     Layout,
@@ -204,3 +212,31 @@ def test_what_is_not_possible_is_one_clear_line(make: Any, fragments: tuple[str,
     with pytest.raises(BadInput) as caught:
         make()
     assert one_line(caught.value, *fragments)
+
+
+def test_a_layout_has_bounds_and_they_may_be_reached() -> None:
+    """What is within them can be named by every header; what is beyond comes from nobody who means it."""
+    small: dict[str, Any] = {"kv_heads": 1, "head_dim": 8, "dtype": "int8"}
+    assert len(Layout.gqa(layers=MAX_PARTS, layer_shards=MAX_PARTS, **small).parts) == MAX_PARTS
+    assert len(Layout.gqa(layers=MAX_LAYERS, **small).layers) == MAX_LAYERS
+    groups = tuple(KvGroup(f"g{n}", (n,), 1, (8,), "int8") for n in range(MAX_GROUPS + 1))
+    assert len(Layout(groups[:-1]).groups) == MAX_GROUPS
+    for make in (
+        lambda: Layout.gqa(layers=MAX_PARTS + 1, layer_shards=MAX_PARTS + 1, **small),
+        lambda: Layout.gqa(
+            layers=2, kv_heads=MAX_PARTS, head_dim=8, dtype="int8", head_shards=MAX_PARTS, layer_shards=2
+        ),
+        lambda: Layout.gqa(layers=MAX_LAYERS + 1, **small),
+        lambda: Layout(groups),
+        lambda: Layout((FULL, KvGroup("x", tuple(range(2, MAX_LAYERS + 1)), 1, (8,), "int8"))),
+        lambda: KvGroup("x", (MAX_LAYER_NUMBER + 1,), 1, (8,), "int8"),
+        lambda: KvGroup("x", (0,), MAX_KV_HEADS + 1, (8,), "int8"),
+        lambda: KvGroup("x", (0,), True, (8,), "int8"),
+        lambda: KvGroup("x", (0,), 1, (MAX_PLANE_WIDTH + 1,), "int8"),
+        lambda: KvGroup("x" * (MAX_NAME_CHARACTERS + 1), (0,), 1, (8,), "int8"),
+        lambda: KvGroup("x", (0,), 1, (8,), "int8", Attention.SLIDING, MAX_WINDOW + 1),
+        lambda: Layout((FULL,), packing="x" * (MAX_NAME_CHARACTERS + 1)),
+    ):
+        with pytest.raises(BadInput) as caught:
+            make()
+        assert one_line(caught.value)

@@ -63,6 +63,25 @@ def test_what_cannot_be_meant_is_refused_by_its_full_name(text: str | bytes, fra
     assert one_line(caught.value, *fragments)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'"{"k" * 100_000}" = 1',
+        f'[store]\n"{"k" * 100_000}" = 1',
+        f'[store]\npolicy = "{"k" * 100_000}"',
+        f'[store]\ndram = "{"9" * 100_000}"',
+        f"[limits]\nleases = {'9' * 5000}",
+        f"[limits]\nleases = {'[' * 5000}",
+        f'[tenants]\n"{"k" * 100_000}" = 1',
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line_that_can_be_read(text: str) -> None:
+    """However long it is, and however deep."""
+    with pytest.raises(BadInput) as caught:
+        read_settings(text)
+    assert one_line(caught.value) and len(str(caught.value)) < 1200
+
+
 def test_what_is_no_toml_is_told_by_the_name_of_its_file() -> None:
     with pytest.raises(BadInput) as caught:
         read_settings("[store\n", name="some/kv.toml")

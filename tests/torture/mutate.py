@@ -109,7 +109,7 @@ def _text(random: Random, wire: bool) -> str:
 def nested(random: Random) -> list[Any]:
     """A list in a list, and so on."""
     value: list[Any] = []
-    for _ in range(random.choice((3, 50, 200))):
+    for _ in range(random.choice((3, 30, 60))):
         value = [value]
     return value
 

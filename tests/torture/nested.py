@@ -303,7 +303,7 @@ def as_toml(value: Any, inline: bool = False) -> str:
 
 
 LINES: list[Any] = [
-    {"timestamp": at, "input_length": 1024 + at, "output_length": 20, "hash_ids": [0, 1, at + 2]} for at in range(3)
+    {"timestamp": at, "input_length": 1025 + at, "output_length": 20, "hash_ids": [0, 1, at + 2]} for at in range(3)
 ]
 
 
