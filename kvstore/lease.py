@@ -38,7 +38,8 @@ class ReservationRecord:
 
     refills: hollow rows among them, pinned for as long as the reservation lives. orphans: places of a reservation
     that ended while somebody may still write. bases: reservations of the same session whose blocks these follow, and
-    which have to be visible first. is_joint: other processes wait for its answer.
+    which have to be visible first. is_joint: other processes wait for its answer. room_until: when its put has waited
+    for room for long enough, if it said so.
     """
 
     number: int
@@ -59,6 +60,7 @@ class ReservationRecord:
     cancelled: bool = False
     bases: set[int] = field(default_factory=set)
     is_joint: bool = False
+    room_until: float | None = None
 
     def __post_init__(self) -> None:
         self.done = [0] * self.parts
