@@ -99,7 +99,8 @@ def vllm_engines(url: str, scratch: Path) -> Iterator[dict[str, Ask]]:
         for name, given in ((PLAIN, None), (STORE, transfer)):
             plan = {"model": str(model), "options": {"max_model_len": 4096}, "transfer": given}
             engines[name] = stack.enter_context(EngineProcess(name, plan, 1, scratch))
-            engines[name].started()
+        for engine in engines.values():
+            engine.started()
         yield {name: asking(engine) for name, engine in engines.items()}
 
 
