@@ -319,11 +319,10 @@ class NamespaceHandle:
         if joint:  # the same windows for all, whatever is there by the time that each of them asks
             present, start = len(keys), _first_window(first_block, len(keys))
         else:
-            start = present = wait.of(lambda seconds: self._door.present(self.number, keys, seconds))
+            start = present = wait.of(partial(self._door.present, self.number, keys))
         if start == len(keys) and (ttl or priority > 0) and keys:  # they are to be kept for longer
-            start = present = wait.of(
-                lambda seconds: self._door.reserve(self.number, keys, len(keys), priority, ttl, None, seconds).present
-            )
+            reply = wait.of(partial(self._door.reserve, self.number, keys, len(keys), priority, ttl, None))
+            start = present = reply.present
         if start == len(keys):
             return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability, wait)
         # Unusable pages must show before anything is evicted for them.
@@ -515,10 +514,10 @@ class _Wait:
         """Seconds; None where nothing was said."""
         return self._left
 
-    def of(self, ask: Callable[[float | None], T]) -> T:
-        """What is asked, in the time that is left."""
+    def of(self, ask: Callable[..., T]) -> T:
+        """What is asked, in the time that is left, which is its last argument."""
         if self._left is None:
-            return ask(None)
+            return ask()
         asked_at = self._door.now()
         try:
             return ask(self._left)

@@ -40,6 +40,7 @@ class ReservationRecord:
     refills: hollow rows among them, pinned for as long as the reservation lives. orphans: places of a reservation
     that ended while somebody may still write. bases: reservations of the same session whose blocks these follow, and
     which have to be visible first. is_joint: other processes wait for its answer. detail: why it got no more slots.
+    room_until: when its put has waited for room for long enough, if it said so.
     """
 
     number: int
@@ -61,6 +62,7 @@ class ReservationRecord:
     bases: set[int] = field(default_factory=set)
     is_joint: bool = False
     detail: str = ""
+    room_until: float | None = None
 
     def __post_init__(self) -> None:
         self.done = [0] * self.parts

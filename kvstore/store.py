@@ -665,8 +665,8 @@ class Store:
         put: JointPut | None,
         ends_at: float | None,
     ) -> ReserveReply:
-        """put: whose reservation it is, if it is a joint one; its number is known to nobody then. ends_at: see
-        `_find_slots`."""
+        """put: whose reservation it is, if it is a joint one; its number is known to nobody then. ends_at: no more room
+        is made after that."""
         with self._lock:
             if self._closed or number in self._blocks.dropping:
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
@@ -685,7 +685,7 @@ class Store:
                 reason, _ = self._why(number, keys, len(rows))
                 return ReserveReply(0, present, stopped_at=present, reason=reason)
             parts = len(self._blocks.spaces[number].classes)
-            record = ReservationRecord(self._new_reservation(), number, parts, priority, expires_at)
+            record = ReservationRecord(self._new_reservation(), number, parts, priority, expires_at, room_until=ends_at)
             stopped_at, reason = self._begin_rows(record, keys, present, standing)
             if not record.rows:
                 return ReserveReply(0, present, stopped_at=stopped_at, reason=reason)
@@ -694,7 +694,7 @@ class Store:
                 self._joint.reserved(put, record)
                 record.is_joint = True
         try:
-            short = self._find_slots(record, ends_at)
+            short = self._find_slots(record)
         except BaseException:  # interrupted: nobody will ever know this reservation's number
             self.abort(record.number)
             raise
@@ -1281,12 +1281,12 @@ class Store:
         self._pin(record.namespace, sorted(record.refills))
         return stopped
 
-    def _find_slots(self, record: ReservationRecord | Lift, ends_at: float | None = None) -> MissReason | None:
-        """Slots for every row, or for as many as can be; why it stopped before the last one. ends_at: no more room is
-        made after that."""
+    def _find_slots(self, record: ReservationRecord | Lift) -> MissReason | None:
+        """Slots for every row, or for as many as can be; why it stopped before the last one."""
         scarce = refused = False  # the machine had no memory for another extent: now, and the last time it was asked
         patience = PUT_SECONDS if isinstance(record, ReservationRecord) else 0.0  # a lease has an engine's deadline
         for taken in range(self._limits.room_steps):
+            ends_at = record.room_until if isinstance(record, ReservationRecord) else None
             if taken and ends_at is not None and self._clock.monotonic_seconds() >= ends_at:
                 return MissReason.DEADLINE
             with self._lock:

@@ -309,11 +309,11 @@ class RemoteDoor:
             run.post(m.Abort(reservation))
 
     def spans(self, places: Sequence[int]) -> list[FrameSpan]:
-        """As `Door.spans`. Raises `StoreClosed` where the connection on which they were leased is gone."""
+        """As `Door.spans`; none where the connection is gone. Raises `StoreClosed` where this door was closed."""
         run = self._run
-        if run is None:
-            raise StoreClosed("the connection is gone")
-        return spans(run.readable, places)
+        if self.closed:
+            raise StoreClosed("the store is closed")
+        return spans(run.readable, places) if run is not None else []
 
     def spans_to_fill(self, places: Sequence[int]) -> list[FrameSpan]:
         """As `Door.spans_to_fill`; see `spans`."""
