@@ -41,7 +41,7 @@ LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 PAYLOAD_BYTES = 2048
 DIGEST = xxh3_128_digest(bytes(PAYLOAD_BYTES))
 BUSY = (0, 1, 10, 100)
-ROUNDS = 4
+ROUNDS = 3
 SECONDS = 30.0
 FAR = 1 << 12
 """Above whatever could be counted here: two numbers as near as that would be neighbours in a count."""

@@ -20,6 +20,8 @@ from kvstore.node import SESSION_BITS, EmbeddedStore, open_embedded
 from tiering.frame import HEADER_BYTES, parse_header
 from tiering.keeping import NAME_BYTES, Kept
 from tiering.lmdb_index import LmdbMaker
+from tiering.nvme import slab_name
+from tiering.slab import PAGE_BYTES, STAMP_PAGES, STAMP_SLAB, latest_stamp
 
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 PAYLOAD_BYTES = 2048
@@ -199,6 +201,9 @@ def test_memory_that_is_taken_over_beside_another_directory_raises_its_session(t
         assert tenant.read(b"a") == seen
         seen += tenant.put(b"a", b"b")
         assert seen[-1] >> SESSION_BITS == store.core._lower.tier.session > seen[0] >> SESSION_BITS
+        stamps = (tmp_path / "nvme" / slab_name(STAMP_SLAB)).read_bytes()
+        stamp = latest_stamp([stamps[at : at + PAGE_BYTES] for at in range(0, STAMP_PAGES * PAGE_BYTES, PAGE_BYTES)])
+        assert stamp is not None and stamp.session == seen[-1] >> SESSION_BITS, "before it is closed: it may crash"
         assert is_rising(seen)
     with opened(tmp_path, **NVME) as store:
         tenant = Tenant(store, "one")
