@@ -245,9 +245,10 @@ def _expand_paths(given: dict[str, Any]) -> None:
         tables += [(tenants, name, "socket") for name in tenants]
     for parent, section, key in tables:
         table = parent.get(section)
-        if isinstance(table, dict) and isinstance(table.get(key), str):
+        given_path = table.get(key) if isinstance(table, dict) else None
+        if isinstance(table, dict) and isinstance(given_path, str) and given_path.startswith("~"):
             name = f"{section}.{key}" if parent is given else f"tenants.{section}.{key}"
-            parent[section] = {**table, key: expanded(table[key], name)}
+            parent[section] = {**table, key: expanded(given_path, name)}
 
 
 def _check(settings: Settings) -> None:

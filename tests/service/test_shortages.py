@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,9 @@ def test_memory_that_cannot_be_had_is_said(tmp_path: Path) -> None:
 # Starts --------------------------------------------------------------------------------------------------------------
 
 
-def started(directory: Path, limits: dict[int, int], *flags: str, **options: Any) -> tuple[int | None, str, str]:
+def started(
+    directory: Path, limits: dict[int, int], *flags: str, under: Sequence[str] = ()
+) -> tuple[int | None, str, str]:
     """Status, output and errors of a start under these limits; SIGTERM is sent once it serves."""
 
     def limit() -> None:
@@ -182,6 +185,7 @@ def started(directory: Path, limits: dict[int, int], *flags: str, **options: Any
 
     process = subprocess.Popen(
         [
+            *under,
             sys.executable,
             "-m",
             "kvstore",
@@ -196,9 +200,8 @@ def started(directory: Path, limits: dict[int, int], *flags: str, **options: Any
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **PATHS},
+        env={**os.environ, **PATHS, "OPENBLAS_NUM_THREADS": "1"},
         preexec_fn=limit,
-        **options,
     )
     try:
         assert process.stdout is not None
@@ -238,6 +241,25 @@ def test_a_start_with_little_address_space_serves_or_says_why_not(tmp_path: Path
     assert status == OUT_OF_RESOURCES, errors
     said = [line for line in errors.splitlines() if not line.startswith("{")]
     assert len(said) == 1 and said[0].startswith("kvstore: ") and "address space" in said[0], errors
+
+
+@pytest.mark.parametrize("threads", [1, 3, 6, 40])
+def test_a_start_with_few_threads_serves_or_says_why_not(tmp_path: Path, threads: int) -> None:
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root can start it as somebody whose threads are limited and whom nobody else counts against")
+    caps = [f"--{which}=-all,+dac_override" for which in ("inh-caps", "ambient-caps", "bounding-set")]
+    somebody = ["setpriv", "--reuid", str(61_000 + threads), *caps]  # root may have as many threads as it likes
+    if subprocess.run([*somebody, "true"], capture_output=True).returncode:
+        pytest.skip("no other user can be had here")
+    config = tmp_path / "c.toml"
+    config.write_text("[store]\nkeeper = false\n")
+    flags = ["--nvme", "16MiB", "--http", "127.0.0.1:0", "--config", str(config)]
+    status, output, errors = started(tmp_path, {resource.RLIMIT_NPROC: threads}, *flags, under=somebody)
+    if output:
+        assert status == 0, errors
+        return
+    assert status == OUT_OF_RESOURCES, errors
+    assert "no threads" in errors.splitlines()[-1] and "ulimit -u" in errors.splitlines()[-1], errors
 
 
 def test_a_start_on_a_full_disk_says_why_not(disk: Path) -> None:
