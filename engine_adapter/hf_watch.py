@@ -65,10 +65,10 @@ class ModelWatch:
 
     def identity(self) -> ModelIdentity:
         """As of now. Raises `BadInput` where the model cannot be served any longer."""
-        look = ModelLook(self._model, self._sampler)
-        is_changed = look.weights != self._seen.weights or look.state != self._seen.state
-        if is_changed or self._is_opaque or self._clock() >= self._good_until:
-            self._look_again(look, is_changed)
+        is_same_state, is_same_weights = self._seen.is_same_state(), self._seen.is_same_weights()
+        is_same = is_same_state and is_same_weights
+        if not is_same or self._is_opaque or self._clock() >= self._good_until:
+            self._look_again(is_same_state, is_same_weights)
         fields = namespace_config(self._model)
         if self._digest is not None:
             fields["computes"] = self._digest
@@ -78,12 +78,11 @@ class ModelWatch:
 
     def is_as_seen(self) -> bool:
         """Whether the model is, to a look, as it was when `identity` was asked last."""
-        look = ModelLook(self._model, self._sampler)
-        return look.weights == self._seen.weights and look.state == self._seen.state
+        return self._seen.is_same_state() and self._seen.is_same_weights()
 
-    def _look_again(self, look: ModelLook, is_changed: bool) -> None:
+    def _look_again(self, is_same_state: bool, is_same_weights: bool) -> None:
         before = self._digest
-        if is_changed:
+        if not (is_same_state and is_same_weights):
             check_model(self._model)
             device = next(self._model.parameters()).device
             if layout_of(self._model, self.layout.block_tokens) != self.layout or device != self.device:
@@ -93,7 +92,7 @@ class ModelWatch:
             self._digest = self._probed(self._probe.trial)
         elif self._digest is not None:
             self._digest = self._probed(self._probe.digest)
-        if look.weights != self._seen.weights or (self._digest != before and look.state == self._seen.state):
+        if not is_same_weights or (is_same_state and self._digest != before):
             self._weights = fingerprint(self._model)
         self._check_digest()
         self._seen = ModelLook(self._model, self._sampler)

@@ -161,7 +161,7 @@ def main() -> int:
                 verdict, wrong = f"WRONG: {error}", wrong + 1
             counts[verdict if verdict == "served" else verdict.partition(":")[0]] += 1
             print(f"{name:18} {change:18} {verdict}", flush=True)
-    print(f"{len(MODELS)} models, {sum(counts.values())} cells: {dict(counts)}")
+    print(f"{len(sys.argv[1:] or MODELS)} models, {sum(counts.values())} cells: {dict(counts)}")
     return 1 if wrong else 0
 
 
