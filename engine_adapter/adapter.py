@@ -267,6 +267,11 @@ class StoreRequest:
             except Exception as error:
                 self._fail(error)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it still asks the store for anything."""
+        return self._namespace is not None
+
     def withdraw(self, detail: str) -> None:
         """Nothing more is loaded or saved in this request: the model that computes it is no longer the one that the
         namespace stands for."""

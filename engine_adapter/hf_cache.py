@@ -94,7 +94,11 @@ class PrefixCache:
     one forward pass per token; rows begin at index 0 and write at their own positions, and where their lengths differ a
     mask hides what lies behind them.
 
-    Not thread-safe; nobody else may use the model during a call. Weights that change in place need a new PrefixCache.
+    Changes. What the model computes for a short prompt is part of the namespace (`engine_adapter.hf_watch`): after a
+    change of adapters, hooks, weights and the like the same cache goes on in another namespace, and finds the old one
+    again when the change is taken back. What a running stream computes after a change is not kept.
+
+    Not thread-safe; nobody else may use the model during a call.
     """
 
     def __init__(
@@ -224,7 +228,7 @@ class PrefixCache:
             request = StoreRequest(
                 self.namespace, report, pool=self.pool, deadline_ms=self._deadline_ms, extra_keys=extra_keys
             )
-            rows.append(_Row(number, tokens, request, chooser))
+            rows.append(_Row(number, tokens, request, chooser, self._watch.generation))
         return Stream(rows, self._run(rows, max_new_tokens, stops))
 
     # A run ---------------------------------------------------------------------------------------------------------
@@ -251,8 +255,8 @@ class PrefixCache:
                     if not row.is_stopped
                 ]
                 yield from watch.hand_out(accepted)
-                if not self._identity.is_plain:  # adapters may have taken turns, and back again before a block is full
-                    for row in rows:
+                if not (self._identity.is_plain or self._watch.is_opaque):
+                    for row in rows:  # adapters may take turns, and back again before a block is full
                         self._withdraw_if_changed(row)
         finally:
             for row in rows:
@@ -294,6 +298,8 @@ class PrefixCache:
         """Offer a row's full blocks up to that token, if there are more of them than were offered before."""
         if self.kept is Kept.WHOLE_CHUNKS:
             stop = min(stop, row.prompt_tokens) // self.chunk_tokens * self.chunk_tokens
+        if self._watch.is_opaque:  # a hook may have done anything between two tokens, and taken it back
+            stop = min(stop, row.prompt_tokens)
         stop = stop // self.layout.block_tokens * self.layout.block_tokens
         if stop > row.offered:
             row.offered = stop
@@ -302,7 +308,7 @@ class PrefixCache:
 
     def _withdraw_if_changed(self, row: _Row) -> None:
         """Whoever takes the tokens may do anything to the model between two of them."""
-        if not self._watch.is_as_seen():
+        if row.request.is_open and not self._watch.is_still(row.generation):
             row.request.withdraw(CHANGED)
 
     # Checks --------------------------------------------------------------------------------------------------------
@@ -407,9 +413,12 @@ class Stream:
 class _Row:
     """One prompt on its way. tokens: prompt and answer. with_kv: leading tokens whose KV the buffer holds."""
 
-    def __init__(self, number: int, prompt: array[int], request: StoreRequest, chooser: Chooser) -> None:
+    def __init__(
+        self, number: int, prompt: array[int], request: StoreRequest, chooser: Chooser, generation: int
+    ) -> None:
         self.number = number
         self.chooser = chooser
+        self.generation = generation
         self.tokens = prompt
         self.prompt_tokens = len(prompt)
         self.request = request

@@ -4,7 +4,7 @@
     2. a change, or too long since the last run   the probe is run (`hf_probe`); its digest is part of the identity
     3. code that may change unseen (hooks, patched forwards)   the probe is run for every request
 
-Must never run the model in the middle of a request.
+Must never say that nothing changed because it did not look.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class ModelWatch:
         self.layout = layout
         self.device: torch.device = next(model.parameters()).device
         self.probes = 0
+        self.generation = 0
+        """Counts the changes that were found: what began in an earlier one was begun by another model."""
         self._sampler = WeightSampler(model)
         self._prepare()
         self._text = described(model)
@@ -65,10 +67,10 @@ class ModelWatch:
 
     def identity(self) -> ModelIdentity:
         """As of now. Raises `BadInput` where the model cannot be served any longer."""
-        look = ModelLook(self._model, self._sampler)
-        is_changed = look.weights != self._seen.weights or look.state != self._seen.state
-        if is_changed or self._is_opaque or self._clock() >= self._good_until:
-            self._look_again(look, is_changed)
+        is_same_state, is_same_weights = self._seen.is_same_state(), self._seen.is_same_weights()
+        is_same = is_same_state and is_same_weights
+        if not is_same or self.is_opaque or self._clock() >= self._good_until:
+            self._look_again(is_same_state, is_same_weights)
         fields = namespace_config(self._model)
         if self._digest is not None:
             fields["computes"] = self._digest
@@ -76,14 +78,18 @@ class ModelWatch:
             fields["state"] = blake2b(self._text.encode(), digest_size=16, person=b"kv-state-v1").hexdigest()
         return ModelIdentity(self._weights, tuple(fields.items()), not self._text)
 
-    def is_as_seen(self) -> bool:
-        """Whether the model is, to a look, as it was when `identity` was asked last."""
-        look = ModelLook(self._model, self._sampler)
-        return look.weights == self._seen.weights and look.state == self._seen.state
+    def is_still(self, generation: int) -> bool:
+        """Whether the model is, to a look, as it was in that generation; where code may change unseen, to a run too."""
+        if generation != self.generation or not (self._seen.is_same_state() and self._seen.is_same_weights()):
+            return False
+        try:
+            return not self.is_opaque or self._probe.digest() == self._digest
+        except BadInput:
+            return False
 
-    def _look_again(self, look: ModelLook, is_changed: bool) -> None:
+    def _look_again(self, is_same_state: bool, is_same_weights: bool) -> None:
         before = self._digest
-        if is_changed:
+        if not (is_same_state and is_same_weights):
             check_model(self._model)
             device = next(self._model.parameters()).device
             if layout_of(self._model, self.layout.block_tokens) != self.layout or device != self.device:
@@ -93,8 +99,10 @@ class ModelWatch:
             self._digest = self._probed(self._probe.trial)
         elif self._digest is not None:
             self._digest = self._probed(self._probe.digest)
-        if look.weights != self._seen.weights or (self._digest != before and look.state == self._seen.state):
+        if not is_same_weights or (is_same_state and self._digest != before):
             self._weights = fingerprint(self._model)
+        if not (is_same_state and is_same_weights) or self._digest != before:
+            self.generation += 1
         self._check_digest()
         self._seen = ModelLook(self._model, self._sampler)
 
@@ -105,7 +113,7 @@ class ModelWatch:
         dtype = getattr(torch, self.layout.groups[0].dtype)
         self.mask = ChunkMask(self._chunk_tokens, dtype) if is_masked else None
         self._probe = Probe(self.call, is_masked, self.layout, self._model)
-        self._is_opaque = is_opaque(self._model)
+        self.is_opaque = is_opaque(self._model)
 
     def _probed(self, run: Callable[[], str | None]) -> str | None:
         start = self._clock()

@@ -335,6 +335,36 @@ def test_a_change_between_stream_and_its_first_token(store: EmbeddedStore) -> No
     assert stream.results[0].report.restored_tokens == 0
 
 
+def test_a_stream_goes_on_beside_requests_of_another_state(store: EmbeddedStore) -> None:
+    """The other request looks at the model and finds it changed; the stream must not take that look for its own."""
+    model = small_model()
+    cache = cache_of(model, store)
+    stream = cache.stream([PROMPT], max_new_tokens=100)
+    tokens = [next(stream).token_id for _ in range(3)]
+    with a_hook(model):
+        answers(cache)
+        tokens += [token.token_id for token in stream]
+        assert stream.results[0].report.saved_blocks == 4
+    turn = PROMPT + tokens
+    again = cache.generate(turn, max_new_tokens=6)
+    assert again.token_ids == plain_answer(model, turn, 6) and again.report.restored_tokens == 256
+
+
+def test_of_a_model_with_a_hook_answers_are_not_kept_and_changed_prompts_neither(store: EmbeddedStore) -> None:
+    model, strength = small_model(), {"value": 2.0}
+    model.get_submodule(DEEP).register_forward_hook(lambda module, given, output: strength["value"] * output)
+    cache = cache_of(model, store)
+    tokens = []
+    for token in (stream := cache.stream([PROMPT, PROMPT[::-1]], max_new_tokens=100)):
+        tokens.append(token)
+        strength["value"] = 2.0 if len(tokens) in (0, 100) else 3.0
+    assert [answer.report.saved_blocks for answer in stream.results] == [4, 0]
+    strength["value"] = 2.0
+    for prompt in (PROMPT, PROMPT[::-1]):
+        turn = prompt + some_prompt(40)
+        assert cache.generate(turn, max_new_tokens=6).token_ids == plain_answer(model, turn, 6)
+
+
 # What a model may not become ---------------------------------------------------------------------------------------
 
 
