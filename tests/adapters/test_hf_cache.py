@@ -220,6 +220,19 @@ def test_the_next_turn_reuses_the_answer(llama: Any, store: EmbeddedStore) -> No
     assert second.token_ids == cold.generate(turn, max_new_tokens=10).token_ids
 
 
+@pytest.mark.parametrize(("new_tokens", "blocks"), [(27, 1), (28, 1), (29, 2)])
+def test_a_block_is_kept_once_its_last_token_was_computed(
+    llama: Any, store: EmbeddedStore, new_tokens: int, blocks: int
+) -> None:
+    """The newest token was chosen, and its KV is not in the buffers before the next step."""
+    warm = cache_of(llama, store, chunk_tokens=64)
+    prompt = prompt_of(100)
+    answer = warm.generate(prompt, max_new_tokens=new_tokens)
+    assert answer.report.saved_blocks == blocks
+    turn = prompt + answer.token_ids + prompt_of(40, seed=1)
+    assert warm.generate(turn, max_new_tokens=1).report.restored_tokens == 64 * blocks
+
+
 def test_whole_chunks_only(llama: Any, store: EmbeddedStore) -> None:
     cache = cache_of(llama, store, chunk_tokens=128, kept=Kept.WHOLE_CHUNKS)
     prompt = prompt_of(350)

@@ -52,6 +52,19 @@ def test_whatever_changes_kv_changes_the_fingerprint() -> None:
     assert fingerprint(model) not in prints
 
 
+def test_a_buffer_that_no_file_holds_changes_the_fingerprint() -> None:
+    """Such as the frequencies of a rope, which are made from the configuration, and may be changed since."""
+    model, other = model_of(), model_of()
+    buffers = dict(other.named_buffers())
+    assert buffers and not buffers.keys() & other.state_dict().keys()
+    for buffer in buffers.values():
+        before = buffer.clone()
+        buffer.flatten()[-1] *= 2
+        assert fingerprint(other) != fingerprint(model)
+        buffer.copy_(before)
+    assert fingerprint(other) == fingerprint(model)
+
+
 def test_of_a_large_tensor_samples_are_taken() -> None:
     tensor = torch.zeros(3 << 20, dtype=torch.float32)
     assert sum(piece.numel() for piece in _pieces(tensor, whole=True)) == 12 << 20 < HASH_WHOLE_BYTES

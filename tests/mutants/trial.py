@@ -24,7 +24,7 @@ WITHOUT_LIMIT_SECONDS = 300.0
 _PACKAGES = ("kvstore", "tiering", "engine_adapter", "kv_kernels")
 _LINE_CHARACTERS = 400  # else pytest cuts errors off
 _TESTS_FAILED = 1  # pytest's exit status; others say that it could not run them
-_FINDING = re.compile(r"^(?:FAILED|ERROR) (.*)$", re.MULTILINE)
+_FINDING = re.compile(r"^(?:FAILED|ERROR) (\S+\.py\b.*)$", re.MULTILINE)  # of the summary, not of what was logged
 _NEVER_MEANT = re.compile(r"\b(?:NameError|UnboundLocalError|SyntaxError|IndentationError)\b")
 
 

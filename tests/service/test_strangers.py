@@ -200,3 +200,17 @@ def test_a_session_holds_so_many_leases_and_no_more(place: Place, monkeypatch: p
     monkeypatch.setattr("kvstore.service.handlers.MAX_LEASED_BLOCKS", 4 * BLOCKS - 1)
     answer = mine.ask(m.Lease(number, KEYS, 0, 1000))
     assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BUSY
+
+
+def test_whose_keys_are_taken_away_is_shown_out_and_nobody_else(place: Place) -> None:
+    """What a connection still asked would be asked under keys that are no more."""
+    mine, _ = place.peer()
+    again, _ = place.peer(b"u" * 16)
+    theirs, number = place.peer(is_other=True)
+    sidecar = place.sidecar
+    assert sidecar.door.show_out(sidecar.store.tenant_keys(sidecar.store.tenant).tenant)
+    for peer in (mine, again):
+        peer.socket.settimeout(20)
+        assert peer.reply() is None
+    assert theirs.ask(m.Match(number, KEYS)).reply.blocks == 0  # type: ignore[union-attr]
+    place.peer()
