@@ -846,6 +846,24 @@ def test_what_was_evicted_before_a_save_is_offered_with_the_next_one(store: Embe
     assert half.step(request, upto=384).saves[0].first_token == 128
 
 
+@pytest.mark.parametrize(
+    ("ranks", "load", "is_here"), [(1, "sync", True), (2, "sync", False), (1, "async", False), (1, "layerwise", False)]
+)
+def test_where_one_worker_may_read_with_the_schedulers_lease(
+    store: EmbeddedStore, ranks: int, load: str, is_here: bool
+) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store), ranks=ranks, load=load)
+    request = half.add("a", ids(330))
+    half.admit(request)
+    (order,) = half.step(request).loads
+    assert (order.here is not None) == is_here and order.ticket
+    for rank in range(ranks):
+        half.loaded(StepOrders(loads=[order]), rank=rank)
+    half.told(request)
+    _until(lambda: not store.usage().leases)
+
+
 # When it ends --------------------------------------------------------------------------------------------------------
 
 
