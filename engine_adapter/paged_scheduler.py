@@ -453,6 +453,8 @@ class PagedScheduler:
                 self._clock(),
             )
         if state.held_out:
+            if self._audits is not None and not self._audits.is_ready(state):
+                return None  # a request of one token would be over before its block could be compared
             lookup.detail = HELD_OUT
             return lookup.matched(local_tokens, local_tokens, MissReason.AUDIT)
         return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
