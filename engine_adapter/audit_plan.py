@@ -68,6 +68,11 @@ class AuditPlan:
         state.audit = AuditUnderWay(stop - 1, pending)
         return True
 
+    def is_ready(self, state: RequestState) -> bool:
+        """Whether what is stored of the block is held, or cannot be: known within the deadline of its lease."""
+        audit = state.audit
+        return audit is None or audit.pending is None or audit.pending.poll() is not None
+
     def computed(self, state: RequestState, one: Computed, plan: SavePlan, orders: StepOrders) -> None:
         """A step computes as much of a request: order the comparison, if it is held out and the block is among it."""
         audit, block = state.audit, self._facts.layout.block_tokens

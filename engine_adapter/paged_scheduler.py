@@ -37,6 +37,7 @@ from engine_adapter.prefix_lookup import PrefixLookup, account_unasked
 from engine_adapter.save_plan import SavePlan, page_runs
 from engine_adapter.step_orders import (
     AuditReport,
+    LeaseHere,
     LoadOrder,
     LoadReport,
     NamespaceFacts,
@@ -269,8 +270,13 @@ class PagedScheduler:
             state.account = account.cut(state.local_tokens + tokens, MissReason.DISABLED)
         if tokens and self._facts is not None:
             # Without a lease the order fails at the worker: an engine that counts on tokens has to hear of it.
-            lease = lookup.take() if lookup is not None else None
-            self._order_load(state, self._facts, lease, tables, state.local_tokens + tokens, is_first=is_first)
+            handle, lease = (lookup.namespace, lookup.take()) if lookup is not None else (None, None)
+            here = (
+                LeaseHere(lease, handle)
+                if lease is not None and handle is not None and self._reads_here(state)
+                else None
+            )
+            self._order_load(state, self._facts, lease, here, tables, state.local_tokens + tokens, is_first=is_first)
         elif lookup is not None and found is None and not lookup.is_over:
             state.late_lookup, state.lookup = lookup, None  # it tells what need not be saved
         else:
@@ -449,6 +455,8 @@ class PagedScheduler:
                 self._clock(),
             )
         if state.held_out:
+            if self._audits is not None and not self._audits.is_ready(state):
+                return None  # a request of one token would be over before its block could be compared
             lookup.detail = HELD_OUT
             return lookup.matched(local_tokens, local_tokens, MissReason.AUDIT)
         return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
@@ -493,6 +501,10 @@ class PagedScheduler:
         is_alone = not (self._running - {state.request.request_id} or self._loads)
         return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS)
 
+    def _reads_here(self, state: RequestState) -> bool:
+        """Whether a worker that is in this process may read with the lease of this half: in the step, all of it."""
+        return state.waits and self.settings.load is not LoadMode.LAYERWISE and len(self._ranks) == 1
+
     def _let_go(self, state: RequestState) -> None:
         for lookup in (state.lookup, state.late_lookup):
             if lookup is not None:
@@ -527,6 +539,7 @@ class PagedScheduler:
         state: RequestState,
         facts: NamespaceFacts,
         lease: Lease | None,
+        here: LeaseHere | None,
         tables: Sequence[Sequence[int]],
         stop_token: int,
         *,
@@ -543,6 +556,7 @@ class PagedScheduler:
             page_runs(tables, state.local_tokens, stop_token, self.page_tokens),
             waits,
             self.settings.load is LoadMode.LAYERWISE,
+            here,
         )
         state.load = LoadUnderWay(state, order, lease, set(self._ranks), stop_token, is_first=is_first)
         if waits:

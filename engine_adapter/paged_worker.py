@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
@@ -290,12 +290,13 @@ class PagedWorker:
         """Any thread. Attach, copy, verify, let go."""
         tokens, reason = order.first_token, None
         try:
-            namespace = self._opened(order.namespace, OPEN_SECONDS)
+            here = order.here
+            namespace = here.namespace if here is not None else self._opened(order.namespace, OPEN_SECONDS)
             if namespace is None:
                 reason = self._why_closed(order.namespace)
             else:
-                lease = namespace.attach(order.ticket)
-                with lease:
+                lease = here.lease if here is not None else namespace.attach(order.ticket)
+                with nullcontext() if here is not None else lease:
                     if lease.tokens > order.first_token:
                         pages = self.pages.pages(
                             order.tables, namespace.layout, order.first_token, is_exact=namespace.is_exact

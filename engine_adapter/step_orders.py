@@ -7,10 +7,11 @@ engine's numbers, and blocks by their prefix keys: no token ids cross.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from engine_adapter.audit import AuditResult
+from kvstore.handle import Lease, NamespaceHandle
 from kvstore.layout import Layout
 from kvstore.miss import MissReason
 
@@ -67,9 +68,26 @@ class PageRun:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseHere:
+    """A lease of the scheduler's half, and the handle it was taken on: a worker in the same process reads with these,
+    and asks the store for nothing. In another process it is None."""
+
+    lease: Lease
+    namespace: NamespaceHandle
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _elsewhere, ()
+
+
+def _elsewhere() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOrder:
     """Bring leased blocks into pages. number: the order's own. tables: by group, from the page of first_token on.
-    waits: the step needs it; otherwise the request is parked until it is reported."""
+    waits: the step needs it; otherwise the request is parked until it is reported. here: of a load that its step waits
+    for, so that nobody can end the scheduler's half meanwhile."""
 
     number: int
     request: str
@@ -80,6 +98,7 @@ class LoadOrder:
     tables: tuple[PageRun, ...]
     waits: bool
     layerwise: bool = False
+    here: LeaseHere | None = None
 
 
 @dataclass(frozen=True, slots=True)

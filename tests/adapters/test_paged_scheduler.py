@@ -440,6 +440,27 @@ def test_a_hit_after_a_preemption_is_not_loaded_where_all_are_audited(store: Emb
     _until(lambda: not store.usage().leases)
 
 
+def test_what_is_compared_is_held_before_its_request_runs(store: EmbeddedStore) -> None:
+    """Or one that ends with its first token would be over first, and no comparison would ever come of it."""
+    put(store, ids(320))
+    half = Half(late := Late(store), audit=1.0)
+    request = half.add("a", ids(330))
+    half.half._look_up(half.half._states["a"])
+    assert half.half._states["a"].lookup.found() is not None  # type: ignore[union-attr]
+    late.is_late = True
+    assert half.half.matched("a", 0) == (None, False)
+    late.is_late = False
+    request.tables = [half.pages(11)]
+    assert half.matched(request) == (0, False)
+    half.half.allocated("a", request.tables, 0)
+    (order,) = half.step(request).audits
+    result = AuditResult(Verdict.EXACT, 0.0, 0.0, 0.0, 0.1, 0, None)
+    half.told(request)
+    half.half.reported(StepReports(audits=[AuditReport(order.number, "a", 0, (result,))]))
+    assert half.half.take_counts().audited == {Verdict.EXACT: 1}
+    _until(lambda: not store.usage().leases)
+
+
 @pytest.mark.parametrize("audit", [1.0, 0.5])
 def test_while_one_of_the_first_hits_is_compared_no_other_is_loaded(store: EmbeddedStore, audit: float) -> None:
     put(store, ids(320))
@@ -845,6 +866,24 @@ def test_what_was_evicted_before_a_save_is_offered_with_the_next_one(store: Embe
     half.saved(half.step(request, upto=256), 4, 4)
     half.saved(half.step(request, upto=320), 2, 0, reason=MissReason.EVICTED)
     assert half.step(request, upto=384).saves[0].first_token == 128
+
+
+@pytest.mark.parametrize(
+    ("ranks", "load", "is_here"), [(1, "sync", True), (2, "sync", False), (1, "async", False), (1, "layerwise", False)]
+)
+def test_where_one_worker_may_read_with_the_schedulers_lease(
+    store: EmbeddedStore, ranks: int, load: str, is_here: bool
+) -> None:
+    put(store, ids(320))
+    half = Half(SharedStore(store), ranks=ranks, load=load)
+    request = half.add("a", ids(330))
+    half.admit(request)
+    (order,) = half.step(request).loads
+    assert (order.here is not None) == is_here and order.ticket
+    for rank in range(ranks):
+        half.loaded(StepOrders(loads=[order]), rank=rank)
+    half.told(request)
+    _until(lambda: not store.usage().leases)
 
 
 # When it ends --------------------------------------------------------------------------------------------------------

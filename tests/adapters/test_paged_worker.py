@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from engine_adapter.audit import Verdict
 from engine_adapter.engine_pages import layout_of
 from engine_adapter.paged_worker import PagedWorker
 from engine_adapter.save_plan import page_runs
-from engine_adapter.step_orders import AuditOrder, LoadOrder, NamespaceFacts, PageRun, SaveOrder, StepOrders
+from engine_adapter.step_orders import AuditOrder, LeaseHere, LoadOrder, NamespaceFacts, PageRun, SaveOrder, StepOrders
 from engine_adapter.step_orders import StepReports as Reports
 from kvstore.handle import NamespaceHandle
 from kvstore.miss import MissReason
@@ -345,6 +347,22 @@ def test_a_load_that_the_step_waits_for_is_over_when_it_begins(store: EmbeddedSt
         assert bench.worker.take_reports() is None, "once"
         lease.release()
         assert store.usage().leases == 0
+
+
+def test_a_worker_in_the_schedulers_process_reads_with_its_lease(store: EmbeddedStore) -> None:
+    with Bench(store) as bench:
+        bench.stored(ids(128))
+        order, lease = bench.load(ids(128), [15, 16, 17, 18])
+        here = replace(order, ticket=b"", here=LeaseHere(lease, bench.handle))
+        bench.begin(loads=[here])
+        bench.worker.start_loads()
+        assert bench.is_right(ids(128), [15, 16, 17, 18], 0, 128)
+        (report,) = bench.reports(loads=1).loads
+        assert (report.tokens, report.reason) == (128, None)
+        assert not lease.released, "its holder lets go of it when it hears of the load"
+        elsewhere = pickle.loads(pickle.dumps(here))
+        assert elsewhere == replace(order, ticket=b"")
+        lease.release()
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -52,11 +52,15 @@ def test_ratios_are_of_a_turns_own_neighbours() -> None:
     rows = {row.what: row for row in ttft_rows(samples())}
     cold, raw, bare = rows[COLD], rows[f"{EXTERNAL}, {RAW}"], rows[f"{EXTERNAL}, {BARE}"]
     assert (raw.value, raw.limit, raw.count) == (60.0, 40.0, 3)
-    assert raw.ratio == pytest.approx(1.5) and raw.target == Target(1.4) and raw.met is False
+    assert raw.ratio == pytest.approx(1.5) and raw.target == Target(1.25) and raw.met is False
     assert raw.details["to its engine's own hit"] == pytest.approx(1.25)
     assert bare.ratio == pytest.approx(1.25) and bare.target == Target(1.3) and bare.met is True
     assert cold.ratio == pytest.approx(50) and cold.target == Target(30, is_least=True) and cold.met is True
-    assert rows[f"{EXTERNAL}, {DEFAULT}"].target is None and rows[f"{EXTERNAL}, {DEFAULT}"].met is None
+    default = rows[f"{EXTERNAL}, {DEFAULT}"]
+    assert default.ratio == pytest.approx(1.5) and default.target == Target(1.35) and default.met is False
+    own = rows[f"{OWN}, {RAW}"]
+    assert own.ratio == pytest.approx(1.2) and own.target == Target(1.03) and own.met is False
+    assert all(rows[f"{OWN}, {engine}"].target is None for engine in (PLAIN, DEFAULT, BARE))
     assert len(rows) == 8
 
 
@@ -137,12 +141,12 @@ def test_as_json_and_as_text() -> None:
     assert plain["faults"] == ["something failed"] and plain["options"]["prefix_tokens"] == 4096
     assert {row["part"] for row in plain["rows"]} == set(vllm_rows.PARTS)
     judged = [row for row in plain["rows"] if row["target"]]
-    assert [row["target"]["value"] for row in judged] == [30.0, 1.4, 1.3, 1.1, 0.015, 0.05]
+    assert [row["target"]["value"] for row in judged] == [30.0, 1.03, 1.25, 1.35, 1.3, 1.1, 0.015, 0.05]
     assert all(row["met"] in (True, False) for row in judged)
     console = Console(file=io.StringIO(), width=200)
     result.render(console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for word in ("at least 30 met", "at most 1.4 missed", "lookup_ms", "95 % interval", "vLLM 0.32.0"):
+    for word in ("at least 30 met", "at most 1.25 missed", "lookup_ms", "95 % interval", "vLLM 0.32.0"):
         assert word in text
 
 
