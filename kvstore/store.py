@@ -621,12 +621,14 @@ class Store:
         ttl_seconds: float | None,
         joint: Joint | None = None,
         seconds: float | None = None,
+        skipped: int = 0,
     ) -> ReserveReply:
         """Rows and slots for what is missing from block `first_block` on, as far as there is room, or as room is made
-        in so many seconds."""
+        in so many seconds. skipped: blocks of the chain before the first one of keys, which has to be readable then; of
+        a joint put, none."""
         ends_at = self._clock.monotonic_seconds() + seconds if seconds is not None else None
         if joint is None:
-            return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at)
+            return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at, skipped)
         name, chain = (joint.session, number, joint.name), chain_of(keys, first_block)
         with self._lock:
             if self._closed or number in self._blocks.dropping:
@@ -664,6 +666,7 @@ class Store:
         ttl_seconds: float | None,
         put: JointPut | None,
         ends_at: float | None,
+        skipped: int = 0,
     ) -> ReserveReply:
         """put: whose reservation it is, if it is a joint one; its number is known to nobody then. ends_at: no more room
         is made after that."""
@@ -672,23 +675,27 @@ class Store:
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
             self._run_out()
             rows = self._blocks.index.match(number, keys)
-            present = len(rows)
+            present, first_block = len(rows), first_block - skipped  # counted in keys
             expires_at = int(self._clock.wall_seconds() + ttl_seconds) if ttl_seconds is not None else 0
             if present and (priority > 0 or expires_at):
                 self._blocks.renew(rows, priority, expires_at)
             if present == len(keys):
-                return ReserveReply(0, present)
-            if present and self._blocks.index.depth(rows[-1]) != present - 1:  # keys that are no chain
+                return ReserveReply(0, skipped + present)
+            if present and self._blocks.index.depth(rows[-1]) != skipped + present - 1:  # keys that are no chain
                 return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DIVERGED)
             standing = self._joint.rows_under_way(put) if put is not None else {}
-            if present < first_block and not self._stand(number, keys[present:first_block], standing):
+            is_cut_off = skipped > 0 and not present
+            if is_cut_off or (present < first_block and not self._stand(number, keys[present:first_block], standing)):
                 reason, _ = self._why(number, keys, len(rows))
-                return ReserveReply(0, present, stopped_at=present, reason=reason)
+                return ReserveReply(0, skipped + present, stopped_at=skipped + present, reason=reason)
             parts = len(self._blocks.spaces[number].classes)
             record = ReservationRecord(self._new_reservation(), number, parts, priority, expires_at, room_until=ends_at)
             stopped_at, reason = self._begin_rows(record, keys, present, standing)
+            if skipped:  # from here on all is counted in blocks of the chain
+                record.indexes = [skipped + position for position in record.indexes]
+                stopped_at = skipped + stopped_at if stopped_at is not None else None
             if not record.rows:
-                return ReserveReply(0, present, stopped_at=stopped_at, reason=reason)
+                return ReserveReply(0, skipped + present, stopped_at=stopped_at, reason=reason)
             self._reservations[record.number] = record
             if put is not None:
                 self._joint.reserved(put, record)
@@ -701,7 +708,8 @@ class Store:
         if short is not None:
             stopped_at, reason = self._shorten(record, short)
         elif stopped_at is None:
-            stopped_at, reason = self._tail_evicted(record, keys)
+            stopped_at, reason = self._tail_evicted(record, keys, skipped)
+        present += skipped
         if not record.filled:
             self.abort(record.number)
             return ReserveReply(0, present, stopped_at=stopped_at, reason=reason, detail=record.detail)
@@ -1415,13 +1423,13 @@ class Store:
         return self._patience.may_wait(tenant, mapped, self._clock.monotonic_seconds())
 
     def _tail_evicted(
-        self, record: ReservationRecord, keys: Sequence[bytes]
+        self, record: ReservationRecord, keys: Sequence[bytes], skipped: int
     ) -> tuple[int, MissReason] | tuple[None, None]:
         """Blocks behind the last one to fill were there already, and may have had to make room for it."""
         with self._lock:
-            for position in range(record.indexes[-1] + 1, len(keys)):
+            for position in range(record.indexes[-1] + 1 - skipped, len(keys)):
                 if self._blocks.index.find(record.namespace, keys[position]) == NO_ROW:
-                    return position, MissReason.EVICTED
+                    return skipped + position, MissReason.EVICTED
         return None, None
 
     def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:

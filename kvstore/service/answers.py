@@ -38,7 +38,7 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
         case m.Lease(), m.Leased():
             _check_lease(answer.reply, verb.first_block, len(verb.keys), parts)
         case m.Reserve(), m.Reserved():
-            _check_reserve(answer.reply, len(verb.keys), parts)
+            _check_reserve(answer.reply, verb.skipped + len(verb.keys), parts)
         case m.Commit(), m.Counted():
             _hold(0 <= answer.blocks <= m.MAX_COMMITTED * m.MAX_PARTS, "a count that cannot be")
         case m.Persist(), m.Persisted():

@@ -24,8 +24,14 @@ from kvstore.service.sessions import Caller
 from kvstore.service.waits import Waits
 
 _READ_BYTES = 256 << 10
-COST_BYTES = 4 << 10
+COST_BYTES = 2 << 10
 """Of a message that count for one more message."""
+LARGE_BYTES = 64 << 10
+"""Of a message: reading one as a request takes milliseconds, so that it is put off to a thread that reads one at a
+time."""
+LARGE_BYTES_PER_SECOND, LARGE_BURST_BYTES = 5 << 20, 32 << 20
+"""Of such messages of one connection, and how many it may save up: those of thirty prompts of a million tokens. They
+have a bucket of their own, since short messages behind them would have to wait until they are paid for."""
 LATELY_SECONDS = 10.0
 """What was asked for so long ago counts for a third of what is asked for now, where it is decided who comes first."""
 
@@ -142,6 +148,7 @@ class Connection:
         self.waited = Waits()
         self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
         self.tokens = float(burst)
+        self.large_bytes = float(LARGE_BURST_BYTES)
         self.filled_at = now
         self._lately = 0.0  # as of `_lately_at`
         self._lately_at = now
@@ -200,7 +207,7 @@ class Connection:
     def may_ask(self, limits: DoorLimits, now: float) -> bool:
         """Whether his next message may be taken now, which is paid for if so.
 
-        A long message takes more work, and counts for more in proportion; what the bucket does not have is owed.
+        A long message takes more work, and counts for more in proportion; what a bucket does not have is owed.
         """
         if self.large is not None or (self.caller is None and self.in_flight):  # or his hello waits for keys
             return False
@@ -208,9 +215,15 @@ class Connection:
             return False
         if self.unsent_bytes >= limits.unread_bytes or any(held for _, held in self.unsent):
             return False
-        if self.fill(limits, now) < 1:
+        self._fill(limits, now)
+        length = min(self.next_length(), m.MAX_BODY_BYTES)
+        is_large = length > LARGE_BYTES
+        if self.tokens < 1 or (is_large and self.large_bytes < 0):
             return False
-        self.pay(1 + min(self.next_length(), m.MAX_BODY_BYTES) / COST_BYTES)
+        self.pay(1 + min(length, LARGE_BYTES) / COST_BYTES)
+        if is_large:
+            self.large_bytes -= length
+            self._lately += (length - LARGE_BYTES) / COST_BYTES
         return True
 
     def pay(self, cost: float) -> None:
@@ -224,11 +237,11 @@ class Connection:
         self._lately_at = now
         return self._lately
 
-    def fill(self, limits: DoorLimits, now: float) -> float:
-        """The tokens that he has now."""
-        self.tokens = min(limits.burst, self.tokens + (now - self.filled_at) * limits.rate)
-        self.filled_at = now
-        return self.tokens
+    def _fill(self, limits: DoorLimits, now: float) -> None:
+        """Both buckets, up to now."""
+        seconds, self.filled_at = now - self.filled_at, now
+        self.tokens = min(limits.burst, self.tokens + seconds * limits.rate)
+        self.large_bytes = min(LARGE_BURST_BYTES, self.large_bytes + seconds * LARGE_BYTES_PER_SECOND)
 
     def discard(self) -> None:
         """Close it; what was not sent is not."""

@@ -42,6 +42,8 @@ MAX_RESERVATIONS = 64
 MAX_SHARES = 16
 """Of one extent, with one connection, while it has it mapped: whoever asks the kernel about mappings walks over all."""
 MAX_DEADLINE_MS = 60_000.0
+MAX_SKIPPED = 1 << 30
+"""Blocks of a chain."""
 _CHECKED_AT_ONCE = 4096
 """Keys: other threads have the interpreter in between."""
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
@@ -243,7 +245,13 @@ class Handlers:
     def _reserve(self, caller: Caller, verb: m.Reserve) -> m.Answer:
         slices = _check_asked(caller, verb.namespace, verb.keys)
         ttl = verb.ttl_seconds
-        if not 0 <= verb.first_block <= len(verb.keys) or not -MAX_PRIORITY <= verb.priority <= MAX_PRIORITY:
+        skipped = verb.skipped
+        if not 0 <= skipped <= MAX_SKIPPED or (skipped and (verb.joint or not verb.keys)):
+            raise BadInput(f"skipped={skipped}; give 0 to {MAX_SKIPPED}, with keys that follow, and 0 in a joint put")
+        if (
+            not skipped <= verb.first_block <= skipped + len(verb.keys)
+            or not -MAX_PRIORITY <= verb.priority <= MAX_PRIORITY
+        ):
             raise BadInput(
                 f"first_block={verb.first_block}, priority={verb.priority}: give a block of the chain, and from "
                 f"{-MAX_PRIORITY} to {MAX_PRIORITY}"
@@ -253,7 +261,7 @@ class Handlers:
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.Fault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
         joint = _joint_of(caller, verb, len(slices))
-        reply = self._store.reserve(verb.namespace, verb.keys, verb.first_block, verb.priority, ttl, joint)
+        reply = self._store.reserve(verb.namespace, verb.keys, verb.first_block, verb.priority, ttl, joint, skipped)
         self._counting.stored(verb.namespace)
         if reply.reservation:
             parts = frozenset(part for part, places in enumerate(reply.places) if places)

@@ -31,6 +31,7 @@ from kvstore.errors import StoreError
 from kvstore.identity import TenantKeys
 from kvstore.service import messages as m
 from kvstore.service.connections import (
+    LARGE_BYTES,
     AdminVerbs,
     Asked,
     Clock,
@@ -54,9 +55,6 @@ ADMIN_MODE = 0o600
 WAITS_KEPT = 4096
 """Of the last requests, for how long they waited."""
 TURN_SECONDS = 0.001
-LARGE_BYTES = 64 << 10
-"""Of a message: reading one as a request takes milliseconds, so that it is put off to a thread that reads one at a
-time."""
 SLOW_COST, EXTENT_COST, NUMBER_COST, LEASED_COST = 10, 10, 1 / 16, 1 / 64
 """Messages that one counts for, against the rate: where a thread of the pool serves it, for each extent that is handed
 over, for each lease that is named, for each block that a lease is asked for."""

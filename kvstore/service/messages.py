@@ -143,7 +143,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag="report"):
 class Reserve(msgspec.Struct, array_like=True, frozen=True, tag="reserve"):
     """As `Door.reserve`. joint: a name within the session, for a put that several of its connections make together;
     parts: those that the caller fills, all of them if it names none. (A sidecar that knows neither field reserves for
-    each caller alone, so that nothing becomes visible.)"""
+    each caller alone, so that nothing becomes visible.) skipped: blocks of the chain before the first key; a sidecar
+    whose `Welcome` says how many keys it takes knows what that is."""
 
     namespace: int
     keys: Keys
@@ -152,6 +153,7 @@ class Reserve(msgspec.Struct, array_like=True, frozen=True, tag="reserve"):
     ttl_seconds: float | None = None
     joint: str = ""
     parts: Annotated[list[int], Meta(max_length=MAX_PARTS)] = []
+    skipped: int = 0
 
 
 class Commit(msgspec.Struct, array_like=True, frozen=True, tag="commit"):

@@ -39,6 +39,8 @@ from tiering.tier import FrameSpan
 
 R = TypeVar("R")
 MAX_DEADLINE_MS = 60_000.0
+SENT_BLOCKS = 1024
+"""Of a longer chain that is put in pieces, a message names so many blocks, the last ones: those before are there."""
 MOVING_SHARE = 10
 """While memory moves to other clients, a sidecar that rings no bell is asked so many times as often."""
 
@@ -243,8 +245,18 @@ class RemoteDoor:
             known = self._number(run, number, time)
             name, parts = (joint.name, list(joint.parts)) if joint is not None else ("", [])
             sent = list(keys[: run.max_keys])
-            verb = m.Reserve(known, sent, min(int(first_block), len(sent)), int(priority), ttl, name, parts)
-            reply = run.ask(verb, m.Reserved, time.left()).reply
+            first = min(int(first_block), len(sent))
+            verb = m.Reserve(known, sent, first, int(priority), ttl, name, parts)
+            skipped = len(sent) - SENT_BLOCKS
+            is_plain = joint is None and ttl is None and priority <= 0
+            if run.may_skip and is_plain and skipped > 0:
+                first = max(first, skipped)
+                short = msgspec.structs.replace(verb, keys=sent[skipped:], first_block=first, skipped=skipped)
+                reply = run.ask(short, m.Reserved, time.left()).reply
+                if not reply.reservation and reply.present <= skipped:  # what was skipped is not there any more
+                    reply = run.ask(verb, m.Reserved, time.left()).reply
+            else:
+                reply = run.ask(verb, m.Reserved, time.left()).reply
             if len(keys) > len(sent) and reply.reason is None:
                 reason = MissReason.UNSUPPORTED
                 reply = msgspec.structs.replace(reply, stopped_at=len(sent), reason=reason)

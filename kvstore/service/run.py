@@ -66,6 +66,8 @@ class Run:
         self.name = wire.welcome.run
         self.max_keys = min(m.MAX_KEYS, max(1, wire.welcome.max_keys))
         """Blocks of one chain that may be asked for."""
+        self.may_skip = wire.welcome.max_keys > m.OLDER_MAX_KEYS
+        """Whether the sidecar knows `Reserve.skipped`."""
         self._long_until = 0.0  # when all long chains that were asked for may have been looked at
         self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
         self._frames: dict[int, tuple[int, ...]] = {}  # by the sidecar's number: bytes of a frame of each part

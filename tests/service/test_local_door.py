@@ -30,8 +30,17 @@ from kvstore.miss import HitTier, MissReason
 from kvstore.node import SystemClock
 from kvstore.service import handlers, local_door
 from kvstore.service import messages as m
-from kvstore.service.connections import COST_BYTES, Connection, DoorLimits, Listener
-from kvstore.service.local_door import LARGE_BYTES, TURNED_AWAY
+from kvstore.service.connections import (
+    COST_BYTES,
+    LARGE_BURST_BYTES,
+    LARGE_BYTES,
+    LARGE_BYTES_PER_SECOND,
+    LATELY_SECONDS,
+    Connection,
+    DoorLimits,
+    Listener,
+)
+from kvstore.service.local_door import TURNED_AWAY
 from kvstore.service.sessions import Caller
 from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, number_of
@@ -684,7 +693,7 @@ def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> N
 
 def test_a_long_message_counts_for_many(tmp_path: Path) -> None:
     """Its connection waits for the rate; others do not wait for it."""
-    limits = DoorLimits(rate=200.0, burst=800)
+    limits = DoorLimits(rate=20.0, burst=40)
     with Sidecar(tmp_path, limits) as sidecar, sidecar.client() as store, socket.socket(socket.AF_UNIX) as sock:
         handle = store.namespace(model=MODEL, layout=small_layout())
         sock.settimeout(10)
@@ -697,23 +706,50 @@ def test_a_long_message_counts_for_many(tmp_path: Path) -> None:
         read = b""
         while m.pack(m.Reply(3, m.Done())) not in read:
             read += sock.recv(1 << 16)
-        owed = (2 * (m.MAX_BODY_BYTES - 200) / COST_BYTES - limits.burst) / limits.rate
+        owed = (2 * (1 + LARGE_BYTES / COST_BYTES) + 1 - limits.burst) / limits.rate
         assert time.monotonic() - began > owed > 1.0 > others
 
 
-@pytest.mark.parametrize("length", [0, 1, COST_BYTES, 17 << 10, LARGE_BYTES, 531_279, m.MAX_BODY_BYTES, (1 << 32) - 1])
+LENGTHS = [0, 1, COST_BYTES, 17 << 10, LARGE_BYTES, LARGE_BYTES + 1, 531_279, m.MAX_BODY_BYTES, (1 << 32) - 1]
+
+
+def at_the_door(length: int, sockets: tuple[socket.socket, socket.socket]) -> Connection:
+    """A connection with a message of that length."""
+    one = Connection(sockets[0], Listener(Path("door"), sockets[1], None, None), 0.0, DoorLimits().burst)
+    one.read += length.to_bytes(m.LENGTH_BYTES, "little")
+    return one
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 def test_what_a_message_counts_for_grows_with_its_length_and_no_faster(length: int) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        limits = DoorLimits()
-        one = Connection(ours, Listener(Path("door"), theirs, None, None), 0.0, limits.burst)
-        one.read += length.to_bytes(m.LENGTH_BYTES, "little")
+    """A large one in a bucket of its own; who is served first is decided by all of it."""
+    limits, counted = DoorLimits(), min(length, m.MAX_BODY_BYTES)
+    with socket.socketpair()[0] as ours, socket.socketpair()[0] as theirs:
+        one = at_the_door(length, (ours, theirs))
         assert one.may_ask(limits, 0.0)
-        assert limits.burst - one.tokens == 1 + min(length, m.MAX_BODY_BYTES) / COST_BYTES
+        assert limits.burst - one.tokens == 1 + min(counted, LARGE_BYTES) / COST_BYTES
+        assert LARGE_BURST_BYTES - one.large_bytes == (counted if counted > LARGE_BYTES else 0)
+        assert one.asked_lately(0.0) == 1 + counted / COST_BYTES
+        assert 0.36 < one.asked_lately(LATELY_SECONDS) / (1 + counted / COST_BYTES) < 0.37
+
+
+def test_large_messages_have_a_rate_of_their_own() -> None:
+    limits = DoorLimits()
+    with socket.socketpair()[0] as ours, socket.socketpair()[0] as theirs:
+        one = at_the_door(m.MAX_BODY_BYTES, (ours, theirs))
+        taken = 0
+        while one.may_ask(limits, 0.0):
+            taken += 1
+        assert taken == -(-LARGE_BURST_BYTES // m.MAX_BODY_BYTES) and one.tokens > limits.burst / 2
+        one.read[:] = LARGE_BYTES.to_bytes(m.LENGTH_BYTES, "little")
+        assert one.may_ask(limits, 0.0), "a small one does not wait"
+        one.read[:] = (LARGE_BYTES + 1).to_bytes(m.LENGTH_BYTES, "little")
+        owed = -one.large_bytes / LARGE_BYTES_PER_SECOND
+        assert owed > 0 and not one.may_ask(limits, owed - 0.001) and one.may_ask(limits, owed + 0.001)
 
 
 def test_a_prompt_of_a_million_tokens_does_not_use_up_what_a_connection_may_ask(sidecar: Sidecar) -> None:
-    """A look-up and a lease of its 15,625 blocks, and all that follows them is not put off."""
+    """A look-up and a lease of its 15,625 blocks: ten of them are nothing that others would have to wait for."""
     peer = said_hello(sidecar)
     number = opened(peer)
     keys = [at.to_bytes(KEY_BYTES, "big") for at in range(15_625)]
@@ -721,8 +757,9 @@ def test_a_prompt_of_a_million_tokens_does_not_use_up_what_a_connection_may_ask(
     tokens = connection.tokens
     assert isinstance(peer.ask(m.Match(number, keys), 2), m.Matched)
     assert isinstance(peer.ask(m.Lease(number, keys, 0, 50.0), 3), m.Leased)
-    spent = 2 * (1 + 531_300 / COST_BYTES) + 10 + len(keys) / 64
-    assert 3 * spent < DoorLimits().burst and connection.tokens > tokens - spent - 1
+    spent = 2 * (1 + LARGE_BYTES / COST_BYTES) + 10 + len(keys) / 64
+    assert 5 * spent < DoorLimits().burst and connection.tokens > tokens - spent - 1
+    assert LARGE_BURST_BYTES > 10 * 2 * 531_300
     peer.close()
 
 

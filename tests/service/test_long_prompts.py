@@ -6,13 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+import torch
 
+from kvstore.door import ReserveReply
+from kvstore.handle import PutResult
 from kvstore.miss import MissReason
+from kvstore.pages import Pages
 from kvstore.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS, Pending
-from kvstore.service import handlers
+from kvstore.service import handlers, remote_door
 from kvstore.service import messages as m
 from kvstore.service import run as run_module
 from kvstore.service.connections import DoorLimits
@@ -24,6 +28,20 @@ from workbench import MODEL
 
 T = TypeVar("T")
 LONG = 160_000
+
+
+def filled(blocks: int) -> Pages:
+    """Pages of which no two blocks are alike."""
+    pages = blank(blocks * 64)
+    for plane in pages.planes[0]:
+        plane.copy_(torch.arange(plane.numel(), dtype=torch.int64).remainder(30_011).view(plane.shape))
+    return pages
+
+
+def released(sidecar: Sidecar) -> None:
+    """Nobody waits for a release."""
+    while sidecar.store.usage().leases:
+        time.sleep(0.0005)
 
 
 def waited(pending: Pending[T]) -> T:
@@ -183,5 +201,88 @@ def test_what_a_session_may_hold_is_a_limit_of_pins_with_a_name(
             assert "1 leases of 300 blocks" in second.reply.detail and "of 500" in second.reply.detail
             (counts,) = sidecar.counting.all().values()
             assert counts.misses == {MissReason.PINNED_FULL: 300}
+        released(sidecar)
         with handle.lease(match) as third:
             assert third.blocks == 300
+
+
+def test_a_put_of_a_long_prompt_names_its_last_blocks_only(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And names them all where what was skipped is gone, or where all of them are to be kept for longer."""
+    monkeypatch.setattr(remote_door, "SENT_BLOCKS", 150)
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        tokens, pages = prompt(600 * 64, 1), filled(600)
+        asked: list[tuple[int, int, int]] = []
+        reserve = sidecar.core.reserve
+
+        def watched(number: int, keys: list[bytes], first_block: int, *others: Any) -> ReserveReply:
+            asked.append((len(keys), first_block, others[-1]))
+            return reserve(number, keys, first_block, *others)
+
+        monkeypatch.setattr(sidecar.core, "reserve", watched)
+        assert handle.put(tokens, pages) == PutResult(0, 600, None, None)
+        assert asked == [(128, 0, 0), (150, 106, 106), (150, 234, 234), (150, 362, 362), (150, 450, 450)]
+        sidecar.store.check()
+        match = handle.match(tokens)
+        into = blank(600 * 64)
+        with handle.lease(match, deadline_ms=10_000) as lease:
+            assert handle.get(lease, into).tokens == 600 * 64
+        assert all(torch.equal(*pair) for pair in zip(pages.planes[0], into.planes[0], strict=True))
+        released(sidecar)
+        assert sidecar.store.evict(100) == 100  # the last ones
+        asked.clear()
+        assert handle.put(tokens, pages) == PutResult(500, 100, None, None)
+        assert asked == [(150, 450, 450)]
+        asked.clear()
+        assert handle.put(tokens, pages, ttl=60.0).present == 600
+        assert asked == [(600, 600, 0)]
+        door, keys = handle.door, handle.hashed(tokens).keys
+        assert sidecar.store.evict(300) == 300
+        asked.clear()
+        gone = door.reserve(handle.number, keys, 600, 0, None)  # block 450 is gone, and so is its parent
+        assert (gone.present, gone.stopped_at) == (300, 300) and gone.reason is MissReason.EVICTED
+        assert asked == [(150, 600, 450), (600, 600, 0)]
+        assert handle.put(tokens, pages) == PutResult(300, 300, None, None)
+        with handle.lease(handle.match(tokens), deadline_ms=10_000) as lease:
+            assert handle.get(lease, into).tokens == 600 * 64
+        sidecar.store.check()
+
+
+def test_a_wrong_place_in_a_chain_stores_nothing(sidecar: Sidecar) -> None:
+    """Whoever says that other blocks come before his keys than do is told so, and harms nobody."""
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        tokens = prompt(40 * 64, 1)
+        keys = handle.hashed(tokens).keys
+        assert handle.put(tokens[: 20 * 64], blank(20 * 64)).stored == 20
+        run = store._door._run
+        assert run is not None
+        number = run.namespaces[handle.number]
+        before = sidecar.store.usage().dram.used
+
+        def asked(verb: m.Reserve) -> ReserveReply | m.Failed:
+            answer = run.answer(verb, 10.0).answer
+            return answer.reply if isinstance(answer, m.Reserved) else answer  # type: ignore[return-value]
+
+        for skipped in (1, 9, 11, 1000, 1 << 30):
+            reply = asked(m.Reserve(number, keys[10:], skipped, skipped=skipped))
+            assert isinstance(reply, ReserveReply), reply
+            assert (reply.reservation, reply.reason) == (0, MissReason.DIVERGED)
+        for verb in (
+            m.Reserve(number, keys[10:], 10, skipped=-1),
+            m.Reserve(number, keys[10:], (1 << 31), skipped=1 << 31),
+            m.Reserve(number, keys[10:], 9, skipped=10),
+            m.Reserve(number, keys[10:], 41, skipped=10),
+            m.Reserve(number, [], 10, skipped=10),
+            m.Reserve(number, keys[10:], 40, joint="together", skipped=10),
+        ):
+            failed = asked(verb)
+            assert isinstance(failed, m.Failed) and failed.fault is m.Fault.BAD_INPUT, verb
+        absent = asked(m.Reserve(number, keys[25:], 25, skipped=25))
+        assert isinstance(absent, ReserveReply)
+        assert (absent.reservation, absent.present, absent.stopped_at) == (0, 25, 25)
+        assert sidecar.store.usage().dram.used == before and sidecar.store.usage().reservations == 0
+        right = asked(m.Reserve(number, keys[10:], 20, skipped=10))
+        assert isinstance(right, ReserveReply) and right.blocks == list(range(20, 40)) and right.present == 20
+        run.post(m.Abort(right.reservation))
+        sidecar.store.check()

@@ -27,7 +27,7 @@ def _batch(verbs: list[m.Verb]) -> bytes:
 
 def _batches(random: Random, number: int, keys: list[bytes]) -> dict[str, Callable[[], bytes]]:
     def large() -> list[bytes]:
-        return [random.randbytes(32) for _ in range(29_000)]
+        return [random.randbytes(32) for _ in range(m.MAX_KEYS)]
 
     return {
         "pings": lambda: _batch([m.Ping()]),
