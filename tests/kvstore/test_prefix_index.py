@@ -393,3 +393,22 @@ def _up(forest: dict[int, int], block: int) -> list[int]:
         chain.append(block)
         block = forest[block]
     return chain
+
+
+def test_each_tenant_has_as_many_evicted_keys_remembered_until_it_is_gone() -> None:
+    index = PrefixIndex(forgotten_limit=10)
+    for tenant in (b"mine", b"theirs", b"mine"):
+        index.add_namespace(tenant)
+    for number in range(4):
+        index.remove(*chain_in(index, 0, range(number, number + 1)), remember=True)
+    for number in range(100):
+        index.remove(*chain_in(index, 1, range(number, number + 1)), remember=True)
+    assert [index.why_not(0, key_of(number), NO_ROW) for number in range(4)] == [Finding.EVICTED] * 4
+    assert index.remembered == {b"mine": 4, b"theirs": 10}
+    for number in range(10, 19):  # of another namespace of the same tenant
+        index.remove(*chain_in(index, 2, range(number, number + 1)), remember=True)
+    found = [index.why_not(0, key_of(number), NO_ROW) for number in range(4)]
+    assert found == [Finding.NEVER_SEEN] * 3 + [Finding.EVICTED]
+    index.forget(b"theirs")
+    index.check()
+    assert index.remembered == {b"mine": 10} and index.why_not(1, key_of(99), NO_ROW) is Finding.NEVER_SEEN

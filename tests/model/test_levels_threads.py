@@ -134,7 +134,7 @@ class Worker:
 
     def half_a_put(self, space: Owned, prompt: Prompt) -> None:
         """A producer that gives up."""
-        reply = space.door.reserve(space.number, space.match(prompt).keys, 0, 0, None)
+        reply = space.door.reserve(space.handle.number, space.match(prompt).keys, 0, 0, None)
         if reply.reservation:
             space.door.abort(reply.reservation)
 
