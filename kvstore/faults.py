@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvstore.service.rate_limited import Clock, RateLimitedLog
@@ -54,6 +55,10 @@ class Faults:
 
     def failed(self, what: str, kind: FaultKind, detail: str) -> None:
         """As in the contract."""
+        with suppress(MemoryError):  # there may be none to count what there is none of
+            self._count(what, kind, detail)
+
+    def _count(self, what: str, kind: FaultKind, detail: str) -> None:
         at = self._clock.monotonic_seconds()
         with self._lock:
             one = self._failing.setdefault(what, {}).setdefault(kind, _Failing(at, at, 0, detail))
@@ -69,9 +74,10 @@ class Faults:
             over = self._failing.pop(what, {})
         if not over:
             return
-        seconds = self._clock.monotonic_seconds() - min(one.since for one in over.values())
-        words = ", ".join(f"{kind} {one.count:,} times" for kind, one in over.items())
-        self._lines.warn(f"{what} again", "%s work again, after %s: %s", what, _span(seconds), words)
+        with suppress(MemoryError):
+            seconds = self._clock.monotonic_seconds() - min(one.since for one in over.values())
+            words = ", ".join(f"{kind} {one.count:,} times" for kind, one in over.items())
+            self._lines.warn(f"{what} again", "%s work again, after %s: %s", what, _span(seconds), words)
 
     def now(self) -> list[Fault]:
         """What does not work, that which failed most lately first."""

@@ -181,6 +181,9 @@ class LocalDoor:
     def start(self) -> None:
         """Serve in a thread of its own."""
         self._sessions.watch_memory(self._wake)
+        # One of each is there from now on: where the machine has no further ones, everybody is served still.
+        for pool in (self._pool, self._large_pool, self._long_pool, self._admin_pool):
+            pool.submit(lambda: None)
         thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
         thread.start()
         self._thread = thread

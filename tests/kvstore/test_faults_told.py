@@ -6,6 +6,7 @@ Disks that are full or fail for real, a process without descriptors or threads: 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -70,6 +71,25 @@ def test_one_line_per_kind_and_minute_and_one_when_it_is_over(
         "disk full: nvme writes failed: no space left (59 more like this were not logged)",
         "nvme writes work again, after 2 min: disk full 130 times",
     ]
+
+
+class NoMemory(logging.Handler):
+    """A log that there is no memory for."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise MemoryError
+
+
+def test_whoever_tells_of_memory_is_not_told_of_memory(faults: Faults) -> None:
+    logger, handler = logging.getLogger("kvstore.faults"), NoMemory()
+    logger.addHandler(handler)
+    try:
+        faults.failed(EXTENTS, FaultKind.NO_MEMORY, "none left")
+        assert len(faults.now()) == 1
+        faults.worked(EXTENTS)
+        assert faults.now() == []
+    finally:
+        logger.removeHandler(handler)
 
 
 def raised_from(cause: BaseException) -> BaseException:
