@@ -57,14 +57,14 @@ def merging(model: Any) -> Callable[[], None]:
 
 
 def hooking(model: Any) -> Callable[[], None]:
-    first = model.get_submodule(projections(model)[0])
-    return lambda: first.register_forward_hook(lambda module, given, output: 1.5 * output) and None
+    third = model.get_submodule(projections(model)[2])
+    return lambda: third.register_forward_hook(lambda module, given, output: 1.5 * output) and None
 
 
 def patching(model: Any) -> Callable[[], None]:
-    first = model.get_submodule(projections(model)[0])
-    inner = first.forward
-    return lambda: setattr(first, "forward", lambda states: 1.5 * inner(states))
+    third = model.get_submodule(projections(model)[2])
+    inner = third.forward
+    return lambda: setattr(third, "forward", lambda states: 1.5 * inner(states))
 
 
 def compiling(model: Any) -> Callable[[], None]:
