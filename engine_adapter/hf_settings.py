@@ -64,7 +64,7 @@ WITHOUT_EFFECT = frozenset(
     "prompt_lookup_num_tokens max_matching_ngram_size assistant_lookbehind target_lookbehind "
     "speculation_type "
     # padding, beginnings and notes
-    "pad_token_id bos_token_id decoder_start_token_id transformers_version _from_model_config".split()
+    "pad_token_id bos_token_id decoder_start_token_id transformers_version".split()
 )
 
 Processors = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -134,8 +134,8 @@ def check_settings(config: Any) -> None:
             raise BadInput(f"the model's generation config has {name}={value!r}: {reason}; set it to {idle!r}")
         if name in APPLIED or name in APPLIED_TO_DRAWS or name in SAID_BY_ARGUMENTS or name in WITHOUT_EFFECT:
             continue
-        # What transformers itself does not know changes nothing in it.
-        if name in standard and value != standard[name]:
+        # What transformers itself does not know changes nothing in it, nor do notes of its own.
+        if name in standard and not name.startswith("_") and value != standard[name]:
             raise BadInput(
                 f"the model's generation config has {name}={value!r}, which PrefixCache does not know; set it to "
                 f"{standard[name]!r}"

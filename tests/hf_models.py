@@ -98,7 +98,7 @@ def projections(model: Any) -> list[str]:
     """The names of the projections inside the layers; some models have them as convolutions of width one."""
     head = model.get_output_embeddings()
     kinds = (torch.nn.Linear, T.pytorch_utils.Conv1D)
-    return [name for name, module in model.named_modules() if type(module) in kinds and module is not head]
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head]
 
 
 class Adapted(torch.nn.Module):
@@ -126,12 +126,6 @@ class Adapted(torch.nn.Module):
         change = self.scale * (self.parts[f"{self.active} down"] @ self.parts[f"{self.active} up"])
         self.inner.weight.data += change if isinstance(self.inner, T.pytorch_utils.Conv1D) else change.T
         self.merged = True
-
-
-def linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
-    """The projections inside the layers, by name."""
-    head = model.get_output_embeddings()
-    return [(n, m) for n, m in model.named_modules() if type(m) is torch.nn.Linear and m is not head]
 
 
 class Scaled(torch.nn.Module):

@@ -57,14 +57,14 @@ def merging(model: Any) -> Callable[[], None]:
 
 
 def hooking(model: Any) -> Callable[[], None]:
-    first = model.get_submodule(projections(model)[0])
-    return lambda: first.register_forward_hook(lambda module, given, output: 1.5 * output) and None
+    third = model.get_submodule(projections(model)[2])
+    return lambda: third.register_forward_hook(lambda module, given, output: 1.5 * output) and None
 
 
 def patching(model: Any) -> Callable[[], None]:
-    first = model.get_submodule(projections(model)[0])
-    inner = first.forward
-    return lambda: setattr(first, "forward", lambda states: 1.5 * inner(states))
+    third = model.get_submodule(projections(model)[2])
+    inner = third.forward
+    return lambda: setattr(third, "forward", lambda states: 1.5 * inner(states))
 
 
 def compiling(model: Any) -> Callable[[], None]:
@@ -107,16 +107,17 @@ CHANGES: dict[str, Callable[[Any], Callable[[], None]]] = {
 
 
 def judged(name: str, change: str) -> str:
-    """ "served", or the line by which this model is refused; raises where an answer is wrong."""
+    """That it is served, or the line by which this model is refused; raises where an answer is wrong."""
     model = small_model(name)
     apply = CHANGES[change](model)
     with tempfile.TemporaryDirectory() as directory, kvstore.open(f"embedded:{directory}", dram="16MiB") as store:
         said: list[str] = []
+        expected: list[list[int] | None] = []
         caches: list[PrefixCache | None] = [None]
         for is_changed in (False, True):
             if is_changed:
                 apply()
-            expected = None if change == "compiled" and is_changed else plain_answer(model, PROMPT, NEW_TOKENS)
+            expected.append(None if change == "compiled" and is_changed else _plain(model))
             for cache in caches:  # after the change: the one that saw it, and a new one
                 try:
                     cache = cache or PrefixCache(model, store, codec="raw", chunk_tokens=64)
@@ -125,13 +126,23 @@ def judged(name: str, change: str) -> str:
                     assert "\n" not in str(error), error
                     said.append(str(error))
                     continue
-                assert answer.token_ids == expected, f"{name}, {change}: {answer.token_ids} instead of {expected}"
+                assert answer.token_ids == expected[-1], f"{answer.token_ids} instead of {expected[-1]}"
                 assert not answer.report.faults
                 said.append("served")
             caches = [cache, None]
         store.check()
     assert said[1] == said[2], said
+    if said[-1] == "served" and expected[0] == expected[1]:
+        return "served, though the change changes nothing"
     return said[-1]
+
+
+def _plain(model: Any) -> list[int] | None:
+    """What transformers answers; nothing, where it cannot run the model either."""
+    try:
+        return plain_answer(model, PROMPT, NEW_TOKENS)
+    except NotImplementedError:
+        return None
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -142,8 +153,8 @@ def test_answered_as_without_a_store_or_refused_by_one_line(name: str, change: s
     verdict = judged(name, change)
     if change == "compiled":
         assert verdict != "served"
-    elif name in ("llama", "qwen3 moe", "opt", "gpt2") and change != "quantised":
-        assert verdict == "served"
+    elif name in ("llama", "qwen3 moe", "opt", "gpt2") and change not in ("quantised", "merged"):
+        assert verdict == "served", "and with another answer, or nothing would be noticed"
 
 
 def main() -> int:
@@ -159,7 +170,7 @@ def main() -> int:
                 verdict = f"skipped: {skipped}"
             except Exception as error:
                 verdict, wrong = f"WRONG: {type(error).__name__}: {error}", wrong + 1
-            counts[verdict if verdict == "served" else verdict.partition(":")[0]] += 1
+            counts["refused" if verdict.startswith("PrefixCache cannot") else verdict.partition(":")[0]] += 1
             print(f"{name:18} {change:18} {verdict}", flush=True)
     print(f"{len(names)} models, {sum(counts.values())} cells: {dict(counts)}")
     return 1 if wrong else 0

@@ -38,6 +38,8 @@ NEW_TOKENS = 24
 def test_every_field_that_transformers_has_is_in_exactly_one_table() -> None:
     tables = [APPLIED, APPLIED_TO_DRAWS, SAID_BY_ARGUMENTS, frozenset(REFUSED), WITHOUT_EFFECT]
     for name in vars(GenerationConfig()):
+        if name.startswith("_"):  # where it came from
+            continue
         assert sum(name in table for table in tables) == 1, f"{name} is in no table, or in several"
 
 

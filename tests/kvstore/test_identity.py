@@ -169,6 +169,13 @@ def test_extra_keys_differ_by_value_position_order_and_kind() -> None:
     assert len({keys_of(range(64), extras)[0] for extras in variants}) == len(variants)
 
 
+@pytest.mark.parametrize("given", [None, 7, {b"one"}, {b"one": 1}, iter([b"one"]), b"one", "one"], ids=repr)
+def test_extra_keys_that_are_no_sequence_are_refused_by_one_line(given: Any) -> None:
+    with pytest.raises(BadInput, match="extra_keys ") as caught:
+        as_extra_keys(given)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_same_image_in_the_second_block_is_not_the_same_as_in_the_first() -> None:
     assert keys_of(range(128), (ExtraKey(b"i", 3),))[1] != keys_of(range(128), (ExtraKey(b"i", 67),))[1]
 
@@ -380,6 +387,12 @@ def test_the_page_of_an_engine_is_not_part_of_a_namespace() -> None:
 def test_equal_namespaces_have_no_difference() -> None:
     twin = Namespace(MODEL, small_layout(), "raw", 3, {"rope": "10000"})
     assert PLAIN.difference(twin) == "" and PLAIN.digest() == twin.digest()
+
+
+def test_digests_of_what_is_computed_are_named_where_nothing_else_differs() -> None:
+    mine, theirs = (replace(PLAIN, config={"computes": value, "state": value}) for value in "ab")
+    assert mine.difference(theirs) == "config.computes is a here and b there"
+    assert mine.difference(replace(theirs, model="other")).startswith("model is ")
 
 
 words = st.text("ab=:,.\x00 ", max_size=4)
