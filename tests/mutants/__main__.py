@@ -30,12 +30,11 @@ TestFile = tuple[str, str]
 
 
 class Copies:
-    """As many as there are workers. quiet: say nothing of the progress."""
+    """As many as there are workers."""
 
-    def __init__(self, folder: Path, workers: int, *, quiet: bool) -> None:
+    def __init__(self, folder: Path, workers: int) -> None:
         self._all = [Copy(folder / str(number)) for number in range(workers)]
         self._free: SimpleQueue[Copy] = SimpleQueue()
-        self._quiet = quiet
         for one in self._all:
             self._free.put(one)
 
@@ -51,11 +50,6 @@ class Copies:
                 for one in self._all:
                     one.end()
                 raise
-
-    def say(self, line: str) -> None:
-        """Of the progress."""
-        if not self._quiet:
-            print(line, file=sys.stderr, flush=True)
 
     def check(self, environments: Iterable[str]) -> None:
         """The tests must see the copy, and no other checkout."""
@@ -74,10 +68,15 @@ class Copies:
 
 
 @contextmanager
-def copies(workers: int, *, quiet: bool) -> Iterator[Copies]:
+def copies(workers: int) -> Iterator[Copies]:
     """Of the tree as it is now, with what is not committed."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        yield Copies(Path(folder).resolve(), workers, quiet=quiet)
+        yield Copies(Path(folder).resolve(), workers)
+
+
+def say(line: str) -> None:
+    """Of the progress, which is long."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def files_of(mutant: Mutant) -> list[TestFile]:
@@ -92,7 +91,7 @@ def trials(chosen: list[Mutant], trees: Copies) -> Iterator[dict[str, Any]]:
         for test in mutant.tests:
             wanted.setdefault((mutant.environment, test.partition("::")[0]), set()).add(test)
     trees.check({environment for environment, _ in wanted})
-    trees.say(f"{len(chosen)} mutants; first their tests without them, in {len(wanted)} files")
+    say(f"{len(chosen)} mutants; first their tests without them, in {len(wanted)} files")
 
     def run_without(tree: Copy, file: TestFile) -> Outcome:
         return tree.run(sorted(wanted[file]), file[0], WITHOUT_LIMIT_SECONDS, keep_compiled=True)
@@ -101,7 +100,7 @@ def trials(chosen: list[Mutant], trees: Copies) -> Iterator[dict[str, Any]]:
     for file, outcome in trees.each(wanted, run_without):
         without[file] = outcome
         if outcome.status:
-            trees.say(f"fails without a mutant: {file[1]}: {outcome.finding}")
+            say(f"fails without a mutant: {file[1]}: {outcome.finding}")
 
     def run_with(tree: Copy, mutant: Mutant) -> tuple[Verdict, str, float]:
         bare = [without[file] for file in files_of(mutant)]
@@ -117,7 +116,7 @@ def trials(chosen: list[Mutant], trees: Copies) -> Iterator[dict[str, Any]]:
         return *judged(outcome), outcome.seconds
 
     for done, (mutant, (verdict, finding, seconds)) in enumerate(trees.each(chosen, run_with), 1):
-        trees.say(f"{done:3} of {len(chosen)}  {verdict.value:8}  {mutant.id}  ({seconds:.1f} s)")
+        say(f"{done:3} of {len(chosen)}  {verdict.value:8}  {mutant.id}  ({seconds:.1f} s)")
         yield {"id": mutant.id, "room": mutant.room, "verdict": verdict.value, "by": finding, "seconds": seconds}
 
 
@@ -125,7 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="mutants", description="Small bugs that the tests must find.")
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="this mutant alone; may be repeated")
     parser.add_argument("--workers", type=int, default=2, help="copies in which tests run at the same time")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON and nothing else")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON; the progress goes to stderr")
     options = parser.parse_args()
     known = load()
     unknown = set(options.only) - {mutant.id for mutant in known}
@@ -134,7 +133,7 @@ def main() -> int:
     chosen = [mutant for mutant in known if not options.only or mutant.id in options.only]
     able = [mutant for mutant in chosen if python_of(mutant.environment).exists()]
     begun = time.monotonic()
-    with copies(min(options.workers, len(able) or 1), quiet=options.json) as trees:
+    with copies(min(options.workers, len(able) or 1)) as trees:
         results = list(trials(able, trees))
     results += [
         {"id": one.id, "room": one.room, "verdict": Verdict.LEFT_OUT.value, "by": "make engines first", "seconds": 0.0}
