@@ -459,11 +459,13 @@ def test_bytes_are_compared_as_the_numbers_that_they_are(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float64, torch.int32])
 def test_of_bytes_that_are_no_such_numbers_only_equal_ones_say_something(dtype: torch.dtype) -> None:
     plane = torch.randint(0, 256, (1, BLOCK, 40), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
-    result = compare_opaque({0: [plane]}, {0: [plane.clone()]}, dtype)
+    right = {0: [plane], 1: [plane.clone()]}
+    result = compare_opaque(right, {0: [plane.clone()], 1: [plane]}, dtype)
     assert result is not None and result.verdict is Verdict.EXACT
     other = plane.clone()
     other[0, 63, 39] ^= 1
-    assert compare_opaque({0: [other]}, {0: [plane]}, dtype) is None
+    for layer in (0, 1):
+        assert compare_opaque({**right, layer: [other]}, right, dtype) is None
 
 
 def test_slices_of_bytes_that_are_no_whole_numbers_are_compared_as_bytes() -> None:
