@@ -25,6 +25,8 @@ from kvstore.pages import Pages
 SAVE_DEADLINE_MS = 1000.0
 """How long a save waits for the store. A store that runs makes room in less, and a request may be waiting behind it."""
 
+_AWAY = frozenset({MissReason.UNREACHABLE, MissReason.DEADLINE, MissReason.DISABLED})
+
 _log = getLogger(__name__)
 
 
@@ -197,6 +199,8 @@ class StoreRequest:
         self._lease: Lease | None = None
         self._keys: list[bytes] = []
         self._pooled_tokens = 0
+        self.is_away = False
+        """Whether the last save found that the store cannot be asked: another one soon would be in vain."""
         self._decoded = range(0)
         """Blocks in the request's pages that are not as the engine computed them: they are not offered."""
 
@@ -244,6 +248,7 @@ class StoreRequest:
                     deadline_ms=self._save_deadline_ms,
                 )
                 report.saved_blocks += result.stored
+                self.is_away = result.reason in _AWAY
                 if result.reason is not None:
                     self._count(result.reason)
                     break

@@ -286,8 +286,11 @@ class PrefixCache:
                 self._save(other, buffers, other.with_kv)
 
     def _save_next(self, rows: Sequence[_Row], buffers: BufferSet) -> None:
-        """One chunk of one prompt, so that no token waits long for what is saved."""
+        """One chunk of one prompt, so that no token waits long for what is saved. Where the store is away none is: the
+        save behind the last token offers all of it."""
         for row in rows:
+            if row.request.is_away:
+                continue
             if row.offered < row.prompt_tokens // self.layout.block_tokens * self.layout.block_tokens:
                 stop = min((row.offered // self.chunk_tokens + 1) * self.chunk_tokens, row.prompt_tokens)
                 self._save(row, buffers, stop)

@@ -94,7 +94,7 @@ def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None
             os.kill(said["pid"], signal.SIGCONT)
         for answer in answers:
             assert answer.token_ids == expected and not answer.report.faults
-            assert set(answer.report.put_reasons) == {MissReason.UNREACHABLE}
+            assert answer.report.put_reasons == {MissReason.UNREACHABLE: 2}, "a chunk, and all of it at the end"
         first, *later = [reasons(answer.report.account) for answer in answers]
         assert first == {"deadline": 1280, "partial_block": 20}
         assert later == [{"unreachable": 1280, "partial_block": 20}] * 2

@@ -154,7 +154,7 @@ def test_a_client_outlives_its_sidecar(tmp_path: Path, end: signal.Signals) -> N
         process.communicate(timeout=20)
     match = handle.match(ids(640))
     assert match.blocks == 0 and match.reason is MissReason.UNREACHABLE and match.account.asked == 640
-    assert handle.get(lease, blank_pages(layout, 10)).reason in (None, MissReason.DISABLED)
+    assert handle.get(lease, blank_pages(layout, 10)).reason in (None, MissReason.UNREACHABLE)
     assert handle.lease(match).blocks == 0
     assert handle.put(ids(640), pages).reason is MissReason.UNREACHABLE
     with serving(tmp_path, *flags):
