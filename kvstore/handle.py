@@ -127,10 +127,9 @@ class NamespaceHandle:
         self._door = door
         self._codec = codec
         self._digest = digest
+        payload_bytes = [codec.payload_bytes(part) for part in namespace.layout.parts]
         codec.prepare(namespace.layout)  # which may take long, and needs no store
-        self._grant: Grant = door.open_namespace(
-            namespace, [codec.payload_bytes(part) for part in namespace.layout.parts], name
-        )
+        self._grant: Grant = door.open_namespace(namespace, payload_bytes, name)
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
         self._source = Source(door, self._grant, codec, digest, namespace.layout, self._parts)
 

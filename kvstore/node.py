@@ -281,9 +281,9 @@ class EmbeddedStore:
         parts of that shard (`Layout.parts_of`). The namespace is the same for all ranks. Raises `BadInput`.
         """
         chosen = self._codecs(codec)
-        for name, value in (config or {}).items():
-            if not isinstance(name, str) or not isinstance(value, str):
-                raise BadInput(f"config {name!r}={value!r}: names and values must be text")
+        for key, value in (config or {}).items():
+            if not isinstance(key, str) or not isinstance(value, str):
+                raise BadInput(f"config {key!r}={value!r}: names and values must be text")
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
         return NamespaceHandle(self._door(), namespace, chosen, shard=shard, name=checked_name(name))
 

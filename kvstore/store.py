@@ -621,6 +621,7 @@ class Store:
         ttl_seconds: float | None,
         joint: Joint | None = None,
         seconds: float | None = None,
+        *,
         skipped: int = 0,
     ) -> ReserveReply:
         """Rows and slots for what is missing from block `first_block` on, as far as there is room, or as room is made

@@ -261,7 +261,9 @@ class Handlers:
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.Fault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
         joint = _joint_of(caller, verb, len(slices))
-        reply = self._store.reserve(verb.namespace, verb.keys, verb.first_block, verb.priority, ttl, joint, skipped)
+        reply = self._store.reserve(
+            verb.namespace, verb.keys, verb.first_block, verb.priority, ttl, joint, skipped=skipped
+        )
         self._counting.stored(verb.namespace)
         if reply.reservation:
             parts = frozenset(part for part, places in enumerate(reply.places) if places)

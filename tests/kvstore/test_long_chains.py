@@ -20,6 +20,7 @@ from kvstore.miss import HitTier, MissReason
 from kvstore.pending import BLOCK_SECONDS, GRACE_SECONDS, LeaseThreads
 from kvstore.store import Store
 from simulation.two_tiers import put
+from tiering.tier import extent_of, slot_of
 from workbench import Bench, FakeClock, bench, ids, random_pages
 
 from .test_between_tiers import Place, Prompt
@@ -64,14 +65,18 @@ def stocked(**options: Any) -> tuple[Bench, NamespaceHandle, list[bytes]]:
 
 
 def said(reply: LeaseReply) -> tuple[object, ...]:
-    """All of it but the lease's number."""
+    """All of it but what each store draws: numbers of leases and extents, and where generations begin."""
+    extents: dict[int, int] = {}
+    places = [
+        [(extents.setdefault(extent_of(place), len(extents)), slot_of(place)) for place in column]
+        for column in reply.places
+    ]
     return (
         bool(reply.lease),
         reply.first_block,
         reply.blocks,
-        reply.places,
-        reply.header_digests,
-        reply.generations,
+        places,
+        [generation - reply.generations[0] for generation in reply.generations],
         reply.tiers,
         reply.reason,
         reply.detail,
@@ -96,6 +101,9 @@ def test_it_says_the_same_in_pieces(
         assert (gaps.count > 0) == (piece == PIECE)
         for column, digests in zip(reply.places, reply.header_digests, strict=True):
             assert len(column) == len(digests) == reply.blocks - reply.first_block
+        rows = a.store._blocks.index.match(handle.number, keys)[reply.first_block : reply.blocks]
+        for part, digests in enumerate(reply.header_digests):
+            assert list(digests) == list(a.store._blocks.residency.header_digests_of(rows, part))
         a.store.check()
         order = list(a.store._blocks.residency.policy.victims())
         a.store.release(reply.lease)

@@ -297,9 +297,7 @@ def on_disk(disk: Disk, holder: Holder, run: int) -> Bench:
     ring.add(keys)
     tier = NvmeTier(disk.process(), disk, ring, 4 << 20, 1 << 20, disk.new_uid)
     dram = DramConfig(1 << 20, 64 << 10)
-    store = build_store(
-        dram, Limits(), ring, clock, tier, run=run, keeper=holder, kept=holder.handed_over(), guard=GUARD * run
-    )
+    store = build_store(dram, Limits(), ring, clock, tier, keeper=holder, kept=holder.handed_over(), guard=GUARD * run)
     store.start_loading({keys.tenant: keys})
     assert store.warmed(20)
     return Bench(store, clock, ring)

@@ -330,11 +330,11 @@ def test_a_token_of_another_length_is_refused(tmp_path: Path, length: int) -> No
             store.namespace(model=MODEL, layout=LAYOUT)
 
 
-@pytest.mark.parametrize(("path", "told"), [("x" * 108, "longer than 107 bytes"), ("a\0b", "without NUL")])
+@pytest.mark.parametrize(("path", "told"), [("x" * 108, "longer than 107 bytes"), ("a\0b", "no NUL")])
 def test_what_is_no_sockets_path_is_refused_when_the_store_is_opened(path: str, told: str) -> None:
     with pytest.raises(kvstore.BadInput) as caught:
         kvstore.open(f"unix:{path}")
-    assert one_line(caught.value, told, "give a")
+    assert one_line(caught.value, told, "give")
 
 
 def test_a_socket_whose_path_is_too_long_is_called_so() -> None:

@@ -801,12 +801,12 @@ def test_who_has_as_much_under_way_as_he_may_is_told_so(
             assert handle.put(ids(128), pages, durability="disk").reason is MissReason.BUSY
         elif kind == "lease":
             lease = handle.lease(match)
-            assert lease.reason is MissReason.BUSY and "release some first" in lease.reply.detail
-            assert lease.account.misses == {MissReason.BUSY: 128}
+            assert lease.reason is MissReason.PINNED_FULL and "release some first" in lease.reply.detail
+            assert lease.account.misses == {MissReason.PINNED_FULL: 128}
         elif kind == "submit_lease":
             pending = handle.submit_lease(match)
             wait_until(lambda: pending.poll() is not None)
-            assert pending.poll().reason is MissReason.BUSY  # type: ignore[union-attr]
+            assert pending.poll().reason is MissReason.PINNED_FULL  # type: ignore[union-attr]
         elif kind == "reserve":
             assert handle.put(ids(128, 3), pages).reason is MissReason.BUSY
         else:

@@ -26,6 +26,8 @@ from tiering.tier import SLOT_BITS
 from torture.long_prompts import LAYOUT, blank, mixed, prompt
 from workbench import MODEL
 
+from .test_engines import wait_until
+
 T = TypeVar("T")
 LONG = 160_000
 
@@ -72,10 +74,12 @@ def test_a_client_waits_the_longer_for_an_answer_the_more_it_asks_for(
         tokens = prompt(LONG, 1)
         assert handle.put(tokens, blank(LONG)).reason is None
         hashed = handle.hashed(tokens)
-        store._door._limits = CallLimits(match=0.0, lease=0.0)
+        store._door._limits = CallLimits(match=0.05, lease=0.05)
         monkeypatch.setattr(run_module, "BLOCK_SECONDS", 0.0)
         with sidecar.core._lock:  # which its answer waits for
             assert handle.match(hashed).reason is MissReason.DEADLINE
+        breaker = store._door._run.breaker
+        wait_until(lambda: not breaker.is_open and not breaker.is_suspected)
         monkeypatch.setattr(run_module, "BLOCK_SECONDS", 0.01)  # 25 seconds for these
         match = handle.match(hashed)
         assert (match.blocks, match.reason) == (LONG // 64, None)
@@ -215,9 +219,9 @@ def test_a_put_of_a_long_prompt_names_its_last_blocks_only(sidecar: Sidecar, mon
         asked: list[tuple[int, int, int]] = []
         reserve = sidecar.core.reserve
 
-        def watched(number: int, keys: list[bytes], first_block: int, *others: Any) -> ReserveReply:
-            asked.append((len(keys), first_block, others[-1]))
-            return reserve(number, keys, first_block, *others)
+        def watched(number: int, keys: list[bytes], first_block: int, *others: Any, skipped: int) -> ReserveReply:
+            asked.append((len(keys), first_block, skipped))
+            return reserve(number, keys, first_block, *others, skipped=skipped)
 
         monkeypatch.setattr(sidecar.core, "reserve", watched)
         assert handle.put(tokens, pages) == PutResult(0, 600, None, None)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.identity import Namespace
+from kvstore.miss import MissReason
 from kvstore.service import messages as m
 from kvstore.service.handlers import MAX_LEASED_BLOCKS, MAX_LEASES
 from service.sidecar import Sidecar
@@ -35,9 +36,7 @@ class Place:
         peer = Peer(str(self.other if is_other else self.sidecar.path))
         self.peers.append(peer)
         assert isinstance(peer.ask(m.Hello(1, 1, "test", session)), m.Welcome)
-        granted = peer.ask(m.OpenNamespace(Namespace("model", small_layout(), "raw").pack(), [8192]))
-        assert isinstance(granted, m.Granted)
-        return peer, granted.grant.number
+        return peer, opened(peer)
 
     @property
     def usage(self) -> tuple[int, int, int]:
@@ -56,6 +55,12 @@ def place(tmp_path: Path) -> Iterator[Place]:
     place = Place(tmp_path)
     yield place
     place.close()
+
+
+def opened(peer: Peer, model: str = "model") -> int:
+    granted = peer.ask(m.OpenNamespace(Namespace(model, small_layout(), "raw").pack(), [8192]))
+    assert isinstance(granted, m.Granted)
+    return granted.grant.number
 
 
 def reserve(peer: Peer, number: int, keys: list[bytes] = KEYS) -> int:
@@ -129,11 +134,13 @@ def test_a_lease_that_ran_out_is_attached_to_by_nobody(place: Place) -> None:
 
 
 def test_a_namespace_is_named_by_the_connection_that_opened_it(place: Place) -> None:
-    mine, number = place.peer()
-    store(mine, number)
+    mine, first = place.peer()
+    store(mine, first)
     theirs, their_number = place.peer(is_other=True)
-    assert their_number != number, "the same namespace of two tenants is two"
+    assert their_number == first, "each tenant counts its own"
     assert theirs.ask(m.Match(their_number, KEYS)).reply.blocks == 0  # type: ignore[union-attr]
+    number = opened(mine, "another")
+    again, _ = place.peer()
     for verb in (
         m.Match(number, KEYS),
         m.Lease(number, KEYS, 0, 0),
@@ -141,7 +148,8 @@ def test_a_namespace_is_named_by_the_connection_that_opened_it(place: Place) -> 
         m.Persist(number, KEYS, 0),
         m.Drop(number),
     ):
-        assert is_refused(theirs.ask(verb), f"namespace {number} was not opened on this connection")
+        for stranger in (theirs, again):
+            assert is_refused(stranger.ask(verb), f"namespace {number} was not opened on this connection")
     assert place.sidecar.store.usage().blocks == BLOCKS
 
 
@@ -191,7 +199,8 @@ def test_a_session_holds_so_many_leases_and_no_more(place: Place, monkeypatch: p
     again, _ = place.peer()
     for peer in (mine, again):
         answer = peer.ask(m.Lease(number, KEYS, 0, 1000))
-        assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BUSY and "3 leases" in answer.text
+        assert isinstance(answer, m.Leased) and not answer.reply.lease
+        assert answer.reply.reason is MissReason.PINNED_FULL and "3 leases" in answer.reply.detail
     other, _ = place.peer(b"u" * 16)
     lease(other, number)
     mine.ask(m.Release(held[:1]))
@@ -199,7 +208,8 @@ def test_a_session_holds_so_many_leases_and_no_more(place: Place, monkeypatch: p
     monkeypatch.setattr("kvstore.service.handlers.MAX_LEASES", MAX_LEASES)
     monkeypatch.setattr("kvstore.service.handlers.MAX_LEASED_BLOCKS", 4 * BLOCKS - 1)
     answer = mine.ask(m.Lease(number, KEYS, 0, 1000))
-    assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BUSY
+    assert isinstance(answer, m.Leased) and answer.reply.reason is MissReason.PINNED_FULL
+    assert f"of {4 * BLOCKS - 1}" in answer.reply.detail
 
 
 def test_whose_keys_are_taken_away_is_shown_out_and_nobody_else(place: Place) -> None:
