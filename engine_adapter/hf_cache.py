@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from logging import getLogger
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from engine_adapter.hf_settings import Chooser, choose_for, chooser_of
 from engine_adapter.hf_watch import ModelIdentity, ModelWatch
 from engine_adapter.sampling import Sampling
 from kvstore.config import parse_size
-from kvstore.errors import BadInput, LayoutMismatch, StoreClosed
+from kvstore.errors import BadInput, LayoutMismatch, StoreClosed, StoreError
 from kvstore.handle import NamespaceHandle
 from kvstore.identity import ExtraKey, Namespace, as_extra_keys
 
@@ -45,6 +46,10 @@ CHUNK_TOKENS_CUDA = 2048
 
 MAX_NAMESPACES = 16
 """Handles that a cache keeps, of as many states of its model: adapters take turns."""
+MAX_PAUSE_SECONDS = 60.0
+"""Before a namespace that a store would not open is asked for again."""
+
+_log = getLogger(__name__)
 
 CHANGED = "the model changed during the request"
 
@@ -136,6 +141,8 @@ class PrefixCache:
         self._identity = self._watch.identity()
         self._store, self._codec, self._given = store, codec, namespace
         self._opened: dict[ModelIdentity, NamespaceHandle | None] = {}
+        self._is_unopened = False
+        self._open_again_at = 0.0
         self.namespace = self._namespace_of(self._identity)
         self._pool_bytes = parse_size(hbm, "hbm")
         self.pool = self._new_pool()
@@ -317,12 +324,26 @@ class PrefixCache:
     # Checks --------------------------------------------------------------------------------------------------------
 
     def _look_at_model(self) -> None:
-        """If the model computes other KV than before, go on in that KV's namespace. Raises `BadInput`."""
+        """If the model computes other KV than before, go on in that KV's namespace. Where the store does not open it go
+        on without one, and ask again after a pause. Raises `BadInput`."""
         identity = self._watch.identity()
-        if identity != self._identity:
+        if identity == self._identity and not self._is_unopened:
+            return
+        asked_at = time.monotonic()
+        if identity == self._identity and asked_at < self._open_again_at:
+            return
+        try:
             self.namespace = self._namespace_of(identity)
-            self._identity = identity
-            self.pool = self._new_pool()  # keys of a pool say nothing of the namespace
+            self._is_unopened = False
+        except BadInput:
+            raise
+        except StoreError as error:  # the answer needs no store
+            now = time.monotonic()
+            self._open_again_at = now + min(MAX_PAUSE_SECONDS, max(1.0, 5 * (now - asked_at)))
+            self.namespace, self._is_unopened = None, True
+            _log.warning("nothing is kept or found of the model as it is now: %s", error)
+        self._identity = identity
+        self.pool = self._new_pool()  # keys of a pool say nothing of the namespace
 
     def _new_pool(self) -> HbmBlocks | None:
         if self._pool_bytes <= 0 or self.namespace is None:

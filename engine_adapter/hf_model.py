@@ -119,8 +119,8 @@ def fingerprint(model: torch.nn.Module) -> str:
 
     Covers the name, shape and dtype of every parameter and buffer, and their bytes: all of them up to 256 MiB in total,
     beyond that 16 samples of 16 KiB from each tensor (0.1 s for 8 billion parameters). Of a quantised weight it covers
-    the tensors that it is made of. A change so small that it hides
-    between the samples, such as an edit of single weights in place, has to be announced by `weights_epoch`.
+    the tensors that it is made of. A change so small that it hides between the samples, such as an edit of single
+    weights in place, has to be announced by `weights_epoch`.
     """
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = sorted((pair for name, tensor in held.items() for pair in plain_tensors(name, tensor)), key=itemgetter(0))

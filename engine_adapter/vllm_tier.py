@@ -293,7 +293,8 @@ def check_engine(config: Any, hash_seed: str | None, version: str = vllm.__versi
     elif not config.cache_config.enable_prefix_caching:
         reason = (
             "vLLM's own prefix caching is off (enable_prefix_caching=False, which vLLM sets itself for models and "
-            "platforms on which a prefix must not be reused)"
+            "platforms on which a prefix must not be reused); leave the tier out, or switch prefix caching on where it "
+            "was switched off by hand"
         )
     elif config.lora_config is not None:
         reason = "block hashes name a LoRA adapter, and not what is in it; use KvStoreConnector with LoRA"

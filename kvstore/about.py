@@ -18,7 +18,7 @@ from tiering.frame import MAX_SLICES
 from tiering.slab import MAX_ABOUT_BYTES
 
 MOST_PAYLOAD, LEAST_PAYLOAD = 2, 64
-"""A codec makes of the numbers at most so many times their bytes, and at least a so manieth of them."""
+"""Of a payload, against the bytes of its numbers: at most MOST_PAYLOAD times as many, at least 1/LEAST_PAYLOAD."""
 SLICE_PARAMETER_BYTES = 4096
 """Beside the codes of a layer slice."""
 
@@ -64,3 +64,7 @@ def check_can_be_kept(namespace: Namespace, payload_bytes: Sequence[int]) -> Non
             f"included, and there is room for {MAX_ABOUT_BYTES}: give fewer shards, or digests in place of long config "
             "values"
         )
+    try:
+        Namespace.unpack(namespace.pack())
+    except ValueError as error:
+        raise BadInput(f"this namespace cannot be kept: {error}; give digests in place of long config values") from None

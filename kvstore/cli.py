@@ -266,8 +266,8 @@ def serve(
         sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]
         os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, seconds, settings.log.format, *sidecar])
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
-    # No run begins within 34 ms of another on the same memory, or has 2**24 connections in as short a time: so this
-    # one's are numbered above those of all before it.
+    # Two starts on the same memory are more than 34 ms apart, since a start takes longer, and no run has 2**24
+    # connections for each 34 ms that it lasts: so this one's are numbered above those of all before it.
     first_number = time.time_ns() >> CONNECTION_BITS + 1 << CONNECTION_BITS
     outside = Outside(
         SystemClock(),

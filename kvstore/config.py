@@ -41,7 +41,7 @@ DEFAULT_WRITES, LEARNED_WRITES = "all", "learned"
 """What of that which leaves DRAM is written to NVMe."""
 LEAST_WRITES, MOST_WRITES = 0.001, 10_000.0
 """Times the size of NVMe a day."""
-MAX_NAMESPACES = 1 << 15
+MAX_NAMESPACES = (1 << 15) - 1
 MIN_DRAM_BYTES = 1 << 20
 MIN_EXTENT_BYTES = 64 << 10
 DEFAULT_EXTENT_BYTES = 64 << 20

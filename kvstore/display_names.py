@@ -22,6 +22,7 @@ MOST_NAMES, MOST_TENANTS = 256, 1024
 MOST_CHARACTERS = 128
 _MOST_READ = 8 * MOST_CHARACTERS
 CLOSE_SECONDS = PAUSE_SECONDS = 1.0
+FAILED_PAUSE_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ class DisplayNames:
         self._writer = writer
 
     def _write(self) -> None:
-        """Until all is written; no more often than once in `PAUSE_SECONDS`, whatever engines tell."""
+        """Until all is written; no more often than once in `PAUSE_SECONDS`, whatever engines tell. A write that fails
+        is tried again, so that the fault ends with its cause."""
         while True:
             with self._lock:
                 if self._is_written:
@@ -108,9 +110,13 @@ class DisplayNames:
             try:
                 write_secret_file(self._path, contents)
                 self._faults.worked(MODEL_NAMES)
+                pause = PAUSE_SECONDS
             except OSError as error:
                 self._faults.failed(MODEL_NAMES, kind_of(error), str(error))
-            self._closing.wait(PAUSE_SECONDS)
+                pause = FAILED_PAUSE_SECONDS
+                with self._lock:
+                    self._is_written = self._closing.is_set()  # else it is tried again, until it works
+            self._closing.wait(pause)
 
 
 def read_names(path: Path) -> dict[str, dict[str, str]]:

@@ -397,7 +397,7 @@ def space_of(blocks: Blocks, keys: TenantKeys | None, digest_of_namespace: bytes
             return space
     try:
         payloads, namespace = unpack_about(about)
-        if len(blocks.spaces) >= MAX_NAMESPACES - 1:
+        if len(blocks.spaces) >= MAX_NAMESPACES:
             raise ValueError(f"{len(blocks.spaces)} others are there, and no further one has a place")
     except ValueError as error:
         _log.warning("blocks of namespace %s are left out: %s", digest_of_namespace.hex(), error)

@@ -279,6 +279,7 @@ class Store:
         with self._lock:
             self._check_open()
             self._blocks.dropping.add(number)
+            self._refreshing.clear()  # its rows may become another namespace's
         try:
             return self._drop(number, deadline)
         finally:
@@ -790,6 +791,8 @@ class Store:
                 self._touch_published(record)
                 self._give_up(record, record.published)
                 self._joint.freed(record)
+        if self._refreshing:  # soon: rows of what is evicted meanwhile may become another namespace's
+            self._refresh()
 
     def cancel(self, reservation: int) -> None:
         """Its producer is out of reach and may still write: the blocks are given up now, their slots with `abort`."""
@@ -799,6 +802,8 @@ class Store:
             if record is not None and not record.cancelled and not self._closed:
                 self._touch_published(record)
                 self._cancel(record)
+        if self._refreshing:
+            self._refresh()
 
     @property
     def runs_out_at(self) -> float:

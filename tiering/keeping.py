@@ -19,7 +19,7 @@ from tiering.tier import SlotClass
 NAME_BYTES = 16
 _NO_KEY = b""
 _WORD_BYTES = 8
-MAX_GENERATION = (1 << 63) - 1
+MAX_GENERATION = (1 << 62) - 1
 
 
 class Kept(NamedTuple):

@@ -35,6 +35,8 @@ from tiering.frame import DIGEST_BYTES, KEY_BYTES
 MAX_ENGINE_CHARACTERS = 128
 MAX_LEASES = 4096
 """Of one session."""
+MAX_LEASED_FRAMES = 1 << 21
+"""Of one lease: its answer has some 27 bytes for each, and a client takes 64 MiB."""
 MAX_LEASED_BLOCKS = 1 << 19
 """Of one session, in all its leases."""
 MAX_RESERVATIONS = 64
@@ -190,14 +192,17 @@ class Handlers:
         if refused is not None:
             return refused
         deadline_ms = min(verb.deadline_ms, MAX_DEADLINE_MS)
-        return self._leased(caller, verb, self._store.lease(verb.namespace, verb.keys, verb.first_block, deadline_ms))
+        keys, detail = _as_fits_an_answer(caller, verb)
+        reply = self._store.lease(verb.namespace, keys, verb.first_block, deadline_ms)
+        return self._leased(caller, verb, _ended_by(reply, detail))
 
     def _lease_at_once(self, caller: Caller, verb: m.Lease) -> m.Answer | None:
         refused = self._check_lease(caller, verb)
         if refused is not None:
             return refused
-        reply = self._store.lease_at_once(verb.namespace, verb.keys, verb.first_block)
-        return self._leased(caller, verb, reply) if reply is not None else None
+        keys, detail = _as_fits_an_answer(caller, verb)
+        reply = self._store.lease_at_once(verb.namespace, keys, verb.first_block)
+        return self._leased(caller, verb, _ended_by(reply, detail)) if reply is not None else None
 
     def _check_lease(self, caller: Caller, verb: m.Lease) -> m.Answer | None:
         """The answer where the session holds as much as it may. Raises `BadInput`."""
@@ -388,6 +393,22 @@ def _joint_of(caller: Caller, verb: m.Reserve, parts: int) -> Joint | None:
     if len(set(verb.parts)) != len(verb.parts) or not {*range(parts)}.issuperset(verb.parts):
         raise BadInput(f"{len(verb.parts)} parts to fill; give distinct ones, from 0 to {parts - 1}")
     return Joint(verb.joint, tuple(verb.parts) or tuple(range(parts)), caller.session.name)
+
+
+def _as_fits_an_answer(caller: Caller, verb: m.Lease) -> tuple[Sequence[bytes], str]:
+    """The keys of a lease whose frames one answer has room for, and what to say where that is not all."""
+    most = MAX_LEASED_FRAMES // len(caller.namespaces[verb.namespace])
+    if len(verb.keys) - verb.first_block <= most:
+        return verb.keys, ""
+    text = f"one lease names at most {MAX_LEASED_FRAMES} frames, {most} blocks of this namespace; lease the rest then"
+    return verb.keys[: verb.first_block + most], text
+
+
+def _ended_by(reply: LeaseReply, detail: str) -> LeaseReply:
+    """With why it leads no further, if nothing before that ended it."""
+    if not detail or reply.reason is not None:
+        return reply
+    return msgspec.structs.replace(reply, reason=MissReason.PINNED_FULL, detail=detail)
 
 
 def _as_known_here(caller: Caller, verb: m.Verb) -> m.Verb:

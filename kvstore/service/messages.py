@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.layout import MAX_PARTS
 from kvstore.miss import MissReason
 from kvstore.service.facts import Facts
 
@@ -44,7 +45,6 @@ OLDER_MAX_KEYS = 30_000
 """Of a sidecar that does not say how many it takes."""
 MAX_LEASES = 4096
 MAX_COMMITTED = 8192
-MAX_PARTS = 4096
 DROP_SECONDS = 30.0
 MAX_NAME = 128
 """Characters of a tenant's name, or of a namespace's id."""

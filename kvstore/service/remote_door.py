@@ -103,6 +103,7 @@ class RemoteDoor:
             run = self._running(time, waits=True)
             while run.breaker.is_open and time.left():
                 self._clock.sleep(self._limits.first_pause)
+                run = self._running(time, waits=True)  # it may be another sidecar's by now
             grant = self._open(run, namespace, payloads, max(self._limits.connect, time.left()), name)
         except Away as away:
             if run is None and not self._turned_away:

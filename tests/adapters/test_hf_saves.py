@@ -14,6 +14,8 @@ import pytest
 import kvstore
 from adapters.test_hf_cache import cache_of, model_of, prompt_of, reasons
 from engine_adapter.hf_cache import Kept
+from kvstore.errors import Unreachable
+from kvstore.handle import NamespaceHandle
 from kvstore.miss import MissReason
 from kvstore.node import EmbeddedStore
 from kvstore.service.remote_door import CallLimits
@@ -125,3 +127,33 @@ def test_a_sidecar_that_hangs_behind_the_first_token_costs_one_deadline(llama: A
             os.kill(said["pid"], signal.SIGCONT)
         assert answer.token_ids == expected and not answer.report.faults
         assert set(answer.report.put_reasons) == {MissReason.UNREACHABLE}
+
+
+def test_a_model_that_changes_while_the_store_does_not_open_anything_is_answered(
+    llama: Any, store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the store is asked again later, not by each request."""
+    cache = cache_of(llama, store)
+    tokens = prompt_of(600)
+    before = cache.generate(tokens, max_new_tokens=2)
+    asked = []
+
+    def away(**_: Any) -> NamespaceHandle:
+        asked.append(1)
+        raise Unreachable("away")
+
+    hook = llama.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out * 0.5)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "namespace", away)
+            for _ in range(3):
+                changed = cache.generate(tokens, max_new_tokens=2)
+                assert changed.report.account.hit_tokens == 0
+            assert len(asked) == 1 and cache.namespace is None
+        monkeypatch.setattr(cache, "_open_again_at", 0.0)
+        assert cache.generate(tokens, max_new_tokens=2).token_ids == changed.token_ids
+        assert cache.generate(tokens, max_new_tokens=2).report.account.hit_tokens > 0
+    finally:
+        hook.remove()
+    again = cache.generate(tokens, max_new_tokens=2)
+    assert again.token_ids == before.token_ids and again.report.account.hit_tokens > 0

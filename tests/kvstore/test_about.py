@@ -82,3 +82,17 @@ def test_a_count_of_parts_that_is_wrong_is_refused(count: int) -> None:
     for length in range(0, len(about), 7):
         with pytest.raises(ValueError):
             unpack_about(about[:length])
+
+
+@pytest.mark.parametrize("config", [
+    {f"field{n}": "a" * 4096 for n in range(20)},  # little once it is packed, and more text than is unpacked
+    {f"field{n}": "a" * 300 for n in range(20)},
+], ids=["too much", "enough"])  # fmt: skip
+def test_what_is_accepted_can_be_read_again(config: dict[str, str]) -> None:
+    namespace = Namespace(MODEL, small_layout(), "raw", 0, config)
+    try:
+        check_can_be_kept(namespace, sizes_of(namespace))
+    except BadInput as error:
+        assert len(config["field0"]) > 300 and one_line(error, "65536", "digests")
+    else:
+        assert unpack_about(pack_about(namespace, sizes_of(namespace)))[1].digest() == namespace.digest()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 import kvstore
+from kvstore import display_names
 from kvstore.display_names import MOST_CHARACTERS, MOST_NAMES, DisplayNames, read_names, shown
 from kvstore.errors import BadInput
 from kvstore.faults import Faults
@@ -16,6 +17,7 @@ from kvstore.fsck import check
 from kvstore.node import SystemClock
 from kvstore.service import messages as m
 from service.sidecar import Sidecar
+from service.test_engines import wait_until
 from tiering.lmdb_index import LmdbMaker
 from workbench import MODEL, ids, random_pages, small_layout
 
@@ -83,6 +85,27 @@ def test_a_disk_that_takes_no_names_is_told(tmp_path: Path) -> None:
     names.note(TENANT, DIGEST, "m")
     names.close()
     assert names.get(TENANT, DIGEST) == "m" and [one.what for one in faults.now()] == ["writes of model names"]
+
+
+def test_a_name_is_written_once_the_disk_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display_names, "FAILED_PAUSE_SECONDS", 0.01)
+    faults, path = Faults(SystemClock()), tmp_path / "missing" / "names"
+    names = DisplayNames(path, faults)
+    names.note(TENANT, DIGEST, "m")
+    wait_until(lambda: bool(faults.now()))
+    path.parent.mkdir()
+    wait_until(lambda: not faults.now())
+    names.close()
+    assert DisplayNames(path).get(TENANT, DIGEST) == "m"
+
+
+@pytest.mark.parametrize("config", [None, {"rope": "1", "kept": "all"}])
+def test_an_embedded_stores_name_is_the_one_it_was_given(tmp_path: Path, config: dict[str, str] | None) -> None:
+    with kvstore.open(f"embedded:{tmp_path}", dram="1MiB") as store:
+        handle = store.namespace(model=MODEL, layout=small_layout(), config=config, name="m")
+        assert store.names is not None  # type: ignore[union-attr]
+        tenant = store.tenant_keys(store.tenant).tenant  # type: ignore[union-attr]
+        assert store.names.get(tenant, handle.namespace.digest()) == "m"  # type: ignore[union-attr]
 
 
 def test_a_name_decides_nothing_and_is_there_after_a_restart(tmp_path: Path) -> None:

@@ -290,3 +290,26 @@ def test_a_wrong_place_in_a_chain_stores_nothing(sidecar: Sidecar) -> None:
         assert isinstance(right, ReserveReply) and right.blocks == list(range(20, 40)) and right.present == 20
         run.post(m.Abort(right.reservation))
         sidecar.store.check()
+
+
+def test_a_lease_of_more_frames_than_an_answer_holds_is_shorter_and_says_so(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leads on behind what was leased, as with any other lease that ended early."""
+    monkeypatch.setattr(handlers, "MAX_LEASED_FRAMES", 7)
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT)
+        tokens = prompt(10 * 64, 1)
+        assert handle.put(tokens, filled(10)).stored == 10
+        match = handle.match(tokens)
+        most = 7 // len(LAYOUT.parts)
+        for first in range(0, 10, most):
+            with handle.lease(match, first_token=first * 64) as lease:
+                assert lease.blocks == min(10, first + most)
+                if lease.blocks < 10:
+                    assert lease.reason is MissReason.PINNED_FULL and "at most 7 frames" in lease.reply.detail
+                else:
+                    assert lease.reason is None
+        pending = handle.submit_lease(match)
+        wait_until(lambda: pending.poll() is not None)
+        assert pending.poll().blocks == most  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -286,3 +287,21 @@ def test_what_nobody_waits_for_any_more_is_not_decoded_and_still_given_back(
         assert handle.match(ids(512)).blocks == 8
         wait_until(lambda: sidecar.store.usage().leases == 0)
         assert not any(isinstance(answer, m.Leased) for answer in decoded)
+
+
+def test_a_namespace_is_opened_at_the_sidecar_that_follows_one_that_hung(tmp_path: Path) -> None:
+    """The one that hangs is killed while somebody waits for it."""
+    with serving(tmp_path, "--nvme", "off") as (_, said), kvstore.open(f"unix:{said['serving'][0]}") as store:
+        patient(store).namespace(model=MODEL, layout=LAYOUT)  # type: ignore[arg-type]
+        door = store._door  # type: ignore[union-attr]
+        door._limits = CallLimits(match=0.05, open=LONG)
+        hung = door._run
+        stop(said["pid"])
+        wait_until(lambda: hung.breaker.is_open)
+        opened: list[NamespaceHandle] = []
+        waiting = threading.Thread(target=lambda: opened.append(store.namespace(model="another", layout=LAYOUT)))
+        waiting.start()
+        os.kill(said["pid"], signal.SIGKILL)  # its keeper starts another one
+        waiting.join(AT_ONCE)
+        assert opened and door._run is not hung
+        assert opened[0].put(ids(512), PAGES).reason is None
