@@ -482,7 +482,7 @@ def test_blocks_that_are_offered_when_their_pages_are_gone_are_not_others(
         engine.settle()
         facts = engine.half._facts
         assert facts is not None
-        assert request.told is not None and set(request.told["put_reasons"]) == {"deadline", "incomplete"}
+        assert request.told is not None and set(request.told["put_reasons"]) == {"busy", "incomplete"}
         assert wrong_blocks(handle_of(store, facts), request.stream, 0, 0.0) == (0, [])
 
 
