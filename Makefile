@@ -34,9 +34,12 @@ ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt | c
 KERNEL_TESTS := tests/kernels tests/adapters tests/demo \
     tests/bench/test_codec.py tests/bench/test_kernels_bench.py tests/bench/test_gpu_list.py
 # Histories and shapes drawn at random: models of the store, of ranks that put jointly, of groups and their windows,
-# what obeys a contract, a simulated disk, and policies on recorded and drawn requests.
-DRAWN_TESTS := tests/model tests/simulation tests/insight tests/tiering/test_adaptive.py tests/contract/test_codec.py tests/contract/test_eviction_policy.py \
-    tests/contract/test_tier.py tests/contract/test_frame_index.py tests/kvstore/test_groups.py \
+# what obeys a contract, a simulated disk, policies on recorded and drawn requests, and damage and kills at random.
+DRAWN_TESTS := tests/model tests/simulation tests/insight tests/tiering/test_adaptive.py \
+    tests/attack/test_bit_flips.py tests/attack/test_client_kills.py tests/attack/test_copied_directory.py \
+    tests/attack/test_index_damage.py tests/attack/test_nested_fuzz.py tests/attack/test_nvme_damage.py \
+    tests/attack/test_sharing.py tests/attack/test_store_kills.py \
+    tests/contract/test_codec.py tests/contract/test_eviction_policy.py tests/contract/test_tier.py tests/contract/test_frame_index.py tests/kvstore/test_groups.py \
     tests/kvstore/test_getting.py tests/kvstore/test_joint.py tests/service/test_tensor_parallel.py
 
 # An installed environment carries the checksum of the two files it was made from in its stamp's name, so that
@@ -52,7 +55,7 @@ help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
 	@echo 'make test    run every test but those of the next line, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed'
 	@echo 'make test-kernels  the tests of kernels, transfers, codecs, adapters and the demo, within the same time'
-	@echo 'make test-drawn    the tests that draw histories and shapes at random, and those of policies, within the same time'
+	@echo 'make test-drawn    the tests that draw histories and shapes at random, and those of policies and of damage, within the same time'
 	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB), without the slow tests; at most $(ENGINE_LIMIT_SECONDS) seconds'
 	@echo 'make test-vllm-matrix  all of these, with 200 prompts for each configuration, on every vLLM that is served: hours'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'

@@ -160,7 +160,7 @@ class Life:
 
     def enter(self, name: str) -> Space:
         space = Space(self.store, name)
-        self.say("space", space.handle.number, name)
+        self.say("space", space.handle.door.number_in_store(space.handle.number), name)  # as evictions name it
         return space
 
     def gone(self, number: int, key: bytes) -> None:
