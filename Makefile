@@ -39,7 +39,8 @@ DRAWN_TESTS := tests/model tests/simulation tests/insight tests/tiering/test_ada
     tests/attack/test_bit_flips.py tests/attack/test_client_kills.py tests/attack/test_copied_directory.py \
     tests/attack/test_index_damage.py tests/attack/test_nested_fuzz.py tests/attack/test_nvme_damage.py \
     tests/attack/test_sharing.py tests/attack/test_store_kills.py \
-    tests/contract/test_codec.py tests/contract/test_eviction_policy.py tests/contract/test_tier.py tests/contract/test_frame_index.py tests/kvstore/test_groups.py \
+    tests/contract/test_codec.py tests/contract/test_eviction_policy.py tests/contract/test_tier.py \
+    tests/contract/test_frame_index.py tests/kvstore/test_groups.py \
     tests/kvstore/test_getting.py tests/kvstore/test_joint.py tests/service/test_tensor_parallel.py
 
 # An installed environment carries the checksum of the two files it was made from in its stamp's name, so that
