@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from random import Random
 from typing import Any
 
@@ -265,8 +265,9 @@ def test_a_frame_of_another_generation_than_its_ledger_says_is_given_up(later: i
 def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int) -> None:
     """In DRAM it may be what was stored after NVMe was to give up the other: they are two generations of one block."""
     disk = Disk()
-    with holder() as keeper:
+    with holder() as keeper, ExitStack() as closed_at_the_end:
         before = on_disk(disk, keeper, 1)
+        closed_at_the_end.callback(before.store.close)  # it ended without that: its threads are to go nevertheless
         handle = before.namespace()
         prompt = ids(64 * BLOCKS, 10_000)
         assert handle.put(prompt, random_pages(LAYOUT, BLOCKS, seed=1), durability="disk").reason is None
@@ -283,6 +284,7 @@ def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int)
         assert ledger is not None
         ledger.write(slot_of(place), header.generation + later)
         after = on_disk(disk, keeper, 2)
+        closed_at_the_end.callback(after.store.close)
         handle = after.namespace()
         tiers = handle.match(prompt).tiers
         assert tiers == (((HitTier.DRAM, 5), (HitTier.NVME, 1)) if later else ((HitTier.DRAM, 6),))
