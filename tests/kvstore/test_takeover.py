@@ -267,7 +267,7 @@ def test_a_block_that_nvme_has_too_is_joined_with_its_own_frame_only(later: int)
     disk = Disk()
     with holder() as keeper, ExitStack() as closed_at_the_end:
         before = on_disk(disk, keeper, 1)
-        closed_at_the_end.callback(before.store.close)  # it ended without that: its threads are to go nevertheless
+        closed_at_the_end.callback(lambda: before.store._levels._queue.close(10))  # it was killed, but for its threads
         handle = before.namespace()
         prompt = ids(64 * BLOCKS, 10_000)
         assert handle.put(prompt, random_pages(LAYOUT, BLOCKS, seed=1), durability="disk").reason is None
