@@ -42,16 +42,19 @@ and the fewer copies, the fewer times a thread gives the interpreter lock away a
 
 
 class Run(NamedTuple):
-    """A plane whose pages lie in memory as the payload does: page p is the `length` bytes at address + p * stride."""
+    """A plane whose pages lie in memory as the payload does, but for gaps between heads: of page p piece h is the
+    `length` bytes at address + p * stride + h * gap. pieces: 1 where there are no gaps, else the heads."""
 
     address: int
     stride: int
     pages: int
+    pieces: int
+    gap: int
     length: int
 
 
 class _Group(NamedTuple):
-    """Like layers at equal distances from each other: `array` [pages, layers, planes, length] is all their runs.
+    """Like layers at equal distances from each other: `array` [pages, layers, planes, pieces, length] is their runs.
 
     low, high: addresses between which all of it lies, and much else may.
     """
@@ -83,7 +86,9 @@ class RawCopy(BlockByBlock):
         alike = len(set(lengths)) == 1 and len(lengths) <= 2
         runs = _runs(self._planes, lengths[0], block_tokens) if alike else []
         self._groups = _groups(runs, max(1, _COPY_BYTES // self._slice_bytes))
-        self._shape = (len(planes), len(lengths), lengths[0]) if self._groups else (len(planes), self._slice_bytes)
+        self._shape: tuple[int, ...] = (len(planes), self._slice_bytes)
+        if self._groups:
+            self._shape = (len(planes), *self._groups[0].array.shape[2:])
 
     @cached_property
     def _arrays(self) -> list[list[Array]]:
@@ -92,9 +97,9 @@ class RawCopy(BlockByBlock):
 
     @cached_property
     def _checked(self) -> list[list[Array]]:
-        """Of each layer the planes that are runs, as [pages, length]: what a digest is taken from."""
+        """Of each layer all pieces of its planes, as [pages, length]: what a digest is taken from."""
         return [
-            [array[:, layer, plane] for plane in range(array.shape[2])]
+            [array[:, layer, plane, piece] for plane in range(array.shape[2]) for piece in range(array.shape[3])]
             for _, _, _, _, array in self._groups
             for layer in range(array.shape[1])
         ]
@@ -137,12 +142,12 @@ class RawCopy(BlockByBlock):
         checked = zip(self._checked, expected, strict=True)
         for start, stop, low, high, array in self._groups:
             _assign(array[page], slices[start:stop], low < address + slices.size and address < high)
-            for planes, want in islice(checked, stop - start):
-                if len(planes) == 2:  # spelled out: this is a tenth of what a small block costs
-                    first, second = planes
+            for pieces, want in islice(checked, stop - start):
+                if len(pieces) == 2:  # spelled out: this is a tenth of what a small block costs
+                    first, second = pieces
                     found = digest(first[page], second[page])
                 else:
-                    found = digest(planes[0][page])
+                    found = digest(*[piece[page] for piece in pieces])
                 if found != want:
                     return False
         return True
@@ -235,9 +240,10 @@ def is_same_width_numpy(tensor: Any, element_bytes: int) -> bool:
 
 
 def _runs(planes: Sequence[Sequence[Any]], length: int, block_tokens: int) -> list[list[Run]]:
-    """Of each layer the planes as runs; nothing where the pages of any lie in another order than the payload."""
+    """Of each layer the planes as runs; nothing where the pages of any lie in another order than the payload. length:
+    of a plane, in the payload."""
     known: Any = None
-    stride = pages = 0
+    lies: tuple[int, int, int, int, int] | None = None
     layers = []
     for layer in planes:
         runs = []
@@ -247,10 +253,10 @@ def _runs(planes: Sequence[Sequence[Any]], length: int, block_tokens: int) -> li
             else:
                 form, address = (plane.shape, plane.stride(), plane.dtype), plane.data_ptr()
             if form != known:  # it is nearly always as the plane before
-                if not _lies_as_payload(plane, block_tokens):
-                    return []
-                known, pages, stride = form, len(plane), _strides(plane)[0]
-            runs.append(Run(address, stride, pages, length))
+                known, lies = form, _lies_as_payload(plane, block_tokens, length)
+            if lies is None:
+                return []
+            runs.append(Run(address, *lies))
         layers.append(runs)
     return layers
 
@@ -271,16 +277,16 @@ def _groups(layers: Sequence[Sequence[Run]], most: int) -> list[_Group]:
                 break
             step = further
             stop += 1
-        (stride, pages, length), _, between = form
+        (stride, pages, pieces, gap, length), _, between = form
         planes = len(layers[start])
         array = np.ndarray(
-            (pages, stop - start, planes, length),
+            (pages, stop - start, planes, pieces, length),
             _BYTE,
             _MEMORY,
             starts[start] - _FIRST_ADDRESS,
-            (stride, step, between, 1),
+            (stride, step, between, gap, 1),
         )
-        reach = (stride * (pages - 1), step * (stop - start - 1), between)
+        reach = (stride * (pages - 1), step * (stop - start - 1), between, gap * (pieces - 1))
         low = starts[start] + sum([way for way in reach if way < 0])
         high = starts[start] + sum([way for way in reach if way > 0]) + length
         groups.append(_Group(start, stop, low, high, array))
@@ -289,10 +295,10 @@ def _groups(layers: Sequence[Sequence[Run]], most: int) -> list[_Group]:
 
 
 def _assign(target: Array, source: Array, mixed: bool) -> None:
-    """Copy [layers, planes, length]. mixed: each may have something of the other between two of its runs.
+    """Copy [layers, planes, pieces, length]. mixed: each may have something of the other between two of its runs.
 
     Numpy compares the ends of what it copies and takes such a pair for overlapping: it would copy twice, through a
-    temporary. So these are copied run by run.
+    temporary. So these are copied plane by plane.
     """
     if not mixed:
         target[...] = source
@@ -302,18 +308,24 @@ def _assign(target: Array, source: Array, mixed: bool) -> None:
             into[plane] = layer[plane]
 
 
-def _lies_as_payload(tensor: Any, block_tokens: int) -> bool:
-    """Whether a page [page_tokens, heads, width] is a block, and in memory [head, token, width] in C order."""
+def _lies_as_payload(tensor: Any, block_tokens: int, length: int) -> tuple[int, int, int, int, int] | None:
+    """What a run says of a plane beside its address, where a page [page_tokens, heads, width] is a block, and in memory
+    [head, token, width] in C order, with or without gaps between heads; None where it lies otherwise."""
     pages, tokens, heads, width = tensor.shape
-    _, of_token, of_head, of_number = _strides(tensor)
+    stride, of_token, of_head, of_number = _strides(tensor)
     item = tensor.dtype.itemsize
-    return bool(
+    head_bytes = tokens * width * item
+    if not (
         pages > 0
+        and heads > 0
         and tokens == block_tokens
         and (of_number == item or width == 1)
         and (of_token == width * item or tokens == 1)
-        and (of_head == tokens * width * item or heads == 1)
-    )
+    ):
+        return None
+    if of_head == head_bytes or heads == 1:
+        return stride, pages, 1, 0, length
+    return stride, pages, heads, of_head, head_bytes
 
 
 def _strides(tensor: Any) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Shape:
     dtype: str
     order: tuple[int, ...]  # dimensions from the outermost in memory to the innermost
     gap: int  # unused numbers behind each row of the innermost dimension
-    fused: bool  # K and V in one buffer, page by page
+    fused: int  # K and V in one buffer: 0 one behind the other, 1 page by page, 2 head by head of a page, where it fits
     together: bool = False  # all layers in one buffer
     copy_bytes: int = 1  # up to where layers are copied together
 
@@ -71,7 +71,7 @@ shapes = st.builds(
     dtype=st.sampled_from(DTYPES),
     order=st.sampled_from([RUNS, RUNS, RUNS, *permutations(range(4))]),
     gap=st.sampled_from([0, 0, 1, 5]),
-    fused=st.booleans(),
+    fused=st.sampled_from([0, 1, 2]),
     together=st.booleans(),
     copy_bytes=st.sampled_from([1, 300, 1 << 19]),
 )
@@ -89,9 +89,9 @@ class Memory:
         lying[-1] += shape.gap
         dtype = getattr(torch, shape.dtype)
         generator = torch.Generator().manual_seed(seed or 0)
-        # Fused: [page, plane, ...]. Apart: [plane, ...].
-        fused = shape.fused and shape.order[0] == PAGE
-        full = [lying[0], shape.planes, *lying[1:]] if fused else [shape.planes, *lying]
+        # Apart: [plane, ...]. Fused: [page, plane, ...], or [page, head, plane, ...].
+        at = shape.fused if shape.order[: shape.fused] == (PAGE, HEAD)[: shape.fused] else 0
+        full = [*lying[:at], shape.planes, *lying[at:]]
         bytes_needed = int(np.prod(full)) * dtype.itemsize
         whole = torch.empty(shape.layers, bytes_needed, dtype=torch.uint8)
         for layer in range(shape.layers):
@@ -104,7 +104,7 @@ class Memory:
             self.buffers.append(buffer)
             planes = []
             for plane in range(shape.planes):
-                lies = numbers[:, plane] if fused else numbers[plane]
+                lies = numbers.select(at, plane)
                 lies = lies[..., : sizes[shape.order[-1]]]
                 planes.append(lies.permute([shape.order.index(dimension) for dimension in range(4)]))
             self.planes.append(planes)
@@ -266,14 +266,16 @@ def shape_of(**changes: Any) -> Shape:
         "dtype": "bfloat16",
         "order": RUNS,
         "gap": 0,
-        "fused": False,
+        "fused": 0,
     }
     return Shape(**{**usual, **changes})
 
 
 CASES = {
     "long runs": shape_of(),
-    "fused K and V": shape_of(fused=True),
+    "fused K and V": shape_of(fused=1),
+    "K and V fused head by head": shape_of(fused=2),
+    "heads outside": shape_of(order=(HEAD, PAGE, TOKEN, WIDTH)),
     "token-major pages": shape_of(order=(PAGE, TOKEN, HEAD, WIDTH)),
     "transposed K": shape_of(order=(PAGE, HEAD, WIDTH, TOKEN)),
     "pages innermost": shape_of(order=(WIDTH, HEAD, TOKEN, PAGE)),
@@ -281,6 +283,10 @@ CASES = {
     "gaps": shape_of(gap=3),
     "one latent plane": shape_of(planes=1, heads=1, width=9),
 }
+
+
+RUN_CASES = ("long runs", "fused K and V", "K and V fused head by head", "heads outside", "one latent plane")
+"""Copied straight into the pages."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -372,7 +378,7 @@ def test_a_wrong_digest_is_refused(name: str, layer: int) -> None:
         memory = Memory(shape, None)
         coder = sides(memory, table)[kind]
         assert not coder.decode_block(payload.span, 0, 0, digests, digest)
-        through_scratch = name not in ("long runs", "fused K and V", "one latent plane")
+        through_scratch = name not in RUN_CASES
         untouched = [set(bits) == {PATTERN} for bits in memory.bits()]
         if through_scratch:
             assert untouched == [one >= layer for one in range(shape.layers)], "the layer that failed was not written"
