@@ -1,9 +1,10 @@
 """Copies between pages in host memory and a payload, at memcpy speed (floor 0).
 
 Pages come as [pages, page_tokens, heads, width] with any strides, the payload is [layer][plane][head, token, width] in
-C order. Where pages lie in memory in the payload's own order, a few layer slices are one copy of long runs; anything
-else is copied page by page along its strides. Either way numpy does it, by an assignment (half the price of calling
-`copyto`), without the interpreter lock. Digests are taken after each copy, while its bytes are in the cache.
+C order. Where pages lie in memory in the payload's own order, be it with gaps between heads, a few layer slices are one
+copy of long runs; anything else is copied page by page along its strides. Either way numpy does it, by an assignment
+(half the price of calling `copyto`), without the interpreter lock. Digests are taken after each copy, while its bytes
+are in the cache.
 
 Must never touch a page that the table does not name for the block, nor hand out bytes whose digest it did not compare.
 """
@@ -41,16 +42,22 @@ _COPY_BYTES = 1 << 20
 and the fewer copies, the fewer times a thread gives the interpreter lock away and has to wait for it."""
 
 
-class Run(NamedTuple):
-    """A plane whose pages lie in memory as the payload does, but for gaps between heads: of page p piece h is the
+class RunForm(NamedTuple):
+    """Of a plane whose pages lie in memory as the payload does, but for gaps between heads: of page p piece h is the
     `length` bytes at address + p * stride + h * gap. pieces: 1 where there are no gaps, else the heads."""
 
-    address: int
     stride: int
     pages: int
     pieces: int
     gap: int
     length: int
+
+
+class Run(NamedTuple):
+    """Such a plane."""
+
+    address: int
+    form: RunForm
 
 
 class _Group(NamedTuple):
@@ -243,7 +250,7 @@ def _runs(planes: Sequence[Sequence[Any]], length: int, block_tokens: int) -> li
     """Of each layer the planes as runs; nothing where the pages of any lie in another order than the payload. length:
     of a plane, in the payload."""
     known: Any = None
-    lies: tuple[int, int, int, int, int] | None = None
+    run_form: RunForm | None = None
     layers = []
     for layer in planes:
         runs = []
@@ -253,10 +260,10 @@ def _runs(planes: Sequence[Sequence[Any]], length: int, block_tokens: int) -> li
             else:
                 form, address = (plane.shape, plane.stride(), plane.dtype), plane.data_ptr()
             if form != known:  # it is nearly always as the plane before
-                known, lies = form, _lies_as_payload(plane, block_tokens, length)
-            if lies is None:
+                known, run_form = form, _run_form(plane, block_tokens, length)
+            if run_form is None:
                 return []
-            runs.append(Run(address, *lies))
+            runs.append(Run(address, run_form))
         layers.append(runs)
     return layers
 
@@ -264,7 +271,7 @@ def _runs(planes: Sequence[Sequence[Any]], length: int, block_tokens: int) -> li
 def _groups(layers: Sequence[Sequence[Run]], most: int) -> list[_Group]:
     """Neighbouring layers of one or two planes each, up to `most`, in as few groups as can be."""
     starts = [runs[0].address for runs in layers]
-    forms = [(runs[0][1:], runs[-1][1:], runs[-1].address - runs[0].address) for runs in layers]
+    forms = [(runs[0].form, runs[-1].form, runs[-1].address - runs[0].address) for runs in layers]
     groups = []
     start = 0
     while start < len(layers):
@@ -308,24 +315,23 @@ def _assign(target: Array, source: Array, mixed: bool) -> None:
             into[plane] = layer[plane]
 
 
-def _lies_as_payload(tensor: Any, block_tokens: int, length: int) -> tuple[int, int, int, int, int] | None:
-    """What a run says of a plane beside its address, where a page [page_tokens, heads, width] is a block, and in memory
-    [head, token, width] in C order, with or without gaps between heads; None where it lies otherwise."""
+def _run_form(tensor: Any, block_tokens: int, length: int) -> RunForm | None:
+    """Of a plane where a page [page_tokens, heads, width] is a block, and in memory [head, token, width] in C order,
+    with or without gaps between heads; None where it lies otherwise. length: of a block's plane, in the payload."""
     pages, tokens, heads, width = tensor.shape
     stride, of_token, of_head, of_number = _strides(tensor)
     item = tensor.dtype.itemsize
-    head_bytes = tokens * width * item
-    if not (
+    is_run = (
         pages > 0
-        and heads > 0
         and tokens == block_tokens
         and (of_number == item or width == 1)
         and (of_token == width * item or tokens == 1)
-    ):
+    )
+    if not is_run:
         return None
-    if of_head == head_bytes or heads == 1:
-        return stride, pages, 1, 0, length
-    return stride, pages, heads, of_head, head_bytes
+    if of_head == tokens * width * item or heads == 1:
+        return RunForm(stride, pages, 1, 0, length)
+    return RunForm(stride, pages, heads, of_head, length // heads)
 
 
 def _strides(tensor: Any) -> tuple[int, ...]:

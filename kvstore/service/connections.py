@@ -32,7 +32,7 @@ time."""
 LARGE_BYTES_PER_SECOND, LARGE_BURST_BYTES = 1 << 20, 32 << 20
 """Of such messages of one connection, and how many it may save up: those of thirty prompts of a million tokens in
 blocks of 64. They have a bucket of their own, since short messages behind them would have to wait until they are paid.
-Each holds the interpreter for up to 3 ms, and everybody else meanwhile: what this allows is what others wait."""
+Reading one as a request holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
 LATELY_SECONDS = 10.0
 """What was asked for so long ago counts for a third of what is asked for now, where it is decided who comes first."""
 

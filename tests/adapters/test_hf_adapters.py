@@ -43,7 +43,7 @@ def answers(cache: PrefixCache) -> tuple[list[int], int]:
 
 def adapted(targets: list[str] | None = None, **options: Any) -> Any:
     """A model with the adapters a and b, of which b was added last and is active."""
-    peft = pytest.importorskip("peft", reason="adapters of transformers need peft")
+    peft = pytest.importorskip("peft", reason="peft is not installed: adapters of transformers need it")
     model = small_model()
     for name in ("a", "b"):
         config = peft.LoraConfig(
@@ -126,7 +126,7 @@ def test_dropout_in_an_adapter_that_trains_is_refused() -> None:
 
 
 def test_models_wrapped_by_peft_are_refused_with_the_model_to_pass(store: EmbeddedStore) -> None:
-    peft = pytest.importorskip("peft", reason="wraps models")
+    peft = pytest.importorskip("peft", reason="peft is not installed: it wraps models")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(small_model(), lora).eval()
     with pytest.raises(BadInput, match=r"pass model\.get_base_model\(\)") as caught:
@@ -146,7 +146,7 @@ def test_models_wrapped_by_peft_are_refused_with_the_model_to_pass(store: Embedd
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 def test_quantised_weights_are_served(kind: str, store: EmbeddedStore) -> None:
-    quantization = pytest.importorskip("torchao.quantization", reason="quantises weights")
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed: it quantises weights")
     plain = small_model()
     answers(cache_of(plain, store))
     model = small_model()

@@ -80,7 +80,7 @@ def quantizing(model: Any) -> Callable[[], None]:
 
 
 def peft_switching(model: Any) -> Callable[[], None]:
-    peft = pytest.importorskip("peft", reason="adapters of transformers need peft")
+    peft = pytest.importorskip("peft", reason="peft is not installed: adapters of transformers need it")
     targets = _targets(model)
     for name in ("b", "a"):
         lora = peft.LoraConfig(r=4, lora_alpha=32, target_modules=targets, init_lora_weights=False)

@@ -246,7 +246,7 @@ def test_a_start_with_little_address_space_serves_or_says_why_not(tmp_path: Path
 @pytest.mark.parametrize("threads", [1, 3, 6, 40])
 def test_a_start_with_few_threads_serves_or_says_why_not(tmp_path: Path, threads: int) -> None:
     if os.getuid() != 0 or shutil.which("setpriv") is None:
-        pytest.skip("only root can start it as somebody whose threads are limited and whom nobody else counts against")
+        pytest.skip("needs root, and setpriv of util-linux: it starts as a user whose threads are limited")
     caps = [f"--{which}=-all,+dac_override" for which in ("inh-caps", "ambient-caps", "bounding-set")]
     somebody = ["setpriv", "--reuid", str(61_000 + threads), *caps]  # root may have as many threads as it likes
     if subprocess.run([*somebody, "true"], capture_output=True).returncode:

@@ -182,10 +182,10 @@ class Sidecar:
     # Nothing leaks -------------------------------------------------------------------------------------------------
 
     def settled(self, baseline: Baseline | None = None) -> Baseline:
-        """What is open once nobody uses it and all moves are done; no more than at first, if that is given.
+        """What is open once no client uses it and all moves are done; no more than at first, if that is given.
 
-        It is seen twice in a row: of a connection that ends, the socket is closed before the bell, and the look that
-        found neither connection nor lease left may have counted descriptors between the two."""
+        Two looks in a row have to agree: the sidecar closes a connection's socket before its bell, so that a look may
+        find no connection left and still count the bell."""
         deadline = time.monotonic() + SETTLES_WITHIN_SECONDS
         now: Baseline | None = None
         while True:
