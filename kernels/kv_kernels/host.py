@@ -43,14 +43,12 @@ and the fewer copies, the fewer times a thread gives the interpreter lock away a
 
 
 class RunForm(NamedTuple):
-    """Of a plane whose pages lie in memory as the payload does, but for gaps between heads: of page p piece h is the
-    `length` bytes at address + p * stride + h * gap. pieces: 1 where there are no gaps, else the heads."""
+    """Of a plane whose pages lie in memory as the payload does, but for gaps between heads: head h of page p begins at
+    address + p * stride + h * of_head."""
 
     stride: int
     pages: int
-    pieces: int
-    gap: int
-    length: int
+    of_head: int
 
 
 class Run(NamedTuple):
@@ -62,6 +60,7 @@ class Run(NamedTuple):
 
 class _Group(NamedTuple):
     """Like layers at equal distances from each other: `array` [pages, layers, planes, pieces, length] is their runs.
+    pieces: 1 where no plane of any layer has gaps, else the heads.
 
     low, high: addresses between which all of it lies, and much else may.
     """
@@ -91,8 +90,10 @@ class RawCopy(BlockByBlock):
         self._slice_bytes = sum(lengths)
         # Where the one or two planes are runs of equal length; else nothing.
         alike = len(set(lengths)) == 1 and len(lengths) <= 2
-        runs = _runs(self._planes, lengths[0], block_tokens) if alike else []
-        self._groups = _groups(runs, max(1, _COPY_BYTES // self._slice_bytes))
+        heads = self._planes[0][0].shape[2]
+        runs, has_gaps = _runs(self._planes, lengths[0] // heads, block_tokens) if alike else ([], False)
+        piece = (heads, lengths[0] // heads) if has_gaps else (1, lengths[0])
+        self._groups = _groups(runs, max(1, _COPY_BYTES // self._slice_bytes), *piece)
         self._shape: tuple[int, ...] = (len(planes), self._slice_bytes)
         if self._groups:
             self._shape = (len(planes), *self._groups[0].array.shape[2:])
@@ -246,11 +247,12 @@ def is_same_width_numpy(tensor: Any, element_bytes: int) -> bool:
     return isinstance(tensor, np.ndarray) and tensor.dtype == _UNSIGNED.get(element_bytes)
 
 
-def _runs(planes: Sequence[Sequence[Any]], length: int, block_tokens: int) -> list[list[Run]]:
-    """Of each layer the planes as runs; nothing where the pages of any lie in another order than the payload. length:
-    of a plane, in the payload."""
+def _runs(planes: Sequence[Sequence[Any]], head_bytes: int, block_tokens: int) -> tuple[list[list[Run]], bool]:
+    """Of each layer the planes as runs, and whether any has gaps between heads; nothing where the pages of any lie in
+    another order than the payload. head_bytes: of one head of a block."""
     known: Any = None
     run_form: RunForm | None = None
+    has_gaps = False
     layers = []
     for layer in planes:
         runs = []
@@ -260,15 +262,16 @@ def _runs(planes: Sequence[Sequence[Any]], length: int, block_tokens: int) -> li
             else:
                 form, address = (plane.shape, plane.stride(), plane.dtype), plane.data_ptr()
             if form != known:  # it is nearly always as the plane before
-                known, run_form = form, _run_form(plane, block_tokens, length)
+                known, run_form = form, _run_form(plane, head_bytes, block_tokens)
+                has_gaps |= run_form is not None and run_form.of_head != head_bytes
             if run_form is None:
-                return []
+                return [], False
             runs.append(Run(address, run_form))
         layers.append(runs)
-    return layers
+    return layers, has_gaps
 
 
-def _groups(layers: Sequence[Sequence[Run]], most: int) -> list[_Group]:
+def _groups(layers: Sequence[Sequence[Run]], most: int, pieces: int, length: int) -> list[_Group]:
     """Neighbouring layers of one or two planes each, up to `most`, in as few groups as can be."""
     starts = [runs[0].address for runs in layers]
     forms = [(runs[0].form, runs[-1].form, runs[-1].address - runs[0].address) for runs in layers]
@@ -284,16 +287,16 @@ def _groups(layers: Sequence[Sequence[Run]], most: int) -> list[_Group]:
                 break
             step = further
             stop += 1
-        (stride, pages, pieces, gap, length), _, between = form
+        (stride, pages, of_head), _, between = form
         planes = len(layers[start])
         array = np.ndarray(
             (pages, stop - start, planes, pieces, length),
             _BYTE,
             _MEMORY,
             starts[start] - _FIRST_ADDRESS,
-            (stride, step, between, gap, 1),
+            (stride, step, between, of_head, 1),
         )
-        reach = (stride * (pages - 1), step * (stop - start - 1), between, gap * (pieces - 1))
+        reach = (stride * (pages - 1), step * (stop - start - 1), between, of_head * (pieces - 1))
         low = starts[start] + sum([way for way in reach if way < 0])
         high = starts[start] + sum([way for way in reach if way > 0]) + length
         groups.append(_Group(start, stop, low, high, array))
@@ -315,9 +318,9 @@ def _assign(target: Array, source: Array, mixed: bool) -> None:
             into[plane] = layer[plane]
 
 
-def _run_form(tensor: Any, block_tokens: int, length: int) -> RunForm | None:
+def _run_form(tensor: Any, head_bytes: int, block_tokens: int) -> RunForm | None:
     """Of a plane where a page [page_tokens, heads, width] is a block, and in memory [head, token, width] in C order,
-    with or without gaps between heads; None where it lies otherwise. length: of a block's plane, in the payload."""
+    with or without gaps between heads; None where it lies otherwise."""
     pages, tokens, heads, width = tensor.shape
     stride, of_token, of_head, of_number = _strides(tensor)
     item = tensor.dtype.itemsize
@@ -327,11 +330,7 @@ def _run_form(tensor: Any, block_tokens: int, length: int) -> RunForm | None:
         and (of_number == item or width == 1)
         and (of_token == width * item or tokens == 1)
     )
-    if not is_run:
-        return None
-    if of_head == tokens * width * item or heads == 1:
-        return RunForm(stride, pages, 1, 0, length)
-    return RunForm(stride, pages, heads, of_head, length // heads)
+    return RunForm(stride, pages, of_head if heads > 1 else head_bytes) if is_run else None
 
 
 def _strides(tensor: Any) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ class Shape:
     gap: int  # unused numbers behind each row of the innermost dimension
     fused: int  # K and V in one buffer: 0 one behind the other, 1 page by page, 2 head by head of a page, where it fits
     together: bool = False  # all layers in one buffer
+    room: tuple[int, ...] = ()  # tokens left free behind those of a page, by layer; none for those that are not named
     copy_bytes: int = 1  # up to where layers are copied together
 
     @property
@@ -73,6 +74,7 @@ shapes = st.builds(
     gap=st.sampled_from([0, 0, 1, 5]),
     fused=st.sampled_from([0, 1, 2]),
     together=st.booleans(),
+    room=st.lists(st.sampled_from([0, 0, 2]), max_size=4).map(tuple),
     copy_bytes=st.sampled_from([1, 300, 1 << 19]),
 )
 
@@ -91,21 +93,26 @@ class Memory:
         generator = torch.Generator().manual_seed(seed or 0)
         # Apart: [plane, ...]. Fused: [page, plane, ...], or [page, head, plane, ...].
         at = shape.fused if shape.order[: shape.fused] == (PAGE, HEAD)[: shape.fused] else 0
-        full = [*lying[:at], shape.planes, *lying[at:]]
-        bytes_needed = int(np.prod(full)) * dtype.itemsize
-        whole = torch.empty(shape.layers, bytes_needed, dtype=torch.uint8)
+        token = shape.order.index(TOKEN)
+        layers = []
         for layer in range(shape.layers):
+            mine = list(lying)
+            mine[token] += shape.room[layer] if layer < len(shape.room) else 0
+            layers.append([*mine[:at], shape.planes, *mine[at:]])
+        bytes_needed = max(int(np.prod(full)) for full in layers) * dtype.itemsize
+        whole = torch.empty(shape.layers, bytes_needed, dtype=torch.uint8)
+        for layer, full in enumerate(layers):
             buffer = whole[layer] if shape.together else torch.empty(bytes_needed, dtype=torch.uint8)
             if seed is None:
                 buffer.fill_(PATTERN)
             else:
                 buffer.random_(0, 256, generator=generator)
-            numbers = buffer.view(dtype).view(full)
+            numbers = buffer.view(dtype)[: int(np.prod(full))].view(full)
             self.buffers.append(buffer)
             planes = []
             for plane in range(shape.planes):
                 lies = numbers.select(at, plane)
-                lies = lies[..., : sizes[shape.order[-1]]]
+                lies = lies.narrow(token, 0, shape.page_tokens)[..., : sizes[shape.order[-1]]]
                 planes.append(lies.permute([shape.order.index(dimension) for dimension in range(4)]))
             self.planes.append(planes)
 
@@ -276,6 +283,8 @@ CASES = {
     "fused K and V": shape_of(fused=1),
     "K and V fused head by head": shape_of(fused=2),
     "heads outside": shape_of(order=(HEAD, PAGE, TOKEN, WIDTH)),
+    "heads of the first layer apart": shape_of(room=(3, 0)),
+    "heads of the last layer apart": shape_of(room=(0, 3)),
     "token-major pages": shape_of(order=(PAGE, TOKEN, HEAD, WIDTH)),
     "transposed K": shape_of(order=(PAGE, HEAD, WIDTH, TOKEN)),
     "pages innermost": shape_of(order=(WIDTH, HEAD, TOKEN, PAGE)),
@@ -285,7 +294,10 @@ CASES = {
 }
 
 
-RUN_CASES = ("long runs", "fused K and V", "K and V fused head by head", "heads outside", "one latent plane")
+RUN_CASES = (
+    *("long runs", "fused K and V", "K and V fused head by head", "heads outside", "one latent plane"),
+    *("heads of the first layer apart", "heads of the last layer apart"),
+)
 """Copied straight into the pages."""
 
 
