@@ -1,7 +1,7 @@
 """What a store keeps does not grow with what it has done: entries of all its tables are counted, not bytes.
 
 Two tenants store and read over a full NVMe tier, so that each put evicts. From the round on in which the last table is
-full, all tables together have as many entries as before, whatever goes on.
+full, each table has as many entries as before, whatever goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from tiering.lmdb_index import LmdbMaker
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 PAYLOAD_BYTES = 2048
 FORGOTTEN = 64
-ROUNDS, VERBS = 6, 120
+ROUNDS, VERBS = 8, 120
+EARLY, LATE = slice(1, 4), slice(6, None)
+"""Rounds that are compared: three rounds lie between them, and in none of them is a table filled at first."""
+FREE = {"PrefixIndex._free_rows", "SlotTable._free"}
+"""Rows that were in use once: at most as many as the columns beside them have, which are counted."""
 MOST_BLOCKS = 8
 OURS = ("kvstore.", "tiering.")
 
@@ -103,10 +107,9 @@ def test_no_table_grows_for_ever(tmp_path: Path) -> None:
             store.check()
         remembered = store.core._blocks.index.remembered  # what is stored again is not
         assert all(FORGOTTEN // 2 < remembered[store.tenant_keys(name).tenant] <= FORGOTTEN for name in ("one", "two"))
-        assert evicted[ROUNDS // 2] > 100 and evicted[-1] > 1.5 * evicted[ROUNDS // 2], "NVMe is full, and goes on"
-        half = ROUNDS // 2
-        for name in totals[-1]:
-            before, after = max(one[name] for one in totals[1:half]), min(one[name] for one in totals[half:])
-            # What is on its way, and what a put leaves free, is another amount each time, and goes again; a round has
-            # 120 verbs.
-            assert after <= before + VERBS // 4 + before // 20, (seed, name, [one[name] for one in totals])
+        assert evicted[EARLY.stop] > 100 and evicted[-1] > 1.5 * evicted[EARLY.stop], "NVMe is full, and goes on"
+        for name in set().union(*totals) - FREE:
+            before, after = max(one[name] for one in totals[EARLY]), min(one[name] for one in totals[LATE])
+            # How far the writer to NVMe has come is another number each time: some hundred entries of one table. What
+            # is left behind by one verb in three is more.
+            assert after <= before + VERBS, (seed, name, [one[name] for one in totals])
