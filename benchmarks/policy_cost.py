@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.errors import BadInput
 from kvstore.insight.trace import Trace, read_trace
 from kvstore.node import build_replay
 from tiering.policies.adaptive import Adaptive
@@ -127,4 +128,13 @@ def main(path: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python benchmarks/policy_cost.py TRACE")
-    main(sys.argv[1])
+    if len(sys.argv) != 2:
+        sys.exit("usage: python benchmarks/policy_cost.py TRACE (docs/policies.md says where to get one)")
+    try:
+        main(sys.argv[1])
+    except OSError as error:
+        sys.exit(
+            f"policy_cost: {sys.argv[1]}: {error.strerror or error}; give a trace (docs/policies.md says where to get one)"
+        )
+    except BadInput as error:
+        sys.exit(f"policy_cost: {error}")

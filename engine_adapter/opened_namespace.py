@@ -41,6 +41,7 @@ class OpenedNamespace:
         self._number = -1
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._tell_when_open: Callable[[], None] | None = None
         self._failed: tuple[MissReason, str] | None = None
         """How it went the last time, if it was in vain."""
 
@@ -80,6 +81,14 @@ class OpenedNamespace:
         with self._changed:
             self._changed.wait_for(lambda: self._is_known(number), seconds)
             return self._handle if self._number == number else None
+
+    def tell_when_open(self, tell: Callable[[], None]) -> None:
+        """Call this once, as soon as there is a handle: now, or in the thread that opens it. It must not raise."""
+        with self._changed:
+            if self._handle is None:
+                self._tell_when_open = tell
+                return
+        tell()
 
     def close(self, seconds: float) -> None:
         """Hang up. Safe to call again."""
@@ -125,8 +134,12 @@ class OpenedNamespace:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
                 continue
+            tell = None
             with self._changed:
                 if self._wanted is wanted and not self._closed:
                     self._handle, self._number = handle, wanted.number
                     self._changed.notify_all()
+                    tell, self._tell_when_open = self._tell_when_open, None
+            if tell is not None:
+                tell()
             self._failed, is_told = None, False

@@ -154,6 +154,14 @@ class PagedScheduler:
         """For an engine that starts: whether the store is there, within that time."""
         return self._facts is not None and self._namespace.wait(self._facts.number, seconds) is not None
 
+    def why_not_open(self) -> str:
+        """In words, where `wait_open` waited in vain."""
+        return self._namespace.detail
+
+    def tell_when_open(self, tell: Callable[[], None]) -> None:
+        """Call this, in any thread, once the store is there."""
+        self._namespace.tell_when_open(tell)
+
     def refuse(self, reason: MissReason, detail: str) -> None:
         """From now on nothing is looked up and nothing is saved. What is under way comes to its end."""
         self._refused = (reason, detail)

@@ -94,6 +94,7 @@ app = typer.Typer(
     epilog="Each command explains itself: kvstore COMMAND --help. Start with: kvstore demo",
     add_completion=False,
     rich_markup_mode="markdown",  # lets help flow to the terminal's width
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(help="Measure a path of the store against its physical limit, in the same run.")
 app.add_typer(bench, name="bench")

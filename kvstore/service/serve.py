@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from kvstore.config import DEFAULT_POLICY, parse_writes
-from kvstore.errors import BadInput, OutOfResources, StoreError
+from kvstore.errors import BadInput, DirectoryInUse, OutOfResources, StoreError
 from kvstore.node import EmbeddedStore, open_embedded
 from kvstore.service.connections import Clock
 from kvstore.service.daemon import Daemon, budgets
@@ -84,6 +84,8 @@ def serve(settings: Settings, outside: Outside, started: Callable[[list[str], in
     """
     try:
         return _serve(settings, outside, started)
+    except DirectoryInUse:  # which is made of an error that elsewhere says that there is no thread
+        raise
     except (OSError, MemoryError, RuntimeError, TierError, StoreError) as error:
         for number in ENDS:  # whatever holds up the end from here on, it can be ended
             signal.signal(number, signal.SIG_DFL)

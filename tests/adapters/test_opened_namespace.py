@@ -56,6 +56,27 @@ def test_the_one_that_is_wanted_is_open_soon(store: EmbeddedStore) -> None:
     assert opened.now() is None and opened.wait(0, SECONDS) is None, "and it does not come back"
 
 
+def test_who_waits_for_it_is_told_once_when_it_is_open(store: EmbeddedStore) -> None:
+    may_open, told = threading.Event(), threading.Semaphore(0)
+
+    def comes() -> Any:
+        assert may_open.wait(SECONDS)
+        return SharedStore(store)
+
+    opened = OpenedNamespace(comes)
+    opened.want(facts(0))
+    opened.tell_when_open(told.release)
+    assert not told.acquire(blocking=False), "it is not open yet"
+    may_open.set()
+    assert told.acquire(timeout=SECONDS) and opened.now() is not None
+    opened.want(facts(1, 8))
+    assert opened.wait(1, SECONDS) is not None
+    assert not told.acquire(blocking=False), "it was told once"
+    opened.tell_when_open(told.release)
+    assert told.acquire(blocking=False), "it is open already"
+    opened.close(1.0)
+
+
 def test_a_store_that_comes_late_is_tried_until_it_is_there(
     store: EmbeddedStore, soon: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from select import select
 from typing import Any
 
-import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,6 +163,8 @@ class Nursery:
         """Whatever still runs ends with it."""
         process, self._process = self._process, None
         if process is not None:
+            import psutil  # vLLM brings it: without vLLM every test here is skipped
+
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()
             process.kill()

@@ -129,7 +129,11 @@ def main() -> int:
     known = load()
     unknown = set(options.only) - {mutant.id for mutant in known}
     if unknown or options.workers < 1:
-        parser.error(f"no mutant {', '.join(sorted(unknown))}" if unknown else "--workers is 1 or more")
+        parser.error(
+            f"no mutant {', '.join(sorted(unknown))}; each `id` in tests/mutants/*.toml is one"
+            if unknown
+            else "--workers is 1 or more"
+        )
     chosen = [mutant for mutant in known if not options.only or mutant.id in options.only]
     able = [mutant for mutant in chosen if python_of(mutant.environment).exists()]
     begun = time.monotonic()

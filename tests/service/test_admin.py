@@ -227,7 +227,7 @@ def test_a_drop_names_its_tenant_where_two_have_the_namespace(sidecar: Sidecar) 
             operate.drop(path, CLOCK, "a" * 129, "", 20)
         with pytest.raises(BadInput, match=r"tenant's name of 129 characters"):
             operate.purge(path, CLOCK, "a" * 129, 20)
-        with pytest.raises(BadInput, match=r"this is a tenant's, so ask there"):
+        with pytest.raises(BadInput, match=r"this is a tenant's socket; that is a verb of the admin socket"):
             operate.stat(str(sidecar.path), CLOCK)
         assert operate.drop(path, CLOCK, one, "default", 20) == 10
         assert mine.match(ids(640)).blocks == 0 and theirs.match(ids(192)).blocks == 3

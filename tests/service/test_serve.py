@@ -205,6 +205,20 @@ except kvstore.Unreachable as error:
     assert f"{socket} cannot be opened (Permission denied)" in done.stdout and "door.mode" in done.stdout, done
 
 
+def test_a_directory_that_another_sidecar_has_is_told_as_that_and_not_as_a_shortage(tmp_path: Path) -> None:
+    with serving(tmp_path, "--nvme", "off") as (process, _):
+        config = tmp_path / "other.toml"
+        config.write_text("[store]\nkeeper = false\n")
+        for keeper in ([], ["--config", str(config)]):
+            command = [*SERVE, "--data", str(tmp_path / "kv"), "--nvme", "off", "--dram", "16MiB", *keeper]
+            command += ["--socket", str(tmp_path / "other.sock")]
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **PATHS}, timeout=60)
+            assert done.returncode == 2, (done.returncode, done.stderr)
+            assert "kv is in use by process " in done.stderr and "close that store, or give another" in done.stderr
+            assert "threads" not in done.stderr and "cannot serve" not in done.stderr, done.stderr
+        assert process.poll() is None
+
+
 def test_a_path_that_is_no_sockets_is_refused_at_once() -> None:
     with pytest.raises(kvstore.BadInput, match="is longer than 107 bytes; give a shorter path"):
         kvstore.open(f"unix:/{'x' * 107}")
