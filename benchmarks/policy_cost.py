@@ -127,14 +127,10 @@ def main(path: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python benchmarks/policy_cost.py TRACE")
-    if len(sys.argv) != 2:
         sys.exit("usage: python benchmarks/policy_cost.py TRACE (docs/policies.md says where to get one)")
     try:
         main(sys.argv[1])
     except OSError as error:
-        sys.exit(
-            f"policy_cost: {sys.argv[1]}: {error.strerror or error}; give a trace (docs/policies.md says where to get one)"
-        )
+        sys.exit(f"policy_cost: {sys.argv[1]}: {error.strerror or error}; docs/policies.md says where to get one")
     except BadInput as error:
         sys.exit(f"policy_cost: {error}")

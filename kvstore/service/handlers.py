@@ -132,7 +132,7 @@ class Handlers:
         """Do what is asked. Never raises for what a client can cause."""
         handler = self._verbs.get(type(verb))
         if handler is None:  # hello comes once, and the door sees to it
-            text = "this is a tenant's socket; that is a verb of the admin socket, which is admin.sock in the sidecar's --data"
+            text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
             return Served(m.Failed(m.Fault.BAD_INPUT, text))
         served = self._served(handler, caller, verb)
         assert served is not None
