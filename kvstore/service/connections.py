@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvstore.identity import TenantKeys
+from kvstore.service import descriptors
 from kvstore.service import messages as m
 from kvstore.service.handlers import Served
 from kvstore.service.sessions import Caller
@@ -91,7 +92,8 @@ class AdminVerbs(Protocol):
 
 
 class Listener:
-    """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them."""
+    """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them. closer: closes
+    its connections where those may hold descriptors."""
 
     def __init__(
         self,
@@ -108,6 +110,8 @@ class Listener:
         self.users = users
         self.renew = renew
         self.admin = admin
+        self.closer = descriptors.Closer()
+        descriptors.refuse_descriptors(sock)
 
 
 class Asked:
@@ -157,6 +161,7 @@ class Connection:
         self.ending = False  # no more is read; it is closed when all is sent
         self.closed = False
         self.interest = 0
+        self._may_hold_descriptors = descriptors.may_hold_descriptors(sock)
 
     def next_length(self) -> int:
         """Of the body of the next message, as it says; 0 where that is not known yet."""
@@ -179,8 +184,11 @@ class Connection:
         return body
 
     def receive(self, now: float) -> None:
-        """What has come. Raises `OSError`; where he is gone, too."""
-        piece = self.socket.recv(_READ_BYTES)
+        """What has come. Raises `OSError`, also where he is gone, and `DescriptorsSent`."""
+        if self._may_hold_descriptors:
+            piece = descriptors.receive(self.socket, _READ_BYTES)
+        else:
+            piece = self.socket.recv(_READ_BYTES)
         if not piece:
             raise ConnectionResetError
         self.read += piece
@@ -189,15 +197,15 @@ class Connection:
     def flush(self, clock: Clock) -> None:
         """Send what is to be sent, as far as he takes it. Raises `OSError`."""
         while self.unsent:
-            frame, descriptors = self.unsent[0]
+            frame, held = self.unsent[0]
             try:
-                if descriptors:
-                    sent = socket.send_fds(self.socket, [frame], descriptors)
+                if held:
+                    sent = socket.send_fds(self.socket, [frame], held)
                 else:
                     sent = self.socket.send(frame)
             except BlockingIOError:
                 return
-            close_all(descriptors)
+            close_all(held)
             self.unsent_bytes -= sent
             self.heard_at = clock.monotonic_seconds()
             if sent < len(frame):
@@ -247,15 +255,18 @@ class Connection:
     def discard(self) -> None:
         """Close it; what was not sent is not."""
         self.closed = True
-        with suppress(OSError):
-            self.socket.close()
-        for _, descriptors in self.unsent:
-            close_all(descriptors)
+        if self._may_hold_descriptors:
+            self.listener.closer.close(self.socket)
+        else:
+            with suppress(OSError):
+                self.socket.close()
+        for _, held in self.unsent:
+            close_all(held)
         self.unsent.clear()
 
 
-def close_all(descriptors: Collection[int]) -> None:
+def close_all(held: Collection[int]) -> None:
     """Descriptors that were to be sent."""
-    for descriptor in descriptors:
+    for descriptor in held:
         with suppress(OSError):  # the others are closed all the same
             os.close(descriptor)

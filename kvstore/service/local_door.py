@@ -40,6 +40,7 @@ from kvstore.service.connections import (
     Listener,
     close_all,
 )
+from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent
 from kvstore.service.handlers import Handlers, Served
 from kvstore.service.rate_limited import RateLimitedLog
 from kvstore.service.sessions import Caller, Sessions
@@ -292,6 +293,8 @@ class LocalDoor:
         for listener in self._deaf:
             self._selector.register(listener.socket, selectors.EVENT_READ, listener)
         self._deaf.clear()
+        for listener in self._listeners:
+            listener.closer.look()
         if self._spare is None:
             with suppress(OSError):
                 self._spare = self._woken.dup()
@@ -330,6 +333,9 @@ class LocalDoor:
             self._deaf.append(listener)
 
     def _accept(self, listener: Listener) -> None:
+        if len(listener.closer) >= MOST_UNCLOSED:
+            self._turn_deaf(listener)
+            return
         try:
             sock = self._accepted(listener)
         except BlockingIOError:  # gone again
@@ -407,6 +413,11 @@ class LocalDoor:
                 connection.receive(self._clock.monotonic_seconds())
         except BlockingIOError:
             pass
+        except DescriptorsSent:
+            path = connection.listener.path
+            self._log.warn(f"descriptors {path}", "a client sent descriptors to %s, and was hung up on", path)
+            self._show_out(connection)
+            return
         except OSError:
             self._show_out(connection)
             return
@@ -742,7 +753,7 @@ class LocalDoor:
             remove_socket(listener.path)  # first: whoever comes next makes a new one
             if listener not in self._deaf:
                 self._selector.unregister(listener.socket)
-            listener.socket.close()
+            listener.closer.close(listener.socket)  # with those who wait to be let in
         while self._to_show_out:
             self._to_show_out.popleft()[1].set()
         for pool in (self._pool, self._large_pool, self._admin_pool):
@@ -751,6 +762,8 @@ class LocalDoor:
             self._show_out(connection)
         self._long_pool.shutdown(wait=False, cancel_futures=True)
         self._sessions.end_ringing()
+        for listener in self._listeners:
+            listener.closer.end()
         if self._spare is not None:
             self._spare.close()
         self._selector.close()
