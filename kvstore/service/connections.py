@@ -1,7 +1,7 @@
 """Connections of the local door: who is there, what was read of him and not served, answered and not sent (floor 2).
 
-Each has a bucket of tokens, filled at the rate of the limits; what he asks for is taken out of it. The door serves
-those first who asked for least lately.
+Each has a bucket of tokens, filled at the rate of the limits; what he asks for is taken out of it. The door serves the
+tenant first that it served least (`kvstore.service.turns`), and of its connections the one that asked for least lately.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvstore.service import descriptors
 from kvstore.service import messages as m
 from kvstore.service.handlers import Served
 from kvstore.service.sessions import Caller
+from kvstore.service.turns import Share, Turns
 from kvstore.service.waits import Waits
 
 _READ_BYTES = 256 << 10
@@ -35,7 +36,8 @@ LARGE_BYTES_PER_SECOND, LARGE_BURST_BYTES = 1 << 20, 32 << 20
 blocks of 64. They have a bucket of their own, since short messages behind them would have to wait until they are paid.
 Reading one as a request holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
 LATELY_SECONDS = 10.0
-"""What was asked for so long ago counts for a third of what is asked for now, where it is decided who comes first."""
+"""What was asked for so long ago counts for a third of what is asked for now, where it is decided which
+connection of a tenant comes first."""
 
 
 class Clock(Protocol):
@@ -93,7 +95,8 @@ class AdminVerbs(Protocol):
 
 class Listener:
     """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them. closer: closes
-    its connections where those may hold descriptors."""
+    its connections where those may hold descriptors. share, large_share: what its connections were served by the
+    door's own thread, and by the one for large messages."""
 
     def __init__(
         self,
@@ -103,23 +106,41 @@ class Listener:
         users: Collection[int] | None,
         renew: Callable[[], TenantKeys] | None = None,
         admin: AdminVerbs | None = None,
+        turns: Turns | None = None,
+        large_turns: Turns | None = None,
     ) -> None:
+        """turns, large_turns: at the two threads, which all listeners of a door share."""
         self.path = path
         self.socket = sock
         self.tenant = tenant
         self.users = users
         self.renew = renew
         self.admin = admin
+        self.share = Share(turns or Turns())
+        self.large_share = Share(large_turns or Turns())
+        self._full_at = self._large_full_at = -math.inf
         self.closer = descriptors.Closer()
         descriptors.refuse_descriptors(sock)
+
+    def buckets(self, limits: DoorLimits, now: float) -> tuple[float, float]:
+        """What a new connection may ask for at once: as much as one that is gone could by now, the emptiest of them,
+        so that nobody saves up anything by coming anew."""
+        tokens = limits.burst - max(0.0, self._full_at - now) * limits.rate
+        return tokens, LARGE_BURST_BYTES - max(0.0, self._large_full_at - now) * LARGE_BYTES_PER_SECOND
+
+    def keep_buckets(self, limits: DoorLimits, now: float, tokens: float, large_bytes: float) -> None:
+        """Of a connection that goes."""
+        self._full_at = max(self._full_at, now + (limits.burst - tokens) / limits.rate)
+        full_at = now + (LARGE_BURST_BYTES - large_bytes) / LARGE_BYTES_PER_SECOND
+        self._large_full_at = max(self._large_full_at, full_at)
 
 
 class Asked:
     """A message of a connection on its way. body: until it is read as a request. since: when it may first have been
-    there. pool: the threads it is put off to. served: None until it was; then waited says for how many seconds it was
-    not begun."""
+    there. pool: the threads it is put off to; begun_at: when the one for large messages took it. served: None until it
+    was; then waited says for how many seconds it was not begun."""
 
-    __slots__ = ("body", "connection", "is_long", "length", "pool", "request", "served", "since", "waited")
+    __slots__ = ("begun_at", "body", "connection", "is_long", "length", "pool", "request", "served", "since", "waited")
 
     def __init__(self, connection: Connection, body: bytes, since: float) -> None:
         self.connection = connection
@@ -128,7 +149,7 @@ class Asked:
         self.request: m.Request | None = None
         self.is_long = False  # it is, or may be, under way for many seconds
         self.pool: ThreadPoolExecutor | None = None
-        self.since = since
+        self.since = self.begun_at = since
         self.served: Served | None = None
         self.waited = 0.0
 
@@ -136,7 +157,7 @@ class Asked:
 class Connection:
     """A peer, and what of him was read and not served, or answered and not sent."""
 
-    def __init__(self, sock: socket.socket, listener: Listener, now: float, burst: int) -> None:
+    def __init__(self, sock: socket.socket, listener: Listener, now: float, limits: DoorLimits) -> None:
         self.socket = sock
         self.listener = listener
         self.admin = listener.admin
@@ -152,8 +173,7 @@ class Connection:
         self.ready_at = now
         self.waited = Waits()
         self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
-        self.tokens = float(burst)
-        self.large_bytes = float(LARGE_BURST_BYTES)
+        self.tokens, self.large_bytes = listener.buckets(limits, now)
         self.filled_at = now
         self._lately = 0.0  # as of `_lately_at`
         self._lately_at = now
@@ -229,6 +249,7 @@ class Connection:
         is_large = length > LARGE_BYTES
         if self.tokens < 1 or (is_large and self.large_bytes < 0):
             return False
+        self.listener.share.begin()
         self.pay(1 + min(length, LARGE_BYTES) / COST_BYTES)
         if is_large:
             self.large_bytes -= length
@@ -237,6 +258,7 @@ class Connection:
 
     def pay(self, cost: float) -> None:
         """For what he asks."""
+        self.listener.share.pay(cost)
         self.tokens -= cost
         self._lately += cost
 
@@ -246,15 +268,21 @@ class Connection:
         self._lately_at = now
         return self._lately
 
+    def large_rank(self, now: float) -> tuple[float, float]:
+        """By which the next large message is chosen."""
+        return self.listener.large_share.starts_at, self.asked_lately(now)
+
     def _fill(self, limits: DoorLimits, now: float) -> None:
         """Both buckets, up to now."""
         seconds, self.filled_at = now - self.filled_at, now
         self.tokens = min(limits.burst, self.tokens + seconds * limits.rate)
         self.large_bytes = min(LARGE_BURST_BYTES, self.large_bytes + seconds * LARGE_BYTES_PER_SECOND)
 
-    def discard(self) -> None:
+    def discard(self, limits: DoorLimits, now: float) -> None:
         """Close it; what was not sent is not."""
         self.closed = True
+        self._fill(limits, now)
+        self.listener.keep_buckets(limits, now, self.tokens, self.large_bytes)
         if self._may_hold_descriptors:
             self.listener.closer.close(self.socket)
         else:

@@ -1,8 +1,8 @@
 """The local door: UNIX sockets, one per tenant, on which engines of this host talk to the sidecar (floor 2).
 
-One thread reads and writes all connections; requests that may wait go to a few others, and large ones to one more. A
-turn takes at most one message of each connection, and those first who asked for least, so that whoever floods the door
-waits for himself.
+One thread reads and writes all connections; requests that may wait go to a few others, and large ones to one more. The
+tenant that was served least comes first, however many connections another one has or makes anew, and of a tenant's
+connections the one that asked for least, so that whoever floods the door waits for himself.
 Whoever does not read his answers, or has too much under way, is not read from; whoever is silent in the middle of a
 message, or never says hello, is shown out.
 What a connection can make the sidecar keep is bounded by `DoorLimits`.
@@ -44,6 +44,7 @@ from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent
 from kvstore.service.handlers import Handlers, Served
 from kvstore.service.rate_limited import RateLimitedLog
 from kvstore.service.sessions import Caller, Sessions
+from kvstore.service.turns import Turns
 from kvstore.service.waits import Waits
 from tiering.faults import CONNECTIONS, DOOR_THREADS, FaultReports, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
@@ -59,6 +60,8 @@ TURN_SECONDS = 0.001
 SLOW_COST, EXTENT_COST, NUMBER_COST, LEASED_COST = 10, 10, 1 / 16, 1 / 64
 """Messages that one counts for, against the rate: where a thread of the pool serves it, for each extent that is handed
 over, for each lease that is named, for each block that a lease is asked for."""
+ACCEPT_COST = 5
+"""The same for a connection, which its tenant pays."""
 TURNED_AWAY = 32
 """Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
@@ -118,6 +121,7 @@ class LocalDoor:
         self._spare: socket.socket | None = self._woken.dup()  # its descriptor is the operator's, if there is no other
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
         self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
+        self._turns, self._large_turns = Turns(), Turns()
         self._large: list[Asked] = []  # that wait for it
         self._large_now: Asked | None = None
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
@@ -147,11 +151,13 @@ class LocalDoor:
         """A socket for a tenant. users: who may connect, by user id; whoever can open the socket if None. renew: makes
         new keys, once `show_out` has taken these away. Raises `OSError`.
         """
-        self._listen(Listener(path, listening_socket(path, mode), tenant, users, renew))
+        sock = listening_socket(path, mode)
+        self._listen(Listener(path, sock, tenant, users, renew, None, self._turns, self._large_turns))
 
     def listen_admin(self, path: Path, admin: AdminVerbs) -> None:
         """The admin socket. Raises `OSError`."""
-        self._listen(Listener(path, listening_socket(path, ADMIN_MODE), None, None, admin=admin))
+        sock = listening_socket(path, ADMIN_MODE)
+        self._listen(Listener(path, sock, None, None, None, admin, self._turns, self._large_turns))
 
     def _listen(self, listener: Listener) -> None:
         self._listeners.append(listener)
@@ -256,22 +262,33 @@ class LocalDoor:
             self._log.error(what, what, error=error)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
-        """At most one message of each, those first who asked for least; whether any was taken.
+        """At most one message of each, or more where several tenants want a turn: they have one after another what they
+        have waited for, and not one message for each connection. Whether any was taken.
 
-        A turn that becomes long ends early: those who came meanwhile may have asked for less than whoever is left.
+        A turn that becomes long ends early: those who came meanwhile may have been served less than whoever is left.
         """
         now = self._clock.monotonic_seconds()
         ends_at = now + TURN_SECONDS
         has_taken = False
+        lines: dict[Listener, deque[Connection]] = {}
         for connection in sorted(ready, key=lambda one: one.asked_lately(now)):
+            lines.setdefault(connection.listener, deque()).append(connection)
+        while lines:
+            listener = min(lines, key=lambda one: one.share.starts_at)
+            connection = lines[listener].popleft()
+            is_taken = False
             if connection.closed or connection.ending:
                 pass
             elif connection.may_ask(self._limits, self._clock.monotonic_seconds()):
                 self._take_message_safely(connection)
-                has_taken = True
+                has_taken = is_taken = True
             if connection.closed or connection.ending or not connection.has_message():
                 del ready[connection]
+            elif is_taken and len(lines) > 1:
+                lines[listener].append(connection)
             self._watch(connection)
+            if not lines[listener]:
+                del lines[listener]
             if has_taken and self._clock.monotonic_seconds() > ends_at:
                 break
         return has_taken
@@ -346,6 +363,7 @@ class LocalDoor:
             return
         if listener.admin is None or self._spare is not None:
             self._faults.worked(CONNECTIONS)
+        listener.share.pay(ACCEPT_COST)
         sock.setblocking(False)
         _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         most = self._most(listener)
@@ -364,7 +382,7 @@ class LocalDoor:
         elif self._departed_of(listener) >= most:
             text = f"{most} connections of this tenant are gone while their processes still map memory"
             refusal = m.Failed(m.Fault.BUSY, f"{text}; end these processes, or raise door.connections")
-        connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits.burst)
+        connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits)
         connection.refusal = refusal
         self._connections.add(connection)
         if refusal is not None:
@@ -544,11 +562,13 @@ class LocalDoor:
         self._begin(connection)
 
     def _begin_large(self) -> None:
-        """Have the next large message read or served, of whoever asked for least. They wait here and not in the
-        thread's own queue, where one would wait behind all that a flooder sent before."""
+        """Have the next large message read or served, of the tenant that this thread served least. They wait here and
+        not in the thread's own queue, where one would wait behind all that a flooder sent before."""
         while self._large_now is None and self._large:
             now = self._clock.monotonic_seconds()
-            asked = min(self._large, key=lambda one: one.connection.asked_lately(now))
+            asked = min(self._large, key=lambda one: one.connection.large_rank(now))
+            asked.connection.listener.large_share.begin()
+            asked.begun_at = now
             self._large.remove(asked)
             self._large_now = asked
             work = self._read_slowly if asked.request is None else self._serve_slowly
@@ -639,6 +659,7 @@ class LocalDoor:
             connection.in_flight_bytes -= asked.length
             if connection.large is asked:
                 connection.large = self._large_now = None
+                connection.listener.large_share.pay(self._clock.monotonic_seconds() - asked.begun_at)
             elif asked.is_long:
                 connection.long_running -= 1
             else:
@@ -725,7 +746,7 @@ class LocalDoor:
         if connection.interest:
             with suppress(KeyError, ValueError, OSError):
                 self._selector.unregister(connection.socket)
-        connection.discard()
+        connection.discard(self._limits, self._clock.monotonic_seconds())
         if connection.large in self._large:
             self._large.remove(connection.large)
         if connection.refusal is not None:
