@@ -23,6 +23,7 @@ from kvstore.service import messages as m
 from kvstore.service.handlers import Served
 from kvstore.service.sessions import Caller
 from kvstore.service.turns import Share, Turns
+from kvstore.service.unread import TenantUnread, Unread
 from kvstore.service.waits import Waits
 
 _READ_BYTES = 256 << 10
@@ -96,7 +97,7 @@ class AdminVerbs(Protocol):
 class Listener:
     """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them. closer: closes
     its connections where those may hold descriptors. share, large_share: what its connections were served by the
-    door's own thread, and by the one for large messages."""
+    door's own thread, and by the one for large messages. unread: descriptors that they were sent."""
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class Listener:
         self.share = Share(turns or Turns())
         self.large_share = Share(large_turns or Turns())
         self._full_at = self._large_full_at = -math.inf
+        self.unread = TenantUnread()
         self.closer = descriptors.Closer()
         descriptors.refuse_descriptors(sock)
 
@@ -181,7 +183,9 @@ class Connection:
         self.ending = False  # no more is read; it is closed when all is sent
         self.closed = False
         self.interest = 0
+        self.is_refused = False  # the kernel sends no descriptors at the moment: those that are to be sent next wait
         self._may_hold_descriptors = descriptors.may_hold_descriptors(sock)
+        self.unread = Unread(sock, self._close)
 
     def next_length(self) -> int:
         """Of the body of the next message, as it says; 0 where that is not known yet."""
@@ -214,10 +218,19 @@ class Connection:
         self.read += piece
         self.heard_at = now
 
+    def put(self, frame: memoryview, held: list[int]) -> None:
+        """An answer to be sent, and the descriptors beside it."""
+        self.unsent.append((frame, held))
+        self.unsent_bytes += len(frame)
+        if held:
+            self.unread.queued(len(held))
+            self.listener.unread.add(self.unread)
+
     def flush(self, clock: Clock) -> None:
         """Send what is to be sent, as far as he takes it. Raises `OSError`."""
         while self.unsent:
             frame, held = self.unsent[0]
+            self.unread.count()  # before anything is sent behind them
             try:
                 if held:
                     sent = socket.send_fds(self.socket, [frame], held)
@@ -225,7 +238,11 @@ class Connection:
                     sent = self.socket.send(frame)
             except BlockingIOError:
                 return
-            close_all(held)
+            if held:
+                self.unread.sent(len(held), clock.monotonic_seconds())
+                close_all(held)
+            else:
+                self.unread.sent_behind()
             self.unsent_bytes -= sent
             self.heard_at = clock.monotonic_seconds()
             if sent < len(frame):
@@ -243,6 +260,8 @@ class Connection:
         if self.in_flight >= limits.in_flight or self.in_flight_bytes >= limits.in_flight_bytes:
             return False
         if self.unsent_bytes >= limits.unread_bytes or any(held for _, held in self.unsent):
+            return False
+        if self.unread.is_full():
             return False
         self._fill(limits, now)
         length = min(self.next_length(), m.MAX_BODY_BYTES)
@@ -283,14 +302,17 @@ class Connection:
         self.closed = True
         self._fill(limits, now)
         self.listener.keep_buckets(limits, now, self.tokens, self.large_bytes)
+        for _, held in self.unsent:
+            close_all(held)
+        self.unsent.clear()
+        self.listener.unread.ended(self.unread)
+
+    def _close(self) -> None:
         if self._may_hold_descriptors:
             self.listener.closer.close(self.socket)
         else:
             with suppress(OSError):
                 self.socket.close()
-        for _, held in self.unsent:
-            close_all(held)
-        self.unsent.clear()
 
 
 def close_all(held: Collection[int]) -> None:

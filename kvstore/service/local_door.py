@@ -45,8 +45,9 @@ from kvstore.service.handlers import Handlers, Served
 from kvstore.service.rate_limited import RateLimitedLog
 from kvstore.service.sessions import Caller, Sessions
 from kvstore.service.turns import Turns
+from kvstore.service.unread import share_of
 from kvstore.service.waits import Waits
-from tiering.faults import CONNECTIONS, DOOR_THREADS, FaultReports, Unheard, kind_of
+from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
 
 _TOKEN_SECONDS = 0.001
@@ -65,6 +66,8 @@ ACCEPT_COST = 5
 TURNED_AWAY = 32
 """Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
+UNREAD_SECONDS = 1.0
+"""Where the kernel sends no more descriptors, whoever has had some unread for longer may be hung up on."""
 IDLE_LOOK_SECONDS = 0.5
 """Where nobody comes and nothing is to be looked after, it looks around no more often: whoever computes beside it has
 the processor to himself."""
@@ -312,14 +315,21 @@ class LocalDoor:
         self._deaf.clear()
         for listener in self._listeners:
             listener.closer.look()
+            listener.unread.count()  # closes what has been read meanwhile
         if self._spare is None:
             with suppress(OSError):
                 self._spare = self._woken.dup()
         self._sessions.sweep()
         self._is_watchful = self._sessions.is_waited_for
         for one in list(self._connections):
-            waits_for_him = one.caller is None or one.unsent or (one.read and one not in ready and not one.in_flight)
-            self._is_watchful |= bool(waits_for_him or one.in_flight)
+            if one.is_refused:
+                self._try_again(one)
+            waits_for_him = (
+                one.caller is None
+                or (one.unsent and not one.is_refused)
+                or (one.read and one not in ready and not one.in_flight)
+            )
+            self._is_watchful |= bool(waits_for_him or one.in_flight or one.is_refused)
             if waits_for_him and now - one.heard_at > self._limits.silence_seconds:
                 self._show_out(one)
 
@@ -426,7 +436,7 @@ class LocalDoor:
             return
         try:
             if events & selectors.EVENT_WRITE:
-                connection.flush(self._clock)
+                self._flush(connection)
             if events & selectors.EVENT_READ and not connection.ending:
                 connection.receive(self._clock.monotonic_seconds())
         except BlockingIOError:
@@ -486,6 +496,12 @@ class LocalDoor:
         verb = request.verb
         self._served[m.name_of(verb)] += 1
         connection.pay(_cost_beyond_length(verb))
+        wanted = _descriptors_for(verb)
+        if wanted and connection.listener.unread.count() + wanted > self._most_unread():
+            if not isinstance(verb, m.Ping):
+                self._say_unread(connection, request.number)
+                return
+            verb = m.Ping()  # without a bell
         is_slow = self._is_slow(connection, verb)
         if is_slow:
             asked.is_long = connection.admin is None and self._handlers.is_long(verb)
@@ -507,6 +523,13 @@ class LocalDoor:
         self._waited(connection, begun_at - asked.since)
         connection.ending = connection.caller is None
         self._answer(connection, request.number, served, asks=isinstance(verb, m.Ping))
+
+    def _most_unread(self) -> int:
+        return share_of(sum(one.admin is None for one in self._listeners))
+
+    def _say_unread(self, connection: Connection, number: int) -> None:
+        text = f"clients of this tenant have not read about {self._most_unread()} descriptors, which is its share"
+        self._answer(connection, number, Served(m.Failed(m.Fault.BUSY, f"{text}; read them, or end these clients")))
 
     def _refuse(self, connection: Connection, text: str) -> None:
         """Whoever sends what is no message."""
@@ -708,12 +731,48 @@ class LocalDoor:
             close_all(served.descriptors)
             self._give_up(connection, f"an answer of {type(served.answer).__name__} could not be made", error)
             return
-        connection.unsent.append((frame, list(served.descriptors)))
-        connection.unsent_bytes += len(frame)
+        connection.put(frame, list(served.descriptors))
         try:
-            connection.flush(self._clock)
+            self._flush(connection)
         except OSError:
             self._show_out(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        """Raises `OSError` where the client is gone. Where too many descriptors are under way, what is to be sent
+        waits until they are fewer; whoever does not read his is no reason to hang up on others."""
+        if connection.is_refused:
+            return
+        has_descriptors = bool(connection.unsent and connection.unsent[0][1])
+        try:
+            connection.flush(self._clock)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            connection.is_refused = True
+            self._faults.failed(SENT, kind_of(error), "too many are under way that no client has read")
+            self._hang_up_on_the_worst(connection)
+            return
+        if has_descriptors and not connection.unsent:
+            self._faults.worked(SENT)
+
+    def _try_again(self, connection: Connection) -> None:
+        connection.is_refused, connection.heard_at = False, self._clock.monotonic_seconds()
+        try:
+            self._flush(connection)
+        except OSError:
+            self._show_out(connection)
+        self._watch(connection)
+
+    def _hang_up_on_the_worst(self, beside: Connection) -> None:
+        """On whoever has had most descriptors unread for a while, if anybody has, and it is not the one that waits."""
+        since = self._clock.monotonic_seconds() - UNREAD_SECONDS
+        counts = {one: one.unread.count_since(since) for one in self._connections}
+        worst = max(counts, key=lambda one: counts[one], default=beside)
+        if worst is beside or not counts[worst]:
+            return
+        path = worst.listener.path
+        self._log.warn(f"unread {path}", "a client of %s did not read %d descriptors for long", path, counts[worst])
+        self._show_out(worst)
 
     def _watch(self, connection: Connection) -> None:
         """Have the selector say what can be done for a connection now."""
@@ -722,7 +781,7 @@ class LocalDoor:
         if connection.ending and not connection.unsent and not connection.in_flight:
             self._show_out(connection)
             return
-        interest = selectors.EVENT_WRITE if connection.unsent else 0
+        interest = selectors.EVENT_WRITE if connection.unsent and not connection.is_refused else 0
         if not connection.ending and not self._closing and not connection.has_message():
             interest |= selectors.EVENT_READ
         if interest == connection.interest:
@@ -784,6 +843,7 @@ class LocalDoor:
         self._long_pool.shutdown(wait=False, cancel_futures=True)
         self._sessions.end_ringing()
         for listener in self._listeners:
+            listener.unread.close()
             listener.closer.end()
         if self._spare is not None:
             self._spare.close()
@@ -803,6 +863,13 @@ def _read(asked: Asked) -> None:
     if (asked.connection.caller is None) is not isinstance(request.verb, m.Hello):
         raise ValueError("a connection begins with one hello")
     asked.request, asked.body = request, None
+
+
+def _descriptors_for(verb: m.Verb) -> int:
+    """How many an answer may have beside it."""
+    if isinstance(verb, m.Extents):
+        return len(verb.numbers)
+    return int(isinstance(verb, m.Ping) and verb.wants_bell)
 
 
 def _cost_beyond_length(verb: m.Verb) -> float:
