@@ -22,7 +22,7 @@ from kvstore.service import descriptors
 from kvstore.service import messages as m
 from kvstore.service.handlers import Served
 from kvstore.service.sessions import Caller
-from kvstore.service.turns import Share, Turns
+from kvstore.service.turns import Line, Share, Turns
 from kvstore.service.unread import TenantUnread, Unread
 from kvstore.service.waits import Waits
 
@@ -97,7 +97,8 @@ class AdminVerbs(Protocol):
 class Listener:
     """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them. closer: closes
     its connections where those may hold descriptors. share, large_share: what its connections were served by the
-    door's own thread, and by the one for large messages. unread: descriptors that they were sent."""
+    door's own thread, and by the one for large messages. line: requests that wait for a thread of the pool. unread:
+    descriptors that they were sent."""
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class Listener:
         self.admin = admin
         self.share = Share(turns or Turns())
         self.large_share = Share(large_turns or Turns())
+        self.line: Line[Asked] = Line()
         self._full_at = self._large_full_at = -math.inf
         self.unread = TenantUnread()
         self.closer = descriptors.Closer()

@@ -44,7 +44,7 @@ from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent
 from kvstore.service.handlers import Handlers, Served
 from kvstore.service.rate_limited import RateLimitedLog
 from kvstore.service.sessions import Caller, Sessions
-from kvstore.service.turns import Turns
+from kvstore.service.turns import Lines, Turns
 from kvstore.service.unread import share_of
 from kvstore.service.waits import Waits
 from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, Unheard, kind_of
@@ -125,6 +125,7 @@ class LocalDoor:
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
         self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
         self._turns, self._large_turns = Turns(), Turns()
+        self._lines: Lines[Asked] = Lines(limits.threads)
         self._large: list[Asked] = []  # that wait for it
         self._large_now: Asked | None = None
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
@@ -163,6 +164,8 @@ class LocalDoor:
         self._listen(Listener(path, sock, None, None, None, admin, self._turns, self._large_turns))
 
     def _listen(self, listener: Listener) -> None:
+        if listener.admin is None:
+            listener.line = self._lines.new_line()
         self._listeners.append(listener)
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
@@ -614,7 +617,16 @@ class LocalDoor:
             else:
                 connection.running += 1
             assert asked.pool is not None
-            if not self._submitted(asked.pool, self._serve_slowly, asked):
+            if asked.pool is self._pool:
+                connection.listener.line.waiting.append(asked)
+            elif not self._submitted(asked.pool, self._serve_slowly, asked):
+                self._say_busy(asked)
+        self._begin_pooled()
+
+    def _begin_pooled(self) -> None:
+        """They wait here and not in the pool's own queue, where one waits behind all that a flooder sent before."""
+        while (asked := self._lines.begin()) is not None:
+            if not self._submitted(self._pool, self._serve_slowly, asked):
                 self._say_busy(asked)
 
     def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[Asked], None], asked: Asked) -> bool:
@@ -680,6 +692,8 @@ class LocalDoor:
             connection = asked.connection
             connection.in_flight -= 1
             connection.in_flight_bytes -= asked.length
+            if asked.pool is self._pool:
+                self._lines.end(connection.listener.line)
             if connection.large is asked:
                 connection.large = self._large_now = None
                 connection.listener.large_share.pay(self._clock.monotonic_seconds() - asked.begun_at)
@@ -693,6 +707,7 @@ class LocalDoor:
                 self._give_up(connection, "an answer could not be given", error)
             self._begin_large()
             self._begin(connection)
+            self._begin_pooled()
             self._watch(connection)
 
     def _deliver_one(self, asked: Asked) -> None:
@@ -808,6 +823,7 @@ class LocalDoor:
         connection.discard(self._limits, self._clock.monotonic_seconds())
         if connection.large in self._large:
             self._large.remove(connection.large)
+        connection.listener.line.leave_out(lambda one: one.connection is connection)
         if connection.refusal is not None:
             self._turned_away.remove(connection)
         if not isinstance(connection.caller, Caller):

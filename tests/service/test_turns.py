@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.identity import Namespace
 from kvstore.service import messages as m
 from kvstore.service.connections import LARGE_BURST_BYTES, LARGE_BYTES, Connection, DoorLimits, Listener
 from kvstore.service.sessions import Caller
-from kvstore.service.turns import Share, Turns
+from kvstore.service.turns import Lines, Share, Turns
 from service.sidecar import Sidecar
 from torture.peer import Peer
 from workbench import small_layout
@@ -78,6 +80,30 @@ def test_whoever_comes_is_next_and_has_saved_up_nothing(was_away: int) -> None:
     order = [name for name, _ in served(shares, endless, 30)]
     assert "c" in order[:3]
     assert all(8 <= order.count(name) <= 12 for name in "abc")
+
+
+def test_a_free_thread_is_for_the_tenant_with_fewest_at_work() -> None:
+    lines: Lines[str] = Lines(8)
+    one, other = lines.new_line(), lines.new_line()
+    one.waiting.extend(f"a{at}" for at in range(100))
+    assert [lines.begin() for _ in range(7)] == ["a0", "a1", "a2", "a3", "a4", "a5", None]  # two are left to others
+    other.waiting.extend("bcd")
+    assert [lines.begin() for _ in range(3)] == ["b", "c", None]
+    lines.end(one)
+    assert lines.begin() == "d"
+    lines.end(other)
+    lines.end(other)
+    assert [lines.begin() for _ in range(2)] == ["a6", None]  # six are at work for it again
+    lines.end(one)
+    one.leave_out(lambda piece: piece < "a8")
+    assert lines.begin() == "a8" and (one.running, other.running) == (6, 1)
+
+
+def test_a_tenant_that_is_alone_has_all_threads() -> None:
+    lines: Lines[int] = Lines(3)
+    line = lines.new_line()
+    line.waiting.extend(range(5))
+    assert [lines.begin() for _ in range(4)] == [0, 1, 2, None]
 
 
 # At the door ----------------------------------------------------------------------------------------------------------
@@ -217,6 +243,45 @@ def test_a_tenant_that_opens_namespaces_does_not_wait_for_fresh_connections_that
     for peer in (first, worker, *fresh):
         hear(peer)
     assert crowded.order[0] == "b" and crowded.order.count("a") == len(fresh)
+
+
+def test_a_request_for_the_pool_does_not_wait_behind_those_of_another_tenant(crowded: Crowded) -> None:
+    """They are reserved for while nothing is served; those of who is gone never are."""
+    worker, gone = crowded.come_in(crowded.other_path), crowded.come_in(crowded.sidecar.path)
+    crowd = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
+    space = m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192])
+    numbers = {}
+    for peer in (worker, gone, *crowd):
+        granted = peer.ask(space)
+        assert isinstance(granted, m.Granted)
+        numbers[peer] = granted.grant.number
+    door, started, goes_on = crowded.sidecar.door, [], threading.Event()
+    reserve = crowded.sidecar.core.reserve
+
+    def watched(namespace: int, keys: list[bytes], *rest: Any, **named: Any) -> Any:
+        started.append(keys[0][:1])
+        goes_on.wait()
+        return reserve(namespace, keys, *rest, **named)
+
+    crowded.sidecar.core.reserve = watched  # type: ignore[method-assign, assignment]
+    verbs = [m.Reserve(0, [b"a" + bytes([at]) * 31], 0) for at in range(4)]
+    try:
+        line = door._listeners[0].line
+        for at, peer in enumerate((*crowd, gone), 1):
+            for verb in verbs:
+                peer.socket.sendall(m.pack(m.Request(2, msgspec.structs.replace(verb, namespace=numbers[peer]))))
+            wait_until(lambda count=4 * at: line.running + len(line.waiting) == count)
+        assert line.running == len(started) == 12
+        crowded.leave(gone)
+        wait_until(lambda: line.running + len(line.waiting) == 4 * CROWD)
+        worker.socket.sendall(m.pack(m.Request(2, m.Reserve(numbers[worker], [b"b" * 32], 0))))
+        wait_until(lambda: len(started) == 13)
+        assert started[-1] == b"b"
+    finally:
+        goes_on.set()
+    for peer in (worker, *crowd):
+        hear(peer, 1 if peer is worker else 4)
+    assert len(started) == 4 * CROWD + 1 and not line.running
 
 
 @pytest.mark.parametrize("length", [0, LARGE_BYTES, LARGE_BYTES + 1, m.MAX_BODY_BYTES])
