@@ -1,7 +1,7 @@
 """Connections of the local door: who is there, what was read of him and not served, answered and not sent (floor 2).
 
-Each has a bucket of tokens, filled at the rate of the limits; what he asks for is taken out of it. The door serves
-those first who asked for least lately.
+Each has a bucket of tokens, filled at the rate of the limits; what he asks for is taken out of it. The door serves the
+tenant first that it served least (`kvstore.service.turns`), and of its connections the one that asked for least lately.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Protocol
 
 from kvstore.identity import TenantKeys
+from kvstore.service import descriptors
 from kvstore.service import messages as m
 from kvstore.service.handlers import Served
 from kvstore.service.sessions import Caller
+from kvstore.service.turns import Line, Share, Turns
+from kvstore.service.unread import TenantUnread, Unread
 from kvstore.service.waits import Waits
 
 _READ_BYTES = 256 << 10
@@ -34,7 +37,8 @@ LARGE_BYTES_PER_SECOND, LARGE_BURST_BYTES = 1 << 20, 32 << 20
 blocks of 64. They have a bucket of their own, since short messages behind them would have to wait until they are paid.
 Reading one as a request holds the interpreter for up to 3 ms: their rate bounds what other clients wait."""
 LATELY_SECONDS = 10.0
-"""What was asked for so long ago counts for a third of what is asked for now, where it is decided who comes first."""
+"""What was asked for so long ago counts for a third of what is asked for now, where it is decided which
+connection of a tenant comes first."""
 
 
 class Clock(Protocol):
@@ -91,7 +95,10 @@ class AdminVerbs(Protocol):
 
 
 class Listener:
-    """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them."""
+    """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them. closer: closes
+    its connections where those may hold descriptors. share, large_share: what its connections were served by the
+    door's own thread, and by the one for large messages. line: requests that wait for a thread of the pool. unread:
+    descriptors that they were sent."""
 
     def __init__(
         self,
@@ -101,21 +108,43 @@ class Listener:
         users: Collection[int] | None,
         renew: Callable[[], TenantKeys] | None = None,
         admin: AdminVerbs | None = None,
+        turns: Turns | None = None,
+        large_turns: Turns | None = None,
     ) -> None:
+        """turns, large_turns: at the two threads, which all listeners of a door share."""
         self.path = path
         self.socket = sock
         self.tenant = tenant
         self.users = users
         self.renew = renew
         self.admin = admin
+        self.share = Share(turns or Turns())
+        self.large_share = Share(large_turns or Turns())
+        self.line: Line[Asked] = Line()
+        self._full_at = self._large_full_at = -math.inf
+        self.unread = TenantUnread()
+        self.closer = descriptors.Closer()
+        descriptors.refuse_descriptors(sock)
+
+    def buckets(self, limits: DoorLimits, now: float) -> tuple[float, float]:
+        """What a new connection may ask for at once: as much as one that is gone could by now, the emptiest of them,
+        so that nobody saves up anything by coming anew."""
+        tokens = limits.burst - max(0.0, self._full_at - now) * limits.rate
+        return tokens, LARGE_BURST_BYTES - max(0.0, self._large_full_at - now) * LARGE_BYTES_PER_SECOND
+
+    def keep_buckets(self, limits: DoorLimits, now: float, tokens: float, large_bytes: float) -> None:
+        """Of a connection that goes."""
+        self._full_at = max(self._full_at, now + (limits.burst - tokens) / limits.rate)
+        full_at = now + (LARGE_BURST_BYTES - large_bytes) / LARGE_BYTES_PER_SECOND
+        self._large_full_at = max(self._large_full_at, full_at)
 
 
 class Asked:
     """A message of a connection on its way. body: until it is read as a request. since: when it may first have been
-    there. pool: the threads it is put off to. served: None until it was; then waited says for how many seconds it was
-    not begun."""
+    there. pool: the threads it is put off to; begun_at: when the one for large messages took it. served: None until it
+    was; then waited says for how many seconds it was not begun."""
 
-    __slots__ = ("body", "connection", "is_long", "length", "pool", "request", "served", "since", "waited")
+    __slots__ = ("begun_at", "body", "connection", "is_long", "length", "pool", "request", "served", "since", "waited")
 
     def __init__(self, connection: Connection, body: bytes, since: float) -> None:
         self.connection = connection
@@ -124,7 +153,7 @@ class Asked:
         self.request: m.Request | None = None
         self.is_long = False  # it is, or may be, under way for many seconds
         self.pool: ThreadPoolExecutor | None = None
-        self.since = since
+        self.since = self.begun_at = since
         self.served: Served | None = None
         self.waited = 0.0
 
@@ -132,7 +161,7 @@ class Asked:
 class Connection:
     """A peer, and what of him was read and not served, or answered and not sent."""
 
-    def __init__(self, sock: socket.socket, listener: Listener, now: float, burst: int) -> None:
+    def __init__(self, sock: socket.socket, listener: Listener, now: float, limits: DoorLimits) -> None:
         self.socket = sock
         self.listener = listener
         self.admin = listener.admin
@@ -148,8 +177,7 @@ class Connection:
         self.ready_at = now
         self.waited = Waits()
         self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
-        self.tokens = float(burst)
-        self.large_bytes = float(LARGE_BURST_BYTES)
+        self.tokens, self.large_bytes = listener.buckets(limits, now)
         self.filled_at = now
         self._lately = 0.0  # as of `_lately_at`
         self._lately_at = now
@@ -157,6 +185,9 @@ class Connection:
         self.ending = False  # no more is read; it is closed when all is sent
         self.closed = False
         self.interest = 0
+        self.is_refused = False  # the kernel sends no descriptors at the moment: those that are to be sent next wait
+        self._may_hold_descriptors = descriptors.may_hold_descriptors(sock)
+        self.unread = Unread(sock, self._close)
 
     def next_length(self) -> int:
         """Of the body of the next message, as it says; 0 where that is not known yet."""
@@ -179,25 +210,41 @@ class Connection:
         return body
 
     def receive(self, now: float) -> None:
-        """What has come. Raises `OSError`; where he is gone, too."""
-        piece = self.socket.recv(_READ_BYTES)
+        """What has come. Raises `OSError`, also where he is gone, and `DescriptorsSent`."""
+        if self._may_hold_descriptors:
+            piece = descriptors.receive(self.socket, _READ_BYTES)
+        else:
+            piece = self.socket.recv(_READ_BYTES)
         if not piece:
             raise ConnectionResetError
         self.read += piece
         self.heard_at = now
 
+    def put(self, frame: memoryview, held: list[int]) -> None:
+        """An answer to be sent, and the descriptors beside it."""
+        self.unsent.append((frame, held))
+        self.unsent_bytes += len(frame)
+        if held:
+            self.unread.queued(len(held))
+            self.listener.unread.add(self.unread)
+
     def flush(self, clock: Clock) -> None:
         """Send what is to be sent, as far as he takes it. Raises `OSError`."""
         while self.unsent:
-            frame, descriptors = self.unsent[0]
+            frame, held = self.unsent[0]
+            self.unread.count()  # before anything is sent behind them
             try:
-                if descriptors:
-                    sent = socket.send_fds(self.socket, [frame], descriptors)
+                if held:
+                    sent = socket.send_fds(self.socket, [frame], held)
                 else:
                     sent = self.socket.send(frame)
             except BlockingIOError:
                 return
-            close_all(descriptors)
+            if held:
+                self.unread.sent(len(held), clock.monotonic_seconds())
+                close_all(held)
+            else:
+                self.unread.sent_behind()
             self.unsent_bytes -= sent
             self.heard_at = clock.monotonic_seconds()
             if sent < len(frame):
@@ -216,11 +263,14 @@ class Connection:
             return False
         if self.unsent_bytes >= limits.unread_bytes or any(held for _, held in self.unsent):
             return False
+        if self.unread.is_full():
+            return False
         self._fill(limits, now)
         length = min(self.next_length(), m.MAX_BODY_BYTES)
         is_large = length > LARGE_BYTES
         if self.tokens < 1 or (is_large and self.large_bytes < 0):
             return False
+        self.listener.share.begin()
         self.pay(1 + min(length, LARGE_BYTES) / COST_BYTES)
         if is_large:
             self.large_bytes -= length
@@ -229,6 +279,7 @@ class Connection:
 
     def pay(self, cost: float) -> None:
         """For what he asks."""
+        self.listener.share.pay(cost)
         self.tokens -= cost
         self._lately += cost
 
@@ -238,24 +289,36 @@ class Connection:
         self._lately_at = now
         return self._lately
 
+    def large_rank(self, now: float) -> tuple[float, float]:
+        """By which the next large message is chosen."""
+        return self.listener.large_share.starts_at, self.asked_lately(now)
+
     def _fill(self, limits: DoorLimits, now: float) -> None:
         """Both buckets, up to now."""
         seconds, self.filled_at = now - self.filled_at, now
         self.tokens = min(limits.burst, self.tokens + seconds * limits.rate)
         self.large_bytes = min(LARGE_BURST_BYTES, self.large_bytes + seconds * LARGE_BYTES_PER_SECOND)
 
-    def discard(self) -> None:
+    def discard(self, limits: DoorLimits, now: float) -> None:
         """Close it; what was not sent is not."""
         self.closed = True
-        with suppress(OSError):
-            self.socket.close()
-        for _, descriptors in self.unsent:
-            close_all(descriptors)
+        self._fill(limits, now)
+        self.listener.keep_buckets(limits, now, self.tokens, self.large_bytes)
+        for _, held in self.unsent:
+            close_all(held)
         self.unsent.clear()
+        self.listener.unread.ended(self.unread)
+
+    def _close(self) -> None:
+        if self._may_hold_descriptors:
+            self.listener.closer.close(self.socket)
+        else:
+            with suppress(OSError):
+                self.socket.close()
 
 
-def close_all(descriptors: Collection[int]) -> None:
+def close_all(held: Collection[int]) -> None:
     """Descriptors that were to be sent."""
-    for descriptor in descriptors:
+    for descriptor in held:
         with suppress(OSError):  # the others are closed all the same
             os.close(descriptor)

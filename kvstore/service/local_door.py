@@ -1,8 +1,8 @@
 """The local door: UNIX sockets, one per tenant, on which engines of this host talk to the sidecar (floor 2).
 
-One thread reads and writes all connections; requests that may wait go to a few others, and large ones to one more. A
-turn takes at most one message of each connection, and those first who asked for least, so that whoever floods the door
-waits for himself.
+One thread reads and writes all connections; requests that may wait go to a few others, and large ones to one more. The
+tenant that was served least comes first, however many connections another one has or makes anew, and of a tenant's
+connections the one that asked for least, so that whoever floods the door waits for himself.
 Whoever does not read his answers, or has too much under way, is not read from; whoever is silent in the middle of a
 message, or never says hello, is shown out.
 What a connection can make the sidecar keep is bounded by `DoorLimits`.
@@ -40,11 +40,14 @@ from kvstore.service.connections import (
     Listener,
     close_all,
 )
+from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent
 from kvstore.service.handlers import Handlers, Served
 from kvstore.service.rate_limited import RateLimitedLog
 from kvstore.service.sessions import Caller, Sessions
+from kvstore.service.turns import Lines, Turns
+from kvstore.service.unread import share_of
 from kvstore.service.waits import Waits
-from tiering.faults import CONNECTIONS, DOOR_THREADS, FaultReports, Unheard, kind_of
+from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
 
 _TOKEN_SECONDS = 0.001
@@ -58,9 +61,13 @@ TURN_SECONDS = 0.001
 SLOW_COST, EXTENT_COST, NUMBER_COST, LEASED_COST = 10, 10, 1 / 16, 1 / 64
 """Messages that one counts for, against the rate: where a thread of the pool serves it, for each extent that is handed
 over, for each lease that is named, for each block that a lease is asked for."""
+ACCEPT_COST = 5
+"""The same for a connection, which its tenant pays."""
 TURNED_AWAY = 32
 """Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
+UNREAD_SECONDS = 1.0
+"""Where the kernel sends no more descriptors, whoever has had some unread for longer may be hung up on."""
 IDLE_LOOK_SECONDS = 0.5
 """Where nobody comes and nothing is to be looked after, it looks around no more often: whoever computes beside it has
 the processor to himself."""
@@ -117,6 +124,8 @@ class LocalDoor:
         self._spare: socket.socket | None = self._woken.dup()  # its descriptor is the operator's, if there is no other
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
         self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
+        self._turns, self._large_turns = Turns(), Turns()
+        self._lines: Lines[Asked] = Lines(limits.threads)
         self._large: list[Asked] = []  # that wait for it
         self._large_now: Asked | None = None
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
@@ -146,13 +155,17 @@ class LocalDoor:
         """A socket for a tenant. users: who may connect, by user id; whoever can open the socket if None. renew: makes
         new keys, once `show_out` has taken these away. Raises `OSError`.
         """
-        self._listen(Listener(path, listening_socket(path, mode), tenant, users, renew))
+        sock = listening_socket(path, mode)
+        self._listen(Listener(path, sock, tenant, users, renew, None, self._turns, self._large_turns))
 
     def listen_admin(self, path: Path, admin: AdminVerbs) -> None:
         """The admin socket. Raises `OSError`."""
-        self._listen(Listener(path, listening_socket(path, ADMIN_MODE), None, None, admin=admin))
+        sock = listening_socket(path, ADMIN_MODE)
+        self._listen(Listener(path, sock, None, None, None, admin, self._turns, self._large_turns))
 
     def _listen(self, listener: Listener) -> None:
+        if listener.admin is None:
+            listener.line = self._lines.new_line()
         self._listeners.append(listener)
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
@@ -255,22 +268,33 @@ class LocalDoor:
             self._log.error(what, what, error=error)
 
     def _take_turn(self, ready: dict[Connection, None]) -> bool:
-        """At most one message of each, those first who asked for least; whether any was taken.
+        """At most one message of each, or more where several tenants want a turn: they have one after another what they
+        have waited for, and not one message for each connection. Whether any was taken.
 
-        A turn that becomes long ends early: those who came meanwhile may have asked for less than whoever is left.
+        A turn that becomes long ends early: those who came meanwhile may have been served less than whoever is left.
         """
         now = self._clock.monotonic_seconds()
         ends_at = now + TURN_SECONDS
         has_taken = False
+        lines: dict[Listener, deque[Connection]] = {}
         for connection in sorted(ready, key=lambda one: one.asked_lately(now)):
+            lines.setdefault(connection.listener, deque()).append(connection)
+        while lines:
+            listener = min(lines, key=lambda one: one.share.starts_at)
+            connection = lines[listener].popleft()
+            is_taken = False
             if connection.closed or connection.ending:
                 pass
             elif connection.may_ask(self._limits, self._clock.monotonic_seconds()):
                 self._take_message_safely(connection)
-                has_taken = True
+                has_taken = is_taken = True
             if connection.closed or connection.ending or not connection.has_message():
                 del ready[connection]
+            elif is_taken and len(lines) > 1:
+                lines[listener].append(connection)
             self._watch(connection)
+            if not lines[listener]:
+                del lines[listener]
             if has_taken and self._clock.monotonic_seconds() > ends_at:
                 break
         return has_taken
@@ -292,14 +316,23 @@ class LocalDoor:
         for listener in self._deaf:
             self._selector.register(listener.socket, selectors.EVENT_READ, listener)
         self._deaf.clear()
+        for listener in self._listeners:
+            listener.closer.look()
+            listener.unread.count()  # closes what has been read meanwhile
         if self._spare is None:
             with suppress(OSError):
                 self._spare = self._woken.dup()
         self._sessions.sweep()
         self._is_watchful = self._sessions.is_waited_for
         for one in list(self._connections):
-            waits_for_him = one.caller is None or one.unsent or (one.read and one not in ready and not one.in_flight)
-            self._is_watchful |= bool(waits_for_him or one.in_flight)
+            if one.is_refused:
+                self._try_again(one)
+            waits_for_him = (
+                one.caller is None
+                or (one.unsent and not one.is_refused)
+                or (one.read and one not in ready and not one.in_flight)
+            )
+            self._is_watchful |= bool(waits_for_him or one.in_flight or one.is_refused)
             if waits_for_him and now - one.heard_at > self._limits.silence_seconds:
                 self._show_out(one)
 
@@ -330,6 +363,9 @@ class LocalDoor:
             self._deaf.append(listener)
 
     def _accept(self, listener: Listener) -> None:
+        if len(listener.closer) >= MOST_UNCLOSED:
+            self._turn_deaf(listener)
+            return
         try:
             sock = self._accepted(listener)
         except BlockingIOError:  # gone again
@@ -340,6 +376,7 @@ class LocalDoor:
             return
         if listener.admin is None or self._spare is not None:
             self._faults.worked(CONNECTIONS)
+        listener.share.pay(ACCEPT_COST)
         sock.setblocking(False)
         _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         most = self._most(listener)
@@ -358,7 +395,7 @@ class LocalDoor:
         elif self._departed_of(listener) >= most:
             text = f"{most} connections of this tenant are gone while their processes still map memory"
             refusal = m.Failed(m.Fault.BUSY, f"{text}; end these processes, or raise door.connections")
-        connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits.burst)
+        connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits)
         connection.refusal = refusal
         self._connections.add(connection)
         if refusal is not None:
@@ -402,11 +439,16 @@ class LocalDoor:
             return
         try:
             if events & selectors.EVENT_WRITE:
-                connection.flush(self._clock)
+                self._flush(connection)
             if events & selectors.EVENT_READ and not connection.ending:
                 connection.receive(self._clock.monotonic_seconds())
         except BlockingIOError:
             pass
+        except DescriptorsSent:
+            path = connection.listener.path
+            self._log.warn(f"descriptors {path}", "a client sent descriptors to %s, and was hung up on", path)
+            self._show_out(connection)
+            return
         except OSError:
             self._show_out(connection)
             return
@@ -457,6 +499,12 @@ class LocalDoor:
         verb = request.verb
         self._served[m.name_of(verb)] += 1
         connection.pay(_cost_beyond_length(verb))
+        wanted = _descriptors_for(verb)
+        if wanted and connection.listener.unread.count() + wanted > self._most_unread():
+            if not isinstance(verb, m.Ping):
+                self._say_unread(connection, request.number)
+                return
+            verb = m.Ping()  # without a bell
         is_slow = self._is_slow(connection, verb)
         if is_slow:
             asked.is_long = connection.admin is None and self._handlers.is_long(verb)
@@ -478,6 +526,13 @@ class LocalDoor:
         self._waited(connection, begun_at - asked.since)
         connection.ending = connection.caller is None
         self._answer(connection, request.number, served, asks=isinstance(verb, m.Ping))
+
+    def _most_unread(self) -> int:
+        return share_of(sum(one.admin is None for one in self._listeners))
+
+    def _say_unread(self, connection: Connection, number: int) -> None:
+        text = f"clients of this tenant have not read about {self._most_unread()} descriptors, which is its share"
+        self._answer(connection, number, Served(m.Failed(m.Fault.BUSY, f"{text}; read them, or end these clients")))
 
     def _refuse(self, connection: Connection, text: str) -> None:
         """Whoever sends what is no message."""
@@ -533,11 +588,13 @@ class LocalDoor:
         self._begin(connection)
 
     def _begin_large(self) -> None:
-        """Have the next large message read or served, of whoever asked for least. They wait here and not in the
-        thread's own queue, where one would wait behind all that a flooder sent before."""
+        """Have the next large message read or served, of the tenant that this thread served least. They wait here and
+        not in the thread's own queue, where one would wait behind all that a flooder sent before."""
         while self._large_now is None and self._large:
             now = self._clock.monotonic_seconds()
-            asked = min(self._large, key=lambda one: one.connection.asked_lately(now))
+            asked = min(self._large, key=lambda one: one.connection.large_rank(now))
+            asked.connection.listener.large_share.begin()
+            asked.begun_at = now
             self._large.remove(asked)
             self._large_now = asked
             work = self._read_slowly if asked.request is None else self._serve_slowly
@@ -560,7 +617,16 @@ class LocalDoor:
             else:
                 connection.running += 1
             assert asked.pool is not None
-            if not self._submitted(asked.pool, self._serve_slowly, asked):
+            if asked.pool is self._pool:
+                connection.listener.line.waiting.append(asked)
+            elif not self._submitted(asked.pool, self._serve_slowly, asked):
+                self._say_busy(asked)
+        self._begin_pooled()
+
+    def _begin_pooled(self) -> None:
+        """They wait here and not in the pool's own queue, where one waits behind all that a flooder sent before."""
+        while (asked := self._lines.begin()) is not None:
+            if not self._submitted(self._pool, self._serve_slowly, asked):
                 self._say_busy(asked)
 
     def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[Asked], None], asked: Asked) -> bool:
@@ -626,8 +692,11 @@ class LocalDoor:
             connection = asked.connection
             connection.in_flight -= 1
             connection.in_flight_bytes -= asked.length
+            if asked.pool is self._pool:
+                self._lines.end(connection.listener.line)
             if connection.large is asked:
                 connection.large = self._large_now = None
+                connection.listener.large_share.pay(self._clock.monotonic_seconds() - asked.begun_at)
             elif asked.is_long:
                 connection.long_running -= 1
             else:
@@ -638,6 +707,7 @@ class LocalDoor:
                 self._give_up(connection, "an answer could not be given", error)
             self._begin_large()
             self._begin(connection)
+            self._begin_pooled()
             self._watch(connection)
 
     def _deliver_one(self, asked: Asked) -> None:
@@ -676,12 +746,48 @@ class LocalDoor:
             close_all(served.descriptors)
             self._give_up(connection, f"an answer of {type(served.answer).__name__} could not be made", error)
             return
-        connection.unsent.append((frame, list(served.descriptors)))
-        connection.unsent_bytes += len(frame)
+        connection.put(frame, list(served.descriptors))
         try:
-            connection.flush(self._clock)
+            self._flush(connection)
         except OSError:
             self._show_out(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        """Raises `OSError` where the client is gone. Where too many descriptors are under way, what is to be sent
+        waits until they are fewer; whoever does not read his is no reason to hang up on others."""
+        if connection.is_refused:
+            return
+        has_descriptors = bool(connection.unsent and connection.unsent[0][1])
+        try:
+            connection.flush(self._clock)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            connection.is_refused = True
+            self._faults.failed(SENT, kind_of(error), "too many are under way that no client has read")
+            self._hang_up_on_the_worst(connection)
+            return
+        if has_descriptors and not connection.unsent:
+            self._faults.worked(SENT)
+
+    def _try_again(self, connection: Connection) -> None:
+        connection.is_refused, connection.heard_at = False, self._clock.monotonic_seconds()
+        try:
+            self._flush(connection)
+        except OSError:
+            self._show_out(connection)
+        self._watch(connection)
+
+    def _hang_up_on_the_worst(self, beside: Connection) -> None:
+        """On whoever has had most descriptors unread for a while, if anybody has, and it is not the one that waits."""
+        since = self._clock.monotonic_seconds() - UNREAD_SECONDS
+        counts = {one: one.unread.count_since(since) for one in self._connections}
+        worst = max(counts, key=lambda one: counts[one], default=beside)
+        if worst is beside or not counts[worst]:
+            return
+        path = worst.listener.path
+        self._log.warn(f"unread {path}", "a client of %s did not read %d descriptors for long", path, counts[worst])
+        self._show_out(worst)
 
     def _watch(self, connection: Connection) -> None:
         """Have the selector say what can be done for a connection now."""
@@ -690,7 +796,7 @@ class LocalDoor:
         if connection.ending and not connection.unsent and not connection.in_flight:
             self._show_out(connection)
             return
-        interest = selectors.EVENT_WRITE if connection.unsent else 0
+        interest = selectors.EVENT_WRITE if connection.unsent and not connection.is_refused else 0
         if not connection.ending and not self._closing and not connection.has_message():
             interest |= selectors.EVENT_READ
         if interest == connection.interest:
@@ -714,9 +820,10 @@ class LocalDoor:
         if connection.interest:
             with suppress(KeyError, ValueError, OSError):
                 self._selector.unregister(connection.socket)
-        connection.discard()
+        connection.discard(self._limits, self._clock.monotonic_seconds())
         if connection.large in self._large:
             self._large.remove(connection.large)
+        connection.listener.line.leave_out(lambda one: one.connection is connection)
         if connection.refusal is not None:
             self._turned_away.remove(connection)
         if not isinstance(connection.caller, Caller):
@@ -742,7 +849,7 @@ class LocalDoor:
             remove_socket(listener.path)  # first: whoever comes next makes a new one
             if listener not in self._deaf:
                 self._selector.unregister(listener.socket)
-            listener.socket.close()
+            listener.closer.close(listener.socket)  # with those who wait to be let in
         while self._to_show_out:
             self._to_show_out.popleft()[1].set()
         for pool in (self._pool, self._large_pool, self._admin_pool):
@@ -751,6 +858,9 @@ class LocalDoor:
             self._show_out(connection)
         self._long_pool.shutdown(wait=False, cancel_futures=True)
         self._sessions.end_ringing()
+        for listener in self._listeners:
+            listener.unread.close()
+            listener.closer.end()
         if self._spare is not None:
             self._spare.close()
         self._selector.close()
@@ -769,6 +879,13 @@ def _read(asked: Asked) -> None:
     if (asked.connection.caller is None) is not isinstance(request.verb, m.Hello):
         raise ValueError("a connection begins with one hello")
     asked.request, asked.body = request, None
+
+
+def _descriptors_for(verb: m.Verb) -> int:
+    """How many an answer may have beside it."""
+    if isinstance(verb, m.Extents):
+        return len(verb.numbers)
+    return int(isinstance(verb, m.Ping) and verb.wants_bell)
 
 
 def _cost_beyond_length(verb: m.Verb) -> float:

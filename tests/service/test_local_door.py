@@ -715,7 +715,7 @@ LENGTHS = [0, 1, COST_BYTES, 17 << 10, LARGE_BYTES, LARGE_BYTES + 1, 531_279, m.
 
 def at_the_door(length: int, sockets: tuple[socket.socket, socket.socket]) -> Connection:
     """A connection with a message of that length."""
-    one = Connection(sockets[0], Listener(Path("door"), sockets[1], None, None), 0.0, DoorLimits().burst)
+    one = Connection(sockets[0], Listener(Path("door"), sockets[1], None, None), 0.0, DoorLimits())
     one.read += length.to_bytes(m.LENGTH_BYTES, "little")
     return one
 
