@@ -55,9 +55,8 @@ ADMIN_MODE = 0o600
 WAITS_KEPT = 4096
 """Of the last requests, for how long they waited."""
 TURN_SECONDS = 0.001
-SLOW_COST, EXTENT_COST, NUMBER_COST, LEASED_COST = 10, 10, 1 / 16, 1 / 64
-"""Messages that one counts for, against the rate: where a thread of the pool serves it, for each extent that is handed
-over, for each lease that is named, for each block that a lease is asked for."""
+SLOW_COST = 10
+"""Messages that one counts for, against the rate, where a thread of the pool serves it."""
 TURNED_AWAY = 32
 """Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
@@ -122,6 +121,7 @@ class LocalDoor:
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
         self._is_watchful = True  # whether somebody came, or has to be looked after, since it looked around
         self._deaf: list[Listener] = []  # there were no descriptors left for who wants to come in
+        self._is_ending = False  # a thread of the pool gives back what leases that are over pinned
         self._closing = False
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
@@ -244,8 +244,28 @@ class LocalDoor:
             self._safely("clients cannot be told that memory was given back", self._sessions.ring)
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
+            self._have_leases_ended()
             self._safely("it cannot be looked after who is there and who is gone", lambda: self._look_around(ready))
         self._end()
+
+    def _have_leases_ended(self) -> None:
+        """What those that are over pinned is given back by a thread of the pool, which lets others have the store
+        between pieces; a sweep does a piece where there is none."""
+        if self._is_ending or self._closing or not self._sessions.is_ending:
+            return
+        self._is_ending = True
+        try:
+            self._pool.submit(self._end_leases)
+        except (RuntimeError, MemoryError):
+            self._is_ending = False
+
+    def _end_leases(self) -> None:
+        try:
+            self._sessions.finish_ending()
+        except Exception as error:
+            self._log.error("leases", "what leases that are over pinned cannot be given back", error=error)
+        finally:
+            self._is_ending = False
 
     def _safely(self, what: str, work: Callable[[], None]) -> None:
         """What is done for all of them: a fault in it is logged, and they are served on."""
@@ -456,7 +476,8 @@ class LocalDoor:
             return
         verb = request.verb
         self._served[m.name_of(verb)] += 1
-        connection.pay(_cost_beyond_length(verb))
+        if isinstance(connection.caller, Caller):
+            connection.pay(self._handlers.cost(connection.caller, verb))
         is_slow = self._is_slow(connection, verb)
         if is_slow:
             asked.is_long = connection.admin is None and self._handlers.is_long(verb)
@@ -769,12 +790,3 @@ def _read(asked: Asked) -> None:
     if (asked.connection.caller is None) is not isinstance(request.verb, m.Hello):
         raise ValueError("a connection begins with one hello")
     asked.request, asked.body = request, None
-
-
-def _cost_beyond_length(verb: m.Verb) -> float:
-    """Of what a verb names, against the rate."""
-    if isinstance(verb, m.Extents):
-        return EXTENT_COST * len(verb.numbers)
-    if isinstance(verb, m.Lease):
-        return LEASED_COST * len(verb.keys)
-    return NUMBER_COST * len(verb.leases) if isinstance(verb, m.Attach | m.Release) else 0.0
