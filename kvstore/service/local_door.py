@@ -423,6 +423,7 @@ class LocalDoor:
         try:
             if events & selectors.EVENT_WRITE:
                 connection.flush(self._clock)
+                self._begin(connection)
             if events & selectors.EVENT_READ and not connection.ending:
                 connection.receive(self._clock.monotonic_seconds())
         except BlockingIOError:
@@ -570,10 +571,13 @@ class LocalDoor:
                 self._say_busy(asked)
 
     def _begin(self, connection: Connection) -> None:
-        """Have the next message of a connection that was put off served, as many at a time as one may have."""
+        """Have the next message of a connection that was put off served, as many at a time as one may have, and none
+        while it does not read its answers: those of what it asked before would be kept for it all the same."""
         while connection.waiting and not connection.closed:
             asked = connection.waiting[0]
             if not asked.is_long and connection.running >= self._limits.running:
+                return
+            if connection.unsent_bytes >= self._limits.unread_bytes:
                 return
             connection.waiting.popleft()
             if asked.is_long:
