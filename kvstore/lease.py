@@ -57,7 +57,8 @@ class ReservationRecord:
     refills: hollow rows among them, pinned for as long as the reservation lives. orphans: places of a reservation
     that ended while somebody may still write. bases: reservations of the same session whose blocks these follow, and
     which have to be visible first. is_joint: other processes wait for its answer. detail: why it got no more slots.
-    room_until: when its put has waited for room for long enough, if it said so.
+    room_until: when its put has waited for room for long enough, if it said so. is_ending: it is being aborted.
+    is_cancelling: its producer was lost, and writes no more of it.
     """
 
     number: int
@@ -80,6 +81,8 @@ class ReservationRecord:
     is_joint: bool = False
     detail: str = ""
     room_until: float | None = None
+    is_ending: bool = False
+    is_cancelling: bool = False
 
     def __post_init__(self) -> None:
         self.done = [0] * self.parts

@@ -60,6 +60,10 @@ LOCKED_BLOCKS = 2048
 """Of a longer chain, so many blocks are worked on at a time: the lock is held for a few milliseconds."""
 LOCKED_PLACES = 2 * LOCKED_BLOCKS
 """The same of blocks of several parts: where they are is looked up for each of their frames."""
+SEALED_BLOCKS = 256
+"""The same where blocks are committed, at 10 us each."""
+ABORTED_PLACES = 1024
+"""The same of places where a put is given up, at some microseconds each."""
 GIVE_WAY_SECONDS = 1e-4
 """Between two of them: without it the lock is taken again before who waits for it has woken up."""
 
@@ -198,6 +202,7 @@ class Store:
         self._new_reservation = new_number
         self._pinned_bytes = 0
         self._abandoned: deque[int] = deque()
+        self._to_abort: deque[int] = deque()  # reservations that nobody writes into any more
         self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
         self._refreshing: deque[tuple[list[int], int]] = deque()  # long chains that were used, as `Blocks.refreshed`
         self._levels: Levels | None = None
@@ -626,14 +631,16 @@ class Store:
             self._endings.work()
 
     def finish_ending(self) -> None:
-        """What such leases pinned is not pinned any more."""
+        """What such leases pinned is not pinned any more, and what is to be aborted is."""
         with self._lock:
             self._finish_all()
+        while self._to_abort:
+            self.abort(self._to_abort.popleft())
 
     @property
     def is_ending(self) -> bool:
-        """Whether there are such leases; may be read without the lock."""
-        return len(self._endings) > 0 and not self._closed
+        """Whether there is anything for `finish_ending` to do; may be read without the lock."""
+        return (len(self._endings) > 0 or len(self._to_abort) > 0) and not self._closed
 
     def ending_places(self, tenant: bytes) -> int:
         """How many blocks times parts a tenant's have."""
@@ -798,10 +805,22 @@ class Store:
     ) -> int:
         """Seal the next blocks of a part and publish what is complete; returns how many blocks are committed in all
         parts that are filled under this number."""
+        done = 0
+        for at in range(0, max(1, len(digests)), SEALED_BLOCKS):
+            if at:
+                with self._lock:
+                    self._moves_done.wait(GIVE_WAY_SECONDS)
+            done = self._commit(reservation, part, first + at, digests[at : at + SEALED_BLOCKS])
+        self._refresh()
+        if self._levels is not None:
+            self._levels.relieve()
+        return done
+
+    def _commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
         with self._lock:
             share = self._joint.share(reservation)
             record = share.record if share is not None else self._reservations.get(reservation)
-            if record is None or record.cancelled or self._closed:
+            if record is None or record.cancelled or record.is_ending or record.is_cancelling or self._closed:
                 return 0
             assert share is None or part in share.parts, "each fills its own parts"
             start = record.done[part]
@@ -816,10 +835,7 @@ class Store:
             if share is not None and done == record.filled:
                 self._joint.let_go(reservation)
             self._publish(record, min(record.done))
-        self._refresh()
-        if self._levels is not None:
-            self._levels.relieve()
-        return done
+            return done
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """How many of these blocks, from the first on, are durable after at most that long, and why not all are."""
@@ -843,27 +859,53 @@ class Store:
             if self._joint.share(reservation) is not None:
                 self._abort_share(self._joint.let_go(reservation).record)
                 return
-            record = self._reservations.pop(reservation, None)
-            if record is None:
+            record = self._reservations.get(reservation)
+            if record is None or self._closed or record.is_ending:
                 return
-            if self._closed:
-                return
-            if record.cancelled:
-                self._free_cancelled(record)
-            else:
-                self._touch_published(record)
-                self._give_up(record, record.published)
-                self._joint.freed(record)
+            record.is_ending = True
+            try:
+                self._abort(record)
+            finally:  # if it was interrupted, it may be asked for again
+                record.is_ending = False
         if self._refreshing:  # soon: rows of what is evicted meanwhile may become another namespace's
             self._refresh()
+
+    def begin_abort(self, reservation: int) -> None:
+        """The same, soon: by `finish_ending`."""
+        self._to_abort.append(reservation)
+
+    def _abort(self, record: ReservationRecord) -> None:
+        """Under the lock, which others have between pieces: they may cancel it, and close the store."""
+        if not record.cancelled:
+            self._touch_published(record)
+        most = max(1, ABORTED_PLACES // record.parts)
+        while not (self._closed or record.cancelled) and len(record.rows) - record.published > most:
+            self._give_up(record, len(record.rows) - most)
+            self._moves_done.wait(GIVE_WAY_SECONDS)
+        while not self._closed and len(record.orphans) > ABORTED_PLACES:
+            self._blocks.free_orphans(record.orphans[-ABORTED_PLACES:])
+            del record.orphans[-ABORTED_PLACES:]
+            self._moves_done.wait(GIVE_WAY_SECONDS)
+        if self._closed or self._reservations.get(record.number) is not record:
+            return
+        if record.cancelled:
+            self._free_cancelled(record)
+        else:
+            self._give_up(record, record.published)
+            self._blocks.free_orphans(record.orphans)
+            del self._reservations[record.number]
+            self._joint.freed(record)
 
     def cancel(self, reservation: int) -> None:
         """Its producer is out of reach and may still write: the blocks are given up now, their slots with `abort`."""
         with self._lock:
             share = self._joint.share(reservation)
             record = share.record if share is not None else self._reservations.get(reservation)
-            if record is not None and not record.cancelled and not self._closed:
-                self._touch_published(record)
+            if record is None or record.cancelled or record.is_ending or self._closed:
+                return
+            self._touch_published(record)
+            self._orphan_the_last(record)
+            if not (record.cancelled or record.is_ending or self._closed):
                 self._cancel(record)
         if self._refreshing:
             self._refresh()
@@ -1564,9 +1606,7 @@ class Store:
                 self._unpin(record.namespace, [row])
             else:
                 self._blocks.give_up(row)
-        for column in (record.rows, record.parents, record.indexes, record.generations):
-            del column[start:]
-        record.filled = min(record.filled, start)
+        self._cut(record, start)
 
     def _cancel(self, record: ReservationRecord) -> None:
         """Its namespace is dropped, or a producer is lost: the rows go now, and what follows them; the slots when all
@@ -1574,17 +1614,39 @@ class Store:
         for other in list(self._reservations.values()):
             if record.number in other.bases and not other.cancelled:
                 self._cancel(other)
-        for row in reversed(record.rows[record.published :]):
-            if row in record.refills:
-                self._unpin(record.namespace, [row])
-                record.orphans.extend(self._blocks.residency.forget(row))
-            else:
-                record.orphans.extend(self._blocks.orphan(row))
-        record.refills.clear()
+        self._orphan(record, record.published)
         record.bases.clear()
         record.cancelled = True
         if self._joint.lost(record, self._clock.monotonic_seconds()):
             self._free_cancelled(record)
+
+    def _orphan_the_last(self, record: ReservationRecord) -> None:
+        """Of a long reservation, all rows but as many as `_cancel` takes at a time. Under the lock, which others have
+        between pieces: they may cancel or abort it, and close the store."""
+        most = max(1, ABORTED_PLACES // record.parts)
+        record.is_cancelling = True
+        while not (record.is_joint or record.cancelled or record.is_ending or self._closed):
+            start = len(record.rows) - most
+            if start <= record.published:
+                return
+            self._orphan(record, start)
+            self._cut(record, start)
+            self._moves_done.wait(GIVE_WAY_SECONDS)
+
+    def _orphan(self, record: ReservationRecord, start: int) -> None:
+        """Rows from `start` on go, the deepest first; their slots stay taken."""
+        for row in reversed(record.rows[start:]):
+            if row in record.refills:
+                record.refills.discard(row)
+                self._unpin(record.namespace, [row])
+                record.orphans.extend(self._blocks.residency.forget(row))
+            else:
+                record.orphans.extend(self._blocks.orphan(row))
+
+    def _cut(self, record: ReservationRecord, start: int) -> None:
+        for column in (record.rows, record.parents, record.indexes, record.generations):
+            del column[start:]
+        record.filled = min(record.filled, start)
 
     def _abort_share(self, record: ReservationRecord) -> None:
         """One process of a joint put writes no more, and did not commit all that it was to."""

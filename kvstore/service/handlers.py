@@ -28,7 +28,7 @@ from kvstore.service.counting import Counting
 from kvstore.service.facts import printable
 from kvstore.service.recording import Recording
 from kvstore.service.sessions import MAX_LEASED_PLACES, Caller, Filling, Sessions
-from kvstore.store import Store
+from kvstore.store import SEALED_BLOCKS, Store
 from tiering.errors import BlockMissing, TierError
 from tiering.frame import DIGEST_BYTES, KEY_BYTES
 
@@ -141,7 +141,9 @@ class Handlers:
 
     def is_heavy(self, verb: m.Verb) -> bool:
         """Whether serving it computes for milliseconds, and what comes behind it may need what comes of it."""
-        return isinstance(verb, m.OpenNamespace)
+        if isinstance(verb, m.Commit):
+            return len(verb.digests) > SEALED_BLOCKS
+        return isinstance(verb, m.OpenNamespace | m.Abort)
 
     def serve(self, caller: Caller, verb: m.Verb) -> Served:
         """Do what is asked. Never raises for what a client can cause."""

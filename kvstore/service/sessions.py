@@ -29,7 +29,7 @@ from kvstore.numbers import KEY_BYTES, Numbers
 from kvstore.service.bell import Bell, new_bell
 from kvstore.service.departed import LOOKS, Departed, Gone
 from kvstore.service.messages import MIN_SESSION_BYTES
-from kvstore.store import Store
+from kvstore.store import ABORTED_PLACES, Store
 
 MAX_LEASED_PLACES = 1 << 23
 """Blocks times parts that the leases of one tenant name, each as often as one does: 8 bytes each, and 4 for each block,
@@ -312,14 +312,17 @@ class Sessions:
                 return looks
             session.departed -= 1
             ended, lapsed = self._let_go(caller, list(session.leases))
-            aborted, caller.reservations = list(caller.reservations), {}
+            aborted, caller.reservations = caller.reservations, {}
             if not session.connections and not session.departed:
                 name = session.tenant.tenant, session.token
                 if self._sessions.get(name) is session:  # a later one may have the same name
                     del self._sessions[name]
         self._store.begin_ending(ended, lapsed)
-        for reservation in aborted:
-            self._store.abort(reservation)
+        places = 0
+        for reservation, filling in aborted.items():
+            places += filling.blocks * len(filling.done)
+            abort = self._store.abort if places <= ABORTED_PLACES else self._store.begin_abort
+            abort(reservation)
         return looks
 
     @property
@@ -328,7 +331,8 @@ class Sessions:
         return self._store.is_ending
 
     def finish_ending(self) -> None:
-        """Give back what leases that are over pinned, however many they are: in a thread that nobody waits for."""
+        """Give back what leases that are over pinned, and what departed connections had reserved, however much it is:
+        in a thread that nobody waits for."""
         self._store.finish_ending()
 
     @property

@@ -275,3 +275,94 @@ def test_held_places_count_alike_few_or_many_at_a_time() -> None:
         loose.hold(everything[1:71])
         with pytest.raises(AssertionError):
             loose.let_go(places)
+
+
+PUT_BLOCKS = 10
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "abort", "cancel", "drop", "commit", "put", "close", "interrupt"])
+@pytest.mark.parametrize("committed", [0, 3])
+@pytest.mark.parametrize("how", ["abort", "cancel", "later"])
+def test_a_long_put_is_given_up_in_pieces(
+    how: str, committed: int, meanwhile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever others do in between, its slots are free in the end, and free once."""
+    monkeypatch.setattr(store_module, "ABORTED_PLACES", 2 * PARTS)
+    a, handle, _ = stocked()
+    free = a.store.usage().dram
+    keys = handle.hashed(ids(64 * PUT_BLOCKS, 7000)).keys
+    reply = a.store.reserve(handle.number, keys, 0, 0, None)
+    assert len(reply.blocks) == PUT_BLOCKS
+    digests = [[bytes(16)] * len(handle.layout.parts[0].layers)]
+    for part in range(PARTS):
+        a.store.commit(reply.reservation, part, 0, digests * committed)
+
+    def others(count: int) -> None:
+        a.store.check()
+        if count != 2:
+            return
+        if meanwhile == "abort":
+            a.store.abort(reply.reservation)
+        elif meanwhile == "cancel":
+            a.store.cancel(reply.reservation)
+        elif meanwhile == "drop":
+            a.store.drop(handle.number)
+        elif meanwhile == "commit":
+            assert a.store.commit(reply.reservation, 0, committed, digests) == 0
+        elif meanwhile == "put":
+            assert a.store.reserve(handle.number, keys, 0, 0, None).present == committed
+        elif meanwhile == "close":
+            a.store.close()
+        elif meanwhile == "interrupt":
+            raise KeyboardInterrupt
+
+    gaps = watched(a.store, others)
+    try:
+        if how == "abort":
+            a.store.abort(reply.reservation)
+        elif how == "cancel":
+            a.store.cancel(reply.reservation)
+        else:
+            a.store.begin_abort(reply.reservation)
+            a.store.finish_ending()
+    except KeyboardInterrupt:
+        assert meanwhile == "interrupt"
+    assert gaps.count >= 2
+    gaps.meanwhile = lambda count: None
+    a.store.abort(reply.reservation)
+    if meanwhile == "close":
+        return
+    a.store.check()
+    assert not a.store.is_ending and a.store.match(handle.number, keys).blocks == (
+        0 if meanwhile == "drop" else committed
+    )
+    usage = a.store.usage()
+    if meanwhile != "put":  # it has reserved what was given up by then
+        assert (usage.reservations, usage.dram.reserved) == (0, 0)
+    if meanwhile not in ("put", "drop"):
+        assert usage.dram.used == free.used + committed * PARTS
+
+
+def test_a_commit_of_many_blocks_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says in the end how many are committed; one that was cancelled in between commits no more."""
+    monkeypatch.setattr(store_module, "SEALED_BLOCKS", 3)
+    a, handle, _ = stocked()
+    digests = [[bytes(16)] * len(handle.layout.parts[0].layers)] * PUT_BLOCKS
+    for cancels in (False, True):
+        keys = handle.hashed(ids(64 * PUT_BLOCKS, 7000 + 1000 * cancels)).keys
+        number = a.store.reserve(handle.number, keys, 0, 0, None).reservation
+        told = [a.store.commit(number, part, 0, digests) for part in range(PARTS - 1)]
+
+        def others(count: int, cancels: bool = cancels, number: int = number) -> None:
+            a.store.check()
+            if cancels and count == 2:
+                a.store.cancel(number)
+
+        gaps = watched(a.store, others)
+        told.append(a.store.commit(number, PARTS - 1, 0, digests))
+        assert gaps.count == 3
+        assert told == [0] * (PARTS - 1) + [0 if cancels else PUT_BLOCKS]
+        assert a.store.match(handle.number, keys).blocks == (6 if cancels else PUT_BLOCKS)
+        watched(a.store)
+        a.store.abort(number)
+        a.store.check()
