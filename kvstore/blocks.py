@@ -751,14 +751,16 @@ class Blocks:
     def _free(self, places: Sequence[int]) -> None:
         """Free slots in whatever state they are; a late reader's are kept from reuse."""
         dram, residency = self.dram, self.residency
-        written = []
+        unwritten, held, written = [], [], []
         for place in places:
             if dram.is_reserved(place):
-                dram.abort([place])
+                unwritten.append(place)
             elif residency.is_held(place):
-                dram.retain([place])
+                held.append(place)
             else:
                 written.append(place)
+        dram.abort(unwritten)
+        dram.retain(held)
         dram.delete(written)
 
     def _check_below(self, sinking: Collection[int]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import count, takewhile
@@ -74,7 +75,7 @@ class DirectReader:
                 return DirectReply(0, first_block, first_block)
             self._lower.residency.keep(rows)
             self._blocks.used(chain[: first_block + len(rows)][::-1], len(rows))
-            lease = self._leases.add(number, first_block, rows, (), self._clock.monotonic_seconds())
+            lease = self._leases.add(number, first_block, rows, array("q"), self._clock.monotonic_seconds())
             return DirectReply(lease, first_block, first_block + len(rows))
 
     def fetch(self, lease: int, block: int, blocks: int, deadline_ms: float) -> FetchReply:
@@ -82,7 +83,7 @@ class DirectReader:
         deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
         with self._lock:
             record = self._leases.get(lease)
-            if record is None or record.held is not None or self._closed:
+            if record is None or record.has_lapsed or self._closed:
                 return FetchReply([], MissReason.DISABLED if self._closed else MissReason.EVICTED)
             at = block - record.first_block
             rows = record.rows[at : at + blocks]
@@ -228,9 +229,8 @@ class DirectReader:
 
     def _release(self, lease: int) -> None:
         record = self._leases.take(lease)
-        if record is not None and record.held is None:
+        if record is not None and not record.has_lapsed:
             self._let_loose(record)
 
     def _let_loose(self, record: LeaseRecord) -> None:
-        record.held = []
         self._lower.residency.let_loose(record.rows)

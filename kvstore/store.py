@@ -9,11 +9,12 @@ that a reader reports as bad). A put runs: reserve
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from array import array
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as counted_from
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from numbers import Integral
 from typing import NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ from kvstore.blocks import Blocks, Lower, Space
 from kvstore.config import Limits
 from kvstore.direct import DirectReader
 from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply
+from kvstore.endings import ENDED_PLACES, Endings, flat
 from kvstore.errors import BadInput, StoreClosed
 from kvstore.handover import JOINT_LOOKS, LOOKS_SECONDS, PUT_SECONDS, Patience
 from kvstore.identity import Namespace, TenantKeys, root_key
@@ -48,12 +50,20 @@ from tiering.slab import PAGE_BYTES
 from tiering.tier import FrameSpan, SlotClass, Usage, extent_of
 
 SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
+RUN_OUT_AT_ONCE = 1024
+"""Leases that are noted as run out at a time."""
 DROP_LOOKS_SECONDS = 0.1
 """How often a drop looks again whether moves of its namespace are over."""
 DROP_SECONDS = 30.0
 """How long a drop or a purge takes before it says that it was not over in time."""
 LOCKED_BLOCKS = 2048
 """Of a longer chain, so many blocks are worked on at a time: the lock is held for a few milliseconds."""
+LOCKED_PLACES = 2 * LOCKED_BLOCKS
+"""The same of blocks of several parts: where they are is looked up for each of their frames."""
+SEALED_BLOCKS = 256
+"""The same where blocks are committed, at 10 us each."""
+ABORTED_PLACES = 1024
+"""The same of places where a put is given up, at some microseconds each."""
 GIVE_WAY_SECONDS = 1e-4
 """Between two of them: without it the lock is taken again before who waits for it has woken up."""
 
@@ -124,6 +134,8 @@ class _Frames:
         self.places: list[list[int]] = [[] for _ in range(parts)]
         self.header_digests: list[list[bytes]] = [[] for _ in range(parts)]
         self.generations: list[int] = []
+        self.flat: array[int] | None = None
+        """The places as a lease's record has them, where it was made already."""
 
     def add(self, residency: Residency, rows: Sequence[int]) -> None:
         """Of some more rows."""
@@ -184,11 +196,13 @@ class Store:
         self._patience = Patience()
         self._jobs: dict[int, _Job] = {}
         self._leases = LeaseTable(limits.lease_seconds, new_number)
+        self._endings = Endings(blocks.residency, blocks.dram, self._unpin)
         self._reservations: dict[int, ReservationRecord] = {}
         self._joint = JointPuts(limits.joint_seconds)
         self._new_reservation = new_number
         self._pinned_bytes = 0
         self._abandoned: deque[int] = deque()
+        self._to_abort: deque[int] = deque()  # reservations that nobody writes into any more
         self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
         self._refreshing: deque[tuple[list[int], int]] = deque()  # long chains that were used, as `Blocks.refreshed`
         self._levels: Levels | None = None
@@ -315,9 +329,9 @@ class Store:
     def _drop(self, number: int, deadline: float) -> int:
         with self._lock:
             self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
-            self._run_out()
-            for record in list(self._leases.lapse_all(number)):
-                self._lapse(record)
+            self._run_out()  # from here on it has no leases, and nobody is given one
+            self._finish([*self._leases.lapse_all(number), *self._endings.under_way_of(number)])
+            self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
             for reservation in list(self._reservations.values()):
                 if reservation.namespace == number and not reservation.cancelled:
                     self._cancel(reservation)
@@ -373,20 +387,34 @@ class Store:
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix, brought up to DRAM as far as that can be done before the deadline."""
-        if len(keys) > LOCKED_BLOCKS:
+        if len(keys) > self._locked_blocks(number):
             return self._lease_long(number, keys, first_block, deadline_ms)
         reply = self._lease(number, keys, first_block, deadline_ms)
+        if reply is None:  # leases that are over pin still
+            self.finish_ending()
+            reply = self._lease(number, keys, first_block, deadline_ms, takes_what_there_is=True)
         assert reply is not None
         return reply
 
     def lease_at_once(self, number: int, keys: Sequence[bytes], first_block: int) -> LeaseReply | None:
         """The same where it is all in DRAM already, or a miss; None, and nothing is done, where it would take time."""
-        return self._lease(number, keys, first_block, None) if len(keys) <= LOCKED_BLOCKS else None
+        return self._lease(number, keys, first_block, None) if len(keys) <= self._locked_blocks(number) else None
+
+    def _locked_blocks(self, number: int) -> int:
+        """How many blocks of a namespace are looked up at a time."""
+        return max(1, min(LOCKED_BLOCKS, LOCKED_PLACES // len(self._blocks.spaces[number].classes)))
 
     def _lease(
-        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float | None
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        deadline_ms: float | None,
+        *,
+        takes_what_there_is: bool = False,
     ) -> LeaseReply | None:
-        """deadline_ms: None where there is no time for anything."""
+        """deadline_ms: None where there is no time for anything. takes_what_there_is: also while leases that are over
+        pin what it would have; it returns None there otherwise."""
         with self._lock:
             if self._closed:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
@@ -398,6 +426,8 @@ class Store:
             wanted = rows[first_block:]
             affordable, limit = self._affordable(number, wanted)
             if affordable < len(wanted):
+                if len(self._endings) and not takes_what_there_is:
+                    return None
                 end = _End(MissReason.PINNED_FULL, limit, lacks_room=True)
                 wanted = wanted[:affordable]
             if not wanted:  # nothing to pin: what lies before `first_block` is the caller's already
@@ -486,9 +516,11 @@ class Store:
         number, wanted = waiting
         blocks = 0
         tiers: list[tuple[HitTier, int]] = []
+        may_wait = True  # once: for leases that are over and pin still
         with self._lock:
             self._lifting.append(waiting)
-            for first in range(0, len(keys), LOCKED_BLOCKS):
+            first = 0
+            while first < len(keys):
                 if self._closed:
                     return blocks, tuple(tiers), _End(MissReason.DISABLED, "the store is closed")
                 if number in self._blocks.dropping:
@@ -499,6 +531,10 @@ class Store:
                 own = min(max(0, first_block - first), len(rows))
                 affordable, limit = self._affordable(number, rows[own:])
                 is_cut = affordable < len(rows) - own
+                if is_cut and len(self._endings) and may_wait:
+                    may_wait = False
+                    self._finish_all()
+                    continue
                 rows = rows[: own + affordable]
                 self._pin(number, rows[own:])
                 wanted += rows[own:]
@@ -508,6 +544,7 @@ class Store:
                     return blocks, tuple(tiers), _End(MissReason.PINNED_FULL, limit, lacks_room=True)
                 if len(rows) < len(asked):
                     break
+                first += LOCKED_BLOCKS
                 self._moves_done.wait(GIVE_WAY_SECONDS)
             return blocks, tuple(tiers), _End(*self._why(number, keys, blocks))
 
@@ -515,11 +552,12 @@ class Store:
         """Where pinned blocks are, up to the first that is not in DRAM."""
         found = _Frames(len(self._blocks.spaces[number].classes))
         blocks, state = self._blocks, self._blocks.index.state
+        most = self._locked_blocks(number)
         with self._lock:
-            for first in range(0, len(rows), LOCKED_BLOCKS):
+            for first in range(0, len(rows), most):
                 if self._closed:
                     break
-                some = rows[first : first + LOCKED_BLOCKS]
+                some = rows[first : first + most]
                 ready = 0
                 for row in some:
                     if state(row) is not RowState.VISIBLE or not blocks.is_above(row) or row in blocks.unverified:
@@ -529,6 +567,7 @@ class Store:
                 if ready < len(some):
                     break
                 self._moves_done.wait(GIVE_WAY_SECONDS)
+        found.flat = flat(found.places)
         return found
 
     def _refresh(self) -> None:
@@ -565,15 +604,47 @@ class Store:
     def release(self, lease: int) -> None:
         """Unpin; a lease that ran out lets go of the slots that were kept for it."""
         with self._lock:
-            self._release(lease)
+            record = self._leases.take(lease)
+            if record is not None:
+                self._finish([record])
 
     def lapse(self, lease: int) -> None:
         """Its holder is out of reach and may still read: it pins nothing from now on, and what it leads to is not used
         for anything else before it is released."""
         with self._lock:
-            record = self._leases.lapse(lease) if not self._closed else None
+            record = self._leases.lapse(lease)
             if record is not None:
-                self._lapse(record)
+                self._finish([record])
+
+    def begin_ending(self, released: Collection[int], lapsed: Collection[int]) -> None:
+        """`release` of some leases and `lapse` of others, however many they are: from now on they are over, and what
+        they pinned goes soon. Whoever lacks room for it sees to it that it does, and so does `finish_ending`."""
+        if not released and not lapsed:
+            return
+        with self._lock:
+            records = [*map(self._leases.take, released), *map(self._leases.lapse, lapsed)]
+            if self._closed:
+                return
+            for record in records:
+                if record is not None:
+                    self._endings.begin(record)
+            self._endings.work()
+
+    def finish_ending(self) -> None:
+        """What such leases pinned is not pinned any more, and what is to be aborted is."""
+        with self._lock:
+            self._finish_all()
+        while self._to_abort:
+            self.abort(self._to_abort.popleft())
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether there is anything for `finish_ending` to do; may be read without the lock."""
+        return (len(self._endings) > 0 or len(self._to_abort) > 0) and not self._closed
+
+    def ending_places(self, tenant: bytes) -> int:
+        """How many blocks times parts a tenant's have."""
+        return self._endings.places_of(tenant)
 
     def attach(self, lease: int) -> bool:
         """One more holder of a lease that still pins; it ends when as many have released it."""
@@ -581,7 +652,7 @@ class Store:
             if self._closed:
                 return False
             self._run_out()
-            return self._leases.attach(lease)
+            return self._leases.attach(lease, self._clock.monotonic_seconds())
 
     def is_leased(self, lease: int) -> bool:
         """Whether a lease still pins."""
@@ -589,7 +660,7 @@ class Store:
             if self._closed:
                 return False
             self._run_out()
-            return self._leases.is_live(lease)
+            return self._leases.is_live(lease, self._clock.monotonic_seconds())
 
     def abandon(self, lease: int) -> None:
         """Release at the next call: a finalizer may run inside this very lock."""
@@ -600,13 +671,12 @@ class Store:
         with self._lock:
             record = self._leases.get(lease) if not self._closed else None
             self._blocks.counters["reported_frames"] += 1
-            if record is None or not 0 <= block - record.first_block < len(record.rows):
+            place = record.place(part, block - record.first_block) if record is not None else None
+            if record is None or place is None:
                 return
             row = record.rows[block - record.first_block]
             index, residency = self._blocks.index, self._blocks.residency
-            if index.state(row) != RowState.VISIBLE or not 0 <= part < len(record.places):
-                return
-            if residency.place(row, part) != record.places[part][block - record.first_block]:
+            if index.state(row) != RowState.VISIBLE or residency.place(row, part) != place:
                 return
             if not self._blocks.verify(row, part):
                 self._blocks.quarantine(row)
@@ -735,10 +805,22 @@ class Store:
     ) -> int:
         """Seal the next blocks of a part and publish what is complete; returns how many blocks are committed in all
         parts that are filled under this number."""
+        done = 0
+        for at in range(0, max(1, len(digests)), SEALED_BLOCKS):
+            if at:
+                with self._lock:
+                    self._moves_done.wait(GIVE_WAY_SECONDS)
+            done = self._commit(reservation, part, first + at, digests[at : at + SEALED_BLOCKS])
+        self._refresh()
+        if self._levels is not None:
+            self._levels.relieve()
+        return done
+
+    def _commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
         with self._lock:
             share = self._joint.share(reservation)
             record = share.record if share is not None else self._reservations.get(reservation)
-            if record is None or record.cancelled or self._closed:
+            if record is None or record.cancelled or record.is_ending or record.is_cancelling or self._closed:
                 return 0
             assert share is None or part in share.parts, "each fills its own parts"
             start = record.done[part]
@@ -753,10 +835,7 @@ class Store:
             if share is not None and done == record.filled:
                 self._joint.let_go(reservation)
             self._publish(record, min(record.done))
-        self._refresh()
-        if self._levels is not None:
-            self._levels.relieve()
-        return done
+            return done
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """How many of these blocks, from the first on, are durable after at most that long, and why not all are."""
@@ -780,27 +859,53 @@ class Store:
             if self._joint.share(reservation) is not None:
                 self._abort_share(self._joint.let_go(reservation).record)
                 return
-            record = self._reservations.pop(reservation, None)
-            if record is None:
+            record = self._reservations.get(reservation)
+            if record is None or self._closed or record.is_ending:
                 return
-            if self._closed:
-                return
-            if record.cancelled:
-                self._free_cancelled(record)
-            else:
-                self._touch_published(record)
-                self._give_up(record, record.published)
-                self._joint.freed(record)
+            record.is_ending = True
+            try:
+                self._abort(record)
+            finally:  # if it was interrupted, it may be asked for again
+                record.is_ending = False
         if self._refreshing:  # soon: rows of what is evicted meanwhile may become another namespace's
             self._refresh()
+
+    def begin_abort(self, reservation: int) -> None:
+        """The same, soon: by `finish_ending`."""
+        self._to_abort.append(reservation)
+
+    def _abort(self, record: ReservationRecord) -> None:
+        """Under the lock, which others have between pieces: they may cancel it, and close the store."""
+        if not record.cancelled:
+            self._touch_published(record)
+        most = max(1, ABORTED_PLACES // record.parts)
+        while not (self._closed or record.cancelled) and len(record.rows) - record.published > most:
+            self._give_up(record, len(record.rows) - most)
+            self._moves_done.wait(GIVE_WAY_SECONDS)
+        while not self._closed and len(record.orphans) > ABORTED_PLACES:
+            self._blocks.free_orphans(record.orphans[-ABORTED_PLACES:])
+            del record.orphans[-ABORTED_PLACES:]
+            self._moves_done.wait(GIVE_WAY_SECONDS)
+        if self._closed or self._reservations.get(record.number) is not record:
+            return
+        if record.cancelled:
+            self._free_cancelled(record)
+        else:
+            self._give_up(record, record.published)
+            self._blocks.free_orphans(record.orphans)
+            del self._reservations[record.number]
+            self._joint.freed(record)
 
     def cancel(self, reservation: int) -> None:
         """Its producer is out of reach and may still write: the blocks are given up now, their slots with `abort`."""
         with self._lock:
             share = self._joint.share(reservation)
             record = share.record if share is not None else self._reservations.get(reservation)
-            if record is not None and not record.cancelled and not self._closed:
-                self._touch_published(record)
+            if record is None or record.cancelled or record.is_ending or self._closed:
+                return
+            self._touch_published(record)
+            self._orphan_the_last(record)
+            if not (record.cancelled or record.is_ending or self._closed):
                 self._cancel(record)
         if self._refreshing:
             self._refresh()
@@ -812,7 +917,7 @@ class Store:
 
     def run_out(self) -> None:
         """End joint puts whose time is over, also while nobody asks for anything: often called, and seldom waits."""
-        if self._clock.monotonic_seconds() < self._joint.due_at:
+        if self._clock.monotonic_seconds() < self._joint.due_at and not self.is_ending:
             return
         with self._lock:
             if not self._closed:
@@ -913,6 +1018,8 @@ class Store:
         with self._lock:
             self._check_open()
             self._run_out()
+            self._finish_all()
+            self._check_open()
             return self._blocks.evict_worst(blocks)
 
     def usage(self) -> StoreUsage:
@@ -1017,9 +1124,11 @@ class Store:
         with self._lock:
             if self._closed:
                 return
-            pins: Counter[int] = Counter()
-            for record in self._leases.live():
-                pins.update(record.rows)
+            pins, held = self._endings.check([*self._leases.live(), *self._leases.lapsed()])
+            copied = self._blocks.residency.held.counts()
+            copied.subtract(held)
+            assert min(copied.values(), default=0) >= 0, "what late readers may read is held for them"
+            assert self.direct is not None or not any(copied.values()), "and nothing else is"
             for reservation in self._reservations.values():
                 pins.update(reservation.refills)
             for job in self._jobs.values():
@@ -1146,9 +1255,8 @@ class Store:
     ) -> LeaseReply:
         """A lease of them is noted. found: of these rows."""
         now, tenant = self._clock.monotonic_seconds(), self._blocks.spaces[number].tenant
-        places = tuple(found.places)
-        lease = self._leases.add(number, first_block, rows, places, now, tenant)
-        digests = tuple(found.header_digests)
+        lease = self._leases.add(number, first_block, rows, found.flat or flat(found.places), now, tenant)
+        places, digests = tuple(found.places), tuple(found.header_digests)
         return LeaseReply(lease, first_block, blocks, places, digests, found.generations, tiers, *end)
 
     def _grant_what_is_up(
@@ -1205,14 +1313,21 @@ class Store:
         self._lifting = [one for one in self._lifting if one is not waiting]
         self._moves_done.notify_all()
 
-    def _release(self, lease: int) -> None:
-        record = self._leases.take(lease)
-        if record is None or self._closed:
-            return
-        if record.held is None:
-            self._unpin(record.namespace, record.rows)
-        else:
-            self._blocks.dram.let_go(self._blocks.residency.let_go(record.held))
+    def _finish(self, records: Iterable[LeaseRecord]) -> None:
+        """Leases are over. Under the lock, which others have between pieces."""
+        spent = 0
+        for record in records:
+            if not self._closed:
+                self._endings.begin(record)
+            while self._endings.is_under_way(record) and not self._closed:
+                spent += self._endings.step(record, ENDED_PLACES - spent)
+                if spent >= ENDED_PLACES:
+                    spent = 0
+                    self._moves_done.wait(GIVE_WAY_SECONDS)
+
+    def _finish_all(self) -> None:
+        """All leases that are over by now. Under the lock, which others have between pieces."""
+        self._finish(self._endings.under_way())
 
     def _pin(self, number: int, rows: Sequence[int]) -> None:
         """Pin distinct blocks of a namespace; a lease, a refill and a move count alike, for a block may have all."""
@@ -1221,25 +1336,17 @@ class Store:
     def _unpin(self, number: int, rows: Sequence[int]) -> None:
         self._pinned_bytes -= self._blocks.residency.pins.unpin(rows) * self._blocks.spaces[number].block_bytes
 
-    def _lapse(self, record: LeaseRecord) -> None:
-        """The time of a lease is over: it pins nothing, but its places are kept from reuse until it is released."""
-        residency = self._blocks.residency
-        record.held = [
-            place
-            for part, places in enumerate(record.places)
-            for place, now in zip(places, residency.places_of(record.rows, part), strict=True)
-            if place == now
-        ]
-        residency.hold(record.held)
-        self._unpin(record.namespace, record.rows)
-
     def _run_out(self) -> None:
-        """Leases that were abandoned, and what is past its time; called before anything that needs room or pins."""
+        """Leases that were abandoned, and what is past its time; called before anything that needs room or pins. What
+        it has begun and not finished is finished by whoever lacks the room."""
         while self._abandoned:
-            self._release(self._abandoned.popleft())
-        for record in list(self._leases.run_out(self._clock.monotonic_seconds())):
-            self._lapse(record)
+            record = self._leases.take(self._abandoned.popleft())
+            if record is not None:
+                self._endings.begin(record)
+        for record in islice(self._leases.run_out(self._clock.monotonic_seconds()), RUN_OUT_AT_ONCE):
+            self._endings.begin(record)
             self._blocks.counters["lapsed_leases"] += 1
+        self._endings.work()
         for reservation in self._joint.run_out(self._clock.monotonic_seconds()):
             self._touch_published(reservation)
             self._cancel(reservation)
@@ -1299,6 +1406,7 @@ class Store:
         """Slots for every row, or for as many as can be; why it stopped before the last one."""
         scarce = refused = False  # the machine had no memory for another extent: now, and the last time it was asked
         patience = PUT_SECONDS if isinstance(record, ReservationRecord) else 0.0  # a lease has an engine's deadline
+        has_waited = False
         for taken in range(self._limits.room_steps):
             ends_at = record.room_until if isinstance(record, ReservationRecord) else None
             if taken and ends_at is not None and self._clock.monotonic_seconds() >= ends_at:
@@ -1310,7 +1418,11 @@ class Store:
                 if step is None:
                     return None
                 if isinstance(step, MissReason):
-                    return step
+                    if not len(self._endings) or has_waited or self._closed:
+                        return step
+                    has_waited = True  # leases that are over pinned what could make room
+                    self._finish_all()
+                    continue
             if isinstance(step, _Job):
                 self._vacate(step)
                 scarce = False
@@ -1494,9 +1606,7 @@ class Store:
                 self._unpin(record.namespace, [row])
             else:
                 self._blocks.give_up(row)
-        for column in (record.rows, record.parents, record.indexes, record.generations):
-            del column[start:]
-        record.filled = min(record.filled, start)
+        self._cut(record, start)
 
     def _cancel(self, record: ReservationRecord) -> None:
         """Its namespace is dropped, or a producer is lost: the rows go now, and what follows them; the slots when all
@@ -1504,17 +1614,39 @@ class Store:
         for other in list(self._reservations.values()):
             if record.number in other.bases and not other.cancelled:
                 self._cancel(other)
-        for row in reversed(record.rows[record.published :]):
-            if row in record.refills:
-                self._unpin(record.namespace, [row])
-                record.orphans.extend(self._blocks.residency.forget(row))
-            else:
-                record.orphans.extend(self._blocks.orphan(row))
-        record.refills.clear()
+        self._orphan(record, record.published)
         record.bases.clear()
         record.cancelled = True
         if self._joint.lost(record, self._clock.monotonic_seconds()):
             self._free_cancelled(record)
+
+    def _orphan_the_last(self, record: ReservationRecord) -> None:
+        """Of a long reservation, all rows but as many as `_cancel` takes at a time. Under the lock, which others have
+        between pieces: they may cancel or abort it, and close the store."""
+        most = max(1, ABORTED_PLACES // record.parts)
+        record.is_cancelling = True
+        while not (record.is_joint or record.cancelled or record.is_ending or self._closed):
+            start = len(record.rows) - most
+            if start <= record.published:
+                return
+            self._orphan(record, start)
+            self._cut(record, start)
+            self._moves_done.wait(GIVE_WAY_SECONDS)
+
+    def _orphan(self, record: ReservationRecord, start: int) -> None:
+        """Rows from `start` on go, the deepest first; their slots stay taken."""
+        for row in reversed(record.rows[start:]):
+            if row in record.refills:
+                record.refills.discard(row)
+                self._unpin(record.namespace, [row])
+                record.orphans.extend(self._blocks.residency.forget(row))
+            else:
+                record.orphans.extend(self._blocks.orphan(row))
+
+    def _cut(self, record: ReservationRecord, start: int) -> None:
+        for column in (record.rows, record.parents, record.indexes, record.generations):
+            del column[start:]
+        record.filled = min(record.filled, start)
 
     def _abort_share(self, record: ReservationRecord) -> None:
         """One process of a joint put writes no more, and did not commit all that it was to."""

@@ -17,17 +17,18 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 
+from tiering.held import HeldPlaces
 from tiering.policies.by_group import ByGroup
 from tiering.policies.policy import EvictionPolicy
 from tiering.retention import Retention
-from tiering.tier import NO_PLACE, SLOT_BITS, Column, SlotClass, extent_of
+from tiering.tier import NO_PLACE, SLOT_BITS, Column, SlotClass
 
 
 class FrameState(IntEnum):
@@ -212,6 +213,8 @@ class Pins:
 
     def unpin(self, rows: Sequence[int]) -> int:
         """The mirror of `pin`; returns how many are not pinned any more."""
+        if isinstance(rows, array):
+            return self._unpin_column(np.frombuffer(rows, np.int32))
         counts, freed = self.counts, 0
         for row in rows:
             count = counts[row] - 1
@@ -220,6 +223,13 @@ class Pins:
             if not count:
                 freed += 1
         return freed
+
+    def _unpin_column(self, rows: Column) -> int:
+        column = np.frombuffer(self.counts, np.int32)
+        left = column[rows] - 1
+        assert not len(left) or left.min() >= 0, "unpinned more often than pinned"
+        column[rows] = left
+        return len(left) - int(np.count_nonzero(left))
 
     def affordable(self, rows: Sequence[int], new_pins: int) -> int:
         """How many of these blocks, from the first on, can be pinned with at most `new_pins` that nobody pins yet."""
@@ -263,7 +273,8 @@ class Residency:
         self._generations = array("q")
         self._places: list[array[int]] = []  # one column per part
         self._header_digests: list[bytearray] = []  # 16 bytes per row and part
-        self._held: dict[int, int] = {}  # place -> readers whose lease ran out while they may still read
+        self.held = HeldPlaces()
+        """Of readers whose lease ran out while they may still read."""
         self.kept: Counter[int] = Counter()  # row -> readers that this tier alone is to keep it for
 
     def add_parts(self, parts: int) -> None:
@@ -385,22 +396,22 @@ class Residency:
     @property
     def holds(self) -> bool:
         """Whether any place is held."""
-        return bool(self._held)
+        return bool(self.held)
 
-    def hold(self, places: Iterable[int]) -> None:
+    def hold(self, places: Collection[int]) -> None:
         """A lease ran out, but its reader may still be copying: these slots are not reused before `let_go`."""
-        for place in places:
-            self._held[place] = self._held.get(place, 0) + 1
+        self.held.hold(places)
 
-    def let_go(self, places: Iterable[int]) -> list[int]:
+    def hold_current(self, rows: array[int], part: int, places: Column) -> None:
+        """The same of one part's places that blocks had, as far as they have them still; the others become
+        `NO_PLACE` in there."""
+        column = np.frombuffer(self._places[part], np.int64)
+        places[column[np.frombuffer(rows, np.int32)] != places] = NO_PLACE
+        self.held.hold(places[places != NO_PLACE])
+
+    def let_go(self, places: Collection[int]) -> list[int]:
         """The reader is done; returns the places that nobody holds any more."""
-        done = []
-        for place in places:
-            self._held[place] -= 1
-            if not self._held[place]:
-                del self._held[place]
-                done.append(place)
-        return done
+        return self.held.let_go(places)
 
     # What is known -------------------------------------------------------------------------------------------------
 
@@ -431,7 +442,7 @@ class Residency:
 
     def is_held(self, place: int) -> bool:
         """Whether a reader whose lease ran out may still have the slot mapped."""
-        return place in self._held
+        return place in self.held
 
     def is_in_use(self, row: int) -> bool:
         """Whether somebody needs the block here, or may still be reading it; or it is not readable here yet."""
@@ -439,7 +450,7 @@ class Residency:
 
     def is_row_held(self, row: int) -> bool:
         """Whether a reader whose lease ran out may still have a slot of the block mapped."""
-        return bool(self._held) and any(column[row] in self._held for column in self._places)
+        return bool(self.held) and any(column[row] in self.held for column in self._places)
 
     def all_in_use(self) -> list[int]:
         """Blocks that have a place here and of which that is so."""
@@ -447,11 +458,12 @@ class Residency:
         is_used = (listed == 0) | (np.frombuffer(self.pins.counts, np.int32)[: len(listed)] != 0)
         is_used[list(self.kept)] = True
         is_here = np.zeros(len(listed), bool)
+        held = self.held.places()
         for column in self._places:
             places = np.frombuffer(column, np.int64)
             is_here |= places != NO_PLACE
-            if self._held:
-                is_used |= np.isin(places, list(self._held))
+            if self.held:
+                is_used |= np.isin(places, held)
         rows: list[int] = np.flatnonzero(is_used & is_here).tolist()
         return rows
 
@@ -469,7 +481,7 @@ class Residency:
         """Those that have a block which somebody pins, or may still have mapped."""
         pins = np.frombuffer(self.pins.counts, np.int32)[: len(self._listed)]
         pinned = np.flatnonzero(pins)
-        pieces = {extent_of(place) for place in self._held}
+        pieces = set(self.held.extents())
         for column in self._places:
             places = np.frombuffer(column, np.int64)[pinned]
             pieces.update(np.unique(places[places != NO_PLACE] >> SLOT_BITS).tolist())
@@ -477,7 +489,7 @@ class Residency:
 
     def is_any_held(self, extent: int) -> bool:
         """Whether a late reader may still have a slot of this extent mapped."""
-        return any(extent_of(place) == extent for place in self._held)
+        return self.held.has_extent(extent)
 
     def generation(self, row: int) -> int:
         """The generation under which the block was committed."""

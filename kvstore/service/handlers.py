@@ -27,8 +27,8 @@ from kvstore.service import messages as m
 from kvstore.service.counting import Counting
 from kvstore.service.facts import printable
 from kvstore.service.recording import Recording
-from kvstore.service.sessions import Caller, Filling, Sessions
-from kvstore.store import Store
+from kvstore.service.sessions import MAX_LEASED_PLACES, Caller, Filling, Sessions
+from kvstore.store import SEALED_BLOCKS, Store
 from tiering.errors import BlockMissing, TierError
 from tiering.frame import DIGEST_BYTES, KEY_BYTES
 
@@ -39,6 +39,9 @@ MAX_LEASED_FRAMES = 1 << 21
 """Of one lease: its answer has some 27 bytes for each, and a client takes 64 MiB."""
 MAX_LEASED_BLOCKS = 1 << 19
 """Of one session, in all its leases."""
+EXTENT_COST, NUMBER_COST, LEASED_COST, ENDED_COST = 10, 1 / 16, 1 / 64, 1 / 512
+"""Messages that one counts for, against the rate: for each extent that is handed over, for each lease that is named,
+for each block and part that a lease is asked for, for each that one names which is released."""
 MAX_RESERVATIONS = 64
 """Of one connection, under way at a time."""
 MAX_SHARES = 16
@@ -120,13 +123,27 @@ class Handlers:
         """Whether a request may wait for memory, for a disk or for others."""
         return isinstance(verb, m.Lease | m.Reserve | m.Report | m.Persist | m.Drop | m.Namespaces)
 
+    def cost(self, caller: Caller, verb: m.Verb) -> float:
+        """Messages that one counts for beyond its length, against the rate."""
+        if isinstance(verb, m.Extents):
+            return EXTENT_COST * len(verb.numbers)
+        if isinstance(verb, m.Lease):
+            return LEASED_COST * len(verb.keys) * caller.parts_of(verb.namespace)
+        if isinstance(verb, m.Release):
+            return NUMBER_COST * len(verb.leases) + ENDED_COST * self._sessions.places_named(caller, verb.leases)
+        if isinstance(verb, m.ReleaseRequest):
+            return ENDED_COST * self._sessions.places_of(caller, verb.request)
+        return NUMBER_COST * len(verb.leases) if isinstance(verb, m.Attach) else 0.0
+
     def is_long(self, verb: m.Verb) -> bool:
         """Whether it may wait for many seconds."""
         return isinstance(verb, m.Persist | m.Drop)
 
     def is_heavy(self, verb: m.Verb) -> bool:
         """Whether serving it computes for milliseconds, and what comes behind it may need what comes of it."""
-        return isinstance(verb, m.OpenNamespace)
+        if isinstance(verb, m.Commit):
+            return len(verb.digests) > SEALED_BLOCKS
+        return isinstance(verb, m.OpenNamespace | m.Abort)
 
     def serve(self, caller: Caller, verb: m.Verb) -> Served:
         """Do what is asked. Never raises for what a client can cause."""
@@ -188,21 +205,33 @@ class Handlers:
         return m.Matched(reply)
 
     def _lease(self, caller: Caller, verb: m.Lease) -> m.Answer:
-        refused = self._check_lease(caller, verb)
-        if refused is not None:
-            return refused
         deadline_ms = min(verb.deadline_ms, MAX_DEADLINE_MS)
-        keys, detail = _as_fits_an_answer(caller, verb)
-        reply = self._store.lease(verb.namespace, keys, verb.first_block, deadline_ms)
-        return self._leased(caller, verb, _ended_by(reply, detail))
+        answer = self._lease_by(
+            caller, verb, lambda number, keys, first: self._store.lease(number, keys, first, deadline_ms)
+        )
+        assert answer is not None
+        return answer
 
     def _lease_at_once(self, caller: Caller, verb: m.Lease) -> m.Answer | None:
+        return self._lease_by(caller, verb, self._store.lease_at_once)
+
+    def _lease_by(
+        self, caller: Caller, verb: m.Lease, lease: Callable[[int, Sequence[bytes], int], LeaseReply | None]
+    ) -> m.Answer | None:
+        """lease: of the store; None is passed on. Raises `BadInput`."""
         refused = self._check_lease(caller, verb)
         if refused is not None:
             return refused
         keys, detail = _as_fits_an_answer(caller, verb)
-        reply = self._store.lease_at_once(verb.namespace, keys, verb.first_block)
-        return self._leased(caller, verb, _ended_by(reply, detail)) if reply is not None else None
+        parts = len(caller.namespaces[verb.namespace])
+        with self._sessions.asking(caller, (len(keys) - verb.first_block) * parts) as is_granted:
+            if not is_granted:
+                text = f"the session's leases name {caller.session.leased_places} places (blocks times parts), and its "
+                text = f"{text}tenant's may name {MAX_LEASED_PLACES}, which its sessions share; release some first"
+                full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
+                return self._leased(caller, verb, full)
+            reply = lease(verb.namespace, keys, verb.first_block)
+            return self._leased(caller, verb, _ended_by(reply, detail)) if reply is not None else None
 
     def _check_lease(self, caller: Caller, verb: m.Lease) -> m.Answer | None:
         """The answer where the session holds as much as it may. Raises `BadInput`."""
@@ -225,7 +254,8 @@ class Handlers:
         if verb.counts:
             self._counting.leased(verb.namespace, verb.keys, reply)
         if reply.lease:
-            self._sessions.took(caller, reply.lease, verb.request, len(reply.generations))
+            parts = len(caller.namespaces[verb.namespace])
+            self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
         return m.Leased(reply)
 
     def _attach(self, caller: Caller, verb: m.Attach) -> m.Answer:

@@ -58,9 +58,8 @@ ADMIN_MODE = 0o600
 WAITS_KEPT = 4096
 """Of the last requests, for how long they waited."""
 TURN_SECONDS = 0.001
-SLOW_COST, EXTENT_COST, NUMBER_COST, LEASED_COST = 10, 10, 1 / 16, 1 / 64
-"""Messages that one counts for, against the rate: where a thread of the pool serves it, for each extent that is handed
-over, for each lease that is named, for each block that a lease is asked for."""
+SLOW_COST = 10
+"""Messages that one counts for, against the rate, where a thread of the pool serves it."""
 ACCEPT_COST = 5
 """The same for a connection, which its tenant pays."""
 TURNED_AWAY = 32
@@ -131,6 +130,7 @@ class LocalDoor:
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
         self._is_watchful = True  # whether somebody came, or has to be looked after, since it looked around
         self._deaf: list[Listener] = []  # there were no descriptors left for who wants to come in
+        self._is_ending = False  # a thread of the pool gives back what leases that are over pinned
         self._closing = False
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
@@ -257,8 +257,28 @@ class LocalDoor:
             self._safely("clients cannot be told that memory was given back", self._sessions.ring)
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
+            self._have_leases_ended()
             self._safely("it cannot be looked after who is there and who is gone", lambda: self._look_around(ready))
         self._end()
+
+    def _have_leases_ended(self) -> None:
+        """What those that are over pinned is given back by a thread of the pool, which lets others have the store
+        between pieces; a sweep does a piece where there is none."""
+        if self._is_ending or self._closing or not self._sessions.is_ending:
+            return
+        self._is_ending = True
+        try:
+            self._pool.submit(self._end_leases)
+        except (RuntimeError, MemoryError):
+            self._is_ending = False
+
+    def _end_leases(self) -> None:
+        try:
+            self._sessions.finish_ending()
+        except Exception as error:
+            self._log.error("leases", "what leases that are over pinned cannot be given back", error=error)
+        finally:
+            self._is_ending = False
 
     def _safely(self, what: str, work: Callable[[], None]) -> None:
         """What is done for all of them: a fault in it is logged, and they are served on."""
@@ -440,6 +460,7 @@ class LocalDoor:
         try:
             if events & selectors.EVENT_WRITE:
                 self._flush(connection)
+                self._begin(connection)
             if events & selectors.EVENT_READ and not connection.ending:
                 connection.receive(self._clock.monotonic_seconds())
         except BlockingIOError:
@@ -498,7 +519,8 @@ class LocalDoor:
             return
         verb = request.verb
         self._served[m.name_of(verb)] += 1
-        connection.pay(_cost_beyond_length(verb))
+        if isinstance(connection.caller, Caller):
+            connection.pay(self._handlers.cost(connection.caller, verb))
         wanted = _descriptors_for(verb)
         if wanted and connection.listener.unread.count() + wanted > self._most_unread():
             if not isinstance(verb, m.Ping):
@@ -606,10 +628,13 @@ class LocalDoor:
                 self._say_busy(asked)
 
     def _begin(self, connection: Connection) -> None:
-        """Have the next message of a connection that was put off served, as many at a time as one may have."""
+        """Have the next message of a connection that was put off served, as many at a time as one may have, and none
+        while it does not read its answers: those of what it asked before would be kept for it all the same."""
         while connection.waiting and not connection.closed:
             asked = connection.waiting[0]
             if not asked.is_long and connection.running >= self._limits.running:
+                return
+            if connection.unsent_bytes >= self._limits.unread_bytes:
                 return
             connection.waiting.popleft()
             if asked.is_long:
@@ -886,12 +911,3 @@ def _descriptors_for(verb: m.Verb) -> int:
     if isinstance(verb, m.Extents):
         return len(verb.numbers)
     return int(isinstance(verb, m.Ping) and verb.wants_bell)
-
-
-def _cost_beyond_length(verb: m.Verb) -> float:
-    """Of what a verb names, against the rate."""
-    if isinstance(verb, m.Extents):
-        return EXTENT_COST * len(verb.numbers)
-    if isinstance(verb, m.Lease):
-        return LEASED_COST * len(verb.keys)
-    return NUMBER_COST * len(verb.leases) if isinstance(verb, m.Attach | m.Release) else 0.0

@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 
@@ -28,25 +29,30 @@ from kvstore.numbers import KEY_BYTES, Numbers
 from kvstore.service.bell import Bell, new_bell
 from kvstore.service.departed import LOOKS, Departed, Gone
 from kvstore.service.messages import MIN_SESSION_BYTES
-from kvstore.store import Store
+from kvstore.store import ABORTED_PLACES, Store
 
+MAX_LEASED_PLACES = 1 << 23
+"""Blocks times parts that the leases of one tenant name, each as often as one does: 8 bytes each, and 4 for each block,
+so that they take 96 MiB of the sidecar's own memory at most."""
 CONNECTION_BITS = 24
 """Connections of one run are numbered so far, in no order: a client can ask the kernel for the numbers of its own."""
 
 
 @dataclass(eq=False, slots=True)
 class HeldLease:
-    """request: the engine's name for what the lease serves. holders: connections, by number. blocks: that it pins."""
+    """request: the engine's name for what the lease serves. holders: connections, by number. blocks: that it pins.
+    places: blocks times parts."""
 
     request: str
     holders: set[int]
     blocks: int
+    places: int
 
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One engine. token: by which others join it. connections: that are there. departed: how many are gone and may
-    have something mapped."""
+    """One engine. token: by which others join it. connections: that are there. leased_places: of its leases, and of
+    those that are being asked for. departed: how many are gone and may have something mapped."""
 
     token: bytes
     tenant: TenantKeys
@@ -54,6 +60,7 @@ class Session:
     connections: set[int] = field(default_factory=set)
     leases: dict[int, HeldLease] = field(default_factory=dict)
     leased_blocks: int = 0
+    leased_places: int = 0
     since: float = 0.0  # Unix time, for people
     departed: int = 0
 
@@ -93,6 +100,10 @@ class Caller:
     bell: Bell | None = None
     is_rung: bool = False
 
+    def parts_of(self, named: int) -> int:
+        """Of a namespace by the client's number; 1 where it is none."""
+        return len(self.namespaces.get(self.named.get(named, -1), (0,)))
+
 
 class Sessions:
     """All sessions of a store. Thread-safe."""
@@ -107,6 +118,7 @@ class Sessions:
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
         self._callers: dict[int, Caller] = {}
         self._departed: Departed[Caller] = Departed(store)
+        self._leased_places: Counter[bytes] = Counter()  # of all a tenant's sessions
         self._mapped: deque[int] = deque()  # extents that were given back: whoever maps them was not rung for yet
 
     # Coming --------------------------------------------------------------------------------------------------------
@@ -138,15 +150,51 @@ class Sessions:
         """How many blocks the session's leases name, each as often as one does."""
         return caller.session.leased_blocks
 
-    def took(self, caller: Caller, lease: int, request: str, blocks: int) -> None:
+    @contextmanager
+    def asking(self, caller: Caller, places: int) -> Iterator[bool]:
+        """Whether a lease of so many blocks times parts may be granted; while it is asked for, nobody else is granted
+        them. Every session may have as many as are left to its tenant then, so that one alone gets half of
+        `MAX_LEASED_PLACES`, of two each a third, and there are always some for the next."""
+        session, tenant = caller.session, caller.session.tenant.tenant
+        with self._lock:
+            taken = self._leased_places[tenant] + self._store.ending_places(tenant) + places
+            is_granted = session.leased_places + places <= MAX_LEASED_PLACES - taken
+            if is_granted:
+                self._count(session, places)
+        try:
+            yield is_granted
+        finally:
+            if is_granted:
+                with self._lock:
+                    self._count(session, -places)
+
+    def _count(self, session: Session, places: int) -> None:
+        session.leased_places += places
+        self._leased_places[session.tenant.tenant] += places
+        if not self._leased_places[session.tenant.tenant]:
+            del self._leased_places[session.tenant.tenant]
+
+    def took(self, caller: Caller, lease: int, request: str, blocks: int, parts: int) -> None:
         """A connection was granted a lease. If it has gone meanwhile, the lease goes the same way."""
         with self._lock:
-            caller.session.leases[lease] = HeldLease(request, {caller.number}, blocks)
+            caller.session.leases[lease] = HeldLease(request, {caller.number}, blocks, blocks * parts)
             caller.session.leased_blocks += blocks
+            self._count(caller.session, blocks * parts)
             if caller.number in self._callers:
                 return
             self._depart(caller)
-        self._store.lapse(lease)
+        self._store.begin_ending((), (lease,))
+
+    def places_named(self, caller: Caller, leases: Iterable[int]) -> int:
+        """How many blocks times parts these leases of the session's have."""
+        held = caller.session.leases
+        with self._lock:
+            return sum(held[lease].places for lease in set(leases) if lease in held)
+
+    def places_of(self, caller: Caller, request: str) -> int:
+        """The same of those that it took for a request."""
+        with self._lock:
+            return sum(held.places for held in caller.session.leases.values() if held.request == request)
 
     def attach(self, caller: Caller, leases: Iterable[int]) -> list[int]:
         """Which of the session's leases the connection holds too from now on: those that still pin."""
@@ -166,20 +214,13 @@ class Sessions:
         """The connection lets go of leases; those that it does not hold are ignored."""
         with self._lock:
             ended, lapsed = self._let_go(caller, leases)
-        self._end(ended, lapsed)
+        self._store.begin_ending(ended, lapsed)
 
     def release_request(self, caller: Caller, request: str) -> None:
         """The same of all that the session took for a request of the engine's."""
         with self._lock:
             leases = [lease for lease, held in caller.session.leases.items() if held.request == request]
-            ended, lapsed = self._let_go(caller, leases)
-        self._end(ended, lapsed)
-
-    def _end(self, ended: Iterable[int], lapsed: Iterable[int]) -> None:
-        for lease in ended:
-            self._store.release(lease)
-        for lease in lapsed:
-            self._store.lapse(lease)
+        self.release(caller, leases)
 
     def _let_go(self, caller: Caller, leases: Iterable[int]) -> tuple[list[int], list[int]]:
         """Returns the leases that nobody holds any more, and those that only departed connections do."""
@@ -192,6 +233,7 @@ class Sessions:
             if not held.holders:
                 del caller.session.leases[lease]
                 caller.session.leased_blocks -= held.blocks
+                self._count(caller.session, -held.places)
                 ended.append(lease)
             elif not held.holders & self._callers.keys():
                 lapsed.append(lease)
@@ -232,8 +274,7 @@ class Sessions:
             gone = self._depart(caller)
             lapsed = [lease for lease, held in caller.session.leases.items() if not held.holders & self._callers.keys()]
             cancelled = list(caller.reservations)
-        for lease in lapsed:
-            self._store.lapse(lease)
+        self._store.begin_ending((), lapsed)
         for reservation in cancelled:
             self._store.cancel(reservation)
         if gone is not None:  # as a rule its process ended, and nothing is mapped
@@ -248,7 +289,8 @@ class Sessions:
 
     def sweep(self) -> int:
         """Give back what departed connections held and nobody maps any more; returns how many of them are left. Looks
-        at some of them, the next ones the next time. Ends joint puts whose time is over as well."""
+        at some of them, the next ones the next time. Ends joint puts whose time is over as well, and a piece of the
+        leases that are over."""
         self._store.run_out()
         with self._lock:
             turns = self._departed.turns()
@@ -270,20 +312,33 @@ class Sessions:
                 return looks
             session.departed -= 1
             ended, lapsed = self._let_go(caller, list(session.leases))
-            aborted, caller.reservations = list(caller.reservations), {}
+            aborted, caller.reservations = caller.reservations, {}
             if not session.connections and not session.departed:
                 name = session.tenant.tenant, session.token
                 if self._sessions.get(name) is session:  # a later one may have the same name
                     del self._sessions[name]
-        self._end(ended, lapsed)
-        for reservation in aborted:
-            self._store.abort(reservation)
+        self._store.begin_ending(ended, lapsed)
+        places = 0
+        for reservation, filling in aborted.items():
+            places += filling.blocks * len(filling.done)
+            abort = self._store.abort if places <= ABORTED_PLACES else self._store.begin_abort
+            abort(reservation)
         return looks
 
     @property
+    def is_ending(self) -> bool:
+        """Whether there is something for `finish_ending` to do."""
+        return self._store.is_ending
+
+    def finish_ending(self) -> None:
+        """Give back what leases that are over pinned, and what departed connections had reserved, however much it is:
+        in a thread that nobody waits for."""
+        self._store.finish_ending()
+
+    @property
     def is_waited_for(self) -> bool:
-        """Whether `sweep` has something to wait for: departed connections, or joint puts under way."""
-        return bool(self._departed) or self._store.runs_out_at != inf
+        """Whether `sweep` has something to wait for: departed connections, joint puts under way, leases that end."""
+        return bool(self._departed) or self._store.runs_out_at != inf or self._store.is_ending
 
     # Telling -------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 
 from kvstore.door import ReserveReply
 from kvstore.handle import PutResult
+from kvstore.identity import Namespace
 from kvstore.miss import MissReason
 from kvstore.pages import Pages
 from kvstore.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS, Pending
@@ -24,6 +25,7 @@ from kvstore.service.remote_door import CallLimits
 from service.sidecar import Sidecar
 from tiering.tier import SLOT_BITS
 from torture.long_prompts import LAYOUT, blank, mixed, prompt
+from torture.peer import Peer
 from workbench import MODEL
 
 from .test_engines import wait_until
@@ -188,6 +190,39 @@ def test_memory_that_is_handed_over_slowly_does_not_end_a_lease_that_was_granted
         assert len({place >> SLOT_BITS for place in lease.reply.places[0]}) > m.MAX_EXTENTS
         assert (lease.blocks, lease.reply.reason) == (300, None)
         lease.release()
+
+
+def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what was asked before: each of 64 leases under way may have an answer of many megabytes."""
+    monkeypatch.setattr("kvstore.store.LOCKED_BLOCKS", 1)  # none is granted by the door's own thread
+    with Sidecar(tmp_path, DoorLimits(unread_bytes=1), dram="16MiB") as sidecar:
+        with sidecar.client() as store:
+            handle = store.namespace(model=MODEL, layout=LAYOUT)
+            assert handle.put(prompt(600 * 64, 1), blank(600 * 64)).stored == 600
+            keys = list(handle.match(prompt(600 * 64, 1)).keys)
+        wait_until(lambda: not sidecar.door._connections)
+        peer = Peer(str(sidecar.path))
+        peer.ask(m.Hello(1, 1, "t"))
+        packed = Namespace(MODEL, LAYOUT, "raw").pack()
+        granted = peer.ask(m.OpenNamespace(packed, [LAYOUT.parts[0].raw_bytes]))
+        assert isinstance(granted, m.Granted)
+        count = 60
+        asked = [m.pack(m.Request(at, m.Lease(granted.grant.number, keys, 0, 60_000.0))) for at in range(2, 2 + count)]
+        (connection,) = [one for one in sidecar.door._connections if not one.closed]
+        with sidecar.core._lock:  # all of them are under way
+            peer.socket.sendall(b"".join(asked))
+            wait_until(lambda: connection.in_flight == count)
+        wait_until(lambda: connection.unsent_bytes > 0 and connection.running == 0)
+        most = (DoorLimits().running + 1) * 40 * 600
+        assert connection.unsent_bytes < most and len(connection.waiting) > count // 2
+        numbers = set()
+        for _ in range(count):
+            reply = peer.reply()
+            assert reply is not None and isinstance(reply.answer, m.Leased) and reply.answer.reply.blocks == 600
+            numbers.add(reply.number)
+        assert numbers == set(range(2, 2 + count))
+        peer.close()
+        wait_until(lambda: sidecar.store.usage().leases == 0)
 
 
 def test_what_a_session_may_hold_is_a_limit_of_pins_with_a_name(

@@ -34,7 +34,7 @@ def leased(a: Bench, sessions: Sessions, caller: Caller) -> tuple[int, list[int]
     handle = a.namespace(keys=caller.session.tenant)
     assert handle.put(ids(64 * BLOCKS), random_pages(handle.layout, BLOCKS)).stored == BLOCKS
     reply = a.store.lease(handle.number, handle.match(ids(64 * BLOCKS)).keys, 0, 1000)
-    sessions.took(caller, reply.lease, "r", BLOCKS)
+    sessions.took(caller, reply.lease, "r", BLOCKS, 1)
     return reply.lease, sorted(set(map(extent_of, reply.places[0])))
 
 
@@ -98,3 +98,31 @@ def test_memory_is_shared_with_its_own_tenant_alone(
         with pytest.raises(BlockMissing):
             a.store.share(extent, other.tenant, 99, fills)
         os.close(a.store.share(extent, a.keys.tenant, caller.number, fills).descriptor)
+
+
+def test_what_is_asked_for_and_what_is_ending_counts_too(
+    a: Bench, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else sixteen threads at once, or whoever releases faster than it is given back, would have more."""
+    most = 10 * BLOCKS
+    monkeypatch.setattr("kvstore.service.sessions.MAX_LEASED_PLACES", most)
+    caller, other = sessions.join(a.keys, TOKEN, "e"), sessions.join(a.keys, b"u" * 16, "e")
+    theirs = sessions.join(TenantKeys.derive(OTHER_SECRET), TOKEN, "e")
+    with sessions.asking(caller, most // 2) as first, sessions.asking(caller, 1) as second:
+        assert first and not second
+        with sessions.asking(other, most // 4) as third, sessions.asking(other, 1) as fourth:
+            assert third and not fourth
+        with sessions.asking(theirs, most // 2) as another:
+            assert another
+    lease, _ = leased(a, sessions, caller)
+    monkeypatch.setattr("kvstore.endings.Endings.work", lambda self, most=0: None)
+    sessions.release(caller, [lease])
+    assert caller.session.leased_places == 0 and a.store.ending_places(a.keys.tenant) == BLOCKS
+    with sessions.asking(caller, most // 2) as is_granted:
+        assert not is_granted
+    sessions.finish_ending()
+    with sessions.asking(caller, most // 2) as is_granted:
+        assert is_granted
+    with sessions.asking(caller, most // 2 + 1) as is_granted:
+        assert not is_granted
+    assert not sessions._leased_places and not any(one.leased_places for one in sessions.sessions())

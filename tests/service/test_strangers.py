@@ -16,6 +16,8 @@ from tiering.frame import KEY_BYTES
 from torture.peer import Peer
 from workbench import small_layout
 
+from .test_engines import wait_until
+
 BLOCKS = 4
 KEYS = [bytes([number + 1] * KEY_BYTES) for number in range(BLOCKS)]
 DIGESTS = [[bytes(16)] * 2]
@@ -210,6 +212,75 @@ def test_a_session_holds_so_many_leases_and_no_more(place: Place, monkeypatch: p
     answer = mine.ask(m.Lease(number, KEYS, 0, 1000))
     assert isinstance(answer, m.Leased) and answer.reply.reason is MissReason.PINNED_FULL
     assert f"of {4 * BLOCKS - 1}" in answer.reply.detail
+
+
+def test_what_the_leases_of_a_tenant_name_is_bounded_by_places(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks times parts, of all its sessions: with another session nobody has more, and there is some left for it."""
+    most = 12 * BLOCKS
+    monkeypatch.setattr("kvstore.service.sessions.MAX_LEASED_PLACES", most)
+    monkeypatch.setattr("kvstore.service.handlers.MAX_LEASED_PLACES", most)
+    mine, number = place.peer()
+    store(mine, number)
+    held = [lease(mine, number) for _ in range(6)]
+    again, _ = place.peer()
+    for peer in (mine, again):
+        answer = peer.ask(m.Lease(number, KEYS, 0, 1000))
+        assert isinstance(answer, m.Leased) and not answer.reply.lease
+        assert answer.reply.reason is MissReason.PINNED_FULL
+        assert f"{6 * BLOCKS} places" in answer.reply.detail and f"may name {most}" in answer.reply.detail
+    for at, more in enumerate([3, 1, 1, 0]):
+        peer, _ = place.peer(bytes([at]) * 16)
+        for _ in range(more):
+            lease(peer, number)
+        answer = peer.ask(m.Lease(number, KEYS, 0, 1000))
+        assert isinstance(answer, m.Leased) and answer.reply.reason is MissReason.PINNED_FULL
+    theirs, their_number = place.peer(is_other=True)
+    store(theirs, their_number)
+    lease(theirs, their_number)
+    mine.ask(m.Release(held))
+    lease(mine, number)
+
+
+def test_what_is_named_is_paid_for_by_blocks_and_parts(place: Place) -> None:
+    """A lease when it is asked for, and a release, which names it by its number or by its request."""
+    mine, number = place.peer()
+    peer, _ = place.peer(b"u" * 16)
+    layout = small_layout(layers=4, layer_shards=2, head_shards=2)
+    answer = peer.ask(m.OpenNamespace(Namespace("sharded", layout, "raw").pack(), [4096] * 4))
+    assert isinstance(answer, m.Granted)
+    store(mine, number)
+    held = lease(mine, number)
+    handlers, callers = place.sidecar.handlers, place.sidecar.sessions._callers.values()
+    (caller,) = [one for one in callers if one.session.leases]
+    (sharded,) = [one for one in callers if len(one.namespaces) == 2]
+    asked = m.Lease(answer.grant.number, KEYS, 0, 0.0)
+    assert handlers.cost(sharded, asked) == 4 * handlers.cost(caller, m.Lease(number, KEYS, 0, 0.0)) > 0
+    caller.session.leases[held].places = 1 << 20
+    named, unnamed = (handlers.cost(caller, m.Release([one])) for one in (held, held + 1))
+    assert named - unnamed == handlers.cost(caller, m.ReleaseRequest("r")) == 2048
+    assert handlers.cost(caller, m.Release([held, held])) - 2 * unnamed == 2048
+    assert handlers.cost(caller, m.ReleaseRequest("s")) == 0
+
+
+@pytest.mark.parametrize("how", ["release", "request", "close"])
+def test_what_many_leases_pinned_is_given_back_behind_the_answer(
+    how: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The door's own thread does one piece of it, and no more."""
+    monkeypatch.setattr("kvstore.store.ENDED_PLACES", 2)
+    for name in ("work", "step"):
+        monkeypatch.setattr(f"kvstore.endings.Endings.{name}.__defaults__", (2,))
+    mine, number = place.peer()
+    store(mine, number)
+    held = [lease(mine, number) for _ in range(40)]
+    assert place.sidecar.store.usage().pinned_bytes > 0
+    if how == "close":
+        mine.close()
+    else:
+        assert mine.ask(m.Release(held) if how == "release" else m.ReleaseRequest("r")) == m.Done()
+    wait_until(lambda: not place.sidecar.core.is_ending and place.usage[0] == 0)
+    assert place.sidecar.store.usage().pinned_bytes == 0
+    place.sidecar.store.check()
 
 
 def test_whose_keys_are_taken_away_is_shown_out_and_nobody_else(place: Place) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import tracemalloc
 from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import Any
@@ -405,3 +406,15 @@ def test_the_header_is_laid_out_as_it_is_drawn() -> None:
     at = PACKED.size
     assert raw[at : at + 48] == b"".join(DIGESTS)
     assert raw[at + 48 : at + 80] == blake2b(raw[: at + 48], digest_size=32, key=MAC_KEY).digest()
+
+
+def test_a_sealer_is_small() -> None:
+    """A tenant may have hundreds of thousands: one for each part of each of its namespaces."""
+    count = 200
+    tracemalloc.start()
+    try:
+        sealers = [Sealer(replace(STAMP, part=0, parts=1), MAC_KEY) for _ in range(count)]
+        assert tracemalloc.get_traced_memory()[0] < count * 1500
+        assert len(sealers) == count
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,368 @@
+"""Leases that are over, ended in pieces: how much is done at a time, and that nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from kvstore import endings as endings_module
+from kvstore import store as store_module
+from kvstore.config import Limits
+from kvstore.endings import ENDED_PLACES, LEASE_COST, PART_COST
+from kvstore.handle import NamespaceHandle
+from kvstore.miss import MissReason
+from tiering.held import HeldPlaces
+from tiering.tier import place_of
+from workbench import Bench, bench, ids, random_pages, small_layout
+
+from .test_long_chains import watched
+
+BLOCKS, PARTS = 12, 4
+ALL_TOKENS = ids(64 * BLOCKS)
+
+
+def stocked(**options: Any) -> tuple[Bench, NamespaceHandle, list[bytes]]:
+    """Twelve blocks of four parts."""
+    a = bench(dram=4 << 20, **options)
+    handle = a.namespace(small_layout(layers=4, kv_heads=2, layer_shards=2, head_shards=2))
+    assert len(handle.layout.parts) == PARTS
+    assert handle.put(ALL_TOKENS, random_pages(handle.layout, BLOCKS)).stored == BLOCKS
+    return a, handle, handle.hashed(ALL_TOKENS).keys
+
+
+def leases(a: Bench, handle: NamespaceHandle, keys: list[bytes], count: int) -> list[int]:
+    return [a.store.lease(handle.number, keys, 0, 0).lease for _ in range(count)]
+
+
+def is_at_rest(a: Bench) -> bool:
+    a.store.check()
+    usage = a.store.usage()
+    residency = a.store._blocks.residency
+    return (usage.leases, usage.pinned_bytes, usage.dram.zombie, residency.holds) == (0, 0, 0, False)
+
+
+class Walked:
+    """How many rows and places were unpinned, held and let go in each turn with the lock."""
+
+    def __init__(self, a: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.turns = [0]
+        residency = a.store._blocks.residency
+        for owner, name in ((residency.held, "hold"), (residency.held, "let_go"), (residency.pins, "unpin")):
+            self._count(owner, name, monkeypatch)
+        self.gaps = watched(a.store, lambda count: self.turns.append(0))
+
+    def _count(self, owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        really = getattr(owner, name)
+
+        def counted(walked: Collection[int]) -> Any:
+            self.turns[-1] += len(walked)
+            return really(walked)
+
+        monkeypatch.setattr(owner, name, counted)
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A piece is of as many rows and places as this, and a lease costs nothing else."""
+    most = 5
+    for module in (endings_module, store_module):
+        monkeypatch.setattr(module, "ENDED_PLACES", most)
+    monkeypatch.setattr(endings_module, "LEASE_COST", 0)
+    monkeypatch.setattr(endings_module, "PART_COST", 0)
+    monkeypatch.setattr(endings_module.Endings.work, "__defaults__", (most,))
+    monkeypatch.setattr(endings_module.Endings.step, "__defaults__", (most,))
+    return most
+
+
+@pytest.mark.parametrize("how", ["release", "lapse", "all at once", "drop", "time"])
+def test_so_many_places_are_walked_at_a_time_and_no_more(
+    how: str, in_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many leases end in one moment, and whatever ends them."""
+    a, handle, keys = stocked(limits=Limits(lease_seconds=10))
+    held = leases(a, handle, keys, 6)
+    walked = Walked(a, monkeypatch)
+    if how == "release":
+        for lease in held:
+            walked.turns.append(0)
+            a.store.release(lease)
+    elif how == "lapse":
+        for lease in held:
+            walked.turns.append(0)
+            a.store.lapse(lease)
+    elif how == "all at once":
+        a.store.begin_ending(held[:3], held[3:])
+        walked.turns.append(0)
+        a.store.finish_ending()
+    elif how == "drop":
+        assert a.store.drop(handle.number) == BLOCKS
+    else:
+        a.clock.advance(11)
+        assert a.store.evict(0) == 0
+    a.store.check()
+    most = 2 * in_pieces if how == "time" else in_pieces  # whoever evicts does one piece in passing
+    assert max(walked.turns) <= most
+    places = {"release": 0, "all at once": 3}.get(how, 6) * BLOCKS * PARTS
+    assert sum(walked.turns) == 6 * BLOCKS + places and len(walked.turns) >= sum(walked.turns) // in_pieces
+    for lease in held:
+        walked.turns.append(0)
+        a.store.release(lease)
+    assert max(walked.turns) <= most and is_at_rest(a)
+
+
+def test_a_lease_is_over_as_soon_as_that_is_said(in_pieces: int) -> None:
+    """What it pinned goes later, but nobody can use it or end it again."""
+    a, handle, keys = stocked()
+    released, lapsed = leases(a, handle, keys, 2)
+    a.store.begin_ending([released], [lapsed])
+    a.store.check()
+    assert a.store.is_ending and a.store.usage().pinned_bytes > 0
+    for lease in (released, lapsed):
+        assert not a.store.is_leased(lease) and not a.store.attach(lease)
+    pins = list(a.store._blocks.residency.pins.counts)
+    a.store.begin_ending([released], [lapsed, released])
+    assert a.store.usage().leases == 1 and sum(a.store._blocks.residency.pins.counts) <= sum(pins)
+    a.store.finish_ending()
+    assert not a.store.is_ending and a.store.usage().pinned_bytes == 0
+    a.store.release(lapsed)
+    assert is_at_rest(a)
+
+
+def test_whoever_lacks_room_has_them_ended_first(in_pieces: int) -> None:
+    """Neither a lease nor a put is refused for what nobody leases any more; at once it is not granted, so that the
+    caller's thread goes on."""
+    fraction = 13 * PARTS * 12 * 1024 / (4 << 20)
+    a, handle, keys = stocked(limits=Limits(pinned_fraction=fraction))
+    other = handle.hashed(ids(64 * BLOCKS, 5000)).keys
+    assert handle.put(ids(64 * BLOCKS, 5000), random_pages(handle.layout, BLOCKS)).stored == BLOCKS
+    a.store.begin_ending(leases(a, handle, keys, 3), ())
+    assert a.store.lease_at_once(handle.number, other, 0) is None and a.store.is_ending
+    reply = a.store.lease(handle.number, other, 0, 0)
+    assert (reply.blocks, reply.reason) == (BLOCKS, None)
+    refused = a.store.lease(handle.number, keys, 0, 0)
+    assert refused.reason is MissReason.PINNED_FULL and not a.store.is_ending
+    a.store.release(reply.lease)
+    a.store.release(refused.lease)
+    assert is_at_rest(a)
+
+
+def test_a_put_evicts_what_leases_that_are_over_pin_still(in_pieces: int) -> None:
+    a = bench(limits=Limits(pinned_fraction=1.0))
+    handle = a.namespace()
+    pages = random_pages(handle.layout, 80)
+    assert handle.put(ids(64 * 80), pages).stored == 80
+    keys = handle.hashed(ids(64 * 80)).keys
+    a.store.begin_ending(leases(a, handle, keys, 2), ())
+    assert a.store.is_ending
+    assert handle.put(ids(64 * 20, 9000), random_pages(handle.layout, 20)).stored == 20
+    a.store.check()
+
+
+def test_a_short_end_gives_way_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for others each time."""
+    a, handle, keys = stocked()
+    walked = Walked(a, monkeypatch)
+    for lease in leases(a, handle, keys, 3):
+        a.store.release(lease)
+    assert walked.gaps.count == 0 and ENDED_PLACES > BLOCKS * PARTS + LEASE_COST + PARTS * PART_COST
+    assert is_at_rest(a)
+
+
+@settings(max_examples=25, deadline=None, phases=[Phase.generate])  # a seed has no smaller one
+@given(seed=st.integers(0, 1 << 32), most=st.integers(1, 40))
+def test_however_leases_end_they_leave_the_pins_as_they_were(seed: int, most: int) -> None:
+    """Whole, in pieces, by their time, by a connection that breaks off, twice, and with others coming in between: after
+    each step pins and holds are those of the leases that are not over and of what is left of the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (endings_module, store_module):
+            patch.setattr(module, "ENDED_PLACES", most)
+        for name in ("LEASE_COST", "PART_COST"):
+            patch.setattr(endings_module, name, 0)
+        patch.setattr(endings_module.Endings.work, "__defaults__", (most,))
+        patch.setattr(endings_module.Endings.step, "__defaults__", (most,))
+        _end_in_any_way(random.Random(seed))
+
+
+def _end_in_any_way(draw: random.Random) -> None:
+    a, handle, keys = stocked(limits=Limits(lease_seconds=10))
+    held: list[int] = []
+    others = [a.store.lease(handle.number, keys[:3], 0, 0).lease]
+    before = list(a.store._blocks.residency.pins.counts)
+
+    def step() -> None:
+        some = draw.sample(held, min(len(held), draw.randrange(4)))
+        act = draw.randrange(9)
+        if act < 2:
+            first = draw.randrange(BLOCKS)
+            held.append(a.store.lease(handle.number, keys[: draw.randint(first, BLOCKS)], first, 0).lease)
+        elif act == 2:
+            a.store.begin_ending(some, held[:2])
+        elif act == 3:
+            a.store.begin_ending((), some)
+        elif act == 4:
+            for lease in some:
+                a.store.release(lease)
+        elif act == 5:
+            for lease in some:
+                a.store.lapse(lease)
+        elif act == 6:
+            a.clock.advance(draw.choice([1, 11]))
+            if some and a.store.attach(some[0]):
+                held.append(some[0])  # it has one more holder
+        elif act == 7:
+            with a.store._lock:
+                row = a.store._blocks.index.find(handle.number, keys[draw.randrange(BLOCKS)])
+                if row >= 0 and a.store._blocks.is_above(row) and a.store._blocks.index.state(row) == 2:
+                    a.store._blocks.quarantine(row)
+            handle.put(ALL_TOKENS, random_pages(handle.layout, BLOCKS))
+        else:
+            a.store.evict(draw.randrange(4))
+
+    def check(_: int) -> None:
+        a.store.check()
+
+    def another(_: int) -> None:
+        gaps.meanwhile = check
+        step()
+
+    gaps = watched(a.store, check)
+    for turn in range(30):
+        gaps.meanwhile = check if turn % 3 else another
+        step()
+        gaps.meanwhile = check
+        a.store.check()
+    for lease in held:
+        a.store.release(lease)
+    a.store.finish_ending()
+    a.store.check()
+    if a.store.is_leased(others[0]):
+        now = list(a.store._blocks.residency.pins.counts)
+        assert sum(now) == sum(before) == 3
+    a.store.release(others[0])
+    assert is_at_rest(a)
+
+
+def test_held_places_count_alike_few_or_many_at_a_time() -> None:
+    """The plain loop and the columns do the same."""
+    draw = random.Random(3)
+    held, counts = HeldPlaces(), dict[int, int]()
+    everything = [place_of(extent, slot) for extent in (3, 9, 1 << 30) for slot in range(200)]
+    calls: list[list[int]] = []
+    for _ in range(200):
+        if calls and draw.random() < 0.5:
+            places = calls.pop(draw.randrange(len(calls)))
+            done = held.let_go(places)
+            for place in places:
+                counts[place] -= 1
+            assert sorted(done) == sorted(place for place in places if not counts[place])
+        else:
+            places = draw.sample(everything, draw.choice([0, 1, 64, 65, 300]))
+            calls.append(places)
+            held.hold(places)
+            for place in places:
+                counts[place] = counts.get(place, 0) + 1
+        assert held.counts() == {place: count for place, count in counts.items() if count}
+        assert sorted(held.places().tolist()) == sorted(place for place, count in counts.items() if count)
+        assert [place in held for place in everything] == [counts.get(place, 0) > 0 for place in everything]
+        assert bool(held) == any(counts.values())
+    for places in (everything[:2], everything[:70]):
+        loose = HeldPlaces()
+        loose.hold(everything[1:71])
+        with pytest.raises(AssertionError):
+            loose.let_go(places)
+
+
+PUT_BLOCKS = 10
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "abort", "cancel", "drop", "commit", "put", "close", "interrupt"])
+@pytest.mark.parametrize("committed", [0, 3])
+@pytest.mark.parametrize("how", ["abort", "cancel", "later"])
+def test_a_long_put_is_given_up_in_pieces(
+    how: str, committed: int, meanwhile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever others do in between, its slots are free in the end, and free once."""
+    monkeypatch.setattr(store_module, "ABORTED_PLACES", 2 * PARTS)
+    a, handle, _ = stocked()
+    free = a.store.usage().dram
+    keys = handle.hashed(ids(64 * PUT_BLOCKS, 7000)).keys
+    reply = a.store.reserve(handle.number, keys, 0, 0, None)
+    assert len(reply.blocks) == PUT_BLOCKS
+    digests = [[bytes(16)] * len(handle.layout.parts[0].layers)]
+    for part in range(PARTS):
+        a.store.commit(reply.reservation, part, 0, digests * committed)
+
+    def others(count: int) -> None:
+        a.store.check()
+        if count != 2:
+            return
+        if meanwhile == "abort":
+            a.store.abort(reply.reservation)
+        elif meanwhile == "cancel":
+            a.store.cancel(reply.reservation)
+        elif meanwhile == "drop":
+            a.store.drop(handle.number)
+        elif meanwhile == "commit":
+            assert a.store.commit(reply.reservation, 0, committed, digests) == 0
+        elif meanwhile == "put":
+            assert a.store.reserve(handle.number, keys, 0, 0, None).present == committed
+        elif meanwhile == "close":
+            a.store.close()
+        elif meanwhile == "interrupt":
+            raise KeyboardInterrupt
+
+    gaps = watched(a.store, others)
+    try:
+        if how == "abort":
+            a.store.abort(reply.reservation)
+        elif how == "cancel":
+            a.store.cancel(reply.reservation)
+        else:
+            a.store.begin_abort(reply.reservation)
+            a.store.finish_ending()
+    except KeyboardInterrupt:
+        assert meanwhile == "interrupt"
+    assert gaps.count >= 2
+    gaps.meanwhile = lambda count: None
+    a.store.abort(reply.reservation)
+    if meanwhile == "close":
+        return
+    a.store.check()
+    assert not a.store.is_ending and a.store.match(handle.number, keys).blocks == (
+        0 if meanwhile == "drop" else committed
+    )
+    usage = a.store.usage()
+    if meanwhile != "put":  # it has reserved what was given up by then
+        assert (usage.reservations, usage.dram.reserved) == (0, 0)
+    if meanwhile not in ("put", "drop"):
+        assert usage.dram.used == free.used + committed * PARTS
+
+
+def test_a_commit_of_many_blocks_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says in the end how many are committed; one that was cancelled in between commits no more."""
+    monkeypatch.setattr(store_module, "SEALED_BLOCKS", 3)
+    a, handle, _ = stocked()
+    digests = [[bytes(16)] * len(handle.layout.parts[0].layers)] * PUT_BLOCKS
+    for cancels in (False, True):
+        keys = handle.hashed(ids(64 * PUT_BLOCKS, 7000 + 1000 * cancels)).keys
+        number = a.store.reserve(handle.number, keys, 0, 0, None).reservation
+        told = [a.store.commit(number, part, 0, digests) for part in range(PARTS - 1)]
+
+        def others(count: int, cancels: bool = cancels, number: int = number) -> None:
+            a.store.check()
+            if cancels and count == 2:
+                a.store.cancel(number)
+
+        gaps = watched(a.store, others)
+        told.append(a.store.commit(number, PARTS - 1, 0, digests))
+        assert gaps.count == 3
+        assert told == [0] * (PARTS - 1) + [0 if cancels else PUT_BLOCKS]
+        assert a.store.match(handle.number, keys).blocks == (6 if cancels else PUT_BLOCKS)
+        watched(a.store)
+        a.store.abort(number)
+        a.store.check()
