@@ -10,6 +10,7 @@ the copies that people make through a `FrameSpan`.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
@@ -272,7 +273,7 @@ class DramTier:
         """Give back an extent that holds nothing readable; its memory goes with the last mapping."""
         extent = self._ledger.remove(number)
         self._left.pop(number, None)
-        is_free = self._pool.destroy(extent.memory)
+        is_free = self._pool.destroy(extent.memory, extent.slot_class.tenant)
         if extent.ledger is not None:
             extent.ledger.close()
         self.retired += 1
@@ -317,8 +318,10 @@ class DramTier:
         return self._ledger.free_slots(slot_class)
 
     def held(self) -> dict[bytes, int]:
-        """How many extents each tenant has."""
-        return self._ledger.held
+        """How many extents each tenant has, those included that were taken back and are not free, since others have
+        them open."""
+        lingering = self._pool.lingering()
+        return Counter(self._ledger.held) + lingering if lingering else self._ledger.held
 
     @property
     def piece_bytes(self) -> int:

@@ -397,8 +397,10 @@ def read_secret_file(path: Path) -> bytes | None:
 
 
 def open_again(descriptor: int, *, writable: bool) -> int:
-    """The file behind a descriptor as a new open file, with locks and a mode of its own. Raises `OSError`."""
-    return os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    """The file behind a descriptor as a new open file, with locks and a mode of its own. Raises `OSError`, also where
+    somebody has a lease on it: else the kernel would have us wait for him, for 45 seconds if he likes."""
+    access = os.O_RDWR if writable else os.O_RDONLY
+    return os.open(f"/proc/self/fd/{descriptor}", access | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def listening_socket(path: Path, mode: int) -> socket.socket:
