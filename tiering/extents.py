@@ -40,6 +40,8 @@ _PAGE_BYTES = 4096
 MAX_HOLDER = 1 << 62
 SLOW_QUESTION_SECONDS, RARELY = 0.001, 100
 """What takes longer than that is asked so seldom that it takes a hundredth of the time."""
+LOOK_SECONDS = 0.002
+"""After which no further question is asked in one look."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # Called through a plain library handle: that releases the interpreter lock, which mmap's own madvise does not, and it
@@ -242,7 +244,7 @@ class ExtentPool:
         self.extent_bytes = extent_bytes
         self._keeper = keeper
         self.faults = faults or Unheard()
-        self._now = now
+        self.now = now
         self._lock = threading.Lock()
         self._prepared = threading.Condition(self._lock)
         self._taken_bytes = 0
@@ -289,15 +291,16 @@ class ExtentPool:
         """
         if not self._lingering:
             return
-        now = self._now()
+        now = began_at = self.now()
         for number, one in list(self._lingering.items()):
             if now < one.not_before:
                 continue
+            if now - began_at > LOOK_SECONDS:
+                return
             is_open = one.extent.is_open_elsewhere()
-            asked_at, now = now, self._now()
+            asked_at, now = now, self.now()
             if is_open:
-                took = now - asked_at
-                one.not_before = now + RARELY * took if took > SLOW_QUESTION_SECONDS else now
+                one.not_before = ask_again_at(asked_at, now)
                 continue
             del self._lingering[number]
             one.extent.free_pages()
@@ -434,6 +437,12 @@ class ExtentPool:
         except (RuntimeError, MemoryError) as error:  # no more threads
             self._preparing = False
             self.faults.failed(EXTENT_THREADS, kind_of(error), "of one that makes extents ahead")
+
+
+def ask_again_at(asked_at: float, now: float) -> float:
+    """When a question that took from then to now is to be asked again."""
+    took = now - asked_at
+    return now + RARELY * took if took > SLOW_QUESTION_SECONDS else now
 
 
 def found_extent(descriptor: int) -> Extent | None:

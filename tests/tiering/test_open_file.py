@@ -22,6 +22,7 @@ from tiering import open_file
 from tiering.dram import DramTier
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.extents import RARELY, SLOW_QUESTION_SECONDS, Extent, ExtentPool
+from tiering.keeping import NAME_BYTES, Kept, Ledger
 from tiering.tier import extent_of
 from workbench import slot_class
 
@@ -261,3 +262,40 @@ def test_what_is_slow_to_find_out_is_asked_seldom() -> None:
     now += RARELY * price / 2
     assert pool.taken_bytes == 0 and questions == 13
     pool.close()
+
+
+def test_memory_of_an_earlier_run_that_is_slow_to_ask_about_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, price, questions = 0.0, 0.0, Counter[int]()
+    real = Extent.is_shared
+
+    def is_shared(self: Extent, first: int = 0, last: int = 1 << 62) -> bool:
+        nonlocal now
+        questions[self.size_bytes] += 1
+        now += price
+        return real(self, first, last)
+
+    slots = slot_class(owner=b"a")
+    kept, held = [], []
+    for number in range(3):
+        name = bytes([number]) * NAME_BYTES
+        extent, ledger = Extent(64 * KIB), Ledger.new(slots, 64 * KIB // slots.frame_bytes, b"", name)
+        held.append(extent.share(7, writable=False))
+        kept.append(Kept(name, os.dup(extent.descriptor), os.dup(ledger.descriptor)))
+    tier = DramTier(ExtentPool(256 * KIB, 64 * KIB, now=lambda: now))
+    assert len(tier.take_over(kept, guard=8)) == 3
+    monkeypatch.setattr(Extent, "is_shared", is_shared)
+    tier.look_at_guarded()
+    assert questions.total() == 3 and tier.guarded_bytes() == 192 * KIB
+    price = 3 * SLOW_QUESTION_SECONDS
+    for asked in (4, 5, 6, 6, 6):  # one takes longer than a look may
+        tier.look_at_guarded()
+        assert questions.total() == asked
+    for descriptor in held:
+        os.close(descriptor)
+    tier.look_at_guarded()
+    assert questions.total() == 6 and tier.guarded_bytes() == 192 * KIB
+    now += 2 * RARELY * price
+    price = 0.0
+    tier.look_at_guarded()
+    assert questions.total() == 9 and tier.guarded_bytes() == 0
+    tier.close()
