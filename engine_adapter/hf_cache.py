@@ -150,9 +150,9 @@ class PrefixCache:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Of `copy` and `pickle`: refused. Raises `TypeError`."""
         raise TypeError(
-            "a PrefixCache cannot be copied, deep-copied or pickled, since it belongs to its model and to an open store "
-            "of this process; make another one, PrefixCache(model, store), with the same store or one that is opened on "
-            "the same directory or socket: it finds all prompts that were kept"
+            "a PrefixCache cannot be copied, deep-copied or pickled, since it belongs to its model and to an open "
+            "store of this process; make another one, PrefixCache(model, store), with the same store or one that is "
+            "opened on the same directory or socket: it finds all prompts that were kept"
         )
 
     @property

@@ -85,7 +85,11 @@ class Daemon:
             self.door.listen_admin(Path(where), admin)
         except OSError as error:
             self.door.close(0)
-            mend = {errno.ENOENT: "make its directory first", errno.EACCES: "let this user write to its directory"}
+            mend = {
+                errno.ENOENT: "make its directory first",
+                errno.EACCES: "let this user write to its directory",
+                errno.EEXIST: "move it away",
+            }
             raise BadInput(
                 f"{key}={where} cannot be used: {error.strerror}; "
                 f"{mend.get(error.errno or 0, 'end who listens there')}, or give another path"
