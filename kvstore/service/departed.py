@@ -57,6 +57,7 @@ class Departed(Generic[C]):
         self._gone: OrderedDict[int, Gone[C]] = OrderedDict()  # whose turn is next comes first
         self._of: Counter[bytes] = Counter()
         self._left_out: dict[bytes, int] = {}  # by tenant: of so many sweeps
+        self._looked_at: dict[bytes, Gone[C]] = {}  # by tenant: which of them some thread asks about now
         self._asked: list[int] = []  # connections that were asked about since the last sweep began
         self.looks = 0
         """Questions to the kernel since the start."""
@@ -92,11 +93,17 @@ class Departed(Generic[C]):
 
     def look(self, gone: Gone[C], most: int = LOOKS) -> tuple[bool, int]:
         """Whether it may have something mapped, and how many questions that took: no more than `most`, and none where
-        its tenant is left out now."""
+        its tenant is left out now, or another thread asks about one of its connections: many threads that ask at a time
+        would leave no processor to the door."""
         extents = gone.extents  # what another thread finds out meanwhile is as true
         if not extents or gone.tenant in self._left_out:
             return bool(extents), 0
-        unmapped, asked, seconds = self._mappings.unmapped(extents[:most], gone.number)
+        if self._looked_at.setdefault(gone.tenant, gone) is not gone:
+            return True, 0
+        try:
+            unmapped, asked, seconds = self._mappings.unmapped(extents[:most], gone.number)
+        finally:
+            del self._looked_at[gone.tenant]
         gone.extents = extents[unmapped:]
         self.looks += asked
         self._asked.append(gone.number)

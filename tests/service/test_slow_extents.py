@@ -104,6 +104,7 @@ def test_the_kernel_is_asked_without_the_lock_of_the_store(tmp_path: Path) -> No
             assert found is not None and (found.unmapped, found.asked) == (0, 1)
         for descriptor, one in zip(answered.descriptors, answered.answer.extents, strict=True):
             MappedExtent(descriptor, one.size_bytes, writable=False)
+        wire.call(m.Ping(), 60.0)  # by then the door has closed its own copies
         assert sidecar.core.unmapped(extents, caller).unmapped == len(extents)
 
 
@@ -161,3 +162,23 @@ def test_a_tenant_where_questions_are_slow_is_left_out_of_sweeps() -> None:
     nothing = departed.add(5, b"a", None, [])
     assert nothing is not None and departed.look(nothing) == (False, 0), "it has nothing to be asked about"
     assert len(departed) == 5
+
+
+def test_one_thread_at_a_time_asks_about_a_tenants_connections() -> None:
+    class Nested(Mappings):
+        """While it is asked, another thread comes to ask about the others."""
+
+        def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
+            if holder == 1:
+                with ThreadPoolExecutor(1) as pool:
+                    found.extend(pool.submit(departed.look, gone).result() for gone in (second, other))
+            return super().unmapped(extents, holder)
+
+    mappings, found = Nested({1: 0.0, 2: 0.0, 3: 0.0}), list[tuple[bool, int]]()
+    departed: Departed[None] = Departed(mappings)
+    first, second = departed.add(1, b"a", None, [7]), departed.add(2, b"a", None, [7])
+    other = departed.add(3, b"b", None, [7])
+    assert first is not None and second is not None and other is not None
+    assert departed.look(first) == (True, 1)
+    assert found == [(True, 0), (True, 1)] and mappings.asked == [3, 1]
+    assert departed.look(second) == (True, 1)
