@@ -440,7 +440,9 @@ def _open_regular(path: Path, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        if error.errno in (errno.EISDIR, errno.ENXIO, errno.ELOOP, errno.ENODEV):
+        # What a link leads to may just not be mounted: then there are keys, and no new ones are to be made.
+        is_dangling = error.errno == errno.ENOENT and path.is_symlink()
+        if is_dangling or error.errno in (errno.EISDIR, errno.ENXIO, errno.ELOOP, errno.ENODEV):
             _refuse_other_than_file(path)
         raise
     try:
