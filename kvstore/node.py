@@ -724,7 +724,14 @@ def build_store(
     """
     clock = clock or SystemClock()
     numbers_key = numbers_key or secrets.token_bytes(NUMBERS_KEY_BYTES)
-    pool = ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes, keeper, faults, clock.monotonic_seconds)
+    pool = ExtentPool(
+        dram_config.budget_bytes,
+        dram_config.extent_bytes,
+        keeper,
+        faults,
+        clock.monotonic_seconds,
+        clock.thread_seconds,
+    )
     dram = DramTier(pool, Numbers(numbers_key, EXTENT_BITS), keeper)
     taken_over = dram.take_over(kept, guard)
     pins = Pins()

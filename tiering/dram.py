@@ -252,17 +252,18 @@ class DramTier:
         clients have made the question slow, it is asked the more rarely."""
         if not self._guarded:
             return
-        now = began_at = self._pool.now()
+        now, worked = self._pool.now(), self._pool.thread_seconds()
+        ends_at = worked + LOOK_SECONDS
         for number, not_before in list(self._guarded.items()):
             if now < not_before:
                 continue
-            if now - began_at > LOOK_SECONDS:
+            if worked > ends_at:
                 return
             extent = self._extents.get(number)
             is_mapped = extent is not None and extent.memory.is_shared(0, self._guard - 1)
-            asked_at, now = now, self._pool.now()
+            before, worked = worked, self._pool.thread_seconds()
             if is_mapped:
-                self._guarded[number] = ask_again_at(asked_at, now)
+                self._guarded[number] = ask_again_at(now, worked - before)
                 continue
             del self._guarded[number]
             if extent is not None:

@@ -235,9 +235,11 @@ class ExtentPool:
         keeper: Forgetful | None = None,
         faults: FaultReports | None = None,
         now: Callable[[], float] = lambda: 0.0,
+        thread_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """keeper: told when an extent that it keeps is given back for good. faults: told where the machine has no
-        memory for one. now: seconds that never go back, by which it is seen that a question to the kernel takes long.
+        memory for one. now: seconds that never go back. thread_seconds: that the processor has worked for the calling
+        thread, by which it is seen that a question to the kernel takes long.
         """
         assert extent_bytes % _PAGE_BYTES == 0 and 0 < extent_bytes <= budget_bytes
         self.budget_bytes = budget_bytes
@@ -245,6 +247,7 @@ class ExtentPool:
         self._keeper = keeper
         self.faults = faults or Unheard()
         self.now = now
+        self.thread_seconds = thread_seconds
         self._lock = threading.Lock()
         self._prepared = threading.Condition(self._lock)
         self._taken_bytes = 0
@@ -291,16 +294,17 @@ class ExtentPool:
         """
         if not self._lingering:
             return
-        now = began_at = self.now()
+        now, worked = self.now(), self.thread_seconds()
+        ends_at = worked + LOOK_SECONDS
         for number, one in list(self._lingering.items()):
             if now < one.not_before:
                 continue
-            if now - began_at > LOOK_SECONDS:
+            if worked > ends_at:
                 return
             is_open = one.extent.is_open_elsewhere()
-            asked_at, now = now, self.now()
+            before, worked = worked, self.thread_seconds()
             if is_open:
-                one.not_before = ask_again_at(asked_at, now)
+                one.not_before = ask_again_at(now, worked - before)
                 continue
             del self._lingering[number]
             one.extent.free_pages()
@@ -439,9 +443,8 @@ class ExtentPool:
             self.faults.failed(EXTENT_THREADS, kind_of(error), "of one that makes extents ahead")
 
 
-def ask_again_at(asked_at: float, now: float) -> float:
-    """When a question that took from then to now is to be asked again."""
-    took = now - asked_at
+def ask_again_at(now: float, took: float) -> float:
+    """When a question that took so long is to be asked again."""
     return now + RARELY * took if took > SLOW_QUESTION_SECONDS else now
 
 

@@ -243,7 +243,7 @@ def test_what_is_slow_to_find_out_is_asked_seldom() -> None:
             now += price
             return super().is_open_elsewhere()
 
-    pool = ExtentPool(2 * MIB, MIB, now=lambda: now)
+    pool = ExtentPool(2 * MIB, MIB, now=lambda: now, thread_seconds=lambda: now)
     price = SLOW_QUESTION_SECONDS / 2
     extent = Slow(MIB)
     assert pool.take_over(extent)
@@ -281,7 +281,7 @@ def test_memory_of_an_earlier_run_that_is_slow_to_ask_about_is_asked_seldom(monk
         extent, ledger = Extent(64 * KIB), Ledger.new(slots, 64 * KIB // slots.frame_bytes, b"", name)
         held.append(extent.share(7, writable=False))
         kept.append(Kept(name, os.dup(extent.descriptor), os.dup(ledger.descriptor)))
-    tier = DramTier(ExtentPool(256 * KIB, 64 * KIB, now=lambda: now))
+    tier = DramTier(ExtentPool(256 * KIB, 64 * KIB, now=lambda: now, thread_seconds=lambda: now))
     assert len(tier.take_over(kept, guard=8)) == 3
     monkeypatch.setattr(Extent, "is_shared", is_shared)
     tier.look_at_guarded()
