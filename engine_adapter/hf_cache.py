@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from logging import getLogger
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -146,6 +146,14 @@ class PrefixCache:
         self.namespace = self._namespace_of(self._identity)
         self._pool_bytes = parse_size(hbm, "hbm")
         self.pool = self._new_pool()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Of `copy` and `pickle`: refused. Raises `TypeError`."""
+        raise TypeError(
+            "a PrefixCache cannot be copied, deep-copied or pickled, since it belongs to its model and to an open "
+            "store of this process; make another one, PrefixCache(model, store), with the same store or one that is "
+            "opened on the same directory or socket: it finds all prompts that were kept"
+        )
 
     @property
     def _settings(self) -> Any:

@@ -246,7 +246,7 @@ def serve(
     from kvstore.service.serve import Outside
     from kvstore.service.serve import serve as run
     from kvstore.service.sessions import CONNECTION_BITS
-    from kvstore.service.settings import read_settings
+    from kvstore.service.settings import read_configuration, read_settings
     from tiering.lmdb_index import LmdbMaker
 
     flags = {
@@ -256,7 +256,7 @@ def serve(
         "http": {"listen": http},
     }
     if config is not None:
-        settings = read_settings(Path(config).read_bytes(), flags, config)
+        settings = read_settings(read_configuration(Path(config)), flags, config)
     else:
         settings = read_settings("", flags)
     hold_standard_descriptors()

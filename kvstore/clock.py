@@ -16,6 +16,10 @@ class SystemClock:
         """Unix time."""
         return time.time()
 
+    def thread_seconds(self) -> float:
+        """That the processor has worked for the calling thread."""
+        return time.thread_time()
+
     def sleep(self, seconds: float) -> None:
         """Wait."""
         time.sleep(seconds)

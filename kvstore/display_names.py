@@ -19,6 +19,7 @@ from tiering.files import read_secret_file, write_secret_file
 
 VERSION = 1
 MOST_NAMES, MOST_TENANTS = 256, 1024
+MOST_BYTES = 64 << 20
 MOST_CHARACTERS = 128
 _MOST_READ = 8 * MOST_CHARACTERS
 CLOSE_SECONDS = PAUSE_SECONDS = 1.0
@@ -123,7 +124,7 @@ def read_names(path: Path) -> dict[str, dict[str, str]]:
     """Those of a directory, by tenant and namespace in hexadecimal; none where the file is not there, cannot be read or
     is not one of these."""
     try:
-        raw = read_secret_file(path)
+        raw = read_secret_file(path, MOST_BYTES)
         if raw is None:
             return {}
         contents = json.loads(raw)

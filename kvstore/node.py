@@ -65,6 +65,7 @@ from tiering.files import (
     DirectoryLock,
     Files,
     ReadOnlyFiles,
+    Unfit,
     disk_room,
     make_directory,
     read_secret_file,
@@ -89,6 +90,7 @@ from tiering.tier import EXTENT_BITS
 KEY_FILE_VERSION = 1
 MAX_EPOCH = (1 << 32) - 1
 MAX_TENANTS = 1024
+MOST_KEYS_BYTES = 4 << 20
 MOVE_THREADS = 4
 DISK_THREADS = 4
 DAY_SECONDS = 86_400
@@ -406,7 +408,9 @@ class KeyFile:
         self._tenants: dict[str, TenantKeys] = {}
         self._secrets: dict[str, dict[str, object]] = {}
         try:
-            raw = read_secret_file(path)
+            raw = read_secret_file(path, MOST_KEYS_BYTES)
+        except Unfit as error:
+            raise KeysUnusable(f"{path} is not the keys of a store: {error}; restore it from a backup") from None
         except PermissionError as error:
             raise KeysUnusable(f"{path} can be read by others or not by you ({error}); run: chmod 600 {path}") from None
         except OSError as error:
@@ -720,7 +724,14 @@ def build_store(
     """
     clock = clock or SystemClock()
     numbers_key = numbers_key or secrets.token_bytes(NUMBERS_KEY_BYTES)
-    pool = ExtentPool(dram_config.budget_bytes, dram_config.extent_bytes, keeper, faults)
+    pool = ExtentPool(
+        dram_config.budget_bytes,
+        dram_config.extent_bytes,
+        keeper,
+        faults,
+        clock.monotonic_seconds,
+        clock.thread_seconds,
+    )
     dram = DramTier(pool, Numbers(numbers_key, EXTENT_BITS), keeper)
     taken_over = dram.take_over(kept, guard)
     pins = Pins()

@@ -38,6 +38,7 @@ from kvstore.occupancy import SpaceUsage, TenantUsage, occupancy, tenancy
 from kvstore.prefix_index import NO_ROW, RowState
 from kvstore.scrubbing import Scrubbing
 from kvstore.takeover import Takeover
+from kvstore.unmapped import Unmapped, look
 from tiering.admission import WriteBudget
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import frame_bytes
@@ -75,6 +76,10 @@ class Clock(Protocol):
 
     def monotonic_seconds(self) -> float:
         """For leases and deadlines."""
+        ...
+
+    def thread_seconds(self) -> float:
+        """That the processor has worked for the calling thread."""
         ...
 
     def wall_seconds(self) -> float:
@@ -950,14 +955,20 @@ class Store:
             namespaces = {spaces[number].classes[0].namespace for number in fills or ()}
             if fills is not None and dram.class_of(extent).namespace not in namespaces:
                 raise BlockMissing("no extent of a namespace that is being stored into")
-            descriptor = dram.share(extent, holder, writable=fills is not None)
-            return SharedExtent(descriptor, dram.extent_bytes, dram.class_of(extent).frame_bytes)
+            frame_bytes = dram.class_of(extent).frame_bytes
+        # Without the lock: what the clients of a tenant have done to an extent can make it slow.
+        descriptor = dram.share(extent, holder, writable=fills is not None)
+        return SharedExtent(descriptor, dram.extent_bytes, frame_bytes)
 
-    def unmapped(self, extents: Sequence[int], holder: int) -> int:
-        """How many of these, from the first on, a holder can neither read nor write in any more."""
-        with self._lock:
-            is_shared = self._blocks.dram.is_shared
-            return next((at for at, extent in enumerate(extents) if is_shared(extent, holder)), len(extents))
+    def is_mapped(self, extent: int, holder: int) -> bool:
+        """Whether a holder may still read or write in an extent. Takes no lock; it can be slow."""
+        return self._blocks.dram.is_shared(extent, holder)
+
+    def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
+        """How many of these, from the first on, a holder can neither read nor write in any more, as far as could be
+        found out in a moment. Takes no lock."""
+        is_shared = self._blocks.dram.is_shared
+        return look(extents, lambda extent: is_shared(extent, holder), self._clock.thread_seconds)
 
     @property
     def retired_extents(self) -> int:

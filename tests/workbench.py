@@ -41,6 +41,9 @@ class FakeClock:
     def wall_seconds(self) -> float:
         return self.wall
 
+    def thread_seconds(self) -> float:
+        return 0.0
+
     def advance(self, seconds: float) -> None:
         self.monotonic += seconds
         self.wall += seconds

@@ -3,18 +3,19 @@
 Every extent belongs to one slot class (tenant, namespace, part) and is cut into that class's equal frames. This file
 keeps slots and their states and hands out addresses; what to keep and whom to evict is decided in `residency`.
 
-Calls are serialised by the caller (one lock above), except `new_extent`, which is slow and must run outside of it, and
-the copies that people make through a `FrameSpan`.
+Calls are serialised by the caller (one lock above), except those that can be slow and should run outside of it
+(`new_extent`, `share`, `is_shared`), and the copies that people make through a `FrameSpan`.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
 from tiering.errors import BlockCorrupt, BlockMissing, TierFull, TierUnavailable
-from tiering.extents import Extent, ExtentPool, found_extent
+from tiering.extents import LOOK_SECONDS, Extent, ExtentPool, ask_again_at, found_extent
 from tiering.faults import HANDED_OVER, KEPT, kind_of
 from tiering.frame import HEADER_BYTES, generation_in
 from tiering.keeping import Keeper, Kept, Ledger
@@ -46,7 +47,9 @@ class DramTier:
         """new_number: below 2**`EXTENT_BITS`, for one extent and no other. keeper: holds them for the next process."""
         self._pool = pool
         self._keeper = keeper
-        self._guarded: list[int] = []  # taken over, and mapped by clients of an earlier process
+        self._guarded: dict[
+            int, float
+        ] = {}  # taken over, and mapped by clients of an earlier process: asked from then on
         self._guard = 0
         self._left: dict[int, bytes] = {}  # by extent that was taken over, the states of its slots then
         self._ledger: SlotLedger[DramExtent] = SlotLedger()
@@ -185,7 +188,7 @@ class DramTier:
                 continue
             if extent.memory.is_shared(0, guard - 1):
                 extent.closing = True
-                self._guarded.append(extent.number)
+                self._guarded[extent.number] = 0.0
             self._ledger.add(extent)
             numbers.append(extent.number)
         return numbers
@@ -245,13 +248,26 @@ class DramTier:
         return len(self._guarded) * self.extent_bytes
 
     def look_at_guarded(self) -> None:
-        """Extents that clients of an earlier process mapped can be used for other frames once they let go."""
-        for number in list(self._guarded):
+        """Extents that clients of an earlier process mapped can be used for other frames once they let go. Where
+        clients have made the question slow, it is asked the more rarely."""
+        if not self._guarded:
+            return
+        now, worked = self._pool.now(), self._pool.thread_seconds()
+        ends_at = worked + LOOK_SECONDS
+        for number, not_before in list(self._guarded.items()):
+            if now < not_before:
+                continue
+            if worked > ends_at:
+                return
             extent = self._extents.get(number)
-            if extent is None or not extent.memory.is_shared(0, self._guard - 1):
-                self._guarded.remove(number)
-                if extent is not None:
-                    self._ledger.stop_closing(number)
+            is_mapped = extent is not None and extent.memory.is_shared(0, self._guard - 1)
+            before, worked = worked, self._pool.thread_seconds()
+            if is_mapped:
+                self._guarded[number] = ask_again_at(now, worked - before)
+                continue
+            del self._guarded[number]
+            if extent is not None:
+                self._ledger.stop_closing(number)
 
     def start_vacating(self, number: int, count: int) -> list[int]:
         """Take an extent's free slots out of use and reserve `count` places elsewhere in its class."""
@@ -272,7 +288,7 @@ class DramTier:
         """Give back an extent that holds nothing readable; its memory goes with the last mapping."""
         extent = self._ledger.remove(number)
         self._left.pop(number, None)
-        is_free = self._pool.destroy(extent.memory)
+        is_free = self._pool.destroy(extent.memory, extent.slot_class.tenant)
         if extent.ledger is not None:
             extent.ledger.close()
         self.retired += 1
@@ -280,7 +296,8 @@ class DramTier:
             self.mapped_still(number)
 
     def share(self, number: int, holder: int, *, writable: bool) -> int:
-        """A descriptor of an extent for another process; see `Extent.share`. Raises `BlockMissing` where it is gone."""
+        """A descriptor of an extent for another process; see `Extent.share`. Raises `BlockMissing` where it is gone.
+        Needs no lock."""
         extent = self._extents.get(number)
         if extent is None:
             raise BlockMissing("no extent of that number")
@@ -288,13 +305,15 @@ class DramTier:
         try:
             descriptor = extent.memory.share(holder, writable=writable)
         except TierUnavailable as error:
+            if number not in self._extents:  # given back in between
+                raise BlockMissing("no extent of that number") from error
             faults.failed(HANDED_OVER, kind_of(error), str(error))
             raise
         faults.worked(HANDED_OVER)
         return descriptor
 
     def is_shared(self, number: int, holder: int) -> bool:
-        """Whether that holder may still read or write in an extent."""
+        """Whether that holder may still read or write in an extent. Needs no lock, and can be slow."""
         extent = self._extents.get(number)
         return extent is not None and extent.memory.is_shared(holder, holder)
 
@@ -317,8 +336,10 @@ class DramTier:
         return self._ledger.free_slots(slot_class)
 
     def held(self) -> dict[bytes, int]:
-        """How many extents each tenant has."""
-        return self._ledger.held
+        """How many extents each tenant has, those included that were taken back and are not free, since others have
+        them open."""
+        lingering = self._pool.lingering()
+        return Counter(self._ledger.held) + lingering if lingering else self._ledger.held
 
     @property
     def piece_bytes(self) -> int:

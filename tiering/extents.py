@@ -7,7 +7,8 @@ changes hands is a new memfd. Nothing has a name in a file system, nothing is le
 
 Other processes get a descriptor of their own (`share`), locked for reading on one byte that stands for its holder. Such
 a lock belongs to the open file, and a mapping keeps that open: the kernel itself says whether a holder may still read
-or write, however it ended (fcntl(2), open file description locks).
+or write, however it ended (`tiering.open_file`). A holder can drop its lock and keep its mapping, at its own cost:
+before an extent that was shared counts as free, the kernel has said that nobody has it open, and its pages go back.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import errno
 import fcntl
 import mmap
 import os
-import struct
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Protocol
@@ -28,13 +31,17 @@ from typing import Protocol
 from tiering.errors import TierFull, TierUnavailable
 from tiering.faults import EXTENT_THREADS, EXTENTS, FaultKind, FaultReports, Unheard, kind_of
 from tiering.files import open_again
+from tiering.open_file import OpenFile, free_pages, is_open_elsewhere, lock_byte, locks_between
 from tiering.tier import FrameSpan
 
 PREFAULT_STEP_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _PAGE_BYTES = 4096
 MAX_HOLDER = 1 << 62
-_LOCK = struct.Struct("@hhqqi4x")  # struct flock of the 64-bit kernels: type, whence, start, length, pid
+SLOW_QUESTION_SECONDS, RARELY = 0.001, 100
+"""What takes longer than that is asked so seldom that it takes a hundredth of the time."""
+LOOK_SECONDS = 0.002
+"""After which no further question is asked in one look."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # Called through a plain library handle: that releases the interpreter lock, which mmap's own madvise does not, and it
@@ -81,23 +88,27 @@ class Extent:
         is_new = descriptor is None
         if descriptor is None:
             descriptor = os.memfd_create("kv-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self.descriptor = descriptor
-        self._give_back = weakref.finalize(self, os.close, self.descriptor)  # also where nobody closes it
-        self._give_back.atexit = False
+        self._file: OpenFile | None = OpenFile(descriptor)
+        self._witness: OpenFile | None = None
         try:
             if not is_new:
-                self.memory, self.view = _mapped(self.descriptor, size_bytes)
+                self.memory, self.view = _mapped(descriptor, size_bytes)
                 _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)
                 return
-            os.fchmod(self.descriptor, 0o600)  # else whoever is given it, as any user, can reopen it for writing
-            os.ftruncate(self.descriptor, size_bytes)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.memory, self.view = _mapped(self.descriptor, size_bytes)
+            os.fchmod(descriptor, 0o600)  # else whoever is given it, as any user, can reopen it for writing
+            os.ftruncate(descriptor, size_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory, self.view = _mapped(descriptor, size_bytes)
             _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)  # KV is prompt text to whoever can invert it
             self._prefault()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def descriptor(self) -> int:
+        """Of the shared memory; -1 once it was closed."""
+        return self._file.number if self._file is not None else -1
 
     @property
     def address(self) -> int:
@@ -112,32 +123,51 @@ class Extent:
     def share(self, holder: int, *, writable: bool) -> int:
         """A new descriptor for another process; the caller closes it once it is sent. holder: from 0 to 2**62.
 
-        Raises `TierUnavailable`.
+        Raises `TierUnavailable`. Needs no lock: it may be closed meanwhile.
         """
+        file = self._file
+        if file is None:
+            raise TierUnavailable("shared memory was given back")
+        self._was_shared = True
         try:
-            descriptor = open_again(self.descriptor, writable=writable)
+            descriptor = open_again(file.number, writable=writable)
         except OSError as error:
             raise TierUnavailable(f"shared memory cannot be opened again: {error.strerror}") from error
         try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _lock_of(fcntl.F_RDLCK, holder, holder))
+            lock_byte(descriptor, holder)
         except OSError as error:
             os.close(descriptor)
             raise TierUnavailable(f"shared memory cannot be locked: {error.strerror}") from error
-        self._was_shared = True
         return descriptor
 
     def is_shared(self, first: int = 0, last: int = MAX_HOLDER) -> bool:
-        """Whether a descriptor that was made for one of these holders, or a mapping of it, is alive anywhere."""
-        if not self._was_shared:
+        """Whether a descriptor that was made for one of these holders, or a mapping of it, is alive anywhere, unless
+        that holder denies it. Needs no lock, and takes long where a client has placed many locks."""
+        file = self._file
+        return self._was_shared and file is not None and locks_between(file, first, last)
+
+    def is_open_elsewhere(self) -> bool:
+        """Whether anybody else has it open or mapped, whatever a holder says; to be asked once nobody is given it any
+        more. Also true where that cannot be found out now."""
+        if not self._was_shared or self._file is None:
             return False
-        answer = fcntl.fcntl(self.descriptor, fcntl.F_OFD_GETLK, _lock_of(fcntl.F_WRLCK, first, last))
-        kind: int = _LOCK.unpack(answer)[0]
-        return kind != fcntl.F_UNLCK
+        try:
+            if self._witness is None:
+                self._witness = OpenFile(open_again(self._file.number, writable=False))
+        except OSError:  # no descriptors left, or a client has a lease on it
+            return True
+        answer = is_open_elsewhere(self._witness)
+        return self.is_shared() if answer is None else answer
+
+    def free_pages(self) -> None:
+        """Nobody is to read it any more: whoever denied that he has it open keeps no memory by it."""
+        if self._was_shared and self._file is not None:
+            with suppress(OSError):  # then the pages go with the last mapping
+                free_pages(self._file.number, self.size_bytes)
 
     def close(self) -> None:
         """Give the descriptor back. The mapping goes when the last view of it does: a reader is never cut off."""
-        self._give_back()
-        self.descriptor = -1
+        self._file = self._witness = None
 
     def _prefault(self) -> None:
         for start in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
@@ -181,12 +211,21 @@ class Forgetful(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Lingering:
+    """An extent that was taken back and that others have open. not_before: when it is asked about again."""
+
+    extent: Extent
+    owner: bytes
+    not_before: float = 0.0
+
+
 class ExtentPool:
     """Extents of one size, never more than the budget allows. Thread-safe; creation runs outside the lock.
 
     Extents may be made ahead (`prepare`), so that whoever needs one next does not wait for the kernel to clear its
     pages. They are memory of this process within the budget, but nobody has taken them. An extent that was taken back
-    while another process has it mapped counts as taken until that process lets go.
+    while another process has it open or mapped counts as taken until that process lets go.
     """
 
     def __init__(
@@ -195,14 +234,20 @@ class ExtentPool:
         extent_bytes: int,
         keeper: Forgetful | None = None,
         faults: FaultReports | None = None,
+        now: Callable[[], float] = lambda: 0.0,
+        thread_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """keeper: told when an extent that it keeps is given back for good. faults: told where the machine has no
-        memory for one."""
+        memory for one. now: seconds that never go back. thread_seconds: that the processor has worked for the calling
+        thread, by which it is seen that a question to the kernel takes long.
+        """
         assert extent_bytes % _PAGE_BYTES == 0 and 0 < extent_bytes <= budget_bytes
         self.budget_bytes = budget_bytes
         self.extent_bytes = extent_bytes
         self._keeper = keeper
         self.faults = faults or Unheard()
+        self.now = now
+        self.thread_seconds = thread_seconds
         self._lock = threading.Lock()
         self._prepared = threading.Condition(self._lock)
         self._taken_bytes = 0
@@ -210,7 +255,7 @@ class ExtentPool:
         self._preparing = False
         self._awaiting = 0
         self._spares: list[Extent] = []
-        self._lingering: dict[int, Extent] = {}  # taken back, and mapped elsewhere, in that order
+        self._lingering: dict[int, _Lingering] = {}  # in the order in which they were taken back
         self._taken_back = count(1)
         self._closed = False
 
@@ -237,12 +282,34 @@ class ExtentPool:
         self._take_back()
         return self._taken_bytes + self.extent_bytes <= self.budget_bytes
 
+    def lingering(self) -> Counter[bytes]:
+        """How many extents were taken back from each owner and are not free, as of the last look."""
+        with self._lock:
+            return Counter(one.owner for one in self._lingering.values())
+
     def _take_back(self) -> None:
-        """What nobody maps any more. Under the lock."""
-        for number in [one for one, extent in self._lingering.items() if not extent.is_shared()]:
-            extent = self._lingering.pop(number)
-            self._close(extent)
-            self._taken_bytes -= extent.size_bytes
+        """What nobody has open any more. Under the lock.
+
+        What others have done to an extent can make a question about it slow: it is asked the more rarely then.
+        """
+        if not self._lingering:
+            return
+        now, worked = self.now(), self.thread_seconds()
+        ends_at = worked + LOOK_SECONDS
+        for number, one in list(self._lingering.items()):
+            if now < one.not_before:
+                continue
+            if worked > ends_at:
+                return
+            is_open = one.extent.is_open_elsewhere()
+            before, worked = worked, self.thread_seconds()
+            if is_open:
+                one.not_before = ask_again_at(now, worked - before)
+                continue
+            del self._lingering[number]
+            one.extent.free_pages()
+            self._close(one.extent)
+            self._taken_bytes -= one.extent.size_bytes
 
     def prepare(self, ahead: int = 1) -> None:
         """From now on have so many extents ready before they are asked for, as far as budget and memory allow."""
@@ -273,26 +340,30 @@ class ExtentPool:
         self.destroy(extent)
         return False
 
-    def destroy(self, extent: Extent) -> bool:
-        """Take an extent back; its bytes are free for another, at once (true) or when no other process maps it."""
+    def destroy(self, extent: Extent, owner: bytes = b"") -> bool:
+        """Take an extent back; its bytes are free for another, at once (true) or when no other process has it open.
+        owner: who pays for it until then."""
         with self._lock:
-            if extent.is_shared() and not self._closed:
-                self._lingering[next(self._taken_back)] = extent
+            if extent.is_open_elsewhere() and not self._closed:
+                self._lingering[next(self._taken_back)] = _Lingering(extent, owner)
                 return False
+            is_closed = self._closed
+        if not is_closed:  # else whoever reads it goes on
+            extent.free_pages()
         self._close(extent)
         with self._lock:
             self._taken_bytes -= extent.size_bytes
         return True
 
     def close(self) -> None:
-        """Refuse further extents. One that is being made ahead is given back when it is there: nobody waits for it."""
+        """Refuse further extents. One that is being made ahead is given back when it is there: nobody waits for it.
+        Whoever reads one goes on."""
         with self._lock:
             self._closed = True
-            unused, self._lingering = [*self._lingering.values()], {}
-            self._taken_bytes -= sum(extent.size_bytes for extent in unused)
-            unused += self._spares
-            self._spares = []
-        for extent in unused:
+            mapped, self._lingering = [one.extent for one in self._lingering.values()], {}
+            self._taken_bytes -= sum(extent.size_bytes for extent in mapped)
+            unused, self._spares = self._spares, []
+        for extent in (*mapped, *unused):
             self._close(extent)
 
     def _close(self, extent: Extent) -> None:
@@ -372,6 +443,11 @@ class ExtentPool:
             self.faults.failed(EXTENT_THREADS, kind_of(error), "of one that makes extents ahead")
 
 
+def ask_again_at(now: float, took: float) -> float:
+    """When a question that took so long is to be asked again."""
+    return now + RARELY * took if took > SLOW_QUESTION_SECONDS else now
+
+
 def found_extent(descriptor: int) -> Extent | None:
     """Shared memory of an earlier process, mapped for writing; None, and closed, where it is no such memory."""
     size_bytes = os.fstat(descriptor).st_size
@@ -386,10 +462,6 @@ def found_extent(descriptor: int) -> Extent | None:
         return Extent(size_bytes, descriptor)
     except OSError:  # it cannot be mapped, and was closed
         return None
-
-
-def _lock_of(kind: int, first: int, last: int) -> bytes:
-    return _LOCK.pack(kind, os.SEEK_SET, first, last - first + 1, 0)
 
 
 def private_pages(size_bytes: int) -> FrameSpan:
@@ -428,9 +500,8 @@ class BlankExtent(Extent):
         self.name = b""
         self.view = memoryview(bytearray())
 
-    def is_shared(self, first: int = 0, last: int = MAX_HOLDER) -> bool:
-        """Never."""
-        return False
+        self._file = self._witness = None
+        self._was_shared = False
 
     def close(self) -> None:
         """There is nothing to give back."""

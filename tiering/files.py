@@ -30,6 +30,17 @@ _SLAB_SUFFIX = ".slab"
 _DRAFT_SUFFIX = ".slab.new"
 
 
+class Unfit(FileExistsError):
+    """Something else stands where a file or a directory is to be, or one that nobody can have written here: says what
+    was found and what is to be there."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(errno.EEXIST, found)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class Files(Protocol):
     """A folder of slabs: files of a fixed size that are read and written in whole pages of 4 KiB.
 
@@ -140,6 +151,7 @@ class DirectFiles:
                 self._reach("draft made")
                 # Asked while the draft is ours: until it is gone nobody else can create this name.
                 if os.path.lexists(path):
+                    _refuse_other_than_file(path)
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
                 os.posix_fallocate(descriptor, 0, size_bytes)
                 self._reach("draft allocated")
@@ -283,7 +295,7 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         self._owner = os.getpid()
-        self._descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = _open_regular(directory / "lock", os.O_RDWR | os.O_CREAT)
         _take_lock(self._descriptor)
         try:
             os.ftruncate(self._descriptor, 0)
@@ -317,7 +329,7 @@ class ReadingLock:
     def __init__(self, directory: Path) -> None:
         self._descriptor = -1
         try:
-            self._descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = _open_regular(directory / "lock", os.O_RDONLY)
         except FileNotFoundError:
             return
         _take_lock(self._descriptor)
@@ -358,13 +370,21 @@ def names_in(directory: Path) -> set[str]:
 def disk_room(directory: Path) -> int:
     """Bytes that a new file in this directory could have, its slabs' own bytes counted as free."""
     facts = os.statvfs(directory)
-    taken = sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory) if entry.name.endswith(_SLAB_SUFFIX))
+    taken = sum(
+        entry.stat(follow_symlinks=False).st_blocks * 512
+        for entry in os.scandir(directory)
+        if entry.name.endswith(_SLAB_SUFFIX)
+    )
     return facts.f_bavail * facts.f_frsize + taken
 
 
 def make_directory(directory: Path) -> None:
-    """Create a directory (and its parents) that only its owner can read; one that exists is left as it is."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Create a directory (and its parents) that only its owner can read; one that exists is left as it is. Raises
+    `OSError`, `Unfit` where something else has the name."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        raise Unfit(f"it is {what_stands_at(directory)}, where a directory is to be") from None
 
 
 def read_text_files(paths: Iterable[str]) -> dict[str, str]:
@@ -378,33 +398,100 @@ def read_text_files(paths: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def read_secret_file(path: Path) -> bytes | None:
-    """The contents, or None where there is no such file. Raises `PermissionError` if others could read it."""
+def read_secret_file(path: Path, most_bytes: int) -> bytes | None:
+    """The contents, or None where there is no such file. Raises `PermissionError` if others could read it, and
+    `Unfit` where it is no file or longer."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = _open_regular(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         if mode & 0o077:
             raise PermissionError(f"mode {mode:04o}")
-        chunks = []
-        while chunk := os.read(descriptor, 1 << 16):
-            chunks.append(chunk)
-        return b"".join(chunks)
+        return _read_whole(descriptor, most_bytes)
     finally:
         os.close(descriptor)
 
 
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """The contents of a file that is no secret. Raises `OSError`, and `Unfit` where it is no file or longer."""
+    descriptor = _open_regular(path, os.O_RDONLY)
+    try:
+        return _read_whole(descriptor, most_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _read_whole(descriptor: int, most_bytes: int) -> bytes:
+    chunks, size = [], os.fstat(descriptor).st_size
+    if size <= most_bytes:
+        size = 0
+        while size <= most_bytes and (chunk := os.read(descriptor, 1 << 16)):
+            chunks.append(chunk)
+            size += len(chunk)
+    if size > most_bytes:
+        raise Unfit(f"it has {size} bytes, and {most_bytes} are the most that it may have")
+    return b"".join(chunks)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a file on a disk. Nobody waits for whatever else may stand there. Raises `OSError`."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        # What a link leads to may just not be mounted: then there are keys, and no new ones are to be made.
+        is_dangling = error.errno == errno.ENOENT and path.is_symlink()
+        if is_dangling or error.errno in (errno.EISDIR, errno.ENXIO, errno.ELOOP, errno.ENODEV):
+            _refuse_other_than_file(path)
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            _refuse_other_than_file(path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse_other_than_file(path: Path) -> None:
+    found = what_stands_at(path)
+    if found != "a file":
+        raise Unfit(f"{path.name} is {found}, where a file is to be; move it away")
+
+
+def what_stands_at(path: Path) -> str:
+    """In words."""
+    is_link = False
+    try:
+        is_link = stat.S_ISLNK(path.lstat().st_mode)
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return "a link that leads nowhere" if is_link else "nothing"
+    except OSError as error:
+        return "a link that leads back to itself" if error.errno == errno.ELOOP else f"unknown ({error.strerror})"
+    kinds = {
+        stat.S_IFREG: "a file",
+        stat.S_IFDIR: "a directory",
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    return ("a link to " if is_link else "") + kinds.get(stat.S_IFMT(mode), "of an unknown kind")
+
+
 def open_again(descriptor: int, *, writable: bool) -> int:
-    """The file behind a descriptor as a new open file, with locks and a mode of its own. Raises `OSError`."""
-    return os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    """The file behind a descriptor as a new open file, with locks and a mode of its own. Raises `OSError`, also where
+    somebody has a lease on it: else the kernel would have us wait for him, for 45 seconds if he likes."""
+    access = os.O_RDWR if writable else os.O_RDONLY
+    return os.open(f"/proc/self/fd/{descriptor}", access | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def listening_socket(path: Path, mode: int) -> socket.socket:
     """A UNIX socket that others can connect to, those whom the mode allows. One that a dead process left is replaced.
 
-    Raises `OSError`: `EADDRINUSE` where a process still listens there, or something else than a socket has the name.
+    Raises `OSError`: `EADDRINUSE` where a process still listens there, and `Unfit` where something else has the name.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
@@ -432,7 +519,7 @@ def _is_left_socket(path: Path) -> bool:
     """Whether there is a socket that nobody listens on."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            return False
+            raise Unfit(f"it is {what_stands_at(path)}, where a socket is to be")
     except FileNotFoundError:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
@@ -448,7 +535,8 @@ def _is_left_socket(path: Path) -> bool:
 def write_secret_file(path: Path, contents: bytes, reach: Reach = go_on) -> None:
     """Replace a file that only its owner can read, durably: after this returns, the new contents survive a crash."""
     temporary = path.with_name(path.name + ".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    temporary.unlink(missing_ok=True)  # of a process that was killed; or what is no file, which must not be waited for
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(descriptor, 0o600)
         reach("secret draft made")
@@ -486,7 +574,7 @@ class _OpenSlab:
 
 
 def _open_slab(path: Path, flags: int) -> _OpenSlab:
-    descriptor = os.open(path, os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+    descriptor = _open_regular(path, os.O_NOFOLLOW | flags)
     try:
         return _OpenSlab(descriptor, os.fstat(descriptor).st_size)
     except BaseException:
@@ -497,6 +585,7 @@ def _open_slab(path: Path, flags: int) -> _OpenSlab:
 def _takes_direct_io(directory: Path) -> bool:
     """Write a page past the cache and read it again. A refusal is EINVAL, when the file is opened or used."""
     probe = directory / "direct-io.probe"
+    probe.unlink(missing_ok=True)
     try:
         descriptor = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT, 0o600)
         try:

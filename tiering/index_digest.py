@@ -12,7 +12,9 @@ to somebody who can write the directory; the records' MACs do that.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import struct
 from enum import Enum
 from pathlib import Path
@@ -47,9 +49,17 @@ def note(data: Path, transaction: int, reach: Reach = go_on) -> None:
 def compare(data: Path, transaction: int) -> Comparison:
     """The file now with what was noted. transaction: the last one that the file says it holds. Raises `OSError`."""
     try:
-        raw = data.with_name(DIGEST_FILE).read_bytes()
-    except FileNotFoundError:
-        return Comparison.UNKNOWN
+        # Whatever else may stand there, a pipe must not make this wait, nor a link lead elsewhere.
+        descriptor = os.open(data.with_name(DIGEST_FILE), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+            return Comparison.UNKNOWN
+        raise
+    try:
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        raw = os.read(descriptor, _NOTE.size + 17) if is_file else b""
+    finally:
+        os.close(descriptor)
     used = raw[: _NOTE.size]
     if len(raw) != _NOTE.size + 16 or xxhash.xxh3_128_digest(used) != raw[_NOTE.size :]:
         return Comparison.UNKNOWN

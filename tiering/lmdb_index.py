@@ -522,10 +522,12 @@ def probe(directory: str) -> None:
 
 
 def _make_directory(directory: Path) -> bool:
-    """True if it is new."""
+    """True if it is new. Raises `TierUnavailable` where something else has the name."""
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:
+        if not directory.is_dir():
+            raise TierUnavailable(f"{directory} is there and no directory, which it has to be; move it away") from None
         return False
     return True
 

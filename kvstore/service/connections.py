@@ -52,6 +52,10 @@ class Clock(Protocol):
         """Unix time, for people."""
         ...
 
+    def thread_seconds(self) -> float:
+        """That the processor has worked for the calling thread."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:

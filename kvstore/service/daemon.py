@@ -26,6 +26,7 @@ from kvstore.service.local_door import LocalDoor
 from kvstore.service.recording import Recording
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import AUTO, OFF, Settings, socket_key
+from kvstore.service.slow_extents import SlowExtents
 from tiering.files import disk_room, make_directory, read_text_files
 
 RUN_BYTES = 16
@@ -59,7 +60,8 @@ class Daemon:
         sessions = Sessions(store.core, first_number, new_token)
         run, counting = new_token(RUN_BYTES), Counting(clock)
         recording = Recording(clock, new_token)
-        handlers = Handlers(store.core, sessions, run, counting, recording, store.names)
+        slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
+        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow)
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed, store.faults)
         self.sockets: list[str] = []
         try:
@@ -83,7 +85,11 @@ class Daemon:
             self.door.listen_admin(Path(where), admin)
         except OSError as error:
             self.door.close(0)
-            mend = {errno.ENOENT: "make its directory first", errno.EACCES: "let this user write to its directory"}
+            mend = {
+                errno.ENOENT: "make its directory first",
+                errno.EACCES: "let this user write to its directory",
+                errno.EEXIST: "move it away",
+            }
             raise BadInput(
                 f"{key}={where} cannot be used: {error.strerror}; "
                 f"{mend.get(error.errno or 0, 'end who listens there')}, or give another path"

@@ -28,8 +28,9 @@ from kvstore.service.counting import Counting
 from kvstore.service.facts import printable
 from kvstore.service.recording import Recording
 from kvstore.service.sessions import MAX_LEASED_PLACES, Caller, Filling, Sessions
-from kvstore.store import SEALED_BLOCKS, Store
-from tiering.errors import BlockMissing, TierError
+from kvstore.service.slow_extents import SlowExtents
+from kvstore.store import SEALED_BLOCKS, SharedExtent, Store
+from tiering.errors import BlockMissing, TierError, TierUnavailable
 from tiering.frame import DIGEST_BYTES, KEY_BYTES
 
 MAX_ENGINE_CHARACTERS = 128
@@ -76,9 +77,12 @@ class Handlers:
         counting: Counting,
         recording: Recording,
         names: DisplayNames | None = None,
+        slow: SlowExtents | None = None,
     ) -> None:
-        """run: names this run of the sidecar. names: told what engines call their models."""
+        """run: names this run of the sidecar. names: told what engines call their models. slow: knows whose memory
+        takes long to hand out."""
         self._names = names
+        self._slow = slow or SlowExtents()
         self._store = store
         self._recording = recording
         self._counting = counting
@@ -342,33 +346,47 @@ class Handlers:
     # Memory and the rest -------------------------------------------------------------------------------------------
 
     def _extents(self, caller: Caller, verb: m.Extents) -> Served:
-        extents, descriptors = [], []
+        """Those that are handed over; where one took long, these are not all that there are."""
+        tenant, extents, descriptors = caller.session.tenant.tenant, [], []
+        if self._slow.waits(tenant):
+            raise TierUnavailable(
+                "clients of this tenant have placed so many locks on its memory that handing it out takes long; "
+                "let go of them, and try again in a moment"
+            )
         fills = {one.namespace for one in list(caller.reservations.values())} if verb.writable else None
         try:
             for number in dict.fromkeys(verb.numbers):
-                self._check_shares(caller, number)
-                was_shared = number in caller.extents
-                caller.extents.add(number)  # before it is shared: from then on a mapping may be somewhere
-                try:
-                    shared = self._store.share(number, caller.session.tenant.tenant, caller.number, fills)
-                except BlockMissing:
-                    if not was_shared:
-                        caller.extents.discard(number)
-                    continue
-                caller.shares[number] += 1
-                extents.append(m.Extent(number, shared.size_bytes, shared.frame_bytes))
-                descriptors.append(shared.descriptor)
+                began_at = self._slow.thread_seconds()
+                shared = self._share(caller, number, fills)
+                if shared is not None:
+                    extents.append(m.Extent(number, shared.size_bytes, shared.frame_bytes))
+                    descriptors.append(shared.descriptor)
+                if self._slow.is_slow(tenant, began_at):
+                    break
         except BaseException:
             for one in descriptors:
                 os.close(one)
             raise
         return Served(m.ExtentsReply(extents), descriptors)
 
+    def _share(self, caller: Caller, number: int, fills: set[int] | None) -> SharedExtent | None:
+        self._check_shares(caller, number)
+        was_shared = number in caller.extents
+        caller.extents.add(number)  # before it is shared: from then on a mapping may be somewhere
+        try:
+            shared = self._store.share(number, caller.session.tenant.tenant, caller.number, fills)
+        except BlockMissing:
+            if not was_shared:
+                caller.extents.discard(number)
+            return None
+        caller.shares[number] += 1
+        return shared
+
     def _check_shares(self, caller: Caller, extent: int) -> None:
         """Raises `BadInput`."""
         if caller.shares[extent] < MAX_SHARES:
             return
-        if not self._store.unmapped([extent], caller.number):
+        if self._store.is_mapped(extent, caller.number):
             raise BadInput(
                 f"an extent that this connection has mapped up to {MAX_SHARES} times, which is the limit; use the "
                 "mapping that is there, or let go of it first"

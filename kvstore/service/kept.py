@@ -6,7 +6,9 @@ is gone the sidecar ends too: whoever starts it next would find the directory in
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from queue import SimpleQueue
 from kvstore.service.keeper import ALL, DESCRIPTORS, FORGET, KEEP, READY
 from tiering.keeping import NAME_BYTES, Kept
 
+_PR_SET_PDEATHSIG = 1
 RECEIVE_SECONDS = FREEZE_SECONDS = 10.0
 
 
@@ -23,6 +26,7 @@ class KeeperWire:
 
     def __init__(self, descriptor: int, new_token: Callable[[int], bytes]) -> None:
         """Takes the descriptor over. new_token: random bytes, that many."""
+        _end_with_parent(True)  # until it is watched: what holds up the start must not hold up the end
         self._socket = socket.socket(fileno=descriptor)
         self._socket.settimeout(RECEIVE_SECONDS)
         os.set_inheritable(descriptor, False)
@@ -55,6 +59,7 @@ class KeeperWire:
         self._is_sending = True
         threading.Thread(target=self._send_all, name="kv-keep", daemon=True).start()
         threading.Thread(target=self._watch, args=(gone,), name="kv-keeper", daemon=True).start()
+        _end_with_parent(False)
 
     # The contract --------------------------------------------------------------------------------------------------
 
@@ -125,3 +130,8 @@ class KeeperWire:
         except OSError:
             pass
         gone()
+
+
+def _end_with_parent(does: bool) -> None:
+    """Whether the kernel ends this process at once where its parent, the keeper, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if does else 0)

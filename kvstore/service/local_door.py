@@ -136,6 +136,8 @@ class LocalDoor:
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
         self._admin_pool = ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin")
+        self._sweep_pool = ThreadPoolExecutor(1, "kv-door-sweep")
+        self._is_sweeping = False
         self._to_show_out: deque[tuple[bytes, threading.Event]] = deque()
         self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
         self._served: Counter[str] = Counter()
@@ -195,7 +197,7 @@ class LocalDoor:
         """Serve in a thread of its own."""
         self._sessions.watch_memory(self._wake)
         # One of each is there from now on: where the machine has no further ones, everybody is served still.
-        for pool in (self._pool, self._large_pool, self._long_pool, self._admin_pool):
+        for pool in (self._pool, self._large_pool, self._long_pool, self._admin_pool, self._sweep_pool):
             pool.submit(lambda: None)
         thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
         thread.start()
@@ -280,7 +282,7 @@ class LocalDoor:
         finally:
             self._is_ending = False
 
-    def _safely(self, what: str, work: Callable[[], None]) -> None:
+    def _safely(self, what: str, work: Callable[[], object]) -> None:
         """What is done for all of them: a fault in it is logged, and they are served on."""
         try:
             work()
@@ -342,7 +344,7 @@ class LocalDoor:
         if self._spare is None:
             with suppress(OSError):
                 self._spare = self._woken.dup()
-        self._sessions.sweep()
+        self._begin_sweep()
         self._is_watchful = self._sessions.is_waited_for
         for one in list(self._connections):
             if one.is_refused:
@@ -355,6 +357,23 @@ class LocalDoor:
             self._is_watchful |= bool(waits_for_him or one.in_flight or one.is_refused)
             if waits_for_him and now - one.heard_at > self._limits.silence_seconds:
                 self._show_out(one)
+
+    def _begin_sweep(self) -> None:
+        """In a thread of its own, one at a time: it asks the kernel, which can take long."""
+        if self._is_sweeping:
+            return
+        self._is_sweeping = True
+
+        def sweep() -> None:
+            try:
+                self._safely("what those who are gone left behind cannot be given back", self._sessions.sweep)
+            finally:
+                self._is_sweeping = False
+
+        try:
+            self._sweep_pool.submit(sweep)
+        except RuntimeError:  # the machine has no thread for it
+            sweep()
 
     def _rest_seconds(self) -> float:
         """Until it looks around again, if nobody comes."""
@@ -877,7 +896,7 @@ class LocalDoor:
             listener.closer.close(listener.socket)  # with those who wait to be let in
         while self._to_show_out:
             self._to_show_out.popleft()[1].set()
-        for pool in (self._pool, self._large_pool, self._admin_pool):
+        for pool in (self._pool, self._large_pool, self._admin_pool, self._sweep_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self._connections):
             self._show_out(connection)

@@ -42,6 +42,7 @@ from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
 from kvstore.paths import expanded
 from kvstore.service.connections import DoorLimits
+from tiering.files import Unfit, read_file
 from tiering.shares import Share
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ MAX_SWEEP_SECONDS = 10.0
 MAX_USER = (1 << 32) - 2
 """The highest user id; the one above it means none."""
 MOST_LINE, LONGEST_KEY = 1000, 100
+MOST_CONFIGURATION_BYTES = 1 << 20
 """Characters of a line that says what is wrong, and of a key for which a likely one is looked for."""
 
 
@@ -187,6 +189,15 @@ def shares_of(settings: Settings) -> Mapping[str, Share]:
         given = Share(one.share or 0.0, 1.0 if one.weight is None else one.weight)
         found[name] = checked_share(given, (f"{section}.share", f"{section}.weight"))
     return checked_shares(found)
+
+
+def read_configuration(path: Path) -> bytes:
+    """A file of settings; a pipe is none, since the keeper's process and the sidecar's both read it. Raises `BadInput`,
+    and `OSError`."""
+    try:
+        return read_file(path, MOST_CONFIGURATION_BYTES)
+    except Unfit as error:
+        raise BadInput(f"{path} is no configuration: {error}; give a TOML file") from None
 
 
 def read_settings(

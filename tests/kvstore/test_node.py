@@ -234,7 +234,7 @@ def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(BadInput) as caught:
         opened(tmp_path)
-    assert one_line(caught.value, str(tmp_path), "Is a directory")
+    assert one_line(caught.value, str(tmp_path), "lock is a directory, where a file is to be")
 
 
 # The keys -------------------------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_a_key_file_that_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "keys").mkdir(mode=0o700)
     with pytest.raises(KeysUnusable) as caught:
         opened(tmp_path)
-    assert one_line(caught.value, str(tmp_path / "keys"), "Is a directory")
+    assert one_line(caught.value, str(tmp_path / "keys"), "keys is a directory, where a file is to be")
 
 
 def test_no_more_tenants_than_the_limit(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvstore.service.local_door import LocalDoor
 from kvstore.service.recording import Recording
 from kvstore.service.remote_door import CallLimits
 from kvstore.service.sessions import Sessions
+from kvstore.service.slow_extents import SlowExtents
 
 
 def patient(store: SidecarStore) -> SidecarStore:
@@ -43,7 +44,8 @@ class Sidecar:
         self.sessions = Sessions(self.core, 1, secrets.token_bytes)
         run, self.counting = secrets.token_bytes(16), Counting(clock)
         recording = Recording(clock, secrets.token_bytes)
-        self.handlers = Handlers(self.core, self.sessions, run, self.counting, recording, self.store.names)
+        slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
+        self.handlers = Handlers(self.core, self.sessions, run, self.counting, recording, self.store.names, slow)
         self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
         self.door.listen(
             self.path,

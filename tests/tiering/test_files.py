@@ -35,6 +35,7 @@ from tiering.files import (
     write_secret_file,
 )
 
+MOST = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
 
 HOLD = """
@@ -135,7 +136,7 @@ def test_a_socket_whose_owner_is_stuck_is_in_use(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o640 and mine.getsockname() == str(path)
     path.unlink()
     path.write_text("no socket")
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(OSError, match="it is a file, where a socket is to be"):
         listening_socket(path, 0o600)
     assert path.read_text() == "no socket"
 
@@ -232,18 +233,18 @@ def test_a_secret_is_written_for_its_owner_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert read_secret_file(path) == b"secret"
+    assert read_secret_file(path, MOST) == b"secret"
     assert os.listdir(tmp_path) == ["keys"], "no draft is left"
 
 
 @pytest.mark.parametrize("contents", [b"", b"x", b"long" * 100_000])
 def test_secrets_of_any_length(tmp_path: Path, contents: bytes) -> None:
     write_secret_file(tmp_path / "keys", contents)
-    assert read_secret_file(tmp_path / "keys") == contents
+    assert read_secret_file(tmp_path / "keys", MOST) == contents
 
 
 def test_no_file_is_no_secret(tmp_path: Path) -> None:
-    assert read_secret_file(tmp_path / "keys") is None
+    assert read_secret_file(tmp_path / "keys", MOST) is None
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o777])
@@ -252,7 +253,7 @@ def test_a_secret_that_others_could_reach_is_refused(tmp_path: Path, mode: int) 
     write_secret_file(path, b"secret")
     path.chmod(mode)
     with pytest.raises(PermissionError, match=f"{mode:04o}"):
-        read_secret_file(path)
+        read_secret_file(path, MOST)
     assert stat.S_IMODE(path.stat().st_mode) == mode and path.read_bytes() == b"secret"
 
 
@@ -261,7 +262,7 @@ def test_a_draft_of_a_crash_is_overwritten_and_closed_to_others(tmp_path: Path) 
     draft.write_bytes(b"half a file of somebody, longer than the new one")
     draft.chmod(0o666)
     write_secret_file(tmp_path / "keys", b"secret")
-    assert read_secret_file(tmp_path / "keys") == b"secret" and not draft.exists()
+    assert read_secret_file(tmp_path / "keys", MOST) == b"secret" and not draft.exists()
 
 
 def test_a_write_that_fails_leaves_the_old_contents(tmp_path: Path) -> None:
@@ -270,7 +271,7 @@ def test_a_write_that_fails_leaves_the_old_contents(tmp_path: Path) -> None:
     (tmp_path / "keys.new").mkdir()
     with pytest.raises(OSError):
         write_secret_file(path, b"new")
-    assert read_secret_file(path) == b"old"
+    assert read_secret_file(path, MOST) == b"old"
 
 
 def test_a_reader_sees_the_old_file_or_the_new_one(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_a_reader_sees_the_old_file_or_the_new_one(tmp_path: Path) -> None:
 
     def read() -> None:
         while not done.is_set():
-            seen.add(read_secret_file(path))
+            seen.add(read_secret_file(path, MOST))
 
     reader = threading.Thread(target=read)
     reader.start()

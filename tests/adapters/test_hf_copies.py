@@ -1,0 +1,78 @@
+"""A cache that is copied or pickled says what to do instead; after an edit that nothing shows, what docs name helps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvstore
+from kvstore.node import EmbeddedStore
+
+pytest.importorskip("transformers")
+from engine_adapter.hf_cache import PrefixCache
+from hf_models import plain_answer, small_model, some_prompt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
+    with kvstore.open(f"embedded:{tmp_path}", dram="64MiB") as opened:
+        yield opened
+
+
+def cache_of(model: Any, store: EmbeddedStore) -> PrefixCache:
+    return PrefixCache(model, store, chunk_tokens=128, codec="raw")
+
+
+def pickled(one: object) -> bytes:
+    return pickle.dumps(one)
+
+
+@pytest.mark.parametrize("is_inside", ["alone", "in a list", "in its model"])
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_is_refused_by_one_line(how: Callable[[Any], object], is_inside: str, store: EmbeddedStore) -> None:
+    model = small_model()
+    cache = cache_of(model, store)
+    model.cache = cache
+    copied = {"alone": cache, "in a list": [cache], "in its model": model}[is_inside]
+    if how is copy.copy and is_inside != "alone":
+        how(copied)  # it is the same cache
+        return
+    with pytest.raises(TypeError) as refused:
+        how(copied)
+    line = str(refused.value)
+    assert "copied" in line and "pickled" in line and "PrefixCache(model, store)" in line and "\n" not in line
+
+
+def test_another_cache_on_the_same_store_finds_what_was_kept(store: EmbeddedStore) -> None:
+    model, prompt = small_model(), some_prompt(300)
+    cache_of(model, store).generate(prompt, max_new_tokens=4)
+    again = cache_of(copy.deepcopy(model), store).generate(prompt, max_new_tokens=4)
+    assert again.report.restored_tokens >= 256 and again.token_ids == plain_answer(model, prompt, 4)
+
+
+@pytest.mark.parametrize("how", ["data", "numpy"])
+@pytest.mark.parametrize("then", ["add_(0)", "a new cache"])
+def test_after_an_edit_that_nothing_shows_what_is_to_be_called_helps(how: str, then: str, store: EmbeddedStore) -> None:
+    model, prompt = small_model(), some_prompt(300)
+    cache = cache_of(model, store)
+    cache.generate(prompt, max_new_tokens=6)
+    weight = model.model.embed_tokens.weight
+    if how == "data":
+        weight.data[prompt[10]] += 3
+    else:
+        weight.detach().numpy()[prompt[10]] += 3
+    if then == "add_(0)":
+        with torch.no_grad():
+            weight.add_(0)
+    else:
+        cache = cache_of(model, store)
+    cold = cache.generate(prompt, max_new_tokens=6)
+    assert cold.report.restored_tokens == 0 and cold.token_ids == plain_answer(model, prompt, 6)

@@ -1,0 +1,184 @@
+"""A tenant whose memory takes long to hand out, or to ask about, waits for itself, and nobody else does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvstore.node import SystemClock
+from kvstore.service import messages as m
+from kvstore.service.connections import DoorLimits
+from kvstore.service.departed import SWEEPS_A_SECOND, Departed
+from kvstore.service.slow_extents import RARELY, SLOW_SECONDS, SlowExtents
+from kvstore.service.wire import Wire
+from kvstore.unmapped import Unmapped
+from service.sidecar import Sidecar
+from tiering.extents import MappedExtent
+from tiering.tier import extent_of
+from torture.peer import packed_namespace
+
+
+class Time:
+    """now: it goes on as a test says. price: what the processor works for each time that it is asked for that."""
+
+    now = worked = price = 0.0
+
+    def seconds(self) -> float:
+        return self.now
+
+    def thread_seconds(self) -> float:
+        self.worked += self.price
+        return self.worked
+
+
+def test_a_tenant_that_took_long_waits_and_no_other() -> None:
+    time = Time()
+    slow = SlowExtents(time.seconds, time.thread_seconds)
+    since = slow.thread_seconds()
+    time.worked += SLOW_SECONDS / 2
+    assert not slow.is_slow(b"a", since) and not slow.waits(b"a")
+    time.worked += SLOW_SECONDS
+    assert slow.is_slow(b"a", since)
+    assert slow.waits(b"a") and not slow.waits(b"b")
+    time.now += 1.4 * RARELY * SLOW_SECONDS
+    assert slow.waits(b"a")
+    time.now += 0.2 * RARELY * SLOW_SECONDS
+    assert not slow.waits(b"a")
+
+
+@contextmanager
+def filled(sidecar: Sidecar, path: Path) -> Iterator[tuple[Wire, list[int]]]:
+    """A client that has stored blocks in two extents: their numbers."""
+    wire = Wire(str(path), "t", b"", SystemClock(), 60.0)
+    number = wire.call(m.OpenNamespace(packed_namespace(), [8192]), 60.0).answer.grant.number
+    keys = [bytes([one]) * 32 for one in range(1, 10)]
+    reply = wire.call(m.Reserve(number, keys, 0), 60.0).answer.reply
+    yield wire, sorted({extent_of(place) for place in reply.places[0]})
+    wire.close()
+
+
+def handed_over(wire: Wire, extents: Sequence[int]) -> int | m.Failed:
+    answered = wire.call(m.Extents(list(extents), False), 60.0)
+    if isinstance(answered.answer, m.Failed):
+        return answered.answer
+    for descriptor, one in zip(answered.descriptors, answered.answer.extents, strict=True):
+        MappedExtent(descriptor, one.size_bytes, writable=False)
+    return len(answered.answer.extents)
+
+
+def test_what_takes_long_to_hand_out_is_handed_out_seldom(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, dram="1MiB") as sidecar:
+        others = tmp_path / "others.sock"
+        sidecar.door.listen(others, sidecar.store.tenant_keys("other"))
+        with filled(sidecar, sidecar.path) as (wire, extents), filled(sidecar, others) as (other, theirs):
+            assert len(extents) > 1 and len(theirs) > 1
+            time = Time()
+            sidecar.handlers._slow = SlowExtents(time.seconds, time.thread_seconds)
+            assert handed_over(wire, extents) == len(extents)
+            time.price = 2 * SLOW_SECONDS
+            assert handed_over(wire, extents) == 1, "the others of this message are left out"
+            time.price = 0.0
+            refused = handed_over(wire, extents)
+            assert isinstance(refused, m.Failed) and refused.fault is m.Fault.BUSY
+            assert "locks on its memory" in refused.text and "try again" in refused.text and "\n" not in refused.text
+            assert handed_over(other, theirs) == len(theirs)
+            time.now += 2 * RARELY * SLOW_SECONDS
+            assert handed_over(wire, extents) == len(extents)
+
+
+def test_the_kernel_is_asked_without_the_lock_of_the_store(tmp_path: Path) -> None:
+    """Whoever has the lock keeps all tenants waiting."""
+    with Sidecar(tmp_path, dram="1MiB") as sidecar, filled(sidecar, sidecar.path) as (wire, extents):
+        answered = wire.call(m.Extents(extents, False), 60.0)
+        (caller,) = sidecar.sessions._callers
+        with ThreadPoolExecutor(1) as pool:
+            with sidecar.core._lock:
+                asked = pool.submit(sidecar.core.unmapped, extents, caller)
+                try:
+                    found = asked.result(10)
+                except TimeoutError:
+                    found = None
+            assert found is not None and (found.unmapped, found.asked) == (0, 1)
+        for descriptor, one in zip(answered.descriptors, answered.answer.extents, strict=True):
+            MappedExtent(descriptor, one.size_bytes, writable=False)
+        wire.call(m.Ping(), 60.0)  # by then the door has closed its own copies
+        assert sidecar.core.unmapped(extents, caller).unmapped == len(extents)
+
+
+def test_the_door_serves_while_a_sweep_takes_long(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, DoorLimits(sweep_seconds=0.001), dram="1MiB") as sidecar:
+        begun, goes_on, sweeps = threading.Event(), threading.Event(), list[int]()
+
+        def slow_sweep() -> int:
+            sweeps.append(1)
+            begun.set()
+            assert goes_on.wait(10)
+            return 0
+
+        sidecar.sessions.sweep = slow_sweep  # type: ignore[method-assign]
+        wire = Wire(str(sidecar.path), "t", b"", SystemClock(), 60.0)
+        assert begun.wait(60)
+        for _ in range(100):
+            assert isinstance(wire.call(m.Ping(), 60.0).answer, m.Done)
+        assert len(sweeps) == 1, "one at a time"
+        goes_on.set()
+        wire.close()
+
+
+class Mappings:
+    """Everything is mapped, and it takes so long to say so."""
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        self.seconds = seconds
+        self.asked: list[int] = []
+
+    def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
+        self.asked.append(holder)
+        return Unmapped(0, 1, self.seconds[holder])
+
+
+def sweep(departed: Departed[None], mappings: Mappings) -> list[int]:
+    mappings.asked.clear()
+    for gone in departed.turns():
+        departed.look(gone)
+    return list(mappings.asked)
+
+
+def test_a_tenant_where_questions_are_slow_is_left_out_of_sweeps() -> None:
+    mappings = Mappings({1: 0.003, 2: 0.003, 3: 0.0001})
+    departed: Departed[None] = Departed(mappings)
+    for number, tenant in ((1, b"a"), (2, b"a"), (3, b"b")):
+        departed.add(number, tenant, None, [7])
+    left_out = int(SWEEPS_A_SECOND * 0.003)
+    assert sorted(sweep(departed, mappings)) == [1, 3], "its second connection is left out at once"
+    for _ in range(left_out):
+        assert sweep(departed, mappings) == [3]
+    assert sorted(sweep(departed, mappings)) == [2, 3], "the other one has its turn"
+    gone = departed.add(4, b"a", None, [7])
+    assert gone is not None and departed.look(gone) == (True, 0)
+    nothing = departed.add(5, b"a", None, [])
+    assert nothing is not None and departed.look(nothing) == (False, 0), "it has nothing to be asked about"
+    assert len(departed) == 5
+
+
+def test_one_thread_at_a_time_asks_about_a_tenants_connections() -> None:
+    class Nested(Mappings):
+        """While it is asked, another thread comes to ask about the others."""
+
+        def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
+            if holder == 1:
+                with ThreadPoolExecutor(1) as pool:
+                    found.extend(pool.submit(departed.look, gone).result() for gone in (second, other))
+            return super().unmapped(extents, holder)
+
+    mappings, found = Nested({1: 0.0, 2: 0.0, 3: 0.0}), list[tuple[bool, int]]()
+    departed: Departed[None] = Departed(mappings)
+    first, second = departed.add(1, b"a", None, [7]), departed.add(2, b"a", None, [7])
+    other = departed.add(3, b"b", None, [7])
+    assert first is not None and second is not None and other is not None
+    assert departed.look(first) == (True, 1)
+    assert found == [(True, 0), (True, 1)] and mappings.asked == [3, 1]
+    assert departed.look(second) == (True, 1)
