@@ -652,9 +652,9 @@ class LocalDoor:
         while connection.waiting and not connection.closed:
             asked = connection.waiting[0]
             if not asked.is_long and connection.running >= self._limits.running:
-                return
+                break
             if connection.unsent_bytes >= self._limits.unread_bytes:
-                return
+                break
             connection.waiting.popleft()
             if asked.is_long:
                 connection.long_running += 1

@@ -347,7 +347,7 @@ def test_other_wrong_things_are_one_line(sidecar: Running, tmp_path: Path) -> No
     data, _, _ = sidecar
     (tmp_path / "f").write_text("[1]\n")
     for flag in ("--admin-socket", "--socket"):  # its former name
-        assert "admin socket (DATA/admin.sock)" in refused("stat", flag, f"{data}/kvstore.sock")
+        assert "the admin socket, admin.sock in the sidecar's --data" in refused("stat", flag, f"{data}/kvstore.sock")
         assert "there are none" in refused("drop", "ab", flag, f"{data}/admin.sock")
     assert "tenant's socket" in refused(
         "warm", str(tmp_path / "f"), "--namespace", "a", "--socket", f"{data}/admin.sock"
