@@ -323,11 +323,11 @@ class DramTier:
 
     def close(self) -> None:
         """Give all memory back; readers that still map an extent keep it until they let go."""
+        self._pool.close()  # first: pages that a keeper holds for the next process stay as they are
         for extent in self._extents.values():
             self._pool.destroy(extent.memory)
         self._closed = True
         self._ledger.clear()
-        self._pool.close()
 
     # Facts for decisions -------------------------------------------------------------------------------------------
 
