@@ -25,6 +25,7 @@ from kvstore.unwritten import Unwritten
 from tiering.admission import Admission
 from tiering.dram import DramTier
 from tiering.errors import BlockCorrupt
+from tiering.extents import Extent
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
 from tiering.residency import ExtentFacts, FrameState, Residency
 from tiering.shares import Shares
@@ -682,14 +683,19 @@ class Blocks:
         if self.older and self.lower is not None:
             self.lower.tier.delete(self.older.pop((number, key), []))
 
-    def retire_empty(self, number: int) -> None:
-        """Give back the extents of a namespace that hold nothing any more."""
+    def retire_empty(self, number: int, most: int) -> list[Extent]:
+        """Give back extents of a namespace that hold nothing any more, up to that many. They are unmapped when whoever
+        called lets go of what is returned."""
+        gone: list[Extent] = []
         for slot_class in self.spaces[number].classes:
             for extent in list(self.dram.extents_of(slot_class)):
                 counts = extent.slots.counts
-                if counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == extent.slots.capacity:
-                    if not self.residency.is_any_held(extent.number):
-                        self.dram.retire(extent.number)
+                is_empty = counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == extent.slots.capacity
+                if is_empty and not self.residency.is_any_held(extent.number):
+                    gone.append(self.dram.retire(extent.number))
+                    if len(gone) == most:
+                        return gone
+        return gone
 
     def check(self, pins: Mapping[int, int], sinking: Collection[int] = ()) -> None:
         """Every invariant over the tables; `pins`: row -> how many leases, reservations and moves pin it.
