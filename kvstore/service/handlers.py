@@ -26,6 +26,7 @@ from kvstore.requests import MAX_REQUEST_CHARACTERS
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
 from kvstore.service.facts import printable
+from kvstore.service.lasting import Lasting
 from kvstore.service.recording import Recording
 from kvstore.service.sessions import MAX_LEASED_PLACES, Caller, Filling, Sessions
 from kvstore.store import SEALED_BLOCKS, Store
@@ -79,6 +80,7 @@ class Handlers:
     ) -> None:
         """run: names this run of the sidecar. names: told what engines call their models."""
         self._names = names
+        self._lasting = Lasting()
         self._store = store
         self._recording = recording
         self._counting = counting
@@ -191,6 +193,7 @@ class Handlers:
             }
             _log.debug("namespace opened", extra={"connection": caller.number, **named})
         caller.namespaces[grant.number] = slices
+        self._lasting.opened(len(slices))
         self._counting.opened(grant.number, namespace.layout.block_tokens)
         own = self._store.own_number(grant.number)
         caller.named[own] = grant.number
