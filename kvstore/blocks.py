@@ -25,6 +25,7 @@ from kvstore.unwritten import Unwritten
 from tiering.admission import Admission
 from tiering.dram import DramTier
 from tiering.errors import BlockCorrupt
+from tiering.extents import Extent
 from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
 from tiering.residency import ExtentFacts, FrameState, Residency
 from tiering.shares import Shares
@@ -138,9 +139,6 @@ class Blocks:
         self.spaces.append(space)
         if self.shares is not None:
             self.shares.add_namespace(keys.tenant)
-        self.residency.add_parts(len(classes))
-        if self.lower is not None:
-            self.lower.residency.add_parts(len(classes))
         return space
 
     # A block's life ------------------------------------------------------------------------------------------------
@@ -156,12 +154,9 @@ class Blocks:
 
     def place(self, number: int, rows: Sequence[int]) -> list[list[int]]:
         """2. One slot per part and block, by part; every class must have as many free ones."""
-        columns = []
-        for part, slot_class in enumerate(self.spaces[number].classes):
-            places = self.dram.reserve(slot_class, len(rows))
-            assert len(places) == len(rows), "asked for slots that are not there"
-            self.residency.reserved(rows, part, places)
-            columns.append(places)
+        columns = [self.dram.reserve(slot_class, len(rows)) for slot_class in self.spaces[number].classes]
+        assert all([len(places) == len(rows) for places in columns]), "asked for slots that are not there"
+        self.residency.reserved(rows, columns)
         return columns
 
     def next_generations(self, number: int, count: int) -> range:
@@ -444,9 +439,8 @@ class Blocks:
         tier, residency = self.lower.tier, self.lower.residency
         assert all(residency.place(row, 0) == NO_PLACE for row in rows), "a block has one place there"
         columns = claimed or [tier.reserve(slot_class, len(rows)) for slot_class in self.spaces[number].classes]
-        for part, places in enumerate(columns):
-            assert len(places) == len(rows), "asked for slots that are not there"
-            residency.reserved(rows, part, places)
+        assert all([len(places) == len(rows) for places in columns]), "asked for slots that are not there"
+        residency.reserved(rows, columns)
         for row in rows:
             self._came_below(row)
         return columns
@@ -499,8 +493,7 @@ class Blocks:
     def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
         """A readable block was found on NVMe too, from before a restart."""
         assert self.lower is not None
-        for part, place in enumerate(places):
-            self.lower.residency.reserved([row], part, [place])
+        self.lower.residency.reserved([row], [[place] for place in places])
         self._came_below(row)
         self.lower.residency.published(row, generation)
         self.lower.residency.listed(row)
@@ -543,8 +536,8 @@ class Blocks:
             self.index.publish(row)
             if self.lower is not None:
                 self.lower.admission.found(range(row, row + 1))
-        for part, (place, header_digest) in enumerate(zip(places, header_digests, strict=True)):
-            residency.reserved([row], part, [place])
+        residency.reserved([row], [[place] for place in places])
+        for part, header_digest in enumerate(header_digests):
             residency.part_sealed(row, part, header_digest)
         residency.published(row, generation)
         residency.listed(row)
@@ -690,14 +683,19 @@ class Blocks:
         if self.older and self.lower is not None:
             self.lower.tier.delete(self.older.pop((number, key), []))
 
-    def retire_empty(self, number: int) -> None:
-        """Give back the extents of a namespace that hold nothing any more."""
+    def retire_empty(self, number: int, most: int) -> list[Extent]:
+        """Give back extents of a namespace that hold nothing any more, up to that many. They are unmapped when whoever
+        called lets go of what is returned."""
+        gone: list[Extent] = []
         for slot_class in self.spaces[number].classes:
             for extent in list(self.dram.extents_of(slot_class)):
                 counts = extent.slots.counts
-                if counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == extent.slots.capacity:
-                    if not self.residency.is_any_held(extent.number):
-                        self.dram.retire(extent.number)
+                is_empty = counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == extent.slots.capacity
+                if is_empty and not self.residency.is_any_held(extent.number):
+                    gone.append(self.dram.retire(extent.number))
+                    if len(gone) == most:
+                        return gone
+        return gone
 
     def check(self, pins: Mapping[int, int], sinking: Collection[int] = ()) -> None:
         """Every invariant over the tables; `pins`: row -> how many leases, reservations and moves pin it.

@@ -66,7 +66,7 @@ class DirectReader:
     def lease(self, number: int, keys: Sequence[bytes], first_block: int) -> DirectReply:
         """Keep the blocks from `first_block` on that are on NVMe, up to the first that is not."""
         with self._lock:
-            if self._closed:
+            if self._closed or number in self._blocks.dropping:
                 return DirectReply(0, first_block, first_block)
             self.run_out()
             chain = self._blocks.index.match(number, keys)

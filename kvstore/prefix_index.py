@@ -222,6 +222,22 @@ class PrefixIndex:
         yield from names.visible.values()
         yield from names.hidden.values()
 
+    @property
+    def rows_end(self) -> int:
+        """No row is as high as that."""
+        return self._next_row
+
+    def rows_and_depths(self, namespace: int, first: int, stop: int) -> tuple[Column, Column]:
+        """Those of a namespace among rows from `first` to before `stop`, in any state."""
+        states = np.frombuffer(self._states, np.uint8)[first : min(stop, self._next_row)]
+        owners = np.frombuffer(self._owners, np.int16)[first : first + len(states)]
+        rows = np.flatnonzero((owners == namespace) & (states != 0)) + first
+        return rows, np.frombuffer(self._depths, np.int32)[rows]
+
+    def is_row_of(self, row: int, namespace: int) -> bool:
+        """Whether it is a row of that namespace, in any state."""
+        return self._states[row] != 0 and self._owners[row] == namespace
+
     def visible_blocks(self, namespace: int | None = None) -> int:
         """Blocks that a match can find, in one namespace or in all."""
         chosen = self._names if namespace is None else [self._names[namespace]]

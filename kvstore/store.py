@@ -41,6 +41,7 @@ from kvstore.takeover import Takeover
 from kvstore.unmapped import Unmapped, look
 from tiering.admission import WriteBudget
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
+from tiering.extents import Extent
 from tiering.frame import frame_bytes
 from tiering.move_queue import MoveCounts, MoveQueue
 from tiering.mover import Copy, MoveDone, Mover, Outcome
@@ -48,7 +49,7 @@ from tiering.nvme import NvmeTier
 from tiering.residency import Evict, Grow, Residency, Vacate
 from tiering.scrub import ScrubLimits, ScrubUsage
 from tiering.slab import PAGE_BYTES
-from tiering.tier import FrameSpan, SlotClass, Usage, extent_of
+from tiering.tier import Column, FrameSpan, SlotClass, Usage, extent_of
 
 SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
 RUN_OUT_AT_ONCE = 1024
@@ -64,7 +65,13 @@ LOCKED_PLACES = 2 * LOCKED_BLOCKS
 SEALED_BLOCKS = 256
 """The same where blocks are committed, at 10 us each."""
 ABORTED_PLACES = 1024
-"""The same of places where a put is given up, at some microseconds each."""
+"""The same of places where a put is given up, or a namespace dropped, at some microseconds each."""
+EVICTED_BLOCKS = 512
+"""The same of blocks that an operator has evicted."""
+RETIRED_BYTES = 16 << 20
+"""The same of memory that is given back to the system; at least one extent."""
+SCANNED_ROWS = 1 << 20
+"""The same of rows, of all namespaces, where those of one are looked for: in columns, at a nanosecond each."""
 GIVE_WAY_SECONDS = 1e-4
 """Between two of them: without it the lock is taken again before who waits for it has woken up."""
 
@@ -208,6 +215,9 @@ class Store:
         self._pinned_bytes = 0
         self._abandoned: deque[int] = deque()
         self._to_abort: deque[int] = deque()  # reservations that nobody writes into any more
+        self._emptied: dict[int, None] = {}  # namespaces that may have extents which hold nothing
+        self._drops: set[int] = set()  # namespaces that are being dropped
+        self._unfound: set[int] = set()  # of them, those of which some blocks are gone and no block is found
         self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
         self._refreshing: deque[tuple[list[int], int]] = deque()  # long chains that were used, as `Blocks.refreshed`
         self._levels: Levels | None = None
@@ -303,8 +313,7 @@ class Store:
             return self._drop(number, deadline)
         finally:
             with self._lock:
-                if self._blocks.spaces[number].tenant not in self._leaving:
-                    self._blocks.dropping.discard(number)
+                self._serve_again([number])
 
     def purge(self, tenant: bytes, seconds: float = DROP_SECONDS) -> int:
         """Void every block of a tenant durably, give back its slabs, and serve it no more under these keys; returns
@@ -327,30 +336,113 @@ class Store:
         except BaseException:
             with self._lock:
                 self._leaving.discard(tenant)
-                mine = [space.number for space in self._blocks.spaces if space.tenant == tenant]
-                self._blocks.dropping.difference_update(mine)
+                self._serve_again([space.number for space in self._blocks.spaces if space.tenant == tenant])
             raise
 
+    def _serve_again(self, numbers: Iterable[int]) -> None:
+        """After a drop, unless another one is under way. Under the lock."""
+        for number in numbers:
+            if number not in self._drops and self._blocks.spaces[number].tenant not in self._leaving:
+                self._blocks.dropping.discard(number)
+
     def _drop(self, number: int, deadline: float) -> int:
+        """Others have the lock between pieces. Another drop of this namespace waits for this one."""
+        with self._lock:
+            self._await_taken_in(lambda: number in self._drops, deadline)
+            self._drops.add(number)
+            self._blocks.dropping.add(number)  # a drop that ended just now has taken it off
+        try:
+            readable = self._drop_rows(number, deadline)
+            self._retire_emptied()
+            if self._levels is not None and not self._levels.settle(deadline):
+                raise TierUnavailable(f"the blocks are gone from memory, but not durably from the disk; {_ASK_AGAIN}")
+            return readable
+        finally:
+            with self._lock:
+                self._drops.discard(number)
+                self._unfound.discard(number)
+                self._moves_done.notify_all()
+
+    def _drop_rows(self, number: int, deadline: float) -> int:
         with self._lock:
             self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
             self._run_out()  # from here on it has no leases, and nobody is given one
             self._finish([*self._leases.lapse_all(number), *self._endings.under_way_of(number)])
             self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
-            for reservation in list(self._reservations.values()):
-                if reservation.namespace == number and not reservation.cancelled:
-                    self._cancel(reservation)
-            index = self._blocks.index
-            readable = index.visible_blocks(number)
-            for row in sorted(index.rows(number), key=index.depth, reverse=True):
-                self._blocks.drop(row)
-            self._blocks.retire_empty(number)
-            if self._loader is not None and self.direct is not None:
-                self._loader.forget(number)
+            self._cancel_all(number)
+            self._check_open()
+            readable = self._blocks.index.visible_blocks(number)
+            self._unfound.add(number)
+            self._refreshing.clear()  # its rows may become another namespace's
+            if self.direct is not None:
                 self.direct.forget(number)
-        if self._levels is not None and not self._levels.settle(deadline):
-            raise TierUnavailable(f"the blocks are gone from memory, but not durably from the disk; {_ASK_AGAIN}")
+        rows = self._rows_of(number)
+        most = max(1, ABORTED_PLACES // len(self._blocks.spaces[number].classes))
+        for first in range(0, len(rows), most):
+            with self._lock:
+                self._check_open()
+                for row in rows[first : first + most].tolist():
+                    self._drop_row(number, row, deadline)
+                self._moves_done.wait(GIVE_WAY_SECONDS)
+        with self._lock:
+            self._check_open()
+            self._emptied[number] = None
+            if self._loader is not None:
+                self._loader.forget(number)
         return readable
+
+    def _rows_of(self, number: int) -> Column:
+        """Those of a namespace that nothing is stored into, the deepest first. Others have the lock between pieces, and
+        may evict some of them."""
+        index, found = self._blocks.index, []
+        with self._lock:
+            for first in range(0, index.rows_end, SCANNED_ROWS):
+                if first:
+                    self._moves_done.wait(GIVE_WAY_SECONDS)
+                    self._check_open()
+                found.append(index.rows_and_depths(number, first, first + SCANNED_ROWS))
+        rows, depths = map(np.concatenate, zip(*found, strict=True)) if found else (np.empty(0, np.int64),) * 2
+        deepest_first: Column = rows[np.argsort(-depths, kind="stable")]
+        return deepest_first
+
+    def _drop_row(self, number: int, row: int, deadline: float) -> None:
+        """If it is of that namespace still. Under the lock, which others have while a move pins the row."""
+        blocks = self._blocks
+        while blocks.index.is_row_of(row, number) and blocks.residency.pins.counts[row]:
+            left = deadline - self._clock.monotonic_seconds()
+            if left <= 0:
+                raise TierUnavailable(f"blocks are still on the move, and not all were dropped; {_ASK_AGAIN}")
+            self._moves_done.wait(min(DROP_LOOKS_SECONDS, left))
+            self._check_open()
+        if blocks.index.is_row_of(row, number):
+            blocks.drop(row)
+
+    def _cancel_all(self, number: int) -> None:
+        """What is being stored into a namespace. Under the lock, which others have between pieces."""
+        while not self._closed:
+            mine = (one for one in self._reservations.values() if one.namespace == number and not one.cancelled)
+            record = next(mine, None)
+            if record is None:
+                return
+            self._orphan_the_last(record, also_ending=True)
+            if self._reservations.get(record.number) is record and not (record.cancelled or self._closed):
+                self._cancel(record)
+
+    def _retire_emptied(self) -> None:
+        """Give back extents that hold nothing any more. Not under the lock: their memory is unmapped without it."""
+        most = max(1, RETIRED_BYTES // self._blocks.dram.extent_bytes)
+        gone: list[Extent] = []
+        while self._emptied:
+            with self._lock:
+                number = next(iter(self._emptied), None)
+                if number is None or self._closed:
+                    return
+                gone = self._blocks.retire_empty(number, most)
+                if len(gone) < most:
+                    self._emptied.pop(number, None)
+                else:
+                    self._moves_done.wait(GIVE_WAY_SECONDS)
+            gone.clear()
 
     def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
         """Until what is on disk was taken in and nothing moves any more. Under the lock. Raises `TierUnavailable`, and
@@ -376,6 +468,8 @@ class Store:
         with self._lock:
             if self._closed:
                 return MatchReply(0, reason=MissReason.DISABLED, detail="the store is closed")
+            if number in self._unfound:
+                return MatchReply(0, reason=MissReason.DISABLED, detail="it is being dropped")
             if self._levels is None:
                 blocks = self._blocks.index.matched(number, keys)
                 tiers = _dram(blocks)
@@ -388,7 +482,8 @@ class Store:
     def present(self, number: int, keys: Sequence[bytes], seconds: float | None = None) -> int:
         """How many leading blocks are readable. Waits for nothing."""
         with self._lock:
-            return self._blocks.index.matched(number, keys) if not self._closed else 0
+            is_found = not self._closed and number not in self._unfound
+            return self._blocks.index.matched(number, keys) if is_found else 0
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix, brought up to DRAM as far as that can be done before the deadline."""
@@ -641,11 +736,13 @@ class Store:
             self._finish_all()
         while self._to_abort:
             self.abort(self._to_abort.popleft())
+        self._retire_emptied()
 
     @property
     def is_ending(self) -> bool:
         """Whether there is anything for `finish_ending` to do; may be read without the lock."""
-        return (len(self._endings) > 0 or len(self._to_abort) > 0) and not self._closed
+        is_any = len(self._endings) > 0 or len(self._to_abort) > 0 or len(self._emptied) > 0
+        return is_any and not self._closed
 
     def ending_places(self, tenant: bytes) -> int:
         """How many blocks times parts a tenant's have."""
@@ -863,15 +960,16 @@ class Store:
         with self._lock:
             if self._joint.share(reservation) is not None:
                 self._abort_share(self._joint.let_go(reservation).record)
-                return
-            record = self._reservations.get(reservation)
-            if record is None or self._closed or record.is_ending:
-                return
-            record.is_ending = True
-            try:
-                self._abort(record)
-            finally:  # if it was interrupted, it may be asked for again
-                record.is_ending = False
+            else:
+                record = self._reservations.get(reservation)
+                if record is None or self._closed or record.is_ending:
+                    return
+                record.is_ending = True
+                try:
+                    self._abort(record)
+                finally:  # if it was interrupted, it may be asked for again
+                    record.is_ending = False
+        self._retire_emptied()
         if self._refreshing:  # soon: rows of what is evicted meanwhile may become another namespace's
             self._refresh()
 
@@ -912,6 +1010,7 @@ class Store:
             self._orphan_the_last(record)
             if not (record.cancelled or record.is_ending or self._closed):
                 self._cancel(record)
+        self._retire_emptied()
         if self._refreshing:
             self._refresh()
 
@@ -1030,8 +1129,15 @@ class Store:
             self._check_open()
             self._run_out()
             self._finish_all()
-            self._check_open()
-            return self._blocks.evict_worst(blocks)
+            gone = 0
+            while True:
+                self._check_open()
+                most = min(EVICTED_BLOCKS, blocks - gone)
+                evicted = self._blocks.evict_worst(most)
+                gone += evicted
+                if evicted < most or gone == blocks:
+                    return gone
+                self._moves_done.wait(GIVE_WAY_SECONDS)
 
     def usage(self) -> StoreUsage:
         """Counts and bytes now."""
@@ -1631,12 +1737,13 @@ class Store:
         if self._joint.lost(record, self._clock.monotonic_seconds()):
             self._free_cancelled(record)
 
-    def _orphan_the_last(self, record: ReservationRecord) -> None:
+    def _orphan_the_last(self, record: ReservationRecord, *, also_ending: bool = False) -> None:
         """Of a long reservation, all rows but as many as `_cancel` takes at a time. Under the lock, which others have
-        between pieces: they may cancel or abort it, and close the store."""
+        between pieces: they may cancel or abort it, and close the store. also_ending: also of one that is being
+        aborted."""
         most = max(1, ABORTED_PLACES // record.parts)
         record.is_cancelling = True
-        while not (record.is_joint or record.cancelled or record.is_ending or self._closed):
+        while not (record.is_joint or record.cancelled or self._closed) and (also_ending or not record.is_ending):
             start = len(record.rows) - most
             if start <= record.published:
                 return
@@ -1674,7 +1781,7 @@ class Store:
         self._reservations.pop(record.number, None)
         self._joint.freed(record)
         self._blocks.free_orphans(record.orphans)
-        self._blocks.retire_empty(record.namespace)
+        self._emptied[record.namespace] = None
 
     # Inside: room --------------------------------------------------------------------------------------------------
 

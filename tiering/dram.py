@@ -284,8 +284,9 @@ class DramTier:
         """Back into use, after a reader was faster."""
         self._ledger.stop_closing(number)
 
-    def retire(self, number: int) -> None:
-        """Give back an extent that holds nothing readable; its memory goes with the last mapping."""
+    def retire(self, number: int) -> Extent:
+        """Give back an extent that holds nothing readable; its memory goes with the last mapping, and with what is
+        returned."""
         extent = self._ledger.remove(number)
         self._left.pop(number, None)
         is_free = self._pool.destroy(extent.memory, extent.slot_class.tenant)
@@ -294,6 +295,7 @@ class DramTier:
         self.retired += 1
         if not is_free:
             self.mapped_still(number)
+        return extent.memory
 
     def share(self, number: int, holder: int, *, writable: bool) -> int:
         """A descriptor of an extent for another process; see `Extent.share`. Raises `BlockMissing` where it is gone.

@@ -24,6 +24,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tiering.further_parts import FurtherParts
 from tiering.held import HeldPlaces
 from tiering.policies.by_group import ByGroup
 from tiering.policies.policy import EvictionPolicy
@@ -271,17 +272,12 @@ class Residency:
         self._listed = bytearray()
         self._children = array("i")  # that have a place here, or are about to
         self._generations = array("q")
-        self._places: list[array[int]] = []  # one column per part
-        self._header_digests: list[bytearray] = []  # 16 bytes per row and part
+        self._places = array("q")  # of the first part
+        self._header_digests = bytearray()  # 16 bytes per row, of the first part
+        self._further = FurtherParts()
         self.held = HeldPlaces()
         """Of readers whose lease ran out while they may still read."""
         self.kept: Counter[int] = Counter()  # row -> readers that this tier alone is to keep it for
-
-    def add_parts(self, parts: int) -> None:
-        """Make room for blocks of that many parts."""
-        while len(self._places) < parts:
-            self._places.append(array("q", [NO_PLACE]) * len(self._listed))
-            self._header_digests.append(bytearray(16 * len(self._listed)))
 
     # What happened -------------------------------------------------------------------------------------------------
 
@@ -336,10 +332,7 @@ class Residency:
         first, stop = rows.start, rows.stop
         self._listed[first:stop] = bytes([1]) * len(rows)
         np.frombuffer(self._generations, "q")[first:stop] = generations
-        for column, mine in zip(self._places, places, strict=False):
-            mine_here = np.frombuffer(column, "q")[first:stop]
-            assert (mine_here == NO_PLACE).all()
-            mine_here[:] = mine
+        self._place(rows, places)
         children = np.frombuffer(self._children, "i")
         known, counts = np.unique(parents[parents >= 0], return_counts=True)
         for parent in known[(children[known] == 0) & (known < first)].tolist():
@@ -350,17 +343,31 @@ class Residency:
         if self.retention is not None:
             self.retention.loaded(rows)
 
-    def reserved(self, rows: Sequence[int], part: int, places: Sequence[int]) -> None:
-        """Slots were found for a part of blocks that are being stored."""
+    def reserved(self, rows: Sequence[int], places: Sequence[Sequence[int]]) -> None:
+        """Slots were found for all parts of blocks that are being stored; places: by part."""
         self.grow_to(max(rows))
-        column = self._places[part]
-        for row, place in zip(rows, places, strict=True):
-            assert column[row] == NO_PLACE
-            column[row] = place
+        self._place(rows, places)
+
+    def _place(self, rows: Sequence[int], places: Sequence[Sequence[int] | Column]) -> None:
+        first, *further = places
+        column = self._places
+        if isinstance(rows, range) and isinstance(first, np.ndarray):
+            mine = np.frombuffer(column, np.int64)[rows.start : rows.stop]
+            assert (mine == NO_PLACE).all()
+            mine[:] = first
+        else:
+            for row, place in zip(rows, first, strict=True):
+                assert column[row] == NO_PLACE
+                column[row] = place
+        if further:
+            self._further.add(rows, further)
 
     def part_sealed(self, row: int, part: int, header_digest: bytes) -> None:
         """A part's header was written; its digest travels with every lease."""
-        self._header_digests[part][16 * row : 16 * row + 16] = header_digest
+        if part:
+            self._further.seal(row, part, header_digest)
+        else:
+            self._header_digests[16 * row : 16 * row + 16] = header_digest
 
     def published(self, row: int, generation: int) -> None:
         """The whole family is committed."""
@@ -368,18 +375,19 @@ class Residency:
 
     def moved(self, row: int, part: int, place: int) -> None:
         """A frame stands elsewhere now."""
-        self._places[part][row] = place
+        if part:
+            self._further.move(row, part, place)
+        else:
+            self._places[row] = place
 
     def forget(self, row: int) -> list[int]:
         """The block has no frames any more; returns the places that it had, in the order of its parts."""
-        places = []
-        for column in self._places:
-            place = column[row]
-            if place != NO_PLACE:
-                places.append(place)
-                column[row] = NO_PLACE
         self._generations[row] = 0
-        return places
+        place = self._places[row]
+        if place == NO_PLACE:
+            return []
+        self._places[row] = NO_PLACE
+        return [place, *self._further.remove(row)] if self._further.counts[row] else [place]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forbid their eviction from this tier; another one may let them go."""
@@ -405,8 +413,9 @@ class Residency:
     def hold_current(self, rows: array[int], part: int, places: Column) -> None:
         """The same of one part's places that blocks had, as far as they have them still; the others become
         `NO_PLACE` in there."""
-        column = np.frombuffer(self._places[part], np.int64)
-        places[column[np.frombuffer(rows, np.int32)] != places] = NO_PLACE
+        column = np.frombuffer(rows, np.int32)
+        now = self._further.places_column(column, part) if part else np.frombuffer(self._places, np.int64)[column]
+        places[now != places] = NO_PLACE
         self.held.hold(places[places != NO_PLACE])
 
     def let_go(self, places: Collection[int]) -> list[int]:
@@ -429,15 +438,18 @@ class Residency:
 
     def place(self, row: int, part: int) -> int:
         """Where a part's frame stands, or `NO_PLACE`."""
-        return self._places[part][row]
+        return self.places_of((row,), part)[0] if part else self._places[row]
 
     def all_places(self, row: int) -> list[int]:
         """Where a block's frames stand, of all its parts that have one."""
-        return [column[row] for column in self._places if column[row] != NO_PLACE]
+        place = self._places[row]
+        return [place, *self._further.all_places(row)] if place != NO_PLACE else []
 
     def places_of(self, rows: Sequence[int], part: int) -> list[int]:
-        """One part's places of several blocks."""
-        column = self._places[part]
+        """One part's places of several blocks of one namespace."""
+        if part:
+            return self._further.places_of(rows, part)
+        column = self._places
         return [column[row] for row in rows]
 
     def is_held(self, place: int) -> bool:
@@ -450,20 +462,20 @@ class Residency:
 
     def is_row_held(self, row: int) -> bool:
         """Whether a reader whose lease ran out may still have a slot of the block mapped."""
-        return bool(self.held) and any(column[row] in self.held for column in self._places)
+        return bool(self.held) and any(place in self.held for place in self.all_places(row))
 
     def all_in_use(self) -> list[int]:
         """Blocks that have a place here and of which that is so."""
         listed = np.frombuffer(self._listed, np.uint8)
         is_used = (listed == 0) | (np.frombuffer(self.pins.counts, np.int32)[: len(listed)] != 0)
         is_used[list(self.kept)] = True
-        is_here = np.zeros(len(listed), bool)
-        held = self.held.places()
-        for column in self._places:
-            places = np.frombuffer(column, np.int64)
-            is_here |= places != NO_PLACE
-            if self.held:
-                is_used |= np.isin(places, held)
+        first = np.frombuffer(self._places, np.int64)
+        is_here = first != NO_PLACE
+        if self.held:
+            held = self.held.places()
+            is_used |= np.isin(first, held)
+            for owners, places in self._further.tables():
+                is_used[owners] |= np.isin(places, held).any(axis=1)
         rows: list[int] = np.flatnonzero(is_used & is_here).tolist()
         return rows
 
@@ -480,11 +492,10 @@ class Residency:
     def pieces_in_use(self) -> set[int]:
         """Those that have a block which somebody pins, or may still have mapped."""
         pins = np.frombuffer(self.pins.counts, np.int32)[: len(self._listed)]
-        pinned = np.flatnonzero(pins)
-        pieces = set(self.held.extents())
-        for column in self._places:
-            places = np.frombuffer(column, np.int64)[pinned]
-            pieces.update(np.unique(places[places != NO_PLACE] >> SLOT_BITS).tolist())
+        first = np.frombuffer(self._places, np.int64)[pins != 0]
+        pieces = {*self.held.extents(), *np.unique(first[first != NO_PLACE] >> SLOT_BITS).tolist()}
+        for owners, places in self._further.tables():
+            pieces.update(np.unique(places[pins[owners] != 0] >> SLOT_BITS).tolist())
         return pieces
 
     def is_any_held(self, extent: int) -> bool:
@@ -497,11 +508,13 @@ class Residency:
 
     def header_digest(self, row: int, part: int) -> bytes:
         """xxh3_128 of the part's 4 KiB header as it was written."""
-        return bytes(self._header_digests[part][16 * row : 16 * row + 16])
+        return self.header_digests_of((row,), part)[0]
 
     def header_digests_of(self, rows: Sequence[int], part: int) -> list[bytes]:
-        """One part's header digests of several blocks."""
-        column = self._header_digests[part]
+        """One part's header digests of several blocks of one namespace."""
+        if part:
+            return self._further.header_digests_of(rows, part)
+        column = self._header_digests
         return [bytes(column[16 * row : 16 * row + 16]) for row in rows]
 
     def generations_of(self, rows: Sequence[int]) -> list[int]:
@@ -574,6 +587,7 @@ class Residency:
         """The policy proposes exactly the leaves of what is listed."""
         if self.retention is not None:
             self.retention.check()
+        self._further.check()
         leaves = {row for row, is_listed in enumerate(self._listed) if is_listed and not self._children[row]}
         assert set(self.policy.victims()) == leaves, "the policy proposes exactly the leaves"
 
@@ -620,7 +634,6 @@ class Residency:
         self._listed.extend(bytes(more))
         self._children.extend(array("i", bytes(4 * more)))
         self._generations.extend(array("q", bytes(8 * more)))
-        for column in self._places:
-            column.extend(array("q", [NO_PLACE]) * more)
-        for digests in self._header_digests:
-            digests.extend(bytes(16 * more))
+        self._places.extend(array("q", [NO_PLACE]) * more)
+        self._header_digests.extend(bytes(16 * more))
+        self._further.extend(more)

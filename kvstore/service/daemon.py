@@ -22,6 +22,7 @@ from kvstore.service.connections import Clock
 from kvstore.service.counting import Counting
 from kvstore.service.handlers import Handlers
 from kvstore.service.health import Readiness
+from kvstore.service.lasting import set_aside
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.recording import Recording
 from kvstore.service.sessions import Sessions
@@ -97,6 +98,7 @@ class Daemon:
 
     def start(self) -> None:
         """Take connections."""
+        set_aside()  # the program itself
         self.door.start()
         if self._settings.store.prefault:
             self._store.core.prefault()

@@ -26,6 +26,7 @@ from kvstore.requests import MAX_REQUEST_CHARACTERS
 from kvstore.service import messages as m
 from kvstore.service.counting import Counting
 from kvstore.service.facts import printable
+from kvstore.service.lasting import Lasting
 from kvstore.service.recording import Recording
 from kvstore.service.sessions import MAX_LEASED_PLACES, Caller, Filling, Sessions
 from kvstore.service.slow_extents import SlowExtents
@@ -83,6 +84,7 @@ class Handlers:
         takes long to hand out."""
         self._names = names
         self._slow = slow or SlowExtents()
+        self._lasting = Lasting()
         self._store = store
         self._recording = recording
         self._counting = counting
@@ -195,6 +197,7 @@ class Handlers:
             }
             _log.debug("namespace opened", extra={"connection": caller.number, **named})
         caller.namespaces[grant.number] = slices
+        self._lasting.opened(len(slices))
         self._counting.opened(grant.number, namespace.layout.block_tokens)
         own = self._store.own_number(grant.number)
         caller.named[own] = grant.number

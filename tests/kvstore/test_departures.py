@@ -42,7 +42,6 @@ class Disk:
         self.index, pins = PrefixIndex(), Pins()
         space = self.index.add_namespace(b"one")
         self.residency = Residency(LeafFirstLru(), pins)
-        self.residency.add_parts(1)
         self.wanted: set[int] = set()
         self.residency.retention = Retention(self, self.residency.is_listed, lambda: 0.0, [1 << 40])
         slab_blocks, wanted = random.choice([1, 3, 8]), random.choice([0.1, 0.4])
@@ -69,7 +68,7 @@ class Disk:
         self.writing = {row for row in self.below if row not in inner and random.random() < 0.05}
         places = self.tier.reserve(CLASS, len(self.below))
         for row, place in zip(random.sample(self.below, len(self.below)), places, strict=True):
-            self.residency.reserved([row], 0, [place])
+            self.residency.reserved([row], [[place]])
             if row not in self.writing:
                 self.tier.commit([place])
                 self.tier.own([place], [row])

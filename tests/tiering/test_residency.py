@@ -118,17 +118,10 @@ def test_a_table_notices_when_it_does_not_add_up() -> None:
 # Rows: places, pins, late readers -------------------------------------------------------------------------------------
 
 
-def reserve(residency: Residency, row: int, places: list[int]) -> None:
-    """Slots for all parts of a block."""
-    for part, place in enumerate(places):
-        residency.reserved([row], part, [place])
-
-
 def rows_of(count: int, parts: int = 1) -> Residency:
     residency = Residency(LeafFirstLru(), Pins())
-    residency.add_parts(parts)
     for row in range(count):
-        reserve(residency, row, [place_of(part, row) for part in range(parts)])
+        residency.reserved([row], [[place_of(part, row)] for part in range(parts)])
     return residency
 
 
@@ -142,14 +135,13 @@ def test_a_row_knows_its_places_until_it_is_forgotten() -> None:
     assert residency.forget(1) == [place_of(0, 1), place_of(9, 9)]
     assert residency.place(1, 0) == residency.place(1, 1) == NO_PLACE
     assert residency.generation(1) == 0 and residency.forget(1) == []
-    reserve(residency, 1, [place_of(2, 0), place_of(2, 1)])
+    residency.reserved([1], [[place_of(2, 0)], [place_of(2, 1)]])
+    assert residency.header_digest(1, 1) == bytes(16), "not the one of the block before"
 
 
-def test_parts_that_come_later_find_the_rows_that_are_there() -> None:
+def test_rows_of_more_parts_come_beside_those_that_are_there() -> None:
     residency = rows_of(2)
-    residency.add_parts(3)
-    residency.add_parts(2)
-    reserve(residency, 5, [1, 2, 3])
+    residency.reserved([5], [[1], [2], [3]])
     assert [residency.place(5, part) for part in range(3)] == [1, 2, 3]
     assert residency.place(0, 2) == NO_PLACE and residency.forget(0) == [place_of(0, 0)]
 
@@ -213,7 +205,6 @@ class Setup:
     def __init__(self, extents: int) -> None:
         self.tier = DramTier(ExtentPool(extents * 64 * KIB, 64 * KIB))
         self.residency = Residency(LeafFirstLru(), Pins())
-        self.residency.add_parts(1)
         self.rows = 0
 
     def grow(self, slots: SlotClass) -> int:
@@ -227,7 +218,7 @@ class Setup:
         for place in self.tier.reserve(slots, count):
             self.tier.own([place], [self.rows])
             self.tier.commit([place], [bytes(4096)])
-            self.residency.reserved([self.rows], 0, [place])
+            self.residency.reserved([self.rows], [[place]])
             self.residency.listed(self.rows)
             rows.append(self.rows)
             self.rows += 1

@@ -22,7 +22,6 @@ class Tree:
         self.parents: dict[int, int] = {}
         self.groups: dict[int, int] = {}
         self.residency = Residency(LeafFirstLru(), Pins())
-        self.residency.add_parts(1)
         self.retention = Retention(self, self.residency.is_listed, lambda: self.now, budgets)
         self.residency.retention = self.retention
         self.rows = 0
