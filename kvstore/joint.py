@@ -198,7 +198,8 @@ class JointPuts:
         if put is None:
             return False
         present = put.answer.present if put.answer is not None else 0
-        ending = ReserveReply(0, present, stopped_at=record.indexes[record.published], reason=MissReason.DISABLED)
+        stopped_at = record.indexes[record.published] if record.published < len(record.indexes) else present
+        ending = ReserveReply(0, present, stopped_at=stopped_at, reason=MissReason.DISABLED)
         self._end(put, ending, now)
         return not put.shares
 

@@ -734,9 +734,15 @@ class Store:
         """What such leases pinned is not pinned any more, and what is to be aborted is."""
         with self._lock:
             self._finish_all()
-        while self._to_abort:
-            self.abort(self._to_abort.popleft())
+        while (reservation := self._next_to_abort()) is not None:
+            self.abort(reservation)
         self._retire_emptied()
+
+    def _next_to_abort(self) -> int | None:
+        try:
+            return self._to_abort.popleft()
+        except IndexError:  # another thread was faster
+            return None
 
     @property
     def is_ending(self) -> bool:
@@ -1432,10 +1438,11 @@ class Store:
 
     def _finish(self, records: Iterable[LeaseRecord]) -> None:
         """Leases are over. Under the lock, which others have between pieces."""
-        spent = 0
-        for record in records:
+        spent, records = 0, list(records)
+        for record in records:  # from now on those that lack room know of all of them
             if not self._closed:
                 self._endings.begin(record)
+        for record in records:
             while self._endings.is_under_way(record) and not self._closed:
                 spent += self._endings.step(record, ENDED_PLACES - spent)
                 if spent >= ENDED_PLACES:

@@ -101,7 +101,8 @@ class AdminVerbs(Protocol):
 class Listener:
     """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them. closer: closes
     its connections where those may hold descriptors. share, large_share: what its connections were served by the
-    door's own thread, and by the one for large messages. line: requests that wait for a thread of the pool. unread:
+    door's own thread, and by the one for large messages. line, long_line: requests that wait for a thread of
+    the pool, and of the one for what takes long. unread:
     descriptors that they were sent."""
 
     def __init__(
@@ -125,6 +126,7 @@ class Listener:
         self.share = Share(turns or Turns())
         self.large_share = Share(large_turns or Turns())
         self.line: Line[Asked] = Line()
+        self.long_line: Line[Asked] = Line()
         self._full_at = self._large_full_at = -math.inf
         self.unread = TenantUnread()
         self.closer = descriptors.Closer()
@@ -137,7 +139,9 @@ class Listener:
         return tokens, LARGE_BURST_BYTES - max(0.0, self._large_full_at - now) * LARGE_BYTES_PER_SECOND
 
     def keep_buckets(self, limits: DoorLimits, now: float, tokens: float, large_bytes: float) -> None:
-        """Of a connection that goes."""
+        """Of a connection that goes. What it owes counts up to a second's worth: a process that comes when another one
+        of its tenant has gone is not kept out for longer."""
+        tokens, large_bytes = max(tokens, -limits.rate), max(large_bytes, -LARGE_BYTES_PER_SECOND)
         self._full_at = max(self._full_at, now + (limits.burst - tokens) / limits.rate)
         full_at = now + (LARGE_BURST_BYTES - large_bytes) / LARGE_BYTES_PER_SECOND
         self._large_full_at = max(self._large_full_at, full_at)

@@ -57,7 +57,7 @@ class Departed(Generic[C]):
         self._gone: OrderedDict[int, Gone[C]] = OrderedDict()  # whose turn is next comes first
         self._of: Counter[bytes] = Counter()
         self._left_out: dict[bytes, int] = {}  # by tenant: of so many sweeps
-        self._looked_at: dict[bytes, Gone[C]] = {}  # by tenant: which of them some thread asks about now
+        self._looked_at: dict[bytes, object] = {}  # by tenant: the look under way, of some thread
         self._asked: list[int] = []  # connections that were asked about since the last sweep began
         self.looks = 0
         """Questions to the kernel since the start."""
@@ -98,7 +98,8 @@ class Departed(Generic[C]):
         extents = gone.extents  # what another thread finds out meanwhile is as true
         if not extents or gone.tenant in self._left_out:
             return bool(extents), 0
-        if self._looked_at.setdefault(gone.tenant, gone) is not gone:
+        look = object()
+        if self._looked_at.setdefault(gone.tenant, look) is not look:
             return True, 0
         try:
             unmapped, asked, seconds = self._mappings.unmapped(extents[:most], gone.number)

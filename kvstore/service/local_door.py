@@ -60,8 +60,9 @@ WAITS_KEPT = 4096
 TURN_SECONDS = 0.001
 SLOW_COST = 10
 """Messages that one counts for, against the rate, where a thread of the pool serves it."""
-ACCEPT_COST = 5
-"""The same for a connection, which its tenant pays."""
+ACCEPT_COST, LOOK_COST = 5, 1 / 8
+"""The same for a connection, which its tenant pays, and for each one of which the kernel is asked what is unread."""
+END_THREADS = 2
 TURNED_AWAY = 32
 """Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
@@ -125,6 +126,7 @@ class LocalDoor:
         self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
         self._turns, self._large_turns = Turns(), Turns()
         self._lines: Lines[Asked] = Lines(limits.threads)
+        self._long_lines: Lines[Asked] = Lines(limits.long_threads)
         self._large: list[Asked] = []  # that wait for it
         self._large_now: Asked | None = None
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
@@ -137,6 +139,7 @@ class LocalDoor:
         self._thread: threading.Thread | None = None
         self._admin_pool = ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin")
         self._sweep_pool = ThreadPoolExecutor(1, "kv-door-sweep")
+        self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # what clients that are gone held is given back
         self._is_sweeping = False
         self._to_show_out: deque[tuple[bytes, threading.Event]] = deque()
         self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
@@ -167,7 +170,7 @@ class LocalDoor:
 
     def _listen(self, listener: Listener) -> None:
         if listener.admin is None:
-            listener.line = self._lines.new_line()
+            listener.line, listener.long_line = self._lines.new_line(), self._long_lines.new_line()
         self._listeners.append(listener)
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
@@ -197,7 +200,8 @@ class LocalDoor:
         """Serve in a thread of its own."""
         self._sessions.watch_memory(self._wake)
         # One of each is there from now on: where the machine has no further ones, everybody is served still.
-        for pool in (self._pool, self._large_pool, self._long_pool, self._admin_pool, self._sweep_pool):
+        pools = self._pool, self._large_pool, self._long_pool, self._admin_pool, self._sweep_pool, self._end_pool
+        for pool in pools:
             pool.submit(lambda: None)
         thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
         thread.start()
@@ -264,14 +268,16 @@ class LocalDoor:
         self._end()
 
     def _have_leases_ended(self) -> None:
-        """What those that are over pinned is given back by a thread of the pool, which lets others have the store
+        """What those that are over pinned is given back by a thread of its own, which lets others have the store
         between pieces; a sweep does a piece where there is none."""
         if self._is_ending or self._closing or not self._sessions.is_ending:
             return
         self._is_ending = True
         try:
-            self._pool.submit(self._end_leases)
-        except (RuntimeError, MemoryError):
+            self._end_pool.submit(self._end_leases)
+        except RuntimeError:  # no further thread: the one that is there since the start does it
+            pass
+        except MemoryError:
             self._is_ending = False
 
     def _end_leases(self) -> None:
@@ -310,8 +316,8 @@ class LocalDoor:
             elif connection.may_ask(self._limits, self._clock.monotonic_seconds()):
                 self._take_message_safely(connection)
                 has_taken = is_taken = True
-            if connection.closed or connection.ending or not connection.has_message():
-                del ready[connection]
+            if connection.closed or connection.ending or not connection.has_message() or connection.unread.is_full():
+                del ready[connection]  # one that is full is looked at again in the next sweep
             elif is_taken and len(lines) > 1:
                 lines[listener].append(connection)
             self._watch(connection)
@@ -327,7 +333,7 @@ class LocalDoor:
         is_idle = not any(one.in_flight or one.unsent for one in self._connections)
         return is_idle or self._clock.monotonic_seconds() >= self._closes_at
 
-    def _look_around(self, ready: Collection[Connection]) -> None:
+    def _look_around(self, ready: dict[Connection, None]) -> None:
         """Now and then: what those who are gone left behind, and who has been silent for too long."""
         now = self._clock.monotonic_seconds()
         if now - self._swept_at < self._limits.sweep_seconds:
@@ -357,6 +363,8 @@ class LocalDoor:
             self._is_watchful |= bool(waits_for_him or one.in_flight or one.is_refused)
             if waits_for_him and now - one.heard_at > self._limits.silence_seconds:
                 self._show_out(one)
+            elif one.has_message() and not one.ending:
+                ready.setdefault(one)
 
     def _begin_sweep(self) -> None:
         """In a thread of its own, one at a time: it asks the kernel, which can take long."""
@@ -372,7 +380,7 @@ class LocalDoor:
 
         try:
             self._sweep_pool.submit(sweep)
-        except RuntimeError:  # the machine has no thread for it
+        except (RuntimeError, MemoryError):  # the machine has no thread for it
             sweep()
 
     def _rest_seconds(self) -> float:
@@ -431,8 +439,8 @@ class LocalDoor:
             refusal = m.Failed(
                 m.Fault.BUSY, "there are as many connections as may be; end some, or raise door.connections"
             )
-        elif self._departed_of(listener) >= most:
-            text = f"{most} connections of this tenant are gone while their processes still map memory"
+        elif self._departed_of(listener) + listener.unread.ended_count >= most:
+            text = f"{most} connections of this tenant are gone whose processes still map memory, or have not read all"
             refusal = m.Failed(m.Fault.BUSY, f"{text}; end these processes, or raise door.connections")
         connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits)
         connection.refusal = refusal
@@ -541,6 +549,8 @@ class LocalDoor:
         if isinstance(connection.caller, Caller):
             connection.pay(self._handlers.cost(connection.caller, verb))
         wanted = _descriptors_for(verb)
+        if wanted:
+            connection.pay(LOOK_COST * len(connection.listener.unread))
         if wanted and connection.listener.unread.count() + wanted > self._most_unread():
             if not isinstance(verb, m.Ping):
                 self._say_unread(connection, request.number)
@@ -663,15 +673,18 @@ class LocalDoor:
             assert asked.pool is not None
             if asked.pool is self._pool:
                 connection.listener.line.waiting.append(asked)
+            elif asked.pool is self._long_pool:
+                connection.listener.long_line.waiting.append(asked)
             elif not self._submitted(asked.pool, self._serve_slowly, asked):
                 self._say_busy(asked)
         self._begin_pooled()
 
     def _begin_pooled(self) -> None:
         """They wait here and not in the pool's own queue, where one waits behind all that a flooder sent before."""
-        while (asked := self._lines.begin()) is not None:
-            if not self._submitted(self._pool, self._serve_slowly, asked):
-                self._say_busy(asked)
+        for lines, pool in ((self._lines, self._pool), (self._long_lines, self._long_pool)):
+            while (asked := lines.begin()) is not None:
+                if not self._submitted(pool, self._serve_slowly, asked):
+                    self._say_busy(asked)
 
     def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[Asked], None], asked: Asked) -> bool:
         """Whether a thread of these does it. What the machine has no new thread for may be in the pool's queue all the
@@ -738,6 +751,8 @@ class LocalDoor:
             connection.in_flight_bytes -= asked.length
             if asked.pool is self._pool:
                 self._lines.end(connection.listener.line)
+            elif asked.pool is self._long_pool:
+                self._long_lines.end(connection.listener.long_line)
             if connection.large is asked:
                 connection.large = self._large_now = None
                 connection.listener.large_share.pay(self._clock.monotonic_seconds() - asked.begun_at)
@@ -867,15 +882,16 @@ class LocalDoor:
         connection.discard(self._limits, self._clock.monotonic_seconds())
         if connection.large in self._large:
             self._large.remove(connection.large)
-        connection.listener.line.leave_out(lambda one: one.connection is connection)
+        for line in (connection.listener.line, connection.listener.long_line):
+            line.leave_out(lambda one: one.connection is connection)
         if connection.refusal is not None:
             self._turned_away.remove(connection)
         if not isinstance(connection.caller, Caller):
             return
         self._leaving.add(connection.caller)
         try:  # it may have held much
-            self._pool.submit(self._left, connection.caller)
-        except RuntimeError:  # the pool is closed, or has no thread for it
+            self._end_pool.submit(self._left, connection.caller)
+        except (RuntimeError, MemoryError):  # the pool is closed, or has no thread for it
             self._left(connection.caller)
 
     def _left(self, caller: Caller) -> None:
@@ -896,7 +912,7 @@ class LocalDoor:
             listener.closer.close(listener.socket)  # with those who wait to be let in
         while self._to_show_out:
             self._to_show_out.popleft()[1].set()
-        for pool in (self._pool, self._large_pool, self._admin_pool, self._sweep_pool):
+        for pool in (self._pool, self._large_pool, self._admin_pool, self._sweep_pool, self._end_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self._connections):
             self._show_out(connection)

@@ -118,6 +118,15 @@ class TenantUnread:
         else:
             self._holding.add(one)
 
+    def __len__(self) -> int:
+        """Of how many connections the kernel is asked for a count."""
+        return len(self._holding)
+
+    @property
+    def ended_count(self) -> int:
+        """Connections that ended and whose sockets are open still, since some are unread."""
+        return sum(one.is_ended for one in self._holding)
+
     def count(self) -> int:
         """How many there may be now. Closes connections that ended and of which none is left."""
         total = 0

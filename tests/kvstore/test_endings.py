@@ -163,6 +163,21 @@ def test_a_put_evicts_what_leases_that_are_over_pin_still(in_pieces: int) -> Non
     a.store.check()
 
 
+def test_leases_that_a_drop_ends_are_over_before_anybody_else_is_let_in(
+    in_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lacks room between two pieces has all of them ended, and is not told that they are in the way."""
+    a, handle, keys = stocked()
+    numbers = leases(a, handle, keys, 6)
+    seen: list[tuple[int, int]] = []
+    watched(a.store, lambda count: seen.append((len(list(a.store._leases.live())), len(a.store._endings))))
+    a.store.drop(handle.number)
+    assert seen[0] == (0, 6), "none of them is live or forgotten"
+    for number in numbers:
+        a.store.release(number)
+    assert is_at_rest(a)
+
+
 def test_a_short_end_gives_way_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for others each time."""
     a, handle, keys = stocked()

@@ -25,6 +25,7 @@ from kvstore.joint import (
     JointPuts,
 )
 from kvstore.layout import KvGroup, Layout
+from kvstore.lease import ReservationRecord
 from kvstore.miss import MissReason
 from kvstore.pages import Pages
 from tiering.frame import HEADER_BYTES
@@ -540,6 +541,26 @@ def test_a_dropped_namespace_ends_its_joint_puts(two: Ranks) -> None:
     for reply in pending:
         two.store.abort(reply.reservation)
     assert two.is_at_rest() and two.store.usage().dram.capacity == 0
+
+
+def test_a_joint_put_that_found_no_room_may_be_dropped_before_it_is_answered(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are given up under the lock, and it is aborted after that."""
+    shorten = two.store._shorten
+
+    def dropped_meanwhile(record: ReservationRecord, reason: MissReason) -> Any:
+        shortened = shorten(record, reason)
+        two.store.drop(two.whole.number)
+        return shortened
+
+    monkeypatch.setattr(two.store, "_shorten", dropped_meanwhile)
+    monkeypatch.setattr(two.store, "_find_slots", lambda *_, **__: MissReason.PINNED_FULL)
+    reply = two.reserve(0, 4)
+    assert not reply.reservation and reply.reason is not None
+    monkeypatch.undo()
+    assert two.is_at_rest()
+    assert two.reserve(0, 2, "again").reservation
 
 
 def test_hollow_blocks_are_filled_again_jointly(two: Ranks) -> None:

@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvstore.node import SystemClock
 from kvstore.service import departed
 from kvstore.service import messages as m
 from kvstore.service.connections import DoorLimits
+from kvstore.service.departed import Departed
 from kvstore.service.handlers import MAX_SHARES
 from kvstore.service.wire import Wire
 from service.sidecar import Sidecar
@@ -153,6 +155,36 @@ def mapped(wire: Wire, extents: list[int]) -> list[MappedExtent]:
         MappedExtent(descriptor, extent.size_bytes, writable=False)
         for descriptor, extent in zip(answered.descriptors, answered.answer.extents, strict=True)
     ]
+
+
+class Slow:
+    """The kernel, which does not answer before it may."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = threading.Semaphore(0), threading.Event()
+
+    def unmapped(self, extents: Sequence[int], holder: int) -> tuple[int, int, float]:
+        self.asked.release()
+        assert self.may_answer.wait(20.0)
+        return len(extents), len(extents), 0.0
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_two_threads_may_look_at_connections_of_one_tenant_at_a_time(is_same: bool) -> None:
+    """One of them asks, also where both look at the same connection; the other one knows nothing new."""
+    kernel = Slow()
+    departed: Departed[None] = Departed(kernel)
+    first, other = departed.add(1, b"t", None, [7]), departed.add(2, b"t", None, [8])
+    assert first is not None and other is not None
+    seen: list[tuple[bool, int]] = []
+    thread = threading.Thread(target=lambda: seen.append(departed.look(first)))
+    thread.start()
+    assert kernel.asked.acquire(timeout=20.0)
+    assert departed.look(first if is_same else other) == (True, 0)
+    assert departed.look(first if is_same else other) == (True, 0), "and the first look goes on"
+    kernel.may_answer.set()
+    thread.join(20.0)
+    assert seen == [(False, 1)] and departed.look(other) == (False, 1)
 
 
 def test_whoever_maps_nothing_is_forgotten_at_once(tmp_path: Path) -> None:

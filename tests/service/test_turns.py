@@ -284,6 +284,55 @@ def test_a_request_for_the_pool_does_not_wait_behind_those_of_another_tenant(cro
     assert len(started) == 4 * CROWD + 1 and not line.running
 
 
+def test_what_takes_long_does_not_wait_behind_that_of_another_tenant(crowded: Crowded) -> None:
+    """Of eight threads one tenant has six at most, however many connections it has."""
+    worker = crowded.come_in(crowded.other_path)
+    crowd = [crowded.come_in(crowded.sidecar.path) for _ in range(CROWD)]
+    space = m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192])
+    numbers = {}
+    for peer in (worker, *crowd):
+        granted = peer.ask(space)
+        assert isinstance(granted, m.Granted)
+        numbers[peer] = granted.grant.number
+    started: list[bytes] = []
+    goes_on = threading.Event()
+
+    def watched(namespace: int, keys: list[bytes], seconds: float) -> tuple[int, None]:
+        started.append(keys[0][:1])
+        goes_on.wait()
+        return len(keys), None
+
+    crowded.sidecar.core.persist = watched  # type: ignore[method-assign, assignment]
+    try:
+        line = crowded.sidecar.door._listeners[0].long_line
+        for at, peer in enumerate(crowd, 1):
+            peer.socket.sendall(m.pack(m.Request(2, m.Persist(numbers[peer], [b"a" * 32], 1.0))))
+            wait_until(lambda count=at: line.running + len(line.waiting) == count)
+        wait_until(lambda: line.running == len(started) == min(6, CROWD))
+        worker.socket.sendall(m.pack(m.Request(2, m.Persist(numbers[worker], [b"b" * 32], 1.0))))
+        wait_until(lambda: b"b" in started)
+    finally:
+        goes_on.set()
+    for peer in (worker, *crowd):
+        hear(peer)
+    assert len(started) == CROWD + 1 and not line.running and not line.waiting
+
+
+def test_a_connection_that_is_made_anew_owes_no_more_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much one that is gone asked for."""
+    limits = DoorLimits()
+    with socket.socketpair()[0] as listening:
+        listener = Listener(Path("door"), listening, None, None)
+        connection = made(listener, 0.0, m.MAX_BODY_BYTES)
+        connection.pay(1e9)
+        connection.large_bytes = -1e12
+        connection.discard(limits, 0.0)
+        later = made(listener, 1.1, 0)
+        assert later.may_ask(limits, 1.1) and not made(listener, 0.9, 0).may_ask(limits, 0.9)
+        large = made(listener, 1.1, LARGE_BYTES + 1)
+        assert large.may_ask(limits, 1.1)
+
+
 @pytest.mark.parametrize("length", [0, LARGE_BYTES, LARGE_BYTES + 1, m.MAX_BODY_BYTES])
 def test_a_connection_that_is_made_anew_has_saved_up_nothing(length: int) -> None:
     """Its buckets are as full as the emptiest of those that are gone; whoever stays has no use of others' going."""

@@ -197,6 +197,29 @@ def test_a_tenant_that_does_not_read_has_its_share_and_others_have_theirs(sideca
         peer.close()
 
 
+def test_connections_that_ended_with_some_unread_count_for_their_tenant(sidecar: Sidecar) -> None:
+    """The sidecar has a descriptor open for each, and asks the kernel about it: there are no more than connections."""
+    most = sidecar.door._most(sidecar.door._listeners[0])
+    ended = []
+    for _ in range(most):
+        peer = come_in(sidecar.path)
+        ask_unheard(peer, 1)
+        wait_until(lambda: all(one.unread.count() for one in connections(sidecar)))
+        peer.socket.shutdown(socket.SHUT_WR)
+        wait_until(lambda: not connections(sidecar))
+        ended.append(peer)
+    assert sidecar.door._listeners[0].unread.ended_count == len(sidecar.door._listeners[0].unread) == most
+    late = Peer(str(sidecar.path))
+    refused = late.ask(m.Hello(1, 1, "test"))
+    assert isinstance(refused, m.Failed) and refused.fault is m.Fault.BUSY and "have not read all" in refused.text
+    late.close()
+    hear_all(ended[0], 1)  # one of them reads
+    wait_until(lambda: sidecar.door._listeners[0].unread.ended_count == most - 1)
+    come_in(sidecar.path).close()
+    for peer in ended:
+        peer.close()
+
+
 def test_to_be_hung_up_on_frees_no_share(sidecar: Sidecar) -> None:
     """The descriptors are under way for as long as the client keeps its end open."""
     (tenant, *_), kept = sidecar.door._listeners, []
