@@ -22,7 +22,7 @@ ARGS   ?=
 STAGE  ?=
 
 # Each part of the suite ends within this time; what still runs then is interrupted and named.
-TEST_LIMIT_SECONDS := 720
+TEST_LIMIT_SECONDS := 1800
 
 # Engines run in an environment of their own: they name versions of torch and of much else.
 ENGINE_TESTS := tests/engines
