@@ -684,8 +684,8 @@ class Blocks:
             self.lower.tier.delete(self.older.pop((number, key), []))
 
     def retire_empty(self, number: int, most: int) -> list[Extent]:
-        """Give back extents of a namespace that hold nothing any more, up to that many. They are unmapped when whoever
-        called lets go of what is returned."""
+        """Give back extents of a namespace that hold nothing any more, up to that many. They are unmapped when the
+        caller lets go of what is returned."""
         gone: list[Extent] = []
         for slot_class in self.spaces[number].classes:
             for extent in list(self.dram.extents_of(slot_class)):

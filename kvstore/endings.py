@@ -1,9 +1,9 @@
 """Leases that are over, ended a piece at a time (floor 2).
 
 A lease may be of millions of frames, and a tenant may have thousands of leases that all end in one moment: when its
-connection breaks off, when it releases them by one message, when their time is over. Whoever ends one only says so,
+connection breaks off, when it releases them by one message, when their time is over. Ending one is only noted,
 which takes a microsecond; from then on it cannot be released, attached to or used again. What follows is done in pieces
-of at most `ENDED_PLACES` under the store's lock, by whoever comes by:
+of at most `ENDED_PLACES` under the store's lock, by callers that pass by:
 
     lapsed      1. its places are held from reuse, part by part    2. its rows are unpinned
     released    1. its rows are unpinned                           2. what is held is let go
@@ -93,7 +93,7 @@ class Endings:
 
     def check(self, records: Iterable[LeaseRecord]) -> tuple[Counter[int], Counter[int]]:
         """How often each row is pinned and each place is held by these leases and by those under way. records: those
-        that nobody has released."""
+        that no holder has released."""
         pins: Counter[int] = Counter()
         held: Counter[int] = Counter()
         for record in {**self._under_way, **{one.number: one for one in records}}.values():

@@ -214,7 +214,7 @@ class Store:
         self._new_reservation = new_number
         self._pinned_bytes = 0
         self._abandoned: deque[int] = deque()
-        self._to_abort: deque[int] = deque()  # reservations that nobody writes into any more
+        self._to_abort: deque[int] = deque()  # reservations that no producer writes into any more
         self._emptied: dict[int, None] = {}  # namespaces that may have extents which hold nothing
         self._drops: set[int] = set()  # namespaces that are being dropped
         self._unfound: set[int] = set()  # of them, those of which some blocks are gone and no block is found
@@ -366,7 +366,7 @@ class Store:
     def _drop_rows(self, number: int, deadline: float) -> int:
         with self._lock:
             self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
-            self._run_out()  # from here on it has no leases, and nobody is given one
+            self._run_out()  # from here on it has no leases, and is given none
             self._finish([*self._leases.lapse_all(number), *self._endings.under_way_of(number)])
             self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
             self._cancel_all(number)
@@ -718,7 +718,7 @@ class Store:
 
     def begin_ending(self, released: Collection[int], lapsed: Collection[int]) -> None:
         """`release` of some leases and `lapse` of others, however many they are: from now on they are over, and what
-        they pinned goes soon. Whoever lacks room for it sees to it that it does, and so does `finish_ending`."""
+        they pinned goes soon. A put or lease that lacks room does it first, and so does `finish_ending`."""
         if not released and not lapsed:
             return
         with self._lock:
@@ -1462,7 +1462,7 @@ class Store:
 
     def _run_out(self) -> None:
         """Leases that were abandoned, and what is past its time; called before anything that needs room or pins. What
-        it has begun and not finished is finished by whoever lacks the room."""
+        it has begun and not finished, a put or lease that lacks the room finishes."""
         while self._abandoned:
             record = self._leases.take(self._abandoned.popleft())
             if record is not None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-LOOK_SECONDS = 0.002
-"""After which no further question is asked in one look: a client can make each of them slow."""
+from tiering.extents import LOOK_SECONDS
 
 
 class Unmapped(NamedTuple):

@@ -47,9 +47,8 @@ class DramTier:
         """new_number: below 2**`EXTENT_BITS`, for one extent and no other. keeper: holds them for the next process."""
         self._pool = pool
         self._keeper = keeper
-        self._guarded: dict[
-            int, float
-        ] = {}  # taken over, and mapped by clients of an earlier process: asked from then on
+        # Taken over, and mapped by clients of an earlier process: when each is asked about again.
+        self._guarded: dict[int, float] = {}
         self._guard = 0
         self._left: dict[int, bytes] = {}  # by extent that was taken over, the states of its slots then
         self._ledger: SlotLedger[DramExtent] = SlotLedger()

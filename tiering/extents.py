@@ -8,7 +8,8 @@ changes hands is a new memfd. Nothing has a name in a file system, nothing is le
 Other processes get a descriptor of their own (`share`), locked for reading on one byte that stands for its holder. Such
 a lock belongs to the open file, and a mapping keeps that open: the kernel itself says whether a holder may still read
 or write, however it ended (`tiering.open_file`). A holder can drop its lock and keep its mapping, at its own cost:
-before an extent that was shared counts as free, the kernel has said that nobody has it open, and its pages go back.
+before an extent that was shared counts as free, the kernel has said that no other process has it open, and its pages go
+back.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Extent:
                 self.memory, self.view = _mapped(descriptor, size_bytes)
                 _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)
                 return
-            os.fchmod(descriptor, 0o600)  # else whoever is given it, as any user, can reopen it for writing
+            os.fchmod(descriptor, 0o600)  # else a client that is given it, as any user, can reopen it for writing
             os.ftruncate(descriptor, size_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self.memory, self.view = _mapped(descriptor, size_bytes)
@@ -147,8 +148,8 @@ class Extent:
         return self._was_shared and file is not None and locks_between(file, first, last)
 
     def is_open_elsewhere(self) -> bool:
-        """Whether anybody else has it open or mapped, whatever a holder says; to be asked once nobody is given it any
-        more. Also true where that cannot be found out now."""
+        """Whether another process has it open or mapped, whatever a holder says; to be asked once it is given to no
+        client any more. Also true where that cannot be found out now."""
         if not self._was_shared or self._file is None:
             return False
         try:
@@ -160,7 +161,7 @@ class Extent:
         return self.is_shared() if answer is None else answer
 
     def free_pages(self) -> None:
-        """Nobody is to read it any more: whoever denied that he has it open keeps no memory by it."""
+        """It is not to be read any more: a holder that denied having it open keeps no memory by it."""
         if self._was_shared and self._file is not None:
             with suppress(OSError):  # then the pages go with the last mapping
                 free_pages(self._file.number, self.size_bytes)
@@ -288,7 +289,7 @@ class ExtentPool:
             return Counter(one.owner for one in self._lingering.values())
 
     def _take_back(self) -> None:
-        """What nobody has open any more. Under the lock.
+        """What no other process has open any more. Under the lock.
 
         What others have done to an extent can make a question about it slow: it is asked the more rarely then.
         """
@@ -348,7 +349,7 @@ class ExtentPool:
                 self._lingering[next(self._taken_back)] = _Lingering(extent, owner)
                 return False
             is_closed = self._closed
-        if not is_closed:  # else whoever reads it goes on
+        if not is_closed:  # else its readers go on
             extent.free_pages()
         self._close(extent)
         with self._lock:
@@ -356,8 +357,8 @@ class ExtentPool:
         return True
 
     def close(self) -> None:
-        """Refuse further extents. One that is being made ahead is given back when it is there: nobody waits for it.
-        Whoever reads one goes on."""
+        """Refuse further extents. One that is being made ahead is given back when it is there: no caller waits for it.
+        Readers of one go on."""
         with self._lock:
             self._closed = True
             mapped, self._lingering = [one.extent for one in self._lingering.values()], {}

@@ -31,7 +31,7 @@ _DRAFT_SUFFIX = ".slab.new"
 
 
 class Unfit(FileExistsError):
-    """Something else stands where a file or a directory is to be, or one that nobody can have written here: says what
+    """Something else stands where a file or a directory is to be, or one that no store can have written here: says what
     was found and what is to be there."""
 
     def __init__(self, found: str) -> None:
@@ -436,7 +436,7 @@ def _read_whole(descriptor: int, most_bytes: int) -> bytes:
 
 
 def _open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a file on a disk. Nobody waits for whatever else may stand there. Raises `OSError`."""
+    """A descriptor of a file on a disk. Whatever else may stand there is not waited for. Raises `OSError`."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 A table for each number of parts, dense: a row that goes leaves its place in there to the last one. So a block takes
 memory for the parts that it has, and none for those that blocks of other namespaces have. Rows are found by two numbers
-each. The first slot of a table is nobody's: a row that is in no table reads `NO_PLACE` there, without being asked for.
+each. The first slot of a table is no row's: a row that is in no table reads `NO_PLACE` there, without being asked for.
 
 No lock: who calls serialises. Columns that are given away must be let go before a row comes or goes.
 """

@@ -41,7 +41,7 @@ class HeldPlaces:
             self._held[extent] += len(slots)
 
     def let_go(self, places: Collection[int]) -> list[int]:
-        """One reader less of each; returns the places that nobody holds any more."""
+        """One reader less of each; returns the places that no reader holds any more."""
         done: list[int] = []
         if len(places) <= _FEW:
             for place in places:

@@ -1,7 +1,7 @@
 """What the kernel says about who has shared memory open or mapped, and how its pages go back (floor 1).
 
 A holder is known by a lock on the byte that stands for it (`locks_between`). Such a lock belongs to the open file that
-the holder was given, so the holder can drop it and keep the mapping. What nobody can deny is the open file itself,
+the holder was given, so the holder can drop it and keep the mapping. What no holder can deny is the open file itself,
 which a mapping keeps alive: a write lease on a file is granted only where no other open file of it exists (fcntl(2),
 F_SETLEASE; Linux 5.3). It is asked for and given up again (`is_open_elsewhere`). Neither question sees a descriptor
 that was opened with O_PATH, which maps nothing; once `free_pages` ran, what it can be opened to again is empty.
@@ -26,8 +26,8 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 class OpenFile:
-    """A descriptor that is closed when nobody refers to this any more: whoever asks the kernel about it without a lock
-    never asks about another file that was given the same number meanwhile."""
+    """A descriptor that is closed when the last reference to this goes: a thread that asks the kernel about it without
+    a lock never asks about another file that was given the same number meanwhile."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -101,9 +101,8 @@ class AdminVerbs(Protocol):
 class Listener:
     """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them. closer: closes
     its connections where those may hold descriptors. share, large_share: what its connections were served by the
-    door's own thread, and by the one for large messages. line, long_line: requests that wait for a thread of
-    the pool, and of the one for what takes long. unread:
-    descriptors that they were sent."""
+    door's own thread, and by the one for large messages. line, long_line: requests that wait for a thread of the pool,
+    and of the one for what takes long. unread: descriptors that they were sent."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class Listener:
 
     def buckets(self, limits: DoorLimits, now: float) -> tuple[float, float]:
         """What a new connection may ask for at once: as much as one that is gone could by now, the emptiest of them,
-        so that nobody saves up anything by coming anew."""
+        so that a client saves up nothing by coming anew."""
         tokens = limits.burst - max(0.0, self._full_at - now) * limits.rate
         return tokens, LARGE_BURST_BYTES - max(0.0, self._large_full_at - now) * LARGE_BYTES_PER_SECOND
 

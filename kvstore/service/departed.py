@@ -6,7 +6,8 @@ connection that is gone. So each look costs one question where a mapping stays, 
 however many connections are gone: it goes on where the last one ended.
 
 A client can make questions about its memory slow, by placing many locks on it. A tenant where one was slow is left out
-of so many sweeps that its questions take a fiftieth of a processor: its own memory waits for that, and nobody else's.
+of so many sweeps that its questions take a fiftieth of a processor: its own memory waits for that, and no other
+tenant's.
 
 Not thread-safe, but for `look`, which asks the kernel and is to be called without a lock.
 """
@@ -81,8 +82,8 @@ class Departed(Generic[C]):
         return True
 
     def turns(self) -> list[Gone[C]]:
-        """Those who are to be looked at in this sweep; whoever was looked at since the last one comes last from now
-        on."""
+        """Those who are to be looked at in this sweep; connections that were looked at since the last one come last
+        from now on."""
         asked, self._asked = self._asked, []
         for number in asked:
             if number in self._gone:

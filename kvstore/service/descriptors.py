@@ -1,6 +1,6 @@
-"""Descriptors that clients send to the sidecar: it wants none, and closing one must hold up nobody else (floor 2).
+"""Descriptors that clients send to the sidecar: it wants none, and closing one must hold up no other client (floor 2).
 
-The kernel drops a descriptor that nobody received in the thread that reads the bytes it came with, or that closes the
+The kernel drops a descriptor that was not received in the thread that reads the bytes it came with, or that closes the
 socket it lies unread in, a listening one included. If the sender has closed its own copy, that closes the file, which
 takes as long as the sender likes: a TCP socket lingers. The door's thread serves everybody and must never drop one.
 
@@ -30,7 +30,7 @@ class DescriptorsSent(OSError):
 
 
 def refuse_descriptors(listening: socket.socket) -> None:
-    """Have the kernel refuse them to whoever connects from now on, if it can."""
+    """Have the kernel refuse them to clients that connect from now on, if it can."""
     with suppress(OSError):
         listening.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
 

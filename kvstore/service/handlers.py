@@ -233,8 +233,10 @@ class Handlers:
         parts = len(caller.namespaces[verb.namespace])
         with self._sessions.asking(caller, (len(keys) - verb.first_block) * parts) as is_granted:
             if not is_granted:
-                text = f"the session's leases name {caller.session.leased_places} places (blocks times parts), and its "
-                text = f"{text}tenant's may name {MAX_LEASED_PLACES}, which its sessions share; release some first"
+                text = (
+                    f"the session's leases name {caller.session.leased_places} places (blocks times parts), and its "
+                    f"tenant's may name {MAX_LEASED_PLACES}, which its sessions share; release some first"
+                )
                 full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
                 return self._leased(caller, verb, full)
             reply = lease(verb.namespace, keys, verb.first_block)

@@ -32,6 +32,6 @@ class Lasting:
 
 
 def set_aside() -> None:
-    """All objects that are there now, but those that nobody needs."""
+    """All objects that are there now, but garbage."""
     gc.collect()
     gc.freeze()

@@ -67,7 +67,7 @@ TURNED_AWAY = 32
 """Connections that are told why they may not come in, at a time; those who came first make room."""
 SHOW_OUT_SECONDS = 10.0
 UNREAD_SECONDS = 1.0
-"""Where the kernel sends no more descriptors, whoever has had some unread for longer may be hung up on."""
+"""Where the kernel sends no more descriptors, a client that has had some unread for longer may be hung up on."""
 IDLE_LOOK_SECONDS = 0.5
 """Where nobody comes and nothing is to be looked after, it looks around no more often: whoever computes beside it has
 the processor to himself."""
@@ -299,7 +299,7 @@ class LocalDoor:
         """At most one message of each, or more where several tenants want a turn: they have one after another what they
         have waited for, and not one message for each connection. Whether any was taken.
 
-        A turn that becomes long ends early: those who came meanwhile may have been served less than whoever is left.
+        A turn that becomes long ends early: tenants that came meanwhile may have been served less than those left.
         """
         now = self._clock.monotonic_seconds()
         ends_at = now + TURN_SECONDS
@@ -813,7 +813,7 @@ class LocalDoor:
 
     def _flush(self, connection: Connection) -> None:
         """Raises `OSError` where the client is gone. Where too many descriptors are under way, what is to be sent
-        waits until they are fewer; whoever does not read his is no reason to hang up on others."""
+        waits until they are fewer; a client that reads none is no reason to hang up on others."""
         if connection.is_refused:
             return
         has_descriptors = bool(connection.unsent and connection.unsent[0][1])
@@ -838,7 +838,7 @@ class LocalDoor:
         self._watch(connection)
 
     def _hang_up_on_the_worst(self, beside: Connection) -> None:
-        """On whoever has had most descriptors unread for a while, if anybody has, and it is not the one that waits."""
+        """On the client that has had most descriptors unread for a while, if one has and is not the one that waits."""
         since = self._clock.monotonic_seconds() - UNREAD_SECONDS
         counts = {one: one.unread.count_since(since) for one in self._connections}
         worst = max(counts, key=lambda one: counts[one], default=beside)

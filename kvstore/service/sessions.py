@@ -152,8 +152,8 @@ class Sessions:
 
     @contextmanager
     def asking(self, caller: Caller, places: int) -> Iterator[bool]:
-        """Whether a lease of so many blocks times parts may be granted; while it is asked for, nobody else is granted
-        them. Every session may have as many as are left to its tenant then, so that one alone gets half of
+        """Whether a lease of so many blocks times parts may be granted; while it is asked for, no other lease is
+        granted them. Every session may have as many as are left to its tenant then, so that one alone gets half of
         `MAX_LEASED_PLACES`, of two each a third, and there are always some for the next."""
         session, tenant = caller.session, caller.session.tenant.tenant
         with self._lock:
@@ -332,7 +332,7 @@ class Sessions:
 
     def finish_ending(self) -> None:
         """Give back what leases that are over pinned, and what departed connections had reserved, however much it is:
-        in a thread that nobody waits for."""
+        in a thread for which no client waits."""
         self._store.finish_ending()
 
     @property

@@ -3,7 +3,7 @@
 To hand out an extent is to lock a byte of it, for which the kernel looks through all locks on it, and a client may
 place as many as it likes. The door's thread does that for all tenants. So a tenant whose extent took long waits for the
 next one: it can spend no more than a hundredth of the thread's time. What counts is the processor's time of the thread,
-so that a busy machine makes nobody wait.
+so that a busy machine makes no tenant wait.
 """
 
 from __future__ import annotations

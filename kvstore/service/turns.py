@@ -1,9 +1,9 @@
-"""Whose turn it is at a thread that all tenants share: whoever was served least of it comes first (floor 2).
+"""Whose turn it is at a thread that all tenants share: the tenant that was served least comes first (floor 2).
 
 Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A tenant's next piece of work starts where its last one
 ended, or at the virtual time if that is later; the smallest start comes first, and the virtual time is the start of
 the piece that was begun last. So a tenant waits for one piece of each other tenant, however many connections they
-have; and whoever was away, or comes anew, has saved up nothing that others would have to wait for.
+have; and a tenant that was away, or comes anew, has saved up nothing that others would have to wait for.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Line(Generic[T]):
         self.waiting: deque[T] = deque()
 
     def leave_out(self, is_gone: Callable[[T], bool]) -> None:
-        """Pieces that nobody wants any more."""
+        """Pieces that are not wanted any more."""
         self.waiting = deque(one for one in self.waiting if not is_gone(one))
 
 
 class Lines(Generic[T]):
-    """A pool of threads, with one line for each tenant: the next free thread is for whoever has fewest at work, and of
+    """A pool of threads, with one line for each tenant: the next free thread is for the one with fewest at work, and of
     several tenants each leaves some to the others, for as long as a piece may take."""
 
     def __init__(self, threads: int) -> None:

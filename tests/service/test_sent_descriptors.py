@@ -10,7 +10,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,9 +21,9 @@ from kvstore.service import messages as m
 from kvstore.service.descriptors import MOST_UNCLOSED, SO_PASSRIGHTS, Closer, DescriptorsSent
 from service.sidecar import Sidecar
 from torture.peer import Peer
+from waiting import SOON_SECONDS, wait_until
 
 LINGER_SECONDS = 60
-SOON_SECONDS = 20.0
 PINGS = 4000  # the door reads nothing behind them before it has answered most of them
 
 
@@ -35,13 +34,6 @@ def kernel_refuses() -> bool:
         except OSError:
             return False
         return True
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Lingering:

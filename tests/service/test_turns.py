@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -24,17 +23,10 @@ from kvstore.service.sessions import Caller
 from kvstore.service.turns import Lines, Share, Turns
 from service.sidecar import Sidecar
 from torture.peer import Peer
+from waiting import SOON_SECONDS, wait_until
 from workbench import small_layout
 
-SOON_SECONDS = 20.0
 CROWD = 40
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # The choice -----------------------------------------------------------------------------------------------------------
@@ -318,7 +310,7 @@ def test_what_takes_long_does_not_wait_behind_that_of_another_tenant(crowded: Cr
     assert len(started) == CROWD + 1 and not line.running and not line.waiting
 
 
-def test_a_connection_that_is_made_anew_owes_no_more_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_is_made_anew_owes_no_more_than_a_second() -> None:
     """However much one that is gone asked for."""
     limits = DoorLimits()
     with socket.socketpair()[0] as listening:

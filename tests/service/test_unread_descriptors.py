@@ -6,8 +6,7 @@ import ctypes
 import os
 import resource
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,17 +19,10 @@ from kvstore.service.unread import MOST_OF_CONNECTION, TenantUnread, Unread, sha
 from service.sidecar import Sidecar
 from tiering.faults import SENT, FaultKind
 from torture.peer import Peer
+from waiting import SOON_SECONDS, wait_until
 
-SOON_SECONDS = 20.0
 BELL = m.Ping(wants_bell=True)
 SHARE = 150
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 # What the kernel says -------------------------------------------------------------------------------------------------
