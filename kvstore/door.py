@@ -65,42 +65,6 @@ class LeaseReply(msgspec.Struct, frozen=True):
     lacks_room: bool = False
 
 
-class DirectReply(msgspec.Struct, frozen=True):
-    """Blocks first_block .. blocks - 1 are kept on NVMe for this lease, which is 0 where there are none."""
-
-    lease: int
-    first_block: int
-    blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class FetchReply:
-    """frames: of each block, in order, one per part, header and payload; verified. reason: why there are no more."""
-
-    frames: list[list[FrameSpan]]
-    reason: MissReason | None
-
-
-class DirectDoor(Protocol):
-    """Reads past DRAM, for a client in the store's own process."""
-
-    def lease(self, number: int, keys: Sequence[bytes], first_block: int) -> DirectReply:
-        """Keep the blocks from `first_block` on that are on NVMe, up to the first that is not."""
-        ...
-
-    def fetch(self, lease: int, block: int, blocks: int, deadline_ms: float) -> FetchReply:
-        """Leased blocks from `block` on, read and verified, as far as that can be done before the deadline."""
-        ...
-
-    def release(self, lease: int) -> None:
-        """Give a lease back. Unknown ones are ignored."""
-        ...
-
-    def abandon(self, lease: int) -> None:
-        """Release a lease that its holder forgot, without waiting for anything."""
-        ...
-
-
 class ReserveReply(msgspec.Struct, frozen=True):
     """Which blocks of the offered chain are to be filled (`blocks`, ascending) and where, one list of places per part.
 
@@ -160,11 +124,6 @@ class Door(Protocol):
     @property
     def requests(self) -> Requests:
         """What this process holds for each request of its engine."""
-        ...
-
-    @property
-    def direct(self) -> DirectDoor | None:
-        """Reads past DRAM; None where this door has none, and a lease is shorter instead."""
         ...
 
     def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int], name: str = "") -> Grant:

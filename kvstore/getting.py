@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import NamedTuple
 
 from kvstore.door import Door, Grant
@@ -29,10 +28,6 @@ from kvstore.pages import Codec, Coder, Digest, Pages
 from tiering.frame import HEADER_BYTES, digest, names_block, split_digests
 from tiering.tier import FrameSpan
 
-DIRECT_BLOCKS = 16
-"""Read past DRAM at a time: each needs memory of its own."""
-DIRECT_MS = 1000.0
-"""How long a get waits for these."""
 PIECE_BLOCKS = 128
 """Long prompts are read in pieces of this many blocks; between two of them a release is noticed. Of a piece, what is
 small is done for all blocks, then the copies: after a copy of megabytes nothing of the interpreter's is left in a
@@ -128,8 +123,6 @@ class Getting:
 
     def by_layer(self) -> Iterator[Loaded]:
         """Layer by layer, in the order of their numbers; what is said of each holds for all before it as well."""
-        if self._end > max(self._start, self._lease.reply.blocks):  # blocks past DRAM are read once, with all layers
-            return repeat(self.whole(), len({layer for part in self._source.parts for layer in part.layers}))
         layers: dict[int, list[_Column]] = {}
         for part in self._source.parts:
             size = self._source.grant.payload_bytes[part.index] // len(part.layers)
@@ -199,17 +192,12 @@ class Getting:
             if lease.released:  # meanwhile, by another thread
                 self._cut(first, MissReason.DISABLED)
                 break
-            is_direct = lease.direct is not None and first >= lease.reply.blocks
-            step = DIRECT_BLOCKS if is_direct else PIECE_BLOCKS
-            stop = min(first + step, self._end if is_direct else min(self._end, lease.reply.blocks))
-            if is_direct:
-                self._decode(self._fetch(columns, range(first, stop)), is_direct)
-            else:
-                self._decode([self._open(column, range(first, stop)) for column in columns], is_direct)
+            stop = min(first + PIECE_BLOCKS, self._end)
+            self._decode([self._open(column, range(first, stop)) for column in columns])
             first = stop
         return self._end == end
 
-    def _decode(self, opened: Sequence[_Opened], is_direct: bool) -> None:
+    def _decode(self, opened: Sequence[_Opened]) -> None:
         """Blocks into the pages. The end moves back to the first one that is not good."""
         for column, first, payloads, expected in opened:
             count = min(len(payloads), self._end - first)
@@ -220,8 +208,7 @@ class Getting:
             source = self._source
             good = column.coder.decode(payloads[:count], tokens, skip, expected[:count], source.digest)
             if good < count:
-                if not is_direct:
-                    source.door.report(self._lease.reply.lease, first + good, column.part.index)
+                source.door.report(self._lease.reply.lease, first + good, column.part.index)
                 self._cut(first + good, MissReason.CORRUPT)
 
     def _within(self, column: _Column, blocks: range) -> range:
@@ -264,31 +251,6 @@ class Getting:
         if len(spans) < len(mine):  # condemned meanwhile, and its extent given back; or the sidecar is another one
             is_there = door.is_within_reach(reply.lease)
             self._cut(mine.start + len(spans), MissReason.CORRUPT if is_there else MissReason.UNREACHABLE)
-        return opened
-
-    def _fetch(self, columns: Sequence[_Column], blocks: range) -> list[_Opened]:
-        """The same of whole parts that come from NVMe, past DRAM."""
-        lease, direct = self._lease, self._source.door.direct
-        assert lease.direct is not None and direct is not None
-        ranges = [self._within(column, blocks) for column in columns]
-        opened = [_Opened(column, mine.start, [], []) for column, mine in zip(columns, ranges, strict=True)]
-        first = min([mine.start for mine in ranges if mine], default=blocks.stop)
-        stop = max([mine.stop for mine in ranges if mine], default=first)
-        if first == stop:
-            return opened
-        reply = direct.fetch(lease.direct.lease, first, stop - first, DIRECT_MS)
-        if reply.reason is not None:
-            self._cut(first + len(reply.frames), reply.reason)
-        for block, frames in enumerate(reply.frames, first):
-            headers = [bytes(frame.view[:HEADER_BYTES]) for frame in frames]
-            if not all(map(names_block, headers, self._source.grant.stamps, repeat(lease.keys[block]))):
-                self._cut(block, MissReason.EVICTED)
-                break
-            for (column, _, payloads, digests), mine in zip(opened, ranges, strict=True):
-                if block in mine:
-                    index = column.part.index
-                    payloads.append(cut(frames[index], HEADER_BYTES + column.at, column.size))
-                    digests.append(split_digests(headers[index], len(column.part.layers))[column.layers])
         return opened
 
     # The end, and what it needs ------------------------------------------------------------------------------------

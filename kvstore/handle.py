@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from kv_kernels.flaws import Flaw
 from kvstore.config import MAX_SECONDS
-from kvstore.door import DirectReply, Door, Grant, LeaseReply, MatchReply, ReservationLost, ReserveReply
+from kvstore.door import Door, Grant, LeaseReply, MatchReply, ReservationLost, ReserveReply
 from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.getting import Getting, Loaded, Source, cut
 from kvstore.holding import Lease
@@ -225,9 +225,7 @@ class NamespaceHandle:
         reply = self._door.attach(opened.run, granted) if opened.lease else granted
         lost = reply.reason if reply.blocks < granted.blocks else granted.reason
         account = opened.account().cut(reply.blocks * self.block_tokens, lost or MissReason.EVICTED)
-        lease = Lease(
-            self._door, reply, opened.prompt_keys(), account, self.block_tokens, None, opened.request, self._grant
-        )
+        lease = Lease(self._door, reply, opened.prompt_keys(), account, self.block_tokens, opened.request, self._grant)
         self._door.requests.add(opened.request, lease)
         return lease
 
@@ -391,14 +389,11 @@ class NamespaceHandle:
         parts: list[tuple[HitTier | MissReason, int]] = [
             (tier, blocks * self.block_tokens) for tier, blocks in reply.tiers
         ]
-        direct = self._lease_directly(match, reply)
-        if direct is not None:
-            parts.append((HitTier.NVME, (direct.blocks - reply.blocks) * self.block_tokens))
-        lost = (match.blocks - (direct.blocks if direct is not None else reply.blocks)) * self.block_tokens
+        lost = (match.blocks - reply.blocks) * self.block_tokens
         parts.append((reply.reason or MissReason.EVICTED, lost))
         parts += [(part.origin, part.tokens) for part in match.account.segments if isinstance(part.origin, MissReason)]
         account = Account.of(parts)
-        lease = Lease(self._door, reply, match.keys, account, self.block_tokens, direct, request, self._grant)
+        lease = Lease(self._door, reply, match.keys, account, self.block_tokens, request, self._grant)
         self._door.requests.add(request, lease)
         return lease
 
@@ -464,14 +459,6 @@ class NamespaceHandle:
         finally:
             self._door.abort(reply.reservation)
         return committed, flaw if committed == count else None, None
-
-    def _lease_directly(self, match: Match, reply: LeaseReply) -> DirectReply | None:
-        """What DRAM has no room for, and NVMe has."""
-        door = self._door.direct
-        if door is None or not reply.lacks_room or reply.blocks >= match.blocks:
-            return None
-        direct = door.lease(self.number, match.keys[: match.blocks], reply.blocks)
-        return direct if direct.lease else None
 
     def _account(self, asked: int, full_blocks: int, reply: MatchReply) -> Account:
         parts: list[tuple[HitTier | MissReason, int]] = [

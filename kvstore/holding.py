@@ -11,7 +11,7 @@ import threading
 import weakref
 from types import TracebackType
 
-from kvstore.door import DirectReply, Door, Grant, LeaseReply
+from kvstore.door import Door, Grant, LeaseReply
 from kvstore.errors import BadInput
 from kvstore.miss import Account
 from kvstore.ticket import LeaseTicket
@@ -21,8 +21,7 @@ class Lease:
     """Pinned blocks, until released, left as a context, or run out. Made by `NamespaceHandle.lease` and its kin.
 
     tokens: the prefix that is promised; first_token: the block boundary from which on frames are pinned. account: as in
-    a match, cut to what is promised. direct: the blocks behind those that DRAM has, which a get reads from NVMe.
-    request: the engine's name for what it serves.
+    a match, cut to what is promised. request: the engine's name for what it serves.
     """
 
     def __init__(
@@ -32,14 +31,12 @@ class Lease:
         keys: list[bytes],
         account: Account,
         block_tokens: int,
-        direct: DirectReply | None = None,
         request: str = "",
         grant: Grant | None = None,
     ) -> None:
         self.reply = reply
-        self.direct = direct
         self.keys = keys
-        self.blocks = direct.blocks if direct is not None else reply.blocks
+        self.blocks = reply.blocks
         self.tokens = self.blocks * block_tokens
         self.first_token = reply.first_block * block_tokens
         self.account = account
@@ -53,9 +50,6 @@ class Lease:
         self._readers = 0
         self._abandon = weakref.finalize(self, door.abandon, reply.lease)
         self._abandon.atexit = False
-        if direct is not None and door.direct is not None:
-            self._abandon_direct = weakref.finalize(self, door.direct.abandon, direct.lease)
-            self._abandon_direct.atexit = False
 
     @property
     def released(self) -> bool:
@@ -103,8 +97,6 @@ class Lease:
 
     def _let_go(self) -> None:
         self._door.release(self.reply.lease)
-        if self.direct is not None and self._abandon_direct.detach() is not None and self._door.direct is not None:
-            self._door.direct.release(self.direct.lease)
 
     def __enter__(self) -> Lease:
         return self

@@ -34,9 +34,8 @@ from kvstore.config import (
     memory_limit_files,
     parse_rate,
 )
-from kvstore.direct import DirectReader
 from kvstore.display_names import DisplayNames, checked_name
-from kvstore.door import DirectReply, Grant, Joint, LeaseReply, MatchReply, ReserveReply, Submitted
+from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply, Submitted
 from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable, shown
 from kvstore.faults import Faults
 from kvstore.handle import NamespaceHandle
@@ -129,7 +128,6 @@ class TenantDoor:
         self.commits_early = False
         self.abort = store.abort
         self.spans = self.spans_to_fill = store.spans
-        self.direct = TenantDirectDoor(store.direct, self._named) if store.direct is not None else None
 
     def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
         """As `Door.match`."""
@@ -216,22 +214,6 @@ class TenantDoor:
     def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
         """Forget every block of a namespace, as `Store.drop`."""
         return self._store.drop(self._named[number], seconds)
-
-
-class TenantDirectDoor:
-    """`DirectDoor` with a tenant's own numbers."""
-
-    def __init__(self, direct: DirectReader, named: Mapping[int, int]) -> None:
-        """named: the tenant's numbers of namespaces -> the store's."""
-        self._direct = direct
-        self._named = named
-        self.fetch = direct.fetch
-        self.release = direct.release
-        self.abandon = direct.abandon
-
-    def lease(self, number: int, keys: Sequence[bytes], first_block: int) -> DirectReply:
-        """As `DirectDoor.lease`."""
-        return self._direct.lease(self._named[number], keys, first_block)
 
 
 class EmbeddedStore:

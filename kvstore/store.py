@@ -23,7 +23,6 @@ import numpy as np
 from kvstore.about import check_can_be_kept
 from kvstore.blocks import Blocks, Lower, Space
 from kvstore.config import Limits
-from kvstore.direct import DirectReader
 from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply
 from kvstore.endings import ENDED_PLACES, Endings, flat
 from kvstore.errors import BadInput, StoreClosed
@@ -224,7 +223,6 @@ class Store:
         self._loader: Loader | None = None
         self._takeover: Takeover | None = None
         self._scrubbing: Scrubbing | None = None
-        self.direct: DirectReader | None = None
         if lower is not None:
             assert queue is not None
             self._levels = Levels(
@@ -238,17 +236,6 @@ class Store:
                 self._pin,
                 self._unpin,
                 self._find_slots,
-            )
-            self.direct = DirectReader(
-                blocks,
-                lower,
-                queue,
-                mover.keys,
-                clock,
-                limits,
-                self._lock,
-                self._levels.condemn_below,
-                new_number,
             )
             loader = self._loader = Loader(blocks, lower, mover.keys, self._lock)
             if scrub is not None:
@@ -374,8 +361,6 @@ class Store:
             readable = self._blocks.index.visible_blocks(number)
             self._unfound.add(number)
             self._refreshing.clear()  # its rows may become another namespace's
-            if self.direct is not None:
-                self.direct.forget(number)
         rows = self._rows_of(number)
         most = max(1, ABORTED_PLACES // len(self._blocks.spaces[number].classes))
         for first in range(0, len(rows), most):
@@ -1199,8 +1184,6 @@ class Store:
             if self._closed:
                 return
             self._closed = True
-            if self.direct is not None:
-                self.direct.close()
             if self._levels is not None:
                 self._levels.is_over = True
             self._blocks.dram.close()
@@ -1239,8 +1222,6 @@ class Store:
         self._moves_done = threading.Condition(self._lock)
         self._joint_answered = threading.Condition(self._lock)
         self._waiting = threading.Condition(self._lock)
-        if self.direct is not None:
-            self.direct.disown(self._lock)
 
     def check(self) -> None:
         """Verify every invariant; for tests, and safe at any time."""
@@ -1250,8 +1231,7 @@ class Store:
             pins, held = self._endings.check([*self._leases.live(), *self._leases.lapsed()])
             copied = self._blocks.residency.held.counts()
             copied.subtract(held)
-            assert min(copied.values(), default=0) >= 0, "what late readers may read is held for them"
-            assert self.direct is not None or not any(copied.values()), "and nothing else is"
+            assert not any(copied.values()), "what late readers may read is held for them, and nothing else is"
             for reservation in self._reservations.values():
                 pins.update(reservation.refills)
             for job in self._jobs.values():
@@ -1267,8 +1247,6 @@ class Store:
             assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number in namespaces)
             self._blocks.check(pins, sinking)
             self._joint.check(self._reservations)
-            if self.direct is not None:
-                self.direct.check()
 
     # Inside: looking up --------------------------------------------------------------------------------------------
 
@@ -1475,8 +1453,6 @@ class Store:
             self._touch_published(reservation)
             self._cancel(reservation)
             self._blocks.counters["lapsed_joint_puts"] += 1
-        if self.direct is not None:
-            self.direct.run_out()
 
     # Inside: storing -----------------------------------------------------------------------------------------------
 
@@ -1652,10 +1628,10 @@ class Store:
 
     def _who_has_the_room_below(self) -> MissReason:
         """The same of NVMe. Under the lock."""
-        assert self._lower is not None and self.direct is not None
+        assert self._lower is not None
         if self._lower.tier.has_room():  # and the disk has none for another slab
             return MissReason.TIER_DOWN
-        if len(self._leases) or self.direct.has_leases:
+        if len(self._leases):
             return MissReason.PINNED_FULL
         may_go = next(self._lower.residency.worst(), None) is not None
         return MissReason.QUOTA if self._blocks.shares is not None and may_go else MissReason.DEADLINE

@@ -16,7 +16,6 @@ Anything that is not in the table is a bug and raises.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -277,7 +276,6 @@ class Residency:
         self._further = FurtherParts()
         self.held = HeldPlaces()
         """Of readers whose lease ran out while they may still read."""
-        self.kept: Counter[int] = Counter()  # row -> readers that this tier alone is to keep it for
 
     # What happened -------------------------------------------------------------------------------------------------
 
@@ -389,18 +387,6 @@ class Residency:
         self._places[row] = NO_PLACE
         return [place, *self._further.remove(row)] if self._further.counts[row] else [place]
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Forbid their eviction from this tier; another one may let them go."""
-        self.kept.update(rows)
-
-    def let_loose(self, rows: Sequence[int]) -> None:
-        """The mirror of `keep`."""
-        self.kept.subtract(rows)
-        for row in rows:
-            assert self.kept[row] >= 0, "let loose more often than kept"
-            if not self.kept[row]:
-                del self.kept[row]
-
     @property
     def holds(self) -> bool:
         """Whether any place is held."""
@@ -458,7 +444,7 @@ class Residency:
 
     def is_in_use(self, row: int) -> bool:
         """Whether somebody needs the block here, or may still be reading it; or it is not readable here yet."""
-        return not self._listed[row] or bool(self.pins.counts[row]) or row in self.kept or self.is_row_held(row)
+        return not self._listed[row] or bool(self.pins.counts[row]) or self.is_row_held(row)
 
     def is_row_held(self, row: int) -> bool:
         """Whether a reader whose lease ran out may still have a slot of the block mapped."""
@@ -468,7 +454,6 @@ class Residency:
         """Blocks that have a place here and of which that is so."""
         listed = np.frombuffer(self._listed, np.uint8)
         is_used = (listed == 0) | (np.frombuffer(self.pins.counts, np.int32)[: len(listed)] != 0)
-        is_used[list(self.kept)] = True
         first = np.frombuffer(self._places, np.int64)
         is_here = first != NO_PLACE
         if self.held:
@@ -547,14 +532,12 @@ class Residency:
         return Evict(row) if row is not None else None
 
     def worst(self, groups: Sequence[int] | None = None) -> Iterator[int]:
-        """Leaves that nobody pins or keeps, worst first; of these groups, one after the other, if they are given. Each
-        one may be evicted before the next is asked for."""
-        pins, kept, retention = self.pins.counts, self.kept, self.retention
+        """Leaves that nobody pins, worst first; of these groups, one after the other, if they are given. Each one may
+        be evicted before the next is asked for."""
+        pins, retention = self.pins.counts, self.retention
         is_simple = retention is None or not len(retention)
         victims = self._victims(groups) if is_simple else self._victims_kept_last(groups)
-        if not kept:
-            return (row for row in victims if not pins[row])
-        return (row for row in victims if not pins[row] and row not in kept)
+        return (row for row in victims if not pins[row])
 
     def _victims(self, groups: Sequence[int] | None) -> Iterator[int]:
         if self.groups is None or groups is None:

@@ -66,7 +66,6 @@ class _Held:
 class RemoteDoor:
     """`Door` to a sidecar. Thread-safe; a forked child gets a connection of its own, in the same session."""
 
-    direct = None
 
     def __init__(self, path: str, engine: str, session: bytes, clock: Clock, limits: CallLimits) -> None:
         """session: the token of the engine's session."""

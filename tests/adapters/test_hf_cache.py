@@ -405,7 +405,7 @@ class DyingDoor(TenantDoor):
         verbs = "match present lease release report reserve commit abort spans spans_to_fill is_within_reach"
         for verb in verbs.split():
             setattr(self, verb, self._counted(getattr(door, verb)))
-        self.abandon, self.direct, self.requests = door.abandon, door.direct, door.requests
+        self.abandon, self.requests = door.abandon, door.requests
         self.commits_early, self.now = door.commits_early, door.now  # type: ignore[method-assign]
         self.open_namespace = door.open_namespace  # type: ignore[method-assign]
 

@@ -81,7 +81,6 @@ class Disk:
         for row in random.sample(listed, len(listed) // 2):
             self.residency.policy.touched(self.index.chain(row))
         pins.pin([row for row in self.index.rows(space) if random.random() < 0.05])
-        self.residency.keep([row for row in self.below if random.random() < 0.05])
         self.residency.hold([self.residency.place(row, 0) for row in listed if random.random() < 0.05])
 
     def hint(self, row: int) -> tuple[int, int]:
@@ -111,7 +110,7 @@ class Disk:
         children = {one for one in self.index.rows(0) if self.index.parent(one) == row}
         is_way = row not in self.above and not children <= set(self.below) - self.above
         is_read = self.residency.pins.counts[row] or self.residency.is_held(self.residency.place(row, 0))
-        return bool(is_read) or row in self.residency.kept or row in self.writing or is_way
+        return bool(is_read) or row in self.writing or is_way
 
     def family(self, slab: int) -> set[int]:
         """What a slab has, and all that follows that, in whatever tier."""

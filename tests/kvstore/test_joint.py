@@ -196,25 +196,6 @@ def test_a_bad_frame_is_a_miss_for_the_rank_whose_it_is_and_then_for_all(two: Ra
     two.store.check()
 
 
-def test_a_rank_reads_past_dram(tmp_path: Any) -> None:
-    """Where DRAM is all pinned, from NVMe into its own pages."""
-    import kvstore
-
-    layout = small_layout(head_shards=2)
-    limits = Limits(pinned_fraction=0.1)
-    with kvstore.embedded(str(tmp_path / "kv"), dram="1MiB", nvme="64MiB", limits=limits) as store:
-        whole = store.namespace(model="m", layout=layout)
-        pages = random_pages(layout, 20)
-        assert whole.put(ids(64 * 20), pages, durability="disk").reason is None
-        for rank in range(2):
-            handle = store.namespace(model="m", layout=layout, shard=rank)
-            blank = shard_pages(blank_pages(layout, 20), layout, rank)
-            with handle.lease(handle.match(ids(64 * 20)), deadline_ms=5000) as lease:
-                assert lease.direct is not None
-                assert handle.get(lease, blank).tokens == 64 * 20
-            assert same_tokens(shard_pages(pages, layout, rank), blank, range(64 * 20))
-
-
 # Puts that several make together --------------------------------------------------------------------------------------
 
 

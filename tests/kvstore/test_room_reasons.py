@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -126,7 +125,7 @@ def test_where_nothing_was_found_there_is_a_detail_for_each_reason(a: Bench) -> 
 
 
 def test_a_lease_for_which_all_of_memory_is_being_stored_into(tmp_path: Path) -> None:
-    """It is called late, not pinned; a reader in this process goes past memory all the same."""
+    """It is called late, not pinned, and nothing is read past DRAM."""
     with ExitStack() as stack:
         store = stack.enter_context(
             open_embedded(
@@ -143,33 +142,14 @@ def test_a_lease_for_which_all_of_memory_is_being_stored_into(tmp_path: Path) ->
         reply = ns.door.lease(ns.number, match.keys, 0, 1000)
         assert (reply.lease, reply.reason, reply.lacks_room) == (0, MissReason.DEADLINE, True) and reply.detail
         with ns.lease(match, deadline_ms=1000) as lease:
+            assert (lease.tokens, lease.reason) == (0, MissReason.DEADLINE)
+            assert lease.account.misses == {MissReason.DEADLINE: 64 * 6}
+            assert ns.get(lease, blank_pages(ns.layout, 6)).tokens == 0
+        other.door.abort(filling.reservation)
+        with ns.lease(match, deadline_ms=10_000) as lease:
             into = blank_pages(ns.layout, 6)
             assert ns.get(lease, into).tokens == 64 * 6 and same_tokens(pages, into, range(64 * 6))
-        other.door.abort(filling.reservation)
-        again = ns.door.lease(ns.number, match.keys, 0, 10_000)
-        assert again.blocks == 6 and not again.lacks_room
-        ns.door.release(again.lease)
-        store.check()
-
-
-def test_a_disk_whose_blocks_are_all_kept_for_readers(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"dram": "1MiB", "extent": "64KiB", "nvme": "1MiB", "slab": "256KiB"}
-    limits = Limits(pinned_fraction=1.0)
-    with open_embedded(str(tmp_path), codecs=codec_named, indexes=LmdbMaker, limits=limits, **sizes) as store:
-        ns = store.namespace(model=MODEL, layout=small_layout())
-        direct, kept, stored = ns.door.direct, [], 0
-        assert direct is not None
-        for number in range(200):  # until there is no room for one more
-            prompt = ids(64, 1000 * number)
-            result = ns.put(prompt, random_pages(ns.layout, 1), durability="disk")
-            if result.reason is not None:
-                break
-            stored += 1
-            kept.append(direct.lease(ns.number, ns.match(prompt).keys, 0).lease)
-        assert 0 < stored < 200 and result.reason is MissReason.PINNED_FULL
-        for lease in kept:
-            direct.release(lease)
-        assert ns.put(ids(64, 900_000), random_pages(ns.layout, 1), durability="disk").reason is None
+            assert not lease.reply.lacks_room
         store.check()
 
 
