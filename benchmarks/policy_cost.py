@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 from kvstore.insight.trace import Trace, read_trace
 from kvstore.node import build_replay
 from tiering.policies.adaptive import Adaptive

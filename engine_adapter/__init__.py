@@ -1,1 +1,1 @@
-"""Adapters that let an engine reuse cached prefixes (floor 3). One engine, one file."""
+"""Adapters that let an engine reuse cached prefixes. One engine, one file."""

@@ -1,4 +1,4 @@
-"""The engine-neutral half of an adapter: one request's way through the store (floor 3).
+"""The engine-neutral half of an adapter: one request's way through the store.
 
 An engine's adapter knows tensors, streams and schedulers; this file knows the store's verbs, the grid, and how every
 prompt token is accounted for. It is the edge at which any fault of the store becomes a miss: nothing here raises
@@ -8,19 +8,18 @@ because of the store, and after one fault a request goes on without it. Must nev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
 from math import ceil
 from typing import Protocol
 
-from engine_adapter.store_faults import reason_of
-from kvstore.codec import default_codec
-from kvstore.handle import Lease, NamespaceHandle
-from kvstore.identity import ExtraKey
-from kvstore.layout import Layout
-from kvstore.miss import Account, HitTier, MissReason
-from kvstore.pages import Pages
+from kvstore.block.account import Account, HitTier, MissReason, reason_of
+from kvstore.block.codec import default_codec
+from kvstore.block.identity import ExtraKey
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.client.handle import Lease, NamespaceHandle
 
 SAVE_DEADLINE_MS = 1000.0
 """How long a save waits for the store. A store that runs makes room in less, and a request may be waiting behind it."""
@@ -28,25 +27,6 @@ SAVE_DEADLINE_MS = 1000.0
 _AWAY = frozenset({MissReason.UNREACHABLE, MissReason.DEADLINE, MissReason.DISABLED})
 
 _log = getLogger(__name__)
-
-
-class OpenStore(Protocol):
-    """What an adapter needs of a store: a namespace. `kvstore.open` returns one."""
-
-    def namespace(
-        self,
-        *,
-        model: str,
-        layout: Layout,
-        codec: str = "raw",
-        weights_epoch: int = 0,
-        config: Mapping[str, str] | None = None,
-        shard: int | None = None,
-        name: str = "",
-    ) -> NamespaceHandle:
-        """The namespace of these weights, this layout and this codec; of one rank's heads where `shard` says which.
-        name: of the model, for people."""
-        ...
 
 
 class EngineAdapter(Protocol):
@@ -385,7 +365,7 @@ def reusable_tokens(found: int, asked: int, chunk_tokens: int) -> int:
 def cut_to_grid(account: Account, chunk_tokens: int) -> Account:
     """Turn hits that cannot be used into misses: the prompt's last token into `last_token`, the others into `grid`.
 
-    >>> from kvstore.miss import HitTier
+    >>> from kvstore.block.account import HitTier
     >>> cut_to_grid(Account.of([(HitTier.DRAM, 512)]), 256).to_dict()["misses"]
     {'grid': 255, 'last_token': 1}
     """

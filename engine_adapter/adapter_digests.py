@@ -1,4 +1,4 @@
-"""The digests of LoRA adapters that an engine has loaded, for a thread that must not wait (floor 3).
+"""The digests of LoRA adapters that an engine has loaded, for a thread that must not wait.
 
 An engine reads an adapter's files once, by a number that it gives it, and keeps the weights; what lies at the path may
 be something else later on. So a digest belongs to a number and to the files as they were then. Files that changed since

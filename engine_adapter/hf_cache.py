@@ -1,4 +1,4 @@
-"""Prefix caching for models of Hugging Face transformers (floor 3).
+"""Prefix caching for models of Hugging Face transformers.
 
     cache = PrefixCache(model, kvstore.open("embedded:./kv", dram="2GiB"))
     answer = cache.generate(token_ids, max_new_tokens=64)
@@ -23,19 +23,19 @@ from typing import Any, NamedTuple, NoReturn, SupportsIndex
 import numpy as np
 import torch
 
-from engine_adapter.adapter import OpenStore, Report, StoreRequest, chosen_codec, grid_chunks
-from engine_adapter.hbm_blocks import HbmBlocks
-from engine_adapter.hf_buffers import BufferSet, FreeList
-from engine_adapter.hf_inputs import checked_new_tokens, checked_stop_tokens, prompt_of, prompts_of
-from engine_adapter.hf_layers import ModelCall, even_cache, ragged_cache
-from engine_adapter.hf_model import check_model, layout_of
-from engine_adapter.hf_settings import Chooser, choose_for, chooser_of
-from engine_adapter.hf_watch import ModelIdentity, ModelWatch
-from engine_adapter.sampling import Sampling
+from engine_adapter.adapter import Report, StoreRequest, chosen_codec, grid_chunks
+from engine_adapter.hf.buffers import BufferSet, FreeList
+from engine_adapter.hf.hbm_blocks import HbmBlocks
+from engine_adapter.hf.inputs import checked_new_tokens, checked_stop_tokens, prompt_of, prompts_of
+from engine_adapter.hf.layers import ModelCall, even_cache, ragged_cache
+from engine_adapter.hf.model import check_model, layout_of
+from engine_adapter.hf.sampling import Sampling
+from engine_adapter.hf.settings import Chooser, choose_for, chooser_of
+from engine_adapter.hf.watch import ModelIdentity, ModelWatch
+from kvstore.block.errors import BadInput, LayoutMismatch, StoreClosed, StoreError
+from kvstore.block.identity import ExtraKey, Namespace, as_extra_keys
+from kvstore.client.handle import NamespaceHandle, OpenStore
 from kvstore.config import parse_size
-from kvstore.errors import BadInput, LayoutMismatch, StoreClosed, StoreError
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import ExtraKey, Namespace, as_extra_keys
 
 CHUNK_TOKENS_CPU = 384
 """Smaller chunks waste some of the cores' work, a coarser grid loses more of a prefix to cutting. `kvstore demo` prints
@@ -54,7 +54,7 @@ _log = getLogger(__name__)
 CHANGED = "the model changed during the request"
 
 
-class Kept(StrEnum):
+class SavedBlocks(StrEnum):
     """Which blocks are saved."""
 
     EVERYTHING = "everything"  # every full block, of prompts and of answers
@@ -88,10 +88,10 @@ class PrefixCache:
     Exactness. With codec "raw", a prompt asked again is answered from the same numbers, bit for bit: chunks have the
     same shapes cold and warm, and what is restored is what those chunks produced. Two things produce KV in shapes that
     a cold run would not use, and so with other last bits: decoding, one token at a time, and the tail behind a prompt's
-    last whole chunk, once a longer prompt continues it. `Kept.EVERYTHING`, the default, keeps such blocks, so that a
-    chat's next turn need not compute the last answer again; that turn's answer can leave the cold one where two tokens
-    are closer than rounding (of 60 turns with random weights: none in float32, a quarter in bfloat16).
-    `Kept.WHOLE_CHUNKS` never keeps them, and warm is bit-identical to cold (none of 60 in either). The two, and
+    last whole chunk, once a longer prompt continues it. `SavedBlocks.EVERYTHING`, the default, keeps such blocks, so
+    that a chat's next turn need not compute the last answer again; that turn's answer can leave the cold one where two
+    tokens are closer than rounding (of 60 turns with random weights: none in float32, a quarter in bfloat16).
+    `SavedBlocks.WHOLE_CHUNKS` never keeps them, and warm is bit-identical to cold (none of 60 in either). The two, and
     different chunk sizes, are namespaces of their own and never mix.
 
     Batches. Each prompt is looked up and prefilled by itself, in its own row of the buffers: what is stored does not
@@ -99,7 +99,7 @@ class PrefixCache:
     one forward pass per token; rows begin at index 0 and write at their own positions, and where their lengths differ a
     mask hides what lies behind them.
 
-    Changes. What the model computes for a short prompt is part of the namespace (`engine_adapter.hf_watch`): after a
+    Changes. What the model computes for a short prompt is part of the namespace (`engine_adapter.hf.watch`): after a
     change of adapters, hooks, weights and the like the same cache goes on in another namespace, and finds the old one
     again when the change is taken back. What a running stream computes after a change is not kept.
 
@@ -115,12 +115,12 @@ class PrefixCache:
         codec: str | None = None,
         block_tokens: int = 0,
         chunk_tokens: int | None = None,
-        kept: Kept | str = Kept.EVERYTHING,
+        kept: SavedBlocks | str = SavedBlocks.EVERYTHING,
         hbm: str | int = 0,
         deadline_ms: float = 50,
     ) -> None:
         """store: without one, or with a closed one, the same code computes everything. namespace: to use instead of the
-        one that is made for this model in `store`. codec: any of `kvstore.codec.CODECS`; left out, "int8-kc64",
+        one that is made for this model in `store`. codec: any of `kvstore.block.codec.CODECS`; left out, "int8-kc64",
         or "raw" for KV that 8 bits cannot hold. chunk_tokens: the prefill grid, a multiple of the block. hbm: the size
         of a pool of decoded blocks on the model's device, asked before the store. deadline_ms: how long a lookup may
         wait for blocks. Raises `BadInput` or `LayoutMismatch`, with one line.
@@ -131,9 +131,9 @@ class PrefixCache:
         self.layout = layout_of(model, namespace.block_tokens if namespace else block_tokens)
         default = CHUNK_TOKENS_CPU if self.device.type == "cpu" else CHUNK_TOKENS_CUDA
         self.chunk_tokens = _checked_chunk(chunk_tokens, default, self.layout.block_tokens)
-        if kept not in list(Kept):
-            raise BadInput(f"kept={kept!r}; allowed: {', '.join(Kept)}")
-        self.kept = Kept(kept)
+        if kept not in list(SavedBlocks):
+            raise BadInput(f"kept={kept!r}; allowed: {', '.join(SavedBlocks)}")
+        self.kept = SavedBlocks(kept)
         self._deadline_ms = deadline_ms
         self._config: Any = model.config
         self._free = FreeList(self.layout, self.device)
@@ -180,7 +180,7 @@ class PrefixCache:
 
         attention_mask: 1 for tokens of the prompt, 0 for padding before or behind it. sampling: the most likely token
         each time if not given. stop_tokens: those of the model's generation config if not given; its other settings
-        that change tokens are applied, or refused by name (`engine_adapter.hf_settings` lists them). extra_keys: what
+        that change tokens are applied, or refused by name (`engine_adapter.hf.settings` lists them). extra_keys: what
         else KV depends on, as in `NamespaceHandle.match`. on_token: called with each token.
         """
         tokens = prompt_of(prompt, attention_mask, self._config, self._settings)
@@ -215,7 +215,7 @@ class PrefixCache:
         sampling: Sampling | None = None,
         stop_tokens: Sequence[int] | None = None,
         extra_keys: Sequence[ExtraKey | bytes | str] = (),
-    ) -> Stream:
+    ) -> TokenStream:
         """As `generate_batch`, token by token. Leaving early keeps what was computed; call `close` then."""
         tokens = prompts_of(prompts, attention_mask, self._config, self._settings)
         return self._stream(tokens, max_new_tokens, sampling, stop_tokens, extra_keys)
@@ -227,7 +227,7 @@ class PrefixCache:
         sampling: Sampling | None,
         stop_tokens: Any,
         extra_keys: Sequence[ExtraKey | bytes | str],
-    ) -> Stream:
+    ) -> TokenStream:
         max_new_tokens = checked_new_tokens(max_new_tokens)
         if stop_tokens is None:
             stop_tokens = self._settings.eos_token_id
@@ -243,12 +243,12 @@ class PrefixCache:
             request = StoreRequest(
                 self.namespace, report, pool=self.pool, deadline_ms=self._deadline_ms, extra_keys=extra_keys
             )
-            rows.append(_Row(number, tokens, request, chooser, self._watch.generation))
-        return Stream(rows, self._run(rows, max_new_tokens, stops))
+            rows.append(_PromptRow(number, tokens, request, chooser, self._watch.generation))
+        return TokenStream(rows, self._run(rows, max_new_tokens, stops))
 
     # A run ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, rows: list[_Row], max_new_tokens: int, stop_tokens: frozenset[int]) -> Iterator[Token]:
+    def _run(self, rows: list[_PromptRow], max_new_tokens: int, stop_tokens: frozenset[int]) -> Iterator[Token]:
         watch = _Watch()
         buffers = self._free.take(len(rows), max(len(row.tokens) for row in rows) + max_new_tokens)
         try:
@@ -279,7 +279,7 @@ class PrefixCache:
                 row.request.release()
             self._free.give(buffers)
 
-    def _prefill(self, row: _Row, buffers: BufferSet) -> torch.Tensor:
+    def _prefill(self, row: _PromptRow, buffers: BufferSet) -> torch.Tensor:
         """Restore what the store has, compute the rest; returns the logits of the last token, [1, vocabulary]."""
         self._withdraw_if_changed(row)
         matched = row.request.matched_tokens(row.tokens)
@@ -294,13 +294,13 @@ class PrefixCache:
             row.with_kv = end
         return logits
 
-    def _save_what_is_shared(self, row: _Row, earlier: Sequence[_Row], buffers: BufferSet) -> None:
+    def _save_what_is_shared(self, row: _PromptRow, earlier: Sequence[_PromptRow], buffers: BufferSet) -> None:
         """What others of the batch computed, and this one begins with: it is looked up like everything else."""
         for other in earlier:
             if _common(row.tokens, other.tokens[: other.prompt_tokens]) >= self.layout.block_tokens:
                 self._save(other, buffers, other.with_kv)
 
-    def _save_next(self, rows: Sequence[_Row], buffers: BufferSet) -> None:
+    def _save_next(self, rows: Sequence[_PromptRow], buffers: BufferSet) -> None:
         """One chunk of one prompt, so that no token waits long for what is saved. Where the store is away none is: the
         save behind the last token offers all of it."""
         for row in rows:
@@ -312,9 +312,9 @@ class PrefixCache:
                 if row.offered >= stop // self.layout.block_tokens * self.layout.block_tokens:
                     return
 
-    def _save(self, row: _Row, buffers: BufferSet, stop: int) -> None:
+    def _save(self, row: _PromptRow, buffers: BufferSet, stop: int) -> None:
         """Offer a row's full blocks up to that token, if there are more of them than were offered before."""
-        if self.kept is Kept.WHOLE_CHUNKS:
+        if self.kept is SavedBlocks.WHOLE_CHUNKS:
             stop = min(stop, row.prompt_tokens) // self.chunk_tokens * self.chunk_tokens
         if self._watch.is_opaque:  # a hook may have done anything between two tokens, and taken it back
             stop = min(stop, row.prompt_tokens)
@@ -324,7 +324,7 @@ class PrefixCache:
             self._withdraw_if_changed(row)
             row.request.save(row.tokens[:stop], buffers.pages(row.number, stop))
 
-    def _withdraw_if_changed(self, row: _Row) -> None:
+    def _withdraw_if_changed(self, row: _PromptRow) -> None:
         """Whoever takes the tokens may do anything to the model between two of them."""
         if row.request.is_open and not self._watch.is_still(row.generation):
             row.request.withdraw(CHANGED)
@@ -416,10 +416,10 @@ class PrefixCache:
             )
 
 
-class Stream:
+class TokenStream:
     """Tokens as they are generated. `results` holds every answer so far, complete once the iterator is exhausted."""
 
-    def __init__(self, rows: list[_Row], tokens: Iterator[Token]) -> None:
+    def __init__(self, rows: list[_PromptRow], tokens: Iterator[Token]) -> None:
         self._rows = rows
         self._tokens = tokens
 
@@ -442,7 +442,7 @@ class Stream:
         ]
 
 
-class _Row:
+class _PromptRow:
     """One prompt on its way. tokens: prompt and answer. with_kv: leading tokens whose KV the buffer holds."""
 
     def __init__(
@@ -477,7 +477,7 @@ class _Row:
 class _Decoder:
     """Decodes all rows together, one token of each per step. A row that has stopped is computed and ignored."""
 
-    def __init__(self, owner: PrefixCache, rows: list[_Row], buffers: BufferSet) -> None:
+    def __init__(self, owner: PrefixCache, rows: list[_PromptRow], buffers: BufferSet) -> None:
         self._owner = owner
         self._rows = rows
         lengths = [row.prompt_tokens for row in rows]
@@ -540,7 +540,7 @@ def _checked_chunk(given: int | None, default: int, block_tokens: int) -> int:
     return chunk
 
 
-def _drained(stream: Stream, on_token: Callable[[Token], None] | None) -> list[Generation]:
+def _drained(stream: TokenStream, on_token: Callable[[Token], None] | None) -> list[Generation]:
     try:
         for token in stream:
             if on_token is not None:

@@ -1,4 +1,4 @@
-"""Who a model and an adapter are, by what their files hold (floor 3).
+"""Who a model and an adapter are, by what their files hold.
 
     model_fingerprint(model_dir) -> str             64 hexadecimal digits, for `Namespace.model`
     adapter_digest(adapter_dir)  -> str | None      64 hexadecimal digits, for an extra key of prompts that use a LoRA
@@ -16,7 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 
 HASH_WHOLE_BYTES = 256 << 20
 """Models whose weight files have up to this many bytes together are hashed whole; of larger ones, samples."""

@@ -1,4 +1,4 @@
-"""What vLLM's configuration says about the KV that an engine has (floor 3).
+"""What vLLM's configuration says about the KV that an engine has.
 
 Reads vLLM's objects and imports none of its modules: whether such KV can be stored, whose weights made it, what its
 pages are, and what else decides its numbers.
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from engine_adapter.engine_pages import EnginePages, RegisteredGroup, register
 from engine_adapter.model_files import model_fingerprint, snapshot_directory
-from engine_adapter.step_orders import WorkerFacts
-from kvstore.errors import BadInput
+from engine_adapter.paged.pages import EnginePages, RegisteredGroup, register
+from engine_adapter.paged.step_plan import WorkerSpec
+from kvstore.block.errors import BadInput
 
 ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 """KV groups of these kinds can be stored."""
@@ -179,7 +179,7 @@ def _without_places(value: Any) -> Any:
     return [_without_places(it) for it in value] if isinstance(value, list | tuple) else value
 
 
-def config_fields(config: Any, facts: Sequence[WorkerFacts], version: str) -> Mapping[str, str]:
+def config_fields(config: Any, facts: Sequence[WorkerSpec], version: str) -> Mapping[str, str]:
     """What decides KV besides weights and layout, in words that a person can compare, and all the rest as a digest.
     version: of vLLM. Raises `BadInput` where a draft model's weights cannot be read."""
     model, cache = config.model_config, config.cache_config

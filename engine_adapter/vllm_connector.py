@@ -1,4 +1,4 @@
-"""vLLM: a `KVConnectorBase_V1` that loads known prefixes from the store and saves new ones (floor 3).
+"""vLLM: a `KVConnectorBase_V1` that loads known prefixes from the store and saves new ones.
 
     {"kv_connector": "KvStoreConnector", "kv_connector_module_path": "engine_adapter.vllm_connector",
      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -48,14 +48,14 @@ except ImportError:
 import kvstore
 from engine_adapter.adapter import chosen_codec
 from engine_adapter.adapter_digests import AdapterDigests
-from engine_adapter.connector_settings import ConnectorSettings, LoadMode
-from engine_adapter.engine_pages import is_opaque, layout_of
-from engine_adapter.engine_requests import NEVER, SAVING, Computed, RequestFacts
-from engine_adapter.load_choice import StepWork
 from engine_adapter.model_files import adapter_digest
-from engine_adapter.paged_scheduler import PagedScheduler
-from engine_adapter.paged_worker import PagedWorker
-from engine_adapter.step_orders import NamespaceFacts, StepOrders, StepReports, WorkerFacts
+from engine_adapter.paged.load_choice import StepWork
+from engine_adapter.paged.pages import is_opaque, layout_of
+from engine_adapter.paged.requests import NEVER, SAVING, Computed, RequestSpec
+from engine_adapter.paged.scheduler import PagedScheduler
+from engine_adapter.paged.settings import ConnectorSettings, LoadMode
+from engine_adapter.paged.step_plan import NamespaceSpec, StepPlan, StepReports, WorkerSpec
+from engine_adapter.paged.worker import PagedWorker
 from engine_adapter.vllm_config import (
     config_fields,
     fingerprint,
@@ -67,8 +67,8 @@ from engine_adapter.vllm_config import (
     unwaitable,
 )
 from engine_adapter.vllm_requests import EngineView, RequestReader
-from kvstore.errors import BadInput
-from kvstore.miss import HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import BadInput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
@@ -79,21 +79,21 @@ MEDIUM = "kvstore"
 
 
 @dataclass
-class Orders(KVConnectorMetadata):
+class StepPlanMetadata(KVConnectorMetadata):
     """One step, to every worker."""
 
-    step: StepOrders
+    step: StepPlan
 
 
 @dataclass
-class Reports(KVConnectorWorkerMetadata):
+class StepReportsMetadata(KVConnectorWorkerMetadata):
     """One step, from the workers."""
 
     step: StepReports
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """vLLM merges the workers' reports two by two."""
-        assert isinstance(other, Reports)
+        assert isinstance(other, StepReportsMetadata)
         self.step.merge(other.step)
         return self
 
@@ -102,11 +102,11 @@ class Reports(KVConnectorWorkerMetadata):
 class Handshake(KVConnectorHandshakeMetadata):
     """What the pages of one worker are, to the scheduler."""
 
-    facts: WorkerFacts
+    facts: WorkerSpec
 
 
 @dataclass
-class Counts(KVConnectorStats):
+class ConnectorCounts(KVConnectorStats):
     """What was counted since the last step. data: flat, by name."""
 
     def reset(self) -> None:
@@ -128,7 +128,7 @@ class Counts(KVConnectorStats):
         return not self.data
 
 
-class CountsProm(KVConnectorPromMetrics):
+class ConnectorMetrics(KVConnectorPromMetrics):
     """The same as counters of Prometheus: tokens by origin, and what moved."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
@@ -204,7 +204,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             save_patience=self._save_patience(pages.facts),
         )
 
-    def _save_patience(self, facts: WorkerFacts) -> float:
+    def _save_patience(self, facts: WorkerSpec) -> float:
         """Seconds. None where the engine computes on another device, where somebody waits for what it saves, and where
         several workers save one block together."""
         is_producer = self._config.kv_transfer_config.kv_role == "kv_producer"
@@ -223,7 +223,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, *args: Any, **kwargs: Any) -> None:
         """Before the step writes to any page."""
         metadata = args[0] if args else kwargs.get("kv_connector_metadata")
-        if self._worker is not None and isinstance(metadata, Orders):
+        if self._worker is not None and isinstance(metadata, StepPlanMetadata):
             self._worker.begin(metadata.step)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -288,7 +288,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._is_told = True
             reports = reports or StepReports()
             reports.facts.append(self._worker.pages.facts)
-        return Reports(reports) if reports is not None else None
+        return StepReportsMetadata(reports) if reports is not None else None
 
     # Scheduler -------------------------------------------------------------------------------------------------------
 
@@ -329,13 +329,13 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Orders of this step."""
         assert self._scheduler is not None
-        return Orders(self._scheduler.step(scheduler_output))
+        return StepPlanMetadata(self._scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Reports of the workers."""
         reports = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._scheduler is not None:
-            self._scheduler.reported(reports.step if isinstance(reports, Reports) else None)
+            self._scheduler.reported(reports.step if isinstance(reports, StepReportsMetadata) else None)
 
     def request_finished(self, request: Any, *args: Any, **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
         """Its pages are free at once: saves that still read them are fenced when they are used again."""
@@ -371,17 +371,17 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None or not self._scheduler.is_alone:
             return None
         counted = self._scheduler.half.take_counts().to_dict()
-        return Counts(data=counted) if counted else None
+        return ConnectorCounts(data=counted) if counted else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
         """The mirror, in the process that logs."""
-        return Counts(data=data or {})
+        return ConnectorCounts(data=data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics | None:
         """Counters of Prometheus."""
-        return CountsProm(*args, **kwargs)
+        return ConnectorMetrics(*args, **kwargs)
 
     def reset_cache(self) -> bool | None:
         """The engine's weights may be others now: nothing that was stored before is found from here on."""
@@ -412,11 +412,11 @@ class _SchedulerSide:
         self._page_tokens = groups.kv_cache_groups[0].kv_cache_spec.block_size
         self._requests: dict[str, EngineView] = {}
         self._tables: dict[str, list[list[int]]] = {}
-        self._facts: list[WorkerFacts] = []
+        self._facts: list[WorkerSpec] = []
         self.is_alone = False
         self.pool: Any = None
 
-    def begin(self, facts: Sequence[WorkerFacts], wait_seconds: float = START_SECONDS) -> None:
+    def begin(self, facts: Sequence[WorkerSpec], wait_seconds: float = START_SECONDS) -> None:
         """The pages are known: name the namespace. Whatever forbids that is one line, and the engine runs without."""
         refused = unsupported(
             self._config, self._groups, is_failure_told=KVConnectorTransferResults is not None
@@ -436,7 +436,7 @@ class _SchedulerSide:
             codec = self._settings.codec
             if codec == "auto":
                 codec = "raw" if is_opaque(layout.packing) else chosen_codec(None, layout)
-            named = NamespaceFacts(
+            named = NamespaceSpec(
                 0,
                 self._session,
                 self._settings.model or fingerprint(self._config),
@@ -478,9 +478,9 @@ class _SchedulerSide:
             if len(self._facts) == self._config.parallel_config.tensor_parallel_size:
                 self.begin(sorted(self._facts, key=lambda one: one.rank), wait_seconds=0.0)
         self.half.reported(reports)
-        spoiled = self.half.take_spoiled()
-        if spoiled:
-            self.pool.evict_blocks(spoiled)
+        invalid_pages = self.half.take_invalid_pages()
+        if invalid_pages:
+            self.pool.evict_blocks(invalid_pages)
 
     def added(self, request: Any) -> None:
         """A request that was not there before."""
@@ -488,11 +488,11 @@ class _SchedulerSide:
         try:
             facts = self.reader.facts(request)
         except Exception as error:  # what a request is cannot be told: it is not cached
-            facts = RequestFacts(refused=MissReason.UNSUPPORTED, detail=f"{type(error).__name__}: {error}"[:200])
+            facts = RequestSpec(refused=MissReason.UNSUPPORTED, detail=f"{type(error).__name__}: {error}"[:200])
         mine.extra_keys = facts.extra_keys
         self.half.added(mine, facts)
 
-    def step(self, output: Any) -> StepOrders:
+    def step(self, output: Any) -> StepPlan:
         """What the scheduler decided. In most steps nothing is due, and nobody has new pages."""
         scheduled = output.num_scheduled_tokens
         resolve = getattr(getattr(output, "kv_connector_block_state", None), "get_block_ids", None)

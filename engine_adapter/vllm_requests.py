@@ -1,4 +1,4 @@
-"""What a request of vLLM's says about the identity of its KV, and what its user wants of the store (floor 3).
+"""What a request of vLLM's says about the identity of its KV, and what its user wants of the store.
 
 Reads attributes of vLLM's objects and imports nothing of vLLM. Whatever a request's KV depends on besides its tokens is
 an extra key here, or the request is refused: what is not understood is not cached.
@@ -11,9 +11,9 @@ from hashlib import blake2b
 from typing import Any
 
 from engine_adapter.adapter_digests import AdapterDigests
-from engine_adapter.engine_requests import RequestFacts
-from kvstore.identity import ExtraKey
-from kvstore.miss import MissReason
+from engine_adapter.paged.requests import RequestSpec
+from kvstore.block.account import MissReason
+from kvstore.block.identity import ExtraKey
 
 CONVERSATION_PRIORITY = 100
 """Of a turn of a conversation, of which nothing else is said."""
@@ -27,7 +27,7 @@ class RequestReader:
     def __init__(self, adapters: AdapterDigests) -> None:
         self._adapters = adapters
 
-    def facts(self, request: Any) -> RequestFacts:
+    def facts(self, request: Any) -> RequestSpec:
         """Of a new request."""
         if request.prompt_embeds is not None:
             return _refused("a prompt of embeddings has no token ids")
@@ -53,10 +53,10 @@ class RequestReader:
             position = feature.mm_position
             extra.append(ExtraKey(b"content:%d:%s" % (position.length, content.encode()), position.offset))
         reads = not getattr(request, "skip_reading_prefix_cache", False)
-        return hinted(RequestFacts(tuple(extra), reads=reads), request.kv_transfer_params)
+        return hinted(RequestSpec(tuple(extra), reads=reads), request.kv_transfer_params)
 
 
-def hinted(facts: RequestFacts, params: Any) -> RequestFacts:
+def hinted(facts: RequestSpec, params: Any) -> RequestSpec:
     """With what the user of this request wants; what is not understood is named in the answer and has no effect."""
     given = params.get("kvstore") if isinstance(params, dict) else None
     if given is None:
@@ -83,8 +83,8 @@ def hinted(facts: RequestFacts, params: Any) -> RequestFacts:
     return replace(facts, saves=saves, ttl=ttl, priority=priority, ignored=tuple(ignored))
 
 
-def _refused(detail: str) -> RequestFacts:
-    return RequestFacts(refused=MissReason.UNSUPPORTED, detail=detail)
+def _refused(detail: str) -> RequestSpec:
+    return RequestSpec(refused=MissReason.UNSUPPORTED, detail=detail)
 
 
 class EngineView:

@@ -1,4 +1,4 @@
-"""The store as a secondary tier of vLLM's own offloading (floor 3): `KvStoreTier` in `secondary_tiers`.
+"""The store as a secondary tier of vLLM's own offloading: `KvStoreTier` in `secondary_tiers`.
 
 vLLM copies between the GPU and its primary tier in host memory; this tier copies between that memory and the store. It
 sees slots of bytes and `OffloadKey`s, which are vLLM's block hashes with a group's number: 256 bits of SHA-256 over the
@@ -45,12 +45,12 @@ except ImportError as error:
     ) from None
 
 import kvstore
-from engine_adapter.chunk_layout import chunk_layout
-from engine_adapter.chunk_store import ChunkLimits, ChunkStore, Verdict
+from engine_adapter.chunks.layout import chunk_layout
+from engine_adapter.chunks.store import ChunkLimits, ChunkState, ChunkStore
 from engine_adapter.model_files import model_fingerprint, snapshot_directory
 from engine_adapter.vllm_config import draft_fingerprint, model_settings, plain
-from kvstore.errors import BadInput
-from kvstore.handle import NamespaceHandle
+from kvstore.block.errors import BadInput
+from kvstore.client.handle import NamespaceHandle
 
 PINNED_VERSIONS = ("0.28", "0.31", "0.32")
 HASHES = ("sha256", "sha256_cbor")
@@ -169,9 +169,9 @@ class KvStoreTier(SecondaryTierManager):
         if not self._is_root_right or len(key) != KEY_BYTES:
             return LookupResult.MISS
         verdict = self._chunks.ask(req_context.req_id, bytes(key))
-        if verdict is Verdict.HELD:
+        if verdict is ChunkState.HELD:
             return LookupResult.HIT
-        return LookupResult.RETRY if verdict is Verdict.PENDING else LookupResult.MISS
+        return LookupResult.RETRY if verdict is ChunkState.PENDING else LookupResult.MISS
 
     def submit_load(self, job_metadata: Any) -> None:
         """Copy what `lookup` promised into the primary tier's slots, verified."""

@@ -17,7 +17,21 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvstore.clock import SystemClock
+from kvstore.block.account import Account, HitTier, MissReason
+from kvstore.block.errors import (
+    BadInput,
+    DirectoryInUse,
+    KeysUnusable,
+    LayoutMismatch,
+    LeaseExpired,
+    StoreClosed,
+    StoreError,
+    Unreachable,
+)
+from kvstore.block.identity import ExtraKey, Prompt
+from kvstore.block.layout import Attention, KvGroup, Layout
+from kvstore.block.pages import Codec, GroupPages, Pages
+from kvstore.client.sidecar_store import SidecarStore, open_sidecar
 from kvstore.config import (
     DEFAULT_POLICY,
     DEFAULT_SCRUB,
@@ -28,32 +42,18 @@ from kvstore.config import (
     checked_policy,
     checked_share,
     checked_shares,
+    expanded,
     parse_writes,
 )
-from kvstore.errors import (
-    BadInput,
-    DirectoryInUse,
-    KeysUnusable,
-    LayoutMismatch,
-    LeaseExpired,
-    StoreClosed,
-    StoreError,
-    Unreachable,
-)
-from kvstore.identity import ExtraKey, Prompt
-from kvstore.layout import Attention, KvGroup, Layout
-from kvstore.miss import Account, HitTier, MissReason
-from kvstore.pages import Codec, GroupPages, Pages
-from kvstore.paths import expanded
-from kvstore.service.client import SidecarStore, open_sidecar
-from kvstore.service.messages import MIN_SESSION_BYTES
+from kvstore.protocol.messages import MIN_SESSION_BYTES
+from tiering.clock import SystemClock
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.s3_fifo import S3Fifo
-from tiering.shares import Share
+from tiering.policies.shares import Share
 
 if TYPE_CHECKING:
     from kv_kernels.device_transfers import DeviceTransfers
-    from kvstore.codec import Codecs
+    from kvstore.block.codec import Codecs
     from kvstore.node import EmbeddedStore
     from tiering.policies.policy import PolicyMaker
 
@@ -174,7 +174,7 @@ def embedded(
     indexes = None
     if nvme is not None:
         try:
-            from tiering.lmdb_index import LmdbMaker  # so that lmdb is needed only where there is a disk
+            from tiering.nvme.lmdb_index import LmdbMaker  # so that lmdb is needed only where there is a disk
         except ImportError:
             raise BadInput("nvme= needs the package lmdb; run in a checkout: pip install '.[server]'") from None
         indexes = LmdbMaker
@@ -214,7 +214,7 @@ class _Codecs:
         with self._lock:
             if self._loaded is None:
                 try:
-                    from kvstore.codec import Codecs
+                    from kvstore.block.codec import Codecs
                 except ModuleNotFoundError as error:
                     if error.name != "torch":
                         raise

@@ -1,4 +1,4 @@
-"""Configuration: frozen dataclasses, checked when they are built (floor 2).
+"""Configuration: frozen dataclasses, checked when they are built.
 
 Sizes are given as people write them ("2GiB", "512MB", a number of bytes) and kept as bytes. What the machine allows is
 read once, when a store is opened, and judged by `memory_limit`.
@@ -6,14 +6,15 @@ read once, when a store is opened, and judged by `memory_limit`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, inf, nan
 from numbers import Real
 
-from kvstore.errors import BadInput
-from tiering.shares import Share
+from kvstore.block.errors import BadInput
+from tiering.policies.shares import Share
 
 _UNITS = {
     "": 1,
@@ -191,7 +192,7 @@ class Limits:
     tenant that are remembered so that a miss can be called evicted. close_seconds: how long closing writes down what
     DRAM alone holds; with a disk that hangs it waits as long again for each of three things besides. tenant_leases,
     tenant_namespaces: of these, how many one tenant may have; all, or what `shared_by` says, if not given.
-    joint_seconds: how long the processes of a joint put have, from the first one's reservation until all have
+    joint_seconds: how long the processes of a collective put have, from the first one's reservation until all have
     committed. retained_fraction: of each tier, what may be kept because a ttl or a priority asks for it.
     """
 
@@ -349,3 +350,20 @@ def memory_limit(files: dict[str, str]) -> int:
         elif text.strip().isdigit():
             limits.append(int(text))
     return min(limits, default=1 << 62)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Paths as people give them: in an address, a setting, a flag.
+
+
+def expanded(path: str | bytes | os.PathLike[str], name: str = "") -> str:
+    """The path, with ~ and ~user as homes, as a shell has it where it stands alone. name: of what was given, for
+    messages. Raises `BadInput`."""
+    given = os.fsdecode(path)
+    said = f"{name}={given!r}" if name else repr(given)
+    if not given or "\0" in given:
+        raise BadInput(f"{said} is no path; give one that is not empty and has no NUL in it")
+    found = os.path.expanduser(given)
+    if found.startswith("~"):
+        raise BadInput(f"{said}: {given.split('/')[0]} is nobody's home here; give the whole path, or ./{given}")
+    return found

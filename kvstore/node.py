@@ -1,16 +1,12 @@
-"""The composition root: builds a store out of its parts and hands each what it needs (floor 2).
+"""The composition root: builds a store out of its parts and hands each what it needs.
 
 The one place where clock, randomness, memory and disk enter. Nothing here is a global.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import secrets
-import threading
-import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,8 +16,15 @@ from types import TracebackType
 
 import msgspec
 
-from kvstore.blocks import Blocks, Lower
-from kvstore.clock import SystemClock
+from kvstore.block.account import MissReason
+from kvstore.block.display_names import DisplayNames, checked_name
+from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable
+from kvstore.block.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
+from kvstore.block.key_file import KeyFile
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Codec
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.pending import LeaseThreads, ReadyReply
 from kvstore.config import (
     DEFAULT_SCRUB,
     DEFAULT_TENANT,
@@ -34,62 +37,48 @@ from kvstore.config import (
     memory_limit_files,
     parse_rate,
 )
-from kvstore.display_names import DisplayNames, checked_name
-from kvstore.door import Grant, Joint, LeaseReply, MatchReply, ReserveReply, Submitted
-from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable, shown
-from kvstore.faults import Faults
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import SECRET_BYTES, KeyRing, Namespace, TenantKeys
+from kvstore.core.index import PrefixIndex
+from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
+from kvstore.core.levels import WRITES
+from kvstore.core.store import DROP_SECONDS, Store, StoreUsage
+from kvstore.core.table import BlockTable, IndexRetentionHints, Lower
+from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.replay import Replay
-from kvstore.layout import Layout
-from kvstore.levels import WRITES
-from kvstore.miss import MissReason
-from kvstore.numbers import KEY_BYTES as NUMBERS_KEY_BYTES
-from kvstore.numbers import Numbers
-from kvstore.pages import Codec
-from kvstore.pending import Answered, LeaseThreads
-from kvstore.prefix_index import PrefixIndex
-from kvstore.requests import Requests
-from kvstore.store import DROP_SECONDS, Clock, Store, StoreUsage
-from kvstore.wishes import IndexWishes
-from tiering.admission import Admission, AdmissionMaker, AdmitAll, LearnedAdmission
-from tiering.books import BookTier
-from tiering.dram import DramTier
+from kvstore.protocol.door import Collective, Grant, LeaseReply, MatchReply, ReserveReply, Submitted
+from kvstore.protocol.requests import Requests
+from tiering.after_fork import close_in_children
+from tiering.clock import Clock, SystemClock
+from tiering.dram.extents import BlankPool, ExtentPool
+from tiering.dram.keeping import KeptExtent, MemoryKeeper
+from tiering.dram.mover import Mover
+from tiering.dram.tier import DramTier
 from tiering.errors import TierError
-from tiering.extents import BlankPool, ExtentPool
 from tiering.failpoint import Reach, go_on
-from tiering.faults import FaultReports
+from tiering.faults import FaultReports, Faults
 from tiering.files import (
     DirectFiles,
     DirectoryLock,
     Files,
     ReadOnlyFiles,
-    Unfit,
     disk_room,
     make_directory,
-    read_secret_file,
     read_text_files,
-    write_secret_file,
 )
 from tiering.frame import frame_bytes
-from tiering.keeping import Keeper, Kept
 from tiering.move_queue import MoveQueue, QueueLimits
-from tiering.mover import Mover
-from tiering.nvme import IndexMaker, NvmeTier, slab_name
+from tiering.nvme.scrub import ScrubLimits
+from tiering.nvme.slab import STAMP_SLAB, OtherFormat
+from tiering.nvme.tier import IndexMaker, NvmeTier, slab_name
+from tiering.policies.admission import Admission, AdmissionMaker, AdmitAll, LearnedAdmission
 from tiering.policies.by_group import ByGroup
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import EvictionPolicy, PolicyMaker
+from tiering.policies.retention import Retention
+from tiering.policies.shares import Share, Shares
 from tiering.residency import Pins, Residency
-from tiering.retention import Retention
-from tiering.scrub import ScrubLimits
-from tiering.shares import Share, Shares
-from tiering.slab import STAMP_SLAB, UID_BYTES, OtherFormat
+from tiering.slab_header import UID_BYTES
 from tiering.tier import EXTENT_BITS
 
-KEY_FILE_VERSION = 1
-MAX_EPOCH = (1 << 32) - 1
-MAX_TENANTS = 1024
-MOST_KEYS_BYTES = 4 << 20
 MOVE_THREADS = 4
 DISK_THREADS = 4
 DAY_SECONDS = 86_400
@@ -122,7 +111,7 @@ class TenantDoor:
         self._named: dict[int, int] = {}  # the tenant's numbers of namespaces -> the store's
         self.now = store.clock.monotonic_seconds
         self.release = store.release
-        self.abandon = store.abandon
+        self.release_later = store.release_later
         self.report = store.report
         self.commit = store.commit
         self.commits_early = False
@@ -145,19 +134,19 @@ class TenantDoor:
 
     def submit_match(self, number: int, keys: Sequence[bytes], deadline_ms: float) -> Submitted[MatchReply]:
         """As `Door.submit_match`: tables in memory answer at once."""
-        return Answered(self.match(number, keys))
+        return ReadyReply(self.match(number, keys))
 
     def submit_lease(
         self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
     ) -> Submitted[LeaseReply]:
         """As `Door.submit_lease`, in a thread."""
         if self._store.closed:
-            return Answered(self.lease(number, keys, first_block, 0))
+            return ReadyReply(self.lease(number, keys, first_block, 0))
 
         def lease(remaining_ms: float) -> LeaseReply:
             return self.lease(number, keys, first_block, remaining_ms)
 
-        return self._threads.submit(lease, self.release, self.abandon, first_block, deadline_ms, len(keys))
+        return self._threads.submit(lease, self.release, self.release_later, first_block, deadline_ms, len(keys))
 
     def reserve(
         self,
@@ -166,11 +155,11 @@ class TenantDoor:
         first_block: int,
         priority: int,
         ttl_seconds: float | None,
-        joint: Joint | None = None,
+        collective: Collective | None = None,
         seconds: float | None = None,
     ) -> ReserveReply:
         """As `Door.reserve`."""
-        return self._store.reserve(self._named[number], keys, first_block, priority, ttl_seconds, joint, seconds)
+        return self._store.reserve(self._named[number], keys, first_block, priority, ttl_seconds, collective, seconds)
 
     def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
         """As `Door.persist`."""
@@ -375,105 +364,6 @@ class EmbeddedStore:
         self.close()
 
 
-def is_tenant_name(name: object) -> bool:
-    """Whether a tenant may be called so."""
-    return isinstance(name, str) and 0 < len(name) <= 64 and name.isprintable()
-
-
-class KeyFile:
-    """The secrets of a directory's tenants: `DIR/keys`, JSON, readable by its owner only."""
-
-    def __init__(self, path: Path, reach: Reach = go_on) -> None:
-        self._path = path
-        self._reach = reach
-        self._lock = threading.Lock()
-        self._tenants: dict[str, TenantKeys] = {}
-        self._secrets: dict[str, dict[str, object]] = {}
-        try:
-            raw = read_secret_file(path, MOST_KEYS_BYTES)
-        except Unfit as error:
-            raise KeysUnusable(f"{path} is not the keys of a store: {error}; restore it from a backup") from None
-        except PermissionError as error:
-            raise KeysUnusable(f"{path} can be read by others or not by you ({error}); run: chmod 600 {path}") from None
-        except OSError as error:
-            raise KeysUnusable(f"{path} cannot be read ({error.strerror}); restore it from a backup") from None
-        self.is_there = raw is not None
-        if raw is None:
-            return
-        try:
-            contents = json.loads(raw)
-            version = contents["version"]
-            for name, entry in contents["tenants"].items() if version == KEY_FILE_VERSION else ():
-                secret, epoch = bytes.fromhex(entry["secret"]), int(entry["epoch"])
-                if not is_tenant_name(name) or len(self._tenants) >= MAX_TENANTS:
-                    raise ValueError("a name that no tenant has, or too many of them")
-                if len(secret) != SECRET_BYTES or not 1 <= epoch <= MAX_EPOCH:
-                    raise ValueError("a secret of another length, or an epoch out of range")
-                self._secrets[name] = {"secret": entry["secret"], "epoch": epoch}
-                self._tenants[name] = TenantKeys.derive(secret, epoch)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise KeysUnusable(
-                f"{path} is damaged; restore it from a backup, or move it and nvme/ beside it away to start with new "
-                "keys (blocks stored under the old ones can then not be read)"
-            ) from None
-        if version != KEY_FILE_VERSION:
-            raise KeysUnusable(f"{path} has version {shown(version)}; this program knows version {KEY_FILE_VERSION}")
-
-    def tenants(self) -> list[TenantKeys]:
-        """Every tenant's keys."""
-        with self._lock:
-            return list(self._tenants.values())
-
-    def tenant(self, name: str) -> TenantKeys:
-        """A tenant's keys; a new tenant gets a new secret, which is on disk before it is used. Thread-safe."""
-        with self._lock:
-            return self._tenants.get(name) or self._new_tenant(name)
-
-    def names(self) -> dict[bytes, str]:
-        """Names by tenants' ids."""
-        with self._lock:
-            return {keys.tenant: name for name, keys in self._tenants.items()}
-
-    def known(self, name: str) -> TenantKeys:
-        """The keys of a tenant that has some. Raises `BadInput`."""
-        with self._lock:
-            keys = self._tenants.get(name)
-            if keys is None:
-                raise BadInput(f"tenant {name!r} has no keys here; there are: {', '.join(sorted(self._tenants))}")
-            return keys
-
-    def retire(self, name: str) -> None:
-        """A tenant's secret is gone when this returns; if it ever comes again it gets a new one. Raises
-        `KeysUnusable`; after a crash it may then be there or not."""
-        with self._lock:
-            left = {one: entry for one, entry in self._secrets.items() if one != name}
-            self._write(left, "a retired key must be gone from there")
-            self._secrets = left
-            self._tenants.pop(name, None)
-
-    def _new_tenant(self, name: str) -> TenantKeys:
-        if not is_tenant_name(name):
-            raise BadInput(f"tenant={name!r}; give 1 to 64 printable characters")
-        if len(self._tenants) >= MAX_TENANTS:
-            raise BadInput(f"{len(self._tenants)} tenants have keys, which is the limit")
-        secret = secrets.token_bytes(SECRET_BYTES)
-        tenants = {**self._secrets, name: {"secret": secret.hex(), "epoch": 1}}
-        self._write(tenants, "a new tenant's keys must be there before they are used")
-        self._secrets = tenants
-        self._tenants[name] = TenantKeys.derive(secret)
-        return self._tenants[name]
-
-    def _write(self, secrets_by_name: Mapping[str, Mapping[str, object]], why: str) -> None:
-        contents = json.dumps({"version": KEY_FILE_VERSION, "tenants": secrets_by_name}, indent=1).encode()
-        try:
-            write_secret_file(self._path, contents, self._reach)
-        except OSError as error:
-            raise KeysUnusable(
-                f"{self._path} cannot be written ({error.strerror}), and {why}; make room on that disk, or make the "
-                "directory yours"
-            ) from None
-
-
 def open_embedded(
     directory: str,
     *,
@@ -490,8 +380,8 @@ def open_embedded(
     gone: Callable[[int, bytes], None] | None = None,
     reach: Reach = go_on,
     numbers_key: bytes | None = None,
-    keeper: Keeper | None = None,
-    kept: Sequence[Kept] = (),
+    keeper: MemoryKeeper | None = None,
+    kept: Sequence[KeptExtent] = (),
     guard: int = 0,
     before_close: Callable[[], object] = lambda: None,
     policy: PolicyMaker = LeafFirstLru,
@@ -503,7 +393,7 @@ def open_embedded(
 
     scrub: how fast the NVMe tier is read and verified again in the background, or all its limits. indexes: makes the
     index of an NVMe tier; needed with `nvme` only. files, gone, reach: for tests; what holds the
-    slabs, who is told of every block that NVMe gives up (see `Blocks`), and who is told of failpoints. numbers_key,
+    slabs, who is told of every block that NVMe gives up (see `BlockTable`), and who is told of failpoints. numbers_key,
     keeper, kept, guard: as in `build_store`. before_close: ends what the codecs have going with this store's memory.
     policy: which blocks go first when DRAM is full. writes: what of that is written to NVMe, as `config.parse_writes`
     says. shares: of tenants, by their names, checked without the tiers.
@@ -567,7 +457,7 @@ def open_embedded(
     except BaseException:
         lock.release()
         raise
-    _disown_in_children(store, lock)
+    close_in_children(store, lock)
     names = DisplayNames(path / "names", faults)
     return EmbeddedStore(store, ring, keys, lock, codecs, tenant, before_close=before_close, faults=faults, names=names)
 
@@ -660,23 +550,6 @@ def _warn_of_left_alone(directory: Path, tier: NvmeTier) -> None:
             )
 
 
-def _disown_in_children(store: Store, lock: DirectoryLock) -> None:
-    """A forked child shares the memory but not the tables: in it the store is closed, before anything else runs."""
-    _open_stores[store] = lock
-
-
-_open_stores: weakref.WeakKeyDictionary[Store, DirectoryLock] = weakref.WeakKeyDictionary()
-
-
-def _disown_all() -> None:
-    for store, lock in list(_open_stores.items()):
-        store.disown()
-        lock.forget()
-
-
-os.register_at_fork(after_in_child=_disown_all)
-
-
 def build_store(
     dram_config: DramConfig,
     limits: Limits,
@@ -686,15 +559,15 @@ def build_store(
     gone: Callable[[int, bytes], None] | None = None,
     scrub: ScrubLimits | None = None,
     numbers_key: bytes | None = None,
-    keeper: Keeper | None = None,
-    kept: Sequence[Kept] = (),
+    keeper: MemoryKeeper | None = None,
+    kept: Sequence[KeptExtent] = (),
     guard: int = 0,
     policy: PolicyMaker = LeafFirstLru,
     admission: AdmissionMaker = lambda names, clock, nvme_bytes: AdmitAll(),
     shares: Mapping[bytes, Share] | None = None,
     faults: FaultReports | None = None,
 ) -> Store:
-    """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `Blocks`. scrub: None for none.
+    """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `BlockTable`. scrub: None for none.
 
     numbers_key: of the permutations by which extents, leases and reservations are numbered, so that tenants cannot
     count each other's, and what a client of an earlier run remembers names nothing in this one; random if not given.
@@ -705,7 +578,7 @@ def build_store(
     `BadInput` where the tier's directory cannot be written.
     """
     clock = clock or SystemClock()
-    numbers_key = numbers_key or secrets.token_bytes(NUMBERS_KEY_BYTES)
+    numbers_key = numbers_key or secrets.token_bytes(NUMBER_KEY_BYTES)
     pool = ExtentPool(
         dram_config.budget_bytes,
         dram_config.extent_bytes,
@@ -732,8 +605,8 @@ def build_store(
     if tier is not None:
         chooses = admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
         lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses)
-    blocks = Blocks(index, residency, dram, ring, lower, lambda: _first_generation(session), gone, groups)
-    wishes = IndexWishes(index, blocks.spaces, groups.of_namespace if groups is not None else None)
+    blocks = BlockTable(index, residency, dram, ring, lower, lambda: _first_generation(session), gone, groups)
+    wishes = IndexRetentionHints(index, blocks.spaces, groups.of_namespace if groups is not None else None)
     parts = groups.parts() if groups is not None else [1.0]
     for here, budget_bytes in (
         (residency, dram.budget_bytes),
@@ -794,11 +667,11 @@ def build_replay(
     keys = TenantKeys.derive(bytes(SECRET_BYTES))
     index = PrefixIndex(forgotten_limit=0)
     pins = Pins()
-    nvme = BookTier(nvme_blocks * frame_bytes(payload_bytes)) if nvme_blocks else None
+    nvme = CountingTier(nvme_blocks * frame_bytes(payload_bytes)) if nvme_blocks else None
     lower = None
     if nvme is not None:
         lower = Lower(nvme, Residency(LeafFirstLru(), pins), AdmitAll())
-    blocks = Blocks(index, Residency(policy(index.names, seed), pins), dram, KeyRing([keys]), lower)
+    blocks = BlockTable(index, Residency(policy(index.names, seed), pins), dram, KeyRing([keys]), lower)
     space = blocks.add_space(keys, Namespace("0" * 40, layout, "raw"), [payload_bytes])
     dram.adopt(dram.new_extent(), space.classes[0])
     replay = Replay(blocks, space.number, nvme)

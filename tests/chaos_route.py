@@ -10,9 +10,9 @@ from random import Random
 import pytest
 import torch
 
+from chaos import ChaosDevice
+from chaos_worker import ChaosWorker
 from kv_kernels import paged
-from kv_kernels.chaos import ChaosDevice
-from kv_kernels.chaos_worker import ChaosWorker
 from kv_kernels.device_transfers import DeviceTransfers, Workers
 from kv_kernels.worker import ThreadWorker
 from small_engine import HastyDevice, NoWait

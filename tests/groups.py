@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from kvstore.layout import Attention, KvGroup, Layout
-from kvstore.pages import GroupPages, Pages
+from kvstore.block.layout import Attention, KvGroup, Layout
+from kvstore.block.pages import GroupPages, Pages
 
 Planes = dict[int, list[torch.Tensor]]
 

@@ -25,17 +25,17 @@ from typing import Any
 import numpy
 import torch
 
-from engine_adapter.connector_settings import ConnectorSettings
-from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, register
-from engine_adapter.engine_requests import Computed, RequestFacts
-from engine_adapter.load_choice import StepWork
-from engine_adapter.paged_scheduler import PagedScheduler
-from engine_adapter.paged_worker import PagedWorker
-from engine_adapter.step_orders import LoadOrder, LoadReport, NamespaceFacts, StepOrders, StepReports
-from kvstore.handle import NamespaceHandle
-from kvstore.layout import Layout
-from kvstore.miss import MissReason
-from kvstore.pages import Pages
+from engine_adapter.paged.load_choice import StepWork
+from engine_adapter.paged.pages import EnginePages, RegisteredGroup, layout_of, register
+from engine_adapter.paged.requests import Computed, RequestSpec
+from engine_adapter.paged.scheduler import PagedScheduler
+from engine_adapter.paged.settings import ConnectorSettings
+from engine_adapter.paged.step_plan import LoadOrder, LoadReport, NamespaceSpec, StepPlan, StepReports
+from engine_adapter.paged.worker import PagedWorker
+from kvstore.block.account import MissReason
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
 from workbench import blank_pages
 
 HEADS, WIDTH = 2, 8
@@ -184,7 +184,7 @@ class Step:
     thrown_away: whose output is."""
 
     number: int
-    orders: StepOrders
+    orders: StepPlan
     scheduled: dict[Request, tuple[int, int]]
     samples: set[Request]
     tables: dict[Request, list[list[int]]]
@@ -419,7 +419,7 @@ class PagedEngine:
         ]
         facts = [one.pages.facts for one in self.ranks]
         self.layout: Layout = layout_of(facts, HEADS, checked.block_tokens)
-        named = NamespaceFacts(0, session, "3f5e1c0d9a", self.layout, shape.codec, 0, {})
+        named = NamespaceSpec(0, session, "3f5e1c0d9a", self.layout, shape.codec, 0, {})
         self.half.use(named, range(shape.ranks))
         assert self.half.wait_open(SECONDS)
         self.requests: dict[str, Request] = {}
@@ -454,14 +454,14 @@ class PagedEngine:
 
     # What its users do
 
-    def add(self, name: str, prompt: Sequence[int], outputs: int = 1, facts: RequestFacts | None = None) -> Request:
+    def add(self, name: str, prompt: Sequence[int], outputs: int = 1, facts: RequestSpec | None = None) -> Request:
         """A request. What it will answer is known here, and to the forward."""
         salt = sum(ord(letter) for letter in name)
         stream = [*prompt, *((salt * 31 + 7 * at) % 997 for at in range(outputs))]
         request = Request(name, stream, len(prompt), kv_numbers(stream, self.layers, self.weights), known=len(prompt))
         self.requests[name] = request
         self.waiting.append(request)
-        self.half.added(request, facts or RequestFacts())
+        self.half.added(request, facts or RequestSpec())
         return request
 
     def abort(self, request: Request) -> None:
@@ -622,7 +622,7 @@ class PagedEngine:
         tables = {one: [list(table) for table in one.tables] for one in scheduled}
         return Step(self.steps, orders, scheduled, samples, tables, has_sync_loads)
 
-    def _check_decoded(self, orders: StepOrders) -> None:
+    def _check_decoded(self, orders: StepPlan) -> None:
         """What an inexact codec restored is not encoded again."""
         if self.shape.error:
             self.pool.decoded.update(page for order in orders.loads for run in order.tables for page in run.pages)
@@ -645,7 +645,7 @@ class PagedEngine:
             yield
 
     def _run(self, step: Step) -> None:
-        given: list[StepOrders] = [pickle.loads(self._crossing(step.orders)) for _ in self.workers]
+        given: list[StepPlan] = [pickle.loads(self._crossing(step.orders)) for _ in self.workers]
         for worker, orders in zip(self.workers, given, strict=True):
             worker.begin(orders)
             worker.begin(orders)
@@ -678,7 +678,7 @@ class PagedEngine:
         else:
             step.failed.clear()
 
-    def _crossing(self, told: StepOrders | StepReports) -> bytes:
+    def _crossing(self, told: StepPlan | StepReports) -> bytes:
         crossed = pickle.dumps(told)
         self.crossed.append(crossed)
         return crossed
@@ -762,7 +762,7 @@ class PagedEngine:
                 (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
                 self._end(request, frees=True)
         self.half.reported(step.reports)
-        for page in self.half.take_spoiled():
+        for page in self.half.take_invalid_pages():
             self.pool.forget(page)
         for name in step.received:
             request = self.requests.get(name)

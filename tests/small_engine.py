@@ -12,13 +12,13 @@ from random import Random
 
 import torch
 
-from kv_kernels.chaos import ChaosDevice, ChaosEvent, ChaosStream
-from kv_kernels.chaos_worker import ChaosWorker
+from chaos import ChaosDevice, ChaosEvent, ChaosStream
+from chaos_worker import ChaosWorker
+from happens_before import Clock, HazardError
 from kv_kernels.device import Direction, Event, Lanes, Region, Regions, Stream, host_tensor
-from kv_kernels.happens_before import Clock, HazardError
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.transfer import Loader, Saver
-from kv_kernels.under_way import LayerSlice, Loading, Saving, layer_slices
+from kv_kernels.transfer_state import LayerSlice, Loading, Saving, layer_slices
 
 LAYERS, PAGES, PAGE_BYTES = 4, 2, 8
 LAYER_BYTES = PAGES * PAGE_BYTES

@@ -15,7 +15,7 @@ from workbench import MODEL, ids, random_pages, small_layout
 
 pytest.importorskip("typer")
 
-from kvstore import cli
+from kvstore.cli import main as cli
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 200
@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 
 def run_cli(*arguments: str, before: str = "", **settings: str) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own; `before` is Python that runs there first."""
-    program = f"import sys\n{before}\nfrom kvstore.cli import main\nmain()"
+    program = f"import sys\n{before}\nfrom kvstore.cli.main import main\nmain()"
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],
         capture_output=True,
@@ -109,7 +109,7 @@ def test_a_missing_package_names_its_extra(module: str, extra: str) -> None:
 
 
 def test_a_bug_is_one_line_unless_a_traceback_is_asked_for() -> None:
-    broken = "import kvstore.cli; kvstore.cli.json = None"
+    broken = "import kvstore.cli.main; kvstore.cli.main.json = None"
     assert "internal error: AttributeError" in error_line(run_cli("--version", "--json", before=broken), status=1)
     shown = run_cli("--version", "--json", before=broken, KVSTORE_TRACEBACK="1")
     assert shown.returncode == 1 and "Traceback" in shown.stderr
@@ -276,7 +276,7 @@ def test_demo_as_one_json_object(tmp_path: Path) -> None:
 def test_differing_answers_end_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvstore import codec
+    from kvstore.block import codec
     from kvstore.demo.compare import ReversedCodec
 
     monkeypatch.setitem(codec.CODECS, "raw", ReversedCodec)
@@ -292,7 +292,7 @@ def test_differing_answers_end_with_status_1(
 def test_an_interrupt_ends_quietly_with_status_130(tmp_path: Path) -> None:
     directory = tmp_path / "kv"
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvstore.cli", "demo", "--data", str(directory)],
+        [sys.executable, "-m", "kvstore", "demo", "--data", str(directory)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -39,7 +39,7 @@ def stand_in_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in (
         "kvstore/service/__init__.py",
         "kvstore/wire/__init__.py",
-        "kvstore/wire/kvstore_pb2.pyi",
+        "kvstore/wire/store_pb2.pyi",
         "kvstore/dashboard/__init__.py",
         "kvstore/dashboard/static/index.html",
         "kvstore/dashboard/static/uplot/LICENSE",
@@ -47,7 +47,7 @@ def stand_in_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "kvstore/demo/documents/text.txt",
         "kvstore/demo/trained/model.safetensors",
         "tiering/policies/__init__.py",
-        "proto/kvstore/wire/kvstore.proto",
+        "proto/kvstore/wire/store.proto",
         "tests/test_nothing.py",
         "benchmarks/train.py",
     ):
@@ -87,12 +87,21 @@ def test_every_module_of_this_tree_is_in_the_wheel(wheel_of_this_tree: Path) -> 
     assert not missing, f"left out, most likely for want of an __init__.py beside them: {sorted(missing)}"
 
 
+def test_the_stubs_of_the_published_protocol_are_in_the_wheel(wheel_of_this_tree: Path) -> None:
+    stubs = {
+        f"kvstore/wire/{path.stem}{ending}"
+        for path in (ROOT / "proto" / "kvstore" / "wire").glob("*.proto")
+        for ending in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
+    }
+    assert {"kvstore/wire/__init__.py", "kvstore/wire/store_pb2.pyi", *stubs} <= _names_in(wheel_of_this_tree)
+
+
 def test_data_files_travel_in_the_wheel(stand_in_wheel: Path) -> None:
     names = _names_in(stand_in_wheel)
     assert {
         "kvstore/py.typed",
         "kv_kernels/py.typed",
-        "kvstore/wire/kvstore_pb2.pyi",
+        "kvstore/wire/store_pb2.pyi",
         "kvstore/dashboard/static/index.html",
         "kvstore/dashboard/static/uplot/LICENSE",
         "kvstore/demo/documents/text.txt",
@@ -106,7 +115,7 @@ def test_the_metadata_is_what_people_install_by(stand_in_wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
-    assert "kvstore = kvstore.cli:main" in entry_points.splitlines()
+    assert "kvstore = kvstore.cli.main:main" in entry_points.splitlines()
     assert set(metadata.get_all("Provides-Extra", [])) >= EXTRAS
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(re.split(r"[^\w-]", line)[0] for line in required) == ["msgspec", "numpy", "xxhash"]

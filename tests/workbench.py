@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from kvstore.codec import codec_named
+from kvstore.block.codec import codec_named
+from kvstore.block.identity import KeyRing, Namespace, TenantKeys
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
 from kvstore.config import DramConfig, Limits
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import KeyRing, Namespace, TenantKeys
-from kvstore.layout import Layout
+from kvstore.core.store import Store
 from kvstore.node import TenantDoor, build_store
-from kvstore.pages import Pages
-from kvstore.store import Store
 from tiering.frame import FrameHeader, open_header
 from tiering.tier import SlotClass
 

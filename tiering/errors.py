@@ -1,4 +1,4 @@
-"""Typed faults of a tier (floor 1). A miss is not one of them: a shorter answer is a value."""
+"""Typed faults of a tier. A miss is not one of them: a shorter answer is a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the machine ran out or failed, and who is told (floor 1): disk, descriptors, memory, threads.
+"""What of the machine ran out or failed, and who is told: disk, descriptors, memory, threads.
 
 Whoever asks the machine for something says what came of it, each time, in a word of its own (`what`: "nvme writes",
 "connections", ...); who listens counts, writes a line now and then, and tells the operator for as long as it lasts.
@@ -8,9 +8,17 @@ Knows no blocks and no tenants. Listeners must not call back, and never raise.
 from __future__ import annotations
 
 import errno
+import logging
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Protocol
+
+from tiering.clock import Clock
 
 
 class FaultKind(StrEnum):
@@ -99,3 +107,167 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             return
         yield one
         one = one.__cause__ or one.__context__
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Warnings that something outside causes as often as it likes: one line per kind and minute.
+#
+# A client that sends nonsense, or a disk that stays full, must fill no log. The first warning of a kind is written;
+# those that follow within the minute are counted, and the next line says how many they were.
+
+
+MOST_KINDS = 64
+"""That are told apart at a time; further ones share one line per minute."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """When a line was written, and how many were not since."""
+
+    at: float
+    suppressed: int = 0
+
+
+class RateLimitedLog:
+    """A logger for warnings, each of a kind: a cause, and whoever caused it. Thread-safe."""
+
+    def __init__(self, logger: logging.Logger, clock: Clock, seconds: float = 60) -> None:
+        """seconds: for which a kind has said enough with one line."""
+        self._logger = logger
+        self._clock = clock
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._kinds: OrderedDict[str, _Told] = OrderedDict()  # those that were told longest ago first
+        self._others = _Told(-inf)
+
+    def warn(self, kind: str, message: str, *args: object) -> bool:
+        """Log a warning, if its kind has not had its line yet; whether it was."""
+        return self._log(logging.WARNING, kind, message, args, None)
+
+    def error(self, kind: str, message: str, *args: object, error: BaseException | None = None) -> bool:
+        """The same for a fault of our own, with its traceback."""
+        return self._log(logging.ERROR, kind, message, args, error)
+
+    def _log(self, level: int, kind: str, message: str, args: tuple[object, ...], error: BaseException | None) -> bool:
+        now = self._clock.monotonic_seconds()
+        with self._lock:
+            told = self._told(kind, now)
+            if now - told.at < self._seconds:
+                told.suppressed += 1
+                return False
+            suppressed, told.at, told.suppressed = told.suppressed, now, 0
+            if told is not self._others:
+                self._kinds.move_to_end(kind)
+        if suppressed:
+            message, args = message + " (%d more like this were not logged)", (*args, suppressed)
+        self._logger.log(level, message, *args, exc_info=error)
+        return True
+
+    def _told(self, kind: str, now: float) -> _Told:
+        """What was told of a kind, or of all together for which there is no place."""
+        if kind not in self._kinds:
+            if len(self._kinds) >= MOST_KINDS:
+                oldest = next(iter(self._kinds))
+                if now - self._kinds[oldest].at < self._seconds:
+                    return self._others
+                self._others.suppressed += self._kinds.pop(oldest).suppressed  # its next line may never come
+            self._kinds[kind] = _Told(-inf)
+        return self._kinds[kind]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The faults of a store's machine: counted, said in the log once a minute, and told as long as they last.
+#
+#     failed > degraded, a line in the log > failed, failed, ... (counted) > worked > well again, a line in the log
+#
+# A fault lasts until the same thing has worked again. Holds a few counters for each thing and kind, whatever happens.
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFault:
+    """What does not work now. count: failures since it last worked. detail: of the last one."""
+
+    what: str
+    kind: FaultKind
+    count: int
+    since_seconds_ago: float
+    last_seconds_ago: float
+    detail: str
+
+    def __str__(self) -> str:
+        """As people are told."""
+        return f"{self.kind}: {self.count:,} {self.what} failed, last {_span(self.last_seconds_ago)} ago"
+
+
+@dataclass(slots=True)
+class _Failing:
+    since: float
+    last: float
+    count: int
+    detail: str
+
+
+class Faults:
+    """`FaultReports`. Thread-safe; calls nobody but the log."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lines = RateLimitedLog(_log, clock)
+        self._lock = threading.Lock()
+        self._failing: dict[str, dict[FaultKind, _Failing]] = {}  # by what it is that does not work
+        self._counts: Counter[FaultKind] = Counter()
+
+    def failed(self, what: str, kind: FaultKind, detail: str) -> None:
+        """As in the contract."""
+        with suppress(MemoryError):  # there may be none to count what there is none of
+            self._count(what, kind, detail)
+
+    def _count(self, what: str, kind: FaultKind, detail: str) -> None:
+        at = self._clock.monotonic_seconds()
+        with self._lock:
+            one = self._failing.setdefault(what, {}).setdefault(kind, _Failing(at, at, 0, detail))
+            one.last, one.count, one.detail = at, one.count + 1, detail
+            self._counts[kind] += 1
+        self._lines.warn(f"{what}: {kind}", "%s: %s failed: %s", kind, what, detail)
+
+    def worked(self, what: str) -> None:
+        """As in the contract. Without the lock where nothing is wrong."""
+        if what not in self._failing:
+            return
+        with self._lock:
+            over = self._failing.pop(what, {})
+        if not over:
+            return
+        with suppress(MemoryError):
+            seconds = self._clock.monotonic_seconds() - min(one.since for one in over.values())
+            words = ", ".join(f"{kind} {one.count:,} times" for kind, one in over.items())
+            self._lines.warn(f"{what} again", "%s work again, after %s: %s", what, _span(seconds), words)
+
+    def now(self) -> list[MachineFault]:
+        """What does not work, that which failed most lately first."""
+        at = self._clock.monotonic_seconds()
+        with self._lock:
+            found = [
+                MachineFault(what, kind, one.count, at - one.since, at - one.last, one.detail)
+                for what, kinds in self._failing.items()
+                for kind, one in kinds.items()
+            ]
+        return sorted(found, key=lambda one: one.last_seconds_ago)
+
+    def reasons(self) -> list[str]:
+        """The same in words."""
+        return [str(one) for one in self.now()]
+
+    def counts(self) -> dict[str, int]:
+        """Failures since the start by kind, under names for scripts."""
+        with self._lock:
+            return {kind.replace(" ", "_"): count for kind, count in sorted(self._counts.items())}
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -1,4 +1,4 @@
-"""The one door to the disk (floor 1): a store's directory, its lock, its key file, and its slabs.
+"""The one door to the disk: a store's directory, its lock, its key file, and its slabs.
 
 Small files are written whole or not at all (new file, sync, rename, sync of the directory). Slabs are behind the
 contract `Files`, so that the tier above can run on a disk that loses power on purpose. Nothing here knows what a slab
@@ -7,6 +7,7 @@ holds, and no slab is ever mapped: a bad sector must be an `OSError`, never a si
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -23,6 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from tiering.failpoint import Reach, go_on
+from tiering.tier import FrameSpan
 
 _BACKLOG = 128
 _PAGE_BYTES = 4096
@@ -304,7 +306,7 @@ class DirectoryLock:
             self.release()
             raise
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """In a forked child: the lock is the parent's alone, and must not outlive it here."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -623,3 +625,9 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def private_pages(size_bytes: int) -> FrameSpan:
+    """New memory of this process alone, aligned as a disk wants it; it goes when the last view of it does."""
+    view = memoryview(mmap.mmap(-1, size_bytes))
+    return FrameSpan(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), view)

@@ -1,4 +1,4 @@
-"""The frame: one format in DRAM, on NVMe, on the wire and in a remote engine (floor 1).
+"""The frame: one format in DRAM, on NVMe, on the wire and in a remote engine.
 
     0                                   4096                          4096 + payload, padded to 4 KiB
     +-----------------------------------+---------------------------------------------+

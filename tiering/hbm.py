@@ -1,4 +1,4 @@
-"""The HBM pool: decoded pages inside the engine's own process (floor 1; the one file here that imports torch).
+"""The HBM pool: decoded pages inside the engine's own process (the one file here that imports torch).
 
 A bounded pool on any torch device, so that a CPU can test it. It belongs to the client, is not behind the `Tier`
 contract and crosses no wire: a block that is still here costs one copy on the device and no look at the store. What it

@@ -1,4 +1,4 @@
-"""The move queue: runs planned moves by priority, in a few threads, with a bound on everything (floor 1).
+"""The move queue: runs planned moves by priority, in a few threads, with a bound on everything.
 
 What moves is decided elsewhere, and how it moves is the callable's business. Here is decided when it runs, how often,
 and whether at all: a slow or failing tier makes misses, not waits. A full queue, a deadline that passed and a tier that
@@ -18,11 +18,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Protocol
 
+from tiering.clock import Clock
 from tiering.errors import BlockCorrupt, BlockMissing, TierError, TierFull
 from tiering.faults import MOVE_THREADS, FaultKind, FaultReports, Unheard, kind_of
-from tiering.tier import Finding
+from tiering.tier import TierMiss
 
 MOST_PASSES = 64
 """Moves of higher priorities that may pass a priority with waiting moves before one of those is due."""
@@ -30,20 +30,12 @@ BUGS_KEPT = 16
 
 _log = logging.getLogger(__name__)
 
-ANSWERS: dict[type[TierError], Finding] = {
-    BlockMissing: Finding.EVICTED,
-    BlockCorrupt: Finding.CORRUPT,
-    TierFull: Finding.PINNED_FULL,
+ANSWERS: dict[type[TierError], TierMiss] = {
+    BlockMissing: TierMiss.EVICTED,
+    BlockCorrupt: TierMiss.CORRUPT,
+    TierFull: TierMiss.PINNED_FULL,
 }
 """What a tier that works may say: final, and no fault of the tier. Any other error is one."""
-
-
-class Clock(Protocol):
-    """Time, handed in."""
-
-    def monotonic_seconds(self) -> float:
-        """For deadlines and breakers."""
-        ...
 
 
 class Priority(IntEnum):
@@ -115,7 +107,7 @@ class Move:
         return self._task.ended.is_set()
 
     @property
-    def finding(self) -> Finding | None:
+    def finding(self) -> TierMiss | None:
         """Why it did not succeed; None for a success, and while it is not done.
 
         DOWN: a fault of the tier, its open breaker, or a closed queue. TIMED_OUT: given up before it began, because its
@@ -165,10 +157,10 @@ class _Task:
         self.callbacks: list[_Call] = []
         self.holders = 1
         self.begun = False
-        self.finding: Finding | None = None
+        self.finding: TierMiss | None = None
         self.ended = threading.Event()
 
-    def end(self, finding: Finding | None) -> list[_Call]:
+    def end(self, finding: TierMiss | None) -> list[_Call]:
         """Wake the waiters; returns the calls to make once no lock is held."""
         assert not self.ended.is_set(), "a move ends once"
         calls, self.callbacks = self.callbacks, []
@@ -312,7 +304,7 @@ class MoveQueue:
         with self._lock:
             self._closed = True
             calls = [
-                call for task in list(self._tasks.values()) if not task.begun for call in self._end(task, Finding.DOWN)
+                call for task in list(self._tasks.values()) if not task.begun for call in self._end(task, TierMiss.DOWN)
             ]
             self._arrived.notify_all()
         self._make(calls)
@@ -329,16 +321,16 @@ class MoveQueue:
         self._queues[task.priority][task.key] = task
         self._arrived.notify()
 
-    def _refusal(self, task: _Task) -> Finding | None:
+    def _refusal(self, task: _Task) -> TierMiss | None:
         """Why a new move cannot be taken."""
         if self._is_down(task.tier):
             if self._is_stalled() and not self._closed:
                 words = f"no thread is back from its move after {self._limits.stall_seconds:g} s"
                 self._untold.append((task.tier, FaultKind.DISK_HANGS, words))
-            return Finding.DOWN
+            return TierMiss.DOWN
         if len(self._queues[task.priority]) >= self._limits.waiting_moves:
-            return Finding.PINNED_FULL
-        return None if self._has_workers() else Finding.DOWN
+            return TierMiss.PINNED_FULL
+        return None if self._has_workers() else TierMiss.DOWN
 
     def _is_down(self, tier: str) -> bool:
         breaker, now = self._breakers.get(tier), self._clock.monotonic_seconds()
@@ -381,7 +373,7 @@ class MoveQueue:
             task.holders -= 1
             if task.holders:
                 return False
-            calls = self._end(task, Finding.TIMED_OUT)
+            calls = self._end(task, TierMiss.TIMED_OUT)
         self._make(calls)
         return True
 
@@ -431,9 +423,9 @@ class MoveQueue:
         self._running[task] = self._clock.monotonic_seconds()
         return task
 
-    def _run(self, task: _Task) -> Finding | None:
+    def _run(self, task: _Task) -> TierMiss | None:
         """Attempts, until one is final, the deadline passes, or the tier is not to be asked again."""
-        finding: Finding | None = Finding.TIMED_OUT
+        finding: TierMiss | None = TierMiss.TIMED_OUT
         for _ in range(self._limits.attempts):
             if self._is_late(task):
                 break
@@ -446,7 +438,7 @@ class MoveQueue:
         with self._lock:
             return task.deadline is not None and task.deadline < self._clock.monotonic_seconds()
 
-    def _attempt(self, task: _Task) -> tuple[Finding | None, bool]:
+    def _attempt(self, task: _Task) -> tuple[TierMiss | None, bool]:
         """Run the work once: what came of it, and whether to try again."""
         assert task.work is not None
         try:
@@ -456,17 +448,17 @@ class MoveQueue:
             if answer is not None:
                 self._answered(task)
                 return answer, False
-            return Finding.DOWN, self._failed(task)
+            return TierMiss.DOWN, self._failed(task)
         except MemoryError as error:
             self._faults.failed(task.tier, kind_of(error), "no memory for a move")
             self._failed(task)
-            return Finding.DOWN, False
+            return TierMiss.DOWN, False
         except Exception as error:
             # The worker's loop is one of the three places that may catch everything: a bug in one move must not end
             # the thread that all the others wait for. It is not tried again, on state that it did not expect.
             self._keep(error)
             self._failed(task)
-            return Finding.DOWN, False
+            return TierMiss.DOWN, False
         self._answered(task)
         return None, False
 
@@ -497,17 +489,17 @@ class MoveQueue:
     def _end_waiting(self, tier: str) -> list[_Call]:
         """A breaker opened: what waits for its tier hears of it now, not when a worker comes by."""
         tasks = [task for task in self._tasks.values() if task.tier == tier and not task.begun]
-        return [call for task in tasks for call in self._end(task, Finding.DOWN)]
+        return [call for task in tasks for call in self._end(task, TierMiss.DOWN)]
 
     # Ending --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, task: _Task, finding: Finding | None) -> None:
+    def _finish(self, task: _Task, finding: TierMiss | None) -> None:
         with self._lock:
             del self._running[task]
             calls = self._end(task, finding)
         self._make(calls)
 
-    def _end(self, task: _Task, finding: Finding | None) -> list[_Call]:
+    def _end(self, task: _Task, finding: TierMiss | None) -> list[_Call]:
         """Take a move out of the books, under the lock; returns the calls to make outside of it."""
         assert self._tasks[task.key] is task
         del self._tasks[task.key]

@@ -1,4 +1,4 @@
-"""Which block is where, in which state, and what has to happen to make room (floor 1).
+"""Which block is where, in which state, and what has to happen to make room.
 
 Pure: events come in, decisions (`Move`) go out. No clock, no thread, no I/O, no randomness; who calls holds a lock.
 
@@ -7,8 +7,8 @@ A frame's life, drawn from the table below:
     FREE --reserve--> RESERVED --commit--> RESIDENT --evict--> DELETING --deleted--> FREE
                          |                    |
                          +--abort--> FREE     |                 +--claim--> RESERVED   for a frame that goes there next
-                                              +--retain---> ZOMBIE --let_go--> FREE    a reader may still have it mapped
-                                              +--condemn--> QUARANTINED                a check failed; never reused
+                                              +--retain---> ZOMBIE --allow_reuse--> FREE   a reader may still map it
+                                              +--quarantine--> QUARANTINED             a check failed; never reused
 
 Anything that is not in the table is a bug and raises.
 """
@@ -23,11 +23,10 @@ from typing import Protocol
 
 import numpy as np
 
-from tiering.further_parts import FurtherParts
-from tiering.held import HeldPlaces
+from tiering.places import FurtherParts, HeldPlaces
 from tiering.policies.by_group import ByGroup
 from tiering.policies.policy import EvictionPolicy
-from tiering.retention import Retention
+from tiering.policies.retention import Retention
 from tiering.tier import NO_PLACE, SLOT_BITS, Column, SlotClass
 
 
@@ -167,7 +166,7 @@ class Vacate:
 Move = Grow | Evict | Vacate
 
 
-class ExtentFacts(Protocol):
+class ExtentRoom(Protocol):
     """What a decision needs to know of an extent."""
 
     number: int
@@ -175,7 +174,7 @@ class ExtentFacts(Protocol):
     slots: SlotTable
 
 
-class TierFacts(Protocol):
+class TierRoom(Protocol):
     """What a decision needs to know of a tier."""
 
     def free_slots(self, slot_class: SlotClass) -> int:
@@ -190,7 +189,7 @@ class TierFacts(Protocol):
         """Classes with at least as many free slots as one extent has; cheap."""
         ...
 
-    def extents_of(self, slot_class: SlotClass) -> Iterable[ExtentFacts]:
+    def extents_of(self, slot_class: SlotClass) -> Iterable[ExtentRoom]:
         """The extents of a class."""
         ...
 
@@ -298,7 +297,7 @@ class Residency:
         self.policy.inserted(row)
         if self._children[row]:
             self.policy.became_inner(row)
-        if self.retention is not None:
+        if self.retention is not None and self.retention.hints.is_any:
             self.retention.came(row)
 
     def left(self, row: int, parent: int) -> list[int]:
@@ -392,21 +391,21 @@ class Residency:
         """Whether any place is held."""
         return bool(self.held)
 
-    def hold(self, places: Collection[int]) -> None:
-        """A lease ran out, but its reader may still be copying: these slots are not reused before `let_go`."""
-        self.held.hold(places)
+    def defer_reuse(self, places: Collection[int]) -> None:
+        """A lease ran out, but its reader may still be copying: these slots are not reused before `allow_reuse`."""
+        self.held.defer_reuse(places)
 
-    def hold_current(self, rows: array[int], part: int, places: Column) -> None:
+    def defer_reuse_of_current(self, rows: array[int], part: int, places: Column) -> None:
         """The same of one part's places that blocks had, as far as they have them still; the others become
         `NO_PLACE` in there."""
         column = np.frombuffer(rows, np.int32)
         now = self._further.places_column(column, part) if part else np.frombuffer(self._places, np.int64)[column]
         places[now != places] = NO_PLACE
-        self.held.hold(places[places != NO_PLACE])
+        self.held.defer_reuse(places[places != NO_PLACE])
 
-    def let_go(self, places: Collection[int]) -> list[int]:
+    def allow_reuse(self, places: Collection[int]) -> list[int]:
         """The reader is done; returns the places that nobody holds any more."""
-        return self.held.let_go(places)
+        return self.held.allow_reuse(places)
 
     # What is known -------------------------------------------------------------------------------------------------
 
@@ -509,7 +508,7 @@ class Residency:
 
     # What to do ----------------------------------------------------------------------------------------------------
 
-    def room(self, wanted: Sequence[SlotClass], tier: TierFacts, groups: Sequence[int] | None = None) -> Move | None:
+    def room(self, wanted: Sequence[SlotClass], tier: TierRoom, groups: Sequence[int] | None = None) -> Move | None:
         """The next step towards a free slot in every wanted class; None when nothing evictable is left.
 
         Call it while a class is short of slots. In this order: grow into the budget; give back an extent of another
@@ -522,7 +521,7 @@ class Residency:
         return Grow(short[0]) if tier.has_room() else self.room_within(wanted, tier, groups)
 
     def room_within(
-        self, wanted: Sequence[SlotClass], tier: TierFacts, groups: Sequence[int] | None = None
+        self, wanted: Sequence[SlotClass], tier: TierRoom, groups: Sequence[int] | None = None
     ) -> Move | None:
         """The same without growing: the machine may have less memory than the budget allows."""
         move = self._vacate(wanted, tier)
@@ -574,13 +573,13 @@ class Residency:
         leaves = {row for row, is_listed in enumerate(self._listed) if is_listed and not self._children[row]}
         assert set(self.policy.victims()) == leaves, "the policy proposes exactly the leaves"
 
-    def _vacate(self, wanted: Sequence[SlotClass], tier: TierFacts) -> Vacate | None:
+    def _vacate(self, wanted: Sequence[SlotClass], tier: TierRoom) -> Vacate | None:
         """The extent with the fewest live frames that fit elsewhere in its class, and that nobody is using.
 
         A wanted class keeps a free slot if it has one, else the parts of a block would take an extent from each other
-        for ever. One that has none can only lose an extent whose slots are all condemned.
+        for ever. One that has none can only lose an extent whose slots are all quarantined.
         """
-        best: ExtentFacts | None = None
+        best: ExtentRoom | None = None
         for slot_class in tier.reclaimable_classes():
             free = tier.free_slots(slot_class)
             spare = max(0, free - 1) if slot_class in wanted else free
@@ -596,10 +595,10 @@ class Residency:
         )
         return Vacate(best.number, rows)
 
-    def _can_vacate(self, extent: ExtentFacts, spare_in_class: int) -> bool:
+    def _can_vacate(self, extent: ExtentRoom, spare_in_class: int) -> bool:
         return extent.slots.live <= spare_in_class - extent.slots.free and self.can_move(extent)
 
-    def can_move(self, extent: ExtentFacts) -> bool:
+    def can_move(self, extent: ExtentRoom) -> bool:
         """Whether nobody is using what stands in an extent."""
         slots = extent.slots
         if slots.counts[FrameState.RESERVED] or slots.counts[FrameState.ZOMBIE] or slots.counts[FrameState.DELETING]:

@@ -1,4 +1,4 @@
-"""The slots of a tier: pieces of one slot class each, cut into equal slots, and who has free ones (floor 1).
+"""The slots of a tier: pieces of one slot class each, cut into equal slots, and who has free ones.
 
 A piece is an extent of memory or a slab on disk. This file keeps numbers only: states, counts and owners. It never
 touches a byte of a frame, decides nothing, and takes no lock: who calls serialises.
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from tiering.residency import FrameEvent, FrameState, SlotTable
-from tiering.tier import SLOT_BITS, Column, SlotClass, Usage, extent_of, place_of, slot_of
+from tiering.tier import SLOT_BITS, SLOT_MASK, Column, SlotClass, Usage, extent_of, slot_of
 
 
 class Piece:
@@ -109,7 +109,8 @@ class SlotLedger(Generic[P]):
         while owner is not None and owner.with_free and len(places) < count:
             piece = next(iter(owner.with_free.values()))
             take = min(count - len(places), piece.slots.free)
-            places += [place_of(piece.number, slot) for slot in piece.slots.reserve(take)]
+            first = piece.number << SLOT_BITS  # spelled out, here and below: every frame comes through here
+            places += [first | slot for slot in piece.slots.reserve(take)]
             owner.free -= take
             if not piece.slots.free:
                 del owner.with_free[piece.number]
@@ -119,8 +120,8 @@ class SlotLedger(Generic[P]):
         """One or more steps in the life of each frame. Raises `IllegalTransition`."""
         pieces = self.pieces
         for place in places:
-            piece = pieces[extent_of(place)]
-            slot = slot_of(place)
+            piece = pieces[place >> SLOT_BITS]
+            slot = place & SLOT_MASK
             for event in events:
                 state = piece.slots.apply(slot, event)
             if state == FrameState.QUARANTINED:
@@ -134,7 +135,7 @@ class SlotLedger(Generic[P]):
         """Note which block's frame stands at each place."""
         pieces = self.pieces
         for place, row in zip(places, rows, strict=True):
-            pieces[extent_of(place)].slots.owners[slot_of(place)] = row
+            pieces[place >> SLOT_BITS].slots.owners[place & SLOT_MASK] = row
 
     def own_many(self, places: Column, rows: Column) -> None:
         """The same for columns."""

@@ -1,4 +1,4 @@
-"""The contract of a tier: a place for frames of equal size, with a bounded number of bytes (floor 1).
+"""The contract of a tier: a place for frames of equal size, with a bounded number of bytes.
 
 A tier moves bytes and keeps the states of its slots; it decides nothing: what to keep, what to evict and what to tell
 people is decided above. Callers serialise their calls; only `read` and the copies into a reserved view run beside
@@ -17,6 +17,7 @@ Column = np.ndarray[Any, Any]
 
 SLOT_BITS = 24
 """Bits of a place that number the slot inside its extent."""
+SLOT_MASK = (1 << SLOT_BITS) - 1
 
 EXTENT_BITS = 38
 """Of an extent's number: a place fits a column of signed 64-bit numbers."""
@@ -24,7 +25,7 @@ EXTENT_BITS = 38
 NO_PLACE = -1
 
 
-class Finding(Enum):
+class TierMiss(Enum):
     """What a tier, or the table over the tiers, saw of a block that is not readable."""
 
     NEVER_SEEN = "never_seen"
@@ -36,7 +37,7 @@ class Finding(Enum):
     PINNED_FULL = "pinned_full"
 
 
-class Mapping(Protocol):
+class MappedMemory(Protocol):
     """Memory that many frames lie in, as this process maps it. Does not keep it mapped: views do."""
 
     @property
@@ -61,7 +62,7 @@ class FrameSpan(NamedTuple):
 
     address: int
     view: memoryview
-    memory: Mapping | None = None
+    memory: MappedMemory | None = None
 
 
 class SlotClass(NamedTuple):
@@ -139,7 +140,7 @@ class LowerTier(Protocol):
         """As `Tier.delete`. claim: the slots are for whoever evicted the frames, and not for everybody."""
         ...
 
-    def condemn(self, places: Sequence[int]) -> None:
+    def quarantine(self, places: Sequence[int]) -> None:
         """A check failed: the slots are not used again."""
         ...
 
@@ -189,4 +190,4 @@ def extent_of(place: int) -> int:
 
 def slot_of(place: int) -> int:
     """The slot of a place inside its extent."""
-    return place & ((1 << SLOT_BITS) - 1)
+    return place & SLOT_MASK

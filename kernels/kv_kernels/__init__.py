@@ -1,4 +1,4 @@
-"""Transfer operations on paged KV (floor 0): `routes` picks what moves blocks between given pages and a payload,
+"""Transfer operations on paged KV: `routes` picks what moves blocks between given pages and a payload,
 `paged` and `paged_int8` are the kernels for GPUs, `transfer` loads and saves on streams of their own.
 
 Knows tensors, strides and page tables; never blocks, tiers or codecs' names.

@@ -1,4 +1,4 @@
-"""The transfer's device on CUDA, by way of torch (floor 0).
+"""The transfer's device on CUDA, by way of torch.
 
 Streams and events are torch's; runs are copied by one call that puts one asynchronous copy per run into the stream;
 extents are page-locked in place. Must never be used while the engine captures a graph, and never copies from or to host

@@ -1,4 +1,4 @@
-"""What a transfer needs of a device: streams, events, copies, and host memory that they can reach (floor 0).
+"""What a transfer needs of a device: streams, events, copies, and host memory that they can reach.
 
 Two implementations: `cuda`, and `chaos`, which runs on a CPU in any order that is legal and finds missing waits. The
 words are CUDA's: a stream runs what is put into it one after another; streams are ordered among each other, and with

@@ -1,4 +1,4 @@
-"""Blocks between pages on a device and payloads in host memory, many at a time (floor 0).
+"""Blocks between pages on a device and payloads in host memory, many at a time.
 
     decode    payloads > segments: digests of what is staged, then from there into the pages     the digests come back
               in one copy and are compared here; only then is anything called good
@@ -22,20 +22,20 @@ import numpy as np
 import torch
 
 from kv_kernels import paged, paged_int8
-from kv_kernels.copies import Copy, Digest, Encoded
+from kv_kernels.copies import BlockCopy, Digest, Encoded
 from kv_kernels.device import Device, Direction, Region, Stream
-from kv_kernels.device_tables import DIGEST_BYTES, Findings, Shape, TableMemory, Tables
+from kv_kernels.device_tables import DIGEST_BYTES, Findings, TableMemory, Tables, TableShape
 from kv_kernels.flaws import Flaw
 from kv_kernels.paged_digest import SHORTEST_BYTES, digest_slices
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import RAW_BYTES, PoolTable
 from kv_kernels.transfer import Loader, Saver
-from kv_kernels.under_way import LayerSlice, Outcome, Saving, Transfer, layer_slices
+from kv_kernels.transfer_state import LayerSlice, Saving, Transfer, TransferOutcome, layer_slices
 
 _Rows = np.ndarray[Any, Any]
 
 
-class Ways(NamedTuple):
+class DeviceContext(NamedTuple):
     """What all copies of a device share. segment_bytes: of staging memory. keys: `paged_digest.digest_keys`."""
 
     device: Device
@@ -48,17 +48,17 @@ class Ways(NamedTuple):
 
 
 class DeviceCopy:
-    """Bound to pages, as `copies.Copy`. Holds their tensors for as long as it lives."""
+    """Bound to pages, as `copies.BlockCopy`. Holds their tensors for as long as it lives."""
 
     def __init__(
         self,
-        ways: Ways,
+        ways: DeviceContext,
         planes: Sequence[Sequence[torch.Tensor]],
         table: Sequence[int],
         block_tokens: int,
         slice_bytes: int,
         codec: str | None,
-        plain: Callable[[], Copy],
+        plain: Callable[[], BlockCopy],
     ) -> None:
         """planes: per layer slice, per plane, [pages, page_tokens, heads, width] on the device; table: physical pages.
         codec: `int8.KC64` or `int8.TH`, None for bytes as they are. plain: another route, for when this one takes no
@@ -86,7 +86,7 @@ class DeviceCopy:
         self._blocks_at_once = max(1, ways.segment_bytes // (slice_bytes * len(planes)))
 
     def encode(self, tokens: Sequence[int], into: Sequence[Any], digest: Digest) -> Encoded:
-        """As `Copy.encode`. digest: XXH3-128, which the device takes by itself."""
+        """As `BlockCopy.encode`. digest: XXH3-128, which the device takes by itself."""
         count = len(tokens)
         if not count:
             return
@@ -123,7 +123,7 @@ class DeviceCopy:
         expected: Sequence[Sequence[bytes]],
         digest: Digest,
     ) -> int:
-        """As `Copy.decode`. digest: XXH3-128, which the device takes by itself."""
+        """As `BlockCopy.decode`. digest: XXH3-128, which the device takes by itself."""
         if not tokens:
             return 0
         self._adopt(payloads)
@@ -152,7 +152,7 @@ class DeviceCopy:
         what is started with them: that is over when this is."""
         table = self._rows(tokens, skip)
         slices = tuple([part.stop - part.first for part in self._layers])
-        shape = Shape(len(self._addresses), len(table), self._block_pages, slices)
+        shape = TableShape(len(self._addresses), len(table), self._block_pages, slices)
         tables = Tables(self._ways.device, self._ways.tables, shape)
         started: list[Transfer] = []
         try:
@@ -274,7 +274,7 @@ def _page(plane: torch.Tensor, page: int) -> Region:
 def _wait(transfer: Transfer) -> None:
     """Until it is done. Raises what ended it, if it failed."""
     transfer.wait(None)
-    if transfer.outcome is not Outcome.DONE:
+    if transfer.outcome is not TransferOutcome.DONE:
         raise transfer.error or RuntimeError(f"a transfer ended as {transfer.outcome.value}")
 
 

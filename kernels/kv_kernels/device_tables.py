@@ -1,4 +1,4 @@
-"""What a transfer tells its kernels and what they tell it, besides slots and pages (floor 0).
+"""What a transfer tells its kernels and what they tell it, besides slots and pages.
 
     up      addresses of the pools | page table | status, zeroed       one copy, before the first launch
     down    status of a run of blocks | digests of their layer slices  one copy each, behind its last launch
@@ -55,7 +55,7 @@ class TableMemory:
             self._free.append(memory)
 
 
-class Shape(NamedTuple):
+class TableShape(NamedTuple):
     """addresses: of pools. rows, pages: of the page table, one row for each block. slices: layer slices of a block, in
     the runs of layers in which they are moved."""
 
@@ -85,7 +85,7 @@ class Findings(NamedTuple):
 class Tables:
     """Of one transfer, or of several that are put in together."""
 
-    def __init__(self, device: Device, memory: TableMemory, shape: Shape) -> None:
+    def __init__(self, device: Device, memory: TableMemory, shape: TableShape) -> None:
         """Raises RuntimeError where there is no memory."""
         self._device = device
         self._shape = shape

@@ -1,4 +1,4 @@
-"""What all transfers of one device share, and which pages may go that way (floor 0).
+"""What all transfers of one device share, and which pages may go that way.
 
 Streams, staging rings, tables' memory, page-locked extents and the threads behind them: made once, by whoever opens a
 store, when pages on that device are seen first; about 200 MiB of the device's memory. `close` ends the threads after
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from kv_kernels import int8_plain, reference
-from kv_kernels.copies import Copy
+from kv_kernels.copies import BlockCopy
 from kv_kernels.cuda import CudaDevice, local_cpus
 from kv_kernels.device import Device
-from kv_kernels.device_copy import DeviceCopy, Ways
+from kv_kernels.device_copy import DeviceContext, DeviceCopy
 from kv_kernels.device_tables import TableMemory
 from kv_kernels.int8 import ALIGN_BYTES, KC64, TH, Axis, SliceForm
 from kv_kernels.paged_digest import digest_keys
@@ -52,16 +52,16 @@ class DeviceTransfers:
         loader = Loader(device, self.extents, workers.loads, segment_bytes, segments)
         saver = Saver(device, self.extents, workers.saves, segment_bytes, segments)
         keys = digest_keys(device.memory(ALIGN_BYTES).device)
-        self._ways = Ways(device, loader, saver, self.extents, TableMemory(device), segment_bytes, keys)
+        self._ways = DeviceContext(device, loader, saver, self.extents, TableMemory(device), segment_bytes, keys)
         self._refused: set[str] = set()
 
     def raw_copy(
         self, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int, block_tokens: int
-    ) -> Copy | None:
+    ) -> BlockCopy | None:
         """Bit for bit; None where these pages are not for this route."""
 
-        def plain() -> Copy:
-            return reference.RawCopy(planes, table, page_tokens, block_tokens)
+        def plain() -> BlockCopy:
+            return reference.ReferenceRawCopy(planes, table, page_tokens, block_tokens)
 
         numbers = sum([plane.shape[2] * plane.shape[3] for plane in planes[0]])
         slice_bytes = numbers * block_tokens * planes[0][0].element_size()
@@ -69,11 +69,11 @@ class DeviceTransfers:
 
     def int8_copy(
         self, form: SliceForm, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int
-    ) -> Copy | None:
+    ) -> BlockCopy | None:
         """planes: of the dtype that is quantized. None where these pages are not for this route."""
 
-        def plain() -> Copy:
-            return int8_plain.Int8Copy(form, planes, table, page_tokens)
+        def plain() -> BlockCopy:
+            return int8_plain.PlainInt8Copy(form, planes, table, page_tokens)
 
         codec = KC64 if form.planes[0].axis is Axis.CHANNEL else TH
         return self._copy(planes, table, form.tokens, form.size_bytes, codec, plain)
@@ -91,8 +91,8 @@ class DeviceTransfers:
         block_tokens: int,
         slice_bytes: int,
         codec: str | None,
-        plain: Callable[[], Copy],
-    ) -> Copy | None:
+        plain: Callable[[], BlockCopy],
+    ) -> BlockCopy | None:
         try:
             return DeviceCopy(self._ways, planes, table, block_tokens, slice_bytes, codec, plain)
         except ValueError as error:

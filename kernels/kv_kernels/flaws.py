@@ -1,4 +1,4 @@
-"""Why a codec cannot write a block (floor 0). Imports nothing, so that those who only pass it on stay light."""
+"""Why a codec cannot write a block. Imports nothing, so that those who only pass it on stay light."""
 
 from __future__ import annotations
 

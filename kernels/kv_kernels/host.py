@@ -1,4 +1,4 @@
-"""Copies between pages in host memory and a payload, at memcpy speed (floor 0).
+"""Copies between pages in host memory and a payload, at memcpy speed.
 
 Pages come as [pages, page_tokens, heads, width] with any strides, the payload is [layer][plane][head, token, width] in
 C order. Where pages lie in memory in the payload's own order, be it with gaps between heads, a few layer slices are one
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kv_kernels.copies import BlockByBlock, Digest, Span
+from kv_kernels.copies import Digest, Encoded, Span
+from kv_kernels.flaws import Flaw
 
 Array = np.ndarray[Any, Any]
 
@@ -51,7 +52,7 @@ class RunForm(NamedTuple):
     of_head: int
 
 
-class Run(NamedTuple):
+class PlaneRun(NamedTuple):
     """Such a plane."""
 
     address: int
@@ -70,6 +71,45 @@ class _Group(NamedTuple):
     low: int
     high: int
     array: Array
+
+
+class BlockByBlock:
+    """A copy that does one block after another, on the calling thread."""
+
+    def encode(self, tokens: Sequence[int], into: Sequence[Span], digest: Digest) -> Encoded:
+        """As `BlockCopy.encode`."""
+        encode_block = self.encode_block
+        for token, payload in zip(tokens, into, strict=True):
+            encoded = encode_block(token, payload, digest)
+            yield encoded
+            if isinstance(encoded, Flaw):
+                return
+
+    def decode(
+        self,
+        payloads: Sequence[Span],
+        tokens: Sequence[int],
+        skip: int,
+        expected: Sequence[Sequence[bytes]],
+        digest: Digest,
+    ) -> int:
+        """As `BlockCopy.decode`."""
+        decode_block = self.decode_block
+        good = 0
+        for payload, token, want in zip(payloads, tokens, expected, strict=True):
+            if not decode_block(payload, token, skip, want, digest):
+                break
+            good += 1
+            skip = 0
+        return good
+
+    def encode_block(self, token: int, into: Span, digest: Digest) -> list[bytes] | Flaw:
+        """The block at `token` into a payload: the digests of its layer slices, taken from the payload, or a flaw."""
+        raise NotImplementedError
+
+    def decode_block(self, payload: Span, token: int, skip: int, expected: Sequence[bytes], digest: Digest) -> bool:
+        """A payload into the block at `token`, without its first `skip` tokens; False where a digest differs."""
+        raise NotImplementedError
 
 
 class RawCopy(BlockByBlock):
@@ -247,7 +287,7 @@ def is_same_width_numpy(tensor: Any, element_bytes: int) -> bool:
     return isinstance(tensor, np.ndarray) and tensor.dtype == _UNSIGNED.get(element_bytes)
 
 
-def _runs(planes: Sequence[Sequence[Any]], head_bytes: int, block_tokens: int) -> tuple[list[list[Run]], bool]:
+def _runs(planes: Sequence[Sequence[Any]], head_bytes: int, block_tokens: int) -> tuple[list[list[PlaneRun]], bool]:
     """Of each layer the planes as runs, and whether any has gaps between heads; nothing where the pages of any lie in
     another order than the payload. head_bytes: of one head of a block."""
     known: Any = None
@@ -266,12 +306,12 @@ def _runs(planes: Sequence[Sequence[Any]], head_bytes: int, block_tokens: int) -
                 has_gaps |= run_form is not None and run_form.of_head != head_bytes
             if run_form is None:
                 return [], False
-            runs.append(Run(address, run_form))
+            runs.append(PlaneRun(address, run_form))
         layers.append(runs)
     return layers, has_gaps
 
 
-def _groups(layers: Sequence[Sequence[Run]], most: int, pieces: int, length: int) -> list[_Group]:
+def _groups(layers: Sequence[Sequence[PlaneRun]], most: int, pieces: int, length: int) -> list[_Group]:
     """Neighbouring layers of one or two planes each, up to `most`, in as few groups as can be."""
     starts = [runs[0].address for runs in layers]
     forms = [(runs[0].form, runs[-1].form, runs[-1].address - runs[0].address) for runs in layers]

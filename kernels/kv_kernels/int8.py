@@ -1,4 +1,4 @@
-"""KV in 8 bits: how a layer slice lies in a payload, and what its numbers become, in plain torch (floor 0).
+"""KV in 8 bits: how a layer slice lies in a payload, and what its numbers become, in plain torch.
 
 Two codecs. `int8-kc64` keeps K asymmetric per channel over 64 tokens and V symmetric per token and head (the axes of
 KIVI, arXiv 2402.02750, at 8 bits); `int8-th` keeps both symmetric per token and head. One latent plane (MLA) is kept by

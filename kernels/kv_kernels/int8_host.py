@@ -1,4 +1,4 @@
-"""The 8-bit codecs between pages in host memory and a payload, through compiled loops (floor 0).
+"""The 8-bit codecs between pages in host memory and a payload, through compiled loops.
 
 A payload is one layer slice after another, each as `int8.SliceForm` has it. Encoding writes straight into the payload
 and takes the digest of a slice while it is in the cache. Decoding copies a slice, compares the digest of that copy, and
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kv_kernels.copies import BlockByBlock, Digest, Span
+from kv_kernels.copies import Digest, Span
 from kv_kernels.flaws import Flaw
-from kv_kernels.host import UNWRITABLE_PAGES, are_writable
+from kv_kernels.host import UNWRITABLE_PAGES, BlockByBlock, are_writable
 from kv_kernels.int8 import SliceForm
 
 Array = np.ndarray[Any, Any]
@@ -38,7 +38,7 @@ class Field(IntEnum):
     ZEROS_AT = 9
 
 
-class Loops(NamedTuple):
+class Int8Loops(NamedTuple):
     """Compiled for one dtype.
 
     encode(planes, pages, page_tokens, heads, tokens, into) -> 0, or the value of a `Flaw`. planes: see `Field`; pages:
@@ -55,7 +55,7 @@ class Int8Copy(BlockByBlock):
     """Encodes and decodes blocks between host pages and payloads. Holds the tensors for as long as it lives."""
 
     def __init__(
-        self, loops: Loops, form: SliceForm, planes: Sequence[Sequence[Any]], table: Sequence[int], page_tokens: int
+        self, loops: Int8Loops, form: SliceForm, planes: Sequence[Sequence[Any]], table: Sequence[int], page_tokens: int
     ) -> None:
         """planes: per layer slice, per plane, a tensor [pages, page_tokens, heads, width] of the dtype for which the
         loops were compiled, or of integers of its width; table: physical pages. Raises `ValueError` where strides are

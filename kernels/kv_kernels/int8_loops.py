@@ -1,4 +1,4 @@
-"""The 8-bit forms between pages in host memory and a payload, as loops that numba compiles (floor 0).
+"""The 8-bit forms between pages in host memory and a payload, as loops that numba compiles.
 
 One call encodes or decodes one layer slice, without the interpreter lock. The arithmetic is that of `int8`, operation
 by operation: float32, rounded to nearest even, nothing fused; fp16 is widened and narrowed in integers, so that no mode
@@ -19,7 +19,7 @@ from numba import carray, config, float32, int8, int16, int32, int64, njit, type
 from numba.extending import intrinsic, overload
 
 from kv_kernels.flaws import Flaw
-from kv_kernels.int8_host import Field, Loops
+from kv_kernels.int8_host import Field, Int8Loops
 
 _log = getLogger(__name__)
 
@@ -29,7 +29,7 @@ def is_usable() -> bool:
     return not config.DISABLE_JIT
 
 
-def prepare(dtype: str) -> Loops:
+def prepare(dtype: str) -> Int8Loops:
     """Compile for `bfloat16`, `float16` or `float32`. Seconds the first time on a machine: later processes find the
     result on disk, where numba has a place to keep it. A place that is full or damaged costs these seconds only."""
     loops = _LOOPS[dtype]
@@ -42,12 +42,12 @@ def prepare(dtype: str) -> Loops:
             type(error).__name__,
             error,
         )
-        loops = _LOOPS[dtype] = Loops(*[njit(**_OPTIONS)(loop.py_func) for loop in loops])  # type: ignore[attr-defined]
+        loops = _LOOPS[dtype] = Int8Loops(*[njit(**_OPTIONS)(loop.py_func) for loop in loops])  # type: ignore[attr-defined]
         _compile(loops)
     return loops
 
 
-def _compile(loops: Loops) -> None:
+def _compile(loops: Int8Loops) -> None:
     for loop, arguments in zip(loops, (_ENCODED, _DECODED), strict=True):
         loop.compile(arguments)  # type: ignore[attr-defined]
 
@@ -598,7 +598,7 @@ _TABLE, _PAGES = int64[:, ::1], int64[::1]
 _ENCODED = (_TABLE, _PAGES, int64, int64, int64, int64)
 _DECODED = (*_ENCODED, int64)
 _LOOPS = {
-    "bfloat16": Loops(_encode_bfloat16, _decode_bfloat16),
-    "float16": Loops(_encode_float16, _decode_float16),
-    "float32": Loops(_encode_float32, _decode_float32),
+    "bfloat16": Int8Loops(_encode_bfloat16, _decode_bfloat16),
+    "float16": Int8Loops(_encode_float16, _decode_float16),
+    "float32": Int8Loops(_encode_float32, _decode_float32),
 }

@@ -1,4 +1,4 @@
-"""The 8-bit codecs between pages on any device and a payload in host memory, in plain torch (floor 0).
+"""The 8-bit codecs between pages on any device and a payload in host memory, in plain torch.
 
 The slow route, for devices without a faster one; every other route must give the same bytes.
 """
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 
 from kv_kernels import int8, reference
-from kv_kernels.copies import BlockByBlock, Digest, Span
+from kv_kernels.copies import Digest, Span
 from kv_kernels.flaws import Flaw
-from kv_kernels.host import UNWRITABLE_PAGES
+from kv_kernels.host import UNWRITABLE_PAGES, BlockByBlock
 from kv_kernels.int8 import SliceForm, Unwritable
 
 
-class Int8Copy(BlockByBlock):
+class PlainInt8Copy(BlockByBlock):
     """Encodes and decodes blocks. Holds the tensors for as long as it lives."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Raw copies between paged pools and payloads on a GPU: bytes as they are, any strides (floor 0).
+"""Raw copies between paged pools and payloads on a GPU: bytes as they are, any strides.
 
     pool    one tensor [pages, page_tokens, heads, width] per layer and plane, named by its address
     payload [layer][plane][head, token, width] in C order, at `payload_at` in row b of a uint8 tensor

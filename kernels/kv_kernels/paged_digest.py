@@ -1,4 +1,4 @@
-"""Digests of layer slices where they lie in device memory: XXH3-128, as frames carry it (floor 0).
+"""Digests of layer slices where they lie in device memory: XXH3-128, as frames carry it.
 
 What a transfer moved can be compared on the device that received it, without a pass over it on the CPU, and what a
 device is about to send gets its digest before the bytes leave it.

@@ -1,4 +1,4 @@
-"""Extents that copies may read and write, and which of their bytes are page-locked (floor 0).
+"""Extents that copies may read and write, and which of their bytes are page-locked.
 
     adopt    the mapping of a slot that was seen: added, for as long as it is mapped; the worker unmaps it, after it was
              unregistered
@@ -38,7 +38,7 @@ CHUNK_BYTES = 1 << 30
 _log = logging.getLogger(__name__)
 
 
-class Mapping(Protocol):
+class HostMapping(Protocol):
     """Memory that slots lie in. Does not keep it mapped: views of it do."""
 
     @property
@@ -94,7 +94,7 @@ class PinnedExtents:
         self._waiting: deque[tuple[_Extent, int]] = deque()  # to be registered
         self._is_registering = False
 
-    def adopt(self, memory: Mapping) -> None:
+    def adopt(self, memory: HostMapping) -> None:
         """Memory of slots that the caller has views of. The same one may be given again, and is looked up only."""
         with self._lock:
             at = bisect_right(self._starts, memory.address) - 1

@@ -1,4 +1,4 @@
-"""Where an engine's paged KV lies on a device, as the kernels want to be told (floor 0).
+"""Where an engine's paged KV lies on a device, as the kernels want to be told.
 
 A `PoolTable` is built once, when an engine registers its pages; afterwards a launch needs no Python per layer. A layout
 is nothing but strides: pages may be token-major, head-major, fused K and V, or keep K transposed. Here is also what

@@ -1,9 +1,9 @@
-"""Plain torch versions of the transfer operations, on any device (floor 0).
+"""Plain torch versions of the transfer operations, on any device.
 
-What every faster route is compared with: `host` on the CPU (`RawCopy`), the kernels of `paged` and `paged_int8` on a
-GPU (`gather`, `scatter`, `gather_quantize`, `dequantize_scatter`: the same signatures and the same bits). Also the
-route of devices that have no triton. Written for reading, one index operation per plane; the only file in this folder
-that must be right by inspection.
+What every faster route is compared with: `host` on the CPU (`ReferenceRawCopy`), the kernels of `paged` and
+`paged_int8` on a GPU (`gather`, `scatter`, `gather_quantize`, `dequantize_scatter`: the same signatures and the same
+bits). Also the route of devices that have no triton. Written for reading, one index operation per plane; the only file
+in this folder that must be right by inspection.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from kv_kernels.copies import BlockByBlock, Digest, Span
+from kv_kernels.copies import Digest, Span
 from kv_kernels.flaws import Flaw
+from kv_kernels.host import BlockByBlock
 from kv_kernels.int8 import GROUP, Axis, Unwritable, dequantize, quantize, unpacked, write_packed
 from kv_kernels.pools import PoolTable, check_launch, check_status
 
@@ -150,7 +151,7 @@ def scatter_plane(block: torch.Tensor, plane: torch.Tensor, pages: Sequence[int]
             plane[page].copy_(chosen[position])
 
 
-class RawCopy(BlockByBlock):
+class ReferenceRawCopy(BlockByBlock):
     """Copies blocks between pages on any device and payloads in host memory, bit for bit."""
 
     def __init__(

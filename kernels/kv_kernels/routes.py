@@ -1,4 +1,4 @@
-"""Which route moves blocks between these pages and a payload (floor 0).
+"""Which route moves blocks between these pages and a payload.
 
     pages in host memory      raw    numpy, at memcpy speed (`host`)
                               8 bits loops compiled by numba (`int8_host`); plain torch where there is no numba
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kv_kernels import host, int8_host, int8_plain, reference
-from kv_kernels.copies import Copy
+from kv_kernels.copies import BlockCopy
 from kv_kernels.int8 import SliceForm
 
 Planes = Sequence[Sequence[Any]]
@@ -34,13 +34,13 @@ class OnDevice(Protocol):
 
     def raw_copy(
         self, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int, block_tokens: int
-    ) -> Copy | None:
+    ) -> BlockCopy | None:
         """Bit for bit."""
         ...
 
     def int8_copy(
         self, form: SliceForm, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], page_tokens: int
-    ) -> Copy | None:
+    ) -> BlockCopy | None:
         """planes: of the dtype that is quantized."""
         ...
 
@@ -51,7 +51,7 @@ Devices = Callable[[torch.device], OnDevice | None]
 
 def raw_copy(
     planes: Planes, table: Sequence[int], page_tokens: int, block_tokens: int, devices: Devices | None = None
-) -> Copy:
+) -> BlockCopy:
     """Bit for bit."""
     way = _way(planes, devices)
     copy = way.raw_copy(planes, table, page_tokens, block_tokens) if way is not None else None
@@ -59,7 +59,7 @@ def raw_copy(
         return copy
     if _is_on_host(planes):
         return host.RawCopy(planes, table, page_tokens, block_tokens)
-    return reference.RawCopy(planes, table, page_tokens, block_tokens)
+    return reference.ReferenceRawCopy(planes, table, page_tokens, block_tokens)
 
 
 def prepare_int8(dtypes: Iterable[str]) -> None:
@@ -79,7 +79,7 @@ def int8_copy(
     page_tokens: int,
     dtype: str,
     devices: Devices | None = None,
-) -> Copy:
+) -> BlockCopy:
     """dtype: of the pool's numbers, which tensors of integers of its width may stand for. Raises `ValueError` where
     strides are not whole numbers of elements."""
     way = _way(planes, devices)
@@ -89,11 +89,11 @@ def int8_copy(
     kind = getattr(torch, dtype)
     tensors = [[_as_torch(plane, kind) for plane in layer] for layer in planes]
     copy = way.int8_copy(form, tensors, table, page_tokens) if way is not None else None
-    return copy or int8_plain.Int8Copy(form, tensors, table, page_tokens, writable=host.are_writable(planes))
+    return copy or int8_plain.PlainInt8Copy(form, tensors, table, page_tokens, writable=host.are_writable(planes))
 
 
 @cache
-def compiler() -> Callable[[str], int8_host.Loops] | None:
+def compiler() -> Callable[[str], int8_host.Int8Loops] | None:
     """What compiles the loops of a dtype; None where there is no numba.
 
     Imported when 8 bits are first asked for, and not with this file: it takes 0.2 s, and vLLM 0.31 and 0.32 cannot make

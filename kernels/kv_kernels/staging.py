@@ -1,4 +1,4 @@
-"""Staging memory: rings of segments between host slots and pages (floor 0).
+"""Staging memory: rings of segments between host slots and pages.
 
     load    host slots --copy--> segment --kernel--> pages        save    pages --kernel--> segment --copy--> host slots
 

@@ -1,4 +1,4 @@
-"""Loads and saves: host slots to an engine's pages and back, on streams of their own (floor 0).
+"""Loads and saves: host slots to an engine's pages and back, on streams of their own.
 
     load    1  the kernels' stream waits for the compute stream as it is now: pages may still be read, or zeroed, there
             2  slots > staging segment (copies) > pages (kernels), layer slice by layer slice; an event after each
@@ -30,7 +30,7 @@ import torch
 from kv_kernels.device import Device, Direction, Event, Region, Regions, Stream, region
 from kv_kernels.pinned import Hold, PinnedExtents
 from kv_kernels.staging import BounceRing, StagingRing
-from kv_kernels.under_way import LayerSlice, Loading, Saving, Transfer
+from kv_kernels.transfer_state import LayerSlice, Loading, Saving, Transfer
 from kv_kernels.worker import Worker
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""One thread that does what an engine's thread must not wait for (floor 0).
+"""One thread that does what an engine's thread must not wait for.
 
 Jobs run one after another in the order in which they came; nothing is begun after `close`. Must never be shared by a
 job that registers memory and one that launches kernels: a refusal by CUDA stays behind as the thread's last error.

@@ -1,4 +1,4 @@
-"""`kvstore bench codec`: how small the codecs make KV, how far a number may be off, and what that does (floor 4).
+"""`kvstore bench codec`: how small the codecs make KV, how far a number may be off, and what that does.
 
 Sizes and bounds follow from the form of a payload, and nothing is run for them. `--speed` adds how fast they run here
 (`codec_speed`), `--quality` what the codecs do to a model's answers (`codec_quality`). Each mode is a part of the
@@ -35,7 +35,7 @@ BOUNDS = {
 LATENT_BOUND = f"max / 254 of {GROUP} channels of a token"
 
 
-class Part(Protocol):
+class ModeResult(Protocol):
     """What a mode has found out."""
 
     @property
@@ -69,8 +69,8 @@ class CodecResult:
     """sizes: always. speed, quality: None where they were not asked for."""
 
     sizes: list[SizeRow]
-    speed: Part | None = None
-    quality: Part | None = None
+    speed: ModeResult | None = None
+    quality: ModeResult | None = None
 
     @property
     def failures(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""`kvstore bench codec --speed`: how fast codecs run on this CPU, beside memcpy of the same numbers (floor 4).
+"""`kvstore bench codec --speed`: how fast codecs run on this CPU, beside memcpy of the same numbers.
 
 One thread encodes blocks from pages into payloads and decodes them again, through the coders that the store uses, with
 every digest taken and compared. Rates are decimal GB/s of the pool's numbers, whatever the size of their payload.
@@ -17,10 +17,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvstore.bench.measure import Against, Cost, Progress, Turn, against
-from kvstore.codec import CODECS, codec_named
-from kvstore.errors import BadInput
-from kvstore.layout import Layout
-from kvstore.pages import Pages
+from kvstore.block.codec import CODECS, codec_named
+from kvstore.block.errors import BadInput
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
 from tiering.frame import digest
 from tiering.tier import FrameSpan
 
@@ -33,7 +33,7 @@ TARGET_GB_PER_SECOND = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SpeedOptions:
     """A block of so many layers, and so many blocks; pages of as many tokens as a block."""
 
     layers: int = 8
@@ -76,7 +76,7 @@ class SpeedRow:
 class SpeedResult:
     """Rows, and what they were measured with."""
 
-    options: Options
+    options: SpeedOptions
     rows: list[SpeedRow]
 
     @property
@@ -102,9 +102,9 @@ class SpeedResult:
         )
 
 
-def run(options: Options | None = None, progress: Progress = None) -> SpeedResult:
+def run(options: SpeedOptions | None = None, progress: Progress = None) -> SpeedResult:
     """Every codec, dtype and page order."""
-    options = options or Options()
+    options = options or SpeedOptions()
     rows = []
     for dtype in options.dtypes:
         layout = Layout.gqa(
@@ -122,7 +122,7 @@ def run(options: Options | None = None, progress: Progress = None) -> SpeedResul
     return SpeedResult(options, rows)
 
 
-def _rows(options: Options, layout: Layout, dtype: str, order: str) -> list[SpeedRow]:
+def _rows(options: SpeedOptions, layout: Layout, dtype: str, order: str) -> list[SpeedRow]:
     size = layout.raw_bytes * options.blocks
     found = against(_memcpy(size), _turns(options, layout, order), options.laps)
     return [_row(codec, path, dtype, order, size, beside) for (codec, path), beside in found.items()]
@@ -146,7 +146,7 @@ def _row(codec: str, path: str, dtype: str, order: str, size: int, beside: Again
     )
 
 
-def _turns(options: Options, layout: Layout, order: str) -> dict[tuple[str, str], Turn]:
+def _turns(options: SpeedOptions, layout: Layout, order: str) -> dict[tuple[str, str], Turn]:
     (part,) = layout.parts
     tokens = [block * options.block_tokens for block in range(options.blocks)]
     source, target = _pages(options, layout, order, 1), _pages(options, layout, order, 2)
@@ -170,7 +170,7 @@ def _turns(options: Options, layout: Layout, order: str) -> dict[tuple[str, str]
     return turns
 
 
-def _pages(options: Options, layout: Layout, order: str, seed: int) -> Pages:
+def _pages(options: SpeedOptions, layout: Layout, order: str, seed: int) -> Pages:
     """Pages in an order of their own, with room for one more."""
     (group,) = layout.groups
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What a disk can do, measured beside the NVMe tier: by fio where there is one, and by a plain loop (floor 4).
+"""What a disk can do, measured beside the NVMe tier: by fio where there is one, and by a plain loop.
 
 Both move whole frames, `DEPTH` at a time, past the page cache where the file system allows it. They read the very slabs
 that the store reads, in turn with it, so that what a disk or its host keeps in a cache helps all alike; they write to a
@@ -34,7 +34,7 @@ IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _FILL_BYTES = 1 << 20
 
 
-class Region(NamedTuple):
+class DiskFrames(NamedTuple):
     """The frames of one turn: where they lie, one behind the other."""
 
     path: Path
@@ -67,14 +67,14 @@ class DiskLimit(Protocol):
     commands: dict[str, str]
     starts_late: bool
 
-    def read(self, region: Region) -> Cost: ...
+    def read(self, region: DiskFrames) -> Cost: ...
 
-    def write(self, region: Region) -> Cost: ...
+    def write(self, region: DiskFrames) -> Cost: ...
 
     def close(self) -> None: ...
 
 
-def lay_out(path: Path, amount: Amount, turns: int) -> list[Region]:
+def lay_out(path: Path, amount: Amount, turns: int) -> list[DiskFrames]:
     """Make a file of that many turns, every byte of it written once; returns their regions."""
     size = amount.turn_bytes * turns
     with open(path, "xb") as file:
@@ -84,7 +84,7 @@ def lay_out(path: Path, amount: Amount, turns: int) -> list[Region]:
         file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return [Region(path, at) for at in range(0, size, amount.turn_bytes)]
+    return [DiskFrames(path, at) for at in range(0, size, amount.turn_bytes)]
 
 
 class FioFailed(Exception):
@@ -111,18 +111,18 @@ class Fio:
         """From a start of fio to its first I/O."""
         return median(self._pauses[-9:]) if self._pauses else 0.0
 
-    def read(self, region: Region) -> Cost:
+    def read(self, region: DiskFrames) -> Cost:
         """Sequential reads. Raises `FioFailed`."""
         return self._run("read", region)
 
-    def write(self, region: Region) -> Cost:
+    def write(self, region: DiskFrames) -> Cost:
         """Sequential writes, and one sync. Raises `FioFailed`."""
         return self._run("write", region)
 
     def close(self) -> None:
         """Nothing is kept."""
 
-    def _run(self, direction: str, region: Region) -> Cost:
+    def _run(self, direction: str, region: DiskFrames) -> Cost:
         path = str(region.path.absolute()).replace(":", r"\:")  # fio takes a colon for the end of a name
         command = [
             self._program,
@@ -174,11 +174,11 @@ class Loop:
         self._team = Together(DEPTH)
         self._lock = threading.Lock()
 
-    def read(self, region: Region) -> Cost:
+    def read(self, region: DiskFrames) -> Cost:
         """Reads in the order of the file."""
         return self._run(os.preadv, region, os.O_RDONLY)
 
-    def write(self, region: Region) -> Cost:
+    def write(self, region: DiskFrames) -> Cost:
         """Writes, and one sync."""
         return self._run(os.pwritev, region, os.O_RDWR)
 
@@ -186,7 +186,7 @@ class Loop:
         """End the threads."""
         self._team.__exit__()
 
-    def _run(self, call: Callable[[int, list[memoryview], int], int], region: Region, flags: int) -> Cost:
+    def _run(self, call: Callable[[int, list[memoryview], int], int], region: DiskFrames, flags: int) -> Cost:
         size = self._amount.frame_bytes
         offsets = range(region.offset, region.offset + self._amount.turn_bytes, size)
         descriptor = os.open(region.path, flags | os.O_CLOEXEC | (os.O_DIRECT if self._amount.direct else 0))
@@ -212,7 +212,7 @@ class Loop:
             os.close(descriptor)
 
 
-def working_fio(program: str | None, amount: Amount, probe: Region) -> tuple[Fio | None, str]:
+def working_fio(program: str | None, amount: Amount, probe: DiskFrames) -> tuple[Fio | None, str]:
     """fio, if there is such a program and it can read the probe; else why not."""
     if program is None:
         return None, "fio is not installed"

@@ -1,4 +1,4 @@
-"""`kvstore bench lookup`: the price of a match, and of a block in the tables, in bytes and for the collector (floor 4).
+"""`kvstore bench lookup`: the price of a match, and of a block in the tables, in bytes and for the collector.
 
 Two stores are filled with chains of blocks, a small one and a large one: rows in the index, in the residency table and
 in the policy's list, as puts make them, but without payloads, of which the large one would need terabytes. A match is
@@ -24,20 +24,20 @@ import numpy as np
 from rich.table import Table
 
 from kvstore.bench import lookup_door
-from kvstore.bench.lookup_prompts import Chain, Options, Prompts
 from kvstore.bench.measure import Against, Cost, Progress, against, machine, resident_bytes
-from kvstore.blocks import Blocks
-from kvstore.codec import RawCodec
+from kvstore.bench.rig import Chain, LookupOptions, Prompts
+from kvstore.block.codec import RawCodec
+from kvstore.block.identity import KeyRing, Namespace, PrefixHasher, TenantKeys, token_bytes
+from kvstore.block.layout import Layout
+from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import KeyRing, Namespace, PrefixHasher, TenantKeys, token_bytes
-from kvstore.layout import Layout
+from kvstore.core.index import NO_ROW, PrefixIndex
+from kvstore.core.store import Store
+from kvstore.core.table import BlockTable
 from kvstore.node import SystemClock, TenantDoor
-from kvstore.prefix_index import NO_ROW, PrefixIndex
-from kvstore.store import Store
-from tiering.dram import DramTier
-from tiering.extents import ExtentPool
-from tiering.mover import Mover
+from tiering.dram.extents import ExtentPool
+from tiering.dram.mover import Mover
+from tiering.dram.tier import DramTier
 from tiering.policies.lru import LeafFirstLru
 from tiering.residency import Pins, Residency, SlotTable
 
@@ -110,7 +110,7 @@ class Pauses:
 class LookupResult:
     """Everything that was measured, and under which conditions."""
 
-    options: Options
+    options: LookupOptions
     matches: list[MatchRow]
     growth: float
     footprint: Footprint
@@ -173,9 +173,9 @@ class LookupResult:
         )
 
 
-def run(options: Options | None = None, progress: Progress = None) -> LookupResult:
+def run(options: LookupOptions | None = None, progress: Progress = None) -> LookupResult:
     """Fill both indexes, then match in both, turn by turn; then the same through the door of a sidecar."""
-    options = options or Options()
+    options = options or LookupOptions()
     say = progress or _say_nothing
     program_ms = longest_collection_ms()
     gc.freeze()
@@ -231,7 +231,7 @@ def longest_collection_ms(times: int = 3) -> float:
 class _Filled:
     """A store whose tables hold that many blocks of whole prompts, and a handle on it."""
 
-    def __init__(self, options: Options, blocks: int, say: Callable[[str], None]) -> None:
+    def __init__(self, options: LookupOptions, blocks: int, say: Callable[[str], None]) -> None:
         self.blocks = blocks
         self.longest_insert = 0.0
         self._prompts = Prompts(options)
@@ -242,7 +242,7 @@ class _Filled:
         dram = DramTier(ExtentPool(1 << 20, 1 << 16))
         self._index, self._policy = PrefixIndex(), LeafFirstLru()
         self._residency = Residency(self._policy, Pins())
-        store = Store(Blocks(self._index, self._residency, dram, ring), Mover(dram, ring), SystemClock(), Limits())
+        store = Store(BlockTable(self._index, self._residency, dram, ring), Mover(dram, ring), SystemClock(), Limits())
         layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=options.block_tokens)
         self.handle = NamespaceHandle(TenantDoor(store, keys), Namespace("0" * 40, layout, "raw"), RawCodec())
         self._hasher = PrefixHasher(keys.identity, options.block_tokens)
@@ -296,7 +296,7 @@ class _Filled:
             yield rows
 
     def _extend(self, parent: int, keys: list[bytes]) -> int:
-        """Blocks behind `parent`, as `Blocks` has them when they are stored; returns the last one."""
+        """Blocks behind `parent`, as `BlockTable` has them when they are stored; returns the last one."""
         index, residency = self._index, self._residency
         for key in keys:
             start = perf_counter()

@@ -1,4 +1,4 @@
-"""One of the processes that match together in `kvstore bench lookup` (floor 4).
+"""One of the processes that match together in `kvstore bench lookup`.
 
 It says `ready` once its namespace is open. Then each line that it reads is a turn, and each line that it writes how the
 turn went:
@@ -20,22 +20,21 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.bench.lookup_prompts import Chain, Options, Prompts
-from kvstore.bench.rig import Shape
+from kvstore.bench.rig import BlockShape, Chain, LookupOptions, Prompts
 from kvstore.bench.sidecar import open_patiently
 
 READY = "ready"
 MODEL = "0" * 40
 
 
-def shape_of(options: Options) -> Shape:
+def shape_of(options: LookupOptions) -> BlockShape:
     """A block of a page of payload or less: a match does not look at it."""
-    return Shape(layers=1, block_tokens=options.block_tokens, kv_heads=1, head_dim=8)
+    return BlockShape(layers=1, block_tokens=options.block_tokens, kv_heads=1, head_dim=8)
 
 
 def main(job: dict[str, Any]) -> None:
     """job: `socket`, `number` of this client, how many `prompts` are stored, and the `options`."""
-    options = Options(**job["options"])
+    options = LookupOptions(**job["options"])
     order = np.random.default_rng(job["number"]).permutation(job["prompts"])
     prompts = Prompts(options)
     with open_patiently(job["socket"]) as store:

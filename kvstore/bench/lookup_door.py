@@ -1,4 +1,4 @@
-"""The local door in `kvstore bench lookup`: a match by one client, and by many together (floor 4).
+"""The local door in `kvstore bench lookup`: a match by one client, and by many together.
 
 A sidecar of its own process holds whole prompts, of blocks as small as they can be. One client in this process asks for
 them in turn; its limit is the chain of hashes, right before and right after. Then client processes ask together, for
@@ -26,13 +26,12 @@ import numpy as np
 from rich.table import Table
 
 from kvstore.bench.lookup_client import MODEL, READY, shape_of
-from kvstore.bench.lookup_prompts import Chain, Options, Prompts
 from kvstore.bench.measure import Against, Cost, Turn, against, quantile
-from kvstore.bench.rig import PagePool
+from kvstore.bench.rig import Chain, LookupOptions, PagePool, Prompts
 from kvstore.bench.sidecar import LONGEST_SECONDS, Sidecar
+from kvstore.block.errors import StoreError
+from kvstore.client.handle import NamespaceHandle
 from kvstore.config import MIN_DRAM_BYTES
-from kvstore.errors import StoreError
-from kvstore.handle import NamespaceHandle
 from tiering.frame import frame_bytes
 
 MATCH_TARGET = 2.97
@@ -123,7 +122,7 @@ class DoorResult:
         console.print("by as many client processes together", table, sep="\n")
 
 
-def run(options: Options, say: Callable[[str], None]) -> DoorResult:
+def run(options: LookupOptions, say: Callable[[str], None]) -> DoorResult:
     """Fill a sidecar, then match through its door."""
     stored = options.small_blocks // options.prompt_blocks
     size = frame_bytes(shape_of(options).payload_bytes)
@@ -144,7 +143,7 @@ def run(options: Options, say: Callable[[str], None]) -> DoorResult:
             return DoorResult(one, _together(options, clients, one.chain_ms))
 
 
-def _one(options: Options, handle: NamespaceHandle, stored: int) -> DoorMatch:
+def _one(options: LookupOptions, handle: NamespaceHandle, stored: int) -> DoorMatch:
     prompts = Prompts(options)
     order = np.random.default_rng(7).permutation(stored).tolist()
     turns = count()
@@ -157,7 +156,7 @@ def _one(options: Options, handle: NamespaceHandle, stored: int) -> DoorMatch:
         assert found.blocks == options.prompt_blocks and found.reason is None, found
         return cost
 
-    matches, chains = _Kept(match), _Kept(Chain(options).turn)
+    matches, chains = _TimedTurn(match), _TimedTurn(Chain(options).turn)
     found = against(chains, {"match": matches}, options.door_laps)["match"]
     return DoorMatch(
         stored * options.prompt_blocks,
@@ -171,7 +170,7 @@ def _one(options: Options, handle: NamespaceHandle, stored: int) -> DoorMatch:
     )
 
 
-class _Kept:
+class _TimedTurn:
     """A turn, and how long each of them took."""
 
     def __init__(self, turn: Turn) -> None:
@@ -188,7 +187,7 @@ class _Kept:
         return self._walls[-turns:]
 
 
-def _together(options: Options, clients: Clients, chain_ms: float) -> ClientsMatch:
+def _together(options: LookupOptions, clients: Clients, chain_ms: float) -> ClientsMatch:
     found: Against = against(clients.hash, {"match": clients.match}, options.client_laps)["match"]
     waited = list(chain(*clients.waits[-options.client_laps :]))
     return ClientsMatch(
@@ -207,7 +206,7 @@ def _together(options: Options, clients: Clients, chain_ms: float) -> ClientsMat
 class Clients:
     """Client processes of one sidecar; see `lookup_client`. A context: they end with it."""
 
-    def __init__(self, options: Options, socket: str, stored: int) -> None:
+    def __init__(self, options: LookupOptions, socket: str, stored: int) -> None:
         """stored: prompts. Raises `StoreError` where one of them does not come up."""
         self._seconds = options.client_seconds
         self.waits: list[list[float]] = []

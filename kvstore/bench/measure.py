@@ -1,4 +1,4 @@
-"""How the benches measure: interleaved, against a limit that is taken in the same run (floor 4).
+"""How the benches measure: interleaved, against a limit that is taken in the same run.
 
 A shared machine drifts by a third within seconds, so a time alone says nothing. Every contender therefore runs between
 two runs of the limit, again and again in short turns, and its ratio is the median over turns of what it reached against
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter, thread_time
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvstore.config import memory_limit, memory_limit_files
 from tiering.files import read_text_files
@@ -210,3 +210,42 @@ def _field(path: str, name: str) -> str | None:
     except OSError:
         pass
     return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Targets of a bench that were missed, for --check. Reads what a bench prints as JSON: `met` beside a figure.
+#
+# A target that nobody set on this machine is no target; a run without any checks nothing, and says so.
+
+
+_MOST_SHOWN = 12
+"""Fields of a row that a line about it names."""
+
+
+def judged(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Every row that has a target, met or missed."""
+    return [row for row in _rows(result) if isinstance(row.get("met"), bool)]
+
+
+def missed(result: Mapping[str, Any]) -> list[str]:
+    """A line for each target that was missed."""
+    return [f"target missed: {_words(row)}" for row in judged(result) if not row["met"]]
+
+
+def _rows(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, Mapping):
+        yield value
+        for one in value.values():
+            yield from _rows(one)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for one in value:
+            yield from _rows(one)
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    shown = [(name, value) for name, value in row.items() if name != "met" and isinstance(value, str | int | float)]
+    return ", ".join(f"{name} {_short(value)}" for name, value in shown[:_MOST_SHOWN])
+
+
+def _short(value: str | int | float) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The NVMe rows of `kvstore bench tiers`: how near the tier on disk comes to fio (floor 4).
+"""The NVMe rows of `kvstore bench tiers`: how near the tier on disk comes to fio.
 
 What is measured is what a user calls, on a store that `kvstore.open` has made:
 
@@ -31,24 +31,33 @@ from kvstore.bench.disk import (
     DEPTH,
     IN_MEMORY,
     Amount,
+    DiskFrames,
     DiskLimit,
     Loop,
-    Region,
     disk_read_bytes,
     file_system,
     lay_out,
     working_fio,
 )
 from kvstore.bench.measure import Against, Cost, Turn, against_each, available_bytes
-from kvstore.bench.rig import EXTENT_BYTES, PagePool, Shape
-from kvstore.bench.rows import HEAD_MAJOR, NO_PAGES, NVME, TARGETED_BYTES, Row, row_of
+from kvstore.bench.rig import (
+    EXTENT_BYTES,
+    HEAD_MAJOR,
+    NO_PAGES,
+    NVME,
+    TARGETED_BYTES,
+    BlockShape,
+    PagePool,
+    TierRow,
+    row_of,
+)
+from kvstore.block.account import HitTier
+from kvstore.block.errors import BadInput
+from kvstore.client.handle import Match
 from kvstore.config import format_size
-from kvstore.errors import BadInput
-from kvstore.handle import Match
-from kvstore.miss import HitTier
 from tiering.files import DirectFiles, disk_room
 from tiering.frame import frame_bytes
-from tiering.slab import PAGE_BYTES
+from tiering.slab_header import PAGE_BYTES
 
 TARGETS = {"promote": 0.92, "persist": 0.88}
 """Share of what fio does with direct I/O, frames of the same size and the same depth."""
@@ -73,13 +82,13 @@ WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class NvmeOptions:
     """shapes: the frames to measure. turn_bytes: payload of a prompt, which is what a turn moves. laps: turns of each.
 
     data: the directory to measure in, which is made if need be; a temporary one if None. fio: the program, or None.
     """
 
-    shapes: tuple[Shape, ...] = (Shape(8, 64), Shape(32, 64))
+    shapes: tuple[BlockShape, ...] = (BlockShape(8, 64), BlockShape(32, 64))
     turn_bytes: int = 192 << 20
     laps: int = 5
     data: str | None = None
@@ -125,7 +134,7 @@ class Disk:
         )
 
 
-def check_directory(options: Options) -> None:
+def check_directory(options: NvmeOptions) -> None:
     """Raises `BadInput` where the disk to be measured is not there or has no room."""
     if options.data is not None and not Path(options.data).is_dir():
         raise BadInput(f"{options.data} is not a directory; give one on the disk that is to be measured")
@@ -136,7 +145,7 @@ def check_directory(options: Options) -> None:
         raise BadInput(f"{options.data} cannot be used: {error.strerror}; give another directory") from None
 
 
-def run(options: Options, say: Callable[[str], None]) -> tuple[list[Row], Disk]:
+def run(options: NvmeOptions, say: Callable[[str], None]) -> tuple[list[TierRow], Disk]:
     """Measure every shape. Raises `BadInput` where there is too little memory or disk to measure in."""
     check_directory(options)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=options.data) as scratch:
@@ -163,7 +172,7 @@ def run(options: Options, say: Callable[[str], None]) -> tuple[list[Row], Disk]:
 class _Measured:
     """One shape in a directory: its rows, and what they were taken on and against."""
 
-    def __init__(self, shape: Shape, options: Options, scratch: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, shape: BlockShape, options: NvmeOptions, scratch: Path, say: Callable[[str], None]) -> None:
         subject = f"{format_size(shape.payload_bytes)} frames on NVMe"
         say(f"{subject}: filling the disk")
         files = DirectFiles(scratch / "probe")
@@ -209,7 +218,7 @@ class _Measured:
         turn = partial(_on_next, limit.read, side.next_slab)
         return turn if limit.starts_late else self._rested(turn)
 
-    def _write(self, limit: DiskLimit, regions: Iterator[Region]) -> Turn:
+    def _write(self, limit: DiskLimit, regions: Iterator[DiskFrames]) -> Turn:
         turn = partial(_on_next, limit.write, regions.__next__)
         return turn if limit.starts_late else self._rested(turn)
 
@@ -222,7 +231,7 @@ class _Measured:
 
         return rested
 
-    def _row(self, path: str, limit: str, shape: Shape, blocks: int, found: Against) -> Row:
+    def _row(self, path: str, limit: str, shape: BlockShape, blocks: int, found: Against) -> TierRow:
         is_targeted = self.direct and self.file_system not in IN_MEMORY and shape.payload_bytes >= TARGETED_BYTES
         return row_of(
             found,
@@ -241,7 +250,7 @@ class _Measured:
 class NvmeSide:
     """A store with prompts on disk, DRAM for fewer than all of them, and a handle."""
 
-    def __init__(self, shape: Shape, blocks: int, directory: Path) -> None:
+    def __init__(self, shape: BlockShape, blocks: int, directory: Path) -> None:
         """blocks: of a prompt."""
         size = frame_bytes(shape.payload_bytes)
         slots = DRAM_PROMPTS * blocks
@@ -269,9 +278,9 @@ class NvmeSide:
         self._stored = [self._persisted() for _ in range(PROMPTS)]
         slabs = sorted((directory / "nvme").glob("*.slab"))[1:]  # the first one is the stamp
         assert len(slabs) == PROMPTS, slabs
-        self._slabs = [Region(path, PAGE_BYTES) for path in slabs]
+        self._slabs = [DiskFrames(path, PAGE_BYTES) for path in slabs]
 
-    def next_slab(self) -> Region:
+    def next_slab(self) -> DiskFrames:
         """The frames of the prompt whose turn it is, which passes."""
         return self._slabs[next(self._turns) % PROMPTS]
 
@@ -368,7 +377,7 @@ class NvmeSide:
         return prompt
 
 
-def _check_room(options: Options, directory: Path) -> None:
+def _check_room(options: NvmeOptions, directory: Path) -> None:
     largest = max(_blocks(shape, options) * frame_bytes(shape.payload_bytes) for shape in options.shapes)
     memory, disk = (DRAM_PROMPTS + 2) * largest, (PROMPTS + LIMIT_TURNS) * largest + (64 << 20)
     if memory > available_bytes() // 2:
@@ -384,10 +393,10 @@ def _check_room(options: Options, directory: Path) -> None:
         )
 
 
-def _blocks(shape: Shape, options: Options) -> int:
+def _blocks(shape: BlockShape, options: NvmeOptions) -> int:
     """Of a prompt."""
     return max(1, options.turn_bytes // shape.payload_bytes)
 
 
-def _on_next(turn: Callable[[Region], Cost], next_region: Callable[[], Region]) -> Cost:
+def _on_next(turn: Callable[[DiskFrames], Cost], next_region: Callable[[], DiskFrames]) -> Cost:
     return turn(next_region())

@@ -1,4 +1,4 @@
-"""`kvstore bench restart`: how long it takes until what is on disk can be found again (floor 4).
+"""`kvstore bench restart`: how long it takes until what is on disk can be found again.
 
 A directory that names a million blocks (`restart_directory` says what of it is real) is opened by one new process after
 the other. What counts is the time from the call of `kvstore.open` on, the imports before it left out: until it returns,
@@ -31,14 +31,14 @@ import lmdb
 from rich.table import Table
 
 import kvstore
-from kvstore import codec
 from kvstore.bench import restart_sidecar
 from kvstore.bench.measure import Progress, machine, quantile, resident_bytes
 from kvstore.bench.restart_directory import DRAM_BYTES, MODEL, REAL_BLOCKS, SHAPE, Plan, build, real_pages, real_prompt
+from kvstore.block import codec
+from kvstore.block.errors import BadInput, StoreError
 from kvstore.config import format_size
-from kvstore.errors import BadInput, StoreError
-from tiering import lmdb_index
 from tiering.files import disk_room
+from tiering.nvme import lmdb_index
 
 TARGET_SECONDS = 3.0
 TARGET_BLOCKS = 1_000_000
@@ -52,7 +52,7 @@ _NEEDED_BEFORE_OPEN = (codec, lmdb_index)  # `open` imports them itself, once
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RestartOptions:
     """blocks: on disk. prompt_blocks: of a prompt. laps: restarts after a clean end, and as many after a kill;
     sidecar_laps: the same of sidecars.
 
@@ -114,7 +114,7 @@ class RestartResult:
     """All rows, and what was restarted. sidecar: rows of its own. bytes_per_block: of memory. index_bytes: of the
     index's file."""
 
-    options: Options
+    options: RestartOptions
     rows: list[RestartRow]
     sidecar: list[restart_sidecar.SidecarRow]
     bytes_per_block: float
@@ -171,9 +171,9 @@ class RestartResult:
         restart_sidecar.render(self.sidecar, console)
 
 
-def run(options: Options | None = None, progress: Progress = None) -> RestartResult:
+def run(options: RestartOptions | None = None, progress: Progress = None) -> RestartResult:
     """Build the directory, then restart again and again. Raises `BadInput` where there is too little disk for it."""
-    options = options or Options()
+    options = options or RestartOptions()
     plan = Plan(options.blocks, options.prompt_blocks)
     say = progress or _say_nothing
     try:
@@ -195,7 +195,7 @@ def run(options: Options | None = None, progress: Progress = None) -> RestartRes
         return _restart_all(options, plan, directory, say)
 
 
-def _restart_all(options: Options, plan: Plan, directory: Path, say: Callable[[str], None]) -> RestartResult:
+def _restart_all(options: RestartOptions, plan: Plan, directory: Path, say: Callable[[str], None]) -> RestartResult:
     index = directory / "nvme" / "index"
     data = index / lmdb_index.DATA_FILE
     found: dict[str, list[tuple[Started, float]]] = {"clean": [], "killed": [], "cold": []}
@@ -225,7 +225,7 @@ def _restart_all(options: Options, plan: Plan, directory: Path, say: Callable[[s
     )
 
 
-def _row(how: str, laps: list[tuple[Started, float]], options: Options) -> RestartRow:
+def _row(how: str, laps: list[tuple[Started, float]], options: RestartOptions) -> RestartRow:
     warmed = [started.warmed for started, _ in laps]
     is_targeted = how in ("clean", "killed") and options.blocks >= TARGET_BLOCKS
     return RestartRow(

@@ -1,4 +1,4 @@
-"""The directory that `kvstore bench restart` opens: a million blocks on a few hundred MiB of disk (floor 4).
+"""The directory that `kvstore bench restart` opens: a million blocks on a few hundred MiB of disk.
 
 Real is everything that a start reads, written by the store's own code: keys, stamp, slab headers, and an index whose
 records name every block, with the prefix keys of real chains, places, generations and MACs. One prompt is real
@@ -20,18 +20,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvstore.bench.rig import PagePool, Shape
-from kvstore.codec import codec_named
+from kvstore.bench.rig import BlockShape, PagePool
+from kvstore.block.codec import codec_named
+from kvstore.block.identity import PrefixHasher, root_key, token_bytes
+from kvstore.client.handle import NamespaceHandle
 from kvstore.config import MAX_SLAB_BYTES
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import PrefixHasher, root_key, token_bytes
 from kvstore.node import SESSION_BITS, open_embedded
 from tiering.files import DirectFiles
 from tiering.frame import frame_bytes
-from tiering.lmdb_index import LmdbMaker
-from tiering.slab import ENTRY, PAGE_BYTES, entry_of, split_entries
+from tiering.nvme.lmdb_index import LmdbMaker
+from tiering.nvme.slab import ENTRY, entry_of, split_entries
+from tiering.slab_header import PAGE_BYTES
 
-SHAPE = Shape(layers=1, block_tokens=64, kv_heads=1, head_dim=16)
+SHAPE = BlockShape(layers=1, block_tokens=64, kv_heads=1, head_dim=16)
 """A payload of one page."""
 
 FRAME_BYTES = frame_bytes(SHAPE.payload_bytes)

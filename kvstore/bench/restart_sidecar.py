@@ -1,4 +1,4 @@
-"""The rows of `kvstore serve` in `kvstore bench restart`: how soon an engine can call again (floor 4).
+"""The rows of `kvstore serve` in `kvstore bench restart`: how soon an engine can call again.
 
 A new process opens the directory. What counts is the time from its start on, the interpreter and all imports within it:
 until a hello is answered, of a client that calls every few milliseconds, and until `/readyz` says that everything on
@@ -20,7 +20,7 @@ from rich.table import Table
 from kvstore.bench.measure import quantile
 from kvstore.bench.restart_directory import DRAM_BYTES, MODEL, SHAPE, Plan, found_blocks, real_pages, real_prompt
 from kvstore.bench.sidecar import Sidecar
-from kvstore.service.remote_door import MAX_DEADLINE_MS
+from kvstore.client.socket_door import MAX_DEADLINE_MS
 
 TARGET_SECONDS = 2.0
 """To the first answered hello, after a clean end and after a kill, with a million blocks or more."""
@@ -32,7 +32,7 @@ WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class StartTimes:
     """Seconds from the start of a process until it answered a hello and until it was ready. empty: to the hello on an
     empty directory, the mean of before and after."""
 
@@ -43,7 +43,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class SidecarRow:
-    """Sidecars after one kind of end: medians of seconds, and of hello the quartiles; see `Served`.
+    """Sidecars after one kind of end: medians of seconds, and of hello the quartiles; see `StartTimes`.
 
     times_empty: hello / empty.
     """
@@ -77,7 +77,7 @@ def run(directory: Path, plan: Plan, laps: int, *, is_targeted: bool, say: Calla
         "slab": plan.slab_bytes,
         "scrub": "off",
     }
-    found: dict[str, list[Served]] = {"clean": [], "killed": []}
+    found: dict[str, list[StartTimes]] = {"clean": [], "killed": []}
     before = _hello_of_an_empty_one(store)
     for how, described in (("clean", "a clean end"), ("killed", "a kill")):
         for lap in range(laps):
@@ -90,12 +90,12 @@ def run(directory: Path, plan: Plan, laps: int, *, is_targeted: bool, say: Calla
                 if is_last == (how == "clean"):
                     sidecar.kill()
             after = _hello_of_an_empty_one(store)
-            found[how].append(Served(hello, ready, (before + after) / 2))
+            found[how].append(StartTimes(hello, ready, (before + after) / 2))
             before = after
     return [row_of(how, served, is_targeted=is_targeted) for how, served in found.items()]
 
 
-def row_of(how: str, served: list[Served], *, is_targeted: bool) -> SidecarRow:
+def row_of(how: str, served: list[StartTimes], *, is_targeted: bool) -> SidecarRow:
     """The laps of one kind, as a row."""
     hellos = [one.hello for one in served]
     return SidecarRow(

@@ -1,4 +1,4 @@
-"""What `bench tiers` measures with: pages, stocked stores, and memory for the limit (floor 4).
+"""What `bench tiers` measures with: pages, stocked stores, and memory for the limit.
 
 Everything is walked through in turn, so that a turn never finds its bytes in a cache, and every byte of it was touched
 before the first turn. The stores are the product's own, put together as `node` does it, without a directory.
@@ -8,23 +8,33 @@ from __future__ import annotations
 
 import ctypes
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from hashlib import blake2b
 from itertools import count
+from math import ceil
+from time import perf_counter, thread_time
+from typing import Any
 
 import numpy as np
 import torch
+from rich.markup import escape
+from rich.table import Table
 
-from kvstore.bench.measure import Together, Turn
-from kvstore.codec import RawCodec
-from kvstore.config import DramConfig, Limits
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import KeyRing, Namespace, TenantKeys
-from kvstore.layout import Layout
+from kvstore.bench.measure import Against, Cost, Together, Turn, against, available_bytes
+from kvstore.bench.sidecar import Sidecar
+from kvstore.block.account import MissReason
+from kvstore.block.codec import RawCodec
+from kvstore.block.errors import BadInput
+from kvstore.block.identity import KeyRing, Namespace, TenantKeys, token_bytes
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Digest, Pages
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.sidecar_store import SidecarStore
+from kvstore.config import MIN_DRAM_BYTES, MIN_EXTENT_BYTES, DramConfig, Limits, format_size
 from kvstore.node import TenantDoor, build_store
-from kvstore.pages import Digest, Pages
-from tiering.extents import Extent
+from tiering.dram.extents import Extent
 from tiering.frame import DIGEST_BYTES, digest, frame_bytes
 
 EXTENT_BYTES = 64 << 20
@@ -33,7 +43,7 @@ PROMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BlockShape:
     """A block: bfloat16 K and V of `layers` layers, `kv_heads` heads of `head_dim`, `block_tokens` tokens."""
 
     layers: int
@@ -65,7 +75,7 @@ class PagePool:
     pages of that many tokens, [token, head, dim], as engines often keep them: a block is gathered out of rows.
     """
 
-    def __init__(self, shape: Shape, blocks: int, page_tokens: int, prompts: int = PROMPTS) -> None:
+    def __init__(self, shape: BlockShape, blocks: int, page_tokens: int, prompts: int = PROMPTS) -> None:
         """blocks: of a prompt. prompts: in the working set."""
         self.page_tokens = page_tokens or shape.block_tokens
         self._pages_of_prompt = blocks * shape.block_tokens // self.page_tokens
@@ -83,7 +93,7 @@ class PagePool:
 class Traffic:
     """Whole prompts through handles, one for each thread: what a user calls."""
 
-    def __init__(self, shape: Shape, blocks: int, pool: PagePool, handles: Sequence[NamespaceHandle]) -> None:
+    def __init__(self, shape: BlockShape, blocks: int, pool: PagePool, handles: Sequence[NamespaceHandle]) -> None:
         """blocks: of a prompt."""
         self._handles = handles
         self._pool = pool
@@ -124,7 +134,7 @@ class Traffic:
 class Side(Traffic):
     """A store in this process, filled to its last slot, with digests or without."""
 
-    def __init__(self, shape: Shape, blocks: int, pool: PagePool, threads: int, digest: Digest) -> None:
+    def __init__(self, shape: BlockShape, blocks: int, pool: PagePool, threads: int, digest: Digest) -> None:
         """blocks: of a prompt."""
         keys = TenantKeys.derive(secrets.token_bytes(32))
         size = frame_bytes(shape.payload_bytes)
@@ -148,7 +158,7 @@ class Side(Traffic):
 class Memcpy:
     """The limit: `memmove` of whole payloads between an extent of shared memory and private memory, one thread."""
 
-    def __init__(self, shape: Shape, blocks: int, prompts: int = PROMPTS) -> None:
+    def __init__(self, shape: BlockShape, blocks: int, prompts: int = PROMPTS) -> None:
         """blocks: of a prompt. prompts: in each of the two memories."""
         self._payload = shape.payload_bytes
         self._turn_bytes = blocks * self._payload
@@ -190,8 +200,317 @@ def turn_of(team: Together, work: Callable[[int], None], threads: int) -> Turn:
     return lambda: team.run(pieces)
 
 
-def _plane(shape: Shape, pages: int, page_tokens: int) -> torch.Tensor:
+def _plane(shape: BlockShape, pages: int, page_tokens: int) -> torch.Tensor:
     if page_tokens:
         return torch.ones(pages, page_tokens, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16)
     blocks = torch.ones(pages, shape.kv_heads, shape.block_tokens, shape.head_dim, dtype=torch.bfloat16)
     return blocks.permute(0, 2, 1, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of `kvstore bench tiers`: a path of one tier beside its limit, and the table they are shown in.
+
+
+DRAM, DOOR, NVME = TIERS = ("dram", "door", "nvme")
+
+HEAD_MAJOR = "[head, token, dim]"
+TOKEN_MAJOR = "[token, head, dim]"
+NO_PAGES = ""
+
+TARGETED_BYTES = 2 << 20
+"""The targets hold for payloads from this size on."""
+
+TARGETS: dict[tuple[str, str, bool, int], float] = {
+    (DRAM, "get", True, 1): 0.70,
+    (DRAM, "put", True, 1): 0.70,
+    (DRAM, "get", True, 2): 0.85,
+    (DRAM, "put", True, 2): 0.85,
+    (DRAM, "get", False, 1): 0.92,
+    (DRAM, "put", False, 1): 0.90,
+    (DOOR, "get", True, 1): 0.68,
+    (DOOR, "put", True, 1): 0.68,
+    (DOOR, "get", False, 1): 0.90,
+    (DOOR, "put", False, 1): 0.88,
+}
+"""(tier, path, with verification, threads): share of one thread's memcpy, for pages in the payload's own order."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierRow:
+    """One path at one frame size: decimal GB/s of payload, and that of the limit in the same run.
+
+    tier: dram, door (the same through a sidecar's socket) or nvme. path: get, put, or memcpy itself on several threads,
+    in the direction of the rows above it; promote, get or persist. prompt_tokens: what one thread moves in one turn.
+    page_order: of the pages that bytes come from or go to. threads: that call the store. limit: memcpy, fio or loop.
+    ratio: of the two, the median over laps; ratio_low and ratio_high are its quartiles. cpu_ratio: the same of
+    processor time over all threads of this process. target: the ratio to reach.
+    """
+
+    tier: str
+    path: str
+    payload_bytes: int
+    prompt_tokens: int
+    page_order: str
+    verified: bool
+    threads: int
+    limit: str
+    gb_per_second: float
+    limit_gb_per_second: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    cpu_ratio: float
+    target: float | None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None where none is set."""
+        return None if self.target is None else self.ratio >= self.target
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {**asdict(self), "met": self.met}
+
+
+def row_of(
+    found: Against,
+    shape: BlockShape,
+    blocks: int,
+    *,
+    tier: str,
+    path: str,
+    page_order: str,
+    verified: bool,
+    threads: int,
+    limit: str,
+    target: float | None,
+) -> TierRow:
+    """What was measured, as a row. blocks: that one thread moves in one turn."""
+    turn_bytes = blocks * shape.payload_bytes
+    return TierRow(
+        tier,
+        path,
+        shape.payload_bytes,
+        blocks * shape.block_tokens,
+        page_order,
+        verified,
+        threads,
+        limit,
+        turn_bytes / found.seconds / 1e9,
+        turn_bytes / found.limit_seconds / 1e9,
+        found.ratio,
+        found.low,
+        found.high,
+        found.cpu_ratio,
+        target,
+    )
+
+
+def memcpy_row(
+    tier: str, path: str, shape: BlockShape, order: str, verified: bool, threads: int, blocks: int, found: Against
+) -> TierRow:
+    """The same beside memcpy, with its target where there is one."""
+    is_targeted = order == HEAD_MAJOR and shape.payload_bytes >= TARGETED_BYTES
+    return row_of(
+        found,
+        shape,
+        blocks,
+        tier=tier,
+        path=path,
+        page_order=order,
+        verified=verified,
+        threads=threads,
+        limit="memcpy",
+        target=TARGETS.get((tier, path, verified, threads)) if is_targeted else None,
+    )
+
+
+def table_of(rows: Iterable[TierRow], *left_out: str) -> Table:
+    """The rows of one tier, without the columns of these names."""
+    table = Table()
+    shown = [(name, cell) for name, cell in _COLUMNS.items() if name not in left_out]
+    for name, _ in shown:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(cell(row) for _, cell in shown))
+    return table
+
+
+_MARKS = {True: " met", False: " missed", None: ""}
+_COLUMNS: dict[str, Callable[[TierRow], str]] = {
+    "path": lambda row: row.path,
+    "payload": lambda row: format_size(row.payload_bytes),
+    "tokens": lambda row: f"{row.prompt_tokens:,}",
+    "pages": lambda row: escape(row.page_order),
+    "verified": lambda row: "yes" if row.verified else "no",
+    "threads": lambda row: str(row.threads),
+    "GB/s": lambda row: f"{row.gb_per_second:.1f}",
+    "limit": lambda row: f"{row.limit} {row.limit_gb_per_second:.1f}",
+    "ratio": lambda row: f"{row.ratio:.2f}",
+    "quartiles": lambda row: f"{row.ratio_low:.2f} .. {row.ratio_high:.2f}",
+    "cpu": lambda row: f"{row.cpu_ratio:.2f}",
+    "target": lambda row: "" if row.target is None else f"{row.target:.2f}{_MARKS[row.met]}",
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rows of the local door in `kvstore bench tiers`: put and get through a sidecar, against memcpy.
+#
+# The same calls as in the rows of DRAM, by a client in this process to `kvstore serve` in another: keys, places and
+# digests cross the socket, and bytes are copied and digested here, from and to memory that both have mapped. A put is a
+# reservation, filled in place, and a commit. One sidecar at a time, DRAM only, filled to its last slot: with
+# verification, then without.
+
+
+ROOM = 1.3
+"""In the sidecar, in prompts: one that fills it would be more than may be pinned. The pages have one, and each of the
+limit's two buffers."""
+BUFFERS = ROOM + 3
+MEMORY_SHARE = 0.8
+"""Of the memory that is available, how much may be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoorOptions:
+    """shapes: the frames to measure. prompt_tokens: of a prompt, which is what a turn moves; fewer where
+    `BUFFERS` times as much is more than `MEMORY_SHARE` of the memory that is available. laps: turns of each.
+    """
+
+    shapes: tuple[BlockShape, ...] = (BlockShape(8, 64), BlockShape(32, 64))
+    prompt_tokens: int = 32768
+    laps: int = 16
+
+    def __post_init__(self) -> None:
+        largest = max(shape.block_tokens for shape in self.shapes)
+        if self.prompt_tokens < largest:
+            raise BadInput(f"prompt_tokens={self.prompt_tokens}; give {largest} or more, which is a block")
+
+
+def run(options: DoorOptions, say: Callable[[str], None]) -> list[TierRow]:
+    """Measure every shape. Raises `BadInput` where there is too little memory."""
+    return [row for shape in options.shapes for row in _measure(shape, options, say)]
+
+
+class DoorSide(Traffic):
+    """A sidecar filled to its last slot, and a handle behind its socket, with digests or without."""
+
+    def __init__(self, shape: BlockShape, blocks: int, pool: PagePool, client: SidecarStore, digest: Digest) -> None:
+        """blocks: of a prompt. client: of a sidecar with memory as `memory_of` says."""
+        namespace = Namespace("0" * 40, shape.layout, RawCodec.name)
+        handle = NamespaceHandle(client._door, namespace, RawCodec(), digest)
+        super().__init__(shape, blocks, pool, [handle])
+        dram, extent = memory_of(shape, blocks)
+        slots = dram // extent * (extent // frame_bytes(shape.payload_bytes))
+        for _ in range(slots // blocks + 1):
+            self.put(0)
+        first = handle.match(self._prompt(0))
+        assert first.blocks < blocks and first.reason is MissReason.EVICTED, f"not full: {first.reason}"
+        self.stock(1)
+        self.get(0)  # a page that is mapped is not touched before somebody reads it
+
+
+def memory_of(shape: BlockShape, blocks: int) -> tuple[int, int]:
+    """Of a sidecar for prompts of so many blocks: its budget, and the size of its extents, which frames fill."""
+    size = frame_bytes(shape.payload_bytes)
+    wanted = ceil(ROOM * blocks)
+    frames = max(min(wanted, EXTENT_BYTES // size), -(-MIN_EXTENT_BYTES // size), 1)
+    extent = frames * size
+    return -(-max(wanted * size, MIN_DRAM_BYTES) // extent) * extent, extent
+
+
+def _measure(shape: BlockShape, options: DoorOptions, say: Callable[[str], None]) -> list[TierRow]:
+    subject = f"{format_size(shape.payload_bytes)} frames through the door"
+    say(f"{subject}: filling memory")
+    blocks = _blocks(shape, options)
+    pool = PagePool(shape, blocks, 0, prompts=1)
+    limit = Memcpy(shape, blocks, prompts=1)
+    dram, extent = memory_of(shape, blocks)
+    rows = []
+    try:
+        for verified, digest in DIGESTS.items():
+            say(f"{subject}: filling a sidecar")
+            with Sidecar({"dram": dram, "extent": extent, "nvme": "off"}) as sidecar, sidecar.client() as client:
+                side = DoorSide(shape, blocks, pool, client, digest)
+                for path in ("get", "put"):
+                    say(f"{subject}: {path}, {'verified' if verified else 'without verification'}")
+                    with Together(1) as alone:
+                        turns = {path: turn_of(alone, getattr(side, path), 1)}
+                        found = against(turn_of(alone, getattr(limit, path), 1), turns, options.laps)[path]
+                    rows.append(memcpy_row(DOOR, path, shape, HEAD_MAJOR, verified, 1, blocks, found))
+    finally:
+        limit.close()
+    return rows
+
+
+def _blocks(shape: BlockShape, options: DoorOptions) -> int:
+    """Of a prompt: as many as are wanted, or as memory allows."""
+    spare, each = int(MEMORY_SHARE * available_bytes()), int(BUFFERS * frame_bytes(shape.payload_bytes))
+    fit = spare // each
+    if not fit:
+        raise BadInput(
+            f"the rows of the door need {format_size(each)} of memory and may take {format_size(spare)}, "
+            f"{MEMORY_SHARE:.0%} of what is available; free some, or leave them out with --only"
+        )
+    return min(options.prompt_tokens // shape.block_tokens, fit)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupOptions:
+    """prompt_tokens, block_tokens: of every prompt. small_blocks, large_blocks: in the two indexes, whole prompts; a
+    sidecar holds as many as the small one. laps, door_laps: how often a match is measured, embedded and through the
+    door. clients: processes that match together, client_laps times for client_seconds.
+    """
+
+    prompt_tokens: int = 32768
+    block_tokens: int = 64
+    small_blocks: int = 10_000
+    large_blocks: int = 2_000_000
+    laps: int = 200
+    door_laps: int = 2000
+    clients: int = 8
+    client_laps: int = 5
+    client_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.prompt_tokens // self.block_tokens <= self.small_blocks <= self.large_blocks:
+            raise BadInput(
+                f"prompts of {self.prompt_tokens} tokens in indexes of {self.small_blocks} and {self.large_blocks} "
+                "blocks: give prompts of at least one block, indexes of at least one prompt, the larger one last"
+            )
+
+    @property
+    def prompt_blocks(self) -> int:
+        """Blocks of a prompt."""
+        return self.prompt_tokens // self.block_tokens
+
+
+class Prompts:
+    """Prompt number n: 0, 1, 2, ... but for the first token, which is n and so in every key of its chain."""
+
+    def __init__(self, options: LookupOptions) -> None:
+        self._tokens = np.arange(options.prompt_tokens, dtype=np.uint32)
+
+    def __getitem__(self, number: int) -> np.ndarray[Any, Any]:
+        tokens = self._tokens.copy()
+        tokens[0] = number
+        return tokens
+
+
+class Chain:
+    """The limit: one keyed BLAKE2b-256 per block over the one before and the block's tokens, and nothing else."""
+
+    def __init__(self, options: LookupOptions) -> None:
+        self._raw = token_bytes(Prompts(options)[0])
+        self._step = options.block_tokens * 4
+        self._base = blake2b(digest_size=32, key=bytes(32), person=b"kv-bench")
+
+    def turn(self) -> Cost:
+        """The keys of one prompt."""
+        raw, step, base = self._raw, self._step, self._base
+        cpu, start = thread_time(), perf_counter()
+        parent = bytes(32)
+        for at in range(0, len(raw) - step + 1, step):
+            state = base.copy()
+            state.update(parent + raw[at : at + step])
+            parent = state.digest()
+        return Cost(perf_counter() - start, thread_time() - cpu)

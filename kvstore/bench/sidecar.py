@@ -1,4 +1,4 @@
-"""The sidecar that a bench measures: `kvstore serve` in a process of its own, started and ended here (floor 4).
+"""The sidecar that a bench measures: `kvstore serve` in a process of its own, started and ended here.
 
 Its socket, configuration and log lie in a folder of temporary files. It logs warnings only, and a bench does nothing
 that it would have to warn of: what it logged makes `end` fail.
@@ -20,11 +20,11 @@ from time import perf_counter, sleep
 from types import TracebackType
 
 import kvstore
-from kvstore.errors import StoreError, Unreachable
+from kvstore.block.errors import StoreError, Unreachable
+from kvstore.client.framing import FramedSocket
+from kvstore.client.sidecar_store import CallLimits, SidecarStore
 from kvstore.node import SystemClock
-from kvstore.service.client import CallLimits, SidecarStore
 from kvstore.service.health import Readiness
-from kvstore.service.wire import Wire
 
 ENGINE = f"kvstore bench {kvstore.__version__}"
 LONGEST_SECONDS = 120.0
@@ -59,7 +59,7 @@ class Sidecar:
                 }
             )
         )
-        command = [sys.executable, "-m", "kvstore.cli", "serve", "--json", "--config", os.fspath(config)]
+        command = [sys.executable, "-m", "kvstore", "serve", "--json", "--config", os.fspath(config)]
         with self._log.open("wb") as log:
             self._started = perf_counter()
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
@@ -71,7 +71,7 @@ class Sidecar:
         """
         while True:
             try:
-                wire = Wire(self.socket, ENGINE, b"", SystemClock(), LONGEST_SECONDS)
+                wire = FramedSocket(self.socket, ENGINE, b"", SystemClock(), LONGEST_SECONDS)
             except Unreachable as error:
                 self._check_alive(str(error))
                 sleep(CALL_SECONDS)

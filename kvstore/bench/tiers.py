@@ -1,4 +1,4 @@
-"""`kvstore bench tiers`: how near put and get of the DRAM tier come to memcpy, and the NVMe tier to fio (floor 4).
+"""`kvstore bench tiers`: how near put and get of the DRAM tier come to memcpy, and the NVMe tier to fio.
 
 The rows of NVMe are in `nvme`, those through a sidecar in `door`; this is about those of DRAM in this process. What is
 measured is what a user calls: `put`, and `match`, `lease`, `get`, `release`, on the product's own store and handle,
@@ -18,13 +18,30 @@ from typing import Any
 
 from rich.markup import escape
 
-from kvstore.bench import door, nvme
+from kvstore.bench import nvme
+from kvstore.bench import rig as door
 from kvstore.bench.measure import Progress, Together, against, available_bytes, machine
 from kvstore.bench.nvme import WORDS, Disk
-from kvstore.bench.rig import DIGESTS, PROMPTS, Memcpy, PagePool, Shape, Side, turn_of
-from kvstore.bench.rows import DOOR, DRAM, HEAD_MAJOR, NVME, TIERS, TOKEN_MAJOR, Row, memcpy_row, table_of
+from kvstore.bench.rig import (
+    DIGESTS,
+    DOOR,
+    DRAM,
+    HEAD_MAJOR,
+    NVME,
+    PROMPTS,
+    TIERS,
+    TOKEN_MAJOR,
+    BlockShape,
+    Memcpy,
+    PagePool,
+    Side,
+    TierRow,
+    memcpy_row,
+    table_of,
+    turn_of,
+)
+from kvstore.block.errors import BadInput
 from kvstore.config import format_size
-from kvstore.errors import BadInput
 
 BUFFERS = 5
 """Two stores, the pages, and the limit's source and target: a working set each."""
@@ -36,7 +53,7 @@ WITHOUT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TiersOptions:
     """shapes: the frames to measure. page_tokens: of the token-major pages; the head-major ones hold a whole block.
 
     working_set_bytes: of each of two stores, of the pages and of each of the limit's two buffers; less where five times
@@ -44,21 +61,21 @@ class Options:
     door, nvme: of their rows.
     """
 
-    shapes: tuple[Shape, ...] = (Shape(8, 64), Shape(32, 64), Shape(32, 256))
+    shapes: tuple[BlockShape, ...] = (BlockShape(8, 64), BlockShape(32, 64), BlockShape(32, 256))
     page_tokens: int = 16
     working_set_bytes: int = 1 << 30
     laps: int = 16
     threads: tuple[int, ...] = (1, 2)
-    door: door.Options = field(default_factory=door.Options)
-    nvme: nvme.Options = field(default_factory=nvme.Options)
+    door: door.DoorOptions = field(default_factory=door.DoorOptions)
+    nvme: nvme.NvmeOptions = field(default_factory=nvme.NvmeOptions)
 
 
 @dataclass(frozen=True)
 class TiersResult:
     """All rows, and under which conditions they were taken. disk: None where NVMe was left out."""
 
-    options: Options
-    rows: list[Row] = field(default_factory=list)
+    options: TiersOptions
+    rows: list[TierRow] = field(default_factory=list)
     disk: Disk | None = None
 
     def to_dict(self) -> dict[str, object]:
@@ -97,9 +114,9 @@ class TiersResult:
             console.print(f"ratio: to the limit of the same row, median over {self.options.nvme.laps} laps. {WORDS}")
 
 
-def run(options: Options | None = None, progress: Progress = None, only: str | None = None) -> TiersResult:
+def run(options: TiersOptions | None = None, progress: Progress = None, only: str | None = None) -> TiersResult:
     """Measure all rows, or those of `only` one tier. Raises `BadInput` where there is too little memory or disk."""
-    options = options or Options()
+    options = options or TiersOptions()
     if only not in (None, *TIERS):
         raise BadInput(f"only={only!r}; allowed: {', '.join(TIERS)}, or leave it out for all")
     if only not in (None, NVME) and options.nvme.data is not None:
@@ -119,7 +136,7 @@ def run(options: Options | None = None, progress: Progress = None, only: str | N
     return replace(result, rows=[*result.rows, *rows], disk=disk)
 
 
-def _run_dram(options: Options, progress: Progress) -> TiersResult:
+def _run_dram(options: TiersOptions, progress: Progress) -> TiersResult:
     """Every shape in both orders of pages."""
     smallest = BUFFERS * PROMPTS * max(shape.payload_bytes for shape in options.shapes)
     spare = available_bytes() // 2
@@ -140,8 +157,8 @@ def _run_dram(options: Options, progress: Progress) -> TiersResult:
 
 
 def _measure(
-    shape: Shape, blocks: int, order: str, page_tokens: int, options: Options, say: Callable[[str], None]
-) -> list[Row]:
+    shape: BlockShape, blocks: int, order: str, page_tokens: int, options: TiersOptions, say: Callable[[str], None]
+) -> list[TierRow]:
     say("filling memory")
     pool = PagePool(shape, blocks, page_tokens)
     threads = max(options.threads)

@@ -1,1 +1,1 @@
-"""`kvstore demo`: twenty questions on this product's own pages, answered with and without the store (floor 4)."""
+"""`kvstore demo`: twenty questions on this product's own pages, answered with and without the store."""

@@ -1,4 +1,4 @@
-"""Two comparisons that keep the demo honest (floor 4).
+"""Two comparisons that keep the demo honest.
 
 1. Cold is not made slow on purpose: the first token without a store, against plain transformers `generate`.
 2. The store is really used: from a store in whose payloads the sign of every number is reversed, with digests that
@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from engine_adapter.hf_cache import PrefixCache
-from kvstore.codec import RawCodec
+from kvstore.block.codec import RawCodec
+from kvstore.block.layout import Layout, Part
+from kvstore.block.pages import Coder, Digest, Encoded, Pages
 from kvstore.demo.passes import TEMPERATURE, PassResult, Progress, draws_of
-from kvstore.layout import Layout, Part
 from kvstore.node import open_embedded
-from kvstore.pages import Coder, Digest, Encoded, Pages
 from tiering.tier import FrameSpan
 
 REVERSED_DRAM = "128MiB"

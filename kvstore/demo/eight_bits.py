@@ -1,4 +1,4 @@
-"""The same requests from blocks in 8 bits, beside those that are kept bit for bit (floor 4).
+"""The same requests from blocks in 8 bits, beside those that are kept bit for bit.
 
 What 8 bits change shows in what is drawn: the draws are those of every other pass, so an answer leaves the cold one
 where the chosen token hangs on a difference that rounding made.
@@ -13,7 +13,7 @@ import torch
 
 import kvstore
 from engine_adapter.hf_cache import PrefixCache
-from kvstore.codec import codec_named, default_codec
+from kvstore.block.codec import codec_named, default_codec
 from kvstore.demo.passes import PassResult, Progress, run_pass
 
 

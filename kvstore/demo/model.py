@@ -1,4 +1,4 @@
-"""The demo's model: a small Llama over bytes, trained by us, or with random weights from a seed (floor 4).
+"""The demo's model: a small Llama over bytes, trained by us, or with random weights from a seed.
 
 The trained one lies in `trained/` with a note of its origin: 1.8 million parameters, trained on the sources of Python's
 standard library, on up to 4,096 bytes at a time. Every token is a byte; there is no tokenizer. Both run on the CPU in
@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvstore.errors import StoreError
+from kvstore.block.errors import StoreError
 
 FOLDER = "trained"
 VOCABULARY = 256

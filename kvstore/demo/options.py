@@ -1,4 +1,4 @@
-"""What can be set for the demo (floor 4). Checked before torch is loaded, so that a slip is answered at once."""
+"""What can be set for the demo. Checked before torch is loaded, so that a slip is answered at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
+from kvstore.block.errors import BadInput
 from kvstore.config import parse_size
-from kvstore.errors import BadInput
 
 REQUESTS = 20
 MAX_ANSWER_TOKENS = 128
@@ -17,7 +17,7 @@ _PROCESSOR_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """dram, nvme: the store's budgets. data: its directory, a temporary one if None. requests: how many of the twenty,
     from the first one on. threads: that torch computes with; if None, one for the trained model, whose operations
     are too small to be shared out, and as many as there are cores for a random one. seed: of random weights, the

@@ -1,4 +1,4 @@
-"""One pass over the demo's requests, and what came of it (floor 4).
+"""One pass over the demo's requests, and what came of it.
 
 A pass is the same requests in the same order on one `PrefixCache`. Tokens are drawn by their probabilities, and each
 request has its own draws, which are the same in every pass: the likeliest token would hardly tell one prompt from
@@ -17,10 +17,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from engine_adapter.adapter import Report
+from engine_adapter.hf.sampling import Sampling
 from engine_adapter.hf_cache import PrefixCache
-from engine_adapter.sampling import Sampling
-from kvstore.demo.questions import Request, prompt_of
-from kvstore.miss import HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
+from kvstore.demo.questions import DemoRequest, prompt_of
 
 TEMPERATURE = 0.8
 
@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], None]
 Origin = TypeVar("Origin", HitTier, MissReason)
 
 
-class Beside(Protocol):
+class BesidePass(Protocol):
     """Something that is to be timed on the same prompts at the same time."""
 
     def goes_first(self, number: int) -> bool:
@@ -93,7 +93,12 @@ class PassResult:
 
 
 def run_first_pass(
-    name: str, cache: PrefixCache, requests: Sequence[Request], answer_tokens: int, beside: Beside, progress: Progress
+    name: str,
+    cache: PrefixCache,
+    requests: Sequence[DemoRequest],
+    answer_tokens: int,
+    beside: BesidePass,
+    progress: Progress,
 ) -> PassResult:
     """Answer all requests. The answers given here become part of the chat's later prompts."""
     prompts: list[list[int]] = []
@@ -124,7 +129,7 @@ def run_pass(
     return PassResult(name, prompts, answers, reports)
 
 
-def restored_answer_tokens(requests: Sequence[Request], result: PassResult, block_tokens: int) -> int:
+def restored_answer_tokens(requests: Sequence[DemoRequest], result: PassResult, block_tokens: int) -> int:
     """Tokens of earlier answers in a chat's prompts that came from the store, although decoding had made them.
 
     Decoding fills blocks one token at a time. The KV of an answer's last token is never computed there, so the blocks

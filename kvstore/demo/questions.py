@@ -1,4 +1,4 @@
-"""The demo's text: a system prompt, the pages in `documents/`, and twenty requests that share them (floor 4).
+"""The demo's text: a system prompt, the pages in `documents/`, and twenty requests that share them.
 
     system prompt | page | question                          several questions on one page
     system prompt | question                                 nothing shared but the system prompt
@@ -80,7 +80,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Request:
+class DemoRequest:
     """One of the requests. `text` is the whole prompt, or with `follows` what is appended to that request's prompt and
     answer; `follows` is the number of an earlier request."""
 
@@ -95,7 +95,7 @@ def read_page(name: str) -> str:
     return resources.files("kvstore.demo").joinpath("documents", f"{name}.md").read_text("utf-8")
 
 
-def twenty_requests(answer_tokens: int, page_bytes: int = PAGE_BYTES) -> list[Request]:
+def twenty_requests(answer_tokens: int, page_bytes: int = PAGE_BYTES) -> list[DemoRequest]:
     """All requests in order. Every prompt fits `MAX_PROMPT_TOKENS`, with answers of `answer_tokens` in the chat."""
     pages = {name: cut_to_lines(read_page(name), page_bytes) for name in QUESTIONS_ON_PAGES}
     turns = [_turn(question) for question in CHAT_TURNS]
@@ -103,24 +103,24 @@ def twenty_requests(answer_tokens: int, page_bytes: int = PAGE_BYTES) -> list[Re
     chat_page = cut_to_lines(read_page(CHAT_PAGE), min(page_bytes, MAX_PROMPT_TOKENS - growth))
     asked = dict.fromkeys(ORDER, 0)
     last_turn: int | None = None
-    requests: list[Request] = []
+    requests: list[DemoRequest] = []
     for topic in ORDER:
         number, asked[topic] = asked[topic], asked[topic] + 1
         if topic == "none":
             text = SYSTEM_PROMPT + _turn(QUESTIONS_WITHOUT_PAGE[number])
-            requests.append(Request(Kind.SYSTEM_PROMPT, topic, text.encode()))
+            requests.append(DemoRequest(Kind.SYSTEM_PROMPT, topic, text.encode()))
         elif topic == "chat":
             text = turns[number] if number else _opening(chat_page) + turns[number]
-            requests.append(Request(Kind.CHAT, CHAT_PAGE, text.encode(), last_turn))
+            requests.append(DemoRequest(Kind.CHAT, CHAT_PAGE, text.encode(), last_turn))
             last_turn = len(requests) - 1
         else:
             text = _opening(pages[topic]) + _turn(QUESTIONS_ON_PAGES[topic][number])
-            requests.append(Request(Kind.PAGE, topic, text.encode()))
+            requests.append(DemoRequest(Kind.PAGE, topic, text.encode()))
     return requests
 
 
 def prompt_of(
-    number: int, requests: Sequence[Request], prompts: Sequence[list[int]], answers: Sequence[list[int]]
+    number: int, requests: Sequence[DemoRequest], prompts: Sequence[list[int]], answers: Sequence[list[int]]
 ) -> list[int]:
     """The token ids of a request's prompt; `prompts` and `answers` hold those of all requests before it."""
     request = requests[number]

@@ -1,4 +1,4 @@
-"""The demo's last run: another process, memory empty, only the disk left (floor 4).
+"""The demo's last run: another process, memory empty, only the disk left.
 
 `run_restarted` starts it and reads back what it found; `python -m kvstore.demo.restart JOB.json` is that process. What
 they tell each other are files in the demo's own scratch folder.
@@ -18,11 +18,11 @@ import torch
 import kvstore
 from engine_adapter.adapter import Report
 from engine_adapter.hf_cache import PrefixCache
+from kvstore.block.account import Account, HitTier, MissReason
+from kvstore.block.errors import StoreError
 from kvstore.demo.model import model_of
-from kvstore.demo.options import Options
+from kvstore.demo.options import DemoOptions
 from kvstore.demo.passes import PassResult, run_pass
-from kvstore.errors import StoreError
-from kvstore.miss import Account, HitTier, MissReason
 
 NAME = "restart"
 WARM_SECONDS = 60.0
@@ -30,7 +30,7 @@ LONGEST_SECONDS = 600.0
 
 
 def run_restarted(
-    model: torch.nn.Module, directory: str, options: Options, threads: int, prompts: list[list[int]], scratch: Path
+    model: torch.nn.Module, directory: str, options: DemoOptions, threads: int, prompts: list[list[int]], scratch: Path
 ) -> tuple[PassResult, int]:
     """The same prompts in a new process on the same directory; returns the pass, and the bytes read from the disk."""
     config: Any = model.config

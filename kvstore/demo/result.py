@@ -1,4 +1,4 @@
-"""What the demo has found out, as one object and as people read it (floor 4)."""
+"""What the demo has found out, as one object and as people read it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 import kvstore
+from kvstore.block.account import HitTier, MissReason
 from kvstore.config import format_size
 from kvstore.demo.compare import ColdAgainstGenerate
 from kvstore.demo.eight_bits import EightBits
 from kvstore.demo.passes import PassResult, restored_answer_tokens
-from kvstore.demo.questions import Kind, Request
-from kvstore.miss import HitTier, MissReason
+from kvstore.demo.questions import DemoRequest, Kind
 
 SHOWN_ANSWER_BYTES = 12
 
@@ -29,7 +29,7 @@ class DemoResult:
     read_bytes: payload read from the disk after the restart. reversed_asked, reversed_changed: answers from reversed
     payloads, and how many of them came out different, as all must. seconds: of the whole demo."""
 
-    requests: list[Request]
+    requests: list[DemoRequest]
     passes: list[PassResult]
     against_generate: ColdAgainstGenerate | None
     model: dict[str, object]

@@ -1,4 +1,4 @@
-"""The demo from start to end: four passes over the same requests, and three comparisons (floor 4).
+"""The demo from start to end: four passes over the same requests, and three comparisons.
 
     cold   the same code with a store that was closed: every token is computed
     fill   the store is empty at first; requests already find what earlier ones have left
@@ -23,9 +23,9 @@ from engine_adapter.hf_cache import PrefixCache
 from kvstore.demo.compare import PlainGenerate, changed_by_reversing
 from kvstore.demo.eight_bits import answer_from_8_bits
 from kvstore.demo.model import describe_model, model_of
-from kvstore.demo.options import MAX_ANSWER_TOKENS, Options, usable_cores
+from kvstore.demo.options import MAX_ANSWER_TOKENS, DemoOptions, usable_cores
 from kvstore.demo.passes import Progress, run_first_pass, run_pass
-from kvstore.demo.questions import MAX_PROMPT_TOKENS, Request, twenty_requests
+from kvstore.demo.questions import MAX_PROMPT_TOKENS, DemoRequest, twenty_requests
 from kvstore.demo.restart import run_restarted
 from kvstore.demo.result import DemoResult
 
@@ -33,14 +33,14 @@ REVERSED_PROMPTS = 2
 
 
 def run(
-    options: Options | None = None,
+    options: DemoOptions | None = None,
     progress: Progress | None = None,
-    requests: Sequence[Request] | None = None,
+    requests: Sequence[DemoRequest] | None = None,
     model: torch.nn.Module | None = None,
 ) -> DemoResult:
     """Run all of it. requests, model: others than the demo's own; the process after the restart makes the model again,
     so it must be `build_model`'s of the options' seed. Raises `StoreError` where the store cannot open."""
-    options, progress = options or Options(), progress or _silent
+    options, progress = options or DemoOptions(), progress or _silent
     if requests is None:
         requests = twenty_requests(options.answer_tokens)
     asked = list(requests[: options.requests])

@@ -1,1 +1,1 @@
-"""Insight: what the store would have done, and what it did, in figures (floor 2)."""
+"""Insight: what the store would have done, and what it did, in figures."""

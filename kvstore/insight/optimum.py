@@ -1,4 +1,4 @@
-"""The offline optimum: how many blocks any policy could have found, had it known the future (floor 2).
+"""The offline optimum: how many blocks any policy could have found, had it known the future.
 
 MIN with bypass: the block whose next use is furthest away goes first, also if it is the one that just came. In a chain
 an ancestor's next use is never later than its descendant's, and ties go to the deeper block, so what is kept is always

@@ -1,4 +1,4 @@
-"""Replay: a trace through the store's own index, tables and policies, without payload and without a clock (floor 2).
+"""Replay: a trace through the store's own index, tables and policies, without payload and without a clock.
 
     request   match > what is found counts as a hit, in DRAM or below > what is below is brought up > used
               slots for the rest: free ones, else the worst leaves go > readable > used
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.blocks import Blocks
+from kvstore.core.index import NO_ROW
+from kvstore.core.table import BlockTable
+from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.trace import Column, Trace
-from kvstore.prefix_index import NO_ROW
-from tiering.books import BookTier
 
 REQUESTS_PER_LOOK = 200
 """How often whoever waits is told how far it is."""
@@ -39,7 +39,7 @@ class Replayed:
 class Replay:
     """One store's tables. `run` once."""
 
-    def __init__(self, blocks: Blocks, number: int, nvme: BookTier | None = None) -> None:
+    def __init__(self, blocks: BlockTable, number: int, nvme: CountingTier | None = None) -> None:
         """number: of the namespace that all requests are of. nvme: the tier below, where there is one."""
         self.seconds = 0.0
         """Since the trace's first request, at the one that runs."""

@@ -1,4 +1,4 @@
-"""The curves of a replay as a picture (floor 2).
+"""The curves of a replay as a picture.
 
 Equal curves lie upon each other, so each has hollow marks of its own form and size: all can be seen. The legend stands
 beside the axes, where it covers nothing.
@@ -13,7 +13,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from kvstore.insight.replays import ADMISSIONS, OPTIMUM, ReplayResult, Row
+from kvstore.insight.replays import ADMISSIONS, OPTIMUM, ReplayResult, ReplayRow
 
 TIB = 1 << 40
 MARKS = "osD^vP*X"
@@ -41,7 +41,7 @@ def draw(result: ReplayResult) -> Figure:
     return figure
 
 
-def _draw_sizes(axes: Any, rows: Sequence[Row], block_tokens: int) -> list[Any]:
+def _draw_sizes(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) -> list[Any]:
     policies = [policy for policy in dict.fromkeys(row.policy for row in rows) if policy != OPTIMUM]
     colours = colours_of(len(policies))
     handles = []
@@ -62,7 +62,7 @@ def _draw_sizes(axes: Any, rows: Sequence[Row], block_tokens: int) -> list[Any]:
     return handles
 
 
-def _draw_admissions(axes: Any, rows: Sequence[Row], block_tokens: int) -> list[Any]:
+def _draw_admissions(axes: Any, rows: Sequence[ReplayRow], block_tokens: int) -> list[Any]:
     groups = [one for one in dict.fromkeys((row.policy, row.dram_blocks) for row in rows) if one[0] != OPTIMUM]
     colours = colours_of(len(groups))
     handles: list[Any] = []
@@ -90,7 +90,7 @@ def _draw_admissions(axes: Any, rows: Sequence[Row], block_tokens: int) -> list[
     return handles
 
 
-def _draw_optima(axes: Any, rows: Sequence[Row]) -> list[Any]:
+def _draw_optima(axes: Any, rows: Sequence[ReplayRow]) -> list[Any]:
     """A line for each size of both tiers; one for those of which it is the same."""
     sizes: dict[float, list[int]] = {}
     for row in rows:

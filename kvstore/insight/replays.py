@@ -1,4 +1,4 @@
-"""What several policies make of traces at several sizes, beside the offline optimum: `kvstore replay` (floor 2).
+"""What several policies make of traces at several sizes, beside the offline optimum: `kvstore replay`.
 
 Every figure is a numerator and a denominator over the requests behind the warm-up; what happens in the warm-up fills
 the store and is not counted. Prefill seconds are those of a model: a prompt of n tokens takes n / rate * (1 + n /
@@ -15,13 +15,13 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.block.errors import BadInput
 from kvstore.config import format_size
-from kvstore.errors import BadInput
 from kvstore.insight.optimum import optimal_hits
 from kvstore.insight.replay import Replay, Replayed
 from kvstore.insight.trace import Column, Trace
 from kvstore.insight.yardsticks import CoinAdmission, OracleAdmission, requests_of, share_that_writes
-from tiering.admission import Admission, LearnedAdmission
+from tiering.policies.admission import Admission, LearnedAdmission
 from tiering.policies.policy import PolicyMaker
 
 QUADRATIC_TOKENS = 61_000
@@ -40,7 +40,7 @@ MOST_BLOCKS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ReplayOptions:
     """blocks: sizes of DRAM. warmup: the share of requests that only fill. prefill_rate: tokens per second of a short
     prompt. kv_bytes_per_token: for what is written. nvme_blocks: size of the tier below; 0 for none. admission: to it;
     `ALL` is always shown. write_shares: of the bytes that `ALL` writes over the whole trace, as budgets of `LEARNED`;
@@ -90,7 +90,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReplayRow:
     """One policy at one size. Rates are shares of what was asked for; hits are of all tiers where none is named;
     written: to DRAM, where none is. write_share: that the admission was to keep to. None for what the optimum does not
     say: where it finds blocks, and what it writes."""
@@ -137,9 +137,9 @@ Progress = Callable[[str, int, int], object]
 class ReplayResult:
     """All rows, by trace, size and policy; those of the optimum come last of each. policies: their names."""
 
-    options: Options
+    options: ReplayOptions
     traces: tuple[Trace, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ReplayRow, ...]
     policies: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -185,7 +185,7 @@ def _table(heads: str) -> Table:
     return table
 
 
-def _one_tier(rows: Sequence[Row]) -> Table:
+def _one_tier(rows: Sequence[ReplayRow]) -> Table:
     table = _table("policy|*DRAM blocks|*hit blocks|*of asked|*of optimum|*tokens|*prefill saved|*written")
     best = {row.dram_blocks: row.hit_blocks for row in rows if row.policy == OPTIMUM}
     for row in rows:
@@ -202,7 +202,7 @@ def _one_tier(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _tiers(rows: Sequence[Row]) -> Table:
+def _tiers(rows: Sequence[ReplayRow]) -> Table:
     table = _table(
         "policy|admission|*DRAM blocks|*NVMe blocks|*DRAM hits|*NVMe hits|*of asked|*prefill saved|*to DRAM|*to NVMe"
         "|*share"
@@ -239,7 +239,11 @@ def _size(size_bytes: int | None) -> str:
 
 
 def run(
-    traces: Sequence[Trace], policies: Mapping[str, PolicyMaker], options: Options, build: Builder, progress: Progress
+    traces: Sequence[Trace],
+    policies: Mapping[str, PolicyMaker],
+    options: ReplayOptions,
+    build: Builder,
+    progress: Progress,
 ) -> ReplayResult:
     """Every policy at every size on every trace."""
     if not policies:
@@ -282,7 +286,7 @@ class _Here:
     trace: Trace
     policy: PolicyMaker
     blocks: int
-    options: Options
+    options: ReplayOptions
     build: Builder
     progress: Progress
     doing: str
@@ -365,7 +369,7 @@ class _Here:
 class _Account:
     """What was asked for, and what hits are worth."""
 
-    def __init__(self, trace: Trace, options: Options) -> None:
+    def __init__(self, trace: Trace, options: ReplayOptions) -> None:
         self._trace = trace
         self._options = options
         self._first = int(options.warmup * trace.requests)
@@ -379,7 +383,7 @@ class _Account:
         done: Replayed,
         admission: str | None = None,
         write_share: float | None = None,
-    ) -> Row:
+    ) -> ReplayRow:
         """Behind the warm-up."""
         dram, nvme = done.dram_hits[self._first :], done.nvme_hits[self._first :]
         blocks = dram + nvme
@@ -388,7 +392,7 @@ class _Account:
         tokens = np.minimum(blocks * self._trace.block_tokens, self._tokens)
         asked, hit = self._asked_blocks, int(blocks.sum())
         asked_tokens, hit_tokens = int(self._tokens.sum()), int(tokens.sum())
-        return Row(
+        return ReplayRow(
             self._trace.name,
             policy,
             dram_blocks,

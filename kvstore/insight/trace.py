@@ -1,4 +1,4 @@
-"""Request traces: what was asked for, block by block, without a token of it (floor 2).
+"""Request traces: what was asked for, block by block, without a token of it.
 
 The published form of Mooncake's traces, JSON lines in the order of arrival:
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 
 Column = np.ndarray[Any, Any]
 
@@ -108,7 +108,7 @@ def read_trace(name: str, lines: Iterable[str], block_tokens: int | None = None)
     return Trace(name, size, *columns, np.array(blocks, np.int64), np.array(starts), out_of_order)
 
 
-class _Row(NamedTuple):
+class _TraceLine(NamedTuple):
     line: int
     timestamp: int
     tokens: int
@@ -116,7 +116,7 @@ class _Row(NamedTuple):
     ids: list[int]
 
 
-def _request(where: str, at: int, line: str) -> _Row:
+def _request(where: str, at: int, line: str) -> _TraceLine:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -134,7 +134,7 @@ def _request(where: str, at: int, line: str) -> _Row:
             raise BadInput(f"{where}: {length}={_shown(found.get(length))}; give tokens, 0 to {MOST_TOKENS - 1}")
     if not _is_number(found.get("timestamp"), _MOST, int, float):
         raise BadInput(f"{where}: timestamp={_shown(found.get('timestamp'))}; give milliseconds, a number from 0 on")
-    return _Row(at, int(found["timestamp"]), found["input_length"], found["output_length"], ids)
+    return _TraceLine(at, int(found["timestamp"]), found["input_length"], found["output_length"], ids)
 
 
 def _is_number(found: Any, limit: int, *kinds: type) -> bool:
@@ -146,7 +146,7 @@ def _shown(found: Any) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def _block_tokens(name: str, given: int | None, rows: Sequence[_Row]) -> int:
+def _block_tokens(name: str, given: int | None, rows: Sequence[_TraceLine]) -> int:
     tokens = np.array([row.tokens for row in rows], np.int64)
     lengths = np.array([len(row.ids) for row in rows], np.int64)
     if given is not None and not 1 <= given < MOST_TOKENS:

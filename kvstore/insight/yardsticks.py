@@ -1,4 +1,4 @@
-"""Admissions to hold others against: a coin, and one that knows what is asked for later (floor 2).
+"""Admissions to hold others against: a coin, and one that knows what is asked for later.
 
 Neither is of use in a store. A coin that is thrown for each block which leaves takes its ancestors along, as every
 admission does; so it writes the beginnings of prompts more often than their ends, which is better than it sounds.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from xxhash import xxh3_64_intdigest
 
 from kvstore.insight.trace import Trace
-from tiering.admission import AdmitAll
+from tiering.policies.admission import AdmitAll
 
 BISECTIONS = 8
 """Replays until a coin writes as much as it is to, within some percent."""

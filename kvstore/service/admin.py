@@ -1,4 +1,4 @@
-"""The verbs of the admin socket: what the sidecar holds and has served, and giving up what it holds (floor 2).
+"""The verbs of the admin socket: what the sidecar holds and has served, and giving up what it holds.
 
 Whoever can open that socket is the operator: he sees all tenants by name, their counts and the text that their engines
 gave, never a key, a token or a byte of KV. Text of clients is made printable before it goes out.
@@ -11,39 +11,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.config import DEFAULT_POLICY
-from kvstore.errors import BadInput, StoreClosed, StoreError
+from kvstore.core.usage import NamespaceUsage
+from kvstore.insight.recording import Recording
 from kvstore.node import EmbeddedStore
-from kvstore.occupancy import SpaceUsage
-from kvstore.service import messages as m
-from kvstore.service.connections import AdminCaller
-from kvstore.service.counting import Counting
-from kvstore.service.facts import (
+from kvstore.protocol import messages as m
+from kvstore.protocol.status import (
     ID_DIGITS,
-    DoorFacts,
-    Facts,
-    FaultFacts,
-    LoadingFacts,
-    Looked,
-    MoveFacts,
-    NamespaceFacts,
-    ScrubFacts,
-    SessionFacts,
-    TenantFacts,
-    TierFacts,
-    WriteBudgetFacts,
+    DoorStatus,
+    FaultStatus,
+    LookupCounts,
+    MoveStatus,
+    NamespaceStatus,
+    RecoveryStatus,
+    ScrubStatus,
+    SessionStatus,
+    SidecarStatus,
+    TenantStatus,
+    TierStatus,
+    WriteBudgetStatus,
     checked_seconds,
     layout_in_words,
-    looked,
     pick,
     printable,
 )
-from kvstore.service.handlers import Served, version_in_common
+from kvstore.service.accounting import Counting, looked
+from kvstore.service.connections import AdminCaller, percentile_ms
+from kvstore.service.dispatch import Response, version_in_common
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.recording import Recording
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import StoreSettings
-from kvstore.service.waits import percentile_ms
 from tiering.errors import TierError
 from tiering.tier import Usage
 
@@ -90,26 +88,26 @@ class Admin:
             return None, version
         return AdminCaller(), m.Welcome(version, self._run, b"")
 
-    def serve(self, verb: m.Verb) -> Served:
+    def serve(self, verb: m.Verb) -> Response:
         """As `AdminVerbs.serve`."""
         try:
             if isinstance(verb, m.Stat):
-                return Served(m.StatReply(self.facts()))
+                return Response(m.StatReply(self.facts()))
             if isinstance(verb, m.DropAny):
-                return Served(m.Counted(self._drop(verb)))
+                return Response(m.Counted(self._drop(verb)))
             if isinstance(verb, m.Purge):
-                return Served(m.Counted(self._purge(verb)))
+                return Response(m.Counted(self._purge(verb)))
             if isinstance(verb, m.Record):
-                return Served(self._record(verb))
+                return Response(self._record(verb))
             if isinstance(verb, m.Ping):
-                return Served(m.Done())
+                return Response(m.Done())
         except BadInput as error:
-            return Served(m.failed(m.Fault.BAD_INPUT, str(error)))
+            return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
         except StoreClosed:
-            return Served(m.Failed(m.Fault.CLOSED, "the sidecar is going down"))
+            return Response(m.Failed(m.RequestFault.CLOSED, "the sidecar is going down"))
         except (TierError, StoreError) as error:
-            return Served(m.failed(m.Fault.BUSY, str(error)))
-        return Served(m.Failed(m.Fault.BAD_INPUT, "not a verb of the admin socket; ask at a tenant's socket"))
+            return Response(m.failed(m.RequestFault.BUSY, str(error)))
+        return Response(m.Failed(m.RequestFault.BAD_INPUT, "not a verb of the admin socket; ask at a tenant's socket"))
 
     # Giving up -----------------------------------------------------------------------------------------------------
 
@@ -119,7 +117,7 @@ class Admin:
 
     def _purge(self, verb: m.Purge) -> int:
         keys, blocks = self._store.purge(verb.tenant, checked_seconds(verb.seconds))
-        self._door.show_out(keys.tenant)
+        self._door.disconnect(keys.tenant)
         return blocks
 
     # Recording -----------------------------------------------------------------------------------------------------
@@ -152,18 +150,18 @@ class Admin:
 
     # Facts ---------------------------------------------------------------------------------------------------------
 
-    def _spaces(self) -> list[tuple[str, SpaceUsage]]:
+    def _spaces(self) -> list[tuple[str, NamespaceUsage]]:
         """Every namespace with its tenant's name; those of retired keys are none any more."""
         names = self._store.tenant_names()
         return [(names[one.tenant], one) for one in self._store.core.namespaces() if one.tenant in names]
 
-    def facts(self) -> Facts:
+    def facts(self) -> SidecarStatus:
         """What `kvstore stat` shows."""
         usage, spaces, counts = self._store.usage(), self._spaces(), self._counting.all()
         tiers = [_tier("dram", usage.dram)] + ([_tier("nvme", usage.nvme)] if usage.nvme is not None else [])
         sessions = self._session_facts()
         now = self._counting.now()
-        return Facts(
+        return SidecarStatus(
             run=self._run.hex(),
             pid=os.getpid(),
             state=self._state(),
@@ -188,22 +186,22 @@ class Admin:
                 for used_at in [counts[one.number].last_used if one.number in counts else None]
             ],
             moves=[
-                MoveFacts(one.tier, one.priority.name.lower(), one.waiting, one.running, one.done, one.failed)
+                MoveStatus(one.tier, one.priority.name.lower(), one.waiting, one.running, one.done, one.failed)
                 for one in self._store.core.moves()
             ],
             sessions=sessions[:MAX_SESSIONS],
             departed=self._sessions.departed,
             counters=usage.counters,
             door=self._door_facts(),
-            loading=LoadingFacts(**asdict(usage.loading)) if usage.loading is not None else None,
-            scrub=ScrubFacts(**asdict(usage.scrub)) if usage.scrub is not None else None,
+            loading=RecoveryStatus(**asdict(usage.loading)) if usage.loading is not None else None,
+            scrub=ScrubStatus(**asdict(usage.scrub)) if usage.scrub is not None else None,
             tenants=self._tenant_facts(),
             dram_retained_bytes=usage.dram_retained_bytes,
             nvme_retained_bytes=usage.nvme_retained_bytes,
             policy=DEFAULT_POLICY if self._why_not_policy else self._chosen.policy,
             policy_note=printable(self._why_not_policy),
             nvme_writes=self._chosen.nvme_writes if usage.nvme is not None else None,
-            write_budget=WriteBudgetFacts(**asdict(usage.write_budget)) if usage.write_budget is not None else None,
+            write_budget=WriteBudgetStatus(**asdict(usage.write_budget)) if usage.write_budget is not None else None,
             retained_fraction=usage.retained_fraction,
             dram_retained_budget_bytes=usage.dram_retained_budget_bytes,
             nvme_retained_budget_bytes=usage.nvme_retained_budget_bytes,
@@ -217,7 +215,7 @@ class Admin:
         return {
             "health": f"degraded ({'; '.join(reasons)})" if reasons else "ok",
             "faults": [
-                FaultFacts(
+                FaultStatus(
                     one.what, one.kind, one.count, one.since_seconds_ago, one.last_seconds_ago, printable(one.detail)
                 )
                 for one in self._store.faults.now()
@@ -225,10 +223,10 @@ class Admin:
             "fault_counts": self._store.faults.counts(),
         }
 
-    def _tenant_facts(self) -> list[TenantFacts]:
+    def _tenant_facts(self) -> list[TenantStatus]:
         names = self._store.tenant_names()
         return [
-            TenantFacts(
+            TenantStatus(
                 printable(names[one.tenant]),
                 one.share.guaranteed if one.share is not None else None,
                 one.share.weight if one.share is not None else None,
@@ -244,11 +242,11 @@ class Admin:
             for one in self._store.core.tenants(names)
         ]
 
-    def _session_facts(self) -> list[SessionFacts]:
+    def _session_facts(self) -> list[SessionStatus]:
         names, reservations = self._store.tenant_names(), self._sessions.reservations()
         waited = self._door.usage().waited
         return [
-            SessionFacts(
+            SessionStatus(
                 printable(one.engine),
                 printable(names.get(one.tenant.tenant, "")),
                 len(one.connections),
@@ -263,10 +261,10 @@ class Admin:
             for waits in [[waited[number] for number in list(one.connections) if number in waited]]
         ]
 
-    def _door_facts(self) -> DoorFacts:
+    def _door_facts(self) -> DoorStatus:
         usage = self._door.usage()
         waits = sorted(usage.waits)
-        return DoorFacts(
+        return DoorStatus(
             usage.connections,
             usage.admin_connections,
             usage.refused,
@@ -277,7 +275,7 @@ class Admin:
         )
 
 
-def chosen_space(spaces: Sequence[tuple[str, SpaceUsage]], id: str, tenant: str) -> SpaceUsage:
+def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: str) -> NamespaceUsage:
     """The one namespace whose digest begins so. Raises `BadInput` with what there is."""
     mine = [one for one in spaces if not tenant or one[0] == tenant]
     digests = [one.digest.hex() for _, one in mine]
@@ -287,9 +285,11 @@ def chosen_space(spaces: Sequence[tuple[str, SpaceUsage]], id: str, tenant: str)
     return mine[pick(id, digests, words, whose, "give --tenant" if is_shared else "give more digits")][1]
 
 
-def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | None, name: str) -> NamespaceFacts:
+def _namespace(
+    tenant: str, usage: NamespaceUsage, asked: LookupCounts, used_at: float | None, name: str
+) -> NamespaceStatus:
     namespace, digest = usage.namespace, usage.digest.hex()
-    return NamespaceFacts(
+    return NamespaceStatus(
         digest[:ID_DIGITS],
         digest,
         printable(tenant),
@@ -309,9 +309,9 @@ def _namespace(tenant: str, usage: SpaceUsage, asked: Looked, used_at: float | N
     )
 
 
-def _tier(name: str, usage: Usage) -> TierFacts:
+def _tier(name: str, usage: Usage) -> TierStatus:
     slots = {state: getattr(usage, state) for state in _STATES}
-    return TierFacts(name, usage.budget_bytes, usage.taken_bytes, slots)
+    return TierStatus(name, usage.budget_bytes, usage.taken_bytes, slots)
 
 
 def _percentile_ms(waits: Sequence[float], percent: int) -> float | None:

@@ -1,7 +1,8 @@
-"""Connections of the local door: who is there, what was read of him and not served, answered and not sent (floor 2).
+"""Connections of the local door: who is there, what was read of him and not served, answered and not sent.
 
 Each has a bucket of tokens, filled at the rate of the limits; what he asks for is taken out of it. The door serves the
-tenant first that it served least (`kvstore.service.turns`), and of its connections the one that asked for least lately.
+tenant first that it served least (`kvstore.service.connections`), and of its connections the one that asked for least
+lately.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ from __future__ import annotations
 import math
 import os
 import socket
+from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from kvstore.identity import TenantKeys
+from kvstore.block.identity import TenantKeys
+from kvstore.protocol import messages as m
 from kvstore.service import descriptors
-from kvstore.service import messages as m
-from kvstore.service.handlers import Served
-from kvstore.service.sessions import Caller
-from kvstore.service.turns import Line, Share, Turns
-from kvstore.service.unread import TenantUnread, Unread
-from kvstore.service.waits import Waits
+from kvstore.service.descriptors import TenantUnread, Unread
+from kvstore.service.dispatch import Response
+from kvstore.service.sessions import ClientState
+from tiering.clock import Clock
 
 _READ_BYTES = 256 << 10
 COST_BYTES = 2 << 10
@@ -39,22 +41,6 @@ Reading one as a request holds the interpreter for up to 3 ms: their rate bounds
 LATELY_SECONDS = 10.0
 """What was asked for so long ago counts for a third of what is asked for now, where it is decided which
 connection of a tenant comes first."""
-
-
-class Clock(Protocol):
-    """Time, handed in."""
-
-    def monotonic_seconds(self) -> float:
-        """For deadlines and rates."""
-        ...
-
-    def wall_seconds(self) -> float:
-        """Unix time, for people."""
-        ...
-
-    def thread_seconds(self) -> float:
-        """That the processor has worked for the calling thread."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +79,7 @@ class AdminVerbs(Protocol):
         """The first message of a connection."""
         ...
 
-    def serve(self, verb: m.Verb) -> Served:
+    def serve(self, verb: m.Verb) -> Response:
         """Do what is asked. Never raises for what a client can cause."""
         ...
 
@@ -122,10 +108,10 @@ class Listener:
         self.users = users
         self.renew = renew
         self.admin = admin
-        self.share = Share(turns or Turns())
-        self.large_share = Share(large_turns or Turns())
-        self.line: Line[Asked] = Line()
-        self.long_line: Line[Asked] = Line()
+        self.share = ServiceShare(turns or Turns())
+        self.large_share = ServiceShare(large_turns or Turns())
+        self.line: Line[QueuedRequest] = Line()
+        self.long_line: Line[QueuedRequest] = Line()
         self._full_at = self._large_full_at = -math.inf
         self.unread = TenantUnread()
         self.closer = descriptors.Closer()
@@ -146,7 +132,7 @@ class Listener:
         self._large_full_at = max(self._large_full_at, full_at)
 
 
-class Asked:
+class QueuedRequest:
     """A message of a connection on its way. body: until it is read as a request. since: when it may first have been
     there. pool: the threads it is put off to; begun_at: when the one for large messages took it. served: None until it
     was; then waited says for how many seconds it was not begun."""
@@ -161,7 +147,7 @@ class Asked:
         self.is_long = False  # it is, or may be, under way for many seconds
         self.pool: ThreadPoolExecutor | None = None
         self.since = self.begun_at = since
-        self.served: Served | None = None
+        self.served: Response | None = None
         self.waited = 0.0
 
 
@@ -172,15 +158,15 @@ class Connection:
         self.socket = sock
         self.listener = listener
         self.admin = listener.admin
-        self.caller: Caller | AdminCaller | None = None
+        self.caller: ClientState | AdminCaller | None = None
         self.read = bytearray()
         self.unsent: deque[tuple[memoryview, list[int]]] = deque()
         self.unsent_bytes = 0
         self.in_flight = 0
         self.in_flight_bytes = 0
         self.running = self.long_running = 0
-        self.large: Asked | None = None  # it is being read or served, and what comes behind it waits
-        self.waiting: deque[Asked] = deque()
+        self.large: QueuedRequest | None = None  # it is being read or served, and what comes behind it waits
+        self.waiting: deque[QueuedRequest] = deque()
         self.ready_at = now
         self.waited = Waits()
         self.refusal: m.Failed | None = None  # he is not let in, and is told so when he has said hello
@@ -239,7 +225,8 @@ class Connection:
         """Send what is to be sent, as far as he takes it. Raises `OSError`."""
         while self.unsent:
             frame, held = self.unsent[0]
-            self.unread.count()  # before anything is sent behind them
+            if self.unread.sent_count:
+                self.unread.count()  # before anything is sent behind them
             try:
                 if held:
                     sent = socket.send_fds(self.socket, [frame], held)
@@ -250,7 +237,7 @@ class Connection:
             if held:
                 self.unread.sent(len(held), clock.monotonic_seconds())
                 close_all(held)
-            else:
+            elif self.unread.sent_count:
                 self.unread.sent_behind()
             self.unsent_bytes -= sent
             self.heard_at = clock.monotonic_seconds()
@@ -270,7 +257,7 @@ class Connection:
             return False
         if self.unsent_bytes >= limits.unread_bytes or any(held for _, held in self.unsent):
             return False
-        if self.unread.is_full():
+        if self.unread.sent_count and self.unread.is_full():
             return False
         self._fill(limits, now)
         length = min(self.next_length(), m.MAX_BODY_BYTES)
@@ -329,3 +316,130 @@ def close_all(held: Collection[int]) -> None:
     for descriptor in held:
         with suppress(OSError):  # the others are closed all the same
             os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whose turn it is at a thread that all tenants share: the tenant that was served least comes first.
+#
+# Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996). A tenant's next piece of work starts where its last one
+# ended, or at the virtual time if that is later; the smallest start comes first, and the virtual time is the start of
+# the piece that was begun last. So a tenant waits for one piece of each other tenant, however many connections they
+# have; and a tenant that was away, or comes anew, has saved up nothing that others would have to wait for.
+
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Of one thread. now: the virtual time, in whatever is paid."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+class ServiceShare:
+    """What one tenant was served of it: one number."""
+
+    __slots__ = ("_ends_at", "_turns")
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._ends_at = 0.0
+
+    @property
+    def starts_at(self) -> float:
+        """Of the next piece; the smallest of all tenants that want one is to be begun."""
+        return max(self._ends_at, self._turns.now)
+
+    def begin(self) -> None:
+        """A piece; what it costs is paid before or while others are begun."""
+        self._turns.now = self.starts_at
+
+    def pay(self, cost: float) -> None:
+        """For what was begun, or for what was done without a turn."""
+        self._ends_at = self.starts_at + cost
+
+
+class Line(Generic[T]):
+    """What one tenant has for a pool of threads: pieces that wait, and how many are worked on."""
+
+    __slots__ = ("running", "waiting")
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.waiting: deque[T] = deque()
+
+    def leave_out(self, is_gone: Callable[[T], bool]) -> None:
+        """Pieces that are not wanted any more."""
+        self.waiting = deque(one for one in self.waiting if not is_gone(one))
+
+
+class Lines(Generic[T]):
+    """A pool of threads, with one line for each tenant: the next free thread is for the one with fewest at work, and of
+    several tenants each leaves some to the others, for as long as a piece may take."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._running = 0
+        self._lines: list[Line[T]] = []
+
+    def new_line(self) -> Line[T]:
+        """For one more tenant."""
+        self._lines.append(Line())
+        return self._lines[-1]
+
+    def begin(self) -> T | None:
+        """The next piece, which is worked on from now on; None where none waits, or all threads are at work."""
+        if self._running >= self._threads:
+            return None
+        most = self._threads if len(self._lines) == 1 else max(1, self._threads * 3 // 4)
+        wanting = [one for one in self._lines if one.waiting and one.running < most]
+        if not wanting:
+            return None
+        line = min(wanting, key=lambda one: one.running)
+        line.running += 1
+        self._running += 1
+        return line.waiting.popleft()
+
+    def end(self, line: Line[T]) -> None:
+        """A piece of that line is done."""
+        line.running -= 1
+        self._running -= 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How long requests waited, counted by size: all of them, in a kilobyte.
+
+
+_STEPS_PER_DECADE = 20
+BOUNDS_MS = tuple(0.01 * 10 ** (step / _STEPS_PER_DECADE) for step in range(7 * _STEPS_PER_DECADE + 1))
+"""From 10 microseconds to 100 seconds; each is an eighth above the one before."""
+
+
+class Waits:
+    """Counts, one for each bound, and one for what is beyond the last. One thread adds; any may read."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts = array("L", bytes(array("L").itemsize * (len(BOUNDS_MS) + 1)))
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self.counts[bisect_left(BOUNDS_MS, 1000 * seconds)] += 1
+
+
+def percentile_ms(waits: Iterable[Waits], percent: int) -> float | None:
+    """The bound that so many percent of them all do not exceed, so rather too much than too little; None of none."""
+    counts = [sum(column) for column in zip(*[one.counts for one in waits], strict=True)]
+    total = sum(counts)
+    if not total:
+        return None
+    seen = 0
+    for bound, count in zip(BOUNDS_MS, counts, strict=False):
+        seen += count
+        if 100 * seen >= percent * total:
+            return round(bound, 3)
+    return round(BOUNDS_MS[-1], 3)

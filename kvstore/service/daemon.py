@@ -1,4 +1,4 @@
-"""The sidecar as a process: a store, a door for each tenant, and an orderly end (floor 2).
+"""The sidecar as a process: a store, a door for each tenant, and an orderly end.
 
     keys, directory, budgets > sockets > what is on disk comes in behind them > serve > SIGTERM > drain
 
@@ -14,20 +14,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from kvstore.block.errors import BadInput
 from kvstore.config import memory_limit, memory_limit_files
-from kvstore.errors import BadInput
+from kvstore.insight.recording import Recording
 from kvstore.node import EmbeddedStore
+from kvstore.service.accounting import Counting
 from kvstore.service.admin import Admin
-from kvstore.service.connections import Clock
-from kvstore.service.counting import Counting
-from kvstore.service.handlers import Handlers
+from kvstore.service.descriptors import SlowExtents
+from kvstore.service.dispatch import Handlers, set_aside
 from kvstore.service.health import Readiness
-from kvstore.service.lasting import set_aside
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.recording import Recording
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import AUTO, OFF, Settings, socket_key
-from kvstore.service.slow_extents import SlowExtents
+from tiering.clock import Clock
 from tiering.files import disk_room, make_directory, read_text_files
 
 RUN_BYTES = 16

@@ -1,4 +1,4 @@
-"""Liveness and readiness over HTTP, for whoever starts and watches the sidecar (floor 2).
+"""Liveness and readiness over HTTP, for whoever starts and watches the sidecar.
 
     GET /livez     200 for as long as the process serves its door at all
     GET /readyz    200 once everything on disk can be found; 503 with `warming` before, with `stopping` at the end;
@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 
 
 class Readiness(StrEnum):

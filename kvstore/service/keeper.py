@@ -1,4 +1,4 @@
-"""The keeper: a small process that holds the sidecar's memory, and starts the sidecar again when it ends (floor 2).
+"""The keeper: a small process that holds the sidecar's memory, and starts the sidecar again when it ends.
 
     keeper  ->  sidecar     what was kept: name, descriptors; then "that is all"
     sidecar ->  keeper      keep (name, descriptors of an extent and its ledger), forget (name), ready

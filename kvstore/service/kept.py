@@ -1,4 +1,4 @@
-"""The sidecar's end of the wire to its keeper: what was kept, and what is to be (floor 2).
+"""The sidecar's end of the wire to its keeper: what was kept, and what is to be.
 
 Sending is done by a thread of its own, in order, so that nobody who holds a lock waits for the keeper. When the keeper
 is gone the sidecar ends too: whoever starts it next would find the directory in use.
@@ -15,14 +15,14 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from kvstore.service.keeper import ALL, DESCRIPTORS, FORGET, KEEP, READY
-from tiering.keeping import NAME_BYTES, Kept
+from tiering.dram.keeping import NAME_BYTES, KeptExtent
 
 _PR_SET_PDEATHSIG = 1
 RECEIVE_SECONDS = FREEZE_SECONDS = 10.0
 
 
 class KeeperWire:
-    """`tiering.keeping.Keeper` over a socket. Thread-safe."""
+    """`tiering.dram.keeping.MemoryKeeper` over a socket. Thread-safe."""
 
     def __init__(self, descriptor: int, new_token: Callable[[int], bytes]) -> None:
         """Takes the descriptor over. new_token: random bytes, that many."""
@@ -36,7 +36,7 @@ class KeeperWire:
         self._queue: SimpleQueue[tuple[bytes, list[int]] | threading.Event] = SimpleQueue()
         self._is_sending = False
 
-    def receive(self) -> list[Kept]:
+    def receive(self) -> list[KeptExtent]:
         """What an earlier process left, once. Raises `OSError` where the keeper does not say."""
         kept = []
         while True:
@@ -44,7 +44,7 @@ class KeeperWire:
             if message[:1] == KEEP and len(descriptors) == DESCRIPTORS:
                 for one in descriptors:
                     os.set_inheritable(one, False)
-                kept.append(Kept(message[1:], *descriptors))
+                kept.append(KeptExtent(message[1:], *descriptors))
                 continue
             for one in descriptors:
                 os.close(one)

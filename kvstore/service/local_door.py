@@ -1,4 +1,4 @@
-"""The local door: UNIX sockets, one per tenant, on which engines of this host talk to the sidecar (floor 2).
+"""The local door: UNIX sockets, one per tenant, on which engines of this host talk to the sidecar.
 
 One thread reads and writes all connections; requests that may wait go to a few others, and large ones to one more. The
 tenant that was served least comes first, however many connections another one has or makes anew, and of a tenant's
@@ -27,27 +27,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.errors import StoreError
-from kvstore.identity import TenantKeys
-from kvstore.service import messages as m
+from kvstore.block.errors import StoreError
+from kvstore.block.identity import TenantKeys
+from kvstore.protocol import messages as m
 from kvstore.service.connections import (
     LARGE_BYTES,
     AdminVerbs,
-    Asked,
-    Clock,
     Connection,
     DoorLimits,
+    Lines,
     Listener,
+    QueuedRequest,
+    Turns,
+    Waits,
     close_all,
 )
-from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent
-from kvstore.service.handlers import Handlers, Served
-from kvstore.service.rate_limited import RateLimitedLog
-from kvstore.service.sessions import Caller, Sessions
-from kvstore.service.turns import Lines, Turns
-from kvstore.service.unread import share_of
-from kvstore.service.waits import Waits
-from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, Unheard, kind_of
+from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
+from kvstore.service.dispatch import Handlers, Response
+from kvstore.service.sessions import ClientState, Sessions
+from tiering.clock import Clock
+from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultKind, FaultReports, RateLimitedLog, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
 
 _TOKEN_SECONDS = 0.001
@@ -111,12 +110,13 @@ class LocalDoor:
         self._failed = failed
         self._log = RateLimitedLog(_log, clock)
         self._faults = faults or Unheard()
+        self._failing: set[str] = set()  # of what this door has reported
         self._selector = selectors.DefaultSelector()
         self._listeners: list[Listener] = []
         self._connections: set[Connection] = set()
-        self._turned_away: deque[Connection] = deque()
-        self._leaving: set[Caller] = set()  # connections that are gone, and `Sessions` was not told yet
-        self._done: deque[Asked] = deque()
+        self._rejected: deque[Connection] = deque()
+        self._leaving: set[ClientState] = set()  # connections that are gone, and `Sessions` was not told yet
+        self._done: deque[QueuedRequest] = deque()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -125,13 +125,13 @@ class LocalDoor:
         self._pool = ThreadPoolExecutor(limits.threads, "kv-door")
         self._large_pool = ThreadPoolExecutor(1, "kv-door-large")
         self._turns, self._large_turns = Turns(), Turns()
-        self._lines: Lines[Asked] = Lines(limits.threads)
-        self._long_lines: Lines[Asked] = Lines(limits.long_threads)
-        self._large: list[Asked] = []  # that wait for it
-        self._large_now: Asked | None = None
+        self._lines: Lines[QueuedRequest] = Lines(limits.threads)
+        self._long_lines: Lines[QueuedRequest] = Lines(limits.long_threads)
+        self._large: list[QueuedRequest] = []  # that wait for it
+        self._large_now: QueuedRequest | None = None
         self._long_pool = ThreadPoolExecutor(limits.long_threads, "kv-door-long")
         self._is_watchful = True  # whether somebody came, or has to be looked after, since it looked around
-        self._deaf: list[Listener] = []  # there were no descriptors left for who wants to come in
+        self._accept_paused: list[Listener] = []  # there were no descriptors left for who wants to come in
         self._is_ending = False  # a thread of the pool gives back what leases that are over pinned
         self._closing = False
         self._closes_at = 0.0
@@ -158,7 +158,7 @@ class LocalDoor:
         renew: Callable[[], TenantKeys] | None = None,
     ) -> None:
         """A socket for a tenant. users: who may connect, by user id; whoever can open the socket if None. renew: makes
-        new keys, once `show_out` has taken these away. Raises `OSError`.
+        new keys, once `disconnect` has taken these away. Raises `OSError`.
         """
         sock = listening_socket(path, mode)
         self._listen(Listener(path, sock, tenant, users, renew, None, self._turns, self._large_turns))
@@ -174,7 +174,7 @@ class LocalDoor:
         self._listeners.append(listener)
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
 
-    def show_out(self, tenant: bytes) -> bool:
+    def disconnect(self, tenant: bytes) -> bool:
         """End all connections of a tenant, and let the next ones in with other keys; whether that is done now. May be
         called by any thread but the door's own."""
         done = threading.Event()
@@ -193,7 +193,7 @@ class LocalDoor:
             self.malformed_messages,
             dict(self._served),
             list(self._waits),
-            {one.caller.number: one.waited for one in there if isinstance(one.caller, Caller)},
+            {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)},
         )
 
     def start(self) -> None:
@@ -260,7 +260,7 @@ class LocalDoor:
                     if not key.data.closed and key.data.has_message() and key.data not in ready:
                         key.data.ready_at = came_at
                         ready[key.data] = None
-            self._safely("clients cannot be told that memory was given back", self._sessions.ring)
+            self._safely("clients cannot be told that memory was given back", self._sessions.notify)
             self._deliver()
             is_busy = self._take_turn(ready) if not self._closing else False
             self._have_leases_ended()
@@ -316,7 +316,8 @@ class LocalDoor:
             elif connection.may_ask(self._limits, self._clock.monotonic_seconds()):
                 self._take_message_safely(connection)
                 has_taken = is_taken = True
-            if connection.closed or connection.ending or not connection.has_message() or connection.unread.is_full():
+            is_full = connection.unread.sent_count and connection.unread.is_full()
+            if connection.closed or connection.ending or is_full or not connection.has_message():
                 del ready[connection]  # one that is full is looked at again in the next sweep
             elif is_taken and len(lines) > 1:
                 lines[listener].append(connection)
@@ -340,10 +341,10 @@ class LocalDoor:
             return
         self._swept_at = now
         while self._to_show_out:
-            self._show_out_tenant(*self._to_show_out.popleft())
-        for listener in self._deaf:
+            self._disconnect_tenant(*self._to_show_out.popleft())
+        for listener in self._accept_paused:
             self._selector.register(listener.socket, selectors.EVENT_READ, listener)
-        self._deaf.clear()
+        self._accept_paused.clear()
         for listener in self._listeners:
             listener.closer.look()
             listener.unread.count()  # closes what has been read meanwhile
@@ -362,7 +363,7 @@ class LocalDoor:
             )
             self._is_watchful |= bool(waits_for_him or one.in_flight or one.is_refused)
             if waits_for_him and now - one.heard_at > self._limits.silence_seconds:
-                self._show_out(one)
+                self._disconnect(one)
             elif one.has_message() and not one.ending:
                 ready.setdefault(one)
 
@@ -386,14 +387,14 @@ class LocalDoor:
     def _rest_seconds(self) -> float:
         """Until it looks around again, if nobody comes."""
         often = self._limits.sweep_seconds
-        return often if self._is_watchful or self._deaf or self._closing else max(often, IDLE_LOOK_SECONDS)
+        return often if self._is_watchful or self._accept_paused or self._closing else max(often, IDLE_LOOK_SECONDS)
 
-    def _show_out_tenant(self, tenant: bytes, done: threading.Event) -> None:
+    def _disconnect_tenant(self, tenant: bytes, done: threading.Event) -> None:
         for listener in self._listeners:
             if listener.tenant is not None and listener.tenant.tenant == tenant:
                 listener.tenant = None
                 for one in [one for one in self._connections if one.listener is listener]:
-                    self._show_out(one)
+                    self._disconnect(one)
         done.set()
 
     def _accept_safely(self, listener: Listener) -> None:
@@ -401,28 +402,28 @@ class LocalDoor:
             self._accept(listener)
         except Exception as error:
             self._log.error(f"accept {listener.path}", "nobody can be let in at %s", listener.path, error=error)
-            self._turn_deaf(listener)
+            self._pause_accept(listener)
 
-    def _turn_deaf(self, listener: Listener) -> None:
+    def _pause_accept(self, listener: Listener) -> None:
         """Let nobody in there for a moment: whoever calls would be found again and again."""
-        if listener not in self._deaf:
+        if listener not in self._accept_paused:
             self._selector.unregister(listener.socket)
-            self._deaf.append(listener)
+            self._accept_paused.append(listener)
 
     def _accept(self, listener: Listener) -> None:
         if len(listener.closer) >= MOST_UNCLOSED:
-            self._turn_deaf(listener)
+            self._pause_accept(listener)
             return
         try:
             sock = self._accepted(listener)
         except BlockingIOError:  # gone again
             return
         except OSError as error:  # no descriptors left: others are served on, and he is let in later
-            self._faults.failed(CONNECTIONS, kind_of(error), f"nobody is let in: {error.strerror}")
-            self._turn_deaf(listener)
+            self._tell_failed(CONNECTIONS, kind_of(error), f"nobody is let in: {error.strerror}")
+            self._pause_accept(listener)
             return
         if listener.admin is None or self._spare is not None:
-            self._faults.worked(CONNECTIONS)
+            self._tell_worked(CONNECTIONS)
         listener.share.pay(ACCEPT_COST)
         sock.setblocking(False)
         _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -430,26 +431,26 @@ class LocalDoor:
         if len(self._like(listener)) >= most:
             nameless = [one for one in self._like(listener) if one.caller is None]
             if nameless:  # whoever said nothing yet makes room first
-                self._show_out(min(nameless, key=lambda one: one.heard_at))
+                self._disconnect(min(nameless, key=lambda one: one.heard_at))
         refusal = None
         if listener.users is not None and user not in listener.users:
             text = f"user {user} may not use this socket; name it in the socket's `users`, or use another one"
-            refusal = m.Failed(m.Fault.BAD_INPUT, text)
+            refusal = m.Failed(m.RequestFault.BAD_INPUT, text)
         elif len(self._like(listener)) >= most or self._closing:
             refusal = m.Failed(
-                m.Fault.BUSY, "there are as many connections as may be; end some, or raise door.connections"
+                m.RequestFault.BUSY, "there are as many connections as may be; end some, or raise door.connections"
             )
         elif self._departed_of(listener) + listener.unread.ended_count >= most:
             text = f"{most} connections of this tenant are gone whose processes still map memory, or have not read all"
-            refusal = m.Failed(m.Fault.BUSY, f"{text}; end these processes, or raise door.connections")
+            refusal = m.Failed(m.RequestFault.BUSY, f"{text}; end these processes, or raise door.connections")
         connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits)
         connection.refusal = refusal
         self._connections.add(connection)
         if refusal is not None:
             self.refused_connections += 1
-            self._turned_away.append(connection)
-            if len(self._turned_away) > TURNED_AWAY:
-                self._show_out(self._turned_away[0])
+            self._rejected.append(connection)
+            if len(self._rejected) > TURNED_AWAY:
+                self._disconnect(self._rejected[0])
         self._watch(connection)
 
     def _accepted(self, listener: Listener) -> socket.socket:
@@ -458,7 +459,7 @@ class LocalDoor:
         except OSError as error:
             if listener.admin is None or self._spare is None or error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            self._faults.failed(CONNECTIONS, kind_of(error), "only the operator is let in")
+            self._tell_failed(CONNECTIONS, kind_of(error), "only the operator is let in")
             self._spare.close()
             self._spare = None
             return listener.socket.accept()[0]
@@ -495,10 +496,10 @@ class LocalDoor:
         except DescriptorsSent:
             path = connection.listener.path
             self._log.warn(f"descriptors {path}", "a client sent descriptors to %s, and was hung up on", path)
-            self._show_out(connection)
+            self._disconnect(connection)
             return
         except OSError:
-            self._show_out(connection)
+            self._disconnect(connection)
             return
         except Exception as error:
             self._give_up(connection, "a connection could not be read or written", error)
@@ -508,7 +509,7 @@ class LocalDoor:
     def _give_up(self, connection: Connection, what: str, error: Exception) -> None:
         """End one connection for a fault of ours, which whoever is there may cause again and again."""
         self._fault(connection, what, error)
-        self._show_out(connection)
+        self._disconnect(connection)
 
     def _fault(self, connection: Connection, what: str, error: Exception) -> None:
         path = connection.listener.path
@@ -522,7 +523,7 @@ class LocalDoor:
 
     def _take_message(self, connection: Connection) -> None:
         try:
-            asked = Asked(connection, connection.take_body(), connection.ready_at)
+            asked = QueuedRequest(connection, connection.take_body(), connection.ready_at)
             is_large = asked.length > LARGE_BYTES
             if is_large and connection.caller is None:
                 raise ValueError(f"a hello of {asked.length} bytes; at most {LARGE_BYTES}")
@@ -536,17 +537,17 @@ class LocalDoor:
         else:
             self._take(asked)
 
-    def _take(self, asked: Asked) -> None:
+    def _take(self, asked: QueuedRequest) -> None:
         """What a message asks for, now or in a thread of the pool."""
         connection, request = asked.connection, asked.request
         assert request is not None
         if connection.refusal is not None:
-            self._answer(connection, request.number, Served(connection.refusal))
+            self._answer(connection, request.number, Response(connection.refusal))
             connection.ending = True
             return
         verb = request.verb
         self._served[m.name_of(verb)] += 1
-        if isinstance(connection.caller, Caller):
+        if isinstance(connection.caller, ClientState):
             connection.pay(self._handlers.cost(connection.caller, verb))
         wanted = _descriptors_for(verb)
         if wanted:
@@ -561,7 +562,7 @@ class LocalDoor:
             asked.is_long = connection.admin is None and self._handlers.is_long(verb)
             if asked.is_long and connection.long_running >= self._limits.long_running:
                 text = f"{connection.long_running} requests that may take long are under way; wait for one of them"
-                self._answer(connection, request.number, Served(m.Failed(m.Fault.BUSY, text)))
+                self._answer(connection, request.number, Response(m.Failed(m.RequestFault.BUSY, text)))
                 return
             connection.pay(SLOW_COST)
         is_heavy = connection.admin is None and self._handlers.is_heavy(verb)
@@ -583,12 +584,14 @@ class LocalDoor:
 
     def _say_unread(self, connection: Connection, number: int) -> None:
         text = f"clients of this tenant have not read about {self._most_unread()} descriptors, which is its share"
-        self._answer(connection, number, Served(m.Failed(m.Fault.BUSY, f"{text}; read them, or end these clients")))
+        self._answer(
+            connection, number, Response(m.Failed(m.RequestFault.BUSY, f"{text}; read them, or end these clients"))
+        )
 
     def _refuse(self, connection: Connection, text: str) -> None:
         """Whoever sends what is no message."""
         self.malformed_messages += 1
-        self._answer(connection, m.NO_NUMBER, Served(m.failed(m.Fault.MALFORMED, text)))
+        self._answer(connection, m.NO_NUMBER, Response(m.failed(m.RequestFault.MALFORMED, text)))
         connection.ending = True
 
     def _is_slow(self, connection: Connection, verb: m.Verb) -> bool:
@@ -596,12 +599,12 @@ class LocalDoor:
             return not isinstance(verb, m.Hello)
         return connection.listener.tenant is None or self._handlers.is_slow(verb)
 
-    def _serve_at_once(self, connection: Connection, verb: m.Verb) -> Served | None:
+    def _serve_at_once(self, connection: Connection, verb: m.Verb) -> Response | None:
         """A request that may wait, where it need not."""
         caller = connection.caller
-        return self._handlers.serve_at_once(caller, verb) if isinstance(caller, Caller) else None
+        return self._handlers.serve_at_once(caller, verb) if isinstance(caller, ClientState) else None
 
-    def _serve_verb(self, connection: Connection, verb: m.Verb) -> Served:
+    def _serve_verb(self, connection: Connection, verb: m.Verb) -> Response:
         """By whoever serves connections of that kind, in whatever thread."""
         caller, listener = connection.caller, connection.listener
         if isinstance(verb, m.Hello):
@@ -613,18 +616,18 @@ class LocalDoor:
                     assert listener.renew is not None
                     tenant = listener.tenant = listener.renew()
                 connection.caller, answer = self._handlers.greet(tenant, verb)
-            return Served(answer)
+            return Response(answer)
         if listener.admin is not None:
             return listener.admin.serve(verb)
-        assert isinstance(caller, Caller)
+        assert isinstance(caller, ClientState)
         return self._handlers.serve(caller, verb)
 
-    def _pool_for(self, asked: Asked) -> ThreadPoolExecutor:
+    def _pool_for(self, asked: QueuedRequest) -> ThreadPoolExecutor:
         if asked.connection.admin is not None:
             return self._admin_pool
         return self._long_pool if asked.is_long else self._pool
 
-    def _put_off(self, asked: Asked, pool: ThreadPoolExecutor) -> None:
+    def _put_off(self, asked: QueuedRequest, pool: ThreadPoolExecutor) -> None:
         """To when a thread of these has time for it."""
         connection = asked.connection
         asked.pool = pool
@@ -686,7 +689,7 @@ class LocalDoor:
                 if not self._submitted(pool, self._serve_slowly, asked):
                     self._say_busy(asked)
 
-    def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[Asked], None], asked: Asked) -> bool:
+    def _submitted(self, pool: ThreadPoolExecutor, work: Callable[[QueuedRequest], None], asked: QueuedRequest) -> bool:
         """Whether a thread of these does it. What the machine has no new thread for may be in the pool's queue all the
         same, for one that there is: only one of the two sides takes it from here."""
         unbegun = [asked]
@@ -700,10 +703,10 @@ class LocalDoor:
 
         try:
             pool.submit(begin)
-            self._faults.worked(DOOR_THREADS)
+            self._tell_worked(DOOR_THREADS)
         except (RuntimeError, MemoryError) as error:
             if not self._closing:
-                self._faults.failed(DOOR_THREADS, kind_of(error), "a request has no thread")
+                self._tell_failed(DOOR_THREADS, kind_of(error), "a request has no thread")
             try:
                 unbegun.pop()
             except IndexError:
@@ -711,35 +714,35 @@ class LocalDoor:
             return False
         return True
 
-    def _say_busy(self, asked: Asked) -> None:
-        asked.served = Served(m.Failed(m.Fault.BUSY, "no thread is free"))
+    def _say_busy(self, asked: QueuedRequest) -> None:
+        asked.served = Response(m.Failed(m.RequestFault.BUSY, "no thread is free"))
         self._done.append(asked)
         self._wake()
 
-    def _read_slowly(self, asked: Asked) -> None:
+    def _read_slowly(self, asked: QueuedRequest) -> None:
         """In the thread for large messages: reading one holds up whoever waits for the interpreter, and so they are
         read one at a time."""
         try:
             _read(asked)
         except ValueError as error:
-            asked.served = Served(m.Failed(m.Fault.MALFORMED, str(error)))
+            asked.served = Response(m.Failed(m.RequestFault.MALFORMED, str(error)))
         except Exception as error:  # all others wait for the next one
             self._fault(asked.connection, "a message could not be read", error)
-            asked.served = Served(m.Failed(m.Fault.MALFORMED, "a fault of the sidecar; it is in its log"))
+            asked.served = Response(m.Failed(m.RequestFault.MALFORMED, "a fault of the sidecar; it is in its log"))
         self._done.append(asked)
         self._wake()
 
-    def _serve_slowly(self, asked: Asked) -> None:
+    def _serve_slowly(self, asked: QueuedRequest) -> None:
         """In a thread of a pool."""
         asked.waited = self._clock.monotonic_seconds() - asked.since
         assert asked.request is not None
         try:
             asked.served = self._serve_verb(asked.connection, asked.request.verb)
         except StoreError as error:  # no keys for him
-            asked.served = Served(m.failed(m.Fault.BUSY, str(error)))
+            asked.served = Response(m.failed(m.RequestFault.BUSY, str(error)))
         except Exception as error:
             self._fault(asked.connection, "a request could not be served", error)
-            asked.served = Served(m.Failed(m.Fault.BUSY, "a fault of the sidecar; it is in its log"))
+            asked.served = Response(m.Failed(m.RequestFault.BUSY, "a fault of the sidecar; it is in its log"))
         self._done.append(asked)
         self._wake()
 
@@ -769,7 +772,7 @@ class LocalDoor:
             self._begin_pooled()
             self._watch(connection)
 
-    def _deliver_one(self, asked: Asked) -> None:
+    def _deliver_one(self, asked: QueuedRequest) -> None:
         connection, request, served = asked.connection, asked.request, asked.served
         if served is None:  # it was only read
             if not connection.closed:
@@ -782,7 +785,7 @@ class LocalDoor:
         self._waited(connection, asked.waited)
         if isinstance(request.verb, m.Hello):
             connection.ending = connection.caller is None
-            if connection.closed and isinstance(connection.caller, Caller):
+            if connection.closed and isinstance(connection.caller, ClientState):
                 self._sessions.left(connection.caller)  # he was gone before he was let in
         self._answer(connection, request.number, served)
 
@@ -790,15 +793,15 @@ class LocalDoor:
         self._waits.append(seconds)
         connection.waited.add(seconds)
 
-    def _answer(self, connection: Connection, number: int, served: Served, *, asks: bool = False) -> None:
+    def _answer(self, connection: Connection, number: int, served: Response, *, asks: bool = False) -> None:
         """asks: he asked what there is to be told."""
         if connection.closed:
             close_all(served.descriptors)
             return
         caller = connection.caller
         try:
-            retired = self._sessions.gone(caller) if isinstance(caller, Caller) else ()
-            if retired and not asks and isinstance(caller, Caller):
+            retired = self._sessions.gone(caller) if isinstance(caller, ClientState) else ()
+            if retired and not asks and isinstance(caller, ClientState):
                 self._sessions.told_unasked(caller)
             frame = memoryview(m.pack(m.Reply(number, served.answer, list(retired))))
         except Exception as error:  # what cannot be encoded is for nobody
@@ -809,7 +812,7 @@ class LocalDoor:
         try:
             self._flush(connection)
         except OSError:
-            self._show_out(connection)
+            self._disconnect(connection)
 
     def _flush(self, connection: Connection) -> None:
         """Raises `OSError` where the client is gone. Where too many descriptors are under way, what is to be sent
@@ -823,18 +826,27 @@ class LocalDoor:
             if error.errno != errno.ETOOMANYREFS:
                 raise
             connection.is_refused = True
-            self._faults.failed(SENT, kind_of(error), "too many are under way that no client has read")
+            self._tell_failed(SENT, kind_of(error), "too many are under way that no client has read")
             self._hang_up_on_the_worst(connection)
             return
         if has_descriptors and not connection.unsent:
-            self._faults.worked(SENT)
+            self._tell_worked(SENT)
+
+    def _tell_failed(self, what: str, kind: FaultKind, detail: str) -> None:
+        self._failing.add(what)
+        self._faults.failed(what, kind, detail)
+
+    def _tell_worked(self, what: str) -> None:
+        if what in self._failing:
+            self._failing.discard(what)
+            self._faults.worked(what)
 
     def _try_again(self, connection: Connection) -> None:
         connection.is_refused, connection.heard_at = False, self._clock.monotonic_seconds()
         try:
             self._flush(connection)
         except OSError:
-            self._show_out(connection)
+            self._disconnect(connection)
         self._watch(connection)
 
     def _hang_up_on_the_worst(self, beside: Connection) -> None:
@@ -846,14 +858,14 @@ class LocalDoor:
             return
         path = worst.listener.path
         self._log.warn(f"unread {path}", "a client of %s did not read %d descriptors for long", path, counts[worst])
-        self._show_out(worst)
+        self._disconnect(worst)
 
     def _watch(self, connection: Connection) -> None:
         """Have the selector say what can be done for a connection now."""
         if connection.closed:
             return
         if connection.ending and not connection.unsent and not connection.in_flight:
-            self._show_out(connection)
+            self._disconnect(connection)
             return
         interest = selectors.EVENT_WRITE if connection.unsent and not connection.is_refused else 0
         if not connection.ending and not self._closing and not connection.has_message():
@@ -872,7 +884,7 @@ class LocalDoor:
             return
         connection.interest = interest
 
-    def _show_out(self, connection: Connection) -> None:
+    def _disconnect(self, connection: Connection) -> None:
         if connection.closed:
             return
         self._connections.discard(connection)
@@ -885,8 +897,8 @@ class LocalDoor:
         for line in (connection.listener.line, connection.listener.long_line):
             line.leave_out(lambda one: one.connection is connection)
         if connection.refusal is not None:
-            self._turned_away.remove(connection)
-        if not isinstance(connection.caller, Caller):
+            self._rejected.remove(connection)
+        if not isinstance(connection.caller, ClientState):
             return
         self._leaving.add(connection.caller)
         try:  # it may have held much
@@ -894,7 +906,7 @@ class LocalDoor:
         except (RuntimeError, MemoryError):  # the pool is closed, or has no thread for it
             self._left(connection.caller)
 
-    def _left(self, caller: Caller) -> None:
+    def _left(self, caller: ClientState) -> None:
         """Any thread. What he left behind is looked after from now on."""
         _log.debug("client left", extra={"connection": caller.number})
         try:
@@ -907,7 +919,7 @@ class LocalDoor:
     def _end(self) -> None:
         for listener in self._listeners:
             remove_socket(listener.path)  # first: whoever comes next makes a new one
-            if listener not in self._deaf:
+            if listener not in self._accept_paused:
                 self._selector.unregister(listener.socket)
             listener.closer.close(listener.socket)  # with those who wait to be let in
         while self._to_show_out:
@@ -915,9 +927,9 @@ class LocalDoor:
         for pool in (self._pool, self._large_pool, self._admin_pool, self._sweep_pool, self._end_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self._connections):
-            self._show_out(connection)
+            self._disconnect(connection)
         self._long_pool.shutdown(wait=False, cancel_futures=True)
-        self._sessions.end_ringing()
+        self._sessions.end_notifying()
         for listener in self._listeners:
             listener.unread.close()
             listener.closer.end()
@@ -932,7 +944,7 @@ class LocalDoor:
             pass
 
 
-def _read(asked: Asked) -> None:
+def _read(asked: QueuedRequest) -> None:
     """A body as a request. Raises `ValueError`."""
     assert asked.body is not None
     request = m.unpack_request(asked.body)

@@ -1,7 +1,8 @@
-"""`kvstore serve`, put together: logs, store, door, health, signals (floor 2). Clock and randomness are handed in."""
+"""`kvstore serve`, put together: logs, store, door, health, signals. Clock and randomness are handed in."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -12,18 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from kvstore.block.errors import BadInput, DirectoryInUse, OutOfResources, StoreError
 from kvstore.config import DEFAULT_POLICY, parse_writes
-from kvstore.errors import BadInput, DirectoryInUse, OutOfResources, StoreError
 from kvstore.node import EmbeddedStore, open_embedded
-from kvstore.service.connections import Clock
 from kvstore.service.daemon import Daemon, budgets
 from kvstore.service.kept import KeeperWire
-from kvstore.service.logs import log_to_stderr
 from kvstore.service.settings import Settings, host_and_port, shares_of
+from tiering.clock import Clock
+from tiering.dram.extents import Extent
 from tiering.errors import TierError
-from tiering.extents import Extent
 from tiering.faults import SHORTAGES, FaultKind, kind_of
-from tiering.nvme import IndexMaker
+from tiering.nvme.tier import IndexMaker
 from tiering.policies.policy import PolicyMaker
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ MEND = {
 }
 
 
-class Health(Protocol):
+class HealthServer(Protocol):
     """Liveness and readiness, served; see `kvstore.service.health`."""
 
     port: int
@@ -69,7 +69,7 @@ class Outside:
     first_number: int
     new_token: Callable[[int], bytes]
     indexes: Callable[[Path], IndexMaker]
-    health: Callable[[str, int, Daemon], Health]
+    health: Callable[[str, int, Daemon], HealthServer]
     policies: Callable[[str], PolicyMaker]
     keeper: KeeperWire | None = None
 
@@ -193,3 +193,57 @@ def _open(settings: Settings, outside: Outside, policy: PolicyMaker) -> Embedded
 
 def _no_codec(name: str) -> NoReturn:
     raise AssertionError("a sidecar encodes nothing")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Logs on standard error: one JSON object per line, or text. Never with keys, token ids or payload.
+
+
+_KNOWN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+class JsonLines(logging.Formatter):
+    """time (seconds since 1970), level, logger, message, and what a call gave as `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        line: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= _extra(record)
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextLines(logging.Formatter):
+    """Time, level, logger, message, and what a call gave as `extra` as name=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line; an exception comes below it."""
+        return super().formatMessage(record) + "".join(f" {key}={value}" for key, value in _extra(record).items())
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in record.__dict__.items() if key not in _KNOWN}
+
+
+OURS = ("kvstore", "tiering", "kv_kernels", "engine_adapter")
+"""Loggers that the level is for. What others say is written from warnings on: a compiler has tens of thousands of lines
+for whoever mends it."""
+
+
+def log_to_stderr(level: str, style: str) -> None:
+    """For the whole process. style: "json" or "text"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if style == "json" else TextLines())
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(number, logging.WARNING), handlers=[handler], force=True)
+    for name in OURS:
+        logging.getLogger(name).setLevel(number)

@@ -1,10 +1,10 @@
-"""Who is at the door, and what each of them holds (floor 2).
+"""Who is at the door, and what each of them holds.
 
 A session is one engine: a scheduler and its workers, each with a connection of its own. They find each other by a token
 of the engine's making: whoever says it first begins the session, also after a restart of the sidecar. It counts beside
 the tenant only, so that no token leads to another tenant's session. A lease belongs to the session; every connection
 that took it or attached to it is one of its holders, and it ends with the last of them. A reservation belongs to one
-connection, and of a joint one each connection has a share, under a number of its own.
+connection, and of a collective one each connection has a share, under a number of its own.
 
 A connection may have a *bell*, at which its client listens. It is rung when memory that it may map was given back,
 since others wait for that, and then not again before the client has asked what there is to be told.
@@ -18,18 +18,20 @@ nothing from then on and is kept from any other use until the kernel says that n
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import inf
+from itertools import islice
+from math import ceil, inf
+from typing import Generic, Protocol, TypeVar
 
-from kvstore.identity import TenantKeys
-from kvstore.numbers import KEY_BYTES, Numbers
-from kvstore.service.bell import Bell, new_bell
-from kvstore.service.departed import LOOKS, Departed, Gone
-from kvstore.service.messages import MIN_SESSION_BYTES
-from kvstore.store import ABORTED_PLACES, Store
+from kvstore.block.identity import TenantKeys
+from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
+from kvstore.core.store import ABORTED_PLACES, Store
+from kvstore.core.unmap_wait import Unmapped
+from kvstore.protocol.messages import MIN_SESSION_BYTES
+from kvstore.protocol.notify_pipe import NotifyPipe, new_notify_pipe
 
 MAX_LEASED_PLACES = 1 << 23
 """Blocks times parts that the leases of one tenant name, each as often as one does: 8 bytes each, and 4 for each block,
@@ -71,7 +73,7 @@ class Session:
 
 
 @dataclass(slots=True)
-class Filling:
+class ReservationProgress:
     """A reservation under way: how many blocks it has, and how many of them are committed, by part. parts: those that
     the connection fills."""
 
@@ -79,11 +81,11 @@ class Filling:
     blocks: int
     done: list[int]
     parts: frozenset[int]
-    is_joint: bool = False
+    is_collective: bool = False
 
 
 @dataclass(eq=False, slots=True)
-class Caller:
+class ClientState:
     """One connection. number: by which the kernel knows its mappings. namespaces: that it opened, each with the layer
     slices of its parts. named: these by the numbers that the client has for them. extents: shared with it. shares: how
     often each of them was. retired_seen: how far it was told what to unmap. is_rung: whether its bell was, since it
@@ -93,11 +95,11 @@ class Caller:
     session: Session
     namespaces: dict[int, tuple[int, ...]] = field(default_factory=dict)
     named: dict[int, int] = field(default_factory=dict)
-    reservations: dict[int, Filling] = field(default_factory=dict)
+    reservations: dict[int, ReservationProgress] = field(default_factory=dict)
     extents: set[int] = field(default_factory=set)
     shares: Counter[int] = field(default_factory=Counter)
     retired_seen: int = 0
-    bell: Bell | None = None
+    notify_pipe: NotifyPipe | None = None
     is_rung: bool = False
 
     def parts_of(self, named: int) -> int:
@@ -114,23 +116,23 @@ class Sessions:
         self._new_token = new_token
         self._lock = threading.Lock()
         self._first_number = first_number
-        self._numbers = Numbers(new_token(KEY_BYTES), CONNECTION_BITS)
+        self._numbers = Numbers(new_token(NUMBER_KEY_BYTES), CONNECTION_BITS)
         self._sessions: dict[tuple[bytes, bytes], Session] = {}  # by tenant and token
-        self._callers: dict[int, Caller] = {}
-        self._departed: Departed[Caller] = Departed(store)
+        self._callers: dict[int, ClientState] = {}
+        self._departed: DisconnectedClients[ClientState] = DisconnectedClients(store)
         self._leased_places: Counter[bytes] = Counter()  # of all a tenant's sessions
         self._mapped: deque[int] = deque()  # extents that were given back: whoever maps them was not rung for yet
 
     # Coming --------------------------------------------------------------------------------------------------------
 
-    def open(self, tenant: TenantKeys, engine: str) -> Caller:
+    def open(self, tenant: TenantKeys, engine: str) -> ClientState:
         """The first connection of a new session."""
         with self._lock:
             session = Session(self._new_token(MIN_SESSION_BYTES), tenant, engine)
             self._sessions[tenant.tenant, session.token] = session
             return self._enter(session)
 
-    def join(self, tenant: TenantKeys, token: bytes, engine: str) -> Caller:
+    def join(self, tenant: TenantKeys, token: bytes, engine: str) -> ClientState:
         """A connection of the session of that name, which begins with it if the tenant has none."""
         with self._lock:
             session = self._sessions.get((tenant.tenant, token))
@@ -138,20 +140,20 @@ class Sessions:
                 session = self._sessions[tenant.tenant, token] = Session(token, tenant, engine)
             return self._enter(session)
 
-    def _enter(self, session: Session) -> Caller:
-        caller = Caller(self._first_number + self._numbers(), session)
+    def _enter(self, session: Session) -> ClientState:
+        caller = ClientState(self._first_number + self._numbers(), session)
         session.connections.add(caller.number)
         self._callers[caller.number] = caller
         return caller
 
     # Leases --------------------------------------------------------------------------------------------------------
 
-    def leased_blocks(self, caller: Caller) -> int:
+    def leased_blocks(self, caller: ClientState) -> int:
         """How many blocks the session's leases name, each as often as one does."""
         return caller.session.leased_blocks
 
     @contextmanager
-    def asking(self, caller: Caller, places: int) -> Iterator[bool]:
+    def asking(self, caller: ClientState, places: int) -> Iterator[bool]:
         """Whether a lease of so many blocks times parts may be granted; while it is asked for, no other lease is
         granted them. Every session may have as many as are left to its tenant then, so that one alone gets half of
         `MAX_LEASED_PLACES`, of two each a third, and there are always some for the next."""
@@ -174,7 +176,7 @@ class Sessions:
         if not self._leased_places[session.tenant.tenant]:
             del self._leased_places[session.tenant.tenant]
 
-    def took(self, caller: Caller, lease: int, request: str, blocks: int, parts: int) -> None:
+    def took(self, caller: ClientState, lease: int, request: str, blocks: int, parts: int) -> None:
         """A connection was granted a lease. If it has gone meanwhile, the lease goes the same way."""
         with self._lock:
             caller.session.leases[lease] = HeldLease(request, {caller.number}, blocks, blocks * parts)
@@ -185,18 +187,18 @@ class Sessions:
             self._depart(caller)
         self._store.begin_ending((), (lease,))
 
-    def places_named(self, caller: Caller, leases: Iterable[int]) -> int:
+    def places_named(self, caller: ClientState, leases: Iterable[int]) -> int:
         """How many blocks times parts these leases of the session's have."""
         held = caller.session.leases
         with self._lock:
             return sum(held[lease].places for lease in set(leases) if lease in held)
 
-    def places_of(self, caller: Caller, request: str) -> int:
+    def places_of(self, caller: ClientState, request: str) -> int:
         """The same of those that it took for a request."""
         with self._lock:
             return sum(held.places for held in caller.session.leases.values() if held.request == request)
 
-    def attach(self, caller: Caller, leases: Iterable[int]) -> list[int]:
+    def attach(self, caller: ClientState, leases: Iterable[int]) -> list[int]:
         """Which of the session's leases the connection holds too from now on: those that still pin."""
         with self._lock:
             held = [lease for lease in leases if lease in caller.session.leases and self._store.is_leased(lease)]
@@ -204,27 +206,27 @@ class Sessions:
                 caller.session.leases[lease].holders.add(caller.number)
             return held
 
-    def holds(self, caller: Caller, lease: int) -> bool:
+    def holds(self, caller: ClientState, lease: int) -> bool:
         """Whether the connection is one of a lease's holders."""
         with self._lock:
             held = caller.session.leases.get(lease)
             return held is not None and caller.number in held.holders
 
-    def release(self, caller: Caller, leases: Iterable[int]) -> None:
+    def release(self, caller: ClientState, leases: Iterable[int]) -> None:
         """The connection lets go of leases; those that it does not hold are ignored."""
         with self._lock:
-            ended, lapsed = self._let_go(caller, leases)
-        self._store.begin_ending(ended, lapsed)
+            ended, expired = self._let_go(caller, leases)
+        self._store.begin_ending(ended, expired)
 
-    def release_request(self, caller: Caller, request: str) -> None:
+    def release_request(self, caller: ClientState, request: str) -> None:
         """The same of all that the session took for a request of the engine's."""
         with self._lock:
             leases = [lease for lease, held in caller.session.leases.items() if held.request == request]
         self.release(caller, leases)
 
-    def _let_go(self, caller: Caller, leases: Iterable[int]) -> tuple[list[int], list[int]]:
+    def _let_go(self, caller: ClientState, leases: Iterable[int]) -> tuple[list[int], list[int]]:
         """Returns the leases that nobody holds any more, and those that only departed connections do."""
-        ended, lapsed = [], []
+        ended, expired = [], []
         for lease in leases:
             held = caller.session.leases.get(lease)
             if held is None or caller.number not in held.holders:
@@ -236,51 +238,53 @@ class Sessions:
                 self._count(caller.session, -held.places)
                 ended.append(lease)
             elif not held.holders & self._callers.keys():
-                lapsed.append(lease)
-        return ended, lapsed
+                expired.append(lease)
+        return ended, expired
 
     # Reservations --------------------------------------------------------------------------------------------------
 
-    def reserved(self, caller: Caller, reservation: int, filling: Filling) -> None:
+    def reserved(self, caller: ClientState, reservation: int, progress: ReservationProgress) -> None:
         """A connection was granted a reservation; see `took`."""
         with self._lock:
-            caller.reservations[reservation] = filling
+            caller.reservations[reservation] = progress
             if caller.number in self._callers:
                 return
             self._depart(caller)
         self._store.cancel(reservation)
 
-    def claim(self, filling: Filling, part: int, first: int, blocks: int) -> bool:
+    def claim(self, progress: ReservationProgress, part: int, first: int, blocks: int) -> bool:
         """Whether so many blocks of a part are the next ones to commit; then they count as committed."""
         with self._lock:
-            is_there = first == filling.done[part] and first + blocks <= filling.blocks
-            filling.done[part] += blocks if is_there else 0
+            is_there = first == progress.done[part] and first + blocks <= progress.blocks
+            progress.done[part] += blocks if is_there else 0
             return is_there
 
-    def ended(self, caller: Caller, reservation: int) -> None:
+    def ended(self, caller: ClientState, reservation: int) -> None:
         """It was aborted, or all of it was committed."""
         with self._lock:
             caller.reservations.pop(reservation, None)
 
     # Going ---------------------------------------------------------------------------------------------------------
 
-    def left(self, caller: Caller) -> None:
+    def left(self, caller: ClientState) -> None:
         """A connection is gone. What nobody else holds pins nothing any more; `sweep` gives it back."""
         with self._lock:
             if self._callers.pop(caller.number, None) is None:
                 return
-            self._take_bell(caller)
+            self._take_notify_pipe(caller)
             caller.session.connections.discard(caller.number)
             gone = self._depart(caller)
-            lapsed = [lease for lease, held in caller.session.leases.items() if not held.holders & self._callers.keys()]
+            expired = [
+                lease for lease, held in caller.session.leases.items() if not held.holders & self._callers.keys()
+            ]
             cancelled = list(caller.reservations)
-        self._store.begin_ending((), lapsed)
+        self._store.begin_ending((), expired)
         for reservation in cancelled:
             self._store.cancel(reservation)
         if gone is not None:  # as a rule its process ended, and nothing is mapped
             self._look(gone, LOOKS)
 
-    def _depart(self, caller: Caller) -> Gone[Caller] | None:
+    def _depart(self, caller: ClientState) -> DisconnectedClient[ClientState] | None:
         """It is gone; None where that is known. Under the lock."""
         gone = self._departed.add(caller.number, caller.session.tenant.tenant, caller, caller.extents)
         if gone is not None:
@@ -289,9 +293,9 @@ class Sessions:
 
     def sweep(self) -> int:
         """Give back what departed connections held and nobody maps any more; returns how many of them are left. Looks
-        at some of them, the next ones the next time. Ends joint puts whose time is over as well, and a piece of the
-        leases that are over."""
-        self._store.run_out()
+        at some of them, the next ones the next time. Ends collective puts whose time is over as well, and a piece of
+        the leases that are over."""
+        self._store.expire_due()
         with self._lock:
             turns = self._departed.turns()
         left = LOOKS
@@ -300,7 +304,7 @@ class Sessions:
                 left -= self._look(gone, left)
         return len(self._departed)
 
-    def _look(self, gone: Gone[Caller], most: int) -> int:
+    def _look(self, gone: DisconnectedClient[ClientState], most: int) -> int:
         """Whether it has nothing mapped any more; then what it held is given back. Returns how many questions to the
         kernel that took."""
         is_mapped, looks = self._departed.look(gone, most)
@@ -311,16 +315,16 @@ class Sessions:
             if not self._departed.remove(gone):
                 return looks
             session.departed -= 1
-            ended, lapsed = self._let_go(caller, list(session.leases))
+            ended, expired = self._let_go(caller, list(session.leases))
             aborted, caller.reservations = caller.reservations, {}
             if not session.connections and not session.departed:
                 name = session.tenant.tenant, session.token
                 if self._sessions.get(name) is session:  # a later one may have the same name
                     del self._sessions[name]
-        self._store.begin_ending(ended, lapsed)
+        self._store.begin_ending(ended, expired)
         places = 0
-        for reservation, filling in aborted.items():
-            places += filling.blocks * len(filling.done)
+        for reservation, progress in aborted.items():
+            places += progress.blocks * len(progress.done)
             abort = self._store.abort if places <= ABORTED_PLACES else self._store.begin_abort
             abort(reservation)
         return looks
@@ -337,14 +341,15 @@ class Sessions:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether `sweep` has something to wait for: departed connections, joint puts under way, leases that end."""
+        """Whether `sweep` has something to wait for: departed connections, collective puts under way, leases that
+        end."""
         return bool(self._departed) or self._store.runs_out_at != inf or self._store.is_ending
 
     # Telling -------------------------------------------------------------------------------------------------------
 
     def watch_memory(self, wake: Callable[[], None]) -> None:
-        """Have those told who may map what is given back. wake: called when `ring` is to be called next, by any thread
-        and under the store's lock."""
+        """Have those told who may map what is given back. wake: called when `notify` is to be called next, by any
+        thread and under the store's lock."""
 
         def is_mapped(extent: int) -> None:
             self._mapped.append(extent)
@@ -352,7 +357,7 @@ class Sessions:
 
         self._store.tell_of_mapped(is_mapped)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """For everybody who may map what was given back since it was called last."""
         given_back: set[int] = set()
         while self._mapped:
@@ -360,53 +365,57 @@ class Sessions:
         if given_back:
             with self._lock:
                 for caller in self._callers.values():
-                    if caller.bell is not None and not caller.is_rung and not given_back.isdisjoint(caller.extents):
-                        self._ring(caller)
+                    if (
+                        caller.notify_pipe is not None
+                        and not caller.is_rung
+                        and not given_back.isdisjoint(caller.extents)
+                    ):
+                        self._notify(caller)
 
-    def end_ringing(self) -> None:
+    def end_notifying(self) -> None:
         """Nobody is told anything any more."""
         with self._lock:
             for caller in self._callers.values():
-                self._take_bell(caller)
+                self._take_notify_pipe(caller)
 
-    def told_unasked(self, caller: Caller) -> None:
+    def told_unasked(self, caller: ClientState) -> None:
         """An answer told something beside what was asked for: perhaps nobody reads it."""
         with self._lock:
-            self._ring(caller)
+            self._notify(caller)
 
-    def asked(self, caller: Caller) -> None:
+    def asked(self, caller: ClientState) -> None:
         """A client asks what there is to be told, and is about to be told it."""
         with self._lock:
             caller.is_rung = False
 
-    def new_bell(self, caller: Caller) -> int | None:
+    def new_notify_pipe(self, caller: ClientState) -> int | None:
         """The end of a bell that is its client's; None where there is none to be had."""
         try:
-            ours, theirs = new_bell()
+            ours, theirs = new_notify_pipe()
         except OSError:  # no descriptors left
             return None
         with self._lock:
-            self._take_bell(caller)
-            caller.bell = ours
+            self._take_notify_pipe(caller)
+            caller.notify_pipe = ours
             if caller.number not in self._callers:  # gone meanwhile
-                self._take_bell(caller)
+                self._take_notify_pipe(caller)
         return theirs
 
-    def _ring(self, caller: Caller) -> None:
-        if caller.bell is None or caller.is_rung:
+    def _notify(self, caller: ClientState) -> None:
+        if caller.notify_pipe is None or caller.is_rung:
             return
         caller.is_rung = True
-        if not caller.bell.ring():
-            self._take_bell(caller)
+        if not caller.notify_pipe.notify():
+            self._take_notify_pipe(caller)
 
-    def _take_bell(self, caller: Caller) -> None:
-        if caller.bell is not None:
-            caller.bell.close()
-            caller.bell = None
+    def _take_notify_pipe(self, caller: ClientState) -> None:
+        if caller.notify_pipe is not None:
+            caller.notify_pipe.close()
+            caller.notify_pipe = None
 
     # Facts ---------------------------------------------------------------------------------------------------------
 
-    def gone(self, caller: Caller) -> Sequence[int]:
+    def gone(self, caller: ClientState) -> Sequence[int]:
         """Extents that were shared with a connection and were given back since it was last told."""
         retired = self._store.retired_extents
         if caller.retired_seen == retired:
@@ -428,12 +437,12 @@ class Sessions:
             return iter(list(self._sessions.values()))
 
     def reservations(self) -> dict[bytes, int]:
-        """How many each session has under way, by its token. A joint one is one, however many fill it."""
-        joint = self._store.joint_puts()
+        """How many each session has under way, by its token. A collective one is one, however many fill it."""
+        collective = self._store.collective_puts()
         with self._lock:
-            counts = Counter({one.token: joint.get(one.name, 0) for one in self._sessions.values()})
+            counts = Counter({one.token: collective.get(one.name, 0) for one in self._sessions.values()})
             for caller in (*self._callers.values(), *self._departed.callers()):
-                counts[caller.session.token] += sum(not one.is_joint for one in caller.reservations.values())
+                counts[caller.session.token] += sum(not one.is_collective for one in caller.reservations.values())
             return counts
 
     @property
@@ -449,3 +458,121 @@ class Sessions:
     def departed_of(self, tenant: bytes) -> int:
         """How many of them a tenant has."""
         return self._departed.count_of(tenant)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Connections that are gone while memory which they were given may still be mapped.
+#
+# What such a connection held is kept from any other use until the kernel says of every extent that was shared with it
+# that no mapping is left. An extent that it has let go of once is not asked about again: nobody shares anything with a
+# connection that is gone. So each look costs one question where a mapping stays, and `LOOKS` bounds what a sweep costs,
+# however many connections are gone: it goes on where the last one ended.
+#
+# A client can make questions about its memory slow, by placing many locks on it. A tenant where one was slow is left
+# out of so many sweeps that its questions take a fiftieth of a processor: its own memory waits for that, and no other
+# tenant's.
+#
+# Not thread-safe, but for `look`, which asks the kernel and is to be called without a lock.
+
+
+C = TypeVar("C")
+LOOKS = 64
+"""Questions to the kernel in one sweep."""
+SLOW_SECONDS = 0.001
+"""That questions about one connection may take in one sweep."""
+SWEEPS_A_SECOND = 1000
+"""Of questions, for which their tenant is left out: sweeps are 50 ms apart as a rule."""
+
+
+class Mappings(Protocol):
+    """What is known of mappings: `Store`."""
+
+    def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
+        """How many of these, from the first on, that holder has let go of, as far as it was looked."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class DisconnectedClient(Generic[C]):
+    """One connection. number: by which the kernel knows its mappings. extents: that it may have mapped still."""
+
+    number: int
+    tenant: bytes
+    caller: C
+    extents: list[int]
+
+
+class DisconnectedClients(Generic[C]):
+    """Who they are, by tenant, and whose turn it is to be looked at."""
+
+    def __init__(self, mappings: Mappings) -> None:
+        self._mappings = mappings
+        self._gone: OrderedDict[int, DisconnectedClient[C]] = OrderedDict()  # whose turn is next comes first
+        self._of: Counter[bytes] = Counter()
+        self._left_out: dict[bytes, int] = {}  # by tenant: of so many sweeps
+        self._looked_at: dict[bytes, object] = {}  # by tenant: the look under way, of some thread
+        self._asked: list[int] = []  # connections that were asked about since the last sweep began
+        self.looks = 0
+        """Questions to the kernel since the start."""
+
+    def add(self, number: int, tenant: bytes, caller: C, extents: Iterable[int]) -> DisconnectedClient[C] | None:
+        """A connection is gone; None where that is known."""
+        if number in self._gone:
+            return None
+        gone = self._gone[number] = DisconnectedClient(number, tenant, caller, list(extents))
+        self._of[tenant] += 1
+        return gone
+
+    def remove(self, gone: DisconnectedClient[C]) -> bool:
+        """It has nothing mapped any more; whether it was there."""
+        if self._gone.get(gone.number) is not gone:
+            return False
+        del self._gone[gone.number]
+        self._of[gone.tenant] -= 1
+        if not self._of[gone.tenant]:
+            del self._of[gone.tenant]
+        return True
+
+    def turns(self) -> list[DisconnectedClient[C]]:
+        """Those who are to be looked at in this sweep; connections that were looked at since the last one come last
+        from now on."""
+        asked, self._asked = self._asked, []
+        for number in asked:
+            if number in self._gone:
+                self._gone.move_to_end(number)
+        left_out = set(self._left_out)
+        self._left_out = {tenant: sweeps - 1 for tenant, sweeps in self._left_out.items() if sweeps > 1}
+        return list(islice((gone for gone in self._gone.values() if gone.tenant not in left_out), LOOKS))
+
+    def look(self, gone: DisconnectedClient[C], most: int = LOOKS) -> tuple[bool, int]:
+        """Whether it may have something mapped, and how many questions that took: no more than `most`, and none where
+        its tenant is left out now, or another thread asks about one of its connections: many threads that ask at a time
+        would leave no processor to the door."""
+        extents = gone.extents  # what another thread finds out meanwhile is as true
+        if not extents or gone.tenant in self._left_out:
+            return bool(extents), 0
+        look = object()
+        if self._looked_at.setdefault(gone.tenant, look) is not look:
+            return True, 0
+        try:
+            unmapped, asked, seconds = self._mappings.unmapped(extents[:most], gone.number)
+        finally:
+            del self._looked_at[gone.tenant]
+        gone.extents = extents[unmapped:]
+        self.looks += asked
+        self._asked.append(gone.number)
+        if seconds > SLOW_SECONDS:
+            self._left_out[gone.tenant] = ceil(SWEEPS_A_SECOND * seconds)
+        return bool(gone.extents), asked
+
+    def count_of(self, tenant: bytes) -> int:
+        """How many a tenant has."""
+        return self._of[tenant]
+
+    def callers(self) -> list[C]:
+        """All of them."""
+        return [gone.caller for gone in self._gone.values()]
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._gone)

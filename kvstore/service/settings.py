@@ -1,4 +1,4 @@
-"""What an operator may set: one TOML file, and the flags of `kvstore serve`, which override it (floor 2).
+"""What an operator may set: one TOML file, and the flags of `kvstore serve`, which override it.
 
     [store]    data dram nvme extent slab scrub          [limits]  see `kvstore.config.Limits`
                prefault keeper policy nvme_writes
@@ -22,6 +22,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvstore.block.errors import BadInput
 from kvstore.config import (
     DEFAULT_POLICY,
     DEFAULT_WRITES,
@@ -34,16 +35,15 @@ from kvstore.config import (
     checked_policy,
     checked_share,
     checked_shares,
+    expanded,
     parse_rate,
     parse_size,
     parse_writes,
 )
-from kvstore.errors import BadInput
 from kvstore.node import DEFAULT_TENANT
-from kvstore.paths import expanded
 from kvstore.service.connections import DoorLimits
 from tiering.files import Unfit, read_file
-from tiering.shares import Share
+from tiering.policies.shares import Share
 
 T = TypeVar("T")
 AUTO, OFF = "auto", "off"

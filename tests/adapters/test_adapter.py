@@ -17,10 +17,10 @@ from engine_adapter.adapter import (
     grid_chunks,
     reusable_tokens,
 )
-from engine_adapter.hbm_blocks import HbmBlocks
-from kvstore.layout import Layout
-from kvstore.miss import Account, HitTier, MissReason
-from kvstore.pages import Pages
+from engine_adapter.hf.hbm_blocks import HbmBlocks
+from kvstore.block.account import Account, HitTier, MissReason
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
 from workbench import bench, blank_pages, plausible_pages, random_pages, same_tokens, small_layout
 
 CHUNK = 128

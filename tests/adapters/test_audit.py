@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.audit import (
+from engine_adapter.audit.audits import (
     FIRST_HITS,
     FRACTION,
     LONGEST_AUDIT_SECONDS,
@@ -18,11 +18,11 @@ from engine_adapter.audit import (
     MOST_NAMESPACES,
     AuditResult,
     Audits,
+    AuditVerdict,
     Holdout,
     TtftSaving,
-    Verdict,
 )
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 
 # Which hits are held out ------------------------------------------------------------------------------------------
 
@@ -121,22 +121,24 @@ def test_what_is_no_fraction_is_refused(fraction: float) -> None:
 # What is counted and logged ---------------------------------------------------------------------------------------
 
 
-def result_of(verdict: Verdict, error: float = 0.0, allowed: float = 0.01, outside: float | None = None) -> AuditResult:
+def result_of(
+    verdict: AuditVerdict, error: float = 0.0, allowed: float = 0.01, outside: float | None = None
+) -> AuditResult:
     return AuditResult(verdict, error, 10 * error, error, allowed, 7, outside)
 
 
-EXACT = result_of(Verdict.EXACT)
-CLOSE = result_of(Verdict.CLOSE, 0.003)
-DRIFTED = result_of(Verdict.DRIFTED, 1.3)
+EXACT = result_of(AuditVerdict.EXACT)
+CLOSE = result_of(AuditVerdict.CLOSE, 0.003)
+DRIFTED = result_of(AuditVerdict.DRIFTED, 1.3)
 
 
 def test_the_worst_block_is_the_verdict() -> None:
     audits = Audits()
     assert audits.record("a", [], 0.0) is None
     assert audits.counts.audits == 0
-    assert audits.record("a", [EXACT, EXACT], 0.0) is Verdict.EXACT
-    assert audits.record("a", [CLOSE, EXACT], 0.0) is Verdict.CLOSE
-    assert audits.record("a", [EXACT, DRIFTED, CLOSE], 0.0) is Verdict.DRIFTED
+    assert audits.record("a", [EXACT, EXACT], 0.0) is AuditVerdict.EXACT
+    assert audits.record("a", [CLOSE, EXACT], 0.0) is AuditVerdict.CLOSE
+    assert audits.record("a", [EXACT, DRIFTED, CLOSE], 0.0) is AuditVerdict.DRIFTED
     counts = audits.counts
     assert (counts.audits, counts.drifted_audits, counts.blocks) == (3, 1, 7)
     assert (counts.exact, counts.close, counts.drifted) == (4, 2, 1)
@@ -150,7 +152,7 @@ def test_the_worst_block_is_the_verdict() -> None:
     st.lists(
         st.builds(
             result_of,
-            st.sampled_from(list(Verdict)),
+            st.sampled_from(list(AuditVerdict)),
             st.floats(0, allow_nan=False),
             st.floats(1e-6, 1),
             st.none() | st.floats(0, 1),
@@ -170,10 +172,10 @@ def test_counts_add_up_whatever_was_found(results: list[AuditResult]) -> None:
 
 def test_a_drift_is_logged_once_a_minute_for_each_namespace(caplog: pytest.LogCaptureFixture) -> None:
     audits = Audits()
-    with caplog.at_level(logging.INFO, "engine_adapter.audit"):
+    with caplog.at_level(logging.INFO, "engine_adapter.audit.audits"):
         for second in range(0, 120, 10):
             for namespace in ("a", "b"):
-                assert audits.record(namespace, [DRIFTED, EXACT], float(second)) is Verdict.DRIFTED
+                assert audits.record(namespace, [DRIFTED, EXACT], float(second)) is AuditVerdict.DRIFTED
             audits.record("c", [CLOSE], float(second))
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 4 and all(line.isprintable() for line in lines)

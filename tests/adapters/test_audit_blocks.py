@@ -14,20 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvstore
-from engine_adapter.audit import UNLIKE_ANYTHING, AuditResult, Verdict
-from engine_adapter.audit_blocks import allowed_error, compare_block, compare_opaque
+from engine_adapter.audit.audits import UNLIKE_ANYTHING, AuditResult, AuditVerdict
+from engine_adapter.audit.blocks import allowed_error, compare_block, compare_opaque
 from kv_kernels import int8
 from kv_kernels.int8 import Axis
-from kvstore.errors import BadInput
-from kvstore.pages import Pages
+from kvstore.block.errors import BadInput
+from kvstore.block.pages import Pages
 
 transformers = pytest.importorskip("transformers")
 
-from engine_adapter.hf_attention import ChunkMask  # noqa: E402
-from engine_adapter.hf_buffers import BufferSet  # noqa: E402
+from engine_adapter.hf.attention import ChunkMask  # noqa: E402
+from engine_adapter.hf.buffers import BufferSet  # noqa: E402
+from engine_adapter.hf.layers import ModelCall, even_cache  # noqa: E402
+from engine_adapter.hf.model import layout_of  # noqa: E402
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
-from engine_adapter.hf_layers import ModelCall, even_cache  # noqa: E402
-from engine_adapter.hf_model import layout_of  # noqa: E402
 from kvstore.demo.model import load_trained  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,7 +113,7 @@ def compare(stored: list[Block], now: list[Block], codec: str) -> list[AuditResu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_was_computed_alike_is_exact(dtype: torch.dtype, codec: str) -> None:
     for result in compare(reference(dtype), computed(model_of(dtype), prompt_of(), 256), codec):
-        assert result.verdict is Verdict.EXACT
+        assert result.verdict is AuditVerdict.EXACT
         assert result.worst_error == result.of_allowed == 0.0
         assert result.outside_share == (None if codec == "raw" else 0.0)
 
@@ -130,7 +130,9 @@ def test_other_chunks_are_close_or_exact(dtype: torch.dtype, layers: int, spread
             for result in compare(stored, now, codec):
                 seen.add(result.verdict)
                 assert result.of_allowed < 0.75, "the allowance has room to spare"
-    assert seen == {Verdict.EXACT, Verdict.CLOSE}, "other chunks must give other bits somewhere, or nothing is shown"
+    assert seen == {AuditVerdict.EXACT, AuditVerdict.CLOSE}, (
+        "other chunks must give other bits somewhere, or nothing is shown"
+    )
 
 
 @pytest.mark.parametrize("layers", [3, 16])
@@ -143,10 +145,10 @@ def test_8_bit_floats_of_other_chunks_are_close_and_of_others_not(layers: int) -
         model = model_of(torch.bfloat16, layers)
         stored = narrowed(reference(torch.bfloat16, layers))
         near = compare(stored, narrowed(computed(model, prompt_of(), 100)), "raw")
-        assert {result.verdict for result in near} <= {Verdict.EXACT, Verdict.CLOSE}
+        assert {result.verdict for result in near} <= {AuditVerdict.EXACT, AuditVerdict.CLOSE}
         assert max(result.of_allowed for result in near) < 0.75
         far = compare(stored, narrowed(computed(model, prompt_of(6), 256)), "raw")
-        assert {result.verdict for result in far} == {Verdict.DRIFTED}
+        assert {result.verdict for result in far} == {AuditVerdict.DRIFTED}
 
 
 # Something else ---------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ OTHERS: dict[str, Callable[[torch.dtype], list[Block]]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_was_computed_otherwise_has_drifted(dtype: torch.dtype, other: str, codec: str) -> None:
     results = compare(OTHERS[other](dtype), reference(dtype), codec)
-    assert {result.verdict for result in results} == {Verdict.DRIFTED}
+    assert {result.verdict for result in results} == {AuditVerdict.DRIFTED}
     assert min(result.of_allowed for result in results) > 2
 
 
@@ -223,7 +225,7 @@ LAYOUTS: dict[str, Callable[[Block], Block]] = {
 def test_what_lies_otherwise_has_drifted(dtype: torch.dtype, layout: str, codec: str) -> None:
     stored = [LAYOUTS[layout](block) for block in reference(dtype)]
     results = compare(stored, reference(dtype), codec)
-    assert {result.verdict for result in results} == {Verdict.DRIFTED}
+    assert {result.verdict for result in results} == {AuditVerdict.DRIFTED}
     assert min(result.of_allowed for result in results) > 2
 
 
@@ -237,7 +239,7 @@ def test_how_small_a_change_of_the_weights_is_found(
     dtype: torch.dtype, found: float, hidden: float, _trained: float, layers: int
 ) -> None:
     stored = reference(dtype, layers)
-    for share, verdicts in ((found, {Verdict.DRIFTED}), (hidden, {Verdict.CLOSE})):
+    for share, verdicts in ((found, {AuditVerdict.DRIFTED}), (hidden, {AuditVerdict.CLOSE})):
         now = computed(with_noise(model_of(dtype, layers), share), prompt_of(), 256)
         for codec in CODECS:
             assert {result.verdict for result in compare(stored, now, codec)} == verdicts, (share, codec)
@@ -253,9 +255,9 @@ def test_a_trained_model(dtype: torch.dtype, _found: float, _hidden: float, foun
     for codec in CODECS:
         near = compare(stored, close, codec)
         assert max(result.of_allowed for result in near) < 0.25
-        assert {result.verdict for result in near} <= {Verdict.EXACT, Verdict.CLOSE}
-        assert {result.verdict for result in compare(stored, changed, codec)} == {Verdict.DRIFTED}, codec
-        assert {result.verdict for result in compare(stored, adapted, codec)} == {Verdict.DRIFTED}, codec
+        assert {result.verdict for result in near} <= {AuditVerdict.EXACT, AuditVerdict.CLOSE}
+        assert {result.verdict for result in compare(stored, changed, codec)} == {AuditVerdict.DRIFTED}, codec
+        assert {result.verdict for result in compare(stored, adapted, codec)} == {AuditVerdict.DRIFTED}, codec
 
 
 # Behind what a codec restored -------------------------------------------------------------------------------------
@@ -301,11 +303,11 @@ def test_what_was_computed_behind_restored_blocks_is_close(dtype: torch.dtype, n
         compare_block(decoded(old, codec), new, codec, is_first=not number)
         for number, (old, new) in enumerate(zip(stored, now, strict=True))
     ]
-    assert Verdict.DRIFTED not in {result.verdict for result in results}
+    assert AuditVerdict.DRIFTED not in {result.verdict for result in results}
     assert max(result.of_allowed for result in results) < share
     if name == "wide and deep" and dtype is not torch.bfloat16:
         as_if_first = compare_block(decoded(stored[-1], codec), now[-1], codec)
-        assert as_if_first.verdict is Verdict.DRIFTED
+        assert as_if_first.verdict is AuditVerdict.DRIFTED
 
 
 @pytest.mark.parametrize("codec", [int8.KC64, int8.TH])
@@ -316,7 +318,7 @@ def test_what_was_computed_otherwise_has_drifted_also_behind_restored_blocks(
 ) -> None:
     for old, new in zip(OTHERS[other](dtype), reference(dtype), strict=True):
         result = compare_block(decoded(old, codec), new, codec, is_first=False)
-        assert result.verdict is Verdict.DRIFTED
+        assert result.verdict is AuditVerdict.DRIFTED
 
 
 # Numbers ----------------------------------------------------------------------------------------------------------
@@ -327,7 +329,7 @@ def test_errors_are_what_they_are_called() -> None:
     stored = {layer: [plane.clone() for plane in planes] for layer, planes in now.items()}
     stored[5][1] = stored[5][1] + 0.25
     result = compare_block(stored, now, "raw")
-    assert result.verdict is Verdict.DRIFTED and result.worst_layer == 5
+    assert result.verdict is AuditVerdict.DRIFTED and result.worst_layer == 5
     assert result.worst_error == pytest.approx(0.25) and result.max_abs_error == pytest.approx(0.25)
     assert result.relative_error == pytest.approx((0.25**2 / (4 + 1 + 1 + 1)) ** 0.5)
     assert result.allowed_error == allowed_error(torch.float32, 5) == pytest.approx(2**-12 * 6**0.5)
@@ -344,7 +346,7 @@ def test_the_error_of_8_bits_is_measured_on_the_live_block(dtype: torch.dtype, c
         sizes = sum(float(new.double().square().sum()) for _, new in pairs)
         assert result.relative_error == pytest.approx((squares / sizes) ** 0.5, rel=1e-4)
         assert 1e-3 < result.relative_error < 2e-2
-        assert result.verdict is Verdict.EXACT and result.outside_share == 0.0
+        assert result.verdict is AuditVerdict.EXACT and result.outside_share == 0.0
 
 
 @pytest.mark.parametrize("codec", [int8.KC64, int8.TH])
@@ -369,7 +371,7 @@ def test_what_a_codec_made_of_a_block_is_exact_and_within_its_bound(
     ]
     block = {3: planes}
     result = compare_block(decoded(block, codec), block, codec)
-    assert result.verdict is Verdict.EXACT and result.outside_share == 0.0 and result.worst_error == 0.0
+    assert result.verdict is AuditVerdict.EXACT and result.outside_share == 0.0 and result.worst_error == 0.0
 
 
 def test_numbers_that_are_none() -> None:
@@ -379,12 +381,12 @@ def test_numbers_that_are_none() -> None:
     for codec in CODECS:
         for stored, now in ((broken, plane), (plane, broken)):
             result = compare_block({0: [stored, plane]}, {0: [now, plane]}, codec)
-            assert result.verdict is Verdict.DRIFTED and result.worst_error == UNLIKE_ANYTHING, codec
+            assert result.verdict is AuditVerdict.DRIFTED and result.worst_error == UNLIKE_ANYTHING, codec
     same = compare_block({0: [broken, plane]}, {0: [broken.clone(), plane]}, "raw")
-    assert same.verdict is Verdict.EXACT and same.relative_error == 0.0
+    assert same.verdict is AuditVerdict.EXACT and same.relative_error == 0.0
     nothing = torch.zeros(1, 64, 8)
-    assert compare_block({0: [nothing]}, {0: [-nothing]}, "raw").verdict is Verdict.CLOSE
-    assert compare_block({0: [plane]}, {0: [nothing]}, "raw").verdict is Verdict.DRIFTED
+    assert compare_block({0: [nothing]}, {0: [-nothing]}, "raw").verdict is AuditVerdict.CLOSE
+    assert compare_block({0: [plane]}, {0: [nothing]}, "raw").verdict is AuditVerdict.DRIFTED
 
 
 def test_what_cannot_be_compared_is_said() -> None:
@@ -421,12 +423,12 @@ def test_blocks_of_a_store_beside_computed_ones(codec: str, tmp_path: Path) -> N
             assert handle.get(lease, into=pages, first_token=0).tokens == TOKENS
         stored = [_block(pages, at) for at in range(TOKENS // BLOCK)]
     alike = computed(model, prompt, 256)
-    assert {compare_block(*pair, codec).verdict for pair in zip(stored, alike, strict=True)} == {Verdict.EXACT}
+    assert {compare_block(*pair, codec).verdict for pair in zip(stored, alike, strict=True)} == {AuditVerdict.EXACT}
     other_chunks = computed(model, prompt, 100)
     verdicts = {compare_block(*pair, codec).verdict for pair in zip(stored, other_chunks, strict=True)}
-    assert verdicts <= {Verdict.EXACT, Verdict.CLOSE}
+    assert verdicts <= {AuditVerdict.EXACT, AuditVerdict.CLOSE}
     changed = computed(with_adapter(model, 0.1), prompt, 256)
-    assert {compare_block(*pair, codec).verdict for pair in zip(stored, changed, strict=True)} == {Verdict.DRIFTED}
+    assert {compare_block(*pair, codec).verdict for pair in zip(stored, changed, strict=True)} == {AuditVerdict.DRIFTED}
 
 
 def _block(pages: Pages, at: int) -> Block:
@@ -447,13 +449,13 @@ def test_bytes_are_compared_as_the_numbers_that_they_are(dtype: torch.dtype) -> 
     first, second = (torch.randn((1, BLOCK, 36), generator=drawn).to(dtype) for _ in range(2))
     right = as_bytes(first, second)
     for factor, verdict in (
-        (1.0, Verdict.EXACT),
-        (1 + allowed_error(dtype, 1) / 2, Verdict.CLOSE),
-        (1.5, Verdict.DRIFTED),
+        (1.0, AuditVerdict.EXACT),
+        (1 + allowed_error(dtype, 1) / 2, AuditVerdict.CLOSE),
+        (1.5, AuditVerdict.DRIFTED),
     ):
         result = compare_opaque(as_bytes(first, (second * factor).to(dtype)), right, dtype)
         assert result is not None and result.verdict is verdict
-        assert result.worst_layer == 1 or verdict is Verdict.EXACT
+        assert result.worst_layer == 1 or verdict is AuditVerdict.EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float64, torch.int32])
@@ -461,7 +463,7 @@ def test_of_bytes_that_are_no_such_numbers_only_equal_ones_say_something(dtype: 
     plane = torch.randint(0, 256, (1, BLOCK, 40), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     right = {0: [plane], 1: [plane.clone()]}
     result = compare_opaque(right, {0: [plane.clone()], 1: [plane]}, dtype)
-    assert result is not None and result.verdict is Verdict.EXACT
+    assert result is not None and result.verdict is AuditVerdict.EXACT
     other = plane.clone()
     other[0, 63, 39] ^= 1
     for layer in (0, 1):
@@ -471,5 +473,5 @@ def test_of_bytes_that_are_no_such_numbers_only_equal_ones_say_something(dtype: 
 def test_slices_of_bytes_that_are_no_whole_numbers_are_compared_as_bytes() -> None:
     plane = torch.zeros((1, BLOCK, 6), dtype=torch.uint8)
     result = compare_opaque({0: [plane]}, {0: [plane.clone()]}, torch.float32)
-    assert result is not None and result.verdict is Verdict.EXACT
+    assert result is not None and result.verdict is AuditVerdict.EXACT
     assert compare_opaque({0: [plane + 1]}, {0: [plane]}, torch.float32) is None

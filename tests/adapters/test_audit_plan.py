@@ -10,22 +10,22 @@ from itertools import count
 import pytest
 
 from adapters.test_paged_scheduler import FACTS, LAYOUT, put
-from engine_adapter.audit import AuditResult, Verdict
-from engine_adapter.audit_plan import AuditPlan
-from engine_adapter.engine_requests import Computed, RequestFacts, RequestState
-from engine_adapter.load_choice import LoadChoice
-from engine_adapter.save_plan import SavePlan
-from engine_adapter.step_orders import AuditReport, NamespaceFacts, StepOrders
-from kvstore.layout import Layout
-from kvstore.miss import Account
+from engine_adapter.audit.audits import AuditResult, AuditVerdict
+from engine_adapter.paged.audit_plan import AuditPlan
+from engine_adapter.paged.load_choice import LoadChoice
+from engine_adapter.paged.requests import Computed, RequestSpec, RequestState
+from engine_adapter.paged.save_plan import SavePlan
+from engine_adapter.paged.step_plan import AuditReport, NamespaceSpec, StepPlan
+from kvstore.block.account import Account
+from kvstore.block.layout import Layout
 from kvstore.node import EmbeddedStore
 from paged_engine import Request
 from workbench import ids
 
 SECONDS = 30
-EXACT = AuditResult(Verdict.EXACT, 0.0, 0.0, 0.0, 0.1, 0, None)
-CLOSE = AuditResult(Verdict.CLOSE, 0.01, 0.01, 0.01, 0.1, 0, None)
-DRIFTED = AuditResult(Verdict.DRIFTED, 1.0, 1.0, 1.0, 0.1, 0, None)
+EXACT = AuditResult(AuditVerdict.EXACT, 0.0, 0.0, 0.0, 0.1, 0, None)
+CLOSE = AuditResult(AuditVerdict.CLOSE, 0.01, 0.01, 0.01, 0.1, 0, None)
+DRIFTED = AuditResult(AuditVerdict.DRIFTED, 1.0, 1.0, 1.0, 0.1, 0, None)
 TABLE = list(range(1, 12))
 
 
@@ -41,7 +41,7 @@ def _no_lease_is_left(store: EmbeddedStore) -> Iterator[None]:
 class Held:
     """A request that is held out, of 330 tokens of which 320 are stored."""
 
-    def __init__(self, store: EmbeddedStore, ranks: tuple[int, ...] = (0,), facts: NamespaceFacts = FACTS) -> None:
+    def __init__(self, store: EmbeddedStore, ranks: tuple[int, ...] = (0,), facts: NamespaceSpec = FACTS) -> None:
         self.choice = LoadChoice(1.0, is_on=False, audit=1.0, choose=lambda: 0.0)
         numbers = count(50)
         self.plan = AuditPlan(self.choice, facts, ranks, lambda: next(numbers), 5000)
@@ -51,17 +51,17 @@ class Held:
 
     def of(self, name: str) -> RequestState:
         request = Request(name, ids(330), 330, None, known=330)  # type: ignore[arg-type]
-        state = RequestState(request, RequestFacts(), Account.of([]))
+        state = RequestState(request, RequestSpec(), Account.of([]))
         state.prompt = self.handle.hashed(ids(330))
         return state
 
     def begins(self) -> bool:
         return self.plan.begins(self.state, self.handle.match(ids(330)), self.handle, 0.0)
 
-    def computed(self, stop: int = 330) -> StepOrders:
+    def computed(self, stop: int = 330) -> StepPlan:
         """Steps until the lease is there; where it cannot be needed yet, one."""
         deadline = time.monotonic() + SECONDS
-        orders = StepOrders()
+        orders = StepPlan()
         one = Computed("a", stop, lambda: [TABLE])
         while True:
             self.plan.computed(self.state, one, self.saves, orders)
@@ -70,7 +70,7 @@ class Held:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
-    def reported(self, orders: StepOrders, rank: int, *results: AuditResult) -> Verdict | None:
+    def reported(self, orders: StepPlan, rank: int, *results: AuditResult) -> AuditVerdict | None:
         (order,) = orders.audits
         return self.plan.reported(AuditReport(order.number, "a", rank, results), self.saves, 0.0)
 
@@ -84,8 +84,8 @@ def test_the_last_block_that_could_be_used_is_compared(store: EmbeddedStore) -> 
     assert (order.first_token, order.tables[0].first, order.tables[0].pages) == (256, 8, [9, 10])
     assert held.saves.taken({9}) == [order.number] and held.saves.taken({8}) == []
     assert held.computed().audits == [], "once"
-    assert held.reported(orders, 0, CLOSE) is Verdict.CLOSE
-    assert held.saves.taken({9}) == [] and held.plan.take_outcomes() == {Verdict.CLOSE: 1}
+    assert held.reported(orders, 0, CLOSE) is AuditVerdict.CLOSE
+    assert held.saves.taken({9}) == [] and held.plan.take_outcomes() == {AuditVerdict.CLOSE: 1}
     assert held.plan.take_outcomes() == {}
     assert held.choice.holdout.begins("b", 0.0), "the next one may be held out"
 
@@ -96,8 +96,8 @@ def test_all_ranks_have_to_compare_and_the_worst_counts(store: EmbeddedStore) ->
     orders = held.computed()
     assert held.reported(orders, 1, EXACT) is None and held.reported(orders, 0, DRIFTED) is None
     assert held.saves.taken({9}) != [], "the third one reads"
-    assert held.reported(orders, 2, EXACT) is Verdict.DRIFTED
-    assert held.plan.take_outcomes() == {Verdict.EXACT: 2, Verdict.DRIFTED: 1}
+    assert held.reported(orders, 2, EXACT) is AuditVerdict.DRIFTED
+    assert held.plan.take_outcomes() == {AuditVerdict.EXACT: 2, AuditVerdict.DRIFTED: 1}
     assert held.reported(orders, 2, DRIFTED) is None, "it is over"
 
 
@@ -126,7 +126,7 @@ def test_a_request_that_ends_while_its_block_is_compared_is_compared(store: Embe
     orders = held.computed()
     held.plan.ended(held.state)
     assert store.usage().leases == 1, "a worker reads it"
-    assert held.reported(orders, 0, EXACT) is Verdict.EXACT
+    assert held.reported(orders, 0, EXACT) is AuditVerdict.EXACT
 
 
 @pytest.mark.parametrize("page", [1, 9, 10])
@@ -175,7 +175,7 @@ def test_when_it_is_closed_nothing_that_is_reported_counts(store: EmbeddedStore)
 
 def test_bytes_are_held_out_as_numbers_are(store: EmbeddedStore) -> None:
     opaque = Layout(LAYOUT.groups, 64, 32, packing="opaque:torch.float32:[1]:[1]")
-    held = Held(store, facts=NamespaceFacts(0, "", "m", opaque, "raw", 0, {}))
+    held = Held(store, facts=NamespaceSpec(0, "", "m", opaque, "raw", 0, {}))
     assert held.begins() and held.computed().audits
     held.plan.close()
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvstore
-from engine_adapter.chunk_layout import chunk_layout, chunk_planes, chunk_prompt
-from kvstore.errors import BadInput
+from engine_adapter.chunks.layout import chunk_layout, chunk_planes, chunk_prompt
+from kvstore.block.errors import BadInput
 
 CHUNK_BYTES = 3 * (128 << 10)
 

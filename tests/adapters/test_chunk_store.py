@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import kvstore
-from engine_adapter.chunk_layout import chunk_layout
-from engine_adapter.chunk_store import ChunkLimits, ChunkStore, FinishedJob, Verdict
-from kvstore.errors import Unreachable
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import MissReason
-from kvstore.service.client import SidecarStore
+from engine_adapter.chunks.layout import chunk_layout
+from engine_adapter.chunks.store import ChunkLimits, ChunkState, ChunkStore, FinishedJob
+from kvstore.block.account import MissReason
+from kvstore.block.errors import Unreachable
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.sidecar_store import SidecarStore
 from service.sidecar import Sidecar, number_of, patient
 from tiering.frame import HEADER_BYTES
 
@@ -69,9 +69,9 @@ class Engine:
         wait_until(lambda: bool(self.chunks._spaces))
         return self
 
-    def ask(self, names: Sequence[bytes], owner: str = "a") -> list[Verdict]:
+    def ask(self, names: Sequence[bytes], owner: str = "a") -> list[ChunkState]:
         deadline = time.monotonic() + SECONDS
-        while Verdict.PENDING in (verdicts := [self.chunks.ask(owner, name) for name in names]):
+        while ChunkState.PENDING in (verdicts := [self.chunks.ask(owner, name) for name in names]):
             assert time.monotonic() < deadline
             self.chunks.wait_briefly(0.001)
         return verdicts
@@ -128,7 +128,7 @@ def test_what_was_stored_is_loaded_bit_for_bit(engine: Engine, sidecar: Sidecar)
     before = engine.memory.copy()
     stored = engine.store(NAMES, [3, 1, 4, 0, 2])
     assert set(stored.good) == set(NAMES) and stored.failed == () and stored.size_bytes == 5 * CHUNK_BYTES
-    assert engine.ask([*NAMES, name_of(99)]) == [Verdict.HELD] * 5 + [Verdict.MISSING]
+    assert engine.ask([*NAMES, name_of(99)]) == [ChunkState.HELD] * 5 + [ChunkState.MISSING]
     assert leases(sidecar) == 5, "what is held is pinned"
     loaded = engine.load(NAMES[:4], [10, 11, 12, 13])
     assert set(loaded.good) == set(NAMES[:4]) and loaded.failed == ()
@@ -155,7 +155,10 @@ def test_another_process_finds_them_and_another_group_does_not(engine: Engine, s
         other.opened()
         same_in_another_group = [name_of(number, 1) for number in range(5)]
         in_no_group = [name_of(0, 2)]
-        assert other.ask([*NAMES, *same_in_another_group, *in_no_group]) == [Verdict.HELD] * 5 + [Verdict.MISSING] * 6
+        assert (
+            other.ask([*NAMES, *same_in_another_group, *in_no_group])
+            == [ChunkState.HELD] * 5 + [ChunkState.MISSING] * 6
+        )
         assert other.load(NAMES, range(5)).failed == ()
         assert np.array_equal(other.memory[:5], engine.memory[:5])
 
@@ -164,18 +167,18 @@ def test_what_is_there_is_not_stored_again(engine: Engine) -> None:
     engine.store(NAMES, range(5))
     again = engine.store([*NAMES, name_of(5)], range(5, 11))
     assert len(again.good) == 6, "a chunk that is there is as good as stored"
-    assert engine.ask(NAMES) == [Verdict.HELD] * 5
+    assert engine.ask(NAMES) == [ChunkState.HELD] * 5
     engine.load(NAMES, range(11, 16))
     assert np.array_equal(engine.memory[11:16], engine.memory[:5]), "the first bytes stay"
 
 
 def test_what_is_missing_stays_so_for_whoever_asked(engine: Engine) -> None:
-    assert engine.ask(NAMES) == [Verdict.MISSING] * 5
+    assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
     engine.store(NAMES, range(5))
-    assert engine.ask(NAMES) == [Verdict.MISSING] * 5, "else a request would never be through with its look-up"
-    assert engine.ask(NAMES, "b") == [Verdict.HELD] * 5
+    assert engine.ask(NAMES) == [ChunkState.MISSING] * 5, "else a request would never be through with its look-up"
+    assert engine.ask(NAMES, "b") == [ChunkState.HELD] * 5
     engine.chunks.forget("a")
-    assert engine.ask(NAMES) == [Verdict.HELD] * 5
+    assert engine.ask(NAMES) == [ChunkState.HELD] * 5
 
 
 def test_what_nobody_wants_any_more_is_released(engine: Engine, sidecar: Sidecar) -> None:
@@ -215,11 +218,11 @@ def test_a_flipped_bit_fails_that_chunk_alone(engine: Engine, sidecar: Sidecar) 
     assert loaded.failed == (NAMES[2],) and len(loaded.good) == 4
     good = [0, 1, 3, 4]
     assert np.array_equal(engine.memory[[10 + n for n in good]], engine.memory[good])
-    assert engine.ask([NAMES[2]]) == [Verdict.MISSING], "and is not promised to that request again"
+    assert engine.ask([NAMES[2]]) == [ChunkState.MISSING], "and is not promised to that request again"
     wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
-    assert engine.ask([NAMES[2]], "b") == [Verdict.MISSING]
+    assert engine.ask([NAMES[2]], "b") == [ChunkState.MISSING]
     engine.store([NAMES[2]], [2])
-    assert engine.ask([NAMES[2]], "c") == [Verdict.HELD], "stored anew, it is good again"
+    assert engine.ask([NAMES[2]], "c") == [ChunkState.HELD], "stored anew, it is good again"
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path: Path) -> None:
@@ -234,13 +237,13 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path: Path) -> 
             prefix = [name_of(number) for number in range(fits)]
             assert 3 <= fits <= SLOTS and len(engine.store(prefix, range(fits)).good) == fits
             engine.store([name_of(50), name_of(51)], [0, 1])
-            assert engine.ask(prefix) == [Verdict.HELD] * (fits - 2) + [Verdict.MISSING] * 2
+            assert engine.ask(prefix) == [ChunkState.HELD] * (fits - 2) + [ChunkState.MISSING] * 2
 
 
 def test_a_store_that_is_away_is_missing_chunks_and_failed_jobs(tmp_path: Path) -> None:
     path = f"unix:{tmp_path / 'kvstore.sock'}"
     with patient(kvstore.open(path)) as store, Engine(lambda: spaces_of(store)) as engine:
-        assert engine.ask(NAMES) == [Verdict.MISSING] * 5
+        assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
         assert engine.store(NAMES, range(5)).failed == tuple(NAMES)
         assert engine.load(NAMES, range(5)).failed == tuple(NAMES)
         assert engine.chunks.take_counts()["refused_stores"] == 5
@@ -248,18 +251,18 @@ def test_a_store_that_is_away_is_missing_chunks_and_failed_jobs(tmp_path: Path) 
         with Sidecar(tmp_path):
             engine.opened()
             assert len(engine.store(NAMES, range(5)).good) == 5
-            assert engine.ask(NAMES) == [Verdict.HELD] * 5
+            assert engine.ask(NAMES) == [ChunkState.HELD] * 5
         late = engine.load(NAMES, range(5, 10))  # leases of a sidecar that is gone, whose memory may be mapped still
         for name in late.good:
             assert np.array_equal(engine.memory[5 + NAMES.index(name)], engine.memory[NAMES.index(name)])
         engine.chunks.forget("a")
-        assert engine.ask(NAMES) == [Verdict.MISSING] * 5
+        assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
         assert len(engine.store(NAMES, range(5)).failed) == 5
         engine.chunks.forget("a")
         with Sidecar(tmp_path):
             wait_until(lambda: bool(engine.store(NAMES, range(5)).good))
             assert len(engine.store(NAMES, range(5)).good) == 5
-            assert engine.ask(NAMES, "later") == [Verdict.HELD] * 5
+            assert engine.ask(NAMES, "later") == [ChunkState.HELD] * 5
             assert engine.load(NAMES, range(10, 15), "later").failed == ()
             assert np.array_equal(engine.memory[10:15], engine.memory[:5])
 
@@ -285,11 +288,11 @@ def test_an_answer_that_does_not_come_is_a_miss(sidecar: Sidecar) -> None:
 
         with Engine(lambda: [Silent()], clock=lambda: now[0]) as engine:  # type: ignore[list-item]
             engine.opened()
-            assert [engine.chunks.ask("a", name) for name in NAMES] == [Verdict.PENDING] * 5
+            assert [engine.chunks.ask("a", name) for name in NAMES] == [ChunkState.PENDING] * 5
             assert engine.chunks.is_awaited()
             assert all(Silent.submitted.acquire(timeout=SECONDS) for _ in NAMES)
             now[0] = LIMITS.lease_ms / 1000 + LIMITS.ask_seconds + 0.001
-            assert [engine.chunks.ask("a", name) for name in NAMES] == [Verdict.MISSING] * 5
+            assert [engine.chunks.ask("a", name) for name in NAMES] == [ChunkState.MISSING] * 5
             assert all(Silent.cancelled.acquire(timeout=SECONDS) for _ in NAMES)
             wait_until(lambda: not engine.chunks.is_awaited())
 
@@ -362,7 +365,7 @@ def test_closing_waits_for_a_copy_and_lets_go_of_the_memory(sidecar: Sidecar) ->
         wait_until(lambda: bool(chunks._spaces))
         chunks.store(1, NAMES, range(5))
         chunks.drain()
-        wait_until(lambda: {chunks.ask("a", name) for name in NAMES} == {Verdict.HELD})
+        wait_until(lambda: {chunks.ask("a", name) for name in NAMES} == {ChunkState.HELD})
         space.go.clear()
         while space.begun.acquire(blocking=False):
             pass
@@ -373,7 +376,7 @@ def test_closing_waits_for_a_copy_and_lets_go_of_the_memory(sidecar: Sidecar) ->
         chunks.close()
         (job,) = [it for it in chunks.finished() if it.job == 2]
         assert set(job.good) | set(job.failed) == set(NAMES) and job.good, "what had begun was finished"
-        assert chunks.ask("a", NAMES[0]) is not Verdict.HELD
+        assert chunks.ask("a", NAMES[0]) is not ChunkState.HELD
         chunks.store(3, NAMES, range(5))
         chunks.load(4, "a", NAMES, range(5))
         assert [(it.good, set(it.failed)) for it in chunks.finished()] == [((), set(NAMES))] * 2
@@ -394,7 +397,7 @@ def test_while_a_store_is_being_opened_nothing_waits(sidecar: Sidecar) -> None:
             return spaces_of(store)
 
         with Engine(spaces) as engine:
-            assert engine.ask(NAMES) == [Verdict.MISSING] * 5
+            assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
             assert len(engine.store(NAMES, range(5)).failed) == 5
             engine.chunks.drain()
             go.set()
@@ -414,7 +417,7 @@ def test_a_fault_is_a_miss_and_is_counted(sidecar: Sidecar) -> None:
 
         with Engine(lambda: [Faulty()]) as engine:  # type: ignore[list-item]
             engine.opened()
-            assert engine.ask(NAMES) == [Verdict.MISSING] * 5
+            assert engine.ask(NAMES) == [ChunkState.MISSING] * 5
             assert len(engine.store(NAMES, range(5)).failed) == 5
             assert engine.chunks.take_counts() == {"missing": 5, "failed_stores": 5, "faults": 10}
 
@@ -422,6 +425,6 @@ def test_a_fault_is_a_miss_and_is_counted(sidecar: Sidecar) -> None:
 def test_what_may_be_asked_at_a_time_is_bounded(sidecar: Sidecar) -> None:
     with sidecar.client() as store, Engine(lambda: spaces_of(store), replace(LIMITS, asked=3)) as engine:
         engine.opened().store(NAMES, range(5))
-        assert engine.ask(NAMES) == [Verdict.HELD] * 3 + [Verdict.MISSING] * 2
+        assert engine.ask(NAMES) == [ChunkState.HELD] * 3 + [ChunkState.MISSING] * 2
         assert engine.load(NAMES[:3], range(3)).failed == ()
-        assert engine.ask(NAMES[3:], "b") == [Verdict.HELD] * 2
+        assert engine.ask(NAMES[3:], "b") == [ChunkState.HELD] * 2

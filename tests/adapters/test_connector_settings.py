@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.connector_settings import MAX_DEADLINE_MS, ConnectorSettings, LoadMode, SavePolicy
-from kvstore.codec import CODECS
-from kvstore.errors import BadInput
+from engine_adapter.paged.settings import MAX_DEADLINE_MS, ConnectorSettings, LoadMode, SavePolicy
+from kvstore.block.codec import CODECS
+from kvstore.block.errors import BadInput
 from workbench import one_line
 
 URL = {"url": "unix:/run/kvstore/kvstore.sock"}

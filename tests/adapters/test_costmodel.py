@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.costmodel import EXPLORE_EVERY, SYNCHRONOUS_MS, CostModel, Decision
-from engine_adapter.speeds import PRIORS, LoadSpeed, PrefillSpeed, TierPrior
-from kvstore.miss import HitTier, MissReason
+from engine_adapter.cost.model import EXPLORE_EVERY, SYNCHRONOUS_MS, CostModel, Decision
+from engine_adapter.cost.speeds import PRIORS, LoadSpeed, PrefillSpeed, TierPrior
+from kvstore.block.account import HitTier, MissReason
 
 TIERS = [HitTier.HBM, HitTier.DRAM, HitTier.NVME, HitTier.REMOTE]
 BYTES_PER_TOKEN = 128 * 1024.0

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine_adapter.engine_pages import EnginePages, RegisteredGroup, layout_of, opaque_dtype, register
-from engine_adapter.step_orders import PageRun
-from kvstore.errors import BadInput
-from kvstore.layout import Attention
+from engine_adapter.paged.pages import EnginePages, RegisteredGroup, layout_of, opaque_dtype, register
+from engine_adapter.paged.step_plan import PageRun
+from kvstore.block.errors import BadInput
+from kvstore.block.layout import Attention
 from paged_engine import FORMS
 from workbench import one_line
 

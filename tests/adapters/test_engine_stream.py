@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from adapters.test_paged_worker import Bench, _until
-from engine_adapter.audit import Verdict
-from engine_adapter.engine_stream import EngineStream
-from engine_adapter.step_orders import AuditOrder, PageRun
+from engine_adapter.audit.audits import AuditVerdict
+from engine_adapter.paged.step_plan import AuditOrder, PageRun
+from engine_adapter.paged.stream import EngineStream
 from kvstore.node import EmbeddedStore
 from workbench import ids
 
@@ -108,7 +108,7 @@ def test_all_that_threads_of_a_worker_do_with_pages_is_behind_the_step_it_belong
         bench.worker.start_saves()
         stream.steps = 7
         found = bench.reports(saves=1, audits=1)
-        assert found.audits[0].results[0].verdict is Verdict.EXACT
+        assert found.audits[0].results[0].verdict is AuditVerdict.EXACT
         lease.release()
         waiting, lease = bench.load(ids(128), [9, 10, 11, 12])
         bench.begin(loads=[waiting])

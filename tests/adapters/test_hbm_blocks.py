@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_adapter.hbm_blocks import HbmBlocks
-from kvstore.pages import Pages
+from engine_adapter.hf.hbm_blocks import HbmBlocks
+from kvstore.block.pages import Pages
 from workbench import blank_planes, random_planes, same_tokens, small_layout
 
 CPU = torch.device("cpu")

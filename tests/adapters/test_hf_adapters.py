@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import kvstore
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 from kvstore.node import EmbeddedStore
 
 pytest.importorskip("transformers")
 
+from engine_adapter.hf.model import fingerprint
 from engine_adapter.hf_cache import PrefixCache
-from engine_adapter.hf_model import fingerprint
 from hf_models import plain_answer, projections, small_model, some_prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_adapter.hf_attention import ChunkMask, attend
-from kvstore.errors import BadInput
+from engine_adapter.hf.attention import ChunkMask, attend
+from kvstore.block.errors import BadInput
 
 
 class Attention(torch.nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine_adapter.hf_buffers import MAX_FREE, BufferSet, FreeList
+from engine_adapter.hf.buffers import MAX_FREE, BufferSet, FreeList
 from workbench import small_layout
 
 CPU = torch.device("cpu")

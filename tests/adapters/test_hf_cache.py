@@ -10,20 +10,20 @@ import pytest
 import torch
 
 import kvstore
-from kvstore.codec import codec_named
-from kvstore.errors import BadInput, LayoutMismatch
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import Namespace
-from kvstore.layout import Layout
-from kvstore.miss import HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore, TenantDoor
-from kvstore.pages import Pages
 from workbench import bench
 
 transformers = pytest.importorskip("transformers")
 
-from engine_adapter.hf_cache import Kept, PrefixCache, Token  # noqa: E402
-from engine_adapter.sampling import Sampling  # noqa: E402
+from engine_adapter.hf.sampling import Sampling  # noqa: E402
+from engine_adapter.hf_cache import PrefixCache, SavedBlocks, Token  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,8 +106,10 @@ def test_cold_answers_are_those_of_plain_generate(family: str, tokens: int) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kept", list(Kept))
-def test_warm_answers_are_the_cold_ones(family: str, dtype: torch.dtype, kept: Kept, store: EmbeddedStore) -> None:
+@pytest.mark.parametrize("kept", list(SavedBlocks))
+def test_warm_answers_are_the_cold_ones(
+    family: str, dtype: torch.dtype, kept: SavedBlocks, store: EmbeddedStore
+) -> None:
     model = model_of(family, dtype)
     cold, warm = cache_of(model), cache_of(model, store, kept=kept)
     for tokens in (257, 512, 700):
@@ -234,7 +236,7 @@ def test_a_block_is_kept_once_its_last_token_was_computed(
 
 
 def test_whole_chunks_only(llama: Any, store: EmbeddedStore) -> None:
-    cache = cache_of(llama, store, chunk_tokens=128, kept=Kept.WHOLE_CHUNKS)
+    cache = cache_of(llama, store, chunk_tokens=128, kept=SavedBlocks.WHOLE_CHUNKS)
     prompt = prompt_of(350)
     answer = cache.generate(prompt, max_new_tokens=130)
     assert answer.report.saved_blocks == 4
@@ -405,7 +407,7 @@ class DyingDoor(TenantDoor):
         verbs = "match present lease release report reserve commit abort spans spans_to_fill is_within_reach"
         for verb in verbs.split():
             setattr(self, verb, self._counted(getattr(door, verb)))
-        self.abandon, self.requests = door.abandon, door.requests
+        self.release_later, self.requests = door.release_later, door.requests
         self.commits_early, self.now = door.commits_early, door.now  # type: ignore[method-assign]
         self.open_namespace = door.open_namespace  # type: ignore[method-assign]
 
@@ -582,7 +584,7 @@ def test_prompts_in_any_form_are_the_same_prompt(llama: Any, store: EmbeddedStor
 
 def _namespace(model: Any, door: TenantDoor, chunk: str = "256") -> NamespaceHandle:
     """The model's own namespace, on a door of the test's."""
-    from engine_adapter.hf_model import fingerprint, layout_of
+    from engine_adapter.hf.model import fingerprint, layout_of
 
     layout: Layout = layout_of(model)
     namespace = Namespace(fingerprint(model), layout, "raw", config={"prefill_chunk_tokens": chunk})

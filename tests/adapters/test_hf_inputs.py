@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvstore
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 
 transformers = pytest.importorskip("transformers")
 
 from transformers import BatchEncoding, PreTrainedTokenizerFast  # noqa: E402
 
+from engine_adapter.hf.inputs import checked_new_tokens, checked_stop_tokens, prompt_of, prompts_of  # noqa: E402
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
-from engine_adapter.hf_inputs import checked_new_tokens, checked_stop_tokens, prompt_of, prompts_of  # noqa: E402
 from hf_models import small_model, some_prompt  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")

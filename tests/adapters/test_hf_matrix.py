@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import kvstore
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 
 pytest.importorskip("transformers")
 

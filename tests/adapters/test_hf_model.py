@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_adapter.hf_model import HASH_WHOLE_BYTES, _pieces, fingerprint, layout_of, namespace_config
+from engine_adapter.hf.model import HASH_WHOLE_BYTES, _pieces, fingerprint, layout_of, namespace_config
 
 transformers = pytest.importorskip("transformers")
 

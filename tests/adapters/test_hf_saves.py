@@ -13,12 +13,12 @@ import pytest
 
 import kvstore
 from adapters.test_hf_cache import cache_of, model_of, prompt_of, reasons
-from engine_adapter.hf_cache import Kept
-from kvstore.errors import Unreachable
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import MissReason
+from engine_adapter.hf_cache import SavedBlocks
+from kvstore.block.account import MissReason
+from kvstore.block.errors import Unreachable
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.socket_door import CallLimits
 from kvstore.node import EmbeddedStore
-from kvstore.service.remote_door import CallLimits
 from service.test_engines import wait_until
 from service.test_serve import serving
 from service.test_silent_sidecar import AT_ONCE, LONG, stop
@@ -37,8 +37,8 @@ def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
         yield opened
 
 
-@pytest.mark.parametrize("kept", list(Kept))
-def test_nothing_is_saved_before_the_first_token(llama: Any, store: EmbeddedStore, kept: Kept) -> None:
+@pytest.mark.parametrize("kept", list(SavedBlocks))
+def test_nothing_is_saved_before_the_first_token(llama: Any, store: EmbeddedStore, kept: SavedBlocks) -> None:
     cache = cache_of(llama, store, kept=kept)
     stream = cache.stream([prompt_of(1300)], max_new_tokens=12)
     next(stream)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import kvstore
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 
 transformers = pytest.importorskip("transformers")
 
 from transformers import GenerationConfig  # noqa: E402
 
-from engine_adapter.hf_cache import PrefixCache  # noqa: E402
-from engine_adapter.hf_settings import (  # noqa: E402
+from engine_adapter.hf.sampling import Sampling  # noqa: E402
+from engine_adapter.hf.settings import (  # noqa: E402
     APPLIED,
     APPLIED_TO_DRAWS,
     REFUSED,
@@ -26,7 +26,7 @@ from engine_adapter.hf_settings import (  # noqa: E402
     check_settings,
     chooser_of,
 )
-from engine_adapter.sampling import Sampling  # noqa: E402
+from engine_adapter.hf_cache import PrefixCache  # noqa: E402
 from hf_models import plain_answer, small_model, some_prompt  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")

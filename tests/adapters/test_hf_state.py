@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import kvstore
-from kvstore.codec import codec_named
-from kvstore.errors import BadInput, LayoutMismatch
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import Namespace
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.identity import Namespace
+from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from service.test_serve import PATHS
 from workbench import bench
@@ -27,9 +27,9 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.models.llama import modeling_llama  # noqa: E402
 
+from engine_adapter.hf.model import fingerprint, layout_of  # noqa: E402
+from engine_adapter.hf.watch import PROBE_SECONDS  # noqa: E402
 from engine_adapter.hf_cache import PrefixCache  # noqa: E402
-from engine_adapter.hf_model import fingerprint, layout_of  # noqa: E402
-from engine_adapter.hf_watch import PROBE_SECONDS  # noqa: E402
 from hf_models import Scaled, plain_answer, replace_linear, small_model, some_prompt  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.load_choice import STEPS_AHEAD, LoadChoice, StepWork
-from kvstore.handle import Match
-from kvstore.miss import Account, HitTier, MissReason
+from engine_adapter.paged.load_choice import STEPS_AHEAD, LoadChoice, StepWork
+from kvstore.block.account import Account, HitTier, MissReason
+from kvstore.client.handle import Match
 
 BLOCK = 64
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.engine_requests import LoadUnderWay, RequestFacts, RequestState
-from engine_adapter.load_plan import LoadPlan
-from engine_adapter.step_orders import LoadOrder, LoadReport
-from kvstore.identity import Prompt
-from kvstore.miss import Account, MissReason
+from engine_adapter.paged.load_plan import LoadPlan
+from engine_adapter.paged.requests import LoadUnderWay, RequestSpec, RequestState
+from engine_adapter.paged.step_plan import LoadOrder, LoadReport
+from kvstore.block.account import Account, MissReason
+from kvstore.block.identity import Prompt
 from paged_engine import Request
 
 PAGE, BLOCK = 32, 64
@@ -17,7 +17,7 @@ PAGE, BLOCK = 32, 64
 
 def state_of(name: str, *keys: str) -> RequestState:
     request = Request(name, [0] * 400, 400, None, known=400)  # type: ignore[arg-type]
-    state = RequestState(request, RequestFacts(), Account.of([]))
+    state = RequestState(request, RequestSpec(), Account.of([]))
     state.prompt = Prompt(400, [key.encode() for key in keys])
     return state
 
@@ -45,7 +45,7 @@ def test_whoever_may_share_pages_of_a_load_waits_until_it_is_known() -> None:
     assert not plan.asks(other, 160), "another prompt by then"
     assert not plan.asks(first, 160)
     assert plan.reported(report(1, 320)) is not None
-    assert not plan.asks(same, 160) and plan.take_spoiled() == set()
+    assert not plan.asks(same, 160) and plan.take_invalid_pages() == set()
 
 
 def test_a_load_beside_the_steps_is_nobody_elses_matter() -> None:
@@ -58,10 +58,10 @@ def test_a_load_beside_the_steps_is_nobody_elses_matter() -> None:
 def test_what_a_failed_load_left_behind_begins_where_it_ended() -> None:
     plan = LoadPlan(PAGE, BLOCK)
     plan.add(load_of(1, state_of("first", *KEYS), waits=True, first=64, ranks=2))
-    assert plan.reported(report(1, 320)) is None and plan.take_spoiled() == set()
+    assert plan.reported(report(1, 320)) is None and plan.take_invalid_pages() == set()
     load = plan.reported(report(1, 192, rank=1))
     assert load is not None and (load.end, load.is_whole, load.why) == (192, False, MissReason.CORRUPT)
-    assert plan.take_spoiled() == set(range(106, 112)) and plan.take_spoiled() == set()
+    assert plan.take_invalid_pages() == set(range(106, 112)) and plan.take_invalid_pages() == set()
     assert plan.reported(report(1, 0)) is None and len(plan) == 0
 
 
@@ -69,7 +69,7 @@ def test_after_giving_up_all_pages_on_their_way_are_nobodys_and_nobody_waits() -
     plan = LoadPlan(PAGE, BLOCK)
     plan.add(load_of(1, state_of("first", *KEYS), waits=True))
     plan.give_up()
-    assert plan.take_spoiled() == set(range(100, 112))
+    assert plan.take_invalid_pages() == set(range(100, 112))
     assert not plan.asks(state_of("same", *KEYS), 320)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from engine_adapter import model_files
 from engine_adapter.model_files import adapter_digest, model_fingerprint
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "rope_parameters": {"rope_theta": 1e4}, "eos_token_id": 2}
 

@@ -13,17 +13,17 @@ import pytest
 
 import kvstore
 from adapters.test_paged_scheduler import LAYOUT
-from engine_adapter import opened_namespace
-from engine_adapter.opened_namespace import OpenedNamespace
-from engine_adapter.step_orders import NamespaceFacts
+from engine_adapter.paged import namespace_opener as opened_namespace
+from engine_adapter.paged.namespace_opener import NamespaceOpener
+from engine_adapter.paged.step_plan import NamespaceSpec
 from kvstore.node import EmbeddedStore
 from paged_engine import SharedStore
 
 SECONDS = 30
 
 
-def facts(number: int, epoch: int = 0, model: str = "m") -> NamespaceFacts:
-    return NamespaceFacts(number, "", model, LAYOUT, "raw", epoch, {})
+def facts(number: int, epoch: int = 0, model: str = "m") -> NamespaceSpec:
+    return NamespaceSpec(number, "", model, LAYOUT, "raw", epoch, {})
 
 
 @pytest.fixture
@@ -41,13 +41,13 @@ def test_nothing_is_opened_before_it_is_wanted(store: EmbeddedStore) -> None:
     def never() -> Any:
         raise AssertionError
 
-    opened = OpenedNamespace(never)
+    opened = NamespaceOpener(never)
     assert opened.now() is None and opened.wait(0, 0.01) is None and opened.detail == "nothing was opened yet"
     opened.close(1.0)
 
 
 def test_the_one_that_is_wanted_is_open_soon(store: EmbeddedStore) -> None:
-    opened = OpenedNamespace(lambda: SharedStore(store))
+    opened = NamespaceOpener(lambda: SharedStore(store))
     opened.want(facts(0, 7))
     handle = opened.wait(0, SECONDS)
     assert handle is not None and opened.now() is handle
@@ -63,7 +63,7 @@ def test_who_waits_for_it_is_told_once_when_it_is_open(store: EmbeddedStore) -> 
         assert may_open.wait(SECONDS)
         return SharedStore(store)
 
-    opened = OpenedNamespace(comes)
+    opened = NamespaceOpener(comes)
     opened.want(facts(0))
     opened.tell_when_open(told.release)
     assert not told.acquire(blocking=False), "it is not open yet"
@@ -89,7 +89,7 @@ def test_a_store_that_comes_late_is_tried_until_it_is_there(
         return SharedStore(store)
 
     with caplog.at_level(logging.INFO, "engine_adapter"):
-        opened = OpenedNamespace(comes)
+        opened = NamespaceOpener(comes)
         opened.want(facts(0))
         started = time.monotonic()
         assert opened.wait(0, 0.1) is None and opened.now() is None
@@ -114,7 +114,7 @@ def test_another_one_takes_its_place_at_once(store: EmbeddedStore) -> None:
         def close(self) -> None:
             pass
 
-    opened = OpenedNamespace(Slow)  # type: ignore[arg-type]
+    opened = NamespaceOpener(Slow)  # type: ignore[arg-type]
     opened.want(facts(0))
     assert opened.wait(0, SECONDS) is not None
     opened.want(facts(1, 1))
@@ -131,8 +131,8 @@ def test_another_one_takes_its_place_at_once(store: EmbeddedStore) -> None:
 
 
 def test_one_that_cannot_be_opened_does_not_keep_the_next_from_it(store: EmbeddedStore, soon: None) -> None:
-    opened = OpenedNamespace(lambda: SharedStore(store))
-    opened.want(NamespaceFacts(0, "", "m", LAYOUT, "no such codec", 0, {}))
+    opened = NamespaceOpener(lambda: SharedStore(store))
+    opened.want(NamespaceSpec(0, "", "m", LAYOUT, "no such codec", 0, {}))
     assert opened.wait(0, 0.05) is None and "no such codec" in opened.detail
     opened.want(facts(1))
     assert opened.wait(1, SECONDS) is not None
@@ -140,7 +140,7 @@ def test_one_that_cannot_be_opened_does_not_keep_the_next_from_it(store: Embedde
 
 
 def test_a_shard_is_opened_as_one(store: EmbeddedStore) -> None:
-    opened = OpenedNamespace(lambda: SharedStore(store), 0)
+    opened = NamespaceOpener(lambda: SharedStore(store), 0)
     opened.want(facts(0))
     handle = opened.wait(0, SECONDS)
     assert handle is not None and handle.shard == 0
@@ -154,7 +154,7 @@ def test_close_hangs_up_and_ends_the_thread(store: EmbeddedStore, soon: None) ->
         def close(self) -> None:
             closed.append(1)
 
-    opened = OpenedNamespace(lambda: Told(store))
+    opened = NamespaceOpener(lambda: Told(store))
     opened.want(facts(0))
     assert opened.wait(0, SECONDS)
     opened.close(SECONDS)

@@ -21,11 +21,11 @@ import pytest
 import torch
 
 import kvstore
-from engine_adapter import paged_worker
-from engine_adapter.engine_requests import RequestCounts
-from engine_adapter.step_orders import NamespaceFacts, StepOrders, StepReports
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import HitTier, MissReason
+from engine_adapter.paged import worker as paged_worker
+from engine_adapter.paged.requests import RequestCounts
+from engine_adapter.paged.step_plan import NamespaceSpec, StepPlan, StepReports
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import SECONDS, Faults, PagedEngine, Request, Shape, SharedStore, Status, wrong_blocks
 from service.sidecar import Sidecar
@@ -45,7 +45,7 @@ def engine_at(store: EmbeddedStore, shape: Shape, random: Random, **options: Any
     return PagedEngine(shape, lambda session: SharedStore(store), random, **options)
 
 
-def handle_of(store: Any, facts: NamespaceFacts) -> NamespaceHandle:
+def handle_of(store: Any, facts: NamespaceSpec) -> NamespaceHandle:
     """The namespace of an engine, for whoever has pages with all heads."""
     handle: NamespaceHandle = store.namespace(
         model=facts.model, layout=facts.layout, codec=facts.codec, weights_epoch=facts.weights_epoch
@@ -58,7 +58,7 @@ class Drawn:
     """What was asked of an engine, and in which namespace: streams, by weights."""
 
     streams: list[tuple[int, list[int]]]
-    facts: list[NamespaceFacts]
+    facts: list[NamespaceSpec]
 
 
 def drive(engine: PagedEngine, random: Random, steps: int, evict: Callable[[int], object], weights: bool) -> Drawn:
@@ -200,7 +200,7 @@ def no_fences(engine: PagedEngine) -> None:
 
     def unfenced(*given: Any) -> Any:
         orders = step(*given)
-        orders.fenced = []
+        orders.cancelled_saves = []
         return orders
 
     engine.half.step = unfenced  # type: ignore[method-assign]
@@ -236,7 +236,7 @@ def silent_failures(engine: PagedEngine) -> None:
 
 
 def spoiled_pages_are_kept(engine: PagedEngine) -> None:
-    engine.half.take_spoiled = lambda: set()  # type: ignore[method-assign]
+    engine.half.take_invalid_pages = lambda: set()  # type: ignore[method-assign]
 
 
 def pages_on_their_way_are_shared(engine: PagedEngine) -> None:
@@ -495,7 +495,7 @@ def test_orders_and_reports_name_no_tokens(store: EmbeddedStore) -> None:
         assert hits(finished(engine, "b", [token] * 200)) == {"dram": 192}
         told = [pickle.loads(crossed) for crossed in engine.crossed]
         for kind in ("saves", "loads"):
-            assert {type(one) for one in told if getattr(one, kind)} == {StepOrders, StepReports}
+            assert {type(one) for one in told if getattr(one, kind)} == {StepPlan, StepReports}
         for crossed in engine.crossed:
             assert token.to_bytes(4, "little") not in crossed and token.to_bytes(4, "big") not in crossed
             assert str(token).encode() not in crossed

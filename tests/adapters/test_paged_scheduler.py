@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 import kvstore
-from engine_adapter.audit import AuditResult, Verdict
-from engine_adapter.connector_settings import ConnectorSettings
-from engine_adapter.engine_requests import NEVER, Computed, RequestFacts
-from engine_adapter.load_choice import StepWork
-from engine_adapter.paged_scheduler import PagedScheduler
-from engine_adapter.step_orders import AuditReport, LoadReport, NamespaceFacts, SaveReport, StepOrders, StepReports
-from kvstore.errors import BadInput
-from kvstore.handle import NamespaceHandle
-from kvstore.layout import Layout
-from kvstore.miss import HitTier, MissReason
+from engine_adapter.audit.audits import AuditResult, AuditVerdict
+from engine_adapter.paged.load_choice import StepWork
+from engine_adapter.paged.requests import NEVER, Computed, RequestSpec
+from engine_adapter.paged.scheduler import PagedScheduler
+from engine_adapter.paged.settings import ConnectorSettings
+from engine_adapter.paged.step_plan import AuditReport, LoadReport, NamespaceSpec, SaveReport, StepPlan, StepReports
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import BadInput
+from kvstore.block.layout import Layout
+from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import Request, SharedStore
 from tiering.frame import KEY_BYTES
@@ -28,11 +28,11 @@ from workbench import FakeClock, ids, plausible_pages
 
 PAGE = 32
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="float32", page_tokens=PAGE, block_tokens=64)
-FACTS = NamespaceFacts(0, "", "3f5e1c0d9a", LAYOUT, "raw", 0, {})
+FACTS = NamespaceSpec(0, "", "3f5e1c0d9a", LAYOUT, "raw", 0, {})
 SECONDS = 30
 
 
-def handle_of(store: EmbeddedStore, facts: NamespaceFacts = FACTS) -> NamespaceHandle:
+def handle_of(store: EmbeddedStore, facts: NamespaceSpec = FACTS) -> NamespaceHandle:
     return store.namespace(model=facts.model, layout=facts.layout, codec=facts.codec, weights_epoch=facts.weights_epoch)
 
 
@@ -82,7 +82,7 @@ class _LateAnswer:
     def __init__(self, answer: Any, late: Late) -> None:
         self._answer = answer
         self._late = late
-        self.cancel, self.forsake = answer.cancel, answer.forsake
+        self.cancel, self.cancel_from_finalizer = answer.cancel, answer.cancel_from_finalizer
 
     def poll(self) -> Any:
         return None if self._late.is_late else self._answer.poll()
@@ -96,7 +96,7 @@ class Half:
         store: Any,
         *,
         ranks: int = 1,
-        facts: NamespaceFacts = FACTS,
+        facts: NamespaceSpec = FACTS,
         choose: Callable[[], float] = lambda: 0.0,
         **settings: Any,
     ) -> None:
@@ -114,10 +114,10 @@ class Half:
         assert self.half.choice is not None
         self.half.choice.holdout.first_left = 0
 
-    def add(self, name: str, prompt: Sequence[int], facts: RequestFacts | None = None, more: int = 0) -> Request:
+    def add(self, name: str, prompt: Sequence[int], facts: RequestSpec | None = None, more: int = 0) -> Request:
         stream = [*prompt, *range(5000, 5000 + more)]
         request = Request(name, stream, len(prompt), None, known=len(prompt))  # type: ignore[arg-type]
-        self.half.added(request, facts or RequestFacts())
+        self.half.added(request, facts or RequestSpec())
         return request
 
     def matched(self, request: Request, local: int = 0) -> tuple[int, bool]:
@@ -143,7 +143,7 @@ class Half:
         self.next_page += count
         return list(range(self.next_page - count, self.next_page))
 
-    def step(self, *requests: Request, grown: Sequence[int] = (), upto: int | None = None) -> StepOrders:
+    def step(self, *requests: Request, grown: Sequence[int] = (), upto: int | None = None) -> StepPlan:
         """A step that computes all of these."""
         due = []
         for request in requests:
@@ -153,7 +153,7 @@ class Half:
         running = {request.request_id for request in requests}
         return self.half.step(running, due, grown, StepWork((), len(requests)))
 
-    def loaded(self, orders: StepOrders, tokens: int | None = None, rank: int = 0) -> None:
+    def loaded(self, orders: StepPlan, tokens: int | None = None, rank: int = 0) -> None:
         """What a worker says of the only load."""
         (order,) = orders.loads
         stop = order.stop_token if tokens is None else tokens
@@ -161,7 +161,7 @@ class Half:
         report = LoadReport(order.number, order.request, rank, stop, 0.004, reason)
         self.half.reported(StepReports(loads=[report]))
 
-    def saved(self, orders: StepOrders, held: int, stored: int, **given: Any) -> None:
+    def saved(self, orders: StepPlan, held: int, stored: int, **given: Any) -> None:
         """What a worker says of the only save."""
         (order,) = orders.saves
         report = SaveReport(order.number, order.request, 0, held, stored, 0.004, **given)
@@ -432,7 +432,7 @@ def test_a_hit_after_a_preemption_is_not_loaded_where_all_are_audited(store: Emb
     assert half.admit(request, tokens=330) == 0
     (save,) = half.step(request, upto=330).saves
     put(store, ids(320))
-    half.saved(StepOrders(saves=[save]), 5, 5)
+    half.saved(StepPlan(saves=[save]), 5, 5)
     for _ in range(2):
         assert half.admit(request) == 0, "it was preempted"
     assert half.half.choice is not None and half.half.choice.holdout.hits == 1
@@ -454,10 +454,10 @@ def test_what_is_compared_is_held_before_its_request_runs(store: EmbeddedStore) 
     assert half.matched(request) == (0, False)
     half.half.allocated("a", request.tables, 0)
     (order,) = half.step(request).audits
-    result = AuditResult(Verdict.EXACT, 0.0, 0.0, 0.0, 0.1, 0, None)
+    result = AuditResult(AuditVerdict.EXACT, 0.0, 0.0, 0.0, 0.1, 0, None)
     half.told(request)
     half.half.reported(StepReports(audits=[AuditReport(order.number, "a", 0, (result,))]))
-    assert half.half.take_counts().audited == {Verdict.EXACT: 1}
+    assert half.half.take_counts().audited == {AuditVerdict.EXACT: 1}
     _until(lambda: not store.usage().leases)
 
 
@@ -578,7 +578,7 @@ def test_what_is_on_its_way_for_a_step_is_nobody_elses(store: EmbeddedStore) -> 
     orders = half.step(first)
     assert half.half.matched("b", 320) == (None, False), "nobody knows yet"
     half.loaded(orders, 160)
-    assert half.half.take_spoiled() == set(first.tables[0][5:]) and half.half.take_spoiled() == set()
+    assert half.half.take_invalid_pages() == set(first.tables[0][5:]) and half.half.take_invalid_pages() == set()
     assert half.half.matched("b", 160)[0] is not None
 
 
@@ -589,7 +589,7 @@ def test_after_a_fault_of_our_own_nobody_is_held_up_and_nothing_is_shared(store:
     half.admit(first)
     half.step(first)
     half.half.broke(RuntimeError("for a test"))
-    assert half.half.take_spoiled() == set(first.tables[0])
+    assert half.half.take_invalid_pages() == set(first.tables[0])
     sharer = half.add("b", [*ids(320), 7])
     assert half.half.matched(sharer.request_id, 320) == (0, False)
     half.half.renamed(1)
@@ -637,7 +637,7 @@ def test_what_a_request_says_goes_before_what_the_engine_was_told(
     store: EmbeddedStore, said: int | None, priority: int
 ) -> None:
     half = Half(SharedStore(store), priority=3)
-    request = half.add("a", ids(64), RequestFacts(priority=said))
+    request = half.add("a", ids(64), RequestSpec(priority=said))
     half.admit(request, tokens=64)
     assert half.step(request).saves[0].priority == priority
 
@@ -680,10 +680,10 @@ def test_a_parked_request_that_is_admitted_again_fences_what_lies_behind_its_loa
     assert half.matched(request) == (128, True)
     half.half.allocated("a", [[20, 21, 22, 23]], 128)
     orders = half.step()
-    assert orders.fenced == []
+    assert orders.cancelled_saves == []
     half.loaded(orders)
     half.half.allocated("a", [[20, 21, 22, 23, 3, 4]], 0)
-    assert half.step(request).fenced == [save.number]
+    assert half.step(request).cancelled_saves == [save.number]
 
 
 def test_a_load_that_failed_and_gives_its_pages_back_is_admitted_anew_without_the_store(store: EmbeddedStore) -> None:
@@ -736,7 +736,7 @@ def test_an_engine_that_counts_on_tokens_hears_of_a_lease_that_is_gone(store: Em
 
 def test_a_load_that_failed_says_nothing_of_pages_that_are_another_loads_by_now(store: EmbeddedStore) -> None:
     """A step ahead: its request is given up, and its pages are loaded into anew, before that it failed is known."""
-    facts = NamespaceFacts(0, "", "m", LAYOUT, "int8-kc64", 0, {})
+    facts = NamespaceSpec(0, "", "m", LAYOUT, "int8-kc64", 0, {})
     half = Half(SharedStore(store), facts=facts, load="sync")
     handle = half.half._namespace.now()
     assert handle is not None and handle.put(ids(320), plausible_pages(LAYOUT, 5)).stored == 5
@@ -774,7 +774,7 @@ def test_with_several_groups_no_step_waits(store: EmbeddedStore) -> None:
     layout = Layout(
         (LAYOUT.groups[0], kvstore.KvGroup("w", (1,), 1, (8, 8), "float32", kvstore.Attention.SLIDING, 64)), 64, PAGE
     )
-    half = Half(SharedStore(store), load="sync", facts=NamespaceFacts(0, "", "m", layout, "raw", 0, {}))
+    half = Half(SharedStore(store), load="sync", facts=NamespaceSpec(0, "", "m", layout, "raw", 0, {}))
     handle = half.half._namespace.now()
     assert handle is not None
     handle.put(ids(128), plausible_pages(layout, 2))
@@ -805,16 +805,16 @@ def test_blocks_are_offered_as_they_are_complete_and_only_accepted_tokens(store:
 @pytest.mark.parametrize(
     ("settings", "facts", "blocks"),
     [
-        ({}, RequestFacts(), 3),
-        ({"save": "prompt"}, RequestFacts(), 2),
-        ({"save": "none"}, RequestFacts(), 0),
-        ({}, RequestFacts(saves=False), 0),
-        ({}, RequestFacts(refused=MissReason.UNSUPPORTED, detail="no"), 0),
-        ({}, RequestFacts(reads=False), 3),
+        ({}, RequestSpec(), 3),
+        ({"save": "prompt"}, RequestSpec(), 2),
+        ({"save": "none"}, RequestSpec(), 0),
+        ({}, RequestSpec(saves=False), 0),
+        ({}, RequestSpec(refused=MissReason.UNSUPPORTED, detail="no"), 0),
+        ({}, RequestSpec(reads=False), 3),
     ],
 )
 def test_what_is_offered_is_what_was_wanted(
-    store: EmbeddedStore, settings: dict[str, Any], facts: RequestFacts, blocks: int
+    store: EmbeddedStore, settings: dict[str, Any], facts: RequestSpec, blocks: int
 ) -> None:
     half = Half(SharedStore(store), **settings)
     request = half.add("a", ids(150), facts, more=60)
@@ -833,7 +833,7 @@ def test_what_is_offered_is_what_was_wanted(
 
 def test_what_a_user_wants_of_saved_blocks_goes_before_what_the_engine_was_told(store: EmbeddedStore) -> None:
     half = Half(SharedStore(store), ttl=5.0, priority=3)
-    one, other = half.add("a", ids(64)), half.add("b", ids(64, 500), RequestFacts(ttl=7.0, priority=-2))
+    one, other = half.add("a", ids(64)), half.add("b", ids(64, 500), RequestSpec(ttl=7.0, priority=-2))
     half.admit(one, tokens=64)
     half.admit(other, tokens=64)
     saves = half.step(one, other).saves
@@ -881,7 +881,7 @@ def test_where_one_worker_may_read_with_the_schedulers_lease(
     (order,) = half.step(request).loads
     assert (order.here is not None) == is_here and order.ticket
     for rank in range(ranks):
-        half.loaded(StepOrders(loads=[order]), rank=rank)
+        half.loaded(StepPlan(loads=[order]), rank=rank)
     half.told(request)
     _until(lambda: not store.usage().leases)
 
@@ -893,7 +893,7 @@ def drifted(half: Half, request: Request) -> StepReports:
     """What is reported of a request that is held out and whose block is another one."""
     half.matched(request)
     half.half.allocated(request.request_id, request.tables, 0)
-    result = AuditResult(Verdict.DRIFTED, 1.0, 1.0, 1.0, 0.1, 0, None)
+    result = AuditResult(AuditVerdict.DRIFTED, 1.0, 1.0, 1.0, 0.1, 0, None)
     deadline = 2000
     while not (orders := half.step(request)).audits:
         deadline -= 1
@@ -911,17 +911,17 @@ def test_after_drift_what_comes_is_a_miss_and_what_runs_goes_on(store: EmbeddedS
     held_out = half.add("a", ids(330))
     held_out.tables = [half.pages(11)]
     half.half.reported(drifted(half, held_out))
-    assert half.half.take_counts().audited == {Verdict.DRIFTED: 1}
+    assert half.half.take_counts().audited == {AuditVerdict.DRIFTED: 1}
     late = half.add("b", ids(330))
     assert half.matched(late) == (0, False)
     half.half.allocated("b", [[1, 2, 3]], 0)
     running.known = 300
     orders = half.step(running, late)
-    assert save.number in orders.fenced, "its pages are somebody else's now"
+    assert save.number in orders.cancelled_saves, "its pages are somebody else's now"
     assert orders.saves == [] and running.due == NEVER
     told = half.told(late)
     assert told["misses"] == {"audit": 330} and "is not what this engine computes" in told["detail"]
-    half.saved(StepOrders(saves=[save]), 3, 3)
+    half.saved(StepPlan(saves=[save]), 3, 3)
     assert half.told(running)["saved_blocks"] == 3 and half.told(held_out) is not None
     _until(lambda: not store.usage().leases)
 
@@ -959,7 +959,7 @@ def test_a_fault_ends_the_stores_use_and_not_the_engine_with_one_line(
     with caplog.at_level(logging.INFO, "engine_adapter"):
         for name in "ab":
             broken = Broken(name, ids(330), 330, None, known=330)  # type: ignore[arg-type]
-            half.half.added(broken, RequestFacts())
+            half.half.added(broken, RequestSpec())
             assert half.half.matched(name, 0) == (0, False)
             half.half.allocated(name, [[1, 2, 3]], 0)
             half.step(broken)
@@ -969,7 +969,7 @@ def test_a_fault_ends_the_stores_use_and_not_the_engine_with_one_line(
     sound.known = 300
     orders = half.step(sound)
     assert orders.saves == [] and sound.due == NEVER
-    half.saved(StepOrders(saves=[save]), 3, 3)
+    half.saved(StepPlan(saves=[save]), 3, 3)
     late = half.add("late", ids(330))
     assert half.matched(late) == (0, False)
     assert half.told(late)["misses"] == {"disabled": 330}
@@ -980,7 +980,7 @@ def test_a_fault_while_a_block_is_offered_ends_the_stores_use(store: EmbeddedSto
     half = Half(SharedStore(store))
     broken = Broken("a", ids(330), 130, None, known=130)  # type: ignore[arg-type]
     broken.token_ids = lambda first, stop: broken.stream[first:stop]  # type: ignore[method-assign]
-    half.half.added(broken, RequestFacts())
+    half.half.added(broken, RequestSpec())
     half.admit(broken, tokens=330)
     del broken.token_ids
     broken.known = 200
@@ -1014,7 +1014,7 @@ def test_weights_that_were_changed_are_another_namespace(store: EmbeddedStore) -
     (save,) = half.step(late).saves
     assert save.namespace == 1
     half.half.allocated("x", [late.tables[0][:1]], 0)
-    assert half.step().fenced == [save.number]
+    assert half.step().cancelled_saves == [save.number]
 
 
 def test_before_a_worker_has_spoken_nothing_is_asked(store: EmbeddedStore) -> None:
@@ -1022,7 +1022,7 @@ def test_before_a_worker_has_spoken_nothing_is_asked(store: EmbeddedStore) -> No
         ConnectorSettings.of({"url": "unix:none"}), lambda: SharedStore(store), float, float, lambda _: None
     )
     request = Request("a", ids(100), 100, None, known=100)  # type: ignore[arg-type]
-    half.added(request, RequestFacts())
+    half.added(request, RequestSpec())
     assert half.matched("a", 0) == (0, False) and not half.wait_open(0.0)
     half.allocated("a", [[1, 2, 3, 4]], 0)
     assert half.step({"a"}, [], [], StepWork((), 1)).namespace is None

@@ -13,15 +13,16 @@ import pytest
 import torch
 
 import kvstore
-from engine_adapter import paged_worker, save_patience
-from engine_adapter.audit import Verdict
-from engine_adapter.engine_pages import layout_of
-from engine_adapter.paged_worker import PagedWorker
-from engine_adapter.save_plan import page_runs
-from engine_adapter.step_orders import AuditOrder, LeaseHere, LoadOrder, NamespaceFacts, PageRun, SaveOrder, StepOrders
-from engine_adapter.step_orders import StepReports as Reports
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import MissReason
+from engine_adapter.audit.audits import AuditVerdict
+from engine_adapter.paged import save_patience
+from engine_adapter.paged import worker as paged_worker
+from engine_adapter.paged.pages import layout_of
+from engine_adapter.paged.save_plan import page_runs
+from engine_adapter.paged.step_plan import AuditOrder, LeaseHere, LoadOrder, NamespaceSpec, PageRun, SaveOrder, StepPlan
+from engine_adapter.paged.step_plan import StepReports as Reports
+from engine_adapter.paged.worker import PagedWorker
+from kvstore.block.account import MissReason
+from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import Rank, Shape, SharedStore, kv_numbers, wrong_blocks
 from workbench import ids
@@ -66,7 +67,7 @@ class Bench:
         self.shape = shape or Shape(pages=30)
         self.rank = Rank(self.shape, 0)
         self.layout = layout_of([self.rank.pages.facts], 2, 64)
-        self.facts = NamespaceFacts(0, "", "m", self.layout, "raw", 0, {})
+        self.facts = NamespaceSpec(0, "", "m", self.layout, "raw", 0, {})
         self.handle: NamespaceHandle = store.namespace(model="m", layout=self.layout)
         given = {"load_threads": 1, "save_bytes": 1 << 20, **options}
         self.worker = GatedWorker(self.rank.pages, lambda session: SharedStore(store), time.monotonic, **given)
@@ -82,8 +83,8 @@ class Bench:
             event.set()
         self.worker.close()
 
-    def begin(self, **orders: Any) -> StepOrders:
-        step = StepOrders(**orders)
+    def begin(self, **orders: Any) -> StepPlan:
+        step = StepPlan(**orders)
         self.worker.begin(step)
         return step
 
@@ -163,7 +164,7 @@ def test_a_fence_waits_for_a_save_that_reads(store: EmbeddedStore) -> None:
         bench.begin(saves=[order])
         bench.worker.start_saves()
         assert bench.worker.reads.wait(SECONDS)
-        fence = blocks_for(0.1, lambda: bench.begin(fenced=[order.number]))
+        fence = blocks_for(0.1, lambda: bench.begin(cancelled_saves=[order.number]))
         bench.worker.in_read.set()
         ends(fence)
         bench.fill(ids(128, 900), table)
@@ -181,7 +182,7 @@ def test_a_fence_does_not_wait_for_a_save_of_other_pages(store: EmbeddedStore) -
         bench.worker.start_saves()
         assert bench.worker.reads.wait(SECONDS)
         started = time.monotonic()
-        bench.begin(fenced=[other.number, 99])
+        bench.begin(cancelled_saves=[other.number, 99])
         assert time.monotonic() - started < 1.0
         (report,) = bench.reports(saves=1).saves
         assert (report.number, report.dropped, report.stored) == (other.number, True, 0)
@@ -198,7 +199,7 @@ def test_a_save_that_is_fenced_before_it_reads_reads_nothing(store: EmbeddedStor
         bench.begin(saves=[order])
         bench.worker.start_saves()
         _until(lambda: bench.worker._saving is not None)
-        bench.begin(fenced=[order.number])
+        bench.begin(cancelled_saves=[order.number])
         bench.fill(ids(128, 900), [1, 2, 3, 4])
         bench.worker.before_read.set()
         (report,) = bench.reports(saves=1).saves
@@ -217,7 +218,7 @@ def test_with_windows_a_fence_waits_a_little_for_saves_that_wait(
         bench.worker.before_read.clear()
         bench.begin(saves=[order])
         bench.worker.start_saves()
-        fence = blocks_for(0.1, lambda: bench.begin(fenced=[order.number]))
+        fence = blocks_for(0.1, lambda: bench.begin(cancelled_saves=[order.number]))
         bench.worker.before_read.set()
         ends(fence)
         (report,) = bench.reports(saves=1).saves
@@ -227,7 +228,7 @@ def test_with_windows_a_fence_waits_a_little_for_saves_that_wait(
         last = bench.save(ids(128, 700), [1, 2, 3, 4])
         bench.begin(saves=[last])
         bench.worker.start_saves()
-        bench.begin(fenced=[last.number])
+        bench.begin(cancelled_saves=[last.number])
         bench.worker.before_read.set()
         assert bench.reports(saves=1).saves[0].dropped
 
@@ -271,7 +272,7 @@ def test_where_waiting_loses_something_saves_do_not_wait(store: EmbeddedStore) -
         bench.worker.start_saves()
         _until(lambda: len(bench.worker._save_reports) == 1)
         assert bench.reports(saves=1).saves[0].number == first.number
-        bench.begin(number=3, fenced=[bench.number])
+        bench.begin(number=3, cancelled_saves=[bench.number])
         assert bench.reports(saves=1).saves[0].dropped
         bench.begin(number=4, saves=[bench.save(ids(192), [1, 2, 3, 4, 5, 6], first=128)])
         bench.worker.start_saves()
@@ -314,7 +315,7 @@ def test_between_two_pieces_a_save_waits_again(store: EmbeddedStore, monkeypatch
         _until(lambda: bench.handle.match(ids(256)).blocks == 1)
         time.sleep(0.1)
         assert bench.handle.match(ids(256)).blocks == 1, "the next one waits for the step"
-        bench.begin(number=3, fenced=[order.number])
+        bench.begin(number=3, cancelled_saves=[order.number])
         (report,) = bench.reports(saves=1).saves
         assert (report.stored, report.dropped) == (1, True)
     assert wrong_blocks(bench.handle, ids(256), 0, 0.0) == (1, [])
@@ -487,7 +488,7 @@ def test_a_load_of_a_namespace_that_is_no_more_is_over_at_once(store: EmbeddedSt
         bench.stored(ids(64))
         order, lease = bench.load(ids(64), [11, 12], waits=False)
         saves = [bench.save(ids(64, 100 * number), [1, 2]) for number in range(1, 5)]
-        bench.begin(namespace=NamespaceFacts(1, "", "m", bench.layout, "raw", 1, {}), loads=[order], saves=saves)
+        bench.begin(namespace=NamespaceSpec(1, "", "m", bench.layout, "raw", 1, {}), loads=[order], saves=saves)
         started = time.monotonic()
         bench.worker.start_loads()
         bench.worker.start_saves()
@@ -510,7 +511,7 @@ def test_without_a_store_loads_and_saves_end_in_time(store: EmbeddedStore, monke
     layout = layout_of([rank.pages.facts], 2, 64)
     load = LoadOrder(1, "a", 0, b"", 0, 64, (PageRun(0, [1, 2]),), waits=False)
     save = SaveOrder(2, "b", 0, bytes(32), 0, (PageRun(0, [3, 4]),), None, 0)
-    worker.begin(StepOrders([load], [save], namespace=NamespaceFacts(0, "", "m", layout, "raw", 0, {})))
+    worker.begin(StepPlan([load], [save], namespace=NamespaceSpec(0, "", "m", layout, "raw", 0, {})))
     worker.start_loads()
     worker.start_saves()
     received: set[str] = set()
@@ -647,9 +648,9 @@ def test_an_audit_says_how_far_the_stored_block_is_from_the_computed_one(
         bench.stored(ids(128))
         bench.fill(ids(128), [11, 12, 13, 14])
         bench.rank.planes[1][0][torch.tensor([13, 14])] *= 1 + off
-        assert audited(bench, (PageRun(2, [13, 14]),)) == [Verdict(verdict)]
+        assert audited(bench, (PageRun(2, [13, 14]),)) == [AuditVerdict(verdict)]
         bench.rank.planes[1][0][torch.tensor([11, 12])] += 1
-        assert audited(bench, (PageRun(2, [13, 14]),)) == [Verdict(verdict)], "the block's own pages alone"
+        assert audited(bench, (PageRun(2, [13, 14]),)) == [AuditVerdict(verdict)], "the block's own pages alone"
 
 
 def two_groups(store: EmbeddedStore, window: int) -> Bench:
@@ -664,9 +665,9 @@ def two_groups(store: EmbeddedStore, window: int) -> Bench:
 def test_of_two_groups_each_is_compared(store: EmbeddedStore) -> None:
     with two_groups(store, 40) as bench:
         runs = PageRun(2, [3, 4]), PageRun(2, [3, 4])
-        assert audited(bench, runs) == [Verdict.EXACT]
+        assert audited(bench, runs) == [AuditVerdict.EXACT]
         bench.rank.planes[2][1][torch.tensor([4])] += 1  # of the second group, in its window
-        assert audited(bench, runs) == [Verdict.DRIFTED]
+        assert audited(bench, runs) == [AuditVerdict.DRIFTED]
 
 
 @pytest.mark.parametrize("window", [20, 40])
@@ -675,9 +676,9 @@ def test_a_group_with_freed_pages_is_left_out(
 ) -> None:
     with two_groups(store, window) as bench:
         bench.rank.planes[2][1][torch.tensor([4])] += 1
-        assert audited(bench, (PageRun(2, [3, 4]), PageRun(3, [4]))) == [Verdict.EXACT]
+        assert audited(bench, (PageRun(2, [3, 4]), PageRun(3, [4]))) == [AuditVerdict.EXACT]
         bench.rank.planes[1][1][torch.tensor([4])] += 1
-        assert audited(bench, (PageRun(2, [3, 4]), PageRun(4, []))) == [Verdict.DRIFTED]
+        assert audited(bench, (PageRun(2, [3, 4]), PageRun(4, []))) == [AuditVerdict.DRIFTED]
     assert not caplog.records, "nothing has failed"
 
 
@@ -688,7 +689,7 @@ def test_a_group_with_a_window_that_is_shorter_than_a_block_is_left_out(store: E
         for planes in bench.rank.planes:
             for plane in planes:
                 plane[:3] = 7
-        assert audited(bench, (PageRun(2, [13, 14]), PageRun(2, [13, 14]))) == [Verdict.EXACT]
+        assert audited(bench, (PageRun(2, [13, 14]), PageRun(2, [13, 14]))) == [AuditVerdict.EXACT]
 
 
 def test_an_audit_whose_pages_are_somebody_elses_finds_nothing(store: EmbeddedStore) -> None:
@@ -698,7 +699,7 @@ def test_an_audit_whose_pages_are_somebody_elses_finds_nothing(store: EmbeddedSt
         lease = bench.handle.lease(bench.handle.match(ids(128)), 64)
         bench.begin(audits=[AuditOrder(77, "a", 0, lease.ticket(), 64, (PageRun(2, [13, 14]),))])
         bench.worker.start_saves()
-        bench.begin(fenced=[77])
+        bench.begin(cancelled_saves=[77])
         bench.worker.before_read.set()
         assert bench.reports(audits=1).audits[0].results == ()
         lease.release()
@@ -727,7 +728,7 @@ def test_an_audit_does_not_wait_for_the_engine(store: EmbeddedStore) -> None:
         bench.fill(ids(128), [11, 12, 13, 14])
         bench.begin(number=1, saves=[bench.save(ids(64, 500), [1, 2])])
         bench.worker.start_saves()
-        assert audited(bench, (PageRun(2, [13, 14]),), number=2) == [Verdict.EXACT]
+        assert audited(bench, (PageRun(2, [13, 14]),), number=2) == [AuditVerdict.EXACT]
         assert bench.handle.match(ids(64, 500)).blocks == 1
 
 
@@ -748,7 +749,7 @@ def test_an_audit_does_not_wait_for_a_save_between_two_pieces(
         bench.begin(number=2)
         bench.worker.in_read.set()
         _until(lambda: bench.handle.match(ids(128, 500)).blocks == 1)
-        assert audited(bench, (PageRun(2, [13, 14]),), number=3) == [Verdict.EXACT]
+        assert audited(bench, (PageRun(2, [13, 14]),), number=3) == [AuditVerdict.EXACT]
 
 
 @pytest.mark.parametrize("which", range(3))

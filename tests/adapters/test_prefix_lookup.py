@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from adapters.test_paged_scheduler import FACTS, LAYOUT, Late, put
-from engine_adapter import prefix_lookup
-from engine_adapter.prefix_lookup import PrefixLookup
-from kvstore.errors import StoreClosed
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import MissReason
+from engine_adapter.paged import lookup as prefix_lookup
+from engine_adapter.paged.lookup import PrefixLookup
+from kvstore.block.account import MissReason
+from kvstore.block.errors import StoreClosed
+from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from workbench import FakeClock, ids
 

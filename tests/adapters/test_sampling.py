@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_adapter.sampling import Sampling, choose
-from kvstore.errors import BadInput
+from engine_adapter.hf.sampling import Sampling, choose
+from kvstore.block.errors import BadInput
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5]]))
 

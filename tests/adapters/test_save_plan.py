@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_adapter.save_plan import FREED, SavePlan, page_runs
-from engine_adapter.step_orders import PageRun, SaveOrder, SaveReport
-from kvstore.miss import MissReason
+from engine_adapter.paged.save_plan import FREED, SavePlan, page_runs
+from engine_adapter.paged.step_plan import PageRun, SaveOrder, SaveReport
+from kvstore.block.account import MissReason
 
 PAGES = st.sets(st.integers(1, 12), min_size=1, max_size=5)
 

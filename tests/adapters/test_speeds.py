@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_adapter.speeds import (
+from engine_adapter.cost.speeds import (
     HALF_LIFE_SECONDS,
     LEAST_STEP_TOKENS,
     LEAST_STEPS,
@@ -17,7 +17,7 @@ from engine_adapter.speeds import (
     PrefillSpeed,
     TierPrior,
 )
-from kvstore.miss import HitTier
+from kvstore.block.account import HitTier
 
 MEBIBYTE = 1 << 20
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

@@ -13,17 +13,16 @@ import pytest
 import kvstore
 from adapters.test_opened_namespace import facts
 from adapters.test_paged_scheduler import FACTS, SECONDS, Request
-from engine_adapter import opened_namespace
-from engine_adapter.connector_settings import ConnectorSettings
-from engine_adapter.engine_requests import RequestFacts
-from engine_adapter.opened_namespace import OpenedNamespace
-from engine_adapter.paged_scheduler import PagedScheduler
-from engine_adapter.store_faults import reason_of
-from kvstore.codec import codec_named
-from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, NotReady, StoreClosed, TurnedAway, Unreachable
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import Namespace
-from kvstore.miss import MissReason
+from engine_adapter.paged import namespace_opener as opened_namespace
+from engine_adapter.paged.namespace_opener import NamespaceOpener
+from engine_adapter.paged.requests import RequestSpec
+from engine_adapter.paged.scheduler import PagedScheduler
+from engine_adapter.paged.settings import ConnectorSettings
+from kvstore.block.account import MissReason, reason_of
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired, NotReady, Rejected, StoreClosed, Unreachable
+from kvstore.block.identity import Namespace
+from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from paged_engine import SharedStore
 from service.sidecar import Sidecar
@@ -66,9 +65,9 @@ def scheduler(open_store: Callable[[], Any]) -> PagedScheduler:
     return half
 
 
-def missed(half: PagedScheduler, tokens: int = 330, given: RequestFacts | None = None) -> tuple[Any, Any]:
+def missed(half: PagedScheduler, tokens: int = 330, given: RequestSpec | None = None) -> tuple[Any, Any]:
     """What a request is told for which nothing could be asked."""
-    half.added(Request("a", ids(tokens), tokens, None, known=tokens), given or RequestFacts())  # type: ignore[arg-type]
+    half.added(Request("a", ids(tokens), tokens, None, known=tokens), given or RequestSpec())  # type: ignore[arg-type]
     assert half.matched("a", 0) == (0, False)
     told: Any = half.finished("a")
     return told["misses"], told["detail"]
@@ -80,7 +79,7 @@ def missed(half: PagedScheduler, tokens: int = 330, given: RequestFacts | None =
         (StoreClosed("closed"), MissReason.DISABLED),
         (NotReady("soon"), MissReason.WARMING),
         (Unreachable("away"), MissReason.UNREACHABLE),
-        (TurnedAway("not for you"), MissReason.UNREACHABLE),
+        (Rejected("not for you"), MissReason.UNREACHABLE),
         (LeaseExpired("over"), MissReason.STALE_HINT),
         (BadInput("no such codec"), MissReason.UNSUPPORTED),
         (LayoutMismatch("other pages"), MissReason.UNSUPPORTED),
@@ -121,7 +120,7 @@ def test_while_its_namespace_is_being_opened_a_store_is_warming(store: EmbeddedS
 def test_what_a_request_is_refused_for_is_of_all_its_tokens(store: EmbeddedStore) -> None:
     half = scheduler(lambda: SharedStore(store))
     assert half.wait_open(SECONDS)
-    refused = RequestFacts(refused=MissReason.UNSUPPORTED, detail="embeddings")
+    refused = RequestSpec(refused=MissReason.UNSUPPORTED, detail="embeddings")
     assert missed(half, given=refused) == ({"unsupported": 330}, "embeddings")
     half.close()
 
@@ -133,7 +132,7 @@ def test_a_namespace_that_is_not_opened_says_why(store: EmbeddedStore, monkeypat
     def fails() -> Any:
         raise error
 
-    opened = OpenedNamespace(fails)
+    opened = NamespaceOpener(fails)
     assert opened.why_not()[0] is MissReason.DISABLED
     opened.want(facts(0))
     for error, reason in (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.step_orders import WorkerFacts
+from engine_adapter.paged.step_plan import WorkerSpec
 from engine_adapter.vllm_config import (
     config_fields,
     draft_fingerprint,
@@ -17,7 +17,7 @@ from engine_adapter.vllm_config import (
     unsupported,
     unwaitable,
 )
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 
 
 def config(ahead: bool, **more: Any) -> Any:
@@ -124,7 +124,7 @@ def test_weights_that_are_not_there_have_no_fingerprint() -> None:
     assert draft_fingerprint(given) == "", "drafts of the model's own layers"
 
 
-FACTS = WorkerFacts(0, 32, (), "slabs", "", "cpu", 4096)
+FACTS = WorkerSpec(0, 32, (), "slabs", "", "cpu", 4096)
 
 
 def model(place: str = "/here", **changed: Any) -> Any:

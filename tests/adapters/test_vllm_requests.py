@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from engine_adapter.adapter_digests import AdapterDigests
-from engine_adapter.engine_requests import RequestFacts
+from engine_adapter.paged.requests import RequestSpec
 from engine_adapter.vllm_requests import HINTS, EngineView, RequestReader, hinted
-from kvstore.identity import ExtraKey
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.block.identity import ExtraKey
 
 READER = RequestReader(AdapterDigests(lambda path: f"digest of {path.name}"))
 
@@ -48,7 +48,7 @@ def keys(**given: Any) -> tuple[ExtraKey, ...]:
 
 
 def test_text_depends_on_nothing_else() -> None:
-    assert READER.facts(request()) == RequestFacts()
+    assert READER.facts(request()) == RequestSpec()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_request_that_must_not_read_the_cache_does_not() -> None:
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, "text", 7, {"kvstore": None}])
 def test_without_hints_nothing_is_wanted(params: Any) -> None:
-    assert hinted(RequestFacts(), params) == RequestFacts()
+    assert hinted(RequestSpec(), params) == RequestSpec()
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_without_hints_nothing_is_wanted(params: Any) -> None:
     ],
 )
 def test_what_a_user_wants_is_taken(given: dict[str, Any], wanted: dict[str, Any]) -> None:
-    facts = RequestFacts((ExtraKey(b"k"),), reads=False)
+    facts = RequestSpec((ExtraKey(b"k"),), reads=False)
     found = hinted(facts, {"kvstore": given})
-    assert found == RequestFacts((ExtraKey(b"k"),), reads=False, **wanted) and found.ignored == ()
+    assert found == RequestSpec((ExtraKey(b"k"),), reads=False, **wanted) and found.ignored == ()
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,12 @@ def test_what_a_user_wants_is_taken(given: dict[str, Any], wanted: dict[str, Any
     ],
 )
 def test_what_is_not_understood_is_told_and_has_no_effect(given: Any, told: str) -> None:
-    found = hinted(RequestFacts(), {"kvstore": given})
-    assert found == RequestFacts(ignored=(told,))
+    found = hinted(RequestSpec(), {"kvstore": given})
+    assert found == RequestSpec(ignored=(told,))
 
 
 def test_what_is_right_beside_what_is_wrong_has_its_effect() -> None:
-    found = hinted(RequestFacts(), {"kvstore": {"store": False, "ttl": -1, "x": 1}})
+    found = hinted(RequestSpec(), {"kvstore": {"store": False, "ttl": -1, "x": 1}})
     assert not found.saves and found.ttl is None and len(found.ignored) == 2
 
 

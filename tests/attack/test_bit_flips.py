@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvstore.block.account import MissReason
+from kvstore.block.layout import Layout
+from kvstore.client.handle import Lease
 from kvstore.config import Limits
-from kvstore.handle import Lease
-from kvstore.layout import Layout
-from kvstore.miss import MissReason
 from model.store_model import (
     BLOCK_TOKENS,
     LATENT,
@@ -79,9 +79,9 @@ def every_block_is_a_miss(space: Owned, lease: Lease, blocks: int, into: PagedKv
 
 
 def attack(opened: OpenStore, space: Owned, flips: Sequence[Flip], when: str) -> None:
-    """Rounds of 64 blocks: flip one bit in each, read each, and store what was condemned anew."""
+    """Rounds of 64 blocks: flip one bit in each, read each, and store what was quarantined anew."""
     pages, into = chain_pages(space), space.pages(BLOCK_TOKENS)
-    condemned = 0
+    quarantined = 0
     for start in range(0, len(flips), len(CHAIN.letters)):
         chosen = flips[start : start + len(CHAIN.letters)]
         put_chain(space, pages)
@@ -95,8 +95,8 @@ def attack(opened: OpenStore, space: Owned, flips: Sequence[Flip], when: str) ->
         assert lease.blocks == len(CHAIN.letters)
         every_block_is_a_miss(space, lease, len(chosen), into)
         lease.release()
-        condemned += len(chosen)
-        assert opened.core.usage().counters["quarantined_blocks"] == condemned
+        quarantined += len(chosen)
+        assert opened.core.usage().counters["quarantined_blocks"] == quarantined
         found = space.match(CHAIN)
         assert found.blocks == 0 and found.reason is MissReason.CORRUPT
         opened.drop(space)

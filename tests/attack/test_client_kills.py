@@ -15,8 +15,8 @@ from random import Random
 
 import pytest
 
-from kvstore.handle import Loaded
-from kvstore.miss import Account
+from kvstore.block.account import Account
+from kvstore.client.handle import Loaded
 from tiering.tier import SLOT_BITS
 from torture.clients import CROWDED, LEASE_SECONDS, clients, nursery, restarts
 from torture.engine import DEPTH, LETTERS, Client, EnginePages

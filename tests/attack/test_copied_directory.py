@@ -22,8 +22,8 @@ from typing import IO, Any
 import pytest
 
 import kvstore
-from kvstore.errors import DirectoryInUse
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.block.errors import DirectoryInUse
 from kvstore.node import EmbeddedStore
 from torture.child import DEPTH, LETTERS, SIZES, SPACES, Space
 from workbench import one_line

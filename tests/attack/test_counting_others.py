@@ -23,17 +23,17 @@ from typing import Any, Protocol
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvstore.clock import SystemClock
-from kvstore.codec import codec_named
+from kvstore.block.codec import codec_named
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import Layout
+from kvstore.client.framing import FramedSocket
 from kvstore.config import Limits
-from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
-from kvstore.identity import Namespace
-from kvstore.layout import Layout
 from kvstore.node import EmbeddedStore, TenantDoor, open_embedded
-from kvstore.service import messages as m
-from kvstore.service.wire import Wire
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import Grant, LeaseReply, MatchReply, ReserveReply
 from service.sidecar import Sidecar
-from tiering.extents import MAX_HOLDER, MappedExtent
+from tiering.clock import SystemClock
+from tiering.dram.extents import MAX_HOLDER, MappedExtent
 from tiering.frame import HEADER_BYTES, parse_header
 from tiering.tier import extent_of, slot_of
 
@@ -149,8 +149,8 @@ class WireEyes:
         self._retired: list[int] = []
         self._known: set[int] = set()
 
-    def _connected(self) -> Wire:
-        return Wire(str(self._path), "eyes", self._session, SystemClock(), SECONDS)
+    def _connected(self) -> FramedSocket:
+        return FramedSocket(str(self._path), "eyes", self._session, SystemClock(), SECONDS)
 
     def _ask(self, verb: m.Verb) -> Any:
         answer = self._wires[0].call(verb, SECONDS).answer
@@ -175,11 +175,11 @@ class WireEyes:
         self._ask(m.Abort(reply.reservation))
 
     def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
-        reply: MatchReply = self._ask(m.Match(number, list(keys))).reply
+        reply: MatchReply = self._ask(m.MatchPrefix(number, list(keys))).reply
         return reply
 
     def lease(self, number: int, keys: Sequence[bytes]) -> LeaseReply:
-        reply: LeaseReply = self._ask(m.Lease(number, list(keys), 0, 1000)).reply
+        reply: LeaseReply = self._ask(m.LeasePrefix(number, list(keys), 0, 1000)).reply
         return reply
 
     def headers(self, reply: LeaseReply) -> list[bytes]:

@@ -21,9 +21,9 @@ import pytest
 
 from simulation.machine import CLASSES, MAC_KEY, STAMPS, Frame
 from tiering.errors import TierFull, TierUnavailable
-from tiering.index_digest import DIGEST_FILE
-from tiering.lmdb_index import DATA_FILE, LOCK_FILE
-from tiering.nvme import Found, NvmeTier
+from tiering.nvme.index_digest import DIGEST_FILE
+from tiering.nvme.lmdb_index import DATA_FILE, LOCK_FILE
+from tiering.nvme.tier import Found, NvmeTier
 from torture.tier import RealMachine
 
 SEED = 20261123
@@ -151,7 +151,7 @@ class Stock:
                     is_found_out = header is None or (header.stamp.part, header.prefix_key, header.generation) != name
                     assert is_found_out and may_miss, f"{name} is offered at {place}, where something else stands"
                     counts["offered, and found out by its reader"] += 1
-                    tier.condemn([place])
+                    tier.quarantine([place])
                     continue
                 assert name not in there, f"{name} is there twice"
                 there.add(name)

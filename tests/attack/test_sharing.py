@@ -16,11 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.codec import codec_named
-from kvstore.handle import Match, NamespaceHandle
-from kvstore.identity import ExtraKey, Namespace
-from kvstore.layout import KvGroup, Layout
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.identity import ExtraKey, Namespace
+from kvstore.block.layout import KvGroup, Layout
+from kvstore.client.handle import Match, NamespaceHandle
 from kvstore.node import TenantDoor
 from model.store_model import OpenStore, PagedKv, block_kv, open_store
 

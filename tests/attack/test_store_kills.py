@@ -12,10 +12,10 @@ from random import Random
 
 import pytest
 
-from kvstore.codec import codec_named
+from kvstore.block.codec import codec_named
 from kvstore.node import EmbeddedStore, open_embedded
 from model.store_model import Prompt, block_kv
-from tiering.lmdb_index import LmdbMaker
+from tiering.nvme.lmdb_index import LmdbMaker
 from torture.campaign import nursery, points, stores
 from torture.child import LETTERS, SIZES, Space
 from torture.nursery import Nursery

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvstore.bench import lookup, measure, rig, rows, tiers
-from kvstore.errors import BadInput
+from kvstore.bench import lookup, measure, rig, tiers
+from kvstore.bench import rig as rows
+from kvstore.block.errors import BadInput
 from tiering.frame import digest
 
-SHAPE = rig.Shape(layers=2, block_tokens=64, kv_heads=2, head_dim=8)
+SHAPE = rig.BlockShape(layers=2, block_tokens=64, kv_heads=2, head_dim=8)
 BLOCKS = 3
-SMALL = tiers.Options(shapes=(SHAPE,), working_set_bytes=rig.PROMPTS * BLOCKS * SHAPE.payload_bytes, laps=2)
+SMALL = tiers.TiersOptions(shapes=(SHAPE,), working_set_bytes=rig.PROMPTS * BLOCKS * SHAPE.payload_bytes, laps=2)
 
 
 def rendered(result: Any) -> str:
@@ -77,7 +78,7 @@ def test_tiers_as_json_and_as_text(tiers_result: tuple[tiers.TiersResult, list[s
 
 
 def test_targets_are_set_where_they_hold() -> None:
-    large = rig.Shape(8, 64)
+    large = rig.BlockShape(8, 64)
     found = measure.Against(1.0, 0.8, 0.8, 0.7, 0.9, 0.8)
     row = rows.memcpy_row("dram", "get", large, rows.HEAD_MAJOR, True, 1, 4, found)
     assert large.payload_bytes == 2 << 20 and row.prompt_tokens == 4 * 64
@@ -93,13 +94,13 @@ def test_targets_are_set_where_they_hold() -> None:
 def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "available_bytes", lambda: 1 << 20)
     with pytest.raises(BadInput, match="free some"):
-        tiers.run(tiers.Options(), only="dram")
+        tiers.run(tiers.TiersOptions(), only="dram")
 
 
 def test_the_working_set_shrinks_to_half_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     smallest = rig.PROMPTS * SHAPE.payload_bytes
     monkeypatch.setattr(tiers, "available_bytes", lambda: 2 * tiers.BUFFERS * smallest)
-    result = tiers.run(tiers.Options(shapes=(SHAPE,), laps=1, threads=(1,)), only="dram")
+    result = tiers.run(tiers.TiersOptions(shapes=(SHAPE,), laps=1, threads=(1,)), only="dram")
     assert result.options.working_set_bytes == smallest
 
 
@@ -234,7 +235,7 @@ def test_the_machine_is_described() -> None:
 
 # lookup ---------------------------------------------------------------------------------------------------------------
 
-FEW = lookup.Options(
+FEW = lookup.LookupOptions(
     prompt_tokens=1024,
     small_blocks=32,
     large_blocks=400,
@@ -301,4 +302,4 @@ def test_the_tables_are_filled_as_a_store_has_them() -> None:
 @pytest.mark.parametrize("wrong", [{"prompt_tokens": 32}, {"small_blocks": 8}, {"large_blocks": 20}])
 def test_an_index_smaller_than_a_prompt_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(BadInput, match="at least one"):
-        lookup.Options(**{"prompt_tokens": 1024, "small_blocks": 32, "large_blocks": 400, **wrong})
+        lookup.LookupOptions(**{"prompt_tokens": 1024, "small_blocks": 32, "large_blocks": 400, **wrong})

@@ -17,14 +17,25 @@ import torch
 from rich.console import Console
 
 from kv_kernels.int8 import KC64, TH, Axis, dequantize, quantize
-from kvstore.bench import codec, codec_quality, codec_speed
+from kvstore.bench import codec, codec_speed
 from kvstore.bench.codec import RAW
-from kvstore.bench.codec_quality import LARGEST_LOSS_CHANGE, Options, QualityResult
-from kvstore.bench.codec_scores import CODECS, CONTINUATION, key_rms, measure
-from kvstore.bench.codec_variants import BIAS, OUTLIER, PLAIN, VARIANTS
+from kvstore.bench.engines import codec_quality
+from kvstore.bench.engines.codec_quality import (
+    BIAS,
+    CODECS,
+    CONTINUATION,
+    LARGEST_LOSS_CHANGE,
+    OUTLIER,
+    PLAIN,
+    VARIANTS,
+    QualityOptions,
+    QualityResult,
+    key_rms,
+    measure,
+)
+from kvstore.block.errors import BadInput
 from kvstore.demo.corpus import read_sources, windows
 from kvstore.demo.model import load_trained
-from kvstore.errors import BadInput
 
 LARGEST_PERCENT = 1.2
 """The attention's error that int8-kc64 must keep to."""
@@ -35,7 +46,7 @@ WRONG_AXIS = "int8-kc64, wrong axis"
 
 @pytest.fixture(scope="module")
 def result() -> QualityResult:
-    return codec_quality.run(Options(windows=WINDOWS, prefixes=(512, 3840)))
+    return codec_quality.run(QualityOptions(windows=WINDOWS, prefixes=(512, 3840)))
 
 
 def attention(result: QualityResult, name: str) -> dict[tuple[str, int], float]:
@@ -146,12 +157,12 @@ def test_sizes_follow_from_the_form() -> None:
 @pytest.mark.parametrize("given", [0, 65])
 def test_windows_say_what_is_allowed(given: int) -> None:
     with pytest.raises(BadInput, match=f"windows={given}; give 1 to 64"):
-        Options(windows=given)
+        QualityOptions(windows=given)
 
 
 def test_every_codec_dtype_and_order_has_its_speed() -> None:
     """Counted, not timed: the bench is run by people."""
-    options = codec_speed.Options(layers=2, kv_heads=2, head_dim=64, block_tokens=64, blocks=3, laps=1)
+    options = codec_speed.SpeedOptions(layers=2, kv_heads=2, head_dim=64, block_tokens=64, blocks=3, laps=1)
     speed = codec_speed.run(options)
     rows = {(row.codec, row.path, row.dtype, row.page_order): row for row in speed.rows}
     assert len(rows) == len(speed.rows) == 3 * 2 * 3 * 3
@@ -166,4 +177,4 @@ def test_every_codec_dtype_and_order_has_its_speed() -> None:
     for text in codec_speed.PAGE_ORDERS:
         assert text in shown.getvalue()
     with pytest.raises(BadInput, match="laps=0"):
-        codec_speed.Options(laps=0)
+        codec_speed.SpeedOptions(laps=0)

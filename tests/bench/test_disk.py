@@ -15,9 +15,9 @@ import pytest
 from kvstore.bench.disk import (
     DEPTH,
     Amount,
+    DiskFrames,
     FioFailed,
     Loop,
-    Region,
     disk_read_bytes,
     file_system,
     lay_out,
@@ -63,7 +63,7 @@ def pieces(path: Path, amount: Amount) -> list[bytes]:
 
 def test_a_file_is_laid_out_in_full(tmp_path: Path, amount: Amount) -> None:
     regions = lay_out(tmp_path / "limit", amount, TURNS)
-    assert regions == [Region(tmp_path / "limit", turn * amount.turn_bytes) for turn in range(TURNS)]
+    assert regions == [DiskFrames(tmp_path / "limit", turn * amount.turn_bytes) for turn in range(TURNS)]
     status = (tmp_path / "limit").stat()
     assert status.st_size == TURNS * FRAMES * FRAME_BYTES <= status.st_blocks * 512
     raw = (tmp_path / "limit").read_bytes()
@@ -153,7 +153,7 @@ def test_fio_that_moves_less_is_no_measurement(tmp_path: Path, amount: Amount) -
     fio, _ = working_fio(FIO, amount, region)
     assert fio is not None
     with pytest.raises(FioFailed):
-        fio.read(Region(region.path, FRAME_BYTES))
+        fio.read(DiskFrames(region.path, FRAME_BYTES))
 
 
 @pytest.mark.parametrize(

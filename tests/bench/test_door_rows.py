@@ -15,22 +15,24 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvstore.bench import door, rig, rows, sidecar, tiers
-from kvstore.errors import BadInput, StoreError
-from kvstore.miss import MissReason
+from kvstore.bench import rig, sidecar, tiers
+from kvstore.bench import rig as door
+from kvstore.bench import rig as rows
+from kvstore.block.account import MissReason
+from kvstore.block.errors import BadInput, StoreError
 from tiering.frame import digest, frame_bytes
 
-SHAPE = rig.Shape(layers=2, block_tokens=64, kv_heads=2, head_dim=8)
+SHAPE = rig.BlockShape(layers=2, block_tokens=64, kv_heads=2, head_dim=8)
 BLOCKS = 12
 TOKENS = BLOCKS * SHAPE.block_tokens
-SMALL = door.Options(shapes=(SHAPE,), prompt_tokens=TOKENS, laps=2)
+SMALL = door.DoorOptions(shapes=(SHAPE,), prompt_tokens=TOKENS, laps=2)
 STORE = dict(zip(("dram", "extent"), door.memory_of(SHAPE, BLOCKS), strict=True), nvme="off")
 
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[tiers.TiersResult, list[str]]:
     said: list[str] = []
-    return tiers.run(tiers.Options(door=SMALL), said.append, "door"), said
+    return tiers.run(tiers.TiersOptions(door=SMALL), said.append, "door"), said
 
 
 def test_both_paths_have_a_row_with_and_without_verification(measured: tuple[tiers.TiersResult, list[str]]) -> None:
@@ -67,8 +69,8 @@ def test_door_rows_as_json_and_as_text(measured: tuple[tiers.TiersResult, list[s
 )
 def test_the_targets_of_the_door(path: str, verified: bool, target: float) -> None:
     assert rows.TARGETS["door", path, verified, 1] == target
-    assert {shape.payload_bytes for shape in door.Options().shapes} == {2 << 20, 8 << 20}
-    assert door.Options().prompt_tokens == 32768
+    assert {shape.payload_bytes for shape in door.DoorOptions().shapes} == {2 << 20, 8 << 20}
+    assert door.DoorOptions().prompt_tokens == 32768
 
 
 # One side ---------------------------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def test_without_verification_no_payload_is_digested(served: sidecar.Sidecar, po
 
 
 def test_frames_fill_extents_and_a_prompt_may_be_pinned() -> None:
-    for shape, blocks in ((SHAPE, 1), (SHAPE, BLOCKS), (rig.Shape(8, 64), 512), (rig.Shape(32, 64), 273)):
+    for shape, blocks in ((SHAPE, 1), (SHAPE, BLOCKS), (rig.BlockShape(8, 64), 512), (rig.BlockShape(32, 64), 273)):
         dram, extent = door.memory_of(shape, blocks)
         size = frame_bytes(shape.payload_bytes)
         assert extent % size == 0 and dram % extent == 0 and extent >= 64 << 10 and dram >= 1 << 20
@@ -132,17 +134,17 @@ def test_prompts_are_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -
     assert door._blocks(SHAPE, SMALL) == BLOCKS
     monkeypatch.setattr(door, "available_bytes", lambda: int(block))
     with pytest.raises(BadInput, match=r"of memory.*free some.*--only"):
-        tiers.run(tiers.Options(door=SMALL), only="door")
+        tiers.run(tiers.TiersOptions(door=SMALL), only="door")
 
 
 def test_a_prompt_of_less_than_a_block_is_refused() -> None:
     with pytest.raises(BadInput, match="prompt_tokens=63; give 64"):
-        door.Options(shapes=(SHAPE,), prompt_tokens=63)
+        door.DoorOptions(shapes=(SHAPE,), prompt_tokens=63)
 
 
 @pytest.mark.parametrize("only", ["dram", "door"])
 def test_a_disk_is_named_where_one_is_measured(only: str, tmp_path: Path) -> None:
-    options = tiers.Options(nvme=tiers.nvme.Options(data=str(tmp_path)))
+    options = tiers.TiersOptions(nvme=tiers.nvme.NvmeOptions(data=str(tmp_path)))
     with pytest.raises(BadInput, match=f"names a disk, and --only {only} measures none"):
         tiers.run(options, only=only)
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvstore.bench import decode_rows, kernel_rows, kernels, paged_pool, transfer_rows
+from kvstore.bench.engines import decode_rows, kernel_rows, kernels, paged_pool, transfer_rows
+from kvstore.bench.engines.on_device import clock_of, device_named
+from kvstore.bench.engines.paged_pool import HEADER, PagedPool, new_payloads, route_named
 from kvstore.bench.measure import Against
-from kvstore.bench.on_device import clock_of, device_named
-from kvstore.bench.paged_pool import HEADER, PagedPool, new_payloads, route_named
-from kvstore.bench.rig import Shape
-from kvstore.errors import BadInput
+from kvstore.bench.rig import BlockShape
+from kvstore.block.errors import BadInput
 from paged_memory import kernels_can_run
 from workbench import one_line
 
@@ -26,7 +26,7 @@ __all__ = ["kernels_can_run"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-SHAPE = Shape(2, 64, 2, 16)
+SHAPE = BlockShape(2, 64, 2, 16)
 TINY = replace(kernels.SMALL, kv_bytes=(2 * SHAPE.payload_bytes,), transfer_bytes=3 * SHAPE.payload_bytes)
 
 
@@ -172,7 +172,7 @@ def test_what_triton_raises_is_one_line() -> None:
 
 
 def test_a_transfer_that_cannot_page_lock_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.bench.at_once.AtOnceHost.register", lambda *_, **__: "not here")
+    monkeypatch.setattr("kvstore.bench.engines.on_device.AtOnceHost.register", lambda *_, **__: "not here")
     monkeypatch.setattr(transfer_rows, "WAIT_SECONDS", 0.2)
     monkeypatch.setattr(transfer_rows, "DIRECTIONS", ("load",))
     found = kernels.run(replace(TINY, laps=1), device="cpu", stages=("transfers",))

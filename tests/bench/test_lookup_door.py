@@ -12,13 +12,12 @@ import pytest
 
 from kvstore.bench import lookup_door
 from kvstore.bench.lookup_client import MODEL, _turn, shape_of
-from kvstore.bench.lookup_prompts import Options, Prompts
 from kvstore.bench.measure import WARM_UP_LAPS, Cost
-from kvstore.bench.rig import PagePool
+from kvstore.bench.rig import LookupOptions, PagePool, Prompts
 from kvstore.bench.sidecar import Sidecar
-from kvstore.errors import StoreError
+from kvstore.block.errors import StoreError
 
-FEW = Options(
+FEW = LookupOptions(
     prompt_tokens=1024,
     small_blocks=40,
     large_blocks=40,
@@ -54,7 +53,7 @@ def test_targets_are_in_chains(measured: tuple[lookup_door.DoorResult, list[str]
         ("match through the door / chain", pytest.approx(0.8 / 0.27, rel=0.01)),
         ("2 clients, time per match / chain", pytest.approx(1 / 0.27, rel=0.01)),
     ]
-    assert Options().clients == 8 and Options().prompt_tokens == 32768
+    assert LookupOptions().clients == 8 and LookupOptions().prompt_tokens == 32768
 
 
 def test_door_as_json(measured: tuple[lookup_door.DoorResult, list[str]]) -> None:
@@ -116,7 +115,7 @@ def test_a_turn_counts_what_ended_in_time() -> None:
 
 def test_percentiles_leave_the_warm_up_out() -> None:
     walls = iter([9.0] * WARM_UP_LAPS + [1.0, 2.0, 3.0])
-    kept = lookup_door._Kept(lambda: Cost(next(walls), 0.0))
+    kept = lookup_door._TimedTurn(lambda: Cost(next(walls), 0.0))
     for _ in range(WARM_UP_LAPS + 3):
         kept()
     assert kept.last(3) == [1.0, 2.0, 3.0]

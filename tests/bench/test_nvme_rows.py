@@ -22,13 +22,13 @@ from rich.console import Console
 
 from kvstore.bench import measure, nvme, rig, tiers
 from kvstore.bench.disk import file_system
-from kvstore.bench.rows import HEAD_MAJOR, memcpy_row
-from kvstore.errors import BadInput
+from kvstore.bench.rig import HEAD_MAJOR, memcpy_row
+from kvstore.block.errors import BadInput
 from tiering.frame import frame_bytes
 
-SHAPE = rig.Shape(layers=2, block_tokens=64, kv_heads=2, head_dim=8)
+SHAPE = rig.BlockShape(layers=2, block_tokens=64, kv_heads=2, head_dim=8)
 BLOCKS = 48
-SMALL = nvme.Options(shapes=(SHAPE,), turn_bytes=BLOCKS * SHAPE.payload_bytes, laps=2)
+SMALL = nvme.NvmeOptions(shapes=(SHAPE,), turn_bytes=BLOCKS * SHAPE.payload_bytes, laps=2)
 FIO = shutil.which("fio")
 PATHS = ("promote", "get", "persist")
 
@@ -44,7 +44,7 @@ def rendered(result: Any) -> str:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[tiers.TiersResult, list[str]]:
     data = tmp_path_factory.mktemp("bench")
     said: list[str] = []
-    result = tiers.run(tiers.Options(nvme=replace(SMALL, data=str(data))), said.append, "nvme")
+    result = tiers.run(tiers.TiersOptions(nvme=replace(SMALL, data=str(data))), said.append, "nvme")
     assert list(data.iterdir()) == [], "nothing is left behind"
     return result, said
 
@@ -101,7 +101,7 @@ def test_with_fio_each_path_has_a_row_against_either(tmp_path: Path, monkeypatch
     [(True, "ext4", "direct I/O", True), (False, "ext4", "buffered", False), (True, "tmpfs", "no disk", False)],
 )
 def test_targets_are_for_disks_and_direct_io(direct: bool, kind: str, says: str, judged: bool) -> None:
-    large = rig.Shape(8, 64)
+    large = rig.BlockShape(8, 64)
     one = object.__new__(nvme._Measured)
     one.direct, one.file_system = direct, kind
     found = measure.Against(1.0, 0.9, 0.9, 0.8, 1.0, 0.5)

@@ -13,11 +13,12 @@ from rich.console import Console
 
 import kvstore
 from kvstore.bench import restart, restart_directory, restart_sidecar, sidecar
-from kvstore.errors import BadInput
-from kvstore.miss import HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import BadInput
 from tiering.files import DirectFiles
-from tiering.lmdb_index import DATA_FILE
-from tiering.slab import PAGE_BYTES, STAMP_PAGES, latest_stamp
+from tiering.nvme.lmdb_index import DATA_FILE
+from tiering.nvme.slab import STAMP_PAGES, latest_stamp
+from tiering.slab_header import PAGE_BYTES
 
 PLAN = restart_directory.Plan(blocks=700, prompt_blocks=64)
 
@@ -136,7 +137,7 @@ def test_all_kinds_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(restart_sidecar, "run", watched_rows)
     said: list[str] = []
     result = restart.run(
-        restart.Options(blocks=700, prompt_blocks=64, laps=2, sidecar_laps=2, data=str(tmp_path)), said.append
+        restart.RestartOptions(blocks=700, prompt_blocks=64, laps=2, sidecar_laps=2, data=str(tmp_path)), said.append
     )
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
     assert left == [True, False, False, True, True], "those that were killed did not close their store"
@@ -165,27 +166,27 @@ def test_all_kinds_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_target_grows_with_the_blocks() -> None:
     laps = [(restart.Started(0.1, 0.2, warmed, 1.0, 0), 0.5) for warmed in (2.0, 5.0, 4.0)]
-    row = restart._row("clean", laps, restart.Options(blocks=2_000_000))
+    row = restart._row("clean", laps, restart.RestartOptions(blocks=2_000_000))
     assert (row.target, row.warmed, row.met, row.times_index) == (6.0, 4.0, True, 8.0)
-    assert restart._row("clean", laps, restart.Options(blocks=1_000_000)).met is False
-    assert restart._row("killed", laps, restart.Options()).target == 3.0
-    assert restart._row("cold", laps, restart.Options()).target is None
-    assert restart._row("clean", laps, restart.Options(blocks=999_999)).target is None
+    assert restart._row("clean", laps, restart.RestartOptions(blocks=1_000_000)).met is False
+    assert restart._row("killed", laps, restart.RestartOptions()).target == 3.0
+    assert restart._row("cold", laps, restart.RestartOptions()).target is None
+    assert restart._row("clean", laps, restart.RestartOptions(blocks=999_999)).target is None
 
 
 @pytest.mark.parametrize("blocks", [0, restart_directory.REAL_BLOCKS, 10**9])
 def test_as_many_blocks_as_make_sense(blocks: int) -> None:
     with pytest.raises(BadInput, match=f"blocks={blocks}; give"):
-        restart.Options(blocks=blocks)
+        restart.RestartOptions(blocks=blocks)
 
 
 def test_too_little_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "disk_room", lambda _: 1 << 20)
     with pytest.raises(BadInput, match=r"--blocks.*--data"):
-        restart.run(restart.Options(blocks=1000, data=str(tmp_path)))
+        restart.run(restart.RestartOptions(blocks=1000, data=str(tmp_path)))
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="another directory"):
-        restart.run(restart.Options(blocks=1000, data=str(tmp_path / "file")))
+        restart.run(restart.RestartOptions(blocks=1000, data=str(tmp_path / "file")))
 
 
 def rendered(result: Any) -> str:

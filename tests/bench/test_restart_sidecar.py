@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bench.test_restart import PLAN
 from kvstore.bench import restart_directory, restart_sidecar
-from kvstore.bench.restart_sidecar import Served, row_of
+from kvstore.bench.restart_sidecar import StartTimes, row_of
 
 
 def test_a_sidecar_that_does_not_find_all_is_no_measurement(tmp_path: Path) -> None:
@@ -26,11 +26,11 @@ def test_a_sidecar_that_does_not_find_all_is_no_measurement(tmp_path: Path) -> N
 
 
 def test_the_row_is_of_medians_and_judged_by_the_hello() -> None:
-    served = [Served(1.0, 9.0, 0.5), Served(3.0, 5.0, 1.0), Served(1.5, 7.0, 0.5)]
+    served = [StartTimes(1.0, 9.0, 0.5), StartTimes(3.0, 5.0, 1.0), StartTimes(1.5, 7.0, 0.5)]
     row = row_of("killed", served, is_targeted=True)
     assert (row.how, row.laps, row.hello, row.ready, row.empty, row.times_empty) == ("killed", 3, 1.5, 7.0, 0.5, 3.0)
     assert (row.hello_low, row.hello_high, row.target, row.met) == (1.0, 3.0, 2.0, True)
-    slow = row_of("clean", [Served(2.1, 2.2, 1.0)], is_targeted=True)
+    slow = row_of("clean", [StartTimes(2.1, 2.2, 1.0)], is_targeted=True)
     assert slow.met is False and slow.to_dict()["met"] is False
     console = Console(file=io.StringIO(), width=200)
     restart_sidecar.render([row, slow], console)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvstore import cli
 from kvstore.bench.codec_speed import SpeedRow
-from kvstore.bench.targets import judged, missed
-from kvstore.errors import BadInput
+from kvstore.bench.measure import judged, missed
+from kvstore.block.errors import BadInput
+from kvstore.cli import bench
+from kvstore.cli.terminal import CHECK_FAILED, OK
+from kvstore.cli.terminal import bench as commands
 
 MET = {"what": "match / chain", "measured": 1.5, "at_most": 2.2, "met": True}
 MISSED = {"what": "bytes per block", "measured": 312.25, "at_most": 300, "met": False}
@@ -38,17 +40,17 @@ def test_a_missed_target_is_found_however_deep_it_lies() -> None:
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_with_check_the_status_says_so(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._judge([Result(MET, UNSET)], [], as_json, True) == cli.OK
-    assert cli._judge([Result(MET, MISSED)], [], as_json, False) == cli.OK
+    assert bench.judge([Result(MET, UNSET)], [], as_json, True) == OK
+    assert bench.judge([Result(MET, MISSED)], [], as_json, False) == OK
     capsys.readouterr()
-    assert cli._judge([Result(MET, MISSED)], [], as_json, True) == cli.CHECK_FAILED
+    assert bench.judge([Result(MET, MISSED)], [], as_json, True) == CHECK_FAILED
     said = capsys.readouterr()
     assert said.err.splitlines() == ["kvstore: target missed: what bytes per block, measured 312.2, at_most 300"]
     if as_json:
         assert json.loads(said.out)["bench"] == "b"
     with pytest.raises(BadInput, match="nothing that was measured has a target"):
-        cli._judge([Result(UNSET)], [], as_json, True)
-    assert cli._judge([Result(MET)], ["the answers differ"], as_json, True) == cli.CHECK_FAILED
+        bench.judge([Result(UNSET)], [], as_json, True)
+    assert bench.judge([Result(MET)], ["the answers differ"], as_json, True) == CHECK_FAILED
 
 
 @pytest.mark.parametrize(("found", "target", "met"), [(4.1, 4.0, True), (3.9, 4.0, False), (3.9, None, None)])
@@ -58,6 +60,6 @@ def test_a_codec_s_rate_is_held_against_its_target(found: float, target: float |
 
 
 def test_every_bench_takes_check() -> None:
-    for command in cli.bench.registered_commands:
+    for command in commands.registered_commands:
         assert command.callback is not None
         assert "check" in command.callback.__annotations__, command.name

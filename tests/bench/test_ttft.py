@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvstore.bench import random_llama, ttft
-from kvstore.bench.on_device import clock_of
-from kvstore.errors import BadInput
+from kvstore.bench.engines import random_llama, ttft
+from kvstore.bench.engines.on_device import clock_of
+from kvstore.block.errors import BadInput
 from workbench import one_line
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,8 @@ from math import comb
 import pytest
 from rich.console import Console
 
-from kvstore.bench import ttft_vllm, vllm_rows
-from kvstore.bench.vllm_rows import (
+from kvstore.bench.engines import ttft_vllm, vllm_rows
+from kvstore.bench.engines.vllm_rows import (
     AT_ONCE,
     BARE,
     COLD,
@@ -24,9 +24,9 @@ from kvstore.bench.vllm_rows import (
     PLAIN,
     RAW,
     TINY,
-    Options,
     Sample,
     Target,
+    VllmOptions,
     VllmResult,
     hooks_row,
     interval_of_median,
@@ -34,7 +34,7 @@ from kvstore.bench.vllm_rows import (
     overhead_row,
     ttft_rows,
 )
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 from workbench import one_line
 
 
@@ -135,7 +135,7 @@ def test_as_json_and_as_text() -> None:
     one = [Sample(1.0)]
     rows = ttft_rows(samples()) + itl_rows({"none": [1.0], OWN: [1.0], EXTERNAL: [1.0]}, {OWN: one, EXTERNAL: one})
     rows += [hooks_row(10, 1.0, {"wait_for_save": (0.001, 10)}), overhead_row([1.0] * 6, [1.0] * 6)]
-    result = VllmResult(Options(), {"vllm": "0.32.0", "threads": 2}, rows, ["something failed"])
+    result = VllmResult(VllmOptions(), {"vllm": "0.32.0", "threads": 2}, rows, ["something failed"])
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["bench"] == "ttft" and plain["engine"] == "vllm" and len(plain["rows"]) == 13
     assert plain["faults"] == ["something failed"] and plain["options"]["prefix_tokens"] == 4096
@@ -152,7 +152,7 @@ def test_as_json_and_as_text() -> None:
 
 def test_the_usual_model_is_the_one_that_is_written_of() -> None:
     options = ttft_vllm.options_for()
-    assert options == Options() and options.shape == MID and options.prefix_tokens == 4096 and options.turns >= 5
+    assert options == VllmOptions() and options.shape == MID and options.prefix_tokens == 4096 and options.turns >= 5
     assert options.pairs == 40 and options.streams == 8 and options.parts == vllm_rows.PARTS
     assert vllm_rows.kv_bytes_per_token(MID) == 8192 and vllm_rows.kv_bytes_per_token(TINY) == 2048
     mid = LLAMAS[MID]

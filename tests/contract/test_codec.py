@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from chaos_route import ChaosRoute, needs_interpreter
 from kv_kernels.device_copy import DeviceCopy
 from kv_kernels.flaws import Flaw
-from kvstore.codec import RawCodec, codec_named
-from kvstore.errors import BadInput, LayoutMismatch
-from kvstore.layout import KvGroup, Layout, Part
-from kvstore.pages import Codec, Coder, Pages
+from kvstore.block.codec import RawCodec, codec_named
+from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.layout import KvGroup, Layout, Part
+from kvstore.block.pages import Codec, Coder, Pages
 from paged_memory import kernels_can_run
 from tiering.frame import digest
 from tiering.tier import FrameSpan

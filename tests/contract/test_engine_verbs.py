@@ -19,16 +19,16 @@ import torch
 
 import kvstore
 from groups import full, sliding
+from kvstore.block.account import MissReason
+from kvstore.block.errors import BadInput, LeaseExpired
+from kvstore.block.layout import Layout
+from kvstore.block.pages import GroupPages, Pages
+from kvstore.client.handle import Lease, NamespaceHandle, PutResult
+from kvstore.client.pending import PendingReply
 from kvstore.config import Limits
-from kvstore.door import Joint
-from kvstore.errors import BadInput, LeaseExpired
-from kvstore.handle import Lease, NamespaceHandle, PutResult
-from kvstore.layout import Layout
-from kvstore.miss import MissReason
 from kvstore.node import EmbeddedStore
-from kvstore.pages import GroupPages, Pages
-from kvstore.pending import Pending
-from kvstore.ticket import LeaseTicket
+from kvstore.protocol.door import Collective
+from kvstore.protocol.ticket import LeaseTicket
 from service.sidecar import Sidecar
 from workbench import (
     MODEL,
@@ -56,7 +56,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def polled(pending: Pending[T]) -> T:
+def polled(pending: PendingReply[T]) -> T:
     deadline = time.monotonic() + SECONDS
     while (answer := pending.poll()) is None:
         assert time.monotonic() < deadline
@@ -259,7 +259,7 @@ class EngineVerbs:
         ranks = engine.ranks()
         for rank, handle in enumerate(ranks):
             assert ranks[0].match(ids(512)).blocks == 0
-            assert handle.put(ids(512), shard_pages(PAGES, TWO, rank), joint="j").stored == 8
+            assert handle.put(ids(512), shard_pages(PAGES, TWO, rank), collective="j").stored == 8
         with ranks[0].lease(ranks[0].match(ids(512)), deadline_ms=5000) as lease:
             for rank, handle in enumerate(ranks):
                 with handle.attach(lease.ticket()) as attached:
@@ -267,14 +267,14 @@ class EngineVerbs:
                     assert handle.get(attached, blank).tokens == 512
                     assert same_tokens(shard_pages(PAGES, TWO, rank), blank, range(512))
         for rank, handle in enumerate(ranks):
-            assert handle.put(ids(512), shard_pages(PAGES, TWO, rank), joint="k").present == 8
+            assert handle.put(ids(512), shard_pages(PAGES, TWO, rank), collective="k").present == 8
         engine.core.check()
 
     def test_what_one_rank_gives_up_is_lost_for_all(self, engine: Engine) -> None:
         ranks = engine.ranks()
         keys = ranks[0].match(ids(512)).keys
         replies = [
-            handle.door.reserve(handle.number, keys, 0, 0, None, Joint("j", (rank,)))
+            handle.door.reserve(handle.number, keys, 0, 0, None, Collective("j", (rank,)))
             for rank, handle in enumerate(ranks)
         ]
         assert [reply.blocks for reply in replies] == [list(range(8))] * 2
@@ -289,20 +289,20 @@ class EngineVerbs:
         ranks[1].match(ids(64))
         usage = engine.core.usage()
         assert (usage.reservations, usage.dram.reserved) == (0, 0) and ranks[0].match(ids(512)).blocks == 0
-        late = ranks[1].put(ids(512), shard_pages(PAGES, TWO, 1), joint="j")
+        late = ranks[1].put(ids(512), shard_pages(PAGES, TWO, 1), collective="j")
         assert (late.stored, late.reason) == (8, None), "that is another name: a user's has the window's end behind it"
         engine.core.check()
 
     def test_ranks_that_come_at_once_are_told_the_same(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         """Threads of one process, or processes: the first one's answer is everybody's, however close they come."""
-        monkeypatch.setattr("kvstore.store.ANSWER_SECONDS", 60.0)  # a busy machine may find room slowly
+        monkeypatch.setattr("kvstore.core.store.ANSWER_SECONDS", 60.0)  # a busy machine may find room slowly
         ranks = engine.ranks()
         barrier = threading.Barrier(2)
 
         def put(rank: int, number: int) -> PutResult:
             barrier.wait(SECONDS)
             mine = shard_pages(PAGES, TWO, rank)
-            return ranks[rank].put(ids(512, 1000 * number), mine, joint=f"{number}")
+            return ranks[rank].put(ids(512, 1000 * number), mine, collective=f"{number}")
 
         for number in range(10):
             with ThreadPoolExecutor(2) as pool:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from simulation.index import SimulatedIndex
 from tiering.errors import TierUnavailable
-from tiering.frame_index import Change, FrameIndex
-from tiering.lmdb_index import LmdbIndex, open_index
+from tiering.nvme.frame_index import Change, FrameIndex
+from tiering.nvme.lmdb_index import LmdbIndex, open_index
 
 SMALL_MAP_BYTES = 64 << 10  # so that it has to grow
 

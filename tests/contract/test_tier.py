@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulation.machine import CLASSES, MAC_KEY, STAMPS, Frame, Machine
-from tiering.dram import DramTier
+from tiering.dram.extents import ExtentPool
+from tiering.dram.tier import DramTier
 from tiering.errors import BlockMissing
-from tiering.extents import ExtentPool
-from tiering.nvme import NvmeTier
+from tiering.nvme.tier import NvmeTier
 from tiering.tier import NO_PLACE, SlotClass, Tier, place_of
 from workbench import slot_class
 

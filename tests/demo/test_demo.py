@@ -13,8 +13,9 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
+from kvstore.block.errors import BadInput
 from kvstore.demo.model import build_model
-from kvstore.demo.options import MAX_ANSWER_TOKENS, Options
+from kvstore.demo.options import MAX_ANSWER_TOKENS, DemoOptions
 from kvstore.demo.passes import percentile
 from kvstore.demo.questions import (
     CHAT_PAGE,
@@ -29,7 +30,6 @@ from kvstore.demo.questions import (
 )
 from kvstore.demo.result import DemoResult
 from kvstore.demo.run import run
-from kvstore.errors import BadInput
 
 ANSWER_TOKENS = 6
 REQUESTS = 7  # up to the chat's second turn
@@ -38,10 +38,10 @@ POSITIONS = 2048
 
 @pytest.fixture(scope="module")
 def result() -> DemoResult:
-    return run_short(Options(dram="64MiB", requests=REQUESTS, answer_tokens=ANSWER_TOKENS, threads=1, seed=0))
+    return run_short(DemoOptions(dram="64MiB", requests=REQUESTS, answer_tokens=ANSWER_TOKENS, threads=1, seed=0))
 
 
-def run_short(options: Options) -> DemoResult:
+def run_short(options: DemoOptions) -> DemoResult:
     assert options.seed is not None
     requests = twenty_requests(options.answer_tokens, page_bytes=600)
     return run(options, requests=requests, model=build_model(options.seed, POSITIONS, layers=1))
@@ -148,7 +148,7 @@ def test_failures_are_found(result: DemoResult) -> None:
 
 
 def test_a_store_that_is_too_small_evicts_and_stays_right() -> None:
-    small = run_short(Options(dram="2MiB", nvme="1MiB", requests=REQUESTS, answer_tokens=2, threads=1, seed=7))
+    small = run_short(DemoOptions(dram="2MiB", nvme="1MiB", requests=REQUESTS, answer_tokens=2, threads=1, seed=7))
     assert small.identical == REQUESTS and small.failures == []
     assert small.passes[2].misses()["evicted"] > 0
 
@@ -173,4 +173,4 @@ def test_the_model_depends_on_its_seed_alone() -> None:
 def test_options_say_what_is_allowed(given: dict[str, int]) -> None:
     (name, value) = next(iter(given.items()))
     with pytest.raises(BadInput, match=f"{name.removeprefix('answer_')}={value}; give "):
-        Options(**given)  # type: ignore[arg-type]
+        DemoOptions(**given)  # type: ignore[arg-type]

@@ -14,10 +14,10 @@ pytest.importorskip("transformers")
 import torch
 
 import kvstore.demo
+from kvstore.block.errors import BadInput, StoreError
 from kvstore.demo import corpus
-from kvstore.demo.corpus import Source, read_sources, windows
+from kvstore.demo.corpus import TextFile, read_sources, windows
 from kvstore.demo.model import build_model, load_trained, trained_origin
-from kvstore.errors import BadInput, StoreError
 
 TRAINED = Path(kvstore.demo.__file__).parent / "trained"
 
@@ -86,12 +86,16 @@ def test_the_split_goes_by_name_alone() -> None:
     names = {source.name for source in held_out}
     assert names and not names & {source.name for source in learned}
     assert 0.01 < len(names) / (len(names) + len(learned)) < 0.12
-    assert all(Source(source.name, b"").is_held_out for source in held_out)
+    assert all(TextFile(source.name, b"").is_held_out for source in held_out)
     assert not any({"test", "tests", "encodings", "site-packages"} & set(name.split("/")) for name in names)
 
 
 def test_windows_are_whole_and_spread_over_the_files() -> None:
-    sources = [Source("a.py", bytes(range(100))), Source("b.py", bytes(30)), Source("c.py", bytes(range(100, 200)))]
+    sources = [
+        TextFile("a.py", bytes(range(100))),
+        TextFile("b.py", bytes(30)),
+        TextFile("c.py", bytes(range(100, 200))),
+    ]
     found = windows(sources, 40, 10)
     assert [window[0] for window in found] == [0, 40, 100, 140] and {len(window) for window in found} == {40}
     assert [window[0] for window in windows(sources, 40, 2)] == [0, 100]

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
-SERVE = [sys.executable, "-m", "kvstore.cli", "serve"]
+SERVE = [sys.executable, "-m", "kvstore", "serve"]
 AROUND_SECONDS = 15
 """For what surrounds draining and writing down, each of which takes up to `limits.close_seconds`."""
 

@@ -81,7 +81,7 @@ def test_what_it_copies_is_enough_for_the_wheel(instructions: list[tuple[str, st
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert {"kvstore/cli.py", "tiering/files.py", "kv_kernels/__init__.py"} <= set(archive.namelist())
+        assert {"kvstore/cli/main.py", "tiering/files.py", "kv_kernels/__init__.py"} <= set(archive.namelist())
 
 
 def test_the_source_distribution_can_build_the_image(instructions: list[tuple[str, str]], tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ import pytest
 import kvstore
 from deploy.restricted import MISSING, settings_of
 from deploy.sidecar_process import DEPLOY
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
+from kvstore.cli import ask
 from kvstore.node import SystemClock
-from kvstore.service import operate
 from service.sidecar import patient
 from service.test_serve import PATHS
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
@@ -91,7 +91,7 @@ def served(
             with handle.lease(handle.match(ids(640)), deadline_ms=5000) as lease:
                 assert handle.get(lease, blank).tokens == 640
             assert same_tokens(pages, blank, range(640))
-        facts = operate.stat(str(data / "admin.sock"), SystemClock())
+        facts = ask.stat(str(data / "admin.sock"), SystemClock())
         process.terminate()
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
@@ -175,7 +175,7 @@ def test_a_store_in_this_process_is_told_why_its_policy_cannot_be_had(
         [sys.executable, "-c", program], preexec_fn=denied, capture_output=True, text=True, env={**os.environ, **PATHS}
     )
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("kvstore.errors.BadInput: policy='adaptive'") and "take lru" in last
+    assert last.startswith("kvstore.block.errors.BadInput: policy='adaptive'") and "take lru" in last
 
 
 def test_what_numba_compiled_is_kept_in_a_directory_of_the_unit_s() -> None:

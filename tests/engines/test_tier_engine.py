@@ -20,11 +20,11 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import kvstore
-from engine_adapter.chunk_layout import chunk_planes, chunk_prompt
+from engine_adapter.chunks.layout import chunk_planes, chunk_prompt
 from engines.tier_engine import CHUNK_TOKENS, SECONDS, Engine, SidecarProcess, engine, tier_of
 from engines.tier_model import prompt_of, save_model
-from kvstore.handle import NamespaceHandle
-from kvstore.pages import Pages
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
 
 TOKENS, CHUNKS = 1000, 15
 WHOLE = CHUNKS * CHUNK_TOKENS

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from engine_adapter.vllm_connector import Counts, KvStoreConnector
+from engine_adapter.vllm_connector import ConnectorCounts, KvStoreConnector
 
 STEPS: list[dict[str, Any]] = [
     {"asked": 100, "hit_dram": 64, "miss_absent": 36, "loads": 1, "cost_saved_ms": 12.3456, "ttft_saved_ms_mean": 50.0},
@@ -30,10 +30,10 @@ def value(name: str, **labels: str) -> float | None:
 
 
 def test_sums_are_added_up_and_what_is_so_now_is_the_last() -> None:
-    counts = Counts(data={})
+    counts = ConnectorCounts(data={})
     assert counts.is_empty()
     for step in STEPS:
-        counts.aggregate(Counts(data=dict(step)))
+        counts.aggregate(ConnectorCounts(data=dict(step)))
     assert counts.reduce() == {
         "asked": 150,
         "hit_dram": 64,

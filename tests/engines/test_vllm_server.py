@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
-from engine_adapter.audit import FIRST_HITS
+from engine_adapter.audit.audits import FIRST_HITS
 from engines import models
 from engines.models import ROOT
 

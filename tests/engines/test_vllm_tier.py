@@ -43,7 +43,7 @@ from engine_adapter.vllm_tier import (
 )
 from engines.tier_engine import be_patient, takes
 from engines.tier_model import save_model
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 from service.sidecar import Sidecar
 
 SEED = None if vllm_tier._FIXED_ROOT else "0"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvstore.service.remote_door import CallLimits
+from kvstore.client.socket_door import CallLimits
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
@@ -42,7 +42,7 @@ class SidecarProcess:
     def start(self) -> None:
         assert self._process is None
         sizes = ["--dram", "32MiB", "--nvme", "64MiB"]
-        command = [PYTHON, "-m", "kvstore.cli", "serve", "--json", "--data", str(self.data), *sizes]
+        command = [PYTHON, "-m", "kvstore", "serve", "--json", "--data", str(self.data), *sizes]
         self._process = subprocess.Popen(
             [*command, "--socket", str(self.socket)],
             stdout=subprocess.PIPE,
@@ -178,7 +178,7 @@ def be_patient(tier: Any) -> None:
     """Answers may be as late as a busy machine makes them: a late one would be a miss, which is not what is tested."""
     for store in tier._opened:
         store._door._limits = CallLimits(match=10.0, lease=10.0)
-    tier._chunks._patience = 30.0
+    tier._chunks._unmap_wait = 30.0
 
 
 def takes(function: Any) -> set[str]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from engine_adapter import paged_worker
-from engine_adapter.step_orders import LoadOrder, LoadReport
+from engine_adapter.paged import worker as paged_worker
+from engine_adapter.paged.step_plan import LoadOrder, LoadReport
 from engine_adapter.vllm_connector import KvStoreConnector
-from kvstore.miss import MissReason
-from kvstore.pages import Pages
+from kvstore.block.account import MissReason
+from kvstore.block.pages import Pages
 
 DELAY_SECONDS = 0.05
 

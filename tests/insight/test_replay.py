@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvstore.insight
+from kvstore.block.errors import BadInput
 from kvstore.config import POLICIES
-from kvstore.errors import BadInput
 from kvstore.insight import replays
 from kvstore.insight.optimum import optimal_hits
-from kvstore.insight.replays import OPTIMUM, Options
+from kvstore.insight.replays import OPTIMUM, ReplayOptions
 from kvstore.insight.trace import Trace
 from kvstore.node import build_replay
 from recorded import line, made_of, read_trace, recorded
@@ -105,7 +105,7 @@ def test_there_is_no_second_index() -> None:
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         assert not names & {"OrderedDict", "defaultdict", "heapq", "set"}, file.name
         if file.name == "replay.py":
-            assert "kvstore.blocks" in imported
+            assert "kvstore.core.table" in imported
             assert not {node for node in ast.walk(tree) if isinstance(node, ast.Dict | ast.DictComp | ast.Set)}
     replay = build_replay(MAKERS["lru"], 4)
     replay.run(made_of([1, 2], [1, 3]))
@@ -113,7 +113,7 @@ def test_there_is_no_second_index() -> None:
 
 
 def table(trace: Trace, *policies: str, **options: object) -> replays.ReplayResult:
-    given = Options(**{"blocks": [4], **options})  # type: ignore[arg-type]
+    given = ReplayOptions(**{"blocks": [4], **options})  # type: ignore[arg-type]
     return replays.run([trace], {name: MAKERS[name] for name in policies}, given, build_replay, *QUIET)
 
 

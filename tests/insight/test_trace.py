@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 from kvstore.insight.trace import Trace, read_trace
 from recorded import line, made_of, recorded
 

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvstore
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 from kvstore.insight import replays
 from kvstore.insight.optimum import optimal_hits
 from kvstore.insight.replay import Replay
-from kvstore.insight.replays import ALL, COIN, LEARNED, ORACLE, Options
+from kvstore.insight.replays import ALL, COIN, LEARNED, ORACLE, ReplayOptions
 from kvstore.insight.trace import Trace
 from kvstore.insight.yardsticks import CoinAdmission, OracleAdmission, requests_of
 from kvstore.node import build_replay
 from recorded import made_of, recorded
-from tiering.admission import URGE, Admission, AdmitAll, LearnedAdmission
 from tiering.policies.adaptive import Adaptive
+from tiering.policies.admission import URGE, Admission, AdmitAll, LearnedAdmission
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
 
@@ -150,8 +150,8 @@ def test_nothing_is_written_twice_while_it_is_there() -> None:
 # The curve -----------------------------------------------------------------------------------------------------------
 
 
-def rows_of(trace: Trace, **options: object) -> list[replays.Row]:
-    given = Options(**{"blocks": [4], "nvme_blocks": 12, **options})  # type: ignore[arg-type]
+def rows_of(trace: Trace, **options: object) -> list[replays.ReplayRow]:
+    given = ReplayOptions(**{"blocks": [4], "nvme_blocks": 12, **options})  # type: ignore[arg-type]
     return list(replays.run([trace], {"lru": LeafFirstLru}, given, build_replay, *QUIET).rows)
 
 

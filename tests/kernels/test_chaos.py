@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_kernels.chaos import POISON, ChaosDevice, ChaosStream
-from kv_kernels.chaos_worker import ChaosWorker
+from chaos import POISON, ChaosDevice, ChaosStream
+from chaos_worker import ChaosWorker
+from happens_before import HazardError, Pageable, Race, Released, Shadow, Undefined
 from kv_kernels.device import Direction, Region, region
-from kv_kernels.happens_before import HazardError, Pageable, Race, Released, Shadow, Undefined
 
 SEEDS = range(40)
 

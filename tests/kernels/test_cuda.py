@@ -11,7 +11,7 @@ from kv_kernels.cuda import CudaDevice, CudaHost, cpu_list, local_cpus
 from kv_kernels.device import Direction, Region, Stream
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.transfer import Loader, Saver
-from kv_kernels.under_way import LayerSlice, Outcome, layer_slices
+from kv_kernels.transfer_state import LayerSlice, TransferOutcome, layer_slices
 from kv_kernels.worker import ThreadWorker
 
 LAYERS, FRAMES, LAYER_BYTES = 8, 24, 1 << 16
@@ -87,7 +87,7 @@ def test_what_is_saved_is_loaded(is_registered: bool) -> None:
     assert saving is not None and saving.wait_pages(device.compute(), 60.0)
     expected = made.clone()
     made.zero_()
-    assert saving.wait(60.0) and saving.outcome is Outcome.DONE and saving.is_direct is is_registered
+    assert saving.wait(60.0) and saving.outcome is TransferOutcome.DONE and saving.is_direct is is_registered
     assert torch.equal(extent.view(-1)[4096:FRAME_BYTES], expected[0].cpu().view(-1))
     pool = torch.zeros_like(made)
     loading = loader.load(slots, slices, TorchKernel(pool, Direction.LOAD), lambda: None)
@@ -95,7 +95,7 @@ def test_what_is_saved_is_loaded(is_registered: bool) -> None:
     for layer in range(LAYERS):
         assert loading.wait_layer(layer, device.compute(), 60.0)
         assert torch.equal(pool[:, layer], expected[:, layer])
-    assert loading.wait(60.0) and loading.outcome is Outcome.DONE
+    assert loading.wait(60.0) and loading.outcome is TransferOutcome.DONE
     assert extents.remove(extent.data_ptr(), 60.0)
     assert all(thread.close(60.0) for thread in threads)
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from chaos import ChaosEvent
 from chaos_route import ChaosRoute, needs_interpreter
+from happens_before import HazardError
 from kv_kernels import int8, int8_plain, reference
-from kv_kernels.chaos import ChaosEvent
-from kv_kernels.copies import Copy
+from kv_kernels.copies import BlockCopy
 from kv_kernels.device import Region
 from kv_kernels.device_copy import DeviceCopy
 from kv_kernels.flaws import Flaw
-from kv_kernels.happens_before import HazardError
 from kv_kernels.routes import int8_copy, raw_copy
 from paged_memory import kernels_can_run
 from small_engine import HastyStream, NoWait
@@ -60,16 +60,16 @@ def region_of(span: FrameSpan) -> Region:
     return Region(span.address, len(span.view))
 
 
-def copy_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], route: Any) -> Copy:
+def copy_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int], route: Any) -> BlockCopy:
     if codec == "raw":
         return raw_copy(planes, table, PAGE_TOKENS, TOKENS, route)
     return int8_copy(FORMS[codec], planes, table, PAGE_TOKENS, "bfloat16", route)
 
 
-def plain_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int]) -> Copy:
+def plain_of(codec: str, planes: Sequence[Sequence[torch.Tensor]], table: Sequence[int]) -> BlockCopy:
     if codec == "raw":
-        return reference.RawCopy(planes, table, PAGE_TOKENS, TOKENS)
-    return int8_plain.Int8Copy(FORMS[codec], planes, table, PAGE_TOKENS)
+        return reference.ReferenceRawCopy(planes, table, PAGE_TOKENS, TOKENS)
+    return int8_plain.PlainInt8Copy(FORMS[codec], planes, table, PAGE_TOKENS)
 
 
 def same(one: Sequence[Sequence[torch.Tensor]], other: Sequence[Sequence[torch.Tensor]]) -> bool:
@@ -391,7 +391,7 @@ def test_pages_that_are_not_for_it_take_the_plain_route(
 def test_planes_on_two_devices_take_the_plain_route() -> None:
     there = torch.empty(3, 64, 1, 4, device="meta")
     route = ChaosRoute(1)
-    assert isinstance(raw_copy([[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64, route), reference.RawCopy)
+    assert isinstance(raw_copy([[torch.zeros(3, 64, 1, 4), there]], [0], 64, 64, route), reference.ReferenceRawCopy)
 
 
 def test_several_threads_on_one_device() -> None:

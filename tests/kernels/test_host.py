@@ -184,8 +184,8 @@ def sides(memory: Memory, table: list[int]) -> list[Any]:
         ]
 
 
-def plain(memory: Memory, table: list[int]) -> reference.RawCopy:
-    return reference.RawCopy(memory.planes, table, memory.shape.page_tokens, memory.shape.block_tokens)
+def plain(memory: Memory, table: list[int]) -> reference.ReferenceRawCopy:
+    return reference.ReferenceRawCopy(memory.planes, table, memory.shape.page_tokens, memory.shape.block_tokens)
 
 
 # Against the reference ------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_one_plane_as_runs_beside_one_with_strides() -> None:
     key, value = torch.randn(2, 2, 8, 16).to(torch.float16), torch.randn(2, 2, 16, 8).to(torch.float16)
     planes = [[key.permute(0, 3, 1, 2), value.permute(0, 2, 1, 3)]]
     want, got = Payload(2 * 2 * 16 * 8 * 2), Payload(2 * 2 * 16 * 8 * 2)
-    digests = reference.RawCopy(planes, [1], 16, 16).encode_block(0, want.span, digest)
+    digests = reference.ReferenceRawCopy(planes, [1], 16, 16).encode_block(0, want.span, digest)
     assert host.RawCopy(planes, [1], 16, 16).encode_block(0, got.span, digest) == digests and got.bits == want.bits
     copies = [[torch.zeros_like(plane) for plane in planes[0]]]
     assert host.RawCopy(copies, [1], 16, 16).decode_block(got.span, 0, 0, digests, digest)

@@ -11,12 +11,12 @@ from random import Random
 import pytest
 import torch
 
-from kv_kernels.chaos import ChaosDevice
-from kv_kernels.chaos_worker import ChaosWorker
+from chaos import ChaosDevice
+from chaos_worker import ChaosWorker
 from kv_kernels.device import Region
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.worker import ThreadWorker
-from tiering.extents import Extent
+from tiering.dram.extents import Extent
 
 CHUNK, SLOT = 64, 24
 

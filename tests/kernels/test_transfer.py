@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kv_kernels.chaos import ChaosDevice, ChaosEvent
+from chaos import ChaosDevice, ChaosEvent
+from happens_before import Clock, HazardError, Pageable, Race, merge
 from kv_kernels.device import Direction, Region, host_tensor
-from kv_kernels.happens_before import Clock, HazardError, Pageable, Race, merge
 from kv_kernels.transfer import Loader, Saver
-from kv_kernels.under_way import LayerSlice, Loading, Outcome, Saving, layer_slices
+from kv_kernels.transfer_state import LayerSlice, Loading, Saving, TransferOutcome, layer_slices
 from kv_kernels.worker import ThreadWorker
 from small_engine import (
     FRAME_BYTES,
@@ -83,7 +83,7 @@ class Story:
         engine.write(self.free_pages)
         for _ in range(steps):
             engine.random.choice(
-                [self.load, self.load, self.save, self.save, self.use, self.use, self.evict, self.abandon]
+                [self.load, self.load, self.save, self.save, self.use, self.use, self.evict, self.release_later]
             )()
             engine.pump()
             self.look()
@@ -169,7 +169,7 @@ class Story:
             self.filled.remove(slot)
             self.empty.append(slot)
 
-    def abandon(self) -> None:
+    def release_later(self) -> None:
         """The request of a load is gone; its pages may be reused when the load is done."""
         if self.loads and self.engine.random.random() < 0.3:
             load = self.engine.random.choice(self.loads)
@@ -189,10 +189,12 @@ class Story:
                     engine.fill(slot)
         for load in list(self.loads):
             if (load.used == LAYERS or load.is_abandoned) and load.loading.is_done():
-                if load.loading.outcome is not (Outcome.CANCELLED if load.is_abandoned else Outcome.DONE):
+                if load.loading.outcome is not (
+                    TransferOutcome.CANCELLED if load.is_abandoned else TransferOutcome.DONE
+                ):
                     # A cancellation may come after the end.
-                    assert load.loading.outcome is Outcome.DONE, load.loading.error
-                self.loaded += load.loading.outcome is Outcome.DONE
+                    assert load.loading.outcome is TransferOutcome.DONE, load.loading.error
+                self.loaded += load.loading.outcome is TransferOutcome.DONE
                 self.loads.remove(load)
                 self.free_pages += load.pages
                 engine.write(load.pages)
@@ -204,7 +206,7 @@ class Story:
                 self.free_pages += save.pages
                 engine.write(save.pages)
             if save.are_pages_back and save.saving.is_done():
-                assert save.saving.outcome is Outcome.DONE, save.saving.error
+                assert save.saving.outcome is TransferOutcome.DONE, save.saving.error
                 self.saves.remove(save)
                 self.filled += save.slots
         engine.collect()
@@ -347,7 +349,7 @@ def test_a_load_that_fails_half_way_gives_its_slots_back(seed: int, refused: boo
 
     loading = engine.loader.load(slots, WHOLE, Failing(engine, Direction.LOAD, pages), release, calls("verdict"))
     assert loading is not None and loading.wait(10.0)
-    assert loading.outcome is Outcome.FAILED and isinstance(loading.error, OSError) and not loading.is_stranded
+    assert loading.outcome is TransferOutcome.FAILED and isinstance(loading.error, OSError) and not loading.is_stranded
     assert calls.names == ["release"]
     assert not loading.wait_layer(0, engine.device.compute(), 10.0), "it does not come"
     engine.write(pages)  # and they are free
@@ -368,7 +370,7 @@ def test_a_save_that_fails_half_way_is_aborted_after_its_copies(seed: int, refus
     kernel = Failing(engine, Direction.SAVE, pages)
     saving = engine.saver.save(slots, WHOLE, kernel, engine.device.compute().record(), calls("publish"), abort)
     assert saving is not None and not saving.wait_pages(engine.device.compute(), 10.0)
-    assert saving.wait(10.0) and saving.outcome is Outcome.FAILED and calls.names == ["abort"]
+    assert saving.wait(10.0) and saving.outcome is TransferOutcome.FAILED and calls.names == ["abort"]
     engine.write(pages)
     engine.finish()
 
@@ -379,7 +381,7 @@ def test_a_save_that_is_cancelled_is_aborted_after_its_copies(seed: int) -> None
     calls = Calls()
     saving = engine.save(slots, pages, calls("publish"), lambda: (calls("abort")(), engine.evict(slots[0])))
     saving.cancel()
-    assert saving.wait(10.0) and saving.outcome is Outcome.CANCELLED and calls.names == ["abort"]
+    assert saving.wait(10.0) and saving.outcome is TransferOutcome.CANCELLED and calls.names == ["abort"]
     engine.finish()
 
 
@@ -388,9 +390,9 @@ def test_who_says_no_is_heard() -> None:
     calls = Calls()
     kernel = Kernel(engine, Direction.LOAD, pages)
     loading = engine.loader.load(slots, WHOLE, kernel, calls("release"), calls("verdict", False))
-    assert loading is not None and loading.wait(10.0) and loading.outcome is Outcome.REJECTED
+    assert loading is not None and loading.wait(10.0) and loading.outcome is TransferOutcome.REJECTED
     saving = engine.save(slots, pages, calls("publish", False), calls("abort"))
-    assert saving.wait(10.0) and saving.outcome is Outcome.REJECTED
+    assert saving.wait(10.0) and saving.outcome is TransferOutcome.REJECTED
     assert calls.names == ["release", "verdict", "publish"]
     engine.finish()
 
@@ -405,7 +407,7 @@ def test_what_is_handed_in_may_fail() -> None:
     loading = engine.load(slots, pages, fail)
     saving = engine.save(engine.slots()[10:15], list(range(20, 20 + len(pages))), fail, Calls()("abort"))
     for transfer in (loading, saving):
-        assert transfer.wait(10.0) and transfer.outcome is Outcome.FAILED
+        assert transfer.wait(10.0) and transfer.outcome is TransferOutcome.FAILED
         assert isinstance(transfer.error, ConnectionError)
     engine.write(pages)
     engine.finish()
@@ -449,7 +451,7 @@ def test_no_exception_of_what_is_handed_in_ends_the_worker() -> None:
 
     loading = loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages), cancelled)
     assert loading is not None and loading.wait(30.0), chaos
-    assert loading.outcome is Outcome.FAILED and isinstance(loading.error, asyncio.CancelledError)
+    assert loading.outcome is TransferOutcome.FAILED and isinstance(loading.error, asyncio.CancelledError)
     assert worker.close(30.0)
 
 
@@ -486,7 +488,7 @@ def test_a_device_that_fails_keeps_the_slots(monkeypatch: pytest.MonkeyPatch) ->
     saving = engine.save(engine.slots()[10:15], list(range(20, 20 + len(pages))), calls("publish"), calls("abort"))
     monkeypatch.setattr(ChaosEvent, "wait", broken)
     for transfer in (loading, saving):
-        assert transfer.wait(10.0) and transfer.outcome is Outcome.FAILED and transfer.is_stranded
+        assert transfer.wait(10.0) and transfer.outcome is TransferOutcome.FAILED and transfer.is_stranded
     assert calls.names == []
     assert not engine.extents.remove(engine.memory[0].data_ptr(), 0.0), "nor may the memory go"
     assert engine.loader.load(slots, WHOLE, Kernel(engine, Direction.LOAD, pages), calls("release")) is None
@@ -537,7 +539,7 @@ def test_memory_is_not_unregistered_under_a_copy() -> None:
         address = engine.memory[0].data_ptr()
         loading = engine.load(slots, pages, lambda: None)
         assert not engine.extents.remove(address, 0.0), "it is held"
-        assert loading.wait(10.0) and loading.outcome is Outcome.DONE
+        assert loading.wait(10.0) and loading.outcome is TransferOutcome.DONE
         assert engine.extents.remove(address, 10.0)
         engine.finish()
 

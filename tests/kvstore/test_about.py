@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvstore.about import check_can_be_kept, pack_about, unpack_about
-from kvstore.errors import BadInput
-from kvstore.identity import Namespace
-from kvstore.layout import Layout
+from kvstore.block.about import check_can_be_kept, pack_about, unpack_about
+from kvstore.block.errors import BadInput
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import Layout
 from tiering.frame import MAX_SLICES
-from tiering.slab import MAX_ABOUT_BYTES
+from tiering.slab_header import MAX_ABOUT_BYTES
 from workbench import MODEL, one_line, small_layout
 
 

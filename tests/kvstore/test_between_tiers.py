@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from kvstore.miss import HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
 from model.store_model import SHARDED, WHOLE, OpenStore, Owned, Prompt
 from simulation.two_tiers import Disk, RealDisk, Sizes, bugs, load, nothing, open_two_tiers, put, wait_until_idle
 from tiering.errors import TierUnavailable
 from tiering.frame import HEADER_BYTES
-from tiering.nvme import NvmeTier, _Request
+from tiering.nvme.tier import NvmeTier, _Request
 
 ROOMY = Sizes(dram=1 << 20, nvme=16 << 20, slab=1 << 20)
 A, LONGER = Prompt((0, 1)), Prompt((0, 1, 2))
@@ -104,7 +104,7 @@ def test_a_block_that_turns_out_bad_while_it_is_written_is_not_readable_from_dis
                 assert put(place.space, A) is None
 
     place.disk.before_files = damage
-    place.levels.sink_all(30)
+    place.levels.demote_all(30)
     assert met.is_set()
     place.is_well()
     assert place.space.match(A).blocks == (2 if again else 0)
@@ -129,7 +129,7 @@ def test_a_damaged_frame_does_not_go_down(place: Place) -> None:
     lease = place.sharded.handle.lease(place.sharded.match(LONGER))
     place.sharded.frames(lease, 1)[2].view[HEADER_BYTES + 5] ^= 1
     lease.release()
-    assert place.levels.sink_all(30) == 1, "what follows it stays, too"
+    assert place.levels.demote_all(30) == 1, "what follows it stays, too"
     place.is_well()
     assert place.opened.core.usage().counters["demoted_blocks"] == 1
     assert place.sharded.match(LONGER).reason is MissReason.CORRUPT
@@ -143,19 +143,19 @@ def test_a_block_goes_down_behind_the_one_that_it_follows_and_never_alone(place:
     blocks, number = place.opened.blocks, place.space.handle.number
     rows = blocks.index.match(number, place.space.match(LONGER).keys)
     for alone in (rows[1:], rows[2:], [rows[2], rows[1]]):
-        place.levels._sink(number, alone)
+        place.levels._demote(number, alone)
         assert not any(map(blocks.is_below, rows)) and place.tier.usage().used == 0
         place.is_well()
-    place.levels._sink(number, [rows[0], rows[2]])
+    place.levels._demote(number, [rows[0], rows[2]])
     assert list(map(blocks.is_below, rows)) == [True, False, False]
-    place.levels._sink(number, rows[1:])
+    place.levels._demote(number, rows[1:])
     assert all(map(blocks.is_below, rows))
     place.is_well()
 
 
 def test_an_ancestor_that_nvme_gave_up_goes_down_again_with_its_descendants(place: Place) -> None:
     assert put(place.space, A, "disk") is None
-    assert place.levels.sink_all(30) == 0
+    assert place.levels.demote_all(30) == 0
     with place.opened.core._lock:
         for _ in range(2):
             place.opened.blocks.evict_below(1, place.sharded.handle.number)  # for the sake of another one
@@ -171,7 +171,7 @@ def test_what_waits_to_be_written_down_is_no_more_than_what_there_is(place: Plac
         assert put(place.space, Prompt((number % 7,))) is None
         place.opened.core.evict(10)
     rows = sum(len(list(place.opened.blocks.index.rows(space.number))) for space in place.opened.blocks.spaces)
-    assert len(place.opened.blocks.unwritten) <= rows + 10
+    assert len(place.opened.blocks.dirty) <= rows + 10
 
 
 def test_what_has_to_be_brought_up_is_not_leased_at_once(place: Place) -> None:
@@ -282,7 +282,7 @@ def test_a_move_that_is_almost_over_is_not_taken_for_the_next_one(
     try:
         with place.space.handle.lease(place.space.match(A), deadline_ms=200) as lease:
             assert over.wait(60) and lease.blocks <= 2
-        while place.levels.rising:
+        while place.levels.promoting:
             threading.Event().wait(0.001)
         place.opened.core.evict(10)
         assert place.space.match(A).tiers == ((HitTier.NVME, 2),)

@@ -1,4 +1,4 @@
-"""Frames found on disk in any order become a catalogue; compared with the plainest way to say the same."""
+"""Frames found on disk in any order become a recovery order; compared with the plainest way to say the same."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.catalogue import AT_ROOT, ELSEWHERE, catalogue, split_keys
-from tiering.nvme import Found
-from tiering.slab import ENTRY, HELD, SlabHeader, entry_of, split_entries
+from kvstore.core.recovery_order import AT_ROOT, ELSEWHERE, recovery_order, split_keys
+from tiering.nvme.slab import ENTRY, HELD, entry_of, split_entries
+from tiering.nvme.tier import Found
+from tiering.slab_header import SlabHeader
 from tiering.tier import SlotClass, place_of
 
 ROOT = b"R" * 32
@@ -95,7 +96,7 @@ def test_it_says_what_the_frames_say(seed: int) -> None:
                     frames.append((part, key, parent, depth, generation, place_of(1, next(places))))
     unsound = {frame[5] for frame in frames if random.random() < 0.2}
     found = found_of(frames, random.randrange(1, 4), random)
-    got, useless, lost = catalogue(found, parts, ROOT, unsound.isdisjoint)
+    got, useless, lost = recovery_order(found, parts, ROOT, unsound.isdisjoint)
     kept, want_useless, want_lost = expected(frames, parts, unsound)
     assert sorted(useless) == sorted(want_useless), f"seed {seed}"
     assert sorted(lost) == sorted(want_lost), f"seed {seed}"

@@ -10,15 +10,15 @@ import torch
 
 import kvstore
 from kv_kernels import host, reference, routes
-from kvstore.clock import SystemClock
-from kvstore.codec import CODECS, Codecs, codec_named
-from kvstore.errors import BadInput
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import token_bytes
-from kvstore.layout import Layout
+from kvstore.block.codec import CODECS, Codecs, codec_named
+from kvstore.block.errors import BadInput
+from kvstore.block.identity import token_bytes
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.sidecar_store import open_sidecar
 from kvstore.node import open_embedded
-from kvstore.pages import Pages
-from kvstore.service.client import open_sidecar
+from tiering.clock import SystemClock
 from workbench import bench, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -136,7 +136,7 @@ def test_pages_on_a_device_without_a_way_go_through_plain_torch() -> None:
     planes = {layer: [torch.empty(2, 64, 2, 8, dtype=torch.bfloat16, device="meta")] * 2 for layer in layout.layers}
     for devices in (None, lambda device: None, lambda device: _Way()):
         coder = codec_named("raw", devices).bind(Pages(planes, [0, 1], 64), layout, layout.parts[0])
-        assert isinstance(coder, reference.RawCopy)
+        assert isinstance(coder, reference.ReferenceRawCopy)
 
 
 @no_gpu

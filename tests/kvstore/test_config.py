@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.block.errors import BadInput
 from kvstore.config import DramConfig, Limits, format_size, memory_limit, memory_limit_files, parse_size
-from kvstore.errors import BadInput
 from workbench import one_line
 
 MIB, GIB = 1 << 20, 1 << 30

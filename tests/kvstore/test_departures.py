@@ -8,13 +8,13 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvstore.departures
-from kvstore.departures import Departures, SlabChoice
-from kvstore.prefix_index import NO_ROW, PrefixIndex
-from tiering.books import BookTier
+import kvstore.core.reclaim
+from kvstore.core.index import NO_ROW, PrefixIndex
+from kvstore.core.reclaim import ReclaimPlan, SlabReclaim
+from kvstore.insight.counting_tier import CountingTier
 from tiering.policies.lru import LeafFirstLru
+from tiering.policies.retention import Retention
 from tiering.residency import Pins, Residency
-from tiering.retention import Retention
 from tiering.slots import Piece
 from tiering.tier import extent_of
 from workbench import slot_class
@@ -23,7 +23,7 @@ CLASS = slot_class(owner=b"a")
 ASKER = 7
 
 
-class Slabs(BookTier):
+class Slabs(CountingTier):
     """Several of them."""
 
     def __init__(self, slabs: int, blocks: int) -> None:
@@ -81,7 +81,9 @@ class Disk:
         for row in random.sample(listed, len(listed) // 2):
             self.residency.policy.touched(self.index.chain(row))
         pins.pin([row for row in self.index.rows(space) if random.random() < 0.05])
-        self.residency.hold([self.residency.place(row, 0) for row in listed if random.random() < 0.05])
+        self.residency.defer_reuse([self.residency.place(row, 0) for row in listed if random.random() < 0.05])
+
+    is_any = True
 
     def hint(self, row: int) -> tuple[int, int]:
         return 0, int(row in self.wanted) * 100
@@ -148,8 +150,8 @@ def test_one_slab_is_chosen_and_what_follows_it(seed: int, blocks: int, most: in
     """most: blocks that are looked at, which may be too few to know."""
     disk = Disk(Random(seed), blocks)
     first = disk.first_empty()
-    choice = SlabChoice(ASKER, disk.index, disk.residency, disk.tier, disk.dram)
-    with patch.object(kvstore.departures, "MOST_LOOKED_AT", most):
+    choice = SlabReclaim(ASKER, disk.index, disk.residency, disk.tier, disk.dram)
+    with patch.object(kvstore.core.reclaim, "MOST_LOOKED_AT", most):
         for leaf in disk.residency.worst():
             if choice.look_at(leaf):
                 break
@@ -175,7 +177,7 @@ def test_one_slab_is_chosen_and_what_follows_it(seed: int, blocks: int, most: in
 def test_what_would_go_leaf_by_leaf_is_what_goes(seed: int, blocks: int) -> None:
     """All that nobody uses, each block once and behind its children."""
     disk = Disk(Random(seed), blocks)
-    departures = Departures(disk.index, disk.residency, disk.dram)
+    departures = ReclaimPlan(disk.index, disk.residency, disk.dram)
     going = [row for leaf in disk.residency.worst() for row in departures.with_leaf(leaf)]
     assert departures.blocks == len(going) == len(set(going))
     gone = []

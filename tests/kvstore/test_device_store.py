@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from chaos_route import ChaosRoute, needs_interpreter
+from chaos_worker import ChaosWorker
 from groups import assert_same_planes, canary_planes, full, sliding
-from kv_kernels.chaos_worker import ChaosWorker
 from kvstore import MissReason
-from kvstore.codec import codec_named
-from kvstore.handle import NamespaceHandle, PutResult
-from kvstore.layout import Layout
-from kvstore.pages import GroupPages, Pages
+from kvstore.block.codec import codec_named
+from kvstore.block.layout import Layout
+from kvstore.block.pages import GroupPages, Pages
+from kvstore.client.handle import NamespaceHandle, PutResult
 from paged_memory import kernels_can_run
 from service.sidecar import Sidecar, patient
 from workbench import Bench, bench, blank_pages, blank_planes, ids, same_tokens, small_layout

@@ -9,16 +9,16 @@ import msgspec
 import pytest
 
 import kvstore
-from kvstore import display_names
-from kvstore.display_names import MOST_CHARACTERS, MOST_NAMES, DisplayNames, read_names, shown
-from kvstore.errors import BadInput
-from kvstore.faults import Faults
-from kvstore.fsck import check
+from kvstore.block import display_names
+from kvstore.block.display_names import MOST_CHARACTERS, MOST_NAMES, DisplayNames, read_names, shown
+from kvstore.block.errors import BadInput
+from kvstore.fsck.check import check
 from kvstore.node import SystemClock
-from kvstore.service import messages as m
+from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
 from service.test_engines import wait_until
-from tiering.lmdb_index import LmdbMaker
+from tiering.faults import Faults
+from tiering.nvme.lmdb_index import LmdbMaker
 from workbench import MODEL, ids, random_pages, small_layout
 
 TENANT, OTHER = b"t" * 16, b"o" * 16

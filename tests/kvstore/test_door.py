@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
-from kvstore.miss import HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
+from kvstore.protocol.door import Grant, LeaseReply, MatchReply, ReserveReply
 
 MESSAGES = [
     Grant(3, b"identity key of thirty-two bytes", (b"stamp",), (8192,)),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvstore import store as store_module
-from kvstore.errors import StoreClosed
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.block.errors import StoreClosed
+from kvstore.client.handle import NamespaceHandle
+from kvstore.core import store as store_module
 from workbench import Bench, bench, ids, random_pages, small_layout
 
 from .test_long_chains import watched

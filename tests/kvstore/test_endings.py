@@ -10,13 +10,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kvstore import endings as endings_module
-from kvstore import store as store_module
+from kvstore.block.account import MissReason
+from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
-from kvstore.endings import ENDED_PLACES, LEASE_COST, PART_COST
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import MissReason
-from tiering.held import HeldPlaces
+from kvstore.core import leases as endings_module
+from kvstore.core import store as store_module
+from kvstore.core.leases import ENDED_PLACES, LEASE_COST, PART_COST
+from tiering.places import HeldPlaces
 from tiering.tier import place_of
 from workbench import Bench, bench, ids, random_pages, small_layout
 
@@ -52,7 +52,11 @@ class Walked:
     def __init__(self, a: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         self.turns = [0]
         residency = a.store._blocks.residency
-        for owner, name in ((residency.held, "hold"), (residency.held, "let_go"), (residency.pins, "unpin")):
+        for owner, name in (
+            (residency.held, "defer_reuse"),
+            (residency.held, "allow_reuse"),
+            (residency.pins, "unpin"),
+        ):
             self._count(owner, name, monkeypatch)
         self.gaps = watched(a.store, lambda count: self.turns.append(0))
 
@@ -94,7 +98,7 @@ def test_so_many_places_are_walked_at_a_time_and_no_more(
     elif how == "lapse":
         for lease in held:
             walked.turns.append(0)
-            a.store.lapse(lease)
+            a.store.expire(lease)
     elif how == "all at once":
         a.store.begin_ending(held[:3], held[3:])
         walked.turns.append(0)
@@ -118,18 +122,18 @@ def test_so_many_places_are_walked_at_a_time_and_no_more(
 def test_a_lease_is_over_as_soon_as_that_is_said(in_pieces: int) -> None:
     """What it pinned goes later, but nobody can use it or end it again."""
     a, handle, keys = stocked()
-    released, lapsed = leases(a, handle, keys, 2)
-    a.store.begin_ending([released], [lapsed])
+    released, expired = leases(a, handle, keys, 2)
+    a.store.begin_ending([released], [expired])
     a.store.check()
     assert a.store.is_ending and a.store.usage().pinned_bytes > 0
-    for lease in (released, lapsed):
+    for lease in (released, expired):
         assert not a.store.is_leased(lease) and not a.store.attach(lease)
     pins = list(a.store._blocks.residency.pins.counts)
-    a.store.begin_ending([released], [lapsed, released])
+    a.store.begin_ending([released], [expired, released])
     assert a.store.usage().leases == 1 and sum(a.store._blocks.residency.pins.counts) <= sum(pins)
     a.store.finish_ending()
     assert not a.store.is_ending and a.store.usage().pinned_bytes == 0
-    a.store.release(lapsed)
+    a.store.release(expired)
     assert is_at_rest(a)
 
 
@@ -224,7 +228,7 @@ def _end_in_any_way(draw: random.Random) -> None:
                 a.store.release(lease)
         elif act == 5:
             for lease in some:
-                a.store.lapse(lease)
+                a.store.expire(lease)
         elif act == 6:
             a.clock.advance(draw.choice([1, 11]))
             if some and a.store.attach(some[0]):
@@ -271,14 +275,14 @@ def test_held_places_count_alike_few_or_many_at_a_time() -> None:
     for _ in range(200):
         if calls and draw.random() < 0.5:
             places = calls.pop(draw.randrange(len(calls)))
-            done = held.let_go(places)
+            done = held.allow_reuse(places)
             for place in places:
                 counts[place] -= 1
             assert sorted(done) == sorted(place for place in places if not counts[place])
         else:
             places = draw.sample(everything, draw.choice([0, 1, 64, 65, 300]))
             calls.append(places)
-            held.hold(places)
+            held.defer_reuse(places)
             for place in places:
                 counts[place] = counts.get(place, 0) + 1
         assert held.counts() == {place: count for place, count in counts.items() if count}
@@ -287,9 +291,9 @@ def test_held_places_count_alike_few_or_many_at_a_time() -> None:
         assert bool(held) == any(counts.values())
     for places in (everything[:2], everything[:70]):
         loose = HeldPlaces()
-        loose.hold(everything[1:71])
+        loose.defer_reuse(everything[1:71])
         with pytest.raises(AssertionError):
-            loose.let_go(places)
+            loose.allow_reuse(places)
 
 
 PUT_BLOCKS = 10

@@ -16,14 +16,14 @@ from random import Random
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from kvstore.codec import codec_named
+from kvstore.block.codec import codec_named
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import Layout
 from kvstore.config import Limits
-from kvstore.identity import Namespace
-from kvstore.layout import Layout
+from kvstore.core.store import Store
 from kvstore.node import EmbeddedStore, open_embedded
-from kvstore.store import Store
 from tiering.frame import HEADER_BYTES
-from tiering.lmdb_index import LmdbMaker
+from tiering.nvme.lmdb_index import LmdbMaker
 
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 PAYLOAD_BYTES = 2048

@@ -14,17 +14,26 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.codec import codec_named
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
 from kvstore.config import Limits
-from kvstore.faults import Faults
-from kvstore.miss import MissReason
 from kvstore.node import open_embedded
+from tiering.dram.extents import ExtentPool
 from tiering.errors import TierUnavailable
-from tiering.extents import ExtentPool
-from tiering.faults import CONNECTIONS, EXTENTS, MOVE_THREADS, NEW_SLABS, NVME_READS, NVME_WRITES, FaultKind, kind_of
+from tiering.faults import (
+    CONNECTIONS,
+    EXTENTS,
+    MOVE_THREADS,
+    NEW_SLABS,
+    NVME_READS,
+    NVME_WRITES,
+    FaultKind,
+    Faults,
+    kind_of,
+)
 from tiering.files import DirectFiles
-from tiering.lmdb_index import LmdbMaker
 from tiering.move_queue import MoveQueue, Priority, QueueLimits
+from tiering.nvme.lmdb_index import LmdbMaker
 from workbench import MODEL, FakeClock, blank_pages, ids, random_pages, small_layout
 
 
@@ -81,7 +90,7 @@ class NoMemory(logging.Handler):
 
 
 def test_whoever_tells_of_memory_is_not_told_of_memory(faults: Faults) -> None:
-    logger, handler = logging.getLogger("kvstore.faults"), NoMemory()
+    logger, handler = logging.getLogger("tiering.faults"), NoMemory()
     logger.addHandler(handler)
     try:
         faults.failed(EXTENTS, FaultKind.NO_MEMORY, "none left")

@@ -23,17 +23,19 @@ import torch
 from rich.console import Console
 
 import kvstore
-from kvstore import fsck
-from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable
-from kvstore.fsck_result import FsckResult, IndexState, SlabState, Slot
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import KeyRing
-from kvstore.node import EmbeddedStore, KeyFile
-from kvstore.pages import Pages
+from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable
+from kvstore.block.identity import KeyRing
+from kvstore.block.key_file import KeyFile
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
+from kvstore.fsck import check as fsck
+from kvstore.fsck.result import FsckResult, IndexState, SlabState, Slot
+from kvstore.node import EmbeddedStore
 from tiering.errors import TierError
 from tiering.frame import FrameHeader, digest, parse_header
-from tiering.nvme import NvmeTier, _Request, slab_name
-from tiering.slab import META, PAGE_BYTES, SlabHeader, StoreStamp, read_slab_header, record_key
+from tiering.nvme.slab import META, StoreStamp, record_key
+from tiering.nvme.tier import NvmeTier, _Request, slab_name
+from tiering.slab_header import PAGE_BYTES, SlabHeader, read_slab_header
 from workbench import MODEL, blank_planes, ids, one_line, random_pages, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,7 +234,7 @@ def test_progress_goes_over_all_bytes(kv: Path) -> None:
 def test_frames_that_are_larger_than_a_window_and_windows_of_many(kv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flip_slot(kv, SECOND, 3, 5000)
     for window in (4096, 40_000, 1 << 22):
-        monkeypatch.setattr("kvstore.fsck_frames.WINDOW_BYTES", window)
+        monkeypatch.setattr("kvstore.fsck.frames.WINDOW_BYTES", window)
         result = checked(kv)
         assert said(result) == [("damaged_payload", SECOND, 3)] and result.totals()["good"] == 47
 
@@ -825,7 +827,7 @@ KILLED = """
 import os, shutil, signal, sys, time
 from pathlib import Path
 from random import Random
-from kvstore import fsck
+from kvstore.fsck import check as fsck
 
 stock, folder, seed, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 

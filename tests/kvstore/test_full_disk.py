@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.block.account import MissReason
 from kvstore.config import Limits
-from kvstore.miss import MissReason
 from model.store_model import SHARDED, WHOLE, Prompt
 from simulation.two_tiers import RealDisk, Sizes, bugs, load, open_two_tiers, put, wait_until_idle
 

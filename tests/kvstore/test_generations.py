@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvstore.codec import codec_named
-from kvstore.identity import Namespace
-from kvstore.layout import Layout
+from kvstore.block.codec import codec_named
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import Layout
 from kvstore.node import SESSION_BITS, EmbeddedStore, open_embedded
+from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.frame import HEADER_BYTES, parse_header
-from tiering.keeping import NAME_BYTES, Kept
-from tiering.lmdb_index import LmdbMaker
-from tiering.nvme import slab_name
-from tiering.slab import PAGE_BYTES, STAMP_PAGES, STAMP_SLAB, latest_stamp
+from tiering.nvme.lmdb_index import LmdbMaker
+from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, latest_stamp
+from tiering.nvme.tier import slab_name
+from tiering.slab_header import PAGE_BYTES
 
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 PAYLOAD_BYTES = 2048
@@ -48,9 +49,9 @@ class Holder:
             for descriptor in self.kept.pop(name):
                 os.close(descriptor)
 
-    def handed_over(self) -> list[Kept]:
+    def handed_over(self) -> list[KeptExtent]:
         self.frozen = False
-        return [Kept(name, *map(os.dup, descriptors)) for name, descriptors in self.kept.items()]
+        return [KeptExtent(name, *map(os.dup, descriptors)) for name, descriptors in self.kept.items()]
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from groups import canary_planes, copied, full, same_bits, sliding
-from kvstore import getting
-from kvstore.codec import codec_named
-from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired
-from kvstore.handle import Loaded, NamespaceHandle
-from kvstore.holding import Lease
-from kvstore.layout import Layout
-from kvstore.miss import MissReason
-from kvstore.pages import Pages
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.client import get as getting
+from kvstore.client.handle import Loaded, NamespaceHandle
+from kvstore.client.lease import Lease
 from tiering.frame import HEADER_BYTES, digest
 from workbench import Bench, bench, blank_pages, ids, one_line, plausible_pages, random_pages, same_tokens, small_layout
 

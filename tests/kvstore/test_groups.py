@@ -28,13 +28,13 @@ from groups import (
     sliding,
     spread,
 )
-from kvstore.codec import codec_named
-from kvstore.errors import BadInput, LayoutMismatch
-from kvstore.handle import Loaded, NamespaceHandle, PutResult
-from kvstore.holding import Lease
-from kvstore.layout import KvGroup, Layout
-from kvstore.miss import MissReason
-from kvstore.pages import GroupPages, Pages
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.layout import KvGroup, Layout
+from kvstore.block.pages import GroupPages, Pages
+from kvstore.client.handle import Loaded, NamespaceHandle, PutResult
+from kvstore.client.lease import Lease
 from tiering.frame import HEADER_BYTES, digest
 from workbench import Bench, bench, ids, one_line, plausible_planes
 
@@ -536,8 +536,8 @@ def test_what_is_held_is_made_durable_before_a_put_says_that_it_is_incomplete(tm
 
 def test_long_prompts_go_in_pieces(a: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a put and of a get, with pages that begin and a window that begins in the middle of any of them."""
-    monkeypatch.setattr("kvstore.handle.WINDOW_BLOCKS", 2)
-    monkeypatch.setattr("kvstore.getting.PIECE_BLOCKS", 2)
+    monkeypatch.setattr("kvstore.client.handle.WINDOW_BLOCKS", 2)
+    monkeypatch.setattr("kvstore.client.get.PIECE_BLOCKS", 2)
     ns = a.namespace(THREE)
     assert ns.put(ids(512), offered(ns, 8, {"near": 21})) == PutResult(0, 0, 0, MissReason.INCOMPLETE)
     source = stored(ns, 8)

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore import HitTier, Limits, MissReason
-from kvstore.codec import codec_named
-from kvstore.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
-from kvstore.handle import WINDOW_BLOCKS, NamespaceHandle, PutResult
-from kvstore.identity import ExtraKey, Prompt, TenantKeys
-from kvstore.layout import Layout
-from kvstore.pages import Pages
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
+from kvstore.block.identity import ExtraKey, Prompt, TenantKeys
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.client.handle import WINDOW_BLOCKS, NamespaceHandle, PutResult
 from tiering.frame import HEADER_BYTES, digest
 from workbench import (
     OTHER_SECRET,

@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.door import Joint
-from kvstore.handle import NamespaceHandle, PutResult
-from kvstore.handover import (
-    JOINT_LOOKS,
+from kvstore.block.account import MissReason
+from kvstore.block.identity import TenantKeys
+from kvstore.client.handle import NamespaceHandle, PutResult
+from kvstore.core.unmap_wait import (
+    COLLECTIVE_LOOKS,
     LOOKS_SECONDS,
     MOMENT_SECONDS,
     MOST_WAITING,
     REGAIN,
     TENANT_SECONDS,
     WAIT_SECONDS,
-    Patience,
+    UnmapWait,
 )
-from kvstore.identity import TenantKeys
-from kvstore.miss import MissReason
+from kvstore.protocol.door import Collective
 from workbench import KIB, OTHER_SECRET, Bench, bench, ids, random_pages
 
 ONE, TWO = b"one", b"two"
@@ -44,17 +44,17 @@ def test_a_tenant_waits_for_moments_and_for_no_more_than_its_seconds_and_a_tenth
 ) -> None:
     """Each ask: whose, how long after the one before, how long it would wait, and whether it is joint. Waits may
     overlap, and so the last of them exceed what is left."""
-    patience, now = Patience(), 100.0
+    unmap_wait, now = UnmapWait(), 100.0
     charged = {ONE: 0.0, TWO: 0.0}
     under_way: list[tuple[float, float, bytes, bool]] = []
-    for number, (tenant, pause, seconds, is_joint) in enumerate(asked):
+    for number, (tenant, pause, seconds, is_collective) in enumerate(asked):
         now += pause
         for one in sorted(one for one in under_way if one[0] <= now):
             under_way.remove(one)
-            patience.end(one[2], one[1], one[0], is_joint=one[3])
-        if patience.begin(tenant, [number], now):
-            under_way.append((now + seconds, seconds, tenant, is_joint))
-            charged[tenant] += seconds if is_joint else max(0.0, seconds - MOMENT_SECONDS)
+            unmap_wait.end(one[2], one[1], one[0], is_collective=one[3])
+        if unmap_wait.begin(tenant, [number], now):
+            under_way.append((now + seconds, seconds, tenant, is_collective))
+            charged[tenant] += seconds if is_collective else max(0.0, seconds - MOMENT_SECONDS)
         assert len(under_way) <= MOST_WAITING
         for total in charged.values():
             assert total <= TENANT_SECONDS + MOST_WAITING * WAIT_SECONDS + REGAIN * (now - 100.0) + 1e-9
@@ -62,53 +62,53 @@ def test_a_tenant_waits_for_moments_and_for_no_more_than_its_seconds_and_a_tenth
 
 def test_what_is_let_go_of_at_once_is_always_waited_for() -> None:
     """One after the other, with nothing between them."""
-    patience, now = Patience(), 0.0
+    unmap_wait, now = UnmapWait(), 0.0
     for number in range(2000):
-        assert patience.begin(ONE, [number], now)
+        assert unmap_wait.begin(ONE, [number], now)
         now += MOMENT_SECONDS
-        patience.end(ONE, MOMENT_SECONDS, now)
+        unmap_wait.end(ONE, MOMENT_SECONDS, now)
 
 
 def test_memory_is_waited_for_in_vain_once() -> None:
-    patience = Patience()
-    assert patience.begin(ONE, [1, 2], 0.0)
-    patience.in_vain([1, 2])
-    patience.end(ONE, WAIT_SECONDS, 0.2)
-    assert not patience.begin(ONE, [1, 2], 10.0) and not patience.begin(TWO, [2], 10.0)
-    assert patience.begin(TWO, [2, 3], 10.0), "there is some that may come"
+    unmap_wait = UnmapWait()
+    assert unmap_wait.begin(ONE, [1, 2], 0.0)
+    unmap_wait.in_vain([1, 2])
+    unmap_wait.end(ONE, WAIT_SECONDS, 0.2)
+    assert not unmap_wait.begin(ONE, [1, 2], 10.0) and not unmap_wait.begin(TWO, [2], 10.0)
+    assert unmap_wait.begin(TWO, [2, 3], 10.0), "there is some that may come"
 
 
 def test_only_so_many_wait_at_a_time() -> None:
-    patience = Patience()
-    assert all(patience.begin(b"%d" % number, [number], 0.0) for number in range(MOST_WAITING))
-    assert not patience.begin(ONE, [99], 0.0)
-    patience.end(b"0", 0.0, 0.0)
-    assert patience.begin(ONE, [99], 0.0)
+    unmap_wait = UnmapWait()
+    assert all(unmap_wait.begin(b"%d" % number, [number], 0.0) for number in range(MOST_WAITING))
+    assert not unmap_wait.begin(ONE, [99], 0.0)
+    unmap_wait.end(b"0", 0.0, 0.0)
+    assert unmap_wait.begin(ONE, [99], 0.0)
 
 
-@pytest.mark.parametrize("is_joint", [False, True])
-def test_a_tenant_that_waited_for_long_waits_again_when_time_has_passed(*, is_joint: bool) -> None:
-    patience, waits = Patience(), 0
-    while patience.begin(ONE, [waits], 0.0):
-        patience.end(ONE, WAIT_SECONDS, 0.0, is_joint=is_joint)
+@pytest.mark.parametrize("is_collective", [False, True])
+def test_a_tenant_that_waited_for_long_waits_again_when_time_has_passed(*, is_collective: bool) -> None:
+    unmap_wait, waits = UnmapWait(), 0
+    while unmap_wait.begin(ONE, [waits], 0.0):
+        unmap_wait.end(ONE, WAIT_SECONDS, 0.0, is_collective=is_collective)
         waits += 1
-    charged = WAIT_SECONDS if is_joint else WAIT_SECONDS - MOMENT_SECONDS
+    charged = WAIT_SECONDS if is_collective else WAIT_SECONDS - MOMENT_SECONDS
     assert waits == ceil(TENANT_SECONDS / charged)
-    assert patience.begin(TWO, [waits], 0.0), "others wait for themselves"
+    assert unmap_wait.begin(TWO, [waits], 0.0), "others wait for themselves"
     over = waits * charged - TENANT_SECONDS
-    assert not patience.begin(ONE, [waits], over / REGAIN - 0.01)
-    assert patience.begin(ONE, [waits], over / REGAIN + 0.01)
-    assert not Patience().begin(ONE, [], 0.0)
+    assert not unmap_wait.begin(ONE, [waits], over / REGAIN - 0.01)
+    assert unmap_wait.begin(ONE, [waits], over / REGAIN + 0.01)
+    assert not UnmapWait().begin(ONE, [], 0.0)
 
 
 def test_time_brings_back_no_more_than_was_spent() -> None:
-    patience = Patience()
-    assert patience.begin(ONE, [1], 0.0)
-    patience.end(ONE, MOMENT_SECONDS + 0.1, 0.0)
-    assert patience._spent_by(ONE, 1000.0) == 0.0
+    unmap_wait = UnmapWait()
+    assert unmap_wait.begin(ONE, [1], 0.0)
+    unmap_wait.end(ONE, MOMENT_SECONDS + 0.1, 0.0)
+    assert unmap_wait._spent_by(ONE, 1000.0) == 0.0
     waits = 0
-    while patience.begin(ONE, [2 + waits], 1000.0):
-        patience.end(ONE, MOMENT_SECONDS + 0.1, 1000.0)
+    while unmap_wait.begin(ONE, [2 + waits], 1000.0):
+        unmap_wait.end(ONE, MOMENT_SECONDS + 0.1, 1000.0)
         waits += 1
     assert waits in (10, 11)
 
@@ -220,22 +220,22 @@ def test_a_put_that_is_interrupted_gives_its_place_back(monkeypatch: pytest.Monk
                 patch.setattr(where, "_await_memory" if where is h.bench.store else "wait", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     put(h.second, 5)
-            assert h.bench.store._patience._waiting == 0
+            assert h.bench.store._unmap_wait._waiting == 0
         h.meanwhile = h.let_go
         assert put(h.second, 5).stored == 5
 
 
 def test_who_finds_all_places_taken_on_its_way_to_the_wait_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Handing()) as h:
-        patience, real = h.bench.store._patience, h.bench.store._await_memory
+        unmap_wait, real = h.bench.store._unmap_wait, h.bench.store._await_memory
 
         def await_memory(*given: Any) -> tuple[float, bool]:
-            patience._waiting += MOST_WAITING
+            unmap_wait._waiting += MOST_WAITING
             return real(*given)
 
         monkeypatch.setattr(h.bench.store, "_await_memory", await_memory)
         assert put(h.second, 5) == PutResult(0, 0, 0, MissReason.DEADLINE) and h.looks == []
-        assert patience._waiting == MOST_WAITING
+        assert unmap_wait._waiting == MOST_WAITING
 
 
 def test_a_tenant_s_puts_wait_only_for_so_long_in_all() -> None:
@@ -249,7 +249,7 @@ def test_a_tenant_s_puts_wait_only_for_so_long_in_all() -> None:
 
         h._wait = wait  # type: ignore[method-assign, assignment]
         for number in range(20):
-            h.bench.store._patience._in_vain.clear()  # as if it were another one each time
+            h.bench.store._unmap_wait._in_vain.clear()  # as if it were another one each time
             assert put(h.second, 5, start=100_000 * number).reason is MissReason.DEADLINE
         waits = len(h.looks) // len(LOOKS_SECONDS)
         charged = waits * (WAIT_SECONDS - MOMENT_SECONDS)
@@ -258,7 +258,7 @@ def test_a_tenant_s_puts_wait_only_for_so_long_in_all() -> None:
 
 def test_a_put_waits_in_vain_once_whatever_is_given_back_meanwhile() -> None:
     with closing(Handing()) as h:
-        h.meanwhile = h.bench.store._patience._in_vain.clear
+        h.meanwhile = h.bench.store._unmap_wait._in_vain.clear
         assert put(h.second, 5).reason is MissReason.DEADLINE
         assert h.looks == list(LOOKS_SECONDS)
 
@@ -289,6 +289,6 @@ def test_a_joint_put_waits_for_a_moment_only() -> None:
     with closing(Handing()) as h:
         keys = [bytes([number]) * 32 for number in range(5)]
         for name in ("a", "b"):
-            reply = h.bench.store.reserve(1, keys, 0, 0, None, Joint(name, (0,), b"session"))
+            reply = h.bench.store.reserve(1, keys, 0, 0, None, Collective(name, (0,), b"session"))
             assert reply.reservation == 0 and reply.reason is MissReason.DEADLINE
-        assert h.looks == 2 * list(LOOKS_SECONDS[:JOINT_LOOKS])
+        assert h.looks == 2 * list(LOOKS_SECONDS[:COLLECTIVE_LOOKS])

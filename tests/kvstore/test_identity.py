@@ -18,8 +18,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvstore.errors import BadInput
-from kvstore.identity import (
+from kvstore.block.errors import BadInput
+from kvstore.block.identity import (
     MAX_EXTRA_KEY_BYTES,
     MAX_EXTRA_KEYS,
     ExtraKey,
@@ -31,7 +31,7 @@ from kvstore.identity import (
     root_key,
     token_bytes,
 )
-from kvstore.layout import Attention, KvGroup, Layout
+from kvstore.block.layout import Attention, KvGroup, Layout
 from workbench import MODEL, OTHER_SECRET, SECRET, one_line, small_layout
 
 KEY = bytes(range(100, 132))
@@ -169,7 +169,9 @@ def test_extra_keys_differ_by_value_position_order_and_kind() -> None:
     assert len({keys_of(range(64), extras)[0] for extras in variants}) == len(variants)
 
 
-@pytest.mark.parametrize("given", [None, 7, {b"one"}, {b"one": 1}, iter([b"one"]), b"one", "one"], ids=repr)
+@pytest.mark.parametrize(
+    "given", [None, 7, {b"one"}, {b"one": 1}, iter([b"one"]), b"one", "one"], ids=lambda given: type(given).__name__
+)
 def test_extra_keys_that_are_no_sequence_are_refused_by_one_line(given: Any) -> None:
     with pytest.raises(BadInput, match="extra_keys ") as caught:
         as_extra_keys(given)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvstore import MissReason
-from kvstore.codec import codec_named, default_codec
-from kvstore.errors import BadInput
-from kvstore.handle import PutResult
-from kvstore.layout import KvGroup, Layout
-from kvstore.pages import Pages
+from kvstore.block.codec import codec_named, default_codec
+from kvstore.block.errors import BadInput
+from kvstore.block.layout import KvGroup, Layout
+from kvstore.block.pages import Pages
+from kvstore.client.handle import PutResult
 from workbench import Bench, bench, blank_pages, ids, one_line, plausible_pages, same_tokens, small_layout
 
 LAYOUT = small_layout(kv_heads=4, head_shards=2, layer_shards=2)

@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from kvstore.codec import codec_named
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import KvGroup, Layout
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.config import Limits
-from kvstore.door import Joint, ReserveReply
-from kvstore.errors import BadInput, LayoutMismatch
-from kvstore.handle import NamespaceHandle, PutResult
-from kvstore.identity import Namespace
-from kvstore.joint import (
+from kvstore.core.collective import (
     ALL_ENDED_KEPT,
     ENDED_KEPT,
     ENDED_SECONDS,
     MAX_UNDER_WAY,
-    JointPut,
-    JointPuts,
+    CollectivePut,
+    CollectivePuts,
 )
-from kvstore.layout import KvGroup, Layout
-from kvstore.lease import ReservationRecord
-from kvstore.miss import MissReason
-from kvstore.pages import Pages
+from kvstore.core.leases import ReservationRecord
+from kvstore.protocol.door import Collective, ReserveReply
 from tiering.frame import HEADER_BYTES
 from workbench import (
     KIB,
@@ -63,9 +63,9 @@ class Ranks:
         self.whole = self.bench.namespace(layout, codec=codec)
         self.ranks = [self.bench.namespace(layout, codec=codec, shard=one) for one in range(layout.head_shards)]
 
-    def put(self, rank: int, pages: Pages, tokens: int, joint: str, start: int = 0, **options: Any) -> PutResult:
+    def put(self, rank: int, pages: Pages, tokens: int, collective: str, start: int = 0, **options: Any) -> PutResult:
         mine = shard_pages(pages, self.layout, rank)
-        return self.ranks[rank].put(ids(tokens, start), mine, joint=joint, **options)
+        return self.ranks[rank].put(ids(tokens, start), mine, collective=collective, **options)
 
     def reads(self, handle: NamespaceHandle, pages: Pages, tokens: int, start: int = 0) -> int:
         """How many tokens can be read; all that can be are right."""
@@ -78,12 +78,12 @@ class Ranks:
         return loaded.tokens
 
     def reserve(
-        self, rank: int, blocks: int, joint: str = "j", start: int = 0, first_block: int = 0, session: bytes = b""
+        self, rank: int, blocks: int, collective: str = "j", start: int = 0, first_block: int = 0, session: bytes = b""
     ) -> ReserveReply:
         """What the store says to one rank."""
         keys = self.whole.match(ids(64 * blocks, start)).keys
         parts = tuple(part.index for part in self.layout.parts_of(rank))
-        return self.store.reserve(self.whole.number, keys, first_block, 0, None, Joint(joint, parts, session))
+        return self.store.reserve(self.whole.number, keys, first_block, 0, None, Collective(collective, parts, session))
 
     def commit(self, rank: int, reply: ReserveReply, blocks: int | None = None) -> int:
         """All parts of a rank, or the next blocks of each."""
@@ -157,17 +157,17 @@ def test_a_shard_that_is_none_is_refused_in_one_line(shard: Any) -> None:
 
 def test_pages_with_all_heads_are_not_a_ranks(two: Ranks) -> None:
     with pytest.raises(LayoutMismatch, match=r"wants\s+\[pages, 64, 1, 8\]"):
-        two.ranks[0].put(ids(64), random_pages(TWO, 1), joint="j")
+        two.ranks[0].put(ids(64), random_pages(TWO, 1), collective="j")
     assert two.is_at_rest()
 
 
 def test_a_rank_alone_cannot_put(two: Ranks) -> None:
     with pytest.raises(BadInput) as raised:
         two.ranks[1].put(ids(64), shard_pages(random_pages(TWO, 1), TWO, 1))
-    assert one_line(raised.value, "shard 1", "1 of a block", "joint=")
+    assert one_line(raised.value, "shard 1", "1 of a block", "collective=")
     with pytest.raises(BadInput) as raised:
-        two.ranks[1].put(ids(64), shard_pages(random_pages(TWO, 1), TWO, 1), joint="x" * 257)
-    assert one_line(raised.value, "joint=", "256")
+        two.ranks[1].put(ids(64), shard_pages(random_pages(TWO, 1), TWO, 1), collective="x" * 257)
+    assert one_line(raised.value, "collective=", "256")
 
 
 def test_a_rank_that_has_all_parts_puts_by_itself_and_others_read() -> None:
@@ -233,7 +233,7 @@ def test_of_parts_that_several_hold_the_first_fills_them(layout: Layout, seed: i
 
 def test_one_process_with_all_heads_may_put_under_a_name_too(two: Ranks) -> None:
     pages = random_pages(TWO, 2)
-    assert two.whole.put(ids(128), pages, joint="j").stored == 2
+    assert two.whole.put(ids(128), pages, collective="j").stored == 2
     assert two.put(1, pages, 128, "j") == PutResult(2, 0, None, None)
     assert two.is_at_rest()
 
@@ -243,7 +243,7 @@ def test_a_long_prompt_goes_in_windows_and_no_rank_waits_for_another(
     ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank stores windows while others have not begun with the first."""
-    monkeypatch.setattr("kvstore.store.ANSWER_SECONDS", 60.0)  # a busy machine may find room slowly
+    monkeypatch.setattr("kvstore.core.store.ANSWER_SECONDS", 60.0)  # a busy machine may find room slowly
     ranks = Ranks(TWO, dram=16 << 20, extent=256 * KIB)
     blocks = 300
     pages = random_pages(TWO, blocks)
@@ -289,14 +289,14 @@ def test_later_steps_go_on_behind_blocks_that_others_have_not_filled_yet(two: Ra
     pages = random_pages(TWO, 6)
     for step in range(3):
         mine = Pages(shard_pages(pages, TWO, 0).planes, range(2 * step, 2 * step + 2), 64)
-        result = two.ranks[0].put(ids(128 * (step + 1)), mine, first_token=128 * step, joint=f"step {step}")
+        result = two.ranks[0].put(ids(128 * (step + 1)), mine, first_token=128 * step, collective=f"step {step}")
         assert result == PutResult(0, 2, None, None)
     stranger = two.store.reserve(two.whole.number, two.whole.match(ids(512)).keys, 0, 0, None)
     assert (stranger.blocks, stranger.reason) == ([], IN_FLIGHT)
     for step in range(3):
         assert two.blocks(6) == 2 * step
         mine = Pages(shard_pages(pages, TWO, 1).planes, range(2 * step, 2 * step + 2), 64)
-        assert two.ranks[1].put(ids(128 * (step + 1)), mine, 128 * step, joint=f"step {step}").stored == 2
+        assert two.ranks[1].put(ids(128 * (step + 1)), mine, 128 * step, collective=f"step {step}").stored == 2
         two.store.check()
     assert two.reads(two.whole, pages, 384) == 384 and two.is_at_rest()
 
@@ -356,7 +356,7 @@ def test_sessions_do_not_know_each_others_names(two: Ranks) -> None:
     assert two.reserve(1, 2, session=b"b").reason is IN_FLIGHT
     other = two.bench.namespace(TWO, model="another")
     keys = other.match(ids(128)).keys
-    elsewhere = two.store.reserve(other.number, keys, 0, 0, None, Joint("j", (1,), b"a"))
+    elsewhere = two.store.reserve(other.number, keys, 0, 0, None, Collective("j", (1,), b"a"))
     assert elsewhere.blocks == [0, 1], "nor do namespaces"
     assert two.commit(1, two.reserve(1, 2, session=b"a")) == 2 and two.commit(0, mine) == 2
     two.store.abort(elsewhere.reservation)
@@ -499,10 +499,10 @@ def test_time_is_over_for_those_who_hold_slots_too(two: Ranks) -> None:
     replies = [two.reserve(rank, 3) for rank in range(2)]
     assert two.commit(0, replies[0], 1) == 1
     two.bench.clock.advance(29)
-    two.store.run_out()
+    two.store.expire_due()
     assert two.store.usage().dram.reserved == 5
     two.bench.clock.advance(1)
-    two.store.run_out()
+    two.store.expire_due()
     assert two.whole.match(ids(192)).reason is MissReason.ABSENT
     assert two.commit(1, replies[1]) == 0
     for reply in replies:
@@ -584,9 +584,9 @@ def test_a_put_for_the_disk_says_of_the_first_ranks_that_others_are_not_there(tm
         ranks = [store.namespace(model="m", layout=TWO, shard=rank) for rank in range(2)]
         pages = random_pages(TWO, 3)
         mine = [shard_pages(pages, TWO, rank) for rank in range(2)]
-        first = ranks[0].put(ids(192), mine[0], durability="disk", joint="j")
+        first = ranks[0].put(ids(192), mine[0], durability="disk", collective="j")
         assert first == PutResult(0, 3, 0, IN_FLIGHT)
-        assert ranks[1].put(ids(192), mine[1], durability="disk", joint="j") == PutResult(0, 3, None, None)
+        assert ranks[1].put(ids(192), mine[1], durability="disk", collective="j") == PutResult(0, 3, None, None)
         store.check()
 
 
@@ -630,23 +630,23 @@ def test_too_many_at_a_time_are_told_so_all_alike(two: Ranks) -> None:
     for reply in replies:
         two.store.abort(reply.reservation)
     assert two.is_at_rest()
-    puts = JointPuts(30)
+    puts = CollectivePuts(30)
     for number in range(MAX_UNDER_WAY):
-        assert isinstance(puts.begin((b"s", 0, str(number)), (0, 1, b""), 0.0), JointPut)
+        assert isinstance(puts.begin((b"s", 0, str(number)), (0, 1, b""), 0.0), CollectivePut)
     refused = puts.begin((b"s", 0, "more"), (0, 1, b""), 0.0)
     assert isinstance(refused, ReserveReply) and refused.reason is MissReason.QUOTA
     assert puts.find((b"s", 0, "more"), (0, 1, b""), 0.0) == refused
-    assert isinstance(puts.begin((b"t", 0, "more"), (0, 1, b""), 0.0), JointPut)
+    assert isinstance(puts.begin((b"t", 0, "more"), (0, 1, b""), 0.0), CollectivePut)
     puts.check({})
 
 
 def test_names_of_what_is_over_are_forgotten() -> None:
-    puts = JointPuts(30)
+    puts = CollectivePuts(30)
     over = ReserveReply(0, 1)
 
     def end(session: bytes, number: int, now: float) -> None:
         put = puts.begin((session, 0, str(number)), (0, 1, b""), now)
-        assert isinstance(put, JointPut)
+        assert isinstance(put, CollectivePut)
         puts.answered(put, over, now)
 
     def known(session: bytes, number: int, now: float) -> bool:

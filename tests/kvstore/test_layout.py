@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.errors import BadInput
-from kvstore.layout import (
+from kvstore.block.errors import BadInput
+from kvstore.block.layout import (
     DTYPE_BYTES,
     MAX_BLOCK_TOKENS,
     MAX_GROUPS,

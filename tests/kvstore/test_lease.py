@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvstore.lease import LeaseTable, ReservationRecord
+from kvstore.core.leases import LeaseTable, ReservationRecord
 
 
 def places(*given: int) -> array[int]:
@@ -22,20 +22,20 @@ def test_a_lease_lasts_as_long_as_all_do() -> None:
     first = leases.add(0, 0, [1, 2], places(7, 8), now=100.0)
     second = leases.add(1, 3, [5], places(9), now=104.0)
     assert first != second and len(leases) == 2
-    assert list(leases.run_out(109.9)) == []
-    (record,) = leases.run_out(110.0)
+    assert list(leases.expire_due(109.9)) == []
+    (record,) = leases.expire_due(110.0)
     assert (record.number, list(record.rows), record.first_block) == (first, [1, 2], 0)
-    assert [record.place(0, 0), record.place(0, 1)] == [7, 8] and record.has_lapsed and not record.is_released
+    assert [record.place(0, 0), record.place(0, 1)] == [7, 8] and record.has_expired and not record.is_released
     assert leases.get(first) is record and leases.get(second) is not None
     assert [other.number for other in leases.live()] == [second]
-    assert [record.number for record in leases.run_out(1000.0)] == [second]
+    assert [record.number for record in leases.expire_due(1000.0)] == [second]
     assert list(leases.live()) == []
 
 
 def test_one_that_ran_out_is_kept_until_it_is_taken() -> None:
     leases = table()
     number = leases.add(0, 0, [1], places(7), now=0.0)
-    (record,) = leases.run_out(10.0)
+    (record,) = leases.expire_due(10.0)
     assert len(leases) == 1, "it still keeps its slots from reuse"
     assert leases.take(number) is record and leases.take(number) is None and len(leases) == 0
 
@@ -44,9 +44,9 @@ def test_a_live_one_is_taken_once() -> None:
     leases = table()
     number = leases.add(0, 0, [1], places(7), now=0.0)
     record = leases.take(number)
-    assert record is not None and record.is_released and not record.has_lapsed
+    assert record is not None and record.is_released and not record.has_expired
     assert leases.take(number) is None and leases.take(99) is None
-    assert list(leases.run_out(1000.0)) == []
+    assert list(leases.expire_due(1000.0)) == []
 
 
 @pytest.mark.parametrize("has_run_out", [False, True])
@@ -56,7 +56,7 @@ def test_a_lease_ends_with_the_last_of_its_holders(has_run_out: bool) -> None:
     number = leases.add(0, 0, [1], places(7), now=0.0, owner=b"a")
     assert leases.attach(number) and leases.attach(number)
     if has_run_out:
-        assert len(list(leases.run_out(10.0))) == 1
+        assert len(list(leases.expire_due(10.0))) == 1
         assert not leases.attach(number), "it pins nothing that a new holder could count on"
     for _ in range(2):
         assert leases.take(number) is None and leases.get(number) is not None
@@ -69,9 +69,9 @@ def test_a_lease_ends_with_the_last_of_its_holders(has_run_out: bool) -> None:
 def test_all_leases_of_a_namespace_end_at_once() -> None:
     leases = table()
     numbers = [leases.add(namespace, 0, [row], places(row), now=0.0) for row, namespace in enumerate([0, 1, 0])]
-    assert [record.number for record in leases.lapse_all(0)] == [numbers[0], numbers[2]]
+    assert [record.number for record in leases.expire_all(0)] == [numbers[0], numbers[2]]
     assert [record.number for record in leases.live()] == [numbers[1]]
-    assert list(leases.lapse_all(0)) == []
+    assert list(leases.expire_all(0)) == []
 
 
 def test_numbers_are_never_used_again() -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import kvstore
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import HitTier, MissReason
 from kvstore.node import EmbeddedStore
-from kvstore.pages import Pages
 from tiering.errors import TierUnavailable
-from tiering.nvme import NvmeTier
+from tiering.nvme.tier import NvmeTier
 from tiering.residency import FrameState
 from tiering.tier import extent_of, slot_of
 from workbench import MODEL, blank_planes, ids, random_pages, small_layout
@@ -227,7 +227,7 @@ def test_a_disk_that_does_not_answer_is_a_miss_at_the_deadline(tmp_path: Path, m
             levels = store._store._levels
             assert levels is not None
             deadline = time.monotonic() + 20
-            while levels.rising:  # the others of the window still find out
+            while levels.promoting:  # the others of the window still find out
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
         levels._queue._breakers.clear()
@@ -264,14 +264,14 @@ def test_a_reader_finds_damage_before_the_write_does(
         lease = handle.lease(handle.match(prompt(0)))
         view = core.spans([lease.reply.places[0][3]])[0].view
         view[5000] ^= 1
-        refills: list[Any] = []
+        repairs: list[Any] = []
 
         def find() -> None:
             monkeypatch.undo()
             core.report(lease.reply.lease, 3, 0)
             assert core.usage().counters["quarantined_blocks"] == 1
             if is_refilled:
-                refills.append(handle.door.reserve(handle.number, handle.match(prompt(0)).keys, 0, 0, None))
+                repairs.append(handle.door.reserve(handle.number, handle.match(prompt(0)).keys, 0, 0, None))
 
         if when == "before":
             real_room = core._levels._make_room
@@ -289,7 +289,7 @@ def test_a_reader_finds_damage_before_the_write_does(
         durable, reason = handle.door.persist(handle.number, keys, 20)
         assert durable == 3 and reason is MissReason.CORRUPT, "up to the block that is not readable any more"
         lease.release()
-        for reply in refills:
+        for reply in repairs:
             handle.door.abort(reply.reservation)
         store.check()
         assert core._levels._queue.bugs() == []

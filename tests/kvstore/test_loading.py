@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import kvstore
-from kvstore import loading
-from kvstore.handle import NamespaceHandle
-from kvstore.loading import Loader
-from kvstore.miss import HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
+from kvstore.core import nvme_recovery as loading
+from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.node import EmbeddedStore
-from kvstore.pages import Pages
 from tiering.errors import TierUnavailable
-from tiering.nvme import NvmeTier, slab_name
-from tiering.slab import PAGE_BYTES
+from tiering.nvme.tier import NvmeTier, slab_name
+from tiering.slab_header import PAGE_BYTES
 from tiering.tier import extent_of, slot_of
 from workbench import MODEL, blank_planes, ids, random_pages, small_layout
 
@@ -79,7 +79,7 @@ def directory(tmp_path: Path, request: Any) -> Path:
 def held_back(monkeypatch: Any) -> Iterator[Callable[[], None]]:
     """Loading stands still between the disk and the tables until the yielded function is called."""
     goes_on = threading.Event()
-    real = loading.catalogue
+    real = loading.recovery_order
 
     def wait(*arguments: Any) -> Any:
         found = real(*arguments)
@@ -87,7 +87,7 @@ def held_back(monkeypatch: Any) -> Iterator[Callable[[], None]]:
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "catalogue", wait)
+        patch.setattr(loading, "recovery_order", wait)
         try:
             yield goes_on.set
         finally:
@@ -241,16 +241,16 @@ def test_frames_stay_unproven_until_all_are_verified(tmp_path: Path, end: str, m
     """A start that builds the index again and ends before it has read the frames leaves that to the next one."""
     cut = 3
     _crash(tmp_path, cut)
-    verdict, reached, go_on = Loader._verdict, threading.Event(), threading.Event()
+    verdict, reached, go_on = NvmeRecovery._verdict, threading.Event(), threading.Event()
 
-    def wait_at_first(self: Loader, *args: Any) -> Any:
+    def wait_at_first(self: NvmeRecovery, *args: Any) -> Any:
         reached.set()
         assert go_on.wait(20)
         return verdict(self, *args)
 
     directory = tmp_path / "crashed"
     with monkeypatch.context() as patch:
-        patch.setattr(Loader, "_verdict", wait_at_first)
+        patch.setattr(NvmeRecovery, "_verdict", wait_at_first)
         with opened(directory) as store:
             assert reached.wait(20)
             progress = store.usage().loading
@@ -262,7 +262,7 @@ def test_frames_stay_unproven_until_all_are_verified(tmp_path: Path, end: str, m
                 shutil.copytree(tmp_path / "crashed", directory)
             else:
                 threading.Timer(0.5, go_on.set).start()
-                store._store._loader._closing.set()  # type: ignore[union-attr]
+                store._store._nvme_recovery._closing.set()  # type: ignore[union-attr]
             if end == "crash":
                 go_on.set()
     if "lost" in end:
@@ -380,7 +380,7 @@ def test_dropping_a_namespace_ends_however_busy_it_is(tmp_path: Path) -> None:
 
 
 def test_who_asks_meanwhile_is_let_in_between_two_slices(directory: Path, monkeypatch: Any) -> None:
-    real = loading.Loader._insert
+    real = loading.NvmeRecovery._insert
     slices, most = 0, 0
 
     def insert(*arguments: Any) -> Any:
@@ -392,7 +392,7 @@ def test_who_asks_meanwhile_is_let_in_between_two_slices(directory: Path, monkey
         return real(*arguments)
 
     monkeypatch.setattr(loading, "SLICE_BLOCKS", 1)
-    monkeypatch.setattr(loading.Loader, "_insert", insert)
+    monkeypatch.setattr(loading.NvmeRecovery, "_insert", insert)
     with held_back(monkeypatch) as go_on, opened(directory) as store:
         handle = namespace(store)
         go_on()

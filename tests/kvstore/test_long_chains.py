@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from kvstore import store as store_module
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.pending import BLOCK_SECONDS, GRACE_SECONDS, LeaseThreads
 from kvstore.config import Limits
-from kvstore.door import LeaseReply
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import HitTier, MissReason
-from kvstore.pending import BLOCK_SECONDS, GRACE_SECONDS, LeaseThreads
-from kvstore.store import Store
+from kvstore.core import store as store_module
+from kvstore.core.store import Store
+from kvstore.protocol.door import LeaseReply
 from simulation.two_tiers import put
 from tiering.tier import extent_of, slot_of
 from workbench import Bench, FakeClock, bench, ids, random_pages
@@ -150,7 +150,7 @@ def test_whatever_others_do_in_between(gap: int, what: str, in_pieces: None) -> 
         elif what == "put":
             handle.put(ids(640, 9000), random_pages(handle.layout, 10))
         elif what == "lapse":
-            a.store.lapse(others.lease)
+            a.store.expire(others.lease)
         elif what == "lease":
             more.append(a.store.lease(handle.number, keys, 0, 0))
         elif what == "close":

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_kernels.flaws import Flaw
-from kvstore.miss import REASON_OF_FINDING, REASON_OF_FLAW, Account, HitTier, MissReason, Segment
-from tiering.tier import Finding
+from kvstore.block.account import REASON_OF_FINDING, REASON_OF_FLAW, Account, HitTier, MissReason, Segment
+from tiering.tier import TierMiss
 
 # Appended to, never renamed, never sorted: dashboards and alerts name them.
 REASONS = """
@@ -38,8 +38,8 @@ def test_a_reason_is_its_name_in_lower_case() -> None:
 
 
 def test_everything_a_tier_reports_has_a_reason() -> None:
-    assert set(REASON_OF_FINDING) == set(Finding)
-    assert len(set(REASON_OF_FINDING.values())) == len(Finding)
+    assert set(REASON_OF_FINDING) == set(TierMiss)
+    assert len(set(REASON_OF_FINDING.values())) == len(TierMiss)
 
 
 def test_everything_that_a_codec_cannot_write_has_a_reason() -> None:

@@ -17,12 +17,13 @@ import pytest
 
 import kvstore
 from descriptors import open_files, opened_since
+from kvstore.block.account import MissReason
+from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed, StoreError
+from kvstore.block.identity import TenantKeys
+from kvstore.block.key_file import KeyFile
+from kvstore.block.layout import Layout
 from kvstore.config import Limits, memory_limit
-from kvstore.errors import BadInput, DirectoryInUse, KeysUnusable, StoreClosed, StoreError
-from kvstore.identity import TenantKeys
-from kvstore.layout import Layout
-from kvstore.miss import MissReason
-from kvstore.node import EmbeddedStore, KeyFile, SystemClock
+from kvstore.node import EmbeddedStore, SystemClock
 from tiering.files import read_text_files
 from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
 

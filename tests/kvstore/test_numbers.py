@@ -7,9 +7,9 @@ from threading import Thread
 
 import pytest
 
-from kvstore.numbers import KEY_BYTES, Numbers
+from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
 
-KEY = bytes(range(KEY_BYTES))
+KEY = bytes(range(NUMBER_KEY_BYTES))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 12, 16])
@@ -28,7 +28,7 @@ def test_further_ones_are_above_the_first(bits: int) -> None:
 
 @pytest.mark.parametrize("seed", range(16))
 def test_none_is_left_out_but_0(seed: int) -> None:
-    numbers = Numbers(bytes([seed] * KEY_BYTES), 6)
+    numbers = Numbers(bytes([seed] * NUMBER_KEY_BYTES), 6)
     assert sorted(numbers() for _ in range(63)) == list(range(1, 64))
     assert numbers() > 63
 
@@ -41,7 +41,7 @@ def test_they_are_of_as_many_bits(bits: int) -> None:
 
 
 def test_another_key_makes_others() -> None:
-    for at in range(KEY_BYTES):
+    for at in range(NUMBER_KEY_BYTES):
         other = bytearray(KEY)
         other[at] ^= 1
         here, there = Numbers(KEY, 64), Numbers(bytes(other), 64)

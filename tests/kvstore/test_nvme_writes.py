@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import HitTier
+from kvstore.block.account import HitTier
+from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
 from simulation.two_tiers import wait_until_idle
-from tiering import admission
+from tiering.policies import admission
 from workbench import blank_pages, ids, one_line, random_pages, small_layout
 
 BLOCK = 64
@@ -166,7 +166,7 @@ def found_after_a_restart(path: Path, writes: str | float, prompts: Sequence[lis
 
 
 def declined_of(store: EmbeddedStore) -> int:
-    return len(store._store._blocks.unwritten.declined())
+    return len(store._store._blocks.dirty.declined())
 
 
 @pytest.mark.parametrize("name", ["all", "learned", "number"])
@@ -279,7 +279,7 @@ def test_a_close_says_what_it_wrote_and_what_it_did_not(
         load.go_on(rounds)
         declined = declined_of(store)
         before = load.counters().get("demoted_blocks", 0)
-        caplog.set_level(logging.INFO, "kvstore.levels")
+        caplog.set_level(logging.INFO, "kvstore.core.levels")
     (line,) = caplog.messages
     found = re.fullmatch(
         r"closing: of what memory alone held (\d+) blocks \(.* KiB\) written to NVMe"

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.errors import BadInput, LayoutMismatch
-from kvstore.layout import Attention, KvGroup, Layout
-from kvstore.pages import GroupPages, Pages, page_numbers
+from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.layout import Attention, KvGroup, Layout
+from kvstore.block.pages import GroupPages, Pages, page_numbers
 from workbench import blank_planes, one_line
 
 FULL = KvGroup("full", (0,), 1, (8,), "float16")

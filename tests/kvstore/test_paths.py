@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.errors import BadInput
-from kvstore.paths import expanded
+from kvstore.block.errors import BadInput
+from kvstore.config import expanded
 from kvstore.service.settings import read_settings
 from service.test_serve import PATHS, SERVE, ended, serving
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.door import LeaseReply, Submitted
-from kvstore.miss import MissReason
-from kvstore.pending import GRACE_SECONDS, LEASE_THREADS, MAX_SUBMITTED, LeaseThreads, Pending
-from kvstore.requests import SWEEP_REQUESTS, Requests
+from kvstore.block.account import MissReason
+from kvstore.client.pending import GRACE_SECONDS, LEASE_THREADS, MAX_SUBMITTED, LeaseThreads, PendingReply
+from kvstore.protocol.door import LeaseReply, Submitted
+from kvstore.protocol.requests import SWEEP_REQUESTS, Requests
 from workbench import FakeClock
 
 
@@ -71,12 +71,12 @@ def test_what_is_cancelled_or_forgotten_is_given_back_before_and_after_it_is_gra
     for is_granted_first in (False, True):
         store = SlowStore()
         cancelled, forsaken = store.submit(), store.submit()
-        pending = Pending(store.submit(), lambda reply: reply, lambda: None)
+        pending = PendingReply(store.submit(), lambda reply: reply, lambda: None)
         if is_granted_first:
             store.may_grant.set()
             wait_until(lambda store=store: len(store.granted) == 3)  # type: ignore[misc]
         cancelled.cancel()
-        forsaken.forsake()
+        forsaken.cancel_from_finalizer()
         del pending
         gc.collect()
         store.may_grant.set()

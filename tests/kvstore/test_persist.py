@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.catalogue import catalogue
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.client.handle import NamespaceHandle
+from kvstore.core.recovery_order import recovery_order
 from kvstore.node import EmbeddedStore
 from tiering.frame import HEADER_BYTES, parse_header
 from workbench import blank_pages, ids, random_pages, same_tokens, small_layout
@@ -98,14 +98,14 @@ def test_what_is_being_written_down_while_its_old_frames_are_found_is_durable(
 
     def wait_and_load(*arguments: Any) -> Any:
         assert may_load.wait(30)
-        return catalogue(*arguments)
+        return recovery_order(*arguments)
 
     def wait_and_commit(*arguments: Any) -> None:
         writing.set()
         assert may_write.wait(30)
         commit(*arguments)
 
-    monkeypatch.setattr("kvstore.loading.catalogue", wait_and_load)
+    monkeypatch.setattr("kvstore.core.nvme_recovery.recovery_order", wait_and_load)
     with kvstore.open(f"embedded:{tmp_path}", **shape) as store, ThreadPoolExecutor(1) as pool:
         handle = namespace(store)
         lower = store._store._blocks.lower

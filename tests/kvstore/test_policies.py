@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.codec import codec_named
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput
 from kvstore.config import POLICIES
-from kvstore.errors import BadInput
 from kvstore.node import build_replay, open_embedded
 from learned_policy import by_worth
 from recorded import made_of

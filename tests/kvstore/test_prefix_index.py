@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.prefix_index import NO_ROW, PrefixIndex, RowState
-from tiering.tier import Finding
+from kvstore.core.index import NO_ROW, PrefixIndex, RowState
+from tiering.tier import TierMiss
 
 TENANTS = [b"one", b"one", b"two"]  # of namespaces 0, 1 and 2
 FORGOTTEN = 6
@@ -74,15 +74,15 @@ class Model:
                 return count
         return len(keys)
 
-    def why_not(self, space: int, key: bytes, parent: bytes | None) -> Finding | None:
+    def why_not(self, space: int, key: bytes, parent: bytes | None) -> TierMiss | None:
         block = self.spaces[space].get(key)
         if block is not None:
-            return {"pending": Finding.IN_FLIGHT, "hollow": Finding.CORRUPT}[block.state]
+            return {"pending": TierMiss.IN_FLIGHT, "lost": TierMiss.CORRUPT}[block.state]
         if (space, key) in self.evicted:
-            return Finding.EVICTED
+            return TierMiss.EVICTED
         if parent is not None and self.children(space, parent):
             return None
-        return Finding.NEVER_SEEN
+        return TierMiss.NEVER_SEEN
 
     def elsewhere(self, space: int, key: bytes) -> int:
         for other, blocks in enumerate(self.spaces):
@@ -106,7 +106,7 @@ class Model:
         return keys
 
 
-ACTIONS = "insert insert root publish publish hollow refill remove evict".split()
+ACTIONS = "insert insert root publish publish lost refill remove evict".split()
 
 
 @given(
@@ -138,14 +138,14 @@ def test_the_index_is_the_model(steps: list[tuple[str, int, int, int]]) -> None:
         elif action in ("publish", "refill"):
             parent_key = blocks[chosen].parent
             ready = parent_key is None or blocks[parent_key].state != "pending"
-            if ready and blocks[chosen].state == ("pending" if action == "publish" else "hollow"):
+            if ready and blocks[chosen].state == ("pending" if action == "publish" else "lost"):
                 index.publish(row)
                 blocks[chosen].state = "visible"
                 model.evicted = [one for one in model.evicted if one != (space, chosen)]
-        elif action == "hollow":
+        elif action == "lost":
             if blocks[chosen].state == "visible":
-                index.hollow(row)
-                blocks[chosen].state = "hollow"
+                index.mark_lost(row)
+                blocks[chosen].state = "lost"
         elif not model.children(space, chosen):
             parent_key = blocks.pop(chosen).parent
             assert index.remove(row, remember=action == "evict") == (
@@ -203,7 +203,7 @@ def test_a_match_ends_at_the_first_block_that_is_not_readable() -> None:
     assert index.match(0, keys) == rows
     assert index.match(0, [*keys, key_of(9)]) == rows
     assert index.match(0, []) == [] and index.match(0, [key_of(9), *keys]) == []
-    index.hollow(rows[2])
+    index.mark_lost(rows[2])
     assert index.match(0, keys) == rows[:2], "also where blocks behind it are readable"
     assert index.matched(0, keys) == 2 and index.matched(0, []) == 0
     index.publish(rows[2])
@@ -215,10 +215,10 @@ def test_a_block_that_is_being_stored_is_not_seen() -> None:
     index.add_namespace(b"t")
     row = index.insert(0, key_of(0), NO_ROW)
     assert index.match(0, [key_of(0)]) == [] and index.visible_blocks() == 0
-    assert index.why_not(0, key_of(0), NO_ROW) is Finding.IN_FLIGHT
+    assert index.why_not(0, key_of(0), NO_ROW) is TierMiss.IN_FLIGHT
     assert index.find(0, key_of(0)) == row and index.state(row) is RowState.PENDING
     index.remove(row)
-    assert index.why_not(0, key_of(0), NO_ROW) is Finding.NEVER_SEEN
+    assert index.why_not(0, key_of(0), NO_ROW) is TierMiss.NEVER_SEEN
 
 
 def test_a_block_goes_before_its_parent() -> None:
@@ -247,7 +247,7 @@ def test_no_more_evicted_keys_are_remembered_than_said() -> None:
     for number in range(100):
         index.remove(*chain_in(index, 0, range(number, number + 1)), remember=True)
     found = [index.why_not(0, key_of(number), NO_ROW) for number in range(100)]
-    assert found == [Finding.NEVER_SEEN] * 90 + [Finding.EVICTED] * 10
+    assert found == [TierMiss.NEVER_SEEN] * 90 + [TierMiss.EVICTED] * 10
 
 
 def test_an_evicted_block_that_came_back_was_not_evicted() -> None:
@@ -257,7 +257,7 @@ def test_an_evicted_block_that_came_back_was_not_evicted() -> None:
     index.remove(row, remember=True)
     (row,) = chain_in(index, 0, range(1))
     index.remove(row)
-    assert index.why_not(0, key_of(0), NO_ROW) is Finding.NEVER_SEEN
+    assert index.why_not(0, key_of(0), NO_ROW) is TierMiss.NEVER_SEEN
 
 
 def test_evicted_in_one_namespace_is_not_evicted_in_another() -> None:
@@ -265,8 +265,8 @@ def test_evicted_in_one_namespace_is_not_evicted_in_another() -> None:
     index.add_namespace(b"t")
     index.add_namespace(b"t")
     index.remove(*chain_in(index, 0, range(1)), remember=True)
-    assert index.why_not(0, key_of(0), NO_ROW) is Finding.EVICTED
-    assert index.why_not(1, key_of(0), NO_ROW) is Finding.NEVER_SEEN
+    assert index.why_not(0, key_of(0), NO_ROW) is TierMiss.EVICTED
+    assert index.why_not(1, key_of(0), NO_ROW) is TierMiss.NEVER_SEEN
 
 
 def test_elsewhere_never_looks_at_another_tenant() -> None:
@@ -277,7 +277,7 @@ def test_elsewhere_never_looks_at_another_tenant() -> None:
     assert index.elsewhere(0, key_of(0)) == -1
     (row,) = chain_in(index, 2, range(1))
     assert index.elsewhere(0, key_of(0)) == 2 and index.elsewhere(2, key_of(0)) == -1
-    index.hollow(row)
+    index.mark_lost(row)
     assert index.elsewhere(0, key_of(0)) == -1, "nobody can read it there"
 
 
@@ -403,12 +403,12 @@ def test_each_tenant_has_as_many_evicted_keys_remembered_until_it_is_gone() -> N
         index.remove(*chain_in(index, 0, range(number, number + 1)), remember=True)
     for number in range(100):
         index.remove(*chain_in(index, 1, range(number, number + 1)), remember=True)
-    assert [index.why_not(0, key_of(number), NO_ROW) for number in range(4)] == [Finding.EVICTED] * 4
+    assert [index.why_not(0, key_of(number), NO_ROW) for number in range(4)] == [TierMiss.EVICTED] * 4
     assert index.remembered == {b"mine": 4, b"theirs": 10}
     for number in range(10, 19):  # of another namespace of the same tenant
         index.remove(*chain_in(index, 2, range(number, number + 1)), remember=True)
     found = [index.why_not(0, key_of(number), NO_ROW) for number in range(4)]
-    assert found == [Finding.NEVER_SEEN] * 3 + [Finding.EVICTED]
+    assert found == [TierMiss.NEVER_SEEN] * 3 + [TierMiss.EVICTED]
     index.forget(b"theirs")
     index.check()
-    assert index.remembered == {b"mine": 10} and index.why_not(1, key_of(99), NO_ROW) is Finding.NEVER_SEEN
+    assert index.remembered == {b"mine": 10} and index.why_not(1, key_of(99), NO_ROW) is TierMiss.NEVER_SEEN

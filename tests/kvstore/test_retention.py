@@ -9,8 +9,8 @@ import pytest
 
 import kvstore
 from kvstore import Limits, Share
-from kvstore.handle import NamespaceHandle, PutResult
-from kvstore.miss import HitTier
+from kvstore.block.account import HitTier
+from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.node import EmbeddedStore
 from kvstore.service.settings import read_settings
 from model.store_model import OpenStore

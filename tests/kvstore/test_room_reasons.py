@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.codec import codec_named
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.config import Limits
-from kvstore.door import ReserveReply
-from kvstore.handle import NamespaceHandle, PutResult
-from kvstore.miss import MissReason
 from kvstore.node import open_embedded
-from kvstore.service import messages as m
-from tiering.lmdb_index import LmdbMaker
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import ReserveReply
+from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.tier import extent_of
 from workbench import MODEL, Bench, bench, blank_pages, ids, random_pages, same_tokens, small_layout
 

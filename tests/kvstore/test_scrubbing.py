@@ -17,21 +17,21 @@ import pytest
 import torch
 
 import kvstore
-from kvstore.codec import codec_named
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits, parse_rate
-from kvstore.handle import NamespaceHandle
-from kvstore.levels import READS
-from kvstore.loading import Loader
-from kvstore.miss import HitTier, MissReason
+from kvstore.core.levels import READS
+from kvstore.core.nvme_recovery import NvmeRecovery
+from kvstore.core.scrub import Scrubbing
 from kvstore.node import EmbeddedStore, open_embedded
-from kvstore.pages import Pages
-from kvstore.scrubbing import Scrubbing
 from tiering.files import DirectFiles
-from tiering.lmdb_index import LmdbMaker
 from tiering.move_queue import BreakerState, Priority, QueueLimits
-from tiering.nvme import slab_name
+from tiering.nvme.lmdb_index import LmdbMaker
+from tiering.nvme.scrub import ScrubLimits
+from tiering.nvme.tier import slab_name
 from tiering.residency import FrameState
-from tiering.scrub import ScrubLimits
 from tiering.tier import extent_of, slot_of
 from workbench import MODEL, blank_planes, ids, one_line, random_pages, small_layout
 
@@ -430,26 +430,26 @@ def test_a_namespace_that_is_dropped_while_it_is_read_is_no_damage(
 def test_a_request_that_brings_a_damaged_block_up_settles_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scrub meets the damage while a request reads the same frame: one of the two condemns it, once."""
+    """The scrub meets the damage while a request reads the same frame: one of the two quarantines it, once."""
     on_disk(tmp_path)
     with Rig(tmp_path) as rig:
         handle = rig.namespace()
         row = rig.row(handle, 0, 5)
         target = rig.at(rig.place(row))
-        rising, looked = threading.Event(), threading.Event()
+        promoting, looked = threading.Event(), threading.Event()
         looks: list[bool] = []
 
         def hold(name: str, offset: int) -> None:
             if (name, offset) == target and not getattr(scrubs, "on", False):
-                rising.set()
+                promoting.set()
                 assert looked.wait(LONG_SECONDS)
 
         scrubs = threading.local()
-        condemn = Scrubbing._condemn
+        quarantine = Scrubbing._quarantine
 
         def watched(self: Scrubbing, *given: Any) -> bool:
-            looks.append(condemn(self, *given))
-            if rising.is_set():
+            looks.append(quarantine(self, *given))
+            if promoting.is_set():
                 looked.set()
             return looks[-1]
 
@@ -462,12 +462,12 @@ def test_a_request_that_brings_a_damaged_block_up_settles_it_alone(
 
         original = Scrubbing._check
         monkeypatch.setattr(Scrubbing, "_check", check)
-        monkeypatch.setattr(Scrubbing, "_condemn", watched)
+        monkeypatch.setattr(Scrubbing, "_quarantine", watched)
         rig.files.before = hold
         delivered: list[int] = []
         reader = threading.Thread(target=lambda: delivered.append(read(handle, 0)))
         reader.start()
-        assert rising.wait(LONG_SECONDS)
+        assert promoting.wait(LONG_SECONDS)
         rig.damage(rig.place(row), lambda page: page[::-1])
         assert looked.wait(LONG_SECONDS)
         reader.join(LONG_SECONDS)
@@ -491,24 +491,24 @@ def test_nothing_is_condemned_while_a_lease_looks_for_slots_for_it(
         row = rig.row(handle, 0, 5)
         levels = rig.core._levels
         assert levels is not None
-        find_slots, condemn_below = levels._find_slots, levels.condemn_below
-        tried, condemned = threading.Event(), threading.Event()
+        find_slots, quarantine_below = levels._find_slots, levels.quarantine_below
+        tried, quarantined = threading.Event(), threading.Event()
         early: list[bool] = []
 
         def look(lift: Any) -> Any:
             rig.damage(rig.place(row), lambda page: page[::-1])
             assert tried.wait(LONG_SECONDS)
-            early.append(condemned.wait(0.3))
+            early.append(quarantined.wait(0.3))
             return find_slots(lift)
 
-        def condemn(*given: Any) -> bool:
+        def quarantine(*given: Any) -> bool:
             tried.set()
-            done = condemn_below(*given)
-            condemned.set()
+            done = quarantine_below(*given)
+            quarantined.set()
             return done
 
         monkeypatch.setattr(levels, "_find_slots", look)
-        monkeypatch.setattr(levels, "condemn_below", condemn)
+        monkeypatch.setattr(levels, "quarantine_below", quarantine)
         assert read(handle, 0) == 5 and early == [False]
         until(lambda: "quarantined_blocks" in rig.counters)
         rig.whole_pass()
@@ -565,7 +565,7 @@ def run_workers(rig: Rig, monkeypatch: pytest.MonkeyPatch, seed: int, meanwhile:
         return verdict
 
     monkeypatch.setattr(Scrubbing, "_second_look", counted)
-    monkeypatch.setattr("kvstore.scrubbing.YIELD_SECONDS", 0.0)
+    monkeypatch.setattr("kvstore.core.scrub.YIELD_SECONDS", 0.0)
     # What was readable when the read began may be anything when it is done.
     pauses = Random(f"{seed} pauses")
     rig.files.before = in_the_scrubs_read(monkeypatch, lambda *_: time.sleep(pauses.choice([0.0005, 0.0005, 0.03])))
@@ -854,13 +854,13 @@ def test_a_pass_over_an_idle_store_ends_and_goes_to_sleep(tmp_path: Path, monkey
 def test_nothing_is_read_before_what_is_on_disk_was_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_disk(tmp_path)
     rig_made = threading.Event()
-    original = Loader.load
+    original = NvmeRecovery.load
 
     def slow(self: Any, *given: Any) -> None:
         assert rig_made.wait(LONG_SECONDS)
         original(self, *given)
 
-    monkeypatch.setattr(Loader, "load", slow)
+    monkeypatch.setattr(NvmeRecovery, "load", slow)
     monkeypatch.setattr(EmbeddedStore, "warmed", lambda self, seconds: True)
     with Rig(tmp_path) as rig:
         reads = rig.files.reads

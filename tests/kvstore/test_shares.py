@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import kvstore
 from kvstore import Share
+from kvstore.block.account import MissReason
+from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.config import Limits
-from kvstore.handle import Lease, NamespaceHandle
-from kvstore.miss import MissReason
+from kvstore.core.index import RowState
 from kvstore.node import EmbeddedStore
-from kvstore.prefix_index import RowState
 from model.store_model import WHOLE, Prompt, open_store
 from simulation.two_tiers import wait_until_idle
 from tiering.tier import SLOT_BITS
@@ -215,7 +215,7 @@ def fill_disk(world: Tenants) -> int:
         world.blocks.lower.tier.held().get(world.store._keys.tenant("t").tenant, 0) < world.blocks.lower.tier.pieces()
     ):
         assert world.put("t", prompts, 5) is None
-        assert not world.store._store._levels.sink_all(30)
+        assert not world.store._store._levels.demote_all(30)
         prompts += 1
     return prompts
 
@@ -228,7 +228,7 @@ def test_on_disk_one_slab_goes_and_not_all_that_is_old(tmp_path: Path) -> None:
         read_at_random(world, prompts, 5, 5 * prompts)
         before = on_disk(world)
         assert world.put("other", 9_999, 1) is None
-        assert world.store._store._levels is not None and not world.store._store._levels.sink_all(30)
+        assert world.store._store._levels is not None and not world.store._store._levels.demote_all(30)
         lost = before - on_disk(world)
         print(f"{len(lost)} of {len(before)} blocks went for one slab")
         assert len(before) > 500 and len(lost) <= 30
@@ -246,10 +246,10 @@ def test_on_disk_nothing_goes_for_a_slab_that_nobody_can_give(tmp_path: Path) ->
         before = on_disk(world)
         assert len(before) > 70 and len(pinned_rows(world)) == prompts
         assert world.put("other", 9_999, 1) is None
-        assert levels.sink_all(1) == 1 and on_disk(world) == before
+        assert levels.demote_all(1) == 1 and on_disk(world) == before
         for lease in leases[:-1]:
             lease.release()
-        assert levels.sink_all(30) == 0
+        assert levels.demote_all(30) == 0
         assert world.found("t", prompts - 1, 5) == 5 and 0 < len(before - on_disk(world)) <= 20
         leases[-1].release()
         world.store.check()
@@ -427,7 +427,7 @@ def test_a_tenant_that_reads_is_not_idle_on_disk(tmp_path: Path) -> None:
         for prompt in range(6):
             assert world.put("reader", prompt) is None
         assert world.store._store._levels is not None
-        world.store._store._levels.sink_all(30)
+        world.store._store._levels.demote_all(30)
         for prompt in range(60):
             assert world.put("writer", prompt) is None
             handle = world.handle("reader")

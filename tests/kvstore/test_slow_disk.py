@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import handle, levels
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client import handle
 from kvstore.config import Limits
-from kvstore.miss import HitTier, MissReason
+from kvstore.core import levels
 from model.store_model import WHOLE, OpenStore, Owned, Prompt
 from simulation.two_tiers import LATE_SECONDS, Disk, Sizes, bugs, load, open_two_tiers, put, wait_until_idle
 from tiering.files import DirectoryLock
@@ -217,7 +218,7 @@ def test_a_close_says_what_it_could_not_write_down(
     for number in range(3):
         assert room.put(Prompt((500 + number, 1))) is None
     room.opened.close()
-    (record,) = [one for one in caplog.records if one.name == "kvstore.levels"]
+    (record,) = [one for one in caplog.records if one.name == "kvstore.core.levels"]
     assert record.levelname == "WARNING"
     assert re.match(
         rf"closing: of what memory alone held 0 blocks \(0 B\) written to NVMe; 6 blocks \(.* KiB\) not, since {why}",

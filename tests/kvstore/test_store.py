@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from kvstore import Limits, MissReason
-from kvstore.blocks import Blocks
-from kvstore.door import ReserveReply
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import KeyRing
-from kvstore.prefix_index import PrefixIndex
-from kvstore.store import Store
-from tiering.dram import DramTier
+from kvstore.block.identity import KeyRing
+from kvstore.client.handle import NamespaceHandle
+from kvstore.core.index import PrefixIndex
+from kvstore.core.store import Store
+from kvstore.core.table import BlockTable
+from kvstore.protocol.door import ReserveReply
+from tiering.dram.extents import Extent, ExtentPool
+from tiering.dram.mover import FrameCopy, MoveDone, Mover
+from tiering.dram.tier import DramTier
 from tiering.errors import TierUnavailable
-from tiering.extents import Extent, ExtentPool
 from tiering.frame import HEADER_BYTES, digest
-from tiering.mover import Copy, MoveDone, Mover
 from tiering.policies.lru import LeafFirstLru
 from tiering.residency import Pins, Residency
 from workbench import KIB, Bench, FakeClock, bench, blank_pages, ids, random_pages, same_tokens, small_layout
@@ -35,7 +35,7 @@ class WatchedMover(Mover):
         super().__init__(dram, ring)
         self.meanwhile: Callable[[], object] = lambda: None
 
-    def run(self, copies: Sequence[Copy]) -> list[MoveDone]:
+    def run(self, copies: Sequence[FrameCopy]) -> list[MoveDone]:
         results = super().run(copies)
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
         meanwhile()
@@ -67,7 +67,7 @@ class Watched(Bench):
         self.pool = ScarcePool(extents * 64 * KIB)
         dram = DramTier(self.pool)
         self.mover = WatchedMover(dram, ring)
-        blocks = Blocks(PrefixIndex(100), Residency(LeafFirstLru(), Pins()), dram, ring)
+        blocks = BlockTable(PrefixIndex(100), Residency(LeafFirstLru(), Pins()), dram, ring)
         super().__init__(Store(blocks, self.mover, clock, limits or Limits(pinned_fraction=1.0)), clock, ring)
 
 

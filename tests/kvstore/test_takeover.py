@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from kvstore.about import pack_about
-from kvstore.blocks import Space
+from kvstore.block.about import pack_about
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.identity import KeyRing, TenantKeys
+from kvstore.block.layout import Layout
+from kvstore.client.handle import NamespaceHandle
 from kvstore.config import DramConfig, Limits
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import KeyRing, TenantKeys
-from kvstore.layout import Layout
-from kvstore.loading import space_of
-from kvstore.miss import HitTier, MissReason
+from kvstore.core.nvme_recovery import space_of
+from kvstore.core.table import OpenedNamespace
 from kvstore.node import build_store
 from simulation.two_tiers import Disk
-from tiering.extents import MappedExtent
-from tiering.keeping import NAME_BYTES, Kept
-from tiering.nvme import NvmeTier
+from tiering.dram.extents import MappedExtent
+from tiering.dram.keeping import NAME_BYTES, KeptExtent
+from tiering.nvme.tier import NvmeTier
 from tiering.tier import SLOT_BITS, extent_of, slot_of
 from workbench import SECRET, Bench, FakeClock, bench, blank_pages, ids, random_pages, same_tokens, small_layout
 
@@ -52,9 +52,9 @@ class Holder:
         for descriptor in self.kept.pop(name):
             os.close(descriptor)
 
-    def handed_over(self) -> list[Kept]:
+    def handed_over(self) -> list[KeptExtent]:
         """As the next process gets it."""
-        return [Kept(name, *map(os.dup, descriptors)) for name, descriptors in self.kept.items()]
+        return [KeptExtent(name, *map(os.dup, descriptors)) for name, descriptors in self.kept.items()]
 
 
 @contextmanager
@@ -399,7 +399,7 @@ def test_an_orderly_end_leaves_nothing() -> None:
         assert not keeper.kept
 
 
-def _about(space: Space) -> bytes:
+def _about(space: OpenedNamespace) -> bytes:
     return pack_about(space.namespace, [sealer.stamp.payload_bytes for sealer in space.sealers])
 
 

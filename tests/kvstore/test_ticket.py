@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.miss import HitTier
-from kvstore.ticket import LeaseTicket
+from kvstore.block.account import HitTier
+from kvstore.protocol.ticket import LeaseTicket
 from torture.nested import GRANT, TICKET
 
 

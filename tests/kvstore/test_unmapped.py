@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.unmapped import LOOK_SECONDS, Unmapped, look
+from kvstore.core.unmap_wait import LOOK_SECONDS, Unmapped, look
 
 
 @pytest.mark.parametrize("mapped", range(6))

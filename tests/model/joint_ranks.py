@@ -12,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore.door import ReserveReply
-from kvstore.handle import NamespaceHandle
-from kvstore.layout import Layout
-from kvstore.service import messages as m
-from kvstore.service.counting import Counting
-from kvstore.service.handlers import Handlers
-from kvstore.service.recording import Recording
-from kvstore.service.sessions import Caller, Sessions
+from kvstore.block.layout import Layout
+from kvstore.client.handle import NamespaceHandle
+from kvstore.insight.recording import Recording
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import ReserveReply
+from kvstore.service.accounting import Counting
+from kvstore.service.dispatch import Handlers
+from kvstore.service.sessions import ClientState, Sessions
 from tiering.residency import FrameState
 from tiering.tier import extent_of
 from workbench import Bench, bench
@@ -32,7 +32,7 @@ TOKEN = b"an engine's session, of all ranks"
 class Rank:
     """One process. replies: of each share that is not over; done: blocks that it committed of each part."""
 
-    caller: Caller
+    caller: ClientState
     parts: tuple[int, ...]
     mapped: list[int] = field(default_factory=list)
     replies: dict[int, ReserveReply] = field(default_factory=dict)
@@ -64,16 +64,16 @@ class Ranks:
         self.ranks.append(rank)
         return rank
 
-    def ask(self, caller: Caller, verb: m.Verb, kind: type[Any]) -> Any:
+    def ask(self, caller: ClientState, verb: m.Verb, kind: type[Any]) -> Any:
         served = self.handlers.serve(caller, verb)
         assert isinstance(served.answer, kind), served.answer
         return served.answer
 
     # What a rank does ----------------------------------------------------------------------------------------------
 
-    def reserve(self, rank: Rank, keys: Sequence[bytes], first_block: int, joint: str) -> ReserveReply:
-        """Its share of a joint put, mapped for writing. No place is anybody else's."""
-        verb = m.Reserve(self.whole.number, list(keys), first_block, 0, None, joint, list(rank.parts))
+    def reserve(self, rank: Rank, keys: Sequence[bytes], first_block: int, collective: str) -> ReserveReply:
+        """Its share of a collective put, mapped for writing. No place is anybody else's."""
+        verb = m.Reserve(self.whole.number, list(keys), first_block, 0, None, collective, list(rank.parts))
         reply: ReserveReply = self.ask(rank.caller, verb, m.Reserved).reply
         if reply.reservation:
             taken = [place for column in reply.places for place in column]

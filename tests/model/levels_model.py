@@ -24,17 +24,17 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kvstore import handle
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client import handle
+from kvstore.client.handle import Lease, Match
 from kvstore.config import Limits
-from kvstore.handle import Lease, Match
+from kvstore.core.index import NO_ROW, RowState
 from kvstore.insight.yardsticks import CoinAdmission
-from kvstore.miss import HitTier, MissReason
-from kvstore.prefix_index import NO_ROW, RowState
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, Chain, OpenStore, Owned, PagedKv, Prompt
 from simulation.two_tiers import Disk, Sizes, bugs, nothing, open_two_tiers, wait_until_idle
-from tiering.admission import AdmitAll
 from tiering.errors import TierError, TierUnavailable
 from tiering.frame import HEADER_BYTES
+from tiering.policies.admission import AdmitAll
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
 from tiering.tier import extent_of, slot_of
@@ -214,7 +214,7 @@ class LevelsModel:
     def spill(self) -> None:
         """What DRAM alone holds goes down, as at a close."""
         assert self.opened.core._levels is not None
-        self.opened.core._levels.sink_all(20)
+        self.opened.core._levels.demote_all(20)
         self.after()
 
     def settle(self) -> None:
@@ -508,7 +508,7 @@ class LevelsModel:
             if name in known.owed and (row == NO_ROW or not self._blocks.is_below(row)):
                 known.owed.discard(name)
                 lost += name not in known.damaged
-            if row != NO_ROW and index.state(row) is RowState.HOLLOW:
+            if row != NO_ROW and index.state(row) is RowState.LOST:
                 assert name in known.damaged, f"{name} was quarantined, and nobody damaged it"
         evictions = self.opened.core.usage().counters.get("nvme_evicted_blocks", 0)
         assert lost <= evictions - self.evictions, f"{lost} durable blocks are gone, {evictions} were evicted"

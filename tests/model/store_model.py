@@ -21,21 +21,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.blocks import Blocks
-from kvstore.codec import codec_named
+from kvstore.block.codec import codec_named
+from kvstore.block.identity import KeyRing, Namespace, TenantKeys
+from kvstore.block.key_file import KeyFile
+from kvstore.block.layout import KvGroup, Layout
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
 from kvstore.config import DramConfig, Limits
-from kvstore.door import ReserveReply
-from kvstore.handle import NamespaceHandle
-from kvstore.identity import KeyRing, Namespace, TenantKeys
-from kvstore.layout import KvGroup, Layout
-from kvstore.node import EmbeddedStore, KeyFile, TenantDoor
-from kvstore.pages import Pages
-from kvstore.prefix_index import PrefixIndex
-from kvstore.store import Store
-from tiering.dram import DramTier
-from tiering.extents import ExtentPool
+from kvstore.core.index import PrefixIndex
+from kvstore.core.store import Store
+from kvstore.core.table import BlockTable
+from kvstore.node import EmbeddedStore, TenantDoor
+from kvstore.protocol.door import ReserveReply
+from tiering.dram.extents import ExtentPool
+from tiering.dram.mover import FrameCopy, MoveDone, Mover
+from tiering.dram.tier import DramTier
 from tiering.files import DirectoryLock
-from tiering.mover import Copy, MoveDone, Mover
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
 from tiering.residency import Pins, Residency
@@ -206,7 +207,7 @@ def _hand_over(view: Array, group: KvGroup, library: str) -> Any:
 # A store that a test can move the time of, and act in the middle of ---------------------------------------------------
 
 
-Interruption = Callable[[Sequence[Copy]], object]
+Interruption = Callable[[Sequence[FrameCopy]], object]
 
 
 @dataclass
@@ -218,7 +219,7 @@ class InterruptibleMover:
     after: list[Interruption] = field(default_factory=list)
     runs: int = 0
 
-    def run(self, copies: Sequence[Copy]) -> list[MoveDone]:
+    def run(self, copies: Sequence[FrameCopy]) -> list[MoveDone]:
         """Copy and verify."""
         self.runs += 1
         _call(self.before, copies)
@@ -227,7 +228,7 @@ class InterruptibleMover:
         return done
 
 
-def _call(interruptions: list[Interruption], copies: Sequence[Copy]) -> None:
+def _call(interruptions: list[Interruption], copies: Sequence[FrameCopy]) -> None:
     pending = interruptions[:]
     interruptions.clear()
     for interruption in pending:
@@ -272,7 +273,7 @@ class OpenStore:
     ring: KeyRing
     clock: FakeClock
     mover: InterruptibleMover
-    blocks: Blocks
+    blocks: BlockTable
 
     def namespace(self, model: str, layout: Layout, tenant: str = "default", **fields: Any) -> Owned:
         """A namespace of a tenant, with its name among all that the test uses."""
@@ -364,7 +365,7 @@ def open_store(
     tier = DramTier(ExtentPool(config.budget_bytes, config.extent_bytes))
     limits = limits or Limits()
     index = PrefixIndex(limits.forgotten)
-    blocks = Blocks(index, Residency(policy(index.names, 1), Pins()), tier, ring)
+    blocks = BlockTable(index, Residency(policy(index.names, 1), Pins()), tier, ring)
     mover = InterruptibleMover(Mover(tier, ring))
     core = Store(blocks, mover, clock, limits)  # type: ignore[arg-type]
     store = EmbeddedStore(core, ring, keys, lock, codec_named)

@@ -1,5 +1,5 @@
-"""Joint puts of an engine's ranks among everything that goes on in a store, in long random histories: steps that go on
-behind each other, ranks that break off and come back, strangers who need the room, evictions, drops, time.
+"""Collective puts of an engine's ranks among everything that goes on in a store, in long random histories: steps that
+go on behind each other, ranks that break off and come back, strangers who need the room, evictions, drops, time.
 
 What is looked for: a slot that is given away under a writer, a block that is visible without all its parts, and what
 stays pending or taken for ever.
@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvstore.door import Joint, ReserveReply
-from kvstore.layout import KvGroup, Layout
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.block.layout import KvGroup, Layout
+from kvstore.protocol.door import Collective, ReserveReply
 from model.joint_ranks import DIGEST, TOKEN, Rank, Ranks
 from workbench import KIB, ids
 
@@ -89,7 +89,7 @@ class JointMachine(RuleBasedStateMachine):
                 del self.names[prompt, step]  # this one is over, or never began: the next one is another
             return
         self.totals["shares"] += 1
-        self.totals["behind others"] += any(one.bases for one in self.store._reservations.values())
+        self.totals["behind others"] += any(one.depends_on for one in self.store._reservations.values())
         first = self.filled.setdefault(name, reply)
         assert (first.blocks, first.present, first.stopped_at) == (reply.blocks, reply.present, reply.stopped_at)
         self.done.setdefault(name, Counter())
@@ -143,7 +143,7 @@ class JointMachine(RuleBasedStateMachine):
 
     def _under_way(self) -> set[str]:
         """Names of puts that are not lost, and of those that became visible just now."""
-        known = self.store._joint
+        known = self.store._collective
         lost = {name[2] for name, ended in known._ended.items() if ended.ending.reason is MissReason.DISABLED}
         return set(self.done) - lost
 
@@ -204,7 +204,7 @@ class JointMachine(RuleBasedStateMachine):
     def other_blocks_under_a_known_name(self) -> None:
         for name in list(self.done):
             keys = self.ranks.whole.match(ids(64, 77_000)).keys
-            put = Joint(name, (0,), self.ranks.bench.keys.tenant + TOKEN)
+            put = Collective(name, (0,), self.ranks.bench.keys.tenant + TOKEN)
             reply = self.store.reserve(self.ranks.whole.number, keys, 0, 0, None, put)
             assert (reply.reservation, reply.reason) == (0, MissReason.DIVERGED)
 
@@ -217,7 +217,7 @@ class JointMachine(RuleBasedStateMachine):
         there = {index.key(row) for row in index.rows(self.ranks.whole.number) if self.store._blocks.is_above(row)}
         assert there <= self.may_be_there, "a block without all its parts"
         usage = self.store.usage()
-        assert usage.reservations == sum(self.store.joint_puts().values())
+        assert usage.reservations == sum(self.store.collective_puts().values())
 
     def teardown(self) -> None:
         for rank in list(self.ranks.ranks):

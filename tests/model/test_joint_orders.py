@@ -1,5 +1,5 @@
-"""A joint put of two and of three ranks in every order of what each of them may do, against the real store, sessions
-and shared memory. What must hold after each step is written down here anew, in a dozen lines: `Expected`.
+"""A collective put of two and of three ranks in every order of what each of them may do, against the real store,
+sessions and shared memory. What must hold after each step is written down here anew, in a dozen lines: `Expected`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
 from model.joint_ranks import Rank, Ranks
 from workbench import ids, small_layout
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.codec import codec_named
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import StoreClosed
 from kvstore.config import Limits
-from kvstore.door import ReserveReply
-from kvstore.errors import StoreClosed
-from kvstore.miss import MissReason
+from kvstore.protocol.door import ReserveReply
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, OpenStore, Owned, Prompt, open_store
 from tiering.frame import HEADER_BYTES
 from tiering.tier import FrameSpan

@@ -17,11 +17,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvstore import getting, handle
-from kvstore.codec import codec_named
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.client import get as getting
+from kvstore.client import handle
+from kvstore.client.handle import Lease, Match
 from kvstore.config import Limits
-from kvstore.handle import Lease, Match
-from kvstore.miss import MissReason
 from learned_policy import by_worth
 from model.store_model import (
     BLOCK_TOKENS,
@@ -35,8 +36,8 @@ from model.store_model import (
     open_store,
     temporary_directory,
 )
+from tiering.dram.mover import FrameCopy
 from tiering.frame import HEADER_BYTES
-from tiering.mover import Copy
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
 from tiering.residency import FrameState
@@ -86,7 +87,7 @@ class HeldLease:
     lease: Lease
     versions: list[int]
     expires_at: float
-    lapsed: bool = False
+    expired: bool = False
 
 
 @dataclass
@@ -252,7 +253,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert loaded.reason is MissReason.CORRUPT and loaded.tokens == bad * BLOCK_TOKENS
         assert loaded.account.hit_tokens == loaded.tokens
         name = (owned.name, prompt.chain(bad))
-        if not record.lapsed and self.known.version[name] == record.versions[bad]:
+        if not record.expired and self.known.version[name] == record.versions[bad]:
             after = self._look(owned, prompt)
             assert after.blocks <= bad and (after.blocks < bad or after.reason is MissReason.CORRUPT)
 
@@ -347,7 +348,7 @@ class StoreMachine(RuleBasedStateMachine):
         before = self.core.usage().blocks
         assert before - self.opened.drop(owned) == self.core.usage().blocks
         for record in self.leases:
-            record.lapsed = record.lapsed or record.space is owned
+            record.expired = record.expired or record.space is owned
         for open_ in self.reservations:
             open_.cancelled = open_.cancelled or open_.space is owned
         self.known.damaged = {name for name in self.known.damaged if name[0] != owned.name}
@@ -361,7 +362,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.opened.clock.advance(seconds)
         self.core.evict(0)
         for record in self.leases:
-            record.lapsed = record.lapsed or record.expires_at <= self.opened.clock.monotonic
+            record.expired = record.expired or record.expires_at <= self.opened.clock.monotonic
 
     @precondition(lambda self: self.leases)
     @rule(held=which, block=which, part=which, at=st.integers(0, 1 << 20), bit=st.integers(0, 7), header=st.booleans())
@@ -374,7 +375,7 @@ class StoreMachine(RuleBasedStateMachine):
         index = part % len(reply.places)
         place = reply.places[index][position]
         spans = owned.door.spans([place])
-        if not spans:  # condemned before, and its extent is gone
+        if not spans:  # quarantined before, and its extent is gone
             assert self._is_damaged(record.lease, reply.first_block + position)
             return
         view = spans[0].view
@@ -430,7 +431,7 @@ class StoreMachine(RuleBasedStateMachine):
     def interrupt_next_move(self, acts: list[str], late: bool, aim: Aim, paging: dict[str, Any], number: int) -> None:
         """The next time an extent is emptied, these things happen before or after its copies, outside the lock."""
 
-        def happen(copies: Sequence[Copy]) -> None:
+        def happen(copies: Sequence[FrameCopy]) -> None:
             chosen = self._moving(copies, number) or aim
             for act in acts:
                 self.totals[f"{act} during a move"] += 1
@@ -440,7 +441,7 @@ class StoreMachine(RuleBasedStateMachine):
 
         (self.opened.mover.after if late else self.opened.mover.before).append(happen)
 
-    def _moving(self, copies: Sequence[Copy], number: int) -> tuple[int, Prompt] | None:
+    def _moving(self, copies: Sequence[FrameCopy], number: int) -> tuple[int, Prompt] | None:
         """Every other time one of the blocks whose frames are on their way."""
         if not copies or number % 2:
             return None
@@ -571,7 +572,7 @@ class StoreMachine(RuleBasedStateMachine):
         """The prefix that live leases keep readable, up to the first frame that was damaged."""
         longest = 0
         for record in self.leases:
-            if record.lapsed or record.space is not owned or record.prompt.extra != prompt.extra:
+            if record.expired or record.space is not owned or record.prompt.extra != prompt.extra:
                 continue
             blocks = 0
             for mine, theirs in zip(prompt.letters, record.prompt.letters[: record.lease.blocks], strict=False):

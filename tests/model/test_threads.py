@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import getting, handle
+from kvstore.block.account import MissReason
+from kvstore.block.errors import StoreClosed
+from kvstore.client import get as getting
+from kvstore.client import handle
+from kvstore.client.handle import Lease
 from kvstore.config import Limits
-from kvstore.errors import StoreClosed
-from kvstore.handle import Lease
-from kvstore.miss import MissReason
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, OpenStore, Owned, Prompt, open_store
 
 THREADS = 4
@@ -133,7 +134,7 @@ class Worker:
             block = self.chance.randrange(lease.blocks)
             frames = space.frames(lease, block)
             if not frames:
-                return  # condemned before, and its extent is gone
+                return  # quarantined before, and its extent is gone
             self.chance.choice(frames).view[self.chance.choice([0, 100, 4095, 4096, 5000])] ^= (
                 1 << self.chance.randrange(8)
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.codec import codec_named
+from kvstore.block.codec import codec_named
 from kvstore.node import EmbeddedStore, open_embedded
 from torture.nursery import Voice
 from torture.points import PointedFiles, PointedMaker, Trigger

@@ -6,19 +6,19 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from kvstore.codec import codec_named
-from kvstore.handle import Lease
+from kvstore.block.codec import codec_named
+from kvstore.client.handle import Lease
+from kvstore.client.sidecar_store import SidecarStore, open_sidecar
+from kvstore.client.socket_door import CallLimits
+from kvstore.insight.recording import Recording
 from kvstore.node import EmbeddedStore, SystemClock, open_embedded
+from kvstore.service.accounting import Counting
 from kvstore.service.admin import Admin
-from kvstore.service.client import SidecarStore, open_sidecar
 from kvstore.service.connections import DoorLimits
-from kvstore.service.counting import Counting
-from kvstore.service.handlers import Handlers
+from kvstore.service.descriptors import SlowExtents
+from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
-from kvstore.service.recording import Recording
-from kvstore.service.remote_door import CallLimits
 from kvstore.service.sessions import Sessions
-from kvstore.service.slow_extents import SlowExtents
 
 
 def patient(store: SidecarStore) -> SidecarStore:

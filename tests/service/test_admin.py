@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.codec import codec_named
-from kvstore.errors import BadInput, Unreachable
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput, Unreachable
+from kvstore.cli import ask
+from kvstore.client.framing import FramedSocket
+from kvstore.client.sidecar_store import CallLimits, open_sidecar
 from kvstore.node import SystemClock
-from kvstore.service import messages as m
-from kvstore.service import operate
-from kvstore.service.client import CallLimits, open_sidecar
+from kvstore.protocol import messages as m
+from kvstore.protocol.status import pick, printable
 from kvstore.service.connections import DoorLimits
-from kvstore.service.facts import pick, printable
 from kvstore.service.local_door import ADMIN_CONNECTIONS
-from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, patient
-from tiering.lmdb_index import LmdbMaker
+from tiering.nvme.lmdb_index import LmdbMaker
 from workbench import MODEL, ids, one_line, random_pages, small_layout
 
 CLOCK = SystemClock()
@@ -39,7 +39,7 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
 
 
 def asked(path: Path, *verbs: m.Verb) -> list[m.Answer]:
-    wire = Wire(str(path), "test", b"", CLOCK, 10)
+    wire = FramedSocket(str(path), "test", b"", CLOCK, 10)
     try:
         return [wire.call(verb, 20).answer for verb in verbs]
     finally:
@@ -66,7 +66,7 @@ def test_a_tenant_has_no_admin_verb(sidecar: Sidecar) -> None:
         handle.put(ids(640), random_pages(handle.layout, 10))
         one = handle.namespace.digest().hex()
         answers = asked(sidecar.path, m.Stat(), m.DropAny(one), m.DropAny(one, "default"), m.Purge("default"))
-        assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.Fault.BAD_INPUT] * 4
+        assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.RequestFault.BAD_INPUT] * 4
         assert handle.match(ids(640)).blocks == 10 and len(sidecar.store.tenant_names()) == 1
 
 
@@ -77,16 +77,16 @@ def test_an_operator_has_no_verb_of_a_tenant(sidecar: Sidecar) -> None:
         keys = handle.match(ids(640)).keys
         verbs: list[m.Verb] = [
             m.OpenNamespace(handle.namespace.pack(), [8192]),
-            m.Match(handle.number, keys),
-            m.Lease(handle.number, keys, 0, 0),
+            m.MatchPrefix(handle.number, keys),
+            m.LeasePrefix(handle.number, keys, 0, 0),
             m.Extents([0], False),
             m.Drop(handle.number),
             m.Namespaces(),
         ]
         answers = asked(sidecar.admin_path, *verbs)
-        assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.Fault.BAD_INPUT] * 6
+        assert [isinstance(answer, m.Failed) and answer.fault for answer in answers] == [m.RequestFault.BAD_INPUT] * 6
         (refused,) = asked_raw(sidecar.admin_path, m.Hello(9, 9))
-        assert isinstance(refused, m.Failed) and refused.fault is m.Fault.VERSION
+        assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.VERSION
 
 
 def asked_raw(path: Path, *verbs: m.Verb) -> list[m.Answer]:
@@ -103,25 +103,25 @@ def asked_raw(path: Path, *verbs: m.Verb) -> list[m.Answer]:
 
 def test_what_is_no_hello_ends_an_admin_connection_too(sidecar: Sidecar) -> None:
     (answer,) = asked_raw(sidecar.admin_path, m.Stat())
-    assert isinstance(answer, m.Failed) and answer.fault is m.Fault.MALFORMED
-    assert operate.stat(str(sidecar.admin_path), CLOCK).door.malformed == 1
+    assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED
+    assert ask.stat(str(sidecar.admin_path), CLOCK).door.malformed == 1
 
 
 def test_an_operator_is_let_in_where_tenants_take_up_all_that_they_may(tmp_path: Path) -> None:
     with Sidecar(tmp_path, DoorLimits(connections=2, threads=1, long_threads=1)) as sidecar:
-        wires = [Wire(str(sidecar.path), "test", b"", CLOCK, 10) for _ in range(2)]
-        admins = [Wire(str(sidecar.admin_path), "test", b"", CLOCK, 10) for _ in range(ADMIN_CONNECTIONS - 1)]
+        wires = [FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10) for _ in range(2)]
+        admins = [FramedSocket(str(sidecar.admin_path), "test", b"", CLOCK, 10) for _ in range(ADMIN_CONNECTIONS - 1)]
         gate = threading.Event()
         for pool in (sidecar.door._pool, sidecar.door._long_pool):
             pool.submit(gate.wait, 30)
         try:
             with pytest.raises(Unreachable):
-                Wire(str(sidecar.path), "test", b"", CLOCK, 10)
-            facts = operate.stat(str(sidecar.admin_path), CLOCK)
+                FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10)
+            facts = ask.stat(str(sidecar.admin_path), CLOCK)
             assert (facts.door.connections, facts.door.admin_connections, facts.door.refused) == (2, 8, 1)
-            admins.append(Wire(str(sidecar.admin_path), "test", b"", CLOCK, 10))
+            admins.append(FramedSocket(str(sidecar.admin_path), "test", b"", CLOCK, 10))
             with pytest.raises(Unreachable):
-                Wire(str(sidecar.admin_path), "test", b"", CLOCK, 10)
+                FramedSocket(str(sidecar.admin_path), "test", b"", CLOCK, 10)
         finally:
             gate.set()
             for wire in (*wires, *admins):
@@ -140,7 +140,7 @@ def test_what_is_held_and_served_is_seen(sidecar: Sidecar) -> None:
         with handle.lease(handle.match(ids(640 + 64))):
             keys = handle.match(ids(128, 9)).keys
             reply = handle.door.reserve(handle.number, keys, 0, 0, None)
-            facts = operate.stat(str(sidecar.admin_path), CLOCK)
+            facts = ask.stat(str(sidecar.admin_path), CLOCK)
             handle.door.abort(reply.reservation)
     frame = 4096 + 4096  # each of two parts: a header and half of 8 KiB
     (one,) = facts.namespaces
@@ -215,21 +215,21 @@ def test_a_drop_names_its_tenant_where_two_have_the_namespace(sidecar: Sidecar) 
         mine.put(ids(640), random_pages(mine.layout, 10), durability="disk")
         one, path = mine.namespace.digest().hex()[:6], str(sidecar.admin_path)
         with pytest.raises(BadInput, match=r"2 namespaces .*give --tenant"):
-            operate.drop(path, CLOCK, one, "", 20)
+            ask.drop(path, CLOCK, one, "", 20)
         with pytest.raises(BadInput, match=r"no namespace of tenant 'nobody' begins with .*there are none"):
-            operate.drop(path, CLOCK, one, "nobody", 20)
+            ask.drop(path, CLOCK, one, "nobody", 20)
         for seconds in (-1.0, math.nan, 3601.0):
             with pytest.raises(BadInput, match=r"seconds=.*give 0 to 3600"):
-                operate.drop(path, CLOCK, one, "default", seconds)
+                ask.drop(path, CLOCK, one, "default", seconds)
             answer = sidecar.admin.serve(m.DropAny(one, "default", seconds)).answer  # whoever asks it
             assert isinstance(answer, m.Failed) and "give 0 to 3600" in answer.text
         with pytest.raises(BadInput, match=r"namespace's id of 129 characters"):
-            operate.drop(path, CLOCK, "a" * 129, "", 20)
+            ask.drop(path, CLOCK, "a" * 129, "", 20)
         with pytest.raises(BadInput, match=r"tenant's name of 129 characters"):
-            operate.purge(path, CLOCK, "a" * 129, 20)
+            ask.purge(path, CLOCK, "a" * 129, 20)
         with pytest.raises(BadInput, match=r"this is a tenant's socket; that is a verb of the admin socket"):
-            operate.stat(str(sidecar.path), CLOCK)
-        assert operate.drop(path, CLOCK, one, "default", 20) == 10
+            ask.stat(str(sidecar.path), CLOCK)
+        assert ask.drop(path, CLOCK, one, "default", 20) == 10
         assert mine.match(ids(640)).blocks == 0 and theirs.match(ids(192)).blocks == 3
         assert mine.put(ids(640), random_pages(mine.layout, 10)).stored == 10
 
@@ -243,7 +243,7 @@ def test_a_drop_that_is_not_over_in_time_says_so(sidecar: Sidecar) -> None:
         with pytest.raises(Unreachable, match="nothing was dropped; ask again"):
             store.drop(handle)
         with pytest.raises(Exception, match="nothing was dropped; ask again") as wrong:
-            operate.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 0.2)
+            ask.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 0.2)
         assert one_line(wrong.value)
         assert handle.match(ids(640)).blocks == 10
         sidecar.core._lifting.clear()
@@ -251,10 +251,10 @@ def test_a_drop_that_is_not_over_in_time_says_so(sidecar: Sidecar) -> None:
         gate = threading.Event()
         sidecar.core._levels._lower.tier.settle = lambda: gate.wait(30) and settle()  # type: ignore
         with pytest.raises(Exception, match="gone from memory, but not durably from the disk") as wrong:
-            operate.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 0.2)
+            ask.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 0.2)
         assert handle.match(ids(640)).blocks == 0
         gate.set()
-        assert operate.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 20) == 0
+        assert ask.drop(str(sidecar.admin_path), CLOCK, handle.namespace.digest().hex(), "", 20) == 0
         assert sidecar.store.usage().nvme.used == 0  # type: ignore[union-attr]
 
 
@@ -266,14 +266,14 @@ def test_a_purged_tenant_is_shown_out_and_comes_again_with_other_keys(sidecar: S
         handle.put(ids(640), random_pages(handle.layout, 10), durability="disk")
         before, wire = handle._grant.identity_key, handle.door._run.wire  # type: ignore[attr-defined]
         connections = set(sidecar.sessions._callers)
-        assert operate.purge(str(sidecar.admin_path), CLOCK, "default", 20) == 10
+        assert ask.purge(str(sidecar.admin_path), CLOCK, "default", 20) == 10
         wait_until(lambda: not connections & set(sidecar.sessions._callers))  # it may be back, with another connection
         wait_until(lambda: handle.match(ids(640)).reason is MissReason.KEY_MISMATCH)
         assert wire.closed and set(sidecar.store.tenant_names().values()) == {"guest", "default"}
         again = store.namespace(model=MODEL, layout=small_layout())
         assert again._grant.identity_key != before and again.match(ids(640)).blocks == 0
         assert again.put(ids(640), random_pages(handle.layout, 10), durability="disk").stored == 10
-        facts = operate.stat(str(sidecar.admin_path), CLOCK)
+        facts = ask.stat(str(sidecar.admin_path), CLOCK)
         assert {(one.tenant, one.blocks) for one in facts.namespaces} == {("default", 10), ("guest", 3)}
     assert theirs.match(ids(192)).blocks == 3
     wait_until(lambda: sidecar.sessions.departed == 0)
@@ -282,14 +282,14 @@ def test_a_purged_tenant_is_shown_out_and_comes_again_with_other_keys(sidecar: S
 def test_keys_that_cannot_be_made_keep_a_purged_tenant_out_and_nobody_else(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    operate.purge(str(sidecar.admin_path), CLOCK, "default", 20)
+    ask.purge(str(sidecar.admin_path), CLOCK, "default", 20)
     with monkeypatch.context() as patched:
 
         def full(*_: object) -> None:
             raise OSError(28, os.strerror(28))
 
-        patched.setattr("kvstore.node.write_secret_file", full)
+        patched.setattr("kvstore.block.key_file.write_secret_file", full)
         with pytest.raises(Exception, match="cannot be written"):
-            Wire(str(sidecar.path), "test", b"", CLOCK, 10)
-        assert operate.stat(str(sidecar.admin_path), CLOCK).state == "ready"
-    Wire(str(sidecar.path), "test", b"", CLOCK, 10).close()
+            FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10)
+        assert ask.stat(str(sidecar.admin_path), CLOCK).state == "ready"
+    FramedSocket(str(sidecar.path), "test", b"", CLOCK, 10).close()

@@ -9,13 +9,12 @@ import msgspec
 import pytest
 
 import kvstore
-from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
-from kvstore.miss import HitTier, MissReason
-from kvstore.service import messages as m
-from kvstore.service.answers import check_answer, checked_facts
-from kvstore.service.run import spans
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client.connection import check_answer, checked_facts, spans
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import Grant, LeaseReply, MatchReply, ReserveReply
 from service.sidecar import patient
-from tiering.extents import Extent, MappedExtent
+from tiering.dram.extents import Extent, MappedExtent
 from tiering.tier import place_of
 from torture.nested import FACTS
 from torture.nested_door import EXTENT_BYTES, FRAME_BYTES, LAYOUT, OddSidecar
@@ -29,8 +28,8 @@ LEASE = LeaseReply(9, 1, 3, ([5, 6], [7, 8]), (DIGESTS, DIGESTS), [1, 1], ((HitT
 RESERVED = ReserveReply(4, 1, [1, 2], ([5, 6], []))
 ASKED: dict[str, tuple[m.Verb, Any, Any]] = {
     "grant": (m.OpenNamespace(b"", [8192, 8192]), m.Granted, GRANT),
-    "match": (m.Match(0, KEYS), m.Matched, MATCH),
-    "lease": (m.Lease(0, KEYS, 1, 5.0), m.Leased, LEASE),
+    "match": (m.MatchPrefix(0, KEYS), m.Matched, MATCH),
+    "lease": (m.LeasePrefix(0, KEYS, 1, 5.0), m.Leased, LEASE),
     "reserve": (m.Reserve(0, KEYS, 0), m.Reserved, RESERVED),
 }
 
@@ -40,7 +39,7 @@ def test_a_right_answer_is_believed(name: str) -> None:
     verb, kind, reply = ASKED[name]
     check_answer(verb, kind(reply), 2)
     check_answer(verb, kind(reply), None)
-    check_answer(verb, m.Failed(m.Fault.BUSY, "another kind"), 2)
+    check_answer(verb, m.Failed(m.RequestFault.BUSY, "another kind"), 2)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +91,10 @@ def test_an_answer_that_does_not_fit_is_not(name: str, changes: dict[str, Any]) 
         (m.Commit(1, 0, 0, []), m.Counted(-1)),
         (m.Persist(0, KEYS, 1.0), m.Persisted(4, None)),
         (m.Persist(0, KEYS, 1.0), m.Persisted(2, None)),
-        (m.Extents([3], False), m.ExtentsReply([m.Extent(4, 1 << 16, 1 << 13)])),
-        (m.Extents([3], False), m.ExtentsReply([m.Extent(3, 1 << 16, 0)])),
-        (m.Extents([3], False), m.ExtentsReply([m.Extent(3, 1 << 16, 1 << 17)])),
-        (m.Extents([3], False), m.ExtentsReply([m.Extent(3, 1 << 16, 1 << 13)] * 2)),
+        (m.Extents([3], False), m.ExtentsReply([m.ExtentEntry(4, 1 << 16, 1 << 13)])),
+        (m.Extents([3], False), m.ExtentsReply([m.ExtentEntry(3, 1 << 16, 0)])),
+        (m.Extents([3], False), m.ExtentsReply([m.ExtentEntry(3, 1 << 16, 1 << 17)])),
+        (m.Extents([3], False), m.ExtentsReply([m.ExtentEntry(3, 1 << 16, 1 << 13)] * 2)),
     ],
 )
 def test_counts_and_memory_that_do_not_fit_are_not(verb: m.Verb, answer: m.Answer) -> None:

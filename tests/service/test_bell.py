@@ -19,18 +19,18 @@ from pathlib import Path
 import pytest
 
 from descriptors import open_files, opened_since
-from kvstore.errors import Unreachable
-from kvstore.handle import NamespaceHandle, PutResult
-from kvstore.handover import TENANT_SECONDS, WAIT_SECONDS
-from kvstore.miss import HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import Unreachable
+from kvstore.client import socket_door as remote_door
+from kvstore.client.framing import FramedSocket
+from kvstore.client.handle import NamespaceHandle, PutResult
+from kvstore.client.sidecar_store import SidecarStore
+from kvstore.core.unmap_wait import TENANT_SECONDS, WAIT_SECONDS
 from kvstore.node import SystemClock
-from kvstore.service import messages as m
-from kvstore.service import remote_door
-from kvstore.service.client import SidecarStore
-from kvstore.service.wire import Wire
+from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
 from tiering.frame import digest
-from tiering.lmdb_index import LmdbMaker
+from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import Peer, packed_namespace
 from workbench import MODEL, ids, random_pages, small_layout
 
@@ -67,19 +67,19 @@ class Listener(Peer):
         super().__init__(str(sidecar.path))
         assert isinstance(self.ask(m.Hello(1, 1, "test")), m.Welcome)
         self.memory: list[int] = []
-        self.bell = self.ask_for_bell()
+        self.notify_pipe = self.ask_for_bell()
         granted = self.ask(m.OpenNamespace(packed_namespace(), [8192]))
         assert isinstance(granted, m.Granted)
         self.namespace = granted.grant.number
 
     def ask_for_bell(self) -> int:
-        (bell,) = self.handed_over(m.Ping(True))
-        return bell
+        (notify_pipe,) = self.handed_over(m.Ping(True))
+        return notify_pipe
 
     def handed_over(self, verb: m.Verb) -> list[int]:
         self.socket.sendall(m.pack(m.Request(1, verb)))
         piece, descriptors, _, _ = socket.recv_fds(self.socket, 1 << 18, m.MAX_EXTENTS)
-        assert isinstance(m.unpack_reply(piece[m.LENGTH_BYTES :]).answer, m.BellReply | m.ExtentsReply)
+        assert isinstance(m.unpack_reply(piece[m.LENGTH_BYTES :]).answer, m.NotifyPipeReply | m.ExtentsReply)
         return descriptors
 
     def fill(self, blocks: int) -> None:
@@ -93,8 +93,8 @@ class Listener(Peer):
 
     def rings(self, seconds: float = 20.0) -> int:
         """How often it was rung, once it was."""
-        ready, _, _ = select.select([self.bell], [], [], seconds)
-        return len(os.read(self.bell, 64)) if ready else 0
+        ready, _, _ = select.select([self.notify_pipe], [], [], seconds)
+        return len(os.read(self.notify_pipe, 64)) if ready else 0
 
     def told(self) -> list[int]:
         """What a ping tells."""
@@ -105,7 +105,7 @@ class Listener(Peer):
 
     def close(self) -> None:
         super().close()
-        for descriptor in (self.bell, *self.memory):
+        for descriptor in (self.notify_pipe, *self.memory):
             os.close(descriptor)
 
 
@@ -123,7 +123,7 @@ def test_no_put_is_refused_while_memory_changes_hands(sidecar: Sidecar) -> None:
     """Each of the two fills all of it in its turn, and the other one's client does nothing."""
     with sidecar.client() as one, sidecar.client() as two:
         handles = [opened(one, "one"), opened(two, "two")]
-        wait_until(lambda: all(store._door._run.bell is not None for store in (one, two)))  # type: ignore[union-attr]
+        wait_until(lambda: all(store._door._run.notify_pipe is not None for store in (one, two)))  # type: ignore[union-attr]
         for turn in range(6):
             for number in range(12):
                 assert put(handles[turn % 2], 100 * turn + number) == PutResult(0, 8, None, None)
@@ -131,8 +131,8 @@ def test_no_put_is_refused_while_memory_changes_hands(sidecar: Sidecar) -> None:
 
 OTHER = """
 import sys
-from kvstore.service.client import open_sidecar
-from kvstore.codec import codec_named
+from kvstore.client.sidecar_store import open_sidecar
+from kvstore.block.codec import codec_named
 from kvstore.node import SystemClock
 from workbench import ids, random_pages, small_layout
 
@@ -164,7 +164,7 @@ def test_a_client_that_is_stopped_keeps_nobody_waiting_for_long(sidecar: Sidecar
         for number in range(1, 30):
             result = put(handle, number, blocks=5)
             assert result.stored == 5 or result.reason is MissReason.DEADLINE
-        spent, _ = next(iter(sidecar.core._patience._spent.values()))
+        spent, _ = next(iter(sidecar.core._unmap_wait._spent.values()))
         assert 0 < spent < TENANT_SECONDS + WAIT_SECONDS
         other.send_signal(signal.SIGCONT)
         wait_until(lambda: put(handle, 100, blocks=40).reason is None)
@@ -244,17 +244,19 @@ def test_bells_are_closed_with_their_connections_and_for_others(sidecar: Sidecar
     before = open_files("pipe:")
     listener = Listener(sidecar)
     for _ in range(100):
-        bell = listener.ask_for_bell()
-        assert select.select([listener.bell], [], [], 20)[0] and os.read(listener.bell, 1) == b"", "it has another one"
-        os.close(listener.bell)
-        listener.bell = bell
+        notify_pipe = listener.ask_for_bell()
+        assert select.select([listener.notify_pipe], [], [], 20)[0] and os.read(listener.notify_pipe, 1) == b"", (
+            "it has another one"
+        )
+        os.close(listener.notify_pipe)
+        listener.notify_pipe = notify_pipe
     assert opened_since(before, "pipe:").total() == 2
     listener.close()
     wait_until(lambda: not opened_since(before, "pipe:"))
 
 
 def test_whoever_fills_his_bell_or_closes_it_holds_up_nobody(sidecar: Sidecar, listener: Listener) -> None:
-    full = os.open(f"/proc/self/fd/{listener.bell}", os.O_WRONLY | os.O_NONBLOCK)
+    full = os.open(f"/proc/self/fd/{listener.notify_pipe}", os.O_WRONLY | os.O_NONBLOCK)
     with pytest.raises(BlockingIOError):
         while True:
             os.write(full, bytes(4096))
@@ -262,28 +264,28 @@ def test_whoever_fills_his_bell_or_closes_it_holds_up_nobody(sidecar: Sidecar, l
     listener.fill(40)
     assert sidecar.core.drop(listener.namespace) == 40
     wait_until(lambda: caller.is_rung)
-    assert caller.bell is not None, "it is full, so that there is something to be read"
+    assert caller.notify_pipe is not None, "it is full, so that there is something to be read"
     listener.told()
     os.close(full)
-    os.close(listener.bell)
-    listener.bell = os.open(os.devnull, os.O_RDONLY)
+    os.close(listener.notify_pipe)
+    listener.notify_pipe = os.open(os.devnull, os.O_RDONLY)
     listener.fill(40)
     assert sidecar.core.drop(listener.namespace) == 40
-    wait_until(lambda: caller.bell is None)
+    wait_until(lambda: caller.notify_pipe is None)
     assert listener.told()
 
 
 def test_a_client_without_a_bell_is_told_when_it_asks(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one of an earlier version; and it asks more often while memory moves."""
-    monkeypatch.setattr(sidecar.sessions, "new_bell", lambda caller: None)
+    monkeypatch.setattr(sidecar.sessions, "new_notify_pipe", lambda caller: None)
     asked: list[float] = []
-    look_after = remote_door.RemoteDoor.look_after
+    look_after = remote_door.SocketDoor.look_after
 
-    def noted(self: remote_door.RemoteDoor) -> float:
+    def noted(self: remote_door.SocketDoor) -> float:
         asked.append(look_after(self))
         return asked[-1]
 
-    monkeypatch.setattr(remote_door.RemoteDoor, "look_after", noted)
+    monkeypatch.setattr(remote_door.SocketDoor, "look_after", noted)
     with sidecar.client() as one, sidecar.client() as two:
         handles = [opened(one, "one"), opened(two, "two")]
         assert put(handles[0], 0, blocks=75).stored == 75
@@ -294,7 +296,7 @@ def test_a_client_without_a_bell_is_told_when_it_asks(sidecar: Sidecar, monkeypa
 
 def test_an_answer_without_its_bell_is_no_bell(sidecar: Sidecar) -> None:
     """A process that has no descriptor left is handed none."""
-    wire = Wire(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+    wire = FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
     receive = wire._receive_piece
 
     def without() -> bytes:
@@ -305,13 +307,13 @@ def test_an_answer_without_its_bell_is_no_bell(sidecar: Sidecar) -> None:
 
     wire._receive_piece = without  # type: ignore[method-assign]
     answered = wire.call(m.Ping(True), 10.0)
-    assert answered.answer == m.BellReply() and not answered.descriptors
+    assert answered.answer == m.NotifyPipeReply() and not answered.descriptors
     assert isinstance(wire.call(m.Ping(), 10.0).answer, m.Done)
     wire.close()
 
 
 def test_a_descriptor_of_something_else_is_no_bell(sidecar: Sidecar) -> None:
-    wire = Wire(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+    wire = FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
     receive, before = wire._receive_piece, open_files("/dev/null")
 
     def another() -> bytes:
@@ -331,7 +333,7 @@ def test_clients_that_put_at_the_same_moment_all_wait(sidecar: Sidecar) -> None:
     with ExitStack() as stack:
         clients = [stack.enter_context(sidecar.client()) for _ in range(9)]
         handles = [opened(store, f"m{number}") for number, store in enumerate(clients)]
-        wait_until(lambda: all(store._door._run.bell is not None for store in clients))  # type: ignore[union-attr]
+        wait_until(lambda: all(store._door._run.notify_pipe is not None for store in clients))  # type: ignore[union-attr]
         for turn in range(4):
             assert put(handles[0], 100 + turn, blocks=75).reason is None
             with ThreadPoolExecutor(8) as pool:
@@ -345,12 +347,12 @@ def test_clients_that_put_at_the_same_moment_all_wait(sidecar: Sidecar) -> None:
 def test_a_bell_is_heard_from_the_first_moment_and_after_coming_again(sidecar: Sidecar) -> None:
     with sidecar.client() as store:
         handle = opened(store, MODEL)
-        wait_until(lambda: store._door._run is not None and store._door._run.bell is not None)
+        wait_until(lambda: store._door._run is not None and store._door._run.notify_pipe is not None)
         run = store._door._run
         assert run is not None
         run.wire.close()
         wait_until(lambda: put(handle, 1).reason is None)
-        wait_until(lambda: store._door._run is not run and store._door._run.bell is not None)  # type: ignore[union-attr]
+        wait_until(lambda: store._door._run is not run and store._door._run.notify_pipe is not None)  # type: ignore[union-attr]
 
 
 def test_one_thread_listens_however_often_it_is_asked(sidecar: Sidecar) -> None:
@@ -369,12 +371,12 @@ def test_one_thread_listens_however_often_it_is_asked(sidecar: Sidecar) -> None:
 
 def test_a_client_asks_for_a_bell_until_there_is_one(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as without:
-        without.setattr(sidecar.sessions, "new_bell", lambda caller: None)
+        without.setattr(sidecar.sessions, "new_notify_pipe", lambda caller: None)
         store = sidecar.client()
         opened(store, MODEL)
         store._door.look_after()
-        assert store._door._run is not None and store._door._run.bell is None
-    wait_until(lambda: store._door._run is not None and store._door._run.bell is not None)
+        assert store._door._run is not None and store._door._run.notify_pipe is None
+    wait_until(lambda: store._door._run is not None and store._door._run.notify_pipe is not None)
     store.close()
 
 
@@ -386,7 +388,7 @@ def test_what_a_client_mapped_is_let_go_of_when_the_sidecar_hangs_up(sidecar: Si
         store._door._limits = replace(store._door._limits, ping=1000.0)
         run = store._door._run
         assert run is not None
-        wait_until(lambda: run.bell is not None)
+        wait_until(lambda: run.notify_pipe is not None)
         store._door._touch.nudge.set()  # from now on it asks every thousand seconds
         (connection,) = sidecar.door._connections
         wait_until(lambda: not store._door._touch.nudge.is_set())
@@ -397,14 +399,14 @@ def test_what_a_client_mapped_is_let_go_of_when_the_sidecar_hangs_up(sidecar: Si
 
 FORKING = """
 import os, sys, time
-from kvstore.service.client import open_sidecar
-from kvstore.codec import codec_named
+from kvstore.client.sidecar_store import open_sidecar
+from kvstore.block.codec import codec_named
 from kvstore.node import SystemClock
 from workbench import ids, random_pages, small_layout
 
 store = open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(), session="a" * 32, engine="other")
 handle = store.namespace(model="other", layout=small_layout())
-while store._door._run.bell is None:
+while store._door._run.notify_pipe is None:
     time.sleep(0.002)
 
 def is_open(inode):
@@ -416,7 +418,7 @@ def is_open(inode):
             pass
     return False
 
-bell = os.fstat(store._door._run.bell._descriptor).st_ino
+bell = os.fstat(store._door._run.notify_pipe._descriptor).st_ino
 assert is_open(bell)
 child = os.fork()
 assert child or store._door._run is None
@@ -426,7 +428,7 @@ if child:
     assert handle.put(ids(64), random_pages(handle.layout, 1)).stored + handle.match(ids(64)).blocks >= 1
 else:
     assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1
-    while store._door._run.bell is None:
+    while store._door._run.notify_pipe is None:
         time.sleep(0.002)
     os._exit(0)
 """

@@ -8,18 +8,18 @@ from random import Random
 
 import pytest
 
-from kvstore.door import LeaseReply, MatchReply
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import HitTier, MissReason
-from kvstore.service.counting import OPEN_LOOKUPS, Counting
-from kvstore.service.facts import Looked, looked
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client.handle import NamespaceHandle
+from kvstore.protocol.door import LeaseReply, MatchReply
+from kvstore.protocol.status import LookupCounts
+from kvstore.service.accounting import OPEN_LOOKUPS, Counting, looked
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES
-from tiering.lmdb_index import LmdbMaker
+from tiering.nvme.lmdb_index import LmdbMaker
 from workbench import MODEL, FakeClock, blank_pages, ids, random_pages, small_layout
 
 
-def adds_up(one: Looked) -> bool:
+def adds_up(one: LookupCounts) -> bool:
     tokens = sum(one.hit_tokens.values()) + sum(one.miss_tokens.values()) + one.found_tokens
     blocks = sum(one.hit_blocks.values()) + sum(one.miss_blocks.values()) + one.found_blocks
     counts = (*one.hit_blocks.values(), *one.miss_blocks.values(), one.found_blocks)

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.identity import Namespace
+from kvstore.block.identity import Namespace
+from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
-from kvstore.service import departed
-from kvstore.service import messages as m
+from kvstore.protocol import messages as m
+from kvstore.service import sessions as departed
 from kvstore.service.connections import DoorLimits
-from kvstore.service.departed import Departed
-from kvstore.service.handlers import MAX_SHARES
-from kvstore.service.wire import Wire
+from kvstore.service.dispatch import MAX_SHARES
+from kvstore.service.sessions import DisconnectedClients
 from service.sidecar import Sidecar
-from tiering.extents import MappedExtent
+from tiering.dram.extents import MappedExtent
 from tiering.tier import SLOT_BITS
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
@@ -33,11 +33,11 @@ RARELY = DoorLimits(sweep_seconds=10.0)
 
 LEAVE = """
 import json, sys
-from kvstore.errors import Unreachable
+from kvstore.block.errors import Unreachable
 from kvstore.node import SystemClock
-from kvstore.service import messages as m
-from kvstore.service.wire import Wire
-from tiering.extents import MappedExtent
+from kvstore.protocol import messages as m
+from kvstore.client.framing import FramedSocket
+from tiering.dram.extents import MappedExtent
 from tiering.tier import SLOT_BITS
 from torture.peer import packed_namespace
 
@@ -45,7 +45,7 @@ path, cycles, keys = sys.argv[1], int(sys.argv[2]), [bytes([number]) * 32 for nu
 mapped, refusals = [], []
 for cycle in range(cycles):
     try:
-        wire = Wire(path, "leaver", b"", SystemClock(), 60.0)
+        wire = FramedSocket(path, "leaver", b"", SystemClock(), 60.0)
     except Unreachable as error:
         refusals.append(str(error))
         continue
@@ -53,7 +53,7 @@ for cycle in range(cycles):
     if not cycle:
         reply = wire.call(m.Reserve(number, keys, 0), 60.0).answer.reply
         wire.call(m.Commit(reply.reservation, 0, 0, [[bytes(16)] * 2] * 3), 60.0)
-    lease = wire.call(m.Lease(number, keys, 0, 60_000.0), 60.0).answer.reply
+    lease = wire.call(m.LeasePrefix(number, keys, 0, 60_000.0), 60.0).answer.reply
     extents = sorted({place >> SLOT_BITS for place in lease.places[0]})
     answered = wire.call(m.Extents(extents, False), 60.0)
     for descriptor, extent in zip(answered.descriptors, answered.answer.extents, strict=True):
@@ -133,9 +133,9 @@ def test_a_client_that_leaves_thousands_of_times_and_keeps_its_memory(tmp_path: 
                 assert again.namespace(model=MODEL, layout=small_layout()).match(ids(512)).blocks == 0
 
 
-def opened(sidecar: Sidecar, blocks: int) -> tuple[Wire, int, list[int]]:
+def opened(sidecar: Sidecar, blocks: int) -> tuple[FramedSocket, int, list[int]]:
     """A connection, a lease of so many blocks that it stored, and the extents that they are in."""
-    wire = Wire(str(sidecar.path), "test", b"", SystemClock(), 60.0)
+    wire = FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 60.0)
     granted = wire.call(m.OpenNamespace(Namespace("m", small_layout(), "raw").pack(), [8192]), 60.0).answer
     assert isinstance(granted, m.Granted)
     keys = [number.to_bytes(32, "big") for number in range(1, blocks + 1)]
@@ -143,12 +143,12 @@ def opened(sidecar: Sidecar, blocks: int) -> tuple[Wire, int, list[int]]:
     assert isinstance(reserved, m.Reserved)
     if reserved.reply.reservation:
         wire.call(m.Commit(reserved.reply.reservation, 0, 0, [[bytes(16)] * 2] * blocks), 60.0)
-    leased = wire.call(m.Lease(granted.grant.number, keys, 0, 60_000.0), 60.0).answer
+    leased = wire.call(m.LeasePrefix(granted.grant.number, keys, 0, 60_000.0), 60.0).answer
     assert isinstance(leased, m.Leased) and leased.reply.blocks == blocks
     return wire, leased.reply.lease, sorted({place >> SLOT_BITS for place in leased.reply.places[0]})
 
 
-def mapped(wire: Wire, extents: list[int]) -> list[MappedExtent]:
+def mapped(wire: FramedSocket, extents: list[int]) -> list[MappedExtent]:
     answered = wire.call(m.Extents(extents, False), 60.0)
     assert isinstance(answered.answer, m.ExtentsReply)
     return [
@@ -173,7 +173,7 @@ class Slow:
 def test_two_threads_may_look_at_connections_of_one_tenant_at_a_time(is_same: bool) -> None:
     """One of them asks, also where both look at the same connection; the other one knows nothing new."""
     kernel = Slow()
-    departed: Departed[None] = Departed(kernel)
+    departed: DisconnectedClients[None] = DisconnectedClients(kernel)
     first, other = departed.add(1, b"t", None, [7]), departed.add(2, b"t", None, [8])
     assert first is not None and other is not None
     seen: list[tuple[bool, int]] = []
@@ -244,7 +244,7 @@ def test_one_connection_is_not_given_the_same_extent_without_end(tmp_path: Path)
         wire, _, extents = opened(sidecar, 4)
         held = [mapped(wire, extents) for _ in range(MAX_SHARES)]
         answer = wire.call(m.Extents(extents, False), 60.0).answer
-        assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BAD_INPUT, answer
+        assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT, answer
         assert f"{MAX_SHARES} times" in answer.text and "\n" not in answer.text
         assert isinstance(wire.call(m.Extents(extents, True), 60.0).answer, m.Failed)  # to write in is the same
         other, _, _ = opened(sidecar, 4)

@@ -16,17 +16,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore import identity
-from kvstore.errors import BadInput
-from kvstore.identity import Namespace
-from kvstore.layout import KvGroup, Layout
+from kvstore.block import identity
+from kvstore.block.errors import BadInput
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import KvGroup, Layout
+from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
-from kvstore.service import messages as m
-from kvstore.service.handlers import Served
+from kvstore.protocol import messages as m
+from kvstore.service.dispatch import Response
 from kvstore.service.local_door import LARGE_BYTES
-from kvstore.service.wire import Wire
 from service.sidecar import Sidecar
-from tiering.lmdb_index import LmdbMaker
+from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import Peer, packed_namespace
 from workbench import ids, one_line, random_pages, small_layout
 
@@ -63,7 +63,7 @@ def come_in(sidecar: Sidecar) -> Peer:
 
 
 def facts_of(sidecar: Sidecar) -> m.StatReply:
-    wire = Wire(str(sidecar.admin_path), "test", b"", SystemClock(), 10.0)
+    wire = FramedSocket(str(sidecar.admin_path), "test", b"", SystemClock(), 10.0)
     try:
         answer = wire.call(m.Stat(), 10.0).answer
         assert isinstance(answer, m.StatReply), answer
@@ -139,7 +139,7 @@ def test_what_makes_no_sense_is_answered_and_others_are_served(sidecar: Sidecar)
     assert handle.put(ids(128), random_pages(handle.layout, 2)).stored == 2
     for name, raw in NONSENSE.items():
         answer = peer.ask(m.OpenNamespace(raw, [8192]))
-        assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BAD_INPUT, f"{name}: {answer}"
+        assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT, f"{name}: {answer}"
         assert other.ask(m.Ping()) == m.Done(), name
     assert [one.model for one in facts_of(sidecar).facts.namespaces] == ["m" * 40]
     assert isinstance(peer.ask(m.OpenNamespace(packed_namespace(), [8192])), m.Granted)
@@ -155,7 +155,7 @@ def test_what_makes_no_sense_is_answered_and_others_are_served(sidecar: Sidecar)
 def test_payloads_that_no_codec_makes_are_refused(sidecar: Sidecar, payloads: list[int]) -> None:
     peer = come_in(sidecar)
     answer = peer.ask(m.OpenNamespace(packed_namespace(), payloads))
-    assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BAD_INPUT and "payload" in answer.text
+    assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT and "payload" in answer.text
     peer.close()
 
 
@@ -194,13 +194,13 @@ def test_the_same_is_refused_in_one_process(sidecar: Sidecar) -> None:
 
 UNENCODABLE: dict[str, m.Answer] = {
     "a number of 71 bits": m.Counted(1 << 70),
-    "a lone surrogate": m.Failed(m.Fault.BUSY, "\udc80"),
+    "a lone surrogate": m.Failed(m.RequestFault.BUSY, "\udc80"),
     "no message at all": object(),  # type: ignore[dict-item]
 }
 
 
 @pytest.mark.parametrize("name", UNENCODABLE)
-@pytest.mark.parametrize("verb", [m.Abort(1), m.Report(1, 0, 0), m.OpenNamespace(packed_namespace(), [8192])])
+@pytest.mark.parametrize("verb", [m.Abort(1), m.ReportFrame(1, 0, 0), m.OpenNamespace(packed_namespace(), [8192])])
 def test_an_answer_that_cannot_be_encoded_ends_its_connection_alone(
     sidecar: Sidecar, verb: m.Verb, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,7 +223,7 @@ def test_an_answer_that_cannot_be_encoded_ends_its_connection_alone(
 def test_an_answer_with_descriptors_that_cannot_be_encoded_closes_them(sidecar: Sidecar) -> None:
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
-    sidecar.handlers._verbs[m.Extents] = lambda caller, verb: Served(m.Counted(1 << 70), [theirs])
+    sidecar.handlers._verbs[m.Extents] = lambda caller, verb: Response(m.Counted(1 << 70), [theirs])
     peer = come_in(sidecar)
     peer.socket.sendall(m.pack(m.Request(1, m.Extents([1], False))))
     assert peer.reply() is None
@@ -232,7 +232,7 @@ def test_an_answer_with_descriptors_that_cannot_be_encoded_closes_them(sidecar: 
     peer.close()
 
 
-@pytest.mark.parametrize("verb", [m.Abort(1), m.Report(1, 0, 0)])
+@pytest.mark.parametrize("verb", [m.Abort(1), m.ReportFrame(1, 0, 0)])
 def test_untyped_faults_of_one_client_are_one_line(
     sidecar: Sidecar, verb: m.Verb, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -256,7 +256,7 @@ def test_a_fault_where_connections_are_looked_after_ends_nobody(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = come_in(sidecar)
-    for name in ("sweep", "ring"):
+    for name in ("sweep", "notify"):
         with monkeypatch.context() as patch:
             patch.setattr(sidecar.sessions, name, lambda: 1 // 0)
             peers = [come_in(sidecar) for _ in range(5)]
@@ -287,7 +287,7 @@ def test_a_namespace_is_opened_off_the_doors_thread_and_in_order(sidecar: Sideca
     many = [bytes([n % 256, n // 256]) * 16 for n in range(padding // 33)]
     requests: list[m.Verb] = [
         m.OpenNamespace(packed_namespace(), [8192]),
-        m.Match(number, many),
+        m.MatchPrefix(number, many),
         m.Drop(number),
         m.Ping(),
     ]
@@ -303,7 +303,7 @@ def test_a_namespace_is_opened_off_the_doors_thread_and_in_order(sidecar: Sideca
 def test_a_refusal_can_always_be_sent() -> None:
     """Whatever it repeats."""
     for text in ("\udc80" * 5000, "a\nb\x1b[2J", "\0", "\U0001f5dd" * 5000, ""):
-        read = m.unpack_reply(m.pack(m.Reply(1, m.failed(m.Fault.BUSY, text)))[m.LENGTH_BYTES :])
+        read = m.unpack_reply(m.pack(m.Reply(1, m.failed(m.RequestFault.BUSY, text)))[m.LENGTH_BYTES :])
         assert isinstance(read.answer, m.Failed) and read.answer.text.isprintable()
         assert len(read.answer.text) <= m.MAX_TEXT
 

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.client.framing import FramedSocket
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.pending import PendingReply
 from kvstore.node import SystemClock
-from kvstore.pending import Pending
-from kvstore.service.wire import Wire
 from service.sidecar import Sidecar, patient
 from service.test_serve import crash, serving
 from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
@@ -41,7 +41,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def polled(pending: Pending[Any]) -> Any:
+def polled(pending: PendingReply[Any]) -> Any:
     deadline = time.monotonic() + SECONDS
     while (answer := pending.poll()) is None:
         assert time.monotonic() < deadline
@@ -215,7 +215,7 @@ def test_a_poll_never_waits_for_a_sidecar_that_is_stopped(tmp_path: Path) -> Non
             took: list[float] = []
             for number in range(20):  # also when the socket takes no more
                 start = time.perf_counter()
-                asked: list[Pending[Any]] = [handle.submit_match(ids(64 * 2000)) for _ in range(5)]
+                asked: list[PendingReply[Any]] = [handle.submit_match(ids(64 * 2000)) for _ in range(5)]
                 asked.append(handle.submit_lease(match, deadline_ms=20, request="a"))
                 submitted = time.monotonic()
                 store.release_request("b")
@@ -339,7 +339,7 @@ def test_what_is_no_sockets_path_is_refused_when_the_store_is_opened(path: str, 
 
 def test_a_socket_whose_path_is_too_long_is_called_so() -> None:
     with pytest.raises(kvstore.Unreachable) as caught:
-        Wire("x" * 200, "test", b"", SystemClock(), 1.0)
+        FramedSocket("x" * 200, "test", b"", SystemClock(), 1.0)
     assert one_line(caught.value, "path too long")
 
 

@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client.framing import FramedSocket
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.sidecar_store import SidecarStore
 from kvstore.node import SystemClock
-from kvstore.service import messages as m
-from kvstore.service.client import SidecarStore
+from kvstore.protocol import messages as m
 from kvstore.service.keeper import (
     FIRST_PAUSE_SECONDS,
     FORGET,
@@ -32,7 +33,6 @@ from kvstore.service.keeper import (
     pause_before_start,
 )
 from kvstore.service.kept import KeeperWire
-from kvstore.service.wire import Wire
 from service.sidecar import patient
 from service.test_serve import ended, serving
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
@@ -270,7 +270,7 @@ with connected({"serving": sys.argv[1:]}) as (_, handle):
 
 def guarded_bytes(directory: Path) -> int:
     """As `kvstore stat` says."""
-    wire = Wire(str(directory / "kv" / "admin.sock"), "test", b"", SystemClock(), 20.0)
+    wire = FramedSocket(str(directory / "kv" / "admin.sock"), "test", b"", SystemClock(), 20.0)
     try:
         answer = wire.call(m.Stat(), 20.0).answer
         assert isinstance(answer, m.StatReply), answer

@@ -20,16 +20,18 @@ from typing import Any
 
 import pytest
 
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import StoreClosed, Unreachable
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import Layout
+from kvstore.client.framing import FramedSocket
+from kvstore.client.handle import EARLY_BLOCKS, LAST_BLOCKS, PutResult
 from kvstore.config import Limits
-from kvstore.door import ReservationLost
-from kvstore.errors import StoreClosed, Unreachable
-from kvstore.handle import EARLY_BLOCKS, LAST_BLOCKS, PutResult
-from kvstore.identity import Namespace
-from kvstore.layout import Layout
-from kvstore.miss import HitTier, MissReason
 from kvstore.node import SystemClock
-from kvstore.service import handlers, local_door
-from kvstore.service import messages as m
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import ReservationLost
+from kvstore.service import dispatch as handlers
+from kvstore.service import local_door
 from kvstore.service.connections import (
     COST_BYTES,
     LARGE_BURST_BYTES,
@@ -41,12 +43,11 @@ from kvstore.service.connections import (
     Listener,
 )
 from kvstore.service.local_door import TURNED_AWAY
-from kvstore.service.sessions import Caller
-from kvstore.service.wire import Wire
+from kvstore.service.sessions import ClientState
 from service.sidecar import Sidecar, number_of
-from tiering.extents import MappedExtent
+from tiering.dram.extents import MappedExtent
 from tiering.frame import HEADER_BYTES, KEY_BYTES
-from tiering.lmdb_index import LmdbMaker
+from tiering.nvme.lmdb_index import LmdbMaker
 from torture.peer import Peer
 from workbench import MODEL, blank_pages, ids, plausible_pages, random_pages, same_tokens, small_layout
 
@@ -160,11 +161,11 @@ def test_room_for_one_block_costs_others_no_more_than_an_extent(tmp_path: Path) 
 
 HOLD = """
 import sys
-from kvstore.codec import codec_named
+from kvstore.block.codec import codec_named
 from kvstore.node import SystemClock
-from kvstore.service.client import open_sidecar
-from kvstore.service.remote_door import RemoteDoor
-from kvstore.service.wire import Wire
+from kvstore.client.sidecar_store import open_sidecar
+from kvstore.client.socket_door import SocketDoor
+from kvstore.client.framing import FramedSocket
 from service.sidecar import patient
 from workbench import MODEL, ids, random_pages, small_layout
 
@@ -297,7 +298,7 @@ LARGE = LARGE_BYTES + 1
         [b"\xff\xff\xff\xff"],
         [(m.MAX_BODY_BYTES + 1).to_bytes(4, "little")],
         [b"\x01\0\0\0\xc1"],
-        [m.pack(m.Request(1, m.Match(0, [])))],
+        [m.pack(m.Request(1, m.MatchPrefix(0, [])))],
         [HELLO, HELLO],
         [HELLO, b"\x03\0\0\0\x92\x01\x90"],
         [b"\0\0\0\0"],
@@ -311,7 +312,7 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(sidecar: Sideca
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         answer = talk(sidecar, *frames)[-1].answer
-        assert isinstance(answer, m.Failed) and answer.fault is m.Fault.MALFORMED
+        assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED
         assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1
     assert sidecar.door.malformed_messages == 1
 
@@ -322,7 +323,7 @@ def test_the_highest_version_in_common_is_spoken(sidecar: Sidecar, oldest: int, 
     if is_welcome:
         assert isinstance(reply.answer, m.Welcome) and reply.answer.version == 1 and reply.number == 7
     else:
-        assert isinstance(reply.answer, m.Failed) and reply.answer.fault is m.Fault.VERSION
+        assert isinstance(reply.answer, m.Failed) and reply.answer.fault is m.RequestFault.VERSION
 
 
 def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar) -> None:
@@ -361,8 +362,8 @@ def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
         theirs = other.namespace(model=MODEL, layout=layout)
         theirs.put(ids(64, 9), random_pages(layout, 1, seed=9))
         held = theirs.lease(theirs.match(ids(64, 9)))
-        filling = theirs.door.reserve(theirs.number, theirs.match(ids(128, 9)).keys, 0, 0, None)
-        assert (number_of(held), filling.reservation) == (number, reservation.reservation)
+        progress = theirs.door.reserve(theirs.number, theirs.match(ids(128, 9)).keys, 0, 0, None)
+        assert (number_of(held), progress.reservation) == (number, reservation.reservation)
         wait_until(lambda: handle.match(ids(64)).reason is not MissReason.UNREACHABLE)
         with pytest.raises(StoreClosed):
             handle.door.spans_to_fill(reservation.places[0])
@@ -377,7 +378,7 @@ def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
         blank = blank_pages(layout, 1)
         assert theirs.get(held, blank).tokens == 64 and same_tokens(random_pages(layout, 1, seed=9), blank, range(64))
         held.release()
-        theirs.door.abort(filling.reservation)
+        theirs.door.abort(progress.reservation)
         store.close()
 
 
@@ -391,7 +392,7 @@ def test_memory_is_not_inherited_by_programs_that_a_client_starts(
             inheritable.append(os.get_inheritable(descriptor))
             super().__init__(descriptor, size_bytes, writable=writable)
 
-    monkeypatch.setattr("kvstore.service.run.MappedExtent", Watched)
+    monkeypatch.setattr("kvstore.client.connection.MappedExtent", Watched)
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
@@ -422,9 +423,9 @@ def test_numbers_of_others_name_nothing(sidecar: Sidecar) -> None:
         key = lease.keys[0]
         extent = lease.reply.places[0][0] >> 24
         verbs: list[m.Verb] = [
-            m.Match(0, [key]),
+            m.MatchPrefix(0, [key]),
             m.Release([number_of(lease)]),
-            m.Report(number_of(lease), 0, 0),
+            m.ReportFrame(number_of(lease), 0, 0),
             m.Commit(1, 0, 0, [[b"x" * 16] * 2]),
             m.Abort(1),
             m.Drop(0),
@@ -434,7 +435,7 @@ def test_numbers_of_others_name_nothing(sidecar: Sidecar) -> None:
         replies = talk(sidecar, HELLO, *[m.pack(m.Request(number, verb)) for number, verb in enumerate(verbs, 2)])
         answers = {reply.number: reply.answer for reply in replies}
         faults = [answer.fault if isinstance(answer, m.Failed) else answer for answer in answers.values()][1:]
-        bad = m.Fault.BAD_INPUT
+        bad = m.RequestFault.BAD_INPUT
         assert len(answers) == len(verbs) + 1
         assert sorted(map(str, faults)) == sorted(
             map(str, [bad, m.Done(), m.Done(), m.Counted(0), m.Done(), bad, m.Attached([]), m.ExtentsReply([])])
@@ -451,7 +452,7 @@ def test_whoever_is_turned_away_is_told_why(tmp_path: Path) -> None:
             with pytest.raises(
                 Unreachable, match=r"refused: there are as many connections as may be; .* door\.connections$"
             ):
-                Wire(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+                FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
         silent = [socket.socket(socket.AF_UNIX) for _ in range(2 * TURNED_AWAY)]
         for one in silent:
             one.connect(str(sidecar.path))
@@ -475,11 +476,11 @@ def test_a_large_message_is_answered_as_a_small_one_is(sidecar: Sidecar) -> None
     assert isinstance(granted, m.Granted)
     number = granted.grant.number
     asked: list[tuple[m.Verb, type]] = [
-        (m.Match(number, absent), m.Matched),
+        (m.MatchPrefix(number, absent), m.Matched),
         (m.ReleaseRequest("x" * LARGE), m.Done),
-        (m.Lease(number, absent, 0, 0.0), m.Leased),
+        (m.LeasePrefix(number, absent, 0, 0.0), m.Leased),
         (m.Reserve(number, absent, 0), m.Reserved),
-        (m.Match(number, [*absent, absent[0]]), m.Failed),
+        (m.MatchPrefix(number, [*absent, absent[0]]), m.Failed),
     ]
     for at, (verb, kind) in enumerate(asked, 2):
         assert len(m.pack(m.Request(at, verb))) > LARGE
@@ -513,14 +514,14 @@ def test_a_large_message_does_not_wait_behind_those_of_a_flooder(sidecar: Sideca
     served: list[str] = []
     release_request = sidecar.sessions.release_request
 
-    def watched(caller: Caller, request: str) -> None:
+    def watched(caller: ClientState, request: str) -> None:
         served.append(request[0])
         release_request(caller, request)
 
     sidecar.sessions.release_request = watched  # type: ignore[method-assign]
     first, *flooders, other = [said_hello(sidecar) for _ in range(8)]
     absent = [at.to_bytes(KEY_BYTES, "big") for at in range(LARGE // KEY_BYTES)]
-    match = m.Match(opened(first), absent)
+    match = m.MatchPrefix(opened(first), absent)
     with sidecar.core._lock:  # which the first one waits for, and all behind it
         first.socket.sendall(m.pack(m.Request(2, match)))
         wait_until(lambda: sidecar.door.usage().served.get("match") == 1)
@@ -567,7 +568,7 @@ def test_what_no_thread_was_found_for_is_answered_once(sidecar: Sidecar) -> None
             answer = peer.ask(verbs[1], 3)
         finally:
             threading.stack_size(before)
-    assert answer == m.Failed(m.Fault.BUSY, "no thread is free")
+    assert answer == m.Failed(m.RequestFault.BUSY, "no thread is free")
     reply = peer.reply()
     assert reply is not None and reply.number == 2 and isinstance(reply.answer, m.Reserved)
     wait_until(lambda: sidecar.door._pool._work_queue.empty())
@@ -617,7 +618,7 @@ def test_a_fault_of_the_door_is_logged_and_told(tmp_path: Path, caplog: pytest.L
 
 
 def test_the_reason_why_a_connection_was_ended_is_told(sidecar: Sidecar) -> None:
-    wire = Wire(str(sidecar.path), "test", b"", SystemClock(), 10.0)
+    wire = FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
     with pytest.raises(Unreachable, match="the sidecar ended it: a connection begins with one hello"):
         wire.call(m.Hello(1, 1), 10.0)
 
@@ -755,8 +756,8 @@ def test_a_prompt_of_a_million_tokens_does_not_use_up_what_a_connection_may_ask(
     keys = [at.to_bytes(KEY_BYTES, "big") for at in range(15_625)]
     (connection,) = sidecar.door._connections
     tokens = connection.tokens
-    assert isinstance(peer.ask(m.Match(number, keys), 2), m.Matched)
-    assert isinstance(peer.ask(m.Lease(number, keys, 0, 50.0), 3), m.Leased)
+    assert isinstance(peer.ask(m.MatchPrefix(number, keys), 2), m.Matched)
+    assert isinstance(peer.ask(m.LeasePrefix(number, keys, 0, 50.0), 3), m.Leased)
     spent = 2 * (1 + LARGE_BYTES / COST_BYTES) + 10 + len(keys) / 64
     assert 5 * spent < DoorLimits().burst and connection.tokens > tokens - spent - 1
     assert LARGE_BURST_BYTES > 10 * 2 * 531_300

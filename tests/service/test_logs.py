@@ -19,9 +19,9 @@ from workbench import MODEL, ids, random_pages, small_layout
 
 PROGRAM = """
 import logging, sys
-from kvstore.service.logs import log_to_stderr
+from kvstore.service.serve import log_to_stderr
 log_to_stderr(sys.argv[1], "json")
-ours = ("kvstore.store", "tiering.nvme", "kv_kernels.host", "engine_adapter.audit")
+ours = ("kvstore.core.store", "tiering.nvme.tier", "kv_kernels.host", "engine_adapter.audit.audits")
 for name in (*ours, "numba.core.ssa", "asyncio", ""):
     for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
         logging.getLogger(name).log(level, "x")
@@ -40,7 +40,9 @@ def test_the_level_is_that_of_our_own_loggers(level: str) -> None:
     mine = list(levels[levels.index(level) :])
     theirs = list(levels[max(2, levels.index(level)) :])
     assert said == {
-        **dict.fromkeys(("kvstore.store", "tiering.nvme", "kv_kernels.host", "engine_adapter.audit"), mine),
+        **dict.fromkeys(
+            ("kvstore.core.store", "tiering.nvme.tier", "kv_kernels.host", "engine_adapter.audit.audits"), mine
+        ),
         **dict.fromkeys(("numba.core.ssa", "asyncio", "root"), theirs),
     }
 

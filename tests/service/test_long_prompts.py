@@ -11,17 +11,18 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from kvstore.door import ReserveReply
-from kvstore.handle import PutResult
-from kvstore.identity import Namespace
-from kvstore.miss import MissReason
-from kvstore.pages import Pages
-from kvstore.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS, Pending
-from kvstore.service import handlers, remote_door
-from kvstore.service import messages as m
-from kvstore.service import run as run_module
+from kvstore.block.account import MissReason
+from kvstore.block.identity import Namespace
+from kvstore.block.pages import Pages
+from kvstore.client import connection as run_module
+from kvstore.client import socket_door as remote_door
+from kvstore.client.handle import PutResult
+from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS, PendingReply
+from kvstore.client.socket_door import CallLimits
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import ReserveReply
+from kvstore.service import dispatch as handlers
 from kvstore.service.connections import DoorLimits
-from kvstore.service.remote_door import CallLimits
 from service.sidecar import Sidecar
 from tiering.tier import SLOT_BITS
 from torture.long_prompts import LAYOUT, blank, mixed, prompt
@@ -48,7 +49,7 @@ def released(sidecar: Sidecar) -> None:
         time.sleep(0.0005)
 
 
-def waited(pending: Pending[T]) -> T:
+def waited(pending: PendingReply[T]) -> T:
     while (answer := pending.poll()) is None:
         time.sleep(0.0005)
     return answer
@@ -194,7 +195,7 @@ def test_memory_that_is_handed_over_slowly_does_not_end_a_lease_that_was_granted
 
 def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what was asked before: each of 64 leases under way may have an answer of many megabytes."""
-    monkeypatch.setattr("kvstore.store.LOCKED_BLOCKS", 1)  # none is granted by the door's own thread
+    monkeypatch.setattr("kvstore.core.store.LOCKED_BLOCKS", 1)  # none is granted by the door's own thread
     with Sidecar(tmp_path, DoorLimits(unread_bytes=1), dram="16MiB") as sidecar:
         with sidecar.client() as store:
             handle = store.namespace(model=MODEL, layout=LAYOUT)
@@ -207,7 +208,9 @@ def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypat
         granted = peer.ask(m.OpenNamespace(packed, [LAYOUT.parts[0].raw_bytes]))
         assert isinstance(granted, m.Granted)
         count = 60
-        asked = [m.pack(m.Request(at, m.Lease(granted.grant.number, keys, 0, 60_000.0))) for at in range(2, 2 + count)]
+        asked = [
+            m.pack(m.Request(at, m.LeasePrefix(granted.grant.number, keys, 0, 60_000.0))) for at in range(2, 2 + count)
+        ]
         (connection,) = [one for one in sidecar.door._connections if not one.closed]
         with sidecar.core._lock:  # all of them are under way
             peer.socket.sendall(b"".join(asked))
@@ -313,10 +316,10 @@ def test_a_wrong_place_in_a_chain_stores_nothing(sidecar: Sidecar) -> None:
             m.Reserve(number, keys[10:], 9, skipped=10),
             m.Reserve(number, keys[10:], 41, skipped=10),
             m.Reserve(number, [], 10, skipped=10),
-            m.Reserve(number, keys[10:], 40, joint="together", skipped=10),
+            m.Reserve(number, keys[10:], 40, collective="together", skipped=10),
         ):
             failed = asked(verb)
-            assert isinstance(failed, m.Failed) and failed.fault is m.Fault.BAD_INPUT, verb
+            assert isinstance(failed, m.Failed) and failed.fault is m.RequestFault.BAD_INPUT, verb
         absent = asked(m.Reserve(number, keys[25:], 25, skipped=25))
         assert isinstance(absent, ReserveReply)
         assert (absent.reservation, absent.present, absent.stopped_at) == (0, 25, 25)

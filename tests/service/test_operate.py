@@ -19,16 +19,16 @@ import pytest
 from rich.console import Console
 
 import kvstore
-from kvstore.errors import BadInput
-from kvstore.service.facts import Looked, NamespaceFacts
-from kvstore.service.operate import read_prompts
-from kvstore.service.report import namespace_table
+from kvstore.block.errors import BadInput
+from kvstore.cli.ask import read_prompts
+from kvstore.cli.report import namespace_table
+from kvstore.protocol.status import LookupCounts, NamespaceStatus
 from service.sidecar import patient
 from service.test_serve import PATHS, crash, ended, serving
 from workbench import MODEL, ids, one_line, random_pages, small_layout
 
-CLI = [sys.executable, "-m", "kvstore.cli"]
-NO_TORCH = "import sys; sys.modules['torch'] = None; from kvstore.cli import main; main()"
+CLI = [sys.executable, "-m", "kvstore"]
+NO_TORCH = "import sys; sys.modules['torch'] = None; from kvstore.cli.main import main; main()"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -161,8 +161,8 @@ def test_stat_without_nvme_has_no_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_table_of_namespaces_cuts_no_id_and_no_figure(width: int) -> None:
-    looked = Looked(asked_tokens=10, hit_tokens={"dram": 10}, granted_tokens=10, hit_rate=1.0)
-    one = NamespaceFacts(
+    looked = LookupCounts(asked_tokens=10, hit_tokens={"dram": 10}, granted_tokens=10, hit_rate=1.0)
+    one = NamespaceStatus(
         *("645350dde047", "64" * 32, "default", "3f5e1c0d9a" * 4, "a layout", "raw"),
         *(0, 64, 1_000_000, 12_000, 12 << 30, 988_000, 1 << 40, 28.0, looked),
     )

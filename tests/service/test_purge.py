@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore import fsck
-from kvstore.codec import codec_named
-from kvstore.errors import BadInput, KeysUnusable
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput, KeysUnusable
+from kvstore.fsck import check as fsck
 from kvstore.node import EmbeddedStore, open_embedded
 from service.purging import BLOCKS, SIZES, fill
 from tiering.errors import TierUnavailable
-from tiering.lmdb_index import LmdbMaker
+from tiering.nvme.lmdb_index import LmdbMaker
 from torture.nursery import Nursery
 from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
 
@@ -159,7 +159,7 @@ def test_a_key_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.M
             def full(*_: object) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-            patched.setattr("kvstore.node.write_secret_file", full)
+            patched.setattr("kvstore.block.key_file.write_secret_file", full)
             with pytest.raises(KeysUnusable, match=r"cannot be written .* a retired key must be gone"):
                 store.purge("guest")
         assert "guest" in names(directory)

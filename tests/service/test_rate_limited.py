@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvstore.service.rate_limited import MOST_KINDS, RateLimitedLog
+from tiering.faults import MOST_KINDS, RateLimitedLog
 
 
 class Hand:

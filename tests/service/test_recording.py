@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.errors import BadInput
-from kvstore.handle import NamespaceHandle
+from kvstore.block.errors import BadInput
+from kvstore.client.handle import NamespaceHandle
+from kvstore.insight import recording
+from kvstore.insight.recording import ID_BITS, SILENCE_SECONDS, Recording
 from kvstore.insight.trace import read_trace
-from kvstore.service import recording
-from kvstore.service.recording import ID_BITS, SILENCE_SECONDS, Recording
 from service.sidecar import patient
 from service.test_operate import CLI, client, refused, run, told
 from service.test_serve import PATHS, crash, serving
@@ -164,7 +164,7 @@ def test_a_sidecars_traffic_is_written_and_replayed(tmp_path: Path) -> None:
 
 def recording_of(data: str, out: Path, handle: NamespaceHandle, before: str = "pass") -> subprocess.Popen[str]:
     """A command in a process of its own that has written something. before: Python that runs there first."""
-    program = f"import signal, sys; {before}; from kvstore.cli import main; main()"
+    program = f"import signal, sys; {before}; from kvstore.cli.main import main; main()"
     command = [sys.executable, "-c", program, "record", str(out), "--data", data, "--json"]
     environment = {**os.environ, **PATHS}
     writing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

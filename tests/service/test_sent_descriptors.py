@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.protocol import messages as m
 from kvstore.service import descriptors
-from kvstore.service import messages as m
 from kvstore.service.descriptors import MOST_UNCLOSED, SO_PASSRIGHTS, Closer, DescriptorsSent
 from service.sidecar import Sidecar
 from torture.peer import Peer
@@ -109,13 +109,13 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
 def held(sidecar: Sidecar, last: tuple[socket.socket, bytes] | None = None) -> Iterator[None]:
     """The door's thread reads nothing meanwhile, so that the sender's own close is not the last one. last: what it
     reads before and has not served yet."""
-    ring, is_held, goes_on = sidecar.sessions.ring, threading.Event(), threading.Event()
+    notify, is_held, goes_on = sidecar.sessions.notify, threading.Event(), threading.Event()
 
     def wait() -> None:
         is_held.set()
         goes_on.wait()
 
-    sidecar.sessions.ring = wait  # type: ignore[method-assign]
+    sidecar.sessions.notify = wait  # type: ignore[method-assign]
     if last is None:
         Peer(str(sidecar.path)).close()  # it wakes up
     else:
@@ -124,7 +124,7 @@ def held(sidecar: Sidecar, last: tuple[socket.socket, bytes] | None = None) -> I
     try:
         yield
     finally:
-        sidecar.sessions.ring = ring  # type: ignore[method-assign]
+        sidecar.sessions.notify = notify  # type: ignore[method-assign]
         goes_on.set()
 
 

@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.miss import HitTier, MissReason
-from kvstore.service.logs import TextLines
+from kvstore.block.account import HitTier, MissReason
+from kvstore.service.serve import TextLines
 from kvstore.service.settings import TenantSettings, read_settings
 from service.sidecar import patient
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
-SERVE = [sys.executable, "-m", "kvstore.cli", "serve", "--json"]
+SERVE = [sys.executable, "-m", "kvstore", "serve", "--json"]
 
 
 @contextmanager
@@ -188,13 +188,13 @@ def test_a_socket_that_this_user_may_not_open_is_told_as_that(tmp_path: Path) ->
     call = f"""
 import os, sys
 import kvstore
-from kvstore.service.wire import Wire
-from kvstore.clock import SystemClock
+from kvstore.client.framing import FramedSocket
+from tiering.clock import SystemClock
 if os.geteuid() == 0:
     os.setgroups([])
     os.setuid({nobody})
 try:
-    Wire({str(socket)!r}, "test", bytes(16), SystemClock(), 5)
+    FramedSocket({str(socket)!r}, "test", bytes(16), SystemClock(), 5)
 except kvstore.Unreachable as error:
     print(error)
 """

@@ -7,10 +7,10 @@ import secrets
 
 import pytest
 
-from kvstore.identity import TenantKeys
-from kvstore.service.sessions import Caller, Sessions
+from kvstore.block.identity import TenantKeys
+from kvstore.service.sessions import ClientState, Sessions
+from tiering.dram.extents import MappedExtent
 from tiering.errors import BlockMissing
-from tiering.extents import MappedExtent
 from tiering.tier import extent_of
 from workbench import KIB, OTHER_SECRET, Bench, bench, ids, random_pages
 
@@ -29,7 +29,7 @@ def sessions(a: Bench) -> Sessions:
     return Sessions(a.store, 1, secrets.token_bytes)
 
 
-def leased(a: Bench, sessions: Sessions, caller: Caller) -> tuple[int, list[int]]:
+def leased(a: Bench, sessions: Sessions, caller: ClientState) -> tuple[int, list[int]]:
     """A lease of the connection, and the extents that it leads to."""
     handle = a.namespace(keys=caller.session.tenant)
     assert handle.put(ids(64 * BLOCKS), random_pages(handle.layout, BLOCKS)).stored == BLOCKS
@@ -115,7 +115,7 @@ def test_what_is_asked_for_and_what_is_ending_counts_too(
         with sessions.asking(theirs, most // 2) as another:
             assert another
     lease, _ = leased(a, sessions, caller)
-    monkeypatch.setattr("kvstore.endings.Endings.work", lambda self, most=0: None)
+    monkeypatch.setattr("kvstore.core.leases.Endings.work", lambda self, most=0: None)
     sessions.release(caller, [lease])
     assert caller.session.leased_places == 0 and a.store.ending_places(a.keys.tenant) == BLOCKS
     with sessions.asking(caller, most // 2) as is_granted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.errors import BadInput
+from kvstore.block.errors import BadInput
 from kvstore.service.settings import MAX_USER, read_settings
 from workbench import one_line
 

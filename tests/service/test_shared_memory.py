@@ -31,7 +31,7 @@ filter = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(steps))
 libc = ctypes.CDLL(None, use_errno=True)
 if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.create_string_buffer(filter, len(filter)), 0, 0):
     sys.exit(77)
-os.execv(sys.executable, [sys.executable, "-m", "kvstore.cli", "serve", *sys.argv[2:]])
+os.execv(sys.executable, [sys.executable, "-m", "kvstore", "serve", *sys.argv[2:]])
 """
 
 

@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.cli import ask
+from kvstore.client.handle import NamespaceHandle
 from kvstore.node import SystemClock
+from kvstore.protocol.status import SidecarStatus
 from kvstore.service import keeper as keeper_program
-from kvstore.service import operate
-from kvstore.service.facts import Facts
 from service.sidecar import patient
 from service.test_serve import PATHS, SERVE, ended, page, serving
 from workbench import MODEL, ids, random_pages, small_layout
@@ -37,8 +37,8 @@ OUT_OF_RESOURCES = 71
 CLOCK = SystemClock()
 
 
-def stat(directory: Path) -> Facts:
-    return operate.stat(str(directory / "kv" / "admin.sock"), CLOCK)
+def stat(directory: Path) -> SidecarStatus:
+    return ask.stat(str(directory / "kv" / "admin.sock"), CLOCK)
 
 
 def until(holds: Callable[[], bool], seconds: float = 60) -> None:
@@ -59,7 +59,7 @@ def put(handle: NamespaceHandle, first: int, durability: str = "disk") -> MissRe
 
 
 def fault_lines(log: list[dict[str, Any]]) -> list[str]:
-    return [line["message"] for line in log if line["logger"] == "kvstore.faults"]
+    return [line["message"] for line in log if line["logger"] == "tiering.faults"]
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_nobody_reads_what_it_prints_and_it_comes_back_after_a_crash(tmp_path: P
 
     def pid() -> int:
         try:
-            return operate.stat(str(directory / "admin.sock"), CLOCK).pid
+            return ask.stat(str(directory / "admin.sock"), CLOCK).pid
         except kvstore.StoreError:
             return 0
 
@@ -335,12 +335,12 @@ def test_no_slab_and_no_socket_gets_the_number_of_an_output_that_was_closed(
 
         def serves() -> bool:
             try:
-                return operate.stat(str(socket_path), CLOCK).state == "ready"
+                return ask.stat(str(socket_path), CLOCK).state == "ready"
             except kvstore.StoreError:
                 return False
 
         until(serves)
-        pid = operate.stat(str(socket_path), CLOCK).pid
+        pid = ask.stat(str(socket_path), CLOCK).pid
         for each in (process.pid, pid):
             for descriptor in closed:
                 assert os.readlink(f"/proc/{each}/fd/{descriptor}") == "/dev/null"

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.handle import NamespaceHandle
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.cli import ask
+from kvstore.client.framing import FramedSocket, TimedOut
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.socket_door import CallLimits
 from kvstore.node import SystemClock
-from kvstore.service import messages as m
-from kvstore.service import operate
-from kvstore.service.remote_door import CallLimits
-from kvstore.service.wire import TooLate, Wire
+from kvstore.protocol import messages as m
 from service.sidecar import Sidecar, patient
 from service.test_engines import lease_of, polled, wait_until
 from service.test_serve import serving
@@ -79,7 +79,7 @@ def is_back(handle: NamespaceHandle) -> bool:
 
 def held(said: dict[str, Any]) -> tuple[int, int]:
     """Leases and reservations that the sidecar knows of."""
-    facts = operate.stat(str(Path(said["serving"][0]).with_name("admin.sock")), CLOCK)
+    facts = ask.stat(str(Path(said["serving"][0]).with_name("admin.sock")), CLOCK)
     return facts.leases, facts.reservations
 
 
@@ -247,7 +247,7 @@ def test_answers_to_others_that_never_end_keep_nobody_beyond_his_deadline(tmp_pa
     flood = m.pack(m.Reply(7, m.Leased(m_lease(0))))
     pieces = []
     with Sidecar(tmp_path, dram="1MiB") as sidecar:
-        wire = Wire(str(sidecar.path), "test", b"s" * 16, CLOCK, 10.0)
+        wire = FramedSocket(str(sidecar.path), "test", b"s" * 16, CLOCK, 10.0)
 
         def flooded() -> bytes:
             pieces.append(1)
@@ -255,7 +255,7 @@ def test_answers_to_others_that_never_end_keep_nobody_beyond_his_deadline(tmp_pa
             return flood
 
         wire._clock, wire._receive_piece = Ticking(), flooded  # type: ignore[method-assign]
-        with pytest.raises(TooLate):
+        with pytest.raises(TimedOut):
             wire.call(m.Ping(), 0.05)
         assert 1 <= len(pieces) <= 5 and not wire.closed
         wire.close()
@@ -263,7 +263,9 @@ def test_answers_to_others_that_never_end_keep_nobody_beyond_his_deadline(tmp_pa
 
 def m_lease(lease: int) -> Any:
     """A reply of a few thousand blocks."""
-    return kvstore.door.LeaseReply(lease, 0, 4000, (list(range(4000)),), ([b"d" * 16] * 4000,), list(range(4000)))
+    return kvstore.protocol.door.LeaseReply(
+        lease, 0, 4000, (list(range(4000)),), ([b"d" * 16] * 4000,), list(range(4000))
+    )
 
 
 def test_what_nobody_waits_for_any_more_is_not_decoded_and_still_given_back(

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvstore.client.framing import FramedSocket
+from kvstore.core.unmap_wait import Unmapped
 from kvstore.node import SystemClock
-from kvstore.service import messages as m
+from kvstore.protocol import messages as m
 from kvstore.service.connections import DoorLimits
-from kvstore.service.departed import SWEEPS_A_SECOND, Departed
-from kvstore.service.slow_extents import RARELY, SLOW_SECONDS, SlowExtents
-from kvstore.service.wire import Wire
-from kvstore.unmapped import Unmapped
+from kvstore.service.descriptors import RARELY, SLOW_SECONDS, SlowExtents
+from kvstore.service.sessions import SWEEPS_A_SECOND, DisconnectedClients
 from service.sidecar import Sidecar
-from tiering.extents import MappedExtent
+from tiering.dram.extents import MappedExtent
 from tiering.tier import extent_of
 from torture.peer import packed_namespace
 
@@ -50,9 +50,9 @@ def test_a_tenant_that_took_long_waits_and_no_other() -> None:
 
 
 @contextmanager
-def filled(sidecar: Sidecar, path: Path) -> Iterator[tuple[Wire, list[int]]]:
+def filled(sidecar: Sidecar, path: Path) -> Iterator[tuple[FramedSocket, list[int]]]:
     """A client that has stored blocks in two extents: their numbers."""
-    wire = Wire(str(path), "t", b"", SystemClock(), 60.0)
+    wire = FramedSocket(str(path), "t", b"", SystemClock(), 60.0)
     number = wire.call(m.OpenNamespace(packed_namespace(), [8192]), 60.0).answer.grant.number
     keys = [bytes([one]) * 32 for one in range(1, 10)]
     reply = wire.call(m.Reserve(number, keys, 0), 60.0).answer.reply
@@ -60,7 +60,7 @@ def filled(sidecar: Sidecar, path: Path) -> Iterator[tuple[Wire, list[int]]]:
     wire.close()
 
 
-def handed_over(wire: Wire, extents: Sequence[int]) -> int | m.Failed:
+def handed_over(wire: FramedSocket, extents: Sequence[int]) -> int | m.Failed:
     answered = wire.call(m.Extents(list(extents), False), 60.0)
     if isinstance(answered.answer, m.Failed):
         return answered.answer
@@ -82,7 +82,7 @@ def test_what_takes_long_to_hand_out_is_handed_out_seldom(tmp_path: Path) -> Non
             assert handed_over(wire, extents) == 1, "the others of this message are left out"
             time.price = 0.0
             refused = handed_over(wire, extents)
-            assert isinstance(refused, m.Failed) and refused.fault is m.Fault.BUSY
+            assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.BUSY
             assert "locks on its memory" in refused.text and "try again" in refused.text and "\n" not in refused.text
             assert handed_over(other, theirs) == len(theirs)
             time.now += 2 * RARELY * SLOW_SECONDS
@@ -119,7 +119,7 @@ def test_the_door_serves_while_a_sweep_takes_long(tmp_path: Path) -> None:
             return 0
 
         sidecar.sessions.sweep = slow_sweep  # type: ignore[method-assign]
-        wire = Wire(str(sidecar.path), "t", b"", SystemClock(), 60.0)
+        wire = FramedSocket(str(sidecar.path), "t", b"", SystemClock(), 60.0)
         assert begun.wait(60)
         for _ in range(100):
             assert isinstance(wire.call(m.Ping(), 60.0).answer, m.Done)
@@ -140,7 +140,7 @@ class Mappings:
         return Unmapped(0, 1, self.seconds[holder])
 
 
-def sweep(departed: Departed[None], mappings: Mappings) -> list[int]:
+def sweep(departed: DisconnectedClients[None], mappings: Mappings) -> list[int]:
     mappings.asked.clear()
     for gone in departed.turns():
         departed.look(gone)
@@ -149,7 +149,7 @@ def sweep(departed: Departed[None], mappings: Mappings) -> list[int]:
 
 def test_a_tenant_where_questions_are_slow_is_left_out_of_sweeps() -> None:
     mappings = Mappings({1: 0.003, 2: 0.003, 3: 0.0001})
-    departed: Departed[None] = Departed(mappings)
+    departed: DisconnectedClients[None] = DisconnectedClients(mappings)
     for number, tenant in ((1, b"a"), (2, b"a"), (3, b"b")):
         departed.add(number, tenant, None, [7])
     left_out = int(SWEEPS_A_SECOND * 0.003)
@@ -175,7 +175,7 @@ def test_one_thread_at_a_time_asks_about_a_tenants_connections() -> None:
             return super().unmapped(extents, holder)
 
     mappings, found = Nested({1: 0.0, 2: 0.0, 3: 0.0}), list[tuple[bool, int]]()
-    departed: Departed[None] = Departed(mappings)
+    departed: DisconnectedClients[None] = DisconnectedClients(mappings)
     first, second = departed.add(1, b"a", None, [7]), departed.add(2, b"a", None, [7])
     other = departed.add(3, b"b", None, [7])
     assert first is not None and second is not None and other is not None

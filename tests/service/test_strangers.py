@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.identity import Namespace
-from kvstore.miss import MissReason
-from kvstore.service import messages as m
-from kvstore.service.handlers import MAX_LEASED_BLOCKS, MAX_LEASES
+from kvstore.block.account import MissReason
+from kvstore.block.identity import Namespace
+from kvstore.protocol import messages as m
+from kvstore.service.dispatch import MAX_LEASED_BLOCKS, MAX_LEASES
 from service.sidecar import Sidecar
 from tiering.frame import KEY_BYTES
 from torture.peer import Peer
@@ -76,13 +76,13 @@ def store(peer: Peer, number: int) -> None:
 
 
 def lease(peer: Peer, number: int, request: str = "r") -> int:
-    answer = peer.ask(m.Lease(number, KEYS, 0, 1000, request))
+    answer = peer.ask(m.LeasePrefix(number, KEYS, 0, 1000, request))
     assert isinstance(answer, m.Leased) and answer.reply.blocks == BLOCKS
     return answer.reply.lease
 
 
 def is_refused(answer: m.Answer, *fragments: str) -> bool:
-    assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BAD_INPUT, answer
+    assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT, answer
     assert all(fragment in answer.text for fragment in fragments), answer.text
     return True
 
@@ -108,15 +108,15 @@ def test_a_lease_is_released_reported_and_attached_to_within_its_session(place: 
     for session, is_other in ((b"u" * 16, False), (TOKEN, True)):
         theirs, _ = place.peer(session, is_other=is_other)
         assert theirs.ask(m.Attach([held])) == m.Attached([])
-        for verb in (m.Release([held]), m.ReleaseRequest("r"), m.Report(held, 0, 0)):
+        for verb in (m.Release([held]), m.ReleaseRequest("r"), m.ReportFrame(held, 0, 0)):
             assert theirs.ask(verb) == m.Done()
     again, _ = place.peer()
     assert again.ask(m.Release([held])) == m.Done(), "it has not attached to it"
-    assert again.ask(m.Report(held, 0, 0)) == m.Done()
+    assert again.ask(m.ReportFrame(held, 0, 0)) == m.Done()
     usage = place.sidecar.store.usage()
     assert usage.leases == 1 and not usage.counters.get("reported_frames") and usage.blocks == BLOCKS
     assert again.ask(m.Attach([held])) == m.Attached([held])
-    assert again.ask(m.Report(held, 0, 0)) == m.Done()
+    assert again.ask(m.ReportFrame(held, 0, 0)) == m.Done()
     assert place.sidecar.store.usage().counters["reported_frames"] == 1
     for peer in (mine, again):
         assert place.usage[0] == 1
@@ -129,7 +129,7 @@ def test_a_lease_that_ran_out_is_attached_to_by_nobody(place: Place) -> None:
     store(mine, number)
     held, again = lease(mine, number), place.peer()[0]
     (record,) = place.sidecar.core._leases.live()
-    place.sidecar.core.lapse(record.number)
+    place.sidecar.core.expire(record.number)
     assert again.ask(m.Attach([held])) == m.Attached([])
     mine.ask(m.Release([held]))
     assert place.usage == (0, 0, 0)
@@ -140,12 +140,12 @@ def test_a_namespace_is_named_by_the_connection_that_opened_it(place: Place) -> 
     store(mine, first)
     theirs, their_number = place.peer(is_other=True)
     assert their_number == first, "each tenant counts its own"
-    assert theirs.ask(m.Match(their_number, KEYS)).reply.blocks == 0  # type: ignore[union-attr]
+    assert theirs.ask(m.MatchPrefix(their_number, KEYS)).reply.blocks == 0  # type: ignore[union-attr]
     number = opened(mine, "another")
     again, _ = place.peer()
     for verb in (
-        m.Match(number, KEYS),
-        m.Lease(number, KEYS, 0, 0),
+        m.MatchPrefix(number, KEYS),
+        m.LeasePrefix(number, KEYS, 0, 0),
         m.Reserve(number, KEYS, 0),
         m.Persist(number, KEYS, 0),
         m.Drop(number),
@@ -165,7 +165,7 @@ def test_a_namespace_is_named_by_the_connection_that_opened_it(place: Place) -> 
 )
 def test_keys_that_name_no_chain_are_refused(place: Place, keys: list[bytes], said: str) -> None:
     mine, number = place.peer()
-    for verb in (m.Match(number, keys), m.Lease(number, keys, 0, 0), m.Reserve(number, keys, 0)):
+    for verb in (m.MatchPrefix(number, keys), m.LeasePrefix(number, keys, 0, 0), m.Reserve(number, keys, 0)):
         assert is_refused(mine.ask(verb), said)
     assert place.usage == (0, 0, 0)
 
@@ -196,20 +196,20 @@ def test_a_session_holds_so_many_leases_and_no_more(place: Place, monkeypatch: p
     assert MAX_LEASES < MAX_LEASED_BLOCKS
     mine, number = place.peer()
     store(mine, number)
-    monkeypatch.setattr("kvstore.service.handlers.MAX_LEASES", 3)
+    monkeypatch.setattr("kvstore.service.dispatch.MAX_LEASES", 3)
     held = [lease(mine, number) for _ in range(3)]
     again, _ = place.peer()
     for peer in (mine, again):
-        answer = peer.ask(m.Lease(number, KEYS, 0, 1000))
+        answer = peer.ask(m.LeasePrefix(number, KEYS, 0, 1000))
         assert isinstance(answer, m.Leased) and not answer.reply.lease
         assert answer.reply.reason is MissReason.PINNED_FULL and "3 leases" in answer.reply.detail
     other, _ = place.peer(b"u" * 16)
     lease(other, number)
     mine.ask(m.Release(held[:1]))
     lease(again, number)
-    monkeypatch.setattr("kvstore.service.handlers.MAX_LEASES", MAX_LEASES)
-    monkeypatch.setattr("kvstore.service.handlers.MAX_LEASED_BLOCKS", 4 * BLOCKS - 1)
-    answer = mine.ask(m.Lease(number, KEYS, 0, 1000))
+    monkeypatch.setattr("kvstore.service.dispatch.MAX_LEASES", MAX_LEASES)
+    monkeypatch.setattr("kvstore.service.dispatch.MAX_LEASED_BLOCKS", 4 * BLOCKS - 1)
+    answer = mine.ask(m.LeasePrefix(number, KEYS, 0, 1000))
     assert isinstance(answer, m.Leased) and answer.reply.reason is MissReason.PINNED_FULL
     assert f"of {4 * BLOCKS - 1}" in answer.reply.detail
 
@@ -218,13 +218,13 @@ def test_what_the_leases_of_a_tenant_name_is_bounded_by_places(place: Place, mon
     """Blocks times parts, of all its sessions: with another session nobody has more, and there is some left for it."""
     most = 12 * BLOCKS
     monkeypatch.setattr("kvstore.service.sessions.MAX_LEASED_PLACES", most)
-    monkeypatch.setattr("kvstore.service.handlers.MAX_LEASED_PLACES", most)
+    monkeypatch.setattr("kvstore.service.dispatch.MAX_LEASED_PLACES", most)
     mine, number = place.peer()
     store(mine, number)
     held = [lease(mine, number) for _ in range(6)]
     again, _ = place.peer()
     for peer in (mine, again):
-        answer = peer.ask(m.Lease(number, KEYS, 0, 1000))
+        answer = peer.ask(m.LeasePrefix(number, KEYS, 0, 1000))
         assert isinstance(answer, m.Leased) and not answer.reply.lease
         assert answer.reply.reason is MissReason.PINNED_FULL
         assert f"{6 * BLOCKS} places" in answer.reply.detail and f"may name {most}" in answer.reply.detail
@@ -232,7 +232,7 @@ def test_what_the_leases_of_a_tenant_name_is_bounded_by_places(place: Place, mon
         peer, _ = place.peer(bytes([at]) * 16)
         for _ in range(more):
             lease(peer, number)
-        answer = peer.ask(m.Lease(number, KEYS, 0, 1000))
+        answer = peer.ask(m.LeasePrefix(number, KEYS, 0, 1000))
         assert isinstance(answer, m.Leased) and answer.reply.reason is MissReason.PINNED_FULL
     theirs, their_number = place.peer(is_other=True)
     store(theirs, their_number)
@@ -253,8 +253,8 @@ def test_what_is_named_is_paid_for_by_blocks_and_parts(place: Place) -> None:
     handlers, callers = place.sidecar.handlers, place.sidecar.sessions._callers.values()
     (caller,) = [one for one in callers if one.session.leases]
     (sharded,) = [one for one in callers if len(one.namespaces) == 2]
-    asked = m.Lease(answer.grant.number, KEYS, 0, 0.0)
-    assert handlers.cost(sharded, asked) == 4 * handlers.cost(caller, m.Lease(number, KEYS, 0, 0.0)) > 0
+    asked = m.LeasePrefix(answer.grant.number, KEYS, 0, 0.0)
+    assert handlers.cost(sharded, asked) == 4 * handlers.cost(caller, m.LeasePrefix(number, KEYS, 0, 0.0)) > 0
     caller.session.leases[held].places = 1 << 20
     named, unnamed = (handlers.cost(caller, m.Release([one])) for one in (held, held + 1))
     assert named - unnamed == handlers.cost(caller, m.ReleaseRequest("r")) == 2048
@@ -267,9 +267,9 @@ def test_what_many_leases_pinned_is_given_back_behind_the_answer(
     how: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The door's own thread does one piece of it, and no more."""
-    monkeypatch.setattr("kvstore.store.ENDED_PLACES", 2)
+    monkeypatch.setattr("kvstore.core.store.ENDED_PLACES", 2)
     for name in ("work", "step"):
-        monkeypatch.setattr(f"kvstore.endings.Endings.{name}.__defaults__", (2,))
+        monkeypatch.setattr(f"kvstore.core.leases.Endings.{name}.__defaults__", (2,))
     mine, number = place.peer()
     store(mine, number)
     held = [lease(mine, number) for _ in range(40)]
@@ -289,9 +289,9 @@ def test_whose_keys_are_taken_away_is_shown_out_and_nobody_else(place: Place) ->
     again, _ = place.peer(b"u" * 16)
     theirs, number = place.peer(is_other=True)
     sidecar = place.sidecar
-    assert sidecar.door.show_out(sidecar.store.tenant_keys(sidecar.store.tenant).tenant)
+    assert sidecar.door.disconnect(sidecar.store.tenant_keys(sidecar.store.tenant).tenant)
     for peer in (mine, again):
         peer.socket.settimeout(20)
         assert peer.reply() is None
-    assert theirs.ask(m.Match(number, KEYS)).reply.blocks == 0  # type: ignore[union-attr]
+    assert theirs.ask(m.MatchPrefix(number, KEYS)).reply.blocks == 0  # type: ignore[union-attr]
     place.peer()

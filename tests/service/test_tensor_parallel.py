@@ -1,7 +1,7 @@
 """An engine whose ranks are processes, at a real sidecar: one scheduler, a worker for each rank.
 
-Workers hold their own heads only. They put jointly, and read what the scheduler leased through its ticket. Orders go
-through pipes, so that a test says who is how far when one of them is killed.
+Workers hold their own heads only. They put collectively, and read what the scheduler leased through its ticket. Orders
+go through pipes, so that a test says who is how far when one of them is killed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.clock import SystemClock
-from kvstore.door import Joint, ReservationLost
-from kvstore.handle import NamespaceHandle, PutResult
-from kvstore.layout import Layout
-from kvstore.miss import MissReason
-from kvstore.service import messages as m
-from kvstore.service import operate
-from kvstore.service.client import SidecarStore
+from kvstore.block.account import MissReason
+from kvstore.block.layout import Layout
+from kvstore.cli import ask
+from kvstore.client.handle import NamespaceHandle, PutResult
+from kvstore.client.sidecar_store import SidecarStore
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import Collective, ReservationLost
 from service.sidecar import Sidecar, patient
 from service.test_serve import serving
+from tiering.clock import SystemClock
 from tiering.frame import HEADER_BYTES
 from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, shard_pages, small_layout
 
@@ -60,9 +60,9 @@ def work(socket: str, session: str, layout: Layout, rank: int, wires: Connection
         while (order := wires.recv()) is not None:
             what, *given = order
             if what == "put":
-                seed, joint = given
+                seed, collective = given
                 mine = shard_pages(pages_of(layout, seed), layout, rank)
-                wires.send(handle.put(ids(TOKENS, 1000 * seed), mine, joint=joint))
+                wires.send(handle.put(ids(TOKENS, 1000 * seed), mine, collective=collective))
             elif what == "stop before the commit":
 
                 def stop(*of: Any) -> int:
@@ -122,11 +122,11 @@ class Engine:
         self.admin = str(Path(socket).with_name("admin.sock"))
         self.scheduler: NamespaceHandle = store.namespace(model=MODEL, layout=layout)
 
-    def put(self, seed: int, joint: str, ranks: Sequence[int] | None = None) -> list[PutResult]:
+    def put(self, seed: int, collective: str, ranks: Sequence[int] | None = None) -> list[PutResult]:
         """All at once."""
         chosen = self.workers if ranks is None else [self.workers[rank] for rank in ranks]
         for one in chosen:
-            one.wires.send(("put", seed, joint))
+            one.wires.send(("put", seed, collective))
         return [one.hears() for one in chosen]
 
     def blocks(self, seed: int) -> int:
@@ -142,7 +142,7 @@ class Engine:
             return [one.hears() for one in self.workers]
 
     def stat(self) -> Any:
-        return operate.stat(self.admin, SystemClock())
+        return ask.stat(self.admin, SystemClock())
 
     def reservations(self) -> tuple[int, list[int]]:
         facts = self.stat()
@@ -270,7 +270,7 @@ def test_a_bad_frame_of_one_rank_is_a_miss_for_it_and_then_for_all(sidecar: Side
         ranks = [worker.namespace(model=MODEL, layout=TWO, shard=rank) for rank in range(2)]
         pages = pages_of(TWO, 1)
         for rank in range(2):
-            assert ranks[rank].put(ids(TOKENS), shard_pages(pages, TWO, rank), joint="a").stored == BLOCKS
+            assert ranks[rank].put(ids(TOKENS), shard_pages(pages, TWO, rank), collective="a").stored == BLOCKS
         with whole.lease(whole.match(ids(TOKENS)), deadline_ms=5000) as lease:
             sidecar.core.spans([lease.reply.places[1][3]])[0].view[HEADER_BYTES] ^= 1
             loaded = []
@@ -290,8 +290,10 @@ def test_two_ranks_of_one_process_have_a_share_each(sidecar: Sidecar) -> None:
     with sidecar.client() as store:
         ranks = [store.namespace(model=MODEL, layout=TWO, shard=rank) for rank in range(2)]
         keys = ranks[0].match(ids(TOKENS)).keys
-        joint = [Joint("j", (rank,)) for rank in range(2)]
-        one, two = (ranks[rank].door.reserve(ranks[rank].number, keys, 0, 0, None, joint[rank]) for rank in range(2))
+        collective = [Collective("j", (rank,)) for rank in range(2)]
+        one, two = (
+            ranks[rank].door.reserve(ranks[rank].number, keys, 0, 0, None, collective[rank]) for rank in range(2)
+        )
         assert one.reservation != two.reservation and one.blocks == two.blocks == list(range(BLOCKS))
         assert [len(column) for column in (*one.places, *two.places)] == [BLOCKS, 0, 0, BLOCKS]
         assert sidecar.store.usage().reservations == 1
@@ -316,7 +318,7 @@ def test_a_long_joint_put_through_a_socket(tmp_path: Path) -> None:
         pages = random_pages(TWO, blocks)
         ranks = [store.namespace(model=MODEL, layout=TWO, shard=rank) for rank, store in enumerate((scheduler, worker))]
         for rank, handle in enumerate(ranks):
-            result = handle.put(ids(64 * blocks), shard_pages(pages, TWO, rank), joint="a")
+            result = handle.put(ids(64 * blocks), shard_pages(pages, TWO, rank), collective="a")
             assert result == PutResult(0, blocks, None, None)
         for rank, handle in enumerate(ranks):
             blank = shard_pages(blank_pages(TWO, blocks), TWO, rank)
@@ -329,9 +331,9 @@ def test_other_sessions_and_nonsense_have_no_part_in_a_joint_put(sidecar: Sideca
     with sidecar.client() as store, sidecar.client() as stranger:
         handle, other = (one.namespace(model=MODEL, layout=TWO, shard=0) for one in (store, stranger))
         keys = handle.match(ids(TOKENS)).keys
-        reply = handle.door.reserve(handle.number, keys, 0, 0, None, Joint("j", (0,)))
+        reply = handle.door.reserve(handle.number, keys, 0, 0, None, Collective("j", (0,)))
         assert reply.blocks
-        theirs = other.door.reserve(other.number, keys, 0, 0, None, Joint("j", (1,)))
+        theirs = other.door.reserve(other.number, keys, 0, 0, None, Collective("j", (1,)))
         assert (theirs.reservation, theirs.reason) == (0, MissReason.IN_FLIGHT)
         run = other.door._run
         assert run is not None
@@ -345,7 +347,7 @@ def test_other_sessions_and_nonsense_have_no_part_in_a_joint_put(sidecar: Sideca
         ]
         for verb in wrong:
             answer = run.wire.call(verb, 10).answer
-            assert isinstance(answer, m.Failed) and answer.fault is m.Fault.BAD_INPUT, verb
+            assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT, verb
         handle.door.abort(reply.reservation)
         handle.match(ids(64))
         wait_until(lambda: not sidecar.store.usage().reservations)

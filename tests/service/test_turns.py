@@ -16,11 +16,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.identity import Namespace
-from kvstore.service import messages as m
-from kvstore.service.connections import LARGE_BURST_BYTES, LARGE_BYTES, Connection, DoorLimits, Listener
-from kvstore.service.sessions import Caller
-from kvstore.service.turns import Lines, Share, Turns
+from kvstore.block.identity import Namespace
+from kvstore.protocol import messages as m
+from kvstore.service.connections import (
+    LARGE_BURST_BYTES,
+    LARGE_BYTES,
+    Connection,
+    DoorLimits,
+    Lines,
+    Listener,
+    ServiceShare,
+    Turns,
+)
+from kvstore.service.sessions import ClientState
 from service.sidecar import Sidecar
 from torture.peer import Peer
 from waiting import SOON_SECONDS, wait_until
@@ -32,7 +40,7 @@ CROWD = 40
 # The choice -----------------------------------------------------------------------------------------------------------
 
 
-def served(shares: dict[str, Share], wants: dict[str, Iterator[float]], pieces: int) -> list[tuple[str, float]]:
+def served(shares: dict[str, ServiceShare], wants: dict[str, Iterator[float]], pieces: int) -> list[tuple[str, float]]:
     """That many pieces of those who always want another one."""
     told = []
     for _ in range(pieces):
@@ -49,7 +57,7 @@ def test_tenants_that_always_want_more_get_the_same(seed: int) -> None:
     random, turns = Random(seed), Turns()
     most = {name: random.choice([1.0, 10.0, 1000.0]) for name in "abcd"}
     wants = {name: iter(lambda most=one: random.uniform(0.0, most), None) for name, one in most.items()}
-    shares = {name: Share(turns) for name in most}
+    shares = {name: ServiceShare(turns) for name in most}
     got = dict.fromkeys(most, 0.0)
     for name, cost in served(shares, wants, 3000):
         got[name] += cost
@@ -62,10 +70,10 @@ def test_tenants_that_always_want_more_get_the_same(seed: int) -> None:
 def test_whoever_comes_is_next_and_has_saved_up_nothing(was_away: int) -> None:
     """However long the others were served before, or the newcomer was away."""
     turns = Turns()
-    shares = {name: Share(turns) for name in "ab"}
+    shares = {name: ServiceShare(turns) for name in "ab"}
     endless = {name: iter(lambda: 1.0, None) for name in "abc"}
     served(shares, endless, 500)
-    shares["c"] = Share(turns)
+    shares["c"] = ServiceShare(turns)
     if was_away:
         served({"c": shares["c"]}, endless, 10)
         served({name: shares[name] for name in "ab"}, endless, 2 * was_away)
@@ -112,7 +120,7 @@ class Crowded:
         self._peers: list[Peer] = []
         release_request = self.sidecar.sessions.release_request
 
-        def watched(caller: Caller, request: str) -> None:
+        def watched(caller: ClientState, request: str) -> None:
             self.order.append(request[:1])
             release_request(caller, request)
 
@@ -129,19 +137,19 @@ class Crowded:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        ring, is_held, goes_on = self.sidecar.sessions.ring, threading.Event(), threading.Event()
+        notify, is_held, goes_on = self.sidecar.sessions.notify, threading.Event(), threading.Event()
 
         def wait() -> None:
             is_held.set()
             goes_on.wait()
 
-        self.sidecar.sessions.ring = wait  # type: ignore[method-assign]
+        self.sidecar.sessions.notify = wait  # type: ignore[method-assign]
         Peer(str(self.sidecar.path)).close()
         assert is_held.wait(SOON_SECONDS)
         try:
             yield
         finally:
-            self.sidecar.sessions.ring = ring  # type: ignore[method-assign]
+            self.sidecar.sessions.notify = notify  # type: ignore[method-assign]
             goes_on.set()
 
     def close(self) -> None:

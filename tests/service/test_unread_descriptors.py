@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.service import messages as m
-from kvstore.service import unread
+from kvstore.protocol import messages as m
+from kvstore.service import descriptors as unread
 from kvstore.service.connections import Connection
-from kvstore.service.unread import MOST_OF_CONNECTION, TenantUnread, Unread, share_of
+from kvstore.service.descriptors import MOST_OF_CONNECTION, TenantUnread, Unread, share_of
 from service.sidecar import Sidecar
 from tiering.faults import SENT, FaultKind
 from torture.peer import Peer
@@ -166,8 +166,8 @@ def test_who_does_not_read_descriptors_is_not_read_from(sidecar: Sidecar) -> Non
         swept_at = sidecar.door._swept_at
         wait_until(lambda: sidecar.door._swept_at > swept_at)  # noqa: B023
     assert rang(sidecar) == MOST_OF_CONNECTION + 20
-    assert all(isinstance(one, m.BellReply) for one in hear_all(peer, 500))
-    assert isinstance(peer.ask(BELL), m.BellReply)
+    assert all(isinstance(one, m.NotifyPipeReply) for one in hear_all(peer, 500))
+    assert isinstance(peer.ask(BELL), m.NotifyPipeReply)
     peer.close()
     other.close()
 
@@ -181,13 +181,13 @@ def test_a_tenant_that_does_not_read_has_its_share_and_others_have_theirs(sideca
     late = come_in(sidecar.path)
     assert isinstance(late.ask(BELL), m.Done)
     refused = late.ask(m.Extents([1], False))
-    assert isinstance(refused, m.Failed) and refused.fault is m.Fault.BUSY and "read" in refused.text
+    assert isinstance(refused, m.Failed) and refused.fault is m.RequestFault.BUSY and "read" in refused.text
     assert isinstance(late.ask(m.Ping()), m.Done)
     other = come_in(tmp_path / "other.sock")
-    assert isinstance(other.ask(BELL), m.BellReply)
+    assert isinstance(other.ask(BELL), m.NotifyPipeReply)
     assert other.ask(m.Extents([1], False)) == m.ExtentsReply([])
     hear_all(peers[0], MOST_OF_CONNECTION)
-    assert isinstance(late.ask(BELL), m.BellReply)
+    assert isinstance(late.ask(BELL), m.NotifyPipeReply)
     for peer in (*peers, late, other):
         peer.close()
 
@@ -206,7 +206,9 @@ def test_connections_that_ended_with_some_unread_count_for_their_tenant(sidecar:
     assert sidecar.door._listeners[0].unread.ended_count == len(sidecar.door._listeners[0].unread) == most
     late = Peer(str(sidecar.path))
     refused = late.ask(m.Hello(1, 1, "test"))
-    assert isinstance(refused, m.Failed) and refused.fault is m.Fault.BUSY and "have not read all" in refused.text
+    assert (
+        isinstance(refused, m.Failed) and refused.fault is m.RequestFault.BUSY and "have not read all" in refused.text
+    )
     late.close()
     hear_all(ended[0], 1)  # one of them reads
     wait_until(lambda: sidecar.door._listeners[0].unread.ended_count == most - 1)
@@ -228,8 +230,10 @@ def test_to_be_hung_up_on_frees_no_share(sidecar: Sidecar) -> None:
     assert tenant.unread.count() == SHARE
     late = come_in(sidecar.path)
     assert isinstance(late.ask(BELL), m.Done)
-    assert isinstance(hear_all(kept[0], MOST_OF_CONNECTION - 1)[-1], m.BellReply)  # what was sent can be read still
-    assert isinstance(late.ask(BELL), m.BellReply)
+    assert isinstance(
+        hear_all(kept[0], MOST_OF_CONNECTION - 1)[-1], m.NotifyPipeReply
+    )  # what was sent can be read still
+    assert isinstance(late.ask(BELL), m.NotifyPipeReply)
     for peer in kept[1:]:
         peer.close()
     wait_until(lambda: tenant.unread.count() == 0 and not tenant.unread._holding)
@@ -296,15 +300,15 @@ class Told:
 
 @pytest.fixture
 def hoard(sidecar: Sidecar) -> Iterator[Hoard]:
-    ring = sidecar.sessions.ring
+    notify = sidecar.sessions.notify
 
     def once() -> None:
-        sidecar.sessions.ring = ring  # type: ignore[method-assign]
+        sidecar.sessions.notify = notify  # type: ignore[method-assign]
         give_up_privileges()
 
-    sidecar.sessions.ring = once  # type: ignore[method-assign]
+    sidecar.sessions.notify = once  # type: ignore[method-assign]
     come_in(sidecar.path).close()
-    assert sidecar.sessions.ring is ring
+    assert sidecar.sessions.notify is notify
     one = Hoard()
     one.begin()
     yield one
@@ -326,7 +330,7 @@ def test_an_answer_that_the_kernel_does_not_send_waits_and_others_are_served(
     hoard.end()
     for peer in peers:
         replies = [peer.reply(), peer.reply()]
-        assert [(one.number, type(one.answer)) for one in replies if one] == [(7, m.BellReply), (8, m.Done)]
+        assert [(one.number, type(one.answer)) for one in replies if one] == [(7, m.NotifyPipeReply), (8, m.Done)]
     assert not told.lasts
     for peer in (*peers, other):
         peer.close()
@@ -340,7 +344,7 @@ def test_who_has_had_most_unread_for_long_is_hung_up_on(
     ask_unheard(few, 2)
     ask_unheard(most, 5)
     for number in range(40):
-        assert isinstance(reads.ask(BELL, number), m.BellReply)
+        assert isinstance(reads.ask(BELL, number), m.NotifyPipeReply)
     wait_until(lambda: rang(sidecar) == 47)
     hoard.begin()
     reads.socket.sendall(m.pack(m.Request(7, BELL)))
@@ -348,7 +352,7 @@ def test_who_has_had_most_unread_for_long_is_hung_up_on(
     assert "did not read 5 descriptors" in caplog.text
     hoard.end()
     reply = reads.reply()
-    assert reply is not None and isinstance(reply.answer, m.BellReply)
+    assert reply is not None and isinstance(reply.answer, m.NotifyPipeReply)
     hear_all(most, 5)
     assert most.reply() is None
     for peer in (few, most, reads):

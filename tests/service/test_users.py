@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.service import messages as m
+from kvstore.protocol import messages as m
 from service.sidecar import Sidecar
 from service.test_serve import serving
 
@@ -50,7 +50,7 @@ def test_those_who_are_named_come_in_and_nobody_else(
     if is_welcome:
         assert isinstance(said, m.Welcome)
     else:
-        assert isinstance(said, m.Failed) and said.fault is m.Fault.BAD_INPUT
+        assert isinstance(said, m.Failed) and said.fault is m.RequestFault.BAD_INPUT
         assert f"user {ME} may not use this socket" in said.text
     assert isinstance(answer(sidecar.path), m.Welcome), "the other socket's users are its own"
 

@@ -8,7 +8,7 @@ from random import Random
 
 from simulation.power import Power, PowerLoss
 from tiering.errors import TierUnavailable
-from tiering.frame_index import Change
+from tiering.nvme.frame_index import Change
 
 LARGEST_KEY_BYTES, LARGEST_VALUE_BYTES = 511, 4080
 

@@ -10,8 +10,8 @@ from simulation.index import SimulatedIndex
 from simulation.power import Power
 from tiering.errors import BlockCorrupt
 from tiering.frame import HEADER_BYTES, FrameHeader, Sealer, Stamp, digest, open_header, verify_payload
-from tiering.frame_index import FrameIndex
-from tiering.nvme import Found, NvmeTier
+from tiering.nvme.frame_index import FrameIndex
+from tiering.nvme.tier import Found, NvmeTier
 from tiering.tier import SlotClass
 
 MAC_KEY = bytes(range(32))

@@ -12,7 +12,7 @@ from random import Random
 from simulation.machine import CLASSES, MAC_KEY, STAMPS, Frame, Machine
 from simulation.power import PowerLoss
 from tiering.errors import TierFull
-from tiering.nvme import Found, NvmeTier
+from tiering.nvme.tier import Found, NvmeTier
 from tiering.residency import FrameState
 from tiering.tier import place_of
 
@@ -80,7 +80,7 @@ class Life:
                 header = self.machine.read(place)
                 if header is None:  # cut while it was written; the index that knew so is gone
                     assert name not in self.owed, f"{name} was acknowledged and cannot be read"
-                    tier.condemn([place])
+                    tier.quarantine([place])
                     continue
                 assert name in self.owed or name in self.in_flight, f"{name} is back, which was given up"
                 assert (header.stamp.part, header.prefix_key, header.generation) == name

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-import tiering.nvme
+import tiering.nvme.tier
 from simulation.power import PowerLoss
 from simulation.test_nvme_power import Life
-from tiering.nvme import NvmeTier
+from tiering.nvme.tier import NvmeTier
 
-SOURCE = Path(tiering.nvme.__file__).read_text()
+SOURCE = Path(tiering.nvme.tier.__file__).read_text()
 MOST_LIVES = 400
 """A fault that none of so many lives of each kind finds is not found."""
 

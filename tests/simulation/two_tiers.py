@@ -16,22 +16,24 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvstore.codec import codec_named
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.identity import KeyRing
+from kvstore.block.key_file import KeyFile
 from kvstore.config import DramConfig, Limits
-from kvstore.identity import KeyRing
-from kvstore.miss import MissReason
-from kvstore.node import EmbeddedStore, KeyFile, build_store
-from kvstore.store import Clock, Store
+from kvstore.core.store import Store
+from kvstore.node import EmbeddedStore, build_store
 from model.store_model import BLOCK_TOKENS, OpenStore, Owned, Prompt
 from simulation.disk import SimulatedFiles
 from simulation.index import SimulatedIndex
 from simulation.power import Power, PowerLoss
-from tiering.admission import AdmissionMaker, AdmitAll
+from tiering.clock import Clock
 from tiering.errors import TierUnavailable
 from tiering.files import DirectFiles, DirectoryLock, Files, make_directory
-from tiering.frame_index import Change, FrameIndex
-from tiering.lmdb_index import LmdbMaker
-from tiering.nvme import Found, NvmeTier
+from tiering.nvme.frame_index import Change, FrameIndex
+from tiering.nvme.lmdb_index import LmdbMaker
+from tiering.nvme.tier import Found, NvmeTier
+from tiering.policies.admission import AdmissionMaker, AdmitAll
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
 from workbench import FakeClock
@@ -281,7 +283,7 @@ def wait_until_idle(core: Store) -> None:
     """Until no move waits or runs; a move that never ends is a failure of the test."""
     assert core._levels is not None
     queue, deadline = core._levels._queue, time.monotonic() + IDLE_SECONDS
-    while queue._tasks or core._levels.rising or core._levels.sinking:
+    while queue._tasks or core._levels.promoting or core._levels.demoting:
         assert time.monotonic() < deadline, f"moves that never end: {list(queue._tasks)}"
         time.sleep(0.0005)
 

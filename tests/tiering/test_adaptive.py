@@ -389,9 +389,9 @@ def test_code_that_cannot_be_kept_or_read_is_compiled_anew(
 ) -> None:
     kept = adaptive_loops._compile
     real = adaptive_loops.njit
-    tries: list[adaptive_loops.Loops] = []
+    tries: list[adaptive_loops.AdaptiveLoops] = []
 
-    def fail_once(loops: adaptive_loops.Loops) -> None:
+    def fail_once(loops: adaptive_loops.AdaptiveLoops) -> None:
         tries.append(loops)
         if len(tries) == 1 and fault == "damaged":
             raise AttributeError(fault)

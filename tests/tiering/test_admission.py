@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiering import admission
-from tiering.admission import BUCKET_SECONDS, PAST, AdmitAll, LearnedAdmission
+from tiering.policies import admission
+from tiering.policies.admission import BUCKET_SECONDS, PAST, AdmitAll, LearnedAdmission
 
 BLOCK = 1 << 20
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiering.dram import DramTier, copy_frame
+from tiering.dram.extents import ExtentPool
+from tiering.dram.tier import DramTier, copy_frame
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
-from tiering.extents import ExtentPool
 from tiering.frame import HEADER_BYTES
 from tiering.residency import FrameState
 from tiering.tier import FrameSpan, SlotClass, extent_of, place_of, slot_of
@@ -121,7 +121,7 @@ def test_a_retained_slot_is_not_used_again_before_it_is_let_go() -> None:
     assert bytes(view[:4]) == b"\x01" * 4
     with pytest.raises(BlockMissing):
         tier.committed_span(places[0])
-    tier.let_go(places)  # the others were not evicted: nothing happens to them
+    tier.allow_reuse(places)  # the others were not evicted: nothing happens to them
     assert [state(tier, place) for place in places] == [FrameState.FREE] + 3 * [FrameState.RESIDENT]
     assert tier.reserve(A, 4) == places[:1]
     tier.check()
@@ -132,19 +132,19 @@ def test_letting_go_of_what_is_gone_is_nothing() -> None:
     places = stored(tier, A, 1)
     tier.delete(places)
     tier.retire(extent_of(places[0]))
-    tier.let_go(places)
+    tier.allow_reuse(places)
     tier.check()
 
 
 def test_a_condemned_slot_is_never_used_again() -> None:
     tier = tier_of(A, budget=1)
     places = stored(tier, A, 4)
-    tier.condemn(places[:2])
+    tier.quarantine(places[:2])
     tier.delete(places[2:])
     assert tier.usage().quarantined == 2 and set(tier.reserve(A, 4)) == set(places[2:])
     with pytest.raises(BlockMissing):
         tier.committed_span(places[0])
-    for wrong in (tier.delete, tier.abort, tier.retain, tier.condemn):
+    for wrong in (tier.delete, tier.abort, tier.retain, tier.quarantine):
         with pytest.raises(AssertionError):
             wrong(places[:1])
     tier.check()
@@ -154,7 +154,7 @@ def test_condemned_slots_count_towards_an_extent_to_give_back() -> None:
     tier = tier_of(A, budget=1)
     places = stored(tier, A, 4)
     assert list(tier.reclaimable_classes()) == []
-    tier.condemn(places[:3])
+    tier.quarantine(places[:3])
     tier.delete(places[3:])
     assert list(tier.reclaimable_classes()) == [A]
     tier.retire(extent_of(places[0]))
@@ -238,7 +238,7 @@ def test_memory_that_comes_after_closing_goes_back() -> None:
 
 # All of it ------------------------------------------------------------------------------------------------------------
 
-ACTIONS = "grow reserve commit abort delete retain let_go condemn vacate settle retire".split()
+ACTIONS = "grow reserve commit abort delete retain allow_reuse quarantine vacate settle retire".split()
 
 
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from([A, B]), st.integers(0, 10**6)), max_size=60))
@@ -269,14 +269,16 @@ def test_the_counts_hold_in_any_history(steps: list[tuple[str, SlotClass, int]])
             else:
                 tier.abort(places)
             change(places, FrameState.RESERVED, FrameState.RESIDENT if action == "commit" else FrameState.FREE)
-        elif action in ("delete", "retain", "condemn"):
+        elif action in ("delete", "retain", "quarantine"):
             places = pick(FrameState.RESIDENT, choice)
             getattr(tier, action)(places)
-            after = {"delete": FrameState.FREE, "retain": FrameState.ZOMBIE, "condemn": FrameState.QUARANTINED}[action]
+            after = {"delete": FrameState.FREE, "retain": FrameState.ZOMBIE, "quarantine": FrameState.QUARANTINED}[
+                action
+            ]
             change(places, FrameState.RESIDENT, after)
-        elif action == "let_go":
+        elif action == "allow_reuse":
             places = pick(FrameState.ZOMBIE, choice)
-            tier.let_go(places)
+            tier.allow_reuse(places)
             change(places, FrameState.ZOMBIE, FrameState.FREE)
         elif action == "vacate":
             extents = list(tier.extents_of(slots))

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from descriptors import OpenFiles, open_files, opened_since
+from tiering.dram.extents import Extent, ExtentPool, MappedExtent
 from tiering.errors import TierFull, TierUnavailable
-from tiering.extents import Extent, ExtentPool, MappedExtent
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -357,7 +357,7 @@ def test_many_threads_never_exceed_the_budget(prepares: bool, monkeypatch: pytes
                 with lock:
                     alive -= 1
 
-    monkeypatch.setattr("tiering.extents.Extent", Counted)
+    monkeypatch.setattr("tiering.dram.extents.Extent", Counted)
     pool = ExtentPool(limit * 64 * KIB, 64 * KIB)
     before = open_files("kv-extent")
     if prepares:
@@ -445,7 +445,7 @@ def test_one_that_is_being_made_is_waited_for_and_comes_to_one_caller(monkeypatc
             assert goes_on.wait(20)
             super().__init__(size_bytes)
 
-    monkeypatch.setattr("tiering.extents.Extent", Slow)
+    monkeypatch.setattr("tiering.dram.extents.Extent", Slow)
     pool = ExtentPool(2 * MIB, MIB)
     pool.prepare()
     threads = [threading.Thread(target=pool.create) for _ in range(2)]
@@ -472,7 +472,7 @@ def test_a_closed_pool_keeps_no_extent_that_was_made_ahead(moment: str, monkeypa
             assert goes_on.wait(20)
             super().__init__(size_bytes)
 
-    monkeypatch.setattr("tiering.extents.Extent", Slow)
+    monkeypatch.setattr("tiering.dram.extents.Extent", Slow)
     pool = ExtentPool(2 * MIB, MIB)
     pool.prepare()
     if goes_on.is_set():

@@ -13,8 +13,9 @@ import pytest
 from simulation.machine import MAC_KEY, OneKey
 from tiering.files import DirectFiles
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest
-from tiering.header_scan import MOST_UNREADABLE, SPAN_BYTES, TRIES, HeaderScan
-from tiering.slab import BAD, EMPTY, HELD, SlabHeader
+from tiering.nvme.header_scan import MOST_UNREADABLE, SPAN_BYTES, TRIES, HeaderScan
+from tiering.nvme.slab import BAD, EMPTY, HELD
+from tiering.slab_header import SlabHeader
 from tiering.tier import SlotClass
 
 NAME = "00000001.slab"
@@ -107,7 +108,7 @@ def test_a_sector_that_cannot_be_read_costs_its_own_slot(disk: BadSectors, paylo
 
 @pytest.mark.parametrize("count", [MOST_UNREADABLE, MOST_UNREADABLE + 1])
 def test_a_disk_that_refuses_too_much_is_at_fault(disk: BadSectors, count: int) -> None:
-    """Nothing is condemned for it: the disk may be well another day."""
+    """Nothing is quarantined for it: the disk may be well another day."""
     slab, sealer = slab_of(4096, 40)
     fill(disk, slab, sealer, Random(8))
     disk.bad = {slab.offset(slot): 1 << 30 for slot in range(count)}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tiering.dram.extents import Extent
+from tiering.dram.keeping import MAX_GENERATION, Ledger
 from tiering.errors import BlockCorrupt
-from tiering.extents import Extent
-from tiering.keeping import MAX_GENERATION, Ledger
-from tiering.slab import PAGE_BYTES, SlabHeader
+from tiering.slab_header import PAGE_BYTES, SlabHeader
 from tiering.tier import SlotClass
 
 NAME = b"n" * 16

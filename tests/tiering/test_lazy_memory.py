@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tiering.lazy_memory import LazyRecords
+from tiering.policies.lazy_memory import LazyRecords
 
 PAIR = np.dtype([("name", "<i8"), ("count", "<i4")], align=True)
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tiering import lmdb_index
 from tiering.errors import IndexDoubtful, TierError, TierFull, TierUnavailable
-from tiering.frame_index import Change
-from tiering.lmdb_index import LmdbIndex, discard, open_index, open_to_read
+from tiering.nvme import lmdb_index
+from tiering.nvme.frame_index import Change
+from tiering.nvme.lmdb_index import LmdbIndex, discard, open_index, open_to_read
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MAP_BYTES = 1 << 20
@@ -444,7 +444,9 @@ def test_a_probe_that_does_not_come_back_well_is_a_doubt(
 
 
 def test_the_probe_is_light() -> None:
-    program = "import sys; from tiering.lmdb_index import probe; print(sorted({'torch', 'numpy'} & sys.modules.keys()))"
+    program = (
+        "import sys; from tiering.nvme.lmdb_index import probe; print(sorted({'torch', 'numpy'} & sys.modules.keys()))"
+    )
     assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).strip() == "[]"
 
 

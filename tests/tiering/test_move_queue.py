@@ -23,7 +23,7 @@ import pytest
 
 from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.move_queue import BUGS_KEPT, MOST_PASSES, BreakerState, Move, MoveQueue, Priority, QueueLimits
-from tiering.tier import Finding
+from tiering.tier import TierMiss
 from workbench import FakeClock, one_line
 
 DISK, FAR = "disk", "far"
@@ -101,7 +101,7 @@ def queues() -> Iterator[Queues]:
         assert queues.bugs_expected or queue.bugs() == []
 
 
-def finished(*moves: Move) -> list[Finding | None]:
+def finished(*moves: Move) -> list[TierMiss | None]:
     """What came of moves that have to end."""
     for move in moves:
         assert move.wait(HANGS_AFTER_SECONDS) and move.done
@@ -206,7 +206,7 @@ def test_a_running_move_is_joined_and_a_finished_one_is_not(queues: Queues) -> N
     assert queue.depths() == dict.fromkeys(Priority, 0)
     assert not second.wait(0.001) and second.finding is None and not second.done
     gate.opened.set()
-    assert finished(first, second) == [Finding.EVICTED] * 2
+    assert finished(first, second) == [TierMiss.EVICTED] * 2
     assert finished(queue.submit("x", DISK, Priority.SAVE, again)) == [None]
     assert (gate.runs, unused.runs, again.runs) == (1, 0, 1)
 
@@ -225,7 +225,7 @@ def test_a_move_whose_deadline_passed_is_not_begun(queues: Queues) -> None:
     kept = [queue.submit("kept", DISK, Priority.SAVE, works[5], deadline=deadline) for deadline in (None, now + 1)]
     queues.clock.advance(2)
     gate.opened.set()
-    assert finished(late, just, never) == [Finding.TIMED_OUT, None, None]
+    assert finished(late, just, never) == [TierMiss.TIMED_OUT, None, None]
     assert finished(*later, *given_up, *kept) == [None] * 7
     assert [work.runs for work in works] == [0, 1, 1, 1, 1, 1]
 
@@ -239,7 +239,7 @@ def test_a_fault_is_not_tried_again_after_the_deadline(queues: Queues) -> None:
         raise down()
 
     deadline = queues.clock.monotonic + 2
-    assert finished(queue.submit("x", DISK, Priority.WAITING, slow, deadline=deadline)) == [Finding.DOWN]
+    assert finished(queue.submit("x", DISK, Priority.WAITING, slow, deadline=deadline)) == [TierMiss.DOWN]
     assert len(runs) == 2
 
 
@@ -251,7 +251,7 @@ def test_the_only_holder_ends_a_move_that_has_not_begun(queues: Queues) -> None:
     gate, work, again, heard = queues.busy(queue), Work(), Work(), list[Move]()
     move = queue.submit("x", DISK, Priority.WAITING, work)
     move.then(heard.append)
-    assert move.cancel() and move.done and move.finding is Finding.TIMED_OUT and heard == [move]
+    assert move.cancel() and move.done and move.finding is TierMiss.TIMED_OUT and heard == [move]
     assert not move.cancel()
     assert queue.depths() == dict.fromkeys(Priority, 0)
     after = queue.submit("x", DISK, Priority.WAITING, again)
@@ -278,7 +278,7 @@ def test_the_last_holder_ends_it_for_all(queues: Queues) -> None:
     queues.busy(queue)
     moves = [queue.submit("x", DISK, Priority.SAVE, Work()) for _ in range(3)]
     assert [move.cancel() for move in moves] == [False, False, True]
-    assert finished(*moves) == [Finding.TIMED_OUT] * 3
+    assert finished(*moves) == [TierMiss.TIMED_OUT] * 3
 
 
 def test_a_move_that_began_is_not_cancelled(queues: Queues) -> None:
@@ -298,7 +298,7 @@ def test_a_full_queue_answers_at_once(queues: Queues) -> None:
     gate, refused_work = queues.busy(queue), Work()
     taken = [queue.submit(number, DISK, Priority.PREFETCH, Work()) for number in range(3)]
     refused = queue.submit("x", DISK, Priority.PREFETCH, refused_work)
-    assert refused.done and refused.finding is Finding.PINNED_FULL and not refused.cancel()
+    assert refused.done and refused.finding is TierMiss.PINNED_FULL and not refused.cancel()
     joined = queue.submit(2, DISK, Priority.PREFETCH, Work())
     taken.append(queue.submit("x", DISK, Priority.SAVE, Work()))
     assert not joined.done and queue.depths()[Priority.PREFETCH] == 3
@@ -327,12 +327,12 @@ def test_limits_are_checked(limits: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("error", "finding"),
     [
-        (BlockMissing("gone"), Finding.EVICTED),
-        (BlockCorrupt("digest"), Finding.CORRUPT),
-        (TierFull("full"), Finding.PINNED_FULL),
+        (BlockMissing("gone"), TierMiss.EVICTED),
+        (BlockCorrupt("digest"), TierMiss.CORRUPT),
+        (TierFull("full"), TierMiss.PINNED_FULL),
     ],
 )
-def test_an_answer_is_final_and_no_fault(queues: Queues, error: TierError, finding: Finding) -> None:
+def test_an_answer_is_final_and_no_fault(queues: Queues, error: TierError, finding: TierMiss) -> None:
     queue = queues.new(breaker_faults=2, attempts=3)
     for _ in range(4):
         work = Work(error)
@@ -345,7 +345,7 @@ def test_an_answer_is_final_and_no_fault(queues: Queues, error: TierError, findi
 def test_a_fault_is_tried_again_a_bounded_number_of_times(queues: Queues, error: TierError) -> None:
     queue, mended, gone = queues.new(attempts=3, breaker_faults=100), Work(error, error), Work(*[error] * 9)
     assert finished(queue.submit("x", DISK, Priority.SAVE, mended)) == [None] and mended.runs == 3
-    assert finished(queue.submit("x", DISK, Priority.SAVE, gone)) == [Finding.DOWN] and gone.runs == 3
+    assert finished(queue.submit("x", DISK, Priority.SAVE, gone)) == [TierMiss.DOWN] and gone.runs == 3
 
 
 # Breakers -------------------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_when_all_threads_hang_nothing_is_taken_until_one_is_back(queues: Queues
     assert not waiting.done, "so long a move may take"
     queues.clock.advance(0.1)
     refused = queue.submit("b", DISK, Priority.WAITING, Work())
-    assert refused.done and refused.finding is Finding.DOWN
+    assert refused.done and refused.finding is TierMiss.DOWN
     joined = queue.submit("a", DISK, Priority.WAITING, Work())
     assert not joined.done, "what was taken before goes on waiting"
     first.opened.set()
@@ -385,11 +385,11 @@ def test_faults_in_a_row_open_the_breaker_of_their_tier(queues: Queues) -> None:
     works = [Work(down(), down()) for _ in range(3)]
     for work in works:
         assert queue.breaker_state(DISK) is BreakerState.CLOSED
-        assert finished(queue.submit("x", DISK, Priority.SAVE, work)) == [Finding.DOWN]
+        assert finished(queue.submit("x", DISK, Priority.SAVE, work)) == [TierMiss.DOWN]
     assert [work.runs for work in works] == [2, 2, 1], "an open breaker ends the attempts"
     assert queue.breaker_state(DISK) is BreakerState.OPEN
     move = queue.submit("x", DISK, Priority.WAITING, refused)
-    assert move.done and move.finding is Finding.DOWN and refused.runs == 0
+    assert move.done and move.finding is TierMiss.DOWN and refused.runs == 0
     assert finished(queue.submit("x", FAR, Priority.WAITING, Work())) == [None]
     assert queue.breaker_state(FAR) is BreakerState.CLOSED and queue.breaker_state("unheard of") is BreakerState.CLOSED
 
@@ -414,7 +414,7 @@ def test_what_waits_hears_at_once_that_the_breaker_opened(queues: Queues) -> Non
     waiting = [queue.submit(priority, DISK, priority, work) for priority in Priority]
     waiting[0].then(heard.append)
     failing.opened.set()
-    assert finished(*waiting, fault) == [Finding.DOWN] * 6
+    assert finished(*waiting, fault) == [TierMiss.DOWN] * 6
     assert standing.begun.wait(HANGS_AFTER_SECONDS) and heard == [waiting[0]] and not other.done
     standing.opened.set()
     assert finished(other) == [None] and work.runs == 0
@@ -424,7 +424,7 @@ def test_one_trial_is_let_through_and_closes_the_breaker(queues: Queues) -> None
     queue = queues.new(threads=2, breaker_seconds=5.0)
     break_tier(queue)
     queues.clock.advance(4.9)
-    assert queue.submit("early", DISK, Priority.WAITING, Work()).finding is Finding.DOWN
+    assert queue.submit("early", DISK, Priority.WAITING, Work()).finding is TierMiss.DOWN
     assert queue.breaker_state(DISK) is BreakerState.OPEN
     queues.clock.advance(0.2)
     gate, refused, unused = queues.gate(), Work(), Work()
@@ -433,7 +433,7 @@ def test_one_trial_is_let_through_and_closes_the_breaker(queues: Queues) -> None
     queues.clock.advance(100)
     others = [queue.submit(number, DISK, Priority.WAITING, refused) for number in range(3)]
     joined = queue.submit("trial", DISK, Priority.WAITING, unused)
-    assert [other.finding for other in others] == [Finding.DOWN] * 3 and not joined.done
+    assert [other.finding for other in others] == [TierMiss.DOWN] * 3 and not joined.done
     gate.opened.set()
     assert finished(trial, joined) == [None, None] and (refused.runs, unused.runs) == (0, 0)
     assert queue.breaker_state(DISK) is BreakerState.CLOSED
@@ -449,12 +449,12 @@ def test_a_failed_trial_opens_the_breaker_again(queues: Queues) -> None:
     for _ in range(2):
         queues.clock.advance(7)
         trial = Work(down())
-        assert finished(queue.submit("x", DISK, Priority.WAITING, trial)) == [Finding.DOWN] and trial.runs == 1
+        assert finished(queue.submit("x", DISK, Priority.WAITING, trial)) == [TierMiss.DOWN] and trial.runs == 1
         assert queue.breaker_state(DISK) is BreakerState.OPEN
         queues.clock.advance(4)
         assert queue.submit("x", DISK, Priority.WAITING, trial).done and trial.runs == 1, "five seconds from the trial"
     queues.clock.advance(1)
-    assert finished(queue.submit("x", DISK, Priority.WAITING, Work(BlockMissing("gone")))) == [Finding.EVICTED]
+    assert finished(queue.submit("x", DISK, Priority.WAITING, Work(BlockMissing("gone")))) == [TierMiss.EVICTED]
     assert queue.breaker_state(DISK) is BreakerState.CLOSED, "a tier that answers is there"
 
 
@@ -470,7 +470,7 @@ def test_a_trial_that_never_ran_decides_nothing(queues: Queues, end: str) -> Non
     else:
         queues.clock.advance(2)
         gate.opened.set()
-    assert finished(trial) == [Finding.TIMED_OUT] and work.runs == 0
+    assert finished(trial) == [TierMiss.TIMED_OUT] and work.runs == 0
     assert queue.breaker_state(DISK) is BreakerState.OPEN
     gate.opened.set()
     assert finished(queue.submit("x", DISK, Priority.WAITING, work)) == [None]
@@ -483,7 +483,7 @@ def test_a_full_queue_is_no_trial(queues: Queues) -> None:
     queues.clock.advance(5)
     gate = queues.busy(queue, FAR)
     filler = queue.submit("filler", FAR, Priority.SAVE, Work())
-    assert queue.submit("x", DISK, Priority.SAVE, Work()).finding is Finding.PINNED_FULL
+    assert queue.submit("x", DISK, Priority.SAVE, Work()).finding is TierMiss.PINNED_FULL
     assert queue.breaker_state(DISK) is BreakerState.OPEN
     trial = queue.submit("x", DISK, Priority.WAITING, Work())
     gate.opened.set()
@@ -502,7 +502,7 @@ def test_what_began_before_the_breaker_opened_decides_nothing(queues: Queues) ->
     trial_gate = queues.gate()
     trial = queue.submit("trial", DISK, Priority.SAVE, trial_gate)
     bad.opened.set()
-    assert finished(moves[1]) == [Finding.DOWN] and bad.runs == 1
+    assert finished(moves[1]) == [TierMiss.DOWN] and bad.runs == 1
     assert queue.breaker_state(DISK) is BreakerState.TRIAL
     trial_gate.opened.set()
     assert finished(trial) == [None] and queue.breaker_state(DISK) is BreakerState.CLOSED
@@ -515,7 +515,7 @@ def test_a_bug_ends_its_move_and_not_the_worker(queues: Queues) -> None:
     queues.bugs_expected = True
     queue, work = queues.new(attempts=3, breaker_faults=3), Work(*[ZeroDivisionError("a bug") for _ in range(9)])
     for runs in (1, 2, 3):
-        assert finished(queue.submit("x", DISK, Priority.SAVE, work)) == [Finding.DOWN]
+        assert finished(queue.submit("x", DISK, Priority.SAVE, work)) == [TierMiss.DOWN]
         assert work.runs == runs, "it is not tried again"
     assert queue.breaker_state(DISK) is BreakerState.OPEN
     assert finished(queue.submit("x", FAR, Priority.SAVE, Work())) == [None]
@@ -670,7 +670,7 @@ def test_a_system_without_threads_makes_misses(queues: Queues, monkeypatch: pyte
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", scarce)
-    assert queue.submit("x", DISK, Priority.SAVE, Work()).finding is Finding.DOWN
+    assert queue.submit("x", DISK, Priority.SAVE, Work()).finding is TierMiss.DOWN
     left[0] = 1
     assert finished(queue.submit("x", DISK, Priority.SAVE, Work())) == [None]
     assert len(worker_threads()) == 1
@@ -686,10 +686,10 @@ def test_close_ends_what_waits_and_awaits_what_runs(queues: Queues) -> None:
     start = time.monotonic()
     assert not queue.close(0.01), "two moves still run"
     assert 0.01 <= time.monotonic() - start < HANGS_AFTER_SECONDS
-    assert finished(*waiting) == [Finding.DOWN] * 5 and heard == waiting
+    assert finished(*waiting) == [TierMiss.DOWN] * 5 and heard == waiting
     assert queue.depths() == dict.fromkeys(Priority, 0) and not any(move.done for move in running)
     refused = [queue.submit(key, DISK, Priority.WAITING, Work()) for key in ("new", gates[0])]
-    assert all(move.done for move in refused) and finished(*refused) == [Finding.DOWN] * 2
+    assert all(move.done for move in refused) and finished(*refused) == [TierMiss.DOWN] * 2
     gates[0].opened.set()
     assert finished(running[0]) == [None] and not queue.close(0.01)
     gates[1].opened.set()
@@ -705,12 +705,12 @@ def test_close_ends_the_attempts(queues: Queues) -> None:
     move = queue.submit("x", DISK, Priority.SAVE, gate)
     assert gate.begun.wait(HANGS_AFTER_SECONDS) and not queue.close(0)
     gate.opened.set()
-    assert finished(move) == [Finding.DOWN] and gate.runs == 1
+    assert finished(move) == [TierMiss.DOWN] and gate.runs == 1
 
 
 def test_closing_what_never_began_takes_no_time(queues: Queues) -> None:
     queue = queues.new()
-    assert queue.close(0) and queue.submit("x", DISK, Priority.SAVE, Work()).finding is Finding.DOWN
+    assert queue.close(0) and queue.submit("x", DISK, Priority.SAVE, Work()).finding is TierMiss.DOWN
     assert worker_threads() == []
 
 
@@ -726,10 +726,10 @@ OUTCOMES: list[Exception | None] = [
 ]
 FINDINGS = {
     type(None): None,
-    TierUnavailable: Finding.DOWN,
-    BlockMissing: Finding.EVICTED,
-    BlockCorrupt: Finding.CORRUPT,
-    TierFull: Finding.PINNED_FULL,
+    TierUnavailable: TierMiss.DOWN,
+    BlockMissing: TierMiss.EVICTED,
+    BlockCorrupt: TierMiss.CORRUPT,
+    TierFull: TierMiss.PINNED_FULL,
 }
 
 
@@ -785,7 +785,7 @@ class SoakMove:
 
     def cancel(self) -> None:
         if self.handle.cancel():
-            assert not self.said and self.handle.finding is Finding.TIMED_OUT
+            assert not self.said and self.handle.finding is TierMiss.TIMED_OUT
 
     def check(self) -> str:
         """One handle, one end; what ran is what it says."""
@@ -834,7 +834,7 @@ def test_what_waits_runs_and_ended_is_counted(queues: Queues) -> None:
     queue = queues.new(waiting_moves=1)
     gate = queues.busy(queue, DISK)
     waiting = queue.submit("a", DISK, Priority.SAVE, lambda: None)
-    assert queue.submit("b", DISK, Priority.SAVE, lambda: None).finding is Finding.PINNED_FULL
+    assert queue.submit("b", DISK, Priority.SAVE, lambda: None).finding is TierMiss.PINNED_FULL
     joined = queue.submit("a", DISK, Priority.SCRUB, lambda: None)
     late = queue.submit("c", DISK, Priority.SCRUB, lambda: None)
     assert late.cancel()

@@ -6,10 +6,10 @@ from hashlib import blake2b
 
 import pytest
 
-from tiering.dram import DramTier
-from tiering.extents import ExtentPool
+from tiering.dram.extents import ExtentPool
+from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
+from tiering.dram.tier import DramTier
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, digest
-from tiering.mover import Copy, MoveDone, Mover, Outcome
 from tiering.tier import SlotClass, place_of
 from workbench import KIB
 
@@ -58,14 +58,14 @@ def stored(tier: DramTier) -> int:
 
 
 def test_a_frame_arrives_bit_for_bit(tier: DramTier) -> None:
-    copies = [Copy(row, stored(tier), target) for row, target in enumerate(tier.reserve(SLOTS, 3))]
-    assert Mover(tier, Keys()).run(copies) == [MoveDone(copy, Outcome.MOVED) for copy in copies]
+    copies = [FrameCopy(row, stored(tier), target) for row, target in enumerate(tier.reserve(SLOTS, 3))]
+    assert Mover(tier, Keys()).run(copies) == [MoveDone(copy, MoveOutcome.MOVED) for copy in copies]
     for copy in copies:
         assert bytes(tier.reserved_span(copy.target).view) == bytes(tier.committed_span(copy.source).view)
 
 
 def test_a_move_changes_no_table(tier: DramTier) -> None:
-    copy = Copy(0, stored(tier), tier.reserve(SLOTS, 1)[0])
+    copy = FrameCopy(0, stored(tier), tier.reserve(SLOTS, 1)[0])
     before = tier.usage()
     Mover(tier, Keys()).run([copy])
     assert tier.usage() == before
@@ -79,29 +79,29 @@ def test_a_bit_that_flipped_is_corrupt(tier: DramTier, at: int) -> None:
     good, bad = stored(tier), stored(tier)
     tier.span_at(bad).view[at] ^= 4
     targets = tier.reserve(SLOTS, 2)
-    copies = [Copy(0, bad, targets[0]), Copy(1, good, targets[1])]
+    copies = [FrameCopy(0, bad, targets[0]), FrameCopy(1, good, targets[1])]
     outcomes = [done.outcome for done in Mover(tier, Keys()).run(copies)]
-    assert outcomes == [Outcome.CORRUPT, Outcome.MOVED], "one bad frame does not hold up the others"
+    assert outcomes == [MoveOutcome.CORRUPT, MoveOutcome.MOVED], "one bad frame does not hold up the others"
 
 
 @pytest.mark.parametrize("keys", [Keys(None), Keys(b"x" * 32)], ids=["no key", "another key"])
 def test_a_frame_under_another_key_is_corrupt(tier: DramTier, keys: Keys) -> None:
-    copy = Copy(0, stored(tier), tier.reserve(SLOTS, 1)[0])
-    assert Mover(tier, keys).run([copy])[0].outcome is Outcome.CORRUPT
+    copy = FrameCopy(0, stored(tier), tier.reserve(SLOTS, 1)[0])
+    assert Mover(tier, keys).run([copy])[0].outcome is MoveOutcome.CORRUPT
 
 
 def test_a_frame_that_went_meanwhile_is_gone(tier: DramTier) -> None:
     source = stored(tier)
     (target,) = tier.reserve(SLOTS, 1)
     tier.delete([source])
-    copies = [Copy(0, source, target), Copy(1, place_of(99, 0), target)]
-    assert [done.outcome for done in Mover(tier, Keys()).run(copies)] == [Outcome.GONE, Outcome.GONE]
+    copies = [FrameCopy(0, source, target), FrameCopy(1, place_of(99, 0), target)]
+    assert [done.outcome for done in Mover(tier, Keys()).run(copies)] == [MoveOutcome.GONE, MoveOutcome.GONE]
 
 
 def test_a_tier_that_was_closed_meanwhile_has_nothing_left(tier: DramTier) -> None:
-    copy = Copy(0, stored(tier), tier.reserve(SLOTS, 1)[0])
+    copy = FrameCopy(0, stored(tier), tier.reserve(SLOTS, 1)[0])
     tier.close()
-    assert Mover(tier, Keys()).run([copy])[0].outcome is Outcome.GONE
+    assert Mover(tier, Keys()).run([copy])[0].outcome is MoveOutcome.GONE
 
 
 def test_nothing_to_move(tier: DramTier) -> None:

@@ -25,13 +25,10 @@ from simulation.machine import CLASSES, MAC_KEY, SLAB_BYTES, STAMPS, Frame, Mach
 from simulation.power import PowerLoss
 from tiering.errors import BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.frame import HEADER_BYTES, Stamp, digest
-from tiering.lmdb_index import DATA_FILE
-from tiering.nvme import Found, NvmeTier, slab_name
-from tiering.residency import FrameState
-from tiering.slab import (
+from tiering.nvme.lmdb_index import DATA_FILE
+from tiering.nvme.slab import (
     ENTRY,
     META,
-    PAGE_BYTES,
     SLOTS_PER_RECORD,
     STAMP_PAGES,
     OtherFormat,
@@ -42,6 +39,9 @@ from tiering.slab import (
     record_key,
     split_entries,
 )
+from tiering.nvme.tier import Found, NvmeTier, slab_name
+from tiering.residency import FrameState
+from tiering.slab_header import PAGE_BYTES
 from tiering.tier import extent_of, place_of, slot_of
 from torture import RealMachine, kill
 
@@ -65,8 +65,8 @@ class Customer:
         self.owed: dict[Name, int] = {}  # acknowledged; where
         self.leaving: set[Name] = set()  # given up or not acknowledged: may be there or not
         self.gone: set[Name] = set()  # given up, and settled
-        self.bad: set[Name] = set()  # condemned
-        self.index_lost = False  # and with it what was condemned: headers do not say so
+        self.bad: set[Name] = set()  # quarantined
+        self.index_lost = False  # and with it what was quarantined: headers do not say so
 
     @property
     def tier(self) -> NvmeTier:
@@ -120,11 +120,11 @@ class Customer:
             self.owed[frame.name] = place
         return [frame.name for frame in frames[: len(chosen)]]
 
-    def condemn(self, name: Name) -> int:
+    def quarantine(self, name: Name) -> int:
         place = self.owed.pop(name)
         self.bad.add(name)
         self.leaving.add(name)
-        self.tier.condemn([place])
+        self.tier.quarantine([place])
         return place
 
     def settle(self) -> None:
@@ -143,14 +143,14 @@ class Customer:
                 for place, entry in zip(slab.places, slab.entries, strict=True):
                     name = (slab.header.slot_class.part, entry["key"].tobytes(), int(entry["generation"]))
                     if name in self.bad and (self.index_lost or name not in self.gone):
-                        self.tier.condemn([place])
+                        self.tier.quarantine([place])
                         continue
                     assert name not in self.gone, "given up, and back"
                     assert name not in there and (name in self.owed or name in self.leaving)
                     if name in self.owed or self.read(place) == self.frames[name].bytes:
                         there[name] = place
                     else:
-                        self.tier.condemn([place])
+                        self.tier.quarantine([place])
             assert self.owed.keys() <= there.keys(), "acknowledged, and not there"
             self.gone |= self.leaving - there.keys()
             self.owed = there
@@ -190,13 +190,13 @@ def opened(machine: Machine | None = None) -> Customer:
 
 
 def stocked(machine: Machine | None = None) -> Customer:
-    """Three slabs, frames in the first and the last run of slots, some places free again, one condemned."""
+    """Three slabs, frames in the first and the last run of slots, some places free again, one quarantined."""
     customer = opened(machine)
     customer.store(0, 36)
     customer.store(1, 5)
     customer.store(0, 10)
     customer.evict(customer.some(12))
-    customer.condemn(customer.some(1)[0])
+    customer.quarantine(customer.some(1)[0])
     customer.settle()
     customer.store(0, 3)
     return customer
@@ -530,7 +530,7 @@ ERRANDS: list[Errand] = [
     lambda customer: customer.settle(),
     lambda customer: customer.evict(customer.some(2)),
     lambda customer: customer.store(1, 3),
-    lambda customer: [customer.condemn(name) for name in customer.some(1)],
+    lambda customer: [customer.quarantine(name) for name in customer.some(1)],
     lambda customer: customer.store(0, SLOTS),
     lambda customer: customer.settle(),
     lambda customer: customer.evict([name for name, place in customer.owed.items() if extent_of(place) == 2]),
@@ -636,7 +636,7 @@ def nothing_is_left_over(customer: Customer, retired: tuple[int, ...] = ()) -> N
 
 
 def no_other_header_is_valid(customer: Customer) -> None:
-    """Whatever an index that is built again would list is owed, or was condemned."""
+    """Whatever an index that is built again would list is owed, or was quarantined."""
     for slab in customer.tier._ledger.pieces.values():
         entries = customer.tier._headers(slab, range(slab.slots.capacity))
         for slot in entries["state"].nonzero()[0].tolist():
@@ -816,7 +816,7 @@ def stocked_here(customer: Customer) -> Customer:
     customer.store(1, 5)
     customer.store(0, 10)
     customer.evict(customer.some(12))
-    customer.condemn(customer.some(1)[0])
+    customer.quarantine(customer.some(1)[0])
     customer.settle()
     customer.store(0, 3)
     return customer
@@ -864,7 +864,7 @@ def test_both_stamps_gone() -> None:
 
 def test_what_was_condemned_stays_condemned(customer: Customer) -> None:
     names = customer.store(0, 3)
-    place = customer.condemn(names[0])
+    place = customer.quarantine(names[0])
     with pytest.raises(BlockMissing):
         customer.read(place)
     customer.settle()
@@ -881,7 +881,7 @@ def test_what_was_condemned_stays_condemned(customer: Customer) -> None:
 def test_condemned_without_a_settle_is_durable_with_the_next_batch() -> None:
     customer = opened()
     names = customer.store(0, 3)
-    customer.condemn(names[0])
+    customer.quarantine(names[0])
     customer.store(1, 1)
     customer.settle()
     customer.crash()
@@ -1074,7 +1074,7 @@ def test_records_and_doubts_that_make_no_sense_are_passed_over() -> None:
 def test_a_record_that_is_damaged_while_it_is_in_use() -> None:
     customer = opened()
     names = customer.store(0, 6)
-    bad = customer.condemn(names[1])
+    bad = customer.quarantine(names[1])
     customer.evict(names[:1])
     customer.machine.files.fail("write", 1, io_error())
     with pytest.raises(TierUnavailable):  # its header is as it was
@@ -1142,7 +1142,7 @@ def test_a_slab_that_is_given_back_is_gone(customer: Customer) -> None:
     customer.store(1, 2)
     before = customer.tier.usage().taken_bytes
     customer.evict(names[1:])
-    customer.condemn(names[0])
+    customer.quarantine(names[0])
     customer.tier.retire(1)
     customer.settle()
     usage = customer.tier.usage()
@@ -1310,7 +1310,7 @@ def test_work_that_fails_while_frames_are_written_commits_none(customer: Custome
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("has_work", [False, True])
 def test_frames_are_written_by_several_threads(tmp_path: Path, threads: int, has_work: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr("tiering.nvme.PARALLEL_BYTES", 0)
+    monkeypatch.setattr("tiering.nvme.tier.PARALLEL_BYTES", 0)
     machine = RealMachine(tmp_path)
     machine.tier = NvmeTier(
         machine.files, machine, OneKey(), machine.budget_bytes, SLAB_BYTES, machine.new_uid, threads

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from tiering import open_file
-from tiering.dram import DramTier
+from tiering.dram import open_file
+from tiering.dram.extents import RARELY, SLOW_QUESTION_SECONDS, Extent, ExtentPool
+from tiering.dram.keeping import NAME_BYTES, KeptExtent, Ledger
+from tiering.dram.tier import DramTier
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
-from tiering.extents import RARELY, SLOW_QUESTION_SECONDS, Extent, ExtentPool
-from tiering.keeping import NAME_BYTES, Kept, Ledger
 from tiering.tier import extent_of
 from workbench import slot_class
 
@@ -208,7 +208,7 @@ while time.monotonic() < ends_at and os.getppid() == int(sys.argv[2]):
 """
 ASK = f"""
 import os, subprocess, sys
-from tiering.extents import Extent
+from tiering.dram.extents import Extent
 
 extent = Extent(65536)
 given = extent.share(1, writable=False)
@@ -280,7 +280,7 @@ def test_memory_of_an_earlier_run_that_is_slow_to_ask_about_is_asked_seldom(monk
         name = bytes([number]) * NAME_BYTES
         extent, ledger = Extent(64 * KIB), Ledger.new(slots, 64 * KIB // slots.frame_bytes, b"", name)
         held.append(extent.share(7, writable=False))
-        kept.append(Kept(name, os.dup(extent.descriptor), os.dup(ledger.descriptor)))
+        kept.append(KeptExtent(name, os.dup(extent.descriptor), os.dup(ledger.descriptor)))
     tier = DramTier(ExtentPool(256 * KIB, 64 * KIB, now=lambda: now, thread_seconds=lambda: now))
     assert len(tier.take_over(kept, guard=8)) == 3
     monkeypatch.setattr(Extent, "is_shared", is_shared)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiering.dram import DramTier
-from tiering.extents import ExtentPool
+from tiering.dram.extents import ExtentPool
+from tiering.dram.tier import DramTier
 from tiering.policies.lru import LeafFirstLru
 from tiering.residency import (
     TRANSITIONS,
@@ -174,12 +174,12 @@ def test_what_is_affordable_counts_new_pins_only(pinned: list[bool], budget: int
 def test_a_slot_is_held_until_its_last_late_reader_is_done() -> None:
     residency = rows_of(2)
     one, two = place_of(3, 0), place_of(4, 0)
-    residency.hold([one, two])
-    residency.hold([one])
+    residency.defer_reuse([one, two])
+    residency.defer_reuse([one])
     assert residency.is_held(one) and residency.is_any_held(3) and residency.is_any_held(4)
-    assert residency.let_go([one, two]) == [two]
+    assert residency.allow_reuse([one, two]) == [two]
     assert residency.is_held(one) and not residency.is_any_held(4)
-    assert residency.let_go([one]) == [one] and not residency.is_held(one)
+    assert residency.allow_reuse([one]) == [one] and not residency.is_held(one)
 
 
 def test_the_worst_is_the_oldest_leaf_that_nobody_pins() -> None:
@@ -328,7 +328,7 @@ def test_an_extent_in_use_is_left_alone(use: str) -> None:
         setup.evict(rows)
         setup.tier.reserve(A, 1)
     elif use == "held":
-        setup.residency.hold([place])
+        setup.residency.defer_reuse([place])
     elif use == "zombie":
         setup.residency.unlisted(rows[0])
         setup.tier.retain(setup.residency.forget(rows[0]))
@@ -345,7 +345,7 @@ def test_a_condemned_slot_does_not_keep_its_extent() -> None:
     bad = setup.grow(A)
     rows = setup.fill(A, SLOTS)
     setup.residency.unlisted(rows[0])
-    setup.tier.condemn(setup.residency.forget(rows[0]))
+    setup.tier.quarantine(setup.residency.forget(rows[0]))
     setup.grow(A)
     assert setup.room(B) == Vacate(bad + 1, ()), "the empty one is the cheapest"
     setup.fill(A, 1)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tiering.policies.lru import LeafFirstLru
+from tiering.policies.retention import SECONDS_PER_PRIORITY, Retention
 from tiering.residency import Pins, Residency
-from tiering.retention import SECONDS_PER_PRIORITY, Retention
 
 BLOCK = 10
 
@@ -25,6 +25,8 @@ class Tree:
         self.retention = Retention(self, self.residency.is_listed, lambda: self.now, budgets)
         self.residency.retention = self.retention
         self.rows = 0
+
+    is_any = True
 
     def hint(self, row: int) -> tuple[int, int]:
         return self.hints[row]

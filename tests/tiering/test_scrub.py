@@ -11,9 +11,9 @@ from simulation.disk import SimulatedFiles
 from simulation.index import SimulatedIndex
 from simulation.machine import MAC_KEY, OneKey
 from tiering.frame import Sealer, Stamp, digest
-from tiering.frame_index import FrameIndex
-from tiering.nvme import NvmeTier, Resident
-from tiering.scrub import LEAST_CHARGE_BYTES, Scrub, ScrubLimits, Verdict
+from tiering.nvme.frame_index import FrameIndex
+from tiering.nvme.scrub import LEAST_CHARGE_BYTES, CheckResult, Scrub, ScrubLimits
+from tiering.nvme.tier import NvmeTier, Resident
 from tiering.tier import SlotClass, extent_of
 from workbench import FakeClock
 
@@ -76,7 +76,7 @@ def scrub_of(shelf: Shelf, clock: FakeClock, turn: int = 0, **limits: float) -> 
     return Scrub(shelf.tier, ScrubLimits(**chosen), clock, turn)  # type: ignore[arg-type]
 
 
-def run_pass(scrub: Scrub, clock: FakeClock, verdicts: dict[int, Verdict] | None = None) -> list[int]:
+def run_pass(scrub: Scrub, clock: FakeClock, verdicts: dict[int, CheckResult] | None = None) -> list[int]:
     """All of the next pass; the places in the order in which they were visited. verdicts: where not good."""
     places = []
     passes = scrub.usage().passes
@@ -84,7 +84,7 @@ def run_pass(scrub: Scrub, clock: FakeClock, verdicts: dict[int, Verdict] | None
     while scrub.usage().passes == passes:
         for frame in scrub.window():
             scrub.spent(frame)
-            scrub.visited(frame, (verdicts or {}).get(frame.place, Verdict.GOOD))
+            scrub.visited(frame, (verdicts or {}).get(frame.place, CheckResult.GOOD))
             places.append(frame.place)
         if scrub.usage().in_pass:
             clock.advance(scrub.seconds_until_due())
@@ -115,7 +115,7 @@ def test_every_frame_is_visited_once_in_a_pass_whatever_comes_and_goes(seed: int
             if random.random() < 0.1:
                 churn(shelf, random)
             scrub.spent(frame)
-            scrub.visited(frame, random.choice([Verdict.GOOD, Verdict.UNREADABLE]))
+            scrub.visited(frame, random.choice([CheckResult.GOOD, CheckResult.UNREADABLE]))
             visited.append(frame.row)
         assert len(set(visited)) == len(visited), "a frame was visited twice"
         if scrub.usage().passes > passes:
@@ -159,7 +159,7 @@ def test_the_tier_names_readable_frames_in_order_with_their_owners() -> None:
     shelf.evict(small[1:2])
     [again] = shelf.tier.residents(small[0], small[0] + 1, 0)
     assert again != everything[0] and again._replace(evictions=0) == everything[0], "an eviction in its slab shows"
-    shelf.tier.condemn(small[2:3])
+    shelf.tier.quarantine(small[2:3])
     assert [one.place for one in shelf.tier.residents(0, large[0], 1 << 40)] == [small[0], *small[3:]]
     [unknown] = shelf.tier.reserve(shelf.classes[0], 1)
     assert not shelf.tier.residents(unknown, unknown + 1, 0)
@@ -194,7 +194,7 @@ def test_programs_that_never_run_for_a_whole_pass_see_all_slabs_in_time() -> Non
         while clock.monotonic < 1000 + 24 * 256 * 1024 / RATE / 4:
             for frame in scrub.window():
                 scrub.spent(frame)
-                scrub.visited(frame, Verdict.GOOD)
+                scrub.visited(frame, CheckResult.GOOD)
                 seen.add(extent_of(frame.place))
             clock.advance(scrub.seconds_until_due())
         assert not scrub.usage().passes
@@ -226,7 +226,7 @@ def test_no_stretch_of_time_sees_more_than_the_rate_and_one_window(seed: int) ->
                 for _ in range(random.choice([1, 1, 1, 2])):  # a frame that failed is read again
                     scrub.spent(frame)
                     spent += frame.frame_bytes
-                scrub.visited(frame, Verdict.GOOD)
+                scrub.visited(frame, CheckResult.GOOD)
             begun.append((start, spent))
         if random.random() < 0.05:
             scrub.pause(random.choice([0.25, 4.0]))
@@ -311,8 +311,8 @@ def test_a_frame_is_given_up_after_three_passes_in_a_row_and_told_once() -> None
     shelf, clock = Shelf(), FakeClock()
     places = shelf.put(0, 5)
     scrub = scrub_of(shelf, clock, pass_seconds=0)
-    bad = {places[1]: Verdict.UNREADABLE, places[3]: Verdict.UNREADABLE}
-    for verdicts in (bad, bad, {places[1]: Verdict.UNREADABLE}):
+    bad = {places[1]: CheckResult.UNREADABLE, places[3]: CheckResult.UNREADABLE}
+    for verdicts in (bad, bad, {places[1]: CheckResult.UNREADABLE}):
         assert run_pass(scrub, clock, verdicts) == sorted(places) and not (scrub.given_up() and verdicts is bad)
     run_pass(scrub, clock, bad)
     assert not scrub.given_up(), "one was told in the pass before, the other one was read in between"
@@ -325,7 +325,7 @@ def test_what_is_given_up_is_the_frame_that_was_met() -> None:
     scrub = scrub_of(shelf, clock, pass_seconds=0, unreadable_passes=2)
     told: list[Resident] = []
     for _ in range(3):
-        run_pass(scrub, clock, {places[2]: Verdict.UNREADABLE})
+        run_pass(scrub, clock, {places[2]: CheckResult.UNREADABLE})
         told += scrub.given_up()
     assert [(one.place, one.row) for one in told] == [(places[2], shelf.there[places[2]])]
 
@@ -335,9 +335,9 @@ def test_a_tier_that_cannot_be_read_at_all_loses_no_frame_by_that() -> None:
     places = shelf.put(0, 5)
     scrub = scrub_of(shelf, clock, pass_seconds=0)
     for _ in range(10):
-        run_pass(scrub, clock, dict.fromkeys(places, Verdict.UNREADABLE))
+        run_pass(scrub, clock, dict.fromkeys(places, CheckResult.UNREADABLE))
         assert not scrub.given_up()
-    run_pass(scrub, clock, dict.fromkeys(places[1:], Verdict.UNREADABLE))
+    run_pass(scrub, clock, dict.fromkeys(places[1:], CheckResult.UNREADABLE))
     assert not scrub.given_up(), "the passes in which nothing could be read do not count"
 
 
@@ -345,7 +345,7 @@ def test_no_more_suspects_are_remembered_than_the_limit() -> None:
     shelf, clock = Shelf(), FakeClock()
     places = shelf.put(0, 9)
     scrub = scrub_of(shelf, clock, pass_seconds=0, unreadable_passes=1, suspects=4)
-    run_pass(scrub, clock, dict.fromkeys(places[1:], Verdict.UNREADABLE))
+    run_pass(scrub, clock, dict.fromkeys(places[1:], CheckResult.UNREADABLE))
     assert len(scrub.given_up()) == 4 and scrub.usage().unreadable == 8
 
 
@@ -353,7 +353,7 @@ def test_a_frame_that_is_gone_counts_as_nothing() -> None:
     shelf, clock = Shelf(), FakeClock()
     places = shelf.put(0, 3)
     scrub = scrub_of(shelf, clock)
-    run_pass(scrub, clock, {places[0]: Verdict.GONE, places[1]: Verdict.DAMAGED})
+    run_pass(scrub, clock, {places[0]: CheckResult.GONE, places[1]: CheckResult.DAMAGED})
     usage = scrub.usage()
     assert (usage.frames, usage.damaged, usage.unreadable) == (2, 1, 0)
     assert usage.counters == {"scrubbed_frames": 2, "scrub_damaged_frames": 1}

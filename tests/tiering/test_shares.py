@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiering.shares import THE_REST, Share, Shares
+from tiering.policies.shares import THE_REST, Share, Shares
 
 A, B, C = (bytes([number]) * 16 for number in range(3))
 PIECES = 20

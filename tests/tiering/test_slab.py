@@ -12,21 +12,16 @@ from hypothesis import strategies as st
 
 from tiering.errors import BlockCorrupt
 from tiering.frame import digest
-from tiering.slab import (
+from tiering.nvme.slab import (
     BAD,
     EMPTY,
     ENTRY,
     HELD,
-    MAX_ABOUT_BYTES,
     MAX_COUNT,
     MAX_SESSION,
-    MAX_SLOTS,
-    PAGE_BYTES,
     SLOTS_PER_RECORD,
     STAMP_PAGES,
-    KeyAbsent,
     OtherFormat,
-    SlabHeader,
     StoreStamp,
     doubt_key,
     entry_of,
@@ -35,14 +30,21 @@ from tiering.slab import (
     open_record,
     pack_meta,
     pack_record,
-    parse_slab_header,
-    read_slab_header,
     record_key,
     split_doubt_key,
     split_entries,
     split_record_key,
     unproven_key,
     unread_key,
+)
+from tiering.slab_header import (
+    MAX_ABOUT_BYTES,
+    MAX_SLOTS,
+    PAGE_BYTES,
+    KeyAbsent,
+    SlabHeader,
+    parse_slab_header,
+    read_slab_header,
 )
 from tiering.tier import SlotClass
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.errors import BadInput, KeysUnusable, StoreError
+from kvstore.block.errors import BadInput, KeysUnusable, StoreError
 from kvstore.service.settings import MOST_CONFIGURATION_BYTES, read_configuration
 from tiering.files import (
     DirectFiles,
@@ -27,7 +27,7 @@ from tiering.files import (
     read_secret_file,
     write_secret_file,
 )
-from tiering.index_digest import DIGEST_FILE, Comparison, compare
+from tiering.nvme.index_digest import DIGEST_FILE, Comparison, compare
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 1000
@@ -209,7 +209,7 @@ def test_a_store_is_refused_by_one_line_that_says_what_was_found(name: str, stan
 def test_names_that_are_no_file_are_done_without(stands: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = put_there(stands, tmp_path / "names")
     soon(lambda: kvstore.open(f"embedded:{tmp_path}", dram="8MiB").close())
-    (line,) = [one.getMessage() for one in caplog.records if one.name == "kvstore.display_names"]
+    (line,) = [one.getMessage() for one in caplog.records if one.name == "kvstore.block.display_names"]
     assert words in line and "\n" not in line
 
 

@@ -21,16 +21,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvstore.codec import codec_named
-from kvstore.errors import StoreClosed
-from kvstore.handle import NamespaceHandle
-from kvstore.layout import Layout
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import StoreClosed
+from kvstore.block.layout import Layout
+from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore, open_embedded
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, PagedKv, Prompt, block_kv
 from tiering.errors import TierUnavailable
 from tiering.failpoint import go_on
-from tiering.lmdb_index import LmdbMaker, discard
+from tiering.nvme.lmdb_index import LmdbMaker, discard
 from torture.nursery import Voice
 from torture.points import ONCE_A_SESSION, PointedFiles, PointedMaker, Trigger
 

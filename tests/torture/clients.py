@@ -25,9 +25,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvstore.errors import StoreError
-from kvstore.holding import Lease
-from kvstore.miss import HitTier, MissReason
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import StoreError
+from kvstore.client.lease import Lease
 from model.store_model import Prompt
 from torture.engine import DEPTH, LAYOUTS, LETTERS, Space, opened
 from torture.nursery import Child, Nursery

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from kvstore.service import messages as m
+from kvstore.protocol import messages as m
 from service.sidecar import number_of
 from tiering.frame import KEY_BYTES
 from tiering.tier import SLOT_BITS
@@ -166,7 +166,7 @@ def _come_in(peer: Peer, random: Random, others: Booty, is_admin: bool) -> Booty
         booty.extent = reserved.reply.places[0][0] >> SLOT_BITS
         if random.random() < 0.5:
             peer.ask(m.Commit(booty.reservation, 0, 0, [[random.randbytes(16)] * 2] * len(reserved.reply.blocks)))
-            leased = peer.ask(m.Lease(booty.namespace, booty.keys[:2], 0, 100.0))
+            leased = peer.ask(m.LeasePrefix(booty.namespace, booty.keys[:2], 0, 100.0))
             booty.lease = leased.reply.lease if isinstance(leased, m.Leased) else 0
     return booty
 
@@ -221,7 +221,7 @@ def _hear(
             return
         if victim is not None:
             _check_answer(reply, victim)
-        is_malformed = isinstance(reply.answer, m.Failed) and reply.answer.fault is m.Fault.MALFORMED
+        is_malformed = isinstance(reply.answer, m.Failed) and reply.answer.fault is m.RequestFault.MALFORMED
         if is_malformed:
             assert right.ends and reply.number == 0, f"a message was called malformed: {reply}"
             counts["malformed"] += 1

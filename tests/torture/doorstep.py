@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import kvstore
-from kvstore.errors import Unreachable
-from kvstore.handle import Lease
+from kvstore.block.errors import Unreachable
+from kvstore.client.framing import FramedSocket
+from kvstore.client.handle import Lease
+from kvstore.client.sidecar_store import SidecarStore
 from kvstore.node import SystemClock
-from kvstore.service import messages as m
-from kvstore.service.client import SidecarStore
+from kvstore.protocol import messages as m
+from kvstore.protocol.status import SidecarStatus
 from kvstore.service.connections import DoorLimits
-from kvstore.service.facts import Facts
-from kvstore.service.wire import Wire
 from service.sidecar import patient
 from torture.peer import LONG_SECONDS
 from workbench import blank_pages, ids, random_pages, same_tokens, small_layout
@@ -61,7 +61,7 @@ class Sidecar:
         )
         with self._log.open("wb") as log:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "kvstore.cli", "serve", "--json", "--config", str(config)],
+                [sys.executable, "-m", "kvstore", "serve", "--json", "--config", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -87,9 +87,9 @@ class Sidecar:
         for line in self._log.read_text().splitlines():
             assert json.loads(line)["level"] == "info", f"the sidecar's log says {line}"
 
-    def facts(self) -> Facts:
+    def facts(self) -> SidecarStatus:
         """What `kvstore stat` shows, asked for as it does."""
-        wire = Wire(self.admin, "torture", b"", SystemClock(), LONG_SECONDS)
+        wire = FramedSocket(self.admin, "torture", b"", SystemClock(), LONG_SECONDS)
         try:
             answer = wire.call(m.Stat(), LONG_SECONDS).answer
             assert isinstance(answer, m.StatReply), f"no facts: {answer}"
@@ -230,7 +230,7 @@ def visit(path: str, model: str, seconds: float) -> float:
     began = time.monotonic()
     while True:
         try:
-            wire = Wire(path, "visitor", b"", SystemClock(), LONG_SECONDS)
+            wire = FramedSocket(path, "visitor", b"", SystemClock(), LONG_SECONDS)
             wire.close()
             break
         except Unreachable as error:

@@ -28,15 +28,15 @@ from typing import Any
 import numpy as np
 
 import kvstore
-from kvstore.errors import StoreClosed, StoreError
-from kvstore.handle import Loaded, NamespaceHandle
-from kvstore.holding import Lease
-from kvstore.layout import Layout
-from kvstore.miss import MissReason
-from kvstore.pages import Pages
-from kvstore.service.client import SidecarStore
-from kvstore.service.remote_door import CallLimits
-from kvstore.service.run import Run
+from kvstore.block.account import MissReason
+from kvstore.block.errors import StoreClosed, StoreError
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.client.connection import SidecarConnection
+from kvstore.client.handle import Loaded, NamespaceHandle
+from kvstore.client.lease import Lease
+from kvstore.client.sidecar_store import SidecarStore
+from kvstore.client.socket_door import CallLimits
 from model.store_model import BLOCK_TOKENS, Prompt
 from torture.nursery import Voice
 
@@ -162,7 +162,7 @@ class Held:
     space: Space
     letters: tuple[int, ...]
     lease: Lease
-    run: Run
+    run: SidecarConnection
     frames: list[np.ndarray[Any, Any]]
     before: list[np.ndarray[Any, Any]]
     since: float

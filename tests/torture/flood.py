@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from kvstore.service import messages as m
+from kvstore.protocol import messages as m
 from torture.doorstep import OTHER_TENANT, PATHS, Household, Sidecar
 from torture.peer import Peer, packed_namespace
 
@@ -125,7 +125,7 @@ def _served(sidecar: Sidecar, name: str, seconds: float, look: Callable[[], None
             keys = [random.randbytes(32) for _ in range(64)]
             number = 2
             while time.monotonic() < ends_at:
-                verb = [m.Match(granted.grant.number, keys), m.Ping(), m.Release([number])][number % 3]
+                verb = [m.MatchPrefix(granted.grant.number, keys), m.Ping(), m.Release([number])][number % 3]
                 began = time.perf_counter()
                 answer = peer.ask(verb, number)
                 mine.append(time.perf_counter() - began)

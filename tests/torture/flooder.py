@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from random import Random
 
-from kvstore.service import messages as m
+from kvstore.protocol import messages as m
 from torture.peer import Peer, packed_namespace
 
 _BATCH_BYTES = 64 << 10
@@ -31,9 +31,9 @@ def _batches(random: Random, number: int, keys: list[bytes]) -> dict[str, Callab
 
     return {
         "pings": lambda: _batch([m.Ping()]),
-        "matches": lambda: _batch([m.Match(number, [random.randbytes(32) for _ in range(64)])]),
-        "large matches": lambda: _batch([m.Match(number, large())]),
-        "leases": lambda: _batch([m.Lease(number, keys, 0, 0.0)] * 4 + [m.ReleaseRequest("")]),
+        "matches": lambda: _batch([m.MatchPrefix(number, [random.randbytes(32) for _ in range(64)])]),
+        "large matches": lambda: _batch([m.MatchPrefix(number, large())]),
+        "leases": lambda: _batch([m.LeasePrefix(number, keys, 0, 0.0)] * 4 + [m.ReleaseRequest("")]),
         "stores": lambda: _batch([m.Reserve(number, [random.randbytes(32)], 0), m.Persist(number, keys, 0.0)]),
         "commits": lambda: _batch([m.Commit(1 << 40, 0, 0, [[bytes(16)] * 60] * 900)]),
         "lists": lambda: _batch([m.Namespaces(), m.Extents(list(range(32)), False), m.Attach([7] * 4096)]),

@@ -18,11 +18,11 @@ import torch
 import kvstore
 from kvstore.bench.measure import quantile
 from kvstore.bench.sidecar import Sidecar
-from kvstore.handle import NamespaceHandle
-from kvstore.layout import Layout
-from kvstore.miss import MissReason
-from kvstore.pages import Pages
-from kvstore.service.client import SidecarStore
+from kvstore.block.account import MissReason
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.sidecar_store import SidecarStore
 
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 FRAME_BYTES = 8 << 10

@@ -139,7 +139,7 @@ _SPOILED: tuple[Callable[[Random, str], str], ...] = (
 )
 
 
-def spoiled(random: Random, raw: bytes) -> bytes:
+def invalid_pages(random: Random, raw: bytes) -> bytes:
     """Bytes with a flip, a cut, or something behind them."""
     how = random.randrange(4)
     if how == 0 and raw:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvstore.service import messages as m
+from kvstore.protocol import messages as m
 from torture.peer import packed_namespace
 
 HUGE = (0, 1, -1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**31) - 1, -(2**63))
@@ -56,14 +56,14 @@ def _some(random: Random, mine: int, others: Sequence[int]) -> int:
 VALID: dict[str, Callable[[Random, Booty], m.Verb]] = {
     "hello": lambda r, b: m.Hello(1, 1, "attacker", r.choice([b"", r.randbytes(16), *b.sessions_of_others])),
     "namespace": lambda r, b: m.OpenNamespace(packed_namespace(), [8192]),
-    "match": lambda r, b: m.Match(_some(r, b.namespace, b.namespaces_of_others), some_keys(r, b)),
-    "lease": lambda r, b: m.Lease(
+    "match": lambda r, b: m.MatchPrefix(_some(r, b.namespace, b.namespaces_of_others), some_keys(r, b)),
+    "lease": lambda r, b: m.LeasePrefix(
         _some(r, b.namespace, b.namespaces_of_others), some_keys(r, b), 0, r.choice([0.0, 5.0]), "request"
     ),
     "attach": lambda r, b: m.Attach([b.lease, *b.leases_of_others]),
     "release": lambda r, b: m.Release([_some(r, b.lease, b.leases_of_others), *b.leases_of_others]),
     "release_request": lambda r, b: m.ReleaseRequest(r.choice(["request", "", "victim"])),
-    "report": lambda r, b: m.Report(_some(r, b.lease, b.leases_of_others), r.randint(0, 3), 0),
+    "report": lambda r, b: m.ReportFrame(_some(r, b.lease, b.leases_of_others), r.randint(0, 3), 0),
     "reserve": lambda r, b: m.Reserve(
         _some(r, b.namespace, b.namespaces_of_others),
         some_keys(r, b),

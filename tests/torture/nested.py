@@ -31,35 +31,32 @@ from typing import Any
 
 import msgspec
 
-from kvstore.about import check_can_be_kept, pack_about, unpack_about
-from kvstore.catalogue import catalogue
-from kvstore.door import Grant
-from kvstore.errors import BadInput, KeysUnusable
-from kvstore.identity import MAX_PACKED_BYTES, Namespace, TenantKeys, root_key
+from kvstore.block.about import check_can_be_kept, pack_about, unpack_about
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import BadInput, KeysUnusable
+from kvstore.block.identity import MAX_PACKED_BYTES, Namespace, TenantKeys, root_key
+from kvstore.block.key_file import KeyFile
+from kvstore.block.layout import Attention, KvGroup, Layout
+from kvstore.cli.ask import read_prompts
+from kvstore.cli.report import NamespacesReport, StatReport
+from kvstore.client.connection import checked_facts
+from kvstore.core.recovery_order import recovery_order
 from kvstore.insight.trace import read_trace
-from kvstore.layout import Attention, KvGroup, Layout
-from kvstore.miss import HitTier, MissReason
-from kvstore.node import KeyFile
-from kvstore.service import facts as f
-from kvstore.service import messages as m
-from kvstore.service.answers import checked_facts
-from kvstore.service.operate import read_prompts
-from kvstore.service.report import NamespacesReport, StatReport
+from kvstore.protocol import messages as m
+from kvstore.protocol import status as f
+from kvstore.protocol.door import Grant
+from kvstore.protocol.ticket import LeaseTicket
 from kvstore.service.settings import read_settings
-from kvstore.ticket import LeaseTicket
+from tiering.dram.extents import Extent
+from tiering.dram.keeping import Ledger
 from tiering.errors import BlockCorrupt
-from tiering.extents import Extent
 from tiering.frame import HEADER_BYTES, Sealer, Stamp, open_header, parse_header
-from tiering.keeping import Ledger
-from tiering.nvme import Found
-from tiering.slab import (
+from tiering.nvme.slab import (
     EMPTY,
     ENTRY,
     HELD,
-    PAGE_BYTES,
     SLOTS_PER_RECORD,
     OtherFormat,
-    SlabHeader,
     StoreStamp,
     entry_of,
     latest_stamp,
@@ -67,11 +64,12 @@ from tiering.slab import (
     open_record,
     pack_meta,
     pack_record,
-    read_slab_header,
     split_entries,
 )
+from tiering.nvme.tier import Found
+from tiering.slab_header import PAGE_BYTES, SlabHeader, read_slab_header
 from tiering.tier import SlotClass, place_of
-from torture.mutate import EDGES, WIDE, as_json, mutated, odd, spoiled
+from torture.mutate import EDGES, WIDE, as_json, invalid_pages, mutated, odd
 from torture.mutations import VALID, Booty
 
 Report = Callable[[int], None]
@@ -93,7 +91,7 @@ def refused(error: Exception) -> str:
     """A declared exception: its line can be printed, and sent."""
     line = str(error)
     assert line and len(line) <= MOST_LINE, f"a line of {len(line)} characters: {line[:200]}"
-    msgspec.msgpack.encode(m.failed(m.Fault.BAD_INPUT, line))
+    msgspec.msgpack.encode(m.failed(m.RequestFault.BAD_INPUT, line))
     return "refused"
 
 
@@ -127,7 +125,7 @@ def packed_bytes(random: Random) -> bytes:
     """A packed namespace, changed within, or around."""
     fields = mutated(random, random.choice(FIELDS))
     raw = zlib.compress(as_json(random, fields).encode("utf-8", "surrogatepass"))
-    return spoiled(random, raw) if random.random() < 0.08 else raw
+    return invalid_pages(random, raw) if random.random() < 0.08 else raw
 
 
 def some_payloads(random: Random, count: int) -> list[Any]:
@@ -182,7 +180,7 @@ TICKET_FIELDS = msgspec.to_builtins(TICKET, builtin_types=(bytes,))
 def ticket(random: Random) -> str:
     body = msgspec.msgpack.encode(mutated(random, TICKET_FIELDS, wire=True))
     if random.random() < 0.05:
-        body = spoiled(random, body)
+        body = invalid_pages(random, body)
     sealed = msgspec.msgpack.decode(msgspec.msgpack.encode(TICKET.seal(GRANT)))[:1] + _ticket_mac(body) + body
     try:
         opened = LeaseTicket.open(sealed, GRANT)
@@ -204,34 +202,34 @@ def _ticket_mac(body: bytes) -> bytes:
 
 # Admin answers --------------------------------------------------------------------------------------------------------
 
-LOOKED = f.Looked(128, {"dram": 64}, {"absent": 64}, 0, 2, {"dram": 1}, {"absent": 1}, 0, 1, 1, 0, 64, 0.5)
+LOOKED = f.LookupCounts(128, {"dram": 64}, {"absent": 64}, 0, 2, {"dram": 1}, {"absent": 1}, 0, 1, 1, 0, 64, 0.5)
 STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
-FACTS = f.Facts(
+FACTS = f.SidecarStatus(
     "ab" * 16,
     1,
     "ready",
     1e9,
     100.0,
-    [f.TierFacts("dram", 1 << 30, 1 << 20, dict.fromkeys(STATES, 1))],
+    [f.TierStatus("dram", 1 << 30, 1 << 20, dict.fromkeys(STATES, 1))],
     2,
     1,
     0,
     4096,
     LOOKED,
-    [f.NamespaceFacts("a" * 12, "a" * 64, "default", "m", "2 layers", "raw", 0, 64, 2, 2, 8192, 2, 8192, 9e8, LOOKED)],
-    [f.MoveFacts("dram", "save", 1, 1, 1, 0)],
-    [f.SessionFacts("vllm", "default", 1, 1, 2, 0, 9e8, 0.1, 0.2)],
+    [f.NamespaceStatus("a" * 12, "a" * 64, "default", "m", "2 layers", "raw", 0, 64, 2, 2, 8192, 2, 8192, 9e8, LOOKED)],
+    [f.MoveStatus("dram", "save", 1, 1, 1, 0)],
+    [f.SessionStatus("vllm", "default", 1, 1, 2, 0, 9e8, 0.1, 0.2)],
     0,
     {"evicted": 3},
-    f.DoorFacts(1, 1, 0, 0, {"match": 4}, 0.1, 0.3),
-    f.LoadingFacts(1, 2, 3, 4, 5),
-    f.ScrubFacts(1, 1, 1, 1, 0, 0, 0, False, 1.0, 9e8),
+    f.DoorStatus(1, 1, 0, 0, {"match": 4}, 0.1, 0.3),
+    f.RecoveryStatus(1, 2, 3, 4, 5),
+    f.ScrubStatus(1, 1, 1, 1, 0, 0, 0, False, 1.0, 9e8),
     tenants=[
-        f.TenantFacts("default", 0.5, 1.0, 1, 1, 1, 1, 1, 1, 1, 1),
-        f.TenantFacts("b", None, None, 1, 1, None, None),
+        f.TenantStatus("default", 0.5, 1.0, 1, 1, 1, 1, 1, 1, 1, 1),
+        f.TenantStatus("b", None, None, 1, 1, None, None),
     ],
     nvme_writes="all",
-    write_budget=f.WriteBudgetFacts(1e6, 1e5, 1e7),
+    write_budget=f.WriteBudgetStatus(1e6, 1e5, 1e7),
     policy="lru",
     retained_fraction=0.5,
 )
@@ -242,7 +240,7 @@ ANSWERS = [
         m.NamespacesReply([m.Opened("a" * 64, NAMESPACES[0].pack(), [8192], 2)], 0),
         m.Recorded(bytes(16), 64, [(0.5, [1, 2, 3])], 0),
         m.Counted(3),
-        m.Failed(m.Fault.BUSY, "why"),
+        m.Failed(m.RequestFault.BUSY, "why"),
     )
 ]
 
@@ -250,7 +248,7 @@ ANSWERS = [
 def admin_answer(random: Random) -> str:
     body = msgspec.msgpack.encode(mutated(random, random.choice(ANSWERS), wire=True))
     try:
-        answer = m.unpack_reply(spoiled(random, body) if random.random() < 0.05 else body).answer
+        answer = m.unpack_reply(invalid_pages(random, body) if random.random() < 0.05 else body).answer
     except ValueError as error:
         return refused(error)
     if not isinstance(answer, m.StatReply):
@@ -282,7 +280,7 @@ def settings(random: Random) -> str:
     text = as_toml(mutated(random, SETTINGS))
     raw = text.encode("utf-8", random.choice(("surrogatepass", "replace")))
     try:
-        read_settings(spoiled(random, raw) if random.random() < 0.1 else raw)
+        read_settings(invalid_pages(random, raw) if random.random() < 0.1 else raw)
     except BadInput as error:
         return refused(error)
     return "taken"
@@ -330,7 +328,7 @@ def prompts(random: Random) -> str:
 
 # Memory of an earlier process -----------------------------------------------------------------------------------------
 
-SLAB = struct.Struct("<8sI8sI16s32sIQII16sI")  # of a slab's header, as tiering.slab has it
+SLAB = struct.Struct("<8sI8sI16s32sIQII16sI")  # of a slab's header, as tiering.nvme.slab has it
 EXTENT_BYTES = 64 << 10
 ABOUTS = [pack_about(one, [part.raw_bytes for part in one.layout.parts]) for one in NAMESPACES]
 
@@ -362,7 +360,7 @@ def _slab_page(random: Random, mac_key: bytes) -> bytes:
     used = SLAB.pack(*fields) + about
     mac = blake2b(used, digest_size=32, key=mac_key, person=b"kv-slab").digest()
     page = (used + mac).ljust(PAGE_BYTES, b"\0")[:PAGE_BYTES]
-    return spoiled(random, page)[:PAGE_BYTES].ljust(PAGE_BYTES, b"\0") if random.random() < 0.1 else page
+    return invalid_pages(random, page)[:PAGE_BYTES].ljust(PAGE_BYTES, b"\0") if random.random() < 0.1 else page
 
 
 def ledger(random: Random) -> str:
@@ -431,7 +429,7 @@ def frame_header(random: Random) -> str:
     mac = blake2b(used, digest_size=32, key=KEYS.mac).digest()
     raw = (used + mac).ljust(HEADER_BYTES, b"\0")[:HEADER_BYTES]
     if random.random() < 0.1:
-        raw = spoiled(random, raw)
+        raw = invalid_pages(random, raw)
     try:
         header = open_header(raw, Ring())
     except BlockCorrupt as error:
@@ -465,7 +463,7 @@ def index_records(random: Random) -> str:
             entries += entry_of(names[at], parent, depth, generation, priority, expires, state)
         value = pack_record(header, 0, entries, KEYS.mac)
         if random.random() < 0.05:
-            value = spoiled(random, value)
+            value = invalid_pages(random, value)
         try:
             opened = split_entries(open_record(header, 0, value, KEYS.mac))
         except BlockCorrupt as error:
@@ -473,7 +471,7 @@ def index_records(random: Random) -> str:
         slots = [slot for slot in range(SLOTS_PER_RECORD) if opened["state"][slot] == HELD]
         assert opened.dtype == ENTRY
         found.append(Found(header, [place_of(header.number, slot) for slot in slots], opened[slots]))
-    blocks, useless, lost = catalogue(found, parts, root)
+    blocks, useless, lost = recovery_order(found, parts, root)
     assert all(int(parent) < at for at, parent in enumerate(blocks.parents)), "a child before its parent"
     assert len(blocks) * parts + len(useless) + len(lost) == sum(len(one.places) for one in found)
     return "taken"
@@ -484,7 +482,7 @@ def stamps(random: Random) -> str:
     page = StoreStamp(fields[0], fields[1], b"i" * 16, fields[2], random.random() < 0.5).pack()
     pages = [page, bytes(PAGE_BYTES)] if fields[0] % 2 == 0 else [bytes(PAGE_BYTES), page]
     if random.random() < 0.1:
-        pages = [spoiled(random, one).ljust(PAGE_BYTES, b"\0")[:PAGE_BYTES] for one in pages]
+        pages = [invalid_pages(random, one).ljust(PAGE_BYTES, b"\0")[:PAGE_BYTES] for one in pages]
     try:
         latest = latest_stamp(pages)
     except OtherFormat as error:

@@ -19,26 +19,24 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvstore.codec import codec_named
-from kvstore.errors import StoreError
-from kvstore.identity import TenantKeys
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import StoreError
+from kvstore.block.identity import TenantKeys
 from kvstore.node import EmbeddedStore, open_embedded
 from tiering.errors import IndexDoubtful, TierError
 from tiering.frame import HEADER_BYTES, MAC_BYTES, parse_header
-from tiering.lmdb_index import LmdbMaker
-from tiering.slab import (
+from tiering.nvme.lmdb_index import LmdbMaker
+from tiering.nvme.slab import (
     ENTRY,
-    PAGE_BYTES,
     RECORDS,
     STAMP_PAGES,
-    SlabHeader,
     StoreStamp,
     latest_stamp,
     open_record,
     pack_record,
-    parse_slab_header,
     split_record_key,
 )
+from tiering.slab_header import PAGE_BYTES, SlabHeader, parse_slab_header
 from torture.mutate import as_json, mutated
 from torture.nested import IDENTITY_FIELDS, SLAB, STAMP_FIELDS
 from workbench import blank_pages, ids, random_pages, same_tokens, small_layout

@@ -24,13 +24,13 @@ from typing import Any
 import msgspec
 
 import kvstore
-from kvstore.door import Grant, LeaseReply, MatchReply, ReserveReply
-from kvstore.errors import StoreError
-from kvstore.miss import HitTier, MissReason
-from kvstore.service import messages as m
-from kvstore.service.client import SidecarStore
-from kvstore.service.remote_door import CallLimits
-from tiering.extents import Extent
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import StoreError
+from kvstore.client.sidecar_store import SidecarStore
+from kvstore.client.socket_door import CallLimits
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import Grant, LeaseReply, MatchReply, ReserveReply
+from tiering.dram.extents import Extent
 from tiering.frame import Stamp
 from tiering.tier import place_of
 from torture.doorstep import OTHER_TENANT, PATHS, Household, Sidecar
@@ -101,7 +101,7 @@ def _ask_oddly(sidecar: Sidecar, random: Random, most: int, counts: Counter[str]
                 counts["ended"] += 1
                 return
             answer = reply.answer
-            if isinstance(answer, m.Failed) and answer.fault is m.Fault.MALFORMED:
+            if isinstance(answer, m.Failed) and answer.fault is m.RequestFault.MALFORMED:
                 counts["malformed"] += 1
                 assert peer.reply() is None
                 return
@@ -199,9 +199,9 @@ class OddSidecar:
             case m.OpenNamespace():
                 stamp = Stamp(bytes(8), 1, bytes(16), bytes(32), "raw", 0, 1, 64, 2, 8192).pack()
                 return m.Granted(Grant(0, b"i" * 32, (stamp,), (8192,), True)), []
-            case m.Match():
+            case m.MatchPrefix():
                 return m.Matched(MatchReply(len(verb.keys), ((HitTier.DRAM, len(verb.keys)),))), []
-            case m.Lease():
+            case m.LeasePrefix():
                 count = len(verb.keys)
                 places = [place_of(3, slot % 5) for slot in range(count - verb.first_block)]
                 reply = LeaseReply(
@@ -217,7 +217,7 @@ class OddSidecar:
             case m.Persist():
                 return m.Persisted(len(verb.keys), None), []
             case m.Extents():
-                one = m.Extent(3, EXTENT_BYTES, FRAME_BYTES)
+                one = m.ExtentEntry(3, EXTENT_BYTES, FRAME_BYTES)
                 return m.ExtentsReply([one]), [self._extent.share(1, writable=verb.writable)]
             case m.Drop():
                 return m.Counted(2), []

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvstore.errors import StoreError
+from kvstore.block.errors import StoreError
+from kvstore.cli import ask
 from kvstore.node import SystemClock
-from kvstore.service import operate
-from kvstore.service.facts import Facts
+from kvstore.protocol.status import SidecarStatus
 
 SERVES_WITHIN_SECONDS = 60
 SETTLES_WITHIN_SECONDS = 60
@@ -78,7 +78,7 @@ class Sidecar:
                 }.items()
             )
         )
-        command = [sys.executable, "-m", "kvstore.cli", "serve", "--json", "--config", str(config)]
+        command = [sys.executable, "-m", "kvstore", "serve", "--json", "--config", str(config)]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -158,9 +158,9 @@ class Sidecar:
         os.kill(children[0], signal.SIGKILL)
         return True
 
-    def facts(self) -> Facts:
+    def facts(self) -> SidecarStatus:
         """What `kvstore stat` says."""
-        return operate.stat(self._admin, SystemClock())
+        return ask.stat(self._admin, SystemClock())
 
     def log(self) -> str:
         """Its last lines."""
@@ -216,7 +216,7 @@ class Baseline:
         """Of shared memory, each piece once."""
         return sum({**self.keeper.memory, **self.sidecar.memory}.values())
 
-    def wrong(self, facts: Facts, extent_bytes: int) -> list[str]:
+    def wrong(self, facts: SidecarStatus, extent_bytes: int) -> list[str]:
         """What does not fit together: memory by its descriptors, by the keeper's and by stat."""
         wrong = []
         taken = next(tier.taken_bytes for tier in facts.tiers if tier.name == "dram")
@@ -252,7 +252,7 @@ def _without_slabs(opened: Opened) -> dict[str, int]:
     return {kind: count for kind, count in opened.kinds.items() if kind != "slabs"}
 
 
-def _left_in(facts: Facts) -> list[str]:
+def _left_in(facts: SidecarStatus) -> list[str]:
     counts = {
         "leases": facts.leases,
         "reservations": facts.reservations,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import socket
 
-from kvstore.identity import Namespace
-from kvstore.layout import Layout
-from kvstore.service import messages as m
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import Layout
+from kvstore.protocol import messages as m
 
 LONG_SECONDS = 60.0
 """For whatever must come in the end, on a busy machine."""

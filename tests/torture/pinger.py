@@ -11,7 +11,7 @@ import select
 import sys
 import time
 
-from kvstore.service import messages as m
+from kvstore.protocol import messages as m
 from torture.peer import Peer
 
 PACE_SECONDS = 0.002

@@ -15,23 +15,22 @@ from pathlib import Path
 from random import Random
 
 from tiering.files import DirectFiles, Files
-from tiering.frame_index import Change, FrameIndex
-from tiering.lmdb_index import LmdbMaker
-from tiering.slab import (
+from tiering.nvme.frame_index import Change, FrameIndex
+from tiering.nvme.lmdb_index import LmdbMaker
+from tiering.nvme.slab import (
     DOUBTS,
     EMPTY,
     ENTRY,
     META,
-    PAGE_BYTES,
     RECORDS,
     SLOTS_PER_RECORD,
     STAMP_PAGES,
     latest_stamp,
-    parse_slab_header,
     split_doubt_key,
     split_entries,
     split_record_key,
 )
+from tiering.slab_header import PAGE_BYTES, parse_slab_header
 from tiering.tier import place_of
 from torture.nursery import Voice
 

@@ -19,9 +19,9 @@ from simulation.machine import CLASSES, MAC_KEY, PAYLOAD_BYTES, SLAB_BYTES, STAM
 from tiering.errors import TierFull
 from tiering.files import DirectFiles
 from tiering.frame import HEADER_BYTES
-from tiering.frame_index import FrameIndex
-from tiering.lmdb_index import discard, open_index
-from tiering.nvme import Found
+from tiering.nvme.frame_index import FrameIndex
+from tiering.nvme.lmdb_index import discard, open_index
+from tiering.nvme.tier import Found
 from torture.nursery import Nursery, Voice
 
 KEYS = 60
@@ -266,7 +266,7 @@ class Witness:
                 tier.read(place, memoryview(frame))
                 if bytes(frame) != frame_of(name).bytes:
                     assert name in self.begun and machine.read(place) is None, f"{name} has other bytes"
-                    tier.condemn([place])
+                    tier.quarantine([place])
                     continue
                 assert name not in there, "a frame stands in two places"
                 there.add(name)

@@ -14,11 +14,11 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from kvstore.codec import codec_named
-from kvstore.miss import MissReason
+from kvstore.block.account import MissReason
+from kvstore.block.codec import codec_named
 from kvstore.node import open_embedded
 from model.store_model import Prompt
-from tiering.lmdb_index import LmdbMaker, discard
+from tiering.nvme.lmdb_index import LmdbMaker, discard
 from torture.child import DRAM, LETTERS, SIZES, SPACES, Space
 
 LOADED_WITHIN_SECONDS = 60

@@ -1,1 +1,1 @@
-"""Eviction policies, one readable file each (floor 1). `policy.py` is the contract."""
+"""Eviction policies, one readable file each. `policy.py` is the contract."""

@@ -1,4 +1,4 @@
-"""The adaptive policy: least recently used, and better where it can prove it (floor 1).
+"""The adaptive policy: least recently used, and better where it can prove it.
 
 How likely a block is to be used again is learned from what happens. A key-only *history* knows of many names when they
 were used last. Each use is counted under the age that the block had by then, counted in uses, and under its kind: how
@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from tiering.lazy_memory import LazyRecords
 from tiering.policies import adaptive_loops as loops
+from tiering.policies.lazy_memory import LazyRecords
 
 HISTORY_PER_BLOCK, HISTORY_LEAST = 4, 1 << 16
 """Names in the history, for each block that the tier has room for, and at least."""

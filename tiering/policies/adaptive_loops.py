@@ -1,4 +1,4 @@
-"""What the adaptive policy does for every block, compiled by numba (floor 1). `adaptive` says in words what and why.
+"""What the adaptive policy does for every block, compiled by numba. `adaptive` says in words what and why.
 
 All state is arrays that `adaptive` makes and keeps. A call costs the more, the more arrays it is given, and most take
 less than a microsecond: so a call is given an address alone, of an array that says where they are (`Arrays`).
@@ -149,7 +149,7 @@ class Arrays(NamedTuple):
 ARRAYS = len(Arrays._fields)
 
 
-class Loops(NamedTuple):
+class AdaptiveLoops(NamedTuple):
     """What `adaptive` calls."""
 
     follow: Any
@@ -173,13 +173,13 @@ class NotCompiled(Exception):
     """Numba is there, and compiles nothing here."""
 
 
-def prepare() -> Loops:
+def prepare() -> AdaptiveLoops:
     """Compile. Some seconds the first time on a machine: later processes find the result on disk, where numba has a
     place to keep it. A place that is full or damaged costs these seconds only. Raises `NotCompiled`."""
     global _ready
     if _ready is None:
         try:  # where there is no place at all, the first line fails already
-            loops = Loops(*(njit(cache=True, nogil=True)(globals()[name]) for name in _ENTRANCES))
+            loops = AdaptiveLoops(*(njit(cache=True, nogil=True)(globals()[name]) for name in _ENTRANCES))
             _compile(loops)
         except Exception as error:  # of a disk, or whatever damaged bytes make; what else is wrong shows below again
             _log.warning(
@@ -189,7 +189,7 @@ def prepare() -> Loops:
                 error,
             )
             try:
-                loops = Loops(*(njit(nogil=True)(globals()[name]) for name in _ENTRANCES))
+                loops = AdaptiveLoops(*(njit(nogil=True)(globals()[name]) for name in _ENTRANCES))
                 _compile(loops)
             except Exception as error:  # whatever is wrong with a compiler that is somebody else's
                 raise NotCompiled(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
@@ -802,7 +802,7 @@ def _enter_all(nodes, heads):
         node = nodes[node].newer
 
 
-def _compile(loops: Loops) -> None:
+def _compile(loops: AdaptiveLoops) -> None:
     address, rows, names = int64, int32[::1], int64[::1]
     loops.follow.compile((address, int64))
     loops.learn.compile((address, int64, rows, int64, names))
@@ -816,4 +816,4 @@ def _compile(loops: Loops) -> None:
         loop.disable_compile()  # for anything else: `None` in place of an address would be one that is 0
 
 
-_ready: Loops | None = None
+_ready: AdaptiveLoops | None = None

@@ -1,7 +1,7 @@
-"""A policy for each group of tenants: what one group does tells nothing of what another's blocks are worth (floor 1).
+"""A policy for each group of tenants: what one group does tells nothing of what another's blocks are worth.
 
-All blocks of a chain are of one group. Which group gives way is said by `tiering.shares`; which of its blocks, by its
-own policy.
+All blocks of a chain are of one group. Which group gives way is said by `tiering.policies.shares`; which of its blocks,
+by its own policy.
 """
 
 from __future__ import annotations

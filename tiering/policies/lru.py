@@ -1,4 +1,4 @@
-"""Leaf-first LRU: the yardstick (floor 1).
+"""Leaf-first LRU: the yardstick.
 
 All blocks stand in one list in the order of their last use. A chain is always touched from its tail to its head, so an
 ancestor stands nearer to the recent end than any of its descendants, and the block at the old end is a leaf unless a

@@ -1,4 +1,4 @@
-"""The contract of an eviction policy (floor 1).
+"""The contract of an eviction policy.
 
 A policy orders the blocks of one tier by what they are worth. It sees rows (small integers that stand for blocks) and
 what happens to them; never bytes, pins or locks. Only leaves may be proposed as victims: a block that has children is

@@ -1,4 +1,4 @@
-"""S3-FIFO for prefixes: three queues and no list that every use reorders (floor 1).
+"""S3-FIFO for prefixes: three queues and no list that every use reorders.
 
 A new block enters a small queue, a tenth of all that stands in queues. Whoever comes to its old end is looked at: used
 twice since it came, it goes on to the main queue; else it leaves, and its name alone is remembered in a ghost, which

@@ -1,0 +1,1 @@
+"""Opaque chunks of an engine's own offloading, kept in the store."""

@@ -1,0 +1,1 @@
+"""How far to load and how far to compute, from what was measured."""

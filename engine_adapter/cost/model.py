@@ -1,0 +1,314 @@
+"""How much of a found prefix to load, and how much to compute: whichever is believed to be over sooner.
+
+    position   0         local            load up to here       found            prompt
+               |== engine =|====== loaded ======|--- declined ---|--- not found ---|
+                           '-- DRAM --'-- NVMe -'---- NVMe ------'
+
+    1. `choose` when a prefix was found: how much of it, and what that is expected to take.
+    2. `finished` when the load has ended: what it took teaches the speeds, and regret is counted.
+
+What was never learned is loaded. What would be declined is tried all the same once in a while, by a *helping*: a belief
+that nothing contradicts could not be mended. A tier that was slow when last seen, and is only hoped to be better now,
+is tried by a helping, too. Pure: no clock, no waiting, some microseconds a call; must never raise for any number that
+it is given. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine_adapter.cost.speeds import LONGEST_SECONDS, LoadSpeed, PrefillSpeed, as_tokens
+from kvstore.block.account import HitTier, MissReason
+
+SYNCHRONOUS_MS = 2.0
+"""A load below this is over before another step would be: the engine waits for it. What takes longer is loaded beside
+the engine's steps, and its end is noticed between two of them."""
+EXPLORE_EVERY = 64
+"""Of the decisions that decline something, this one loads a helping of it. That takes no longer than computing the
+prompt, as far as is known: so all of them together take at most a 64th more than they had to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do with one found prefix. Times in milliseconds.
+
+    load_tokens: from `local_tokens` on, and up to a block's boundary (0: compute everything). declined_tokens: of
+    whole blocks that were found behind. reason: why those are a miss, if there are any. predicted_load_ms: with
+    everything that is waited for. predicted_compute_ms: of what is loaded; None before speeds were learned.
+    is_explored: loaded against what is believed. parts: bytes by tier. waiting_seconds: what of the load's time is
+    expected not to be its own.
+    """
+
+    local_tokens: int
+    load_tokens: int
+    declined_tokens: int
+    predicted_load_ms: float
+    predicted_compute_ms: float | None
+    is_explored: bool
+    parts: tuple[tuple[HitTier, float], ...]
+    waiting_seconds: float
+
+    @property
+    def reason(self) -> MissReason | None:
+        """Of the declined tokens."""
+        return MissReason.CHEAPER_TO_COMPUTE if self.declined_tokens else None
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether it was decided by speeds, and not by default."""
+        return self.predicted_compute_ms is not None
+
+    def remaining_seconds(self, elapsed_seconds: float) -> float:
+        """What is left of its load for those that queue behind it, without what it waits for itself. A late load is
+        expected to be as late again, so that a tier that hangs is noticed before anything comes of it."""
+        predicted = 1e-3 * self.predicted_load_ms
+        left = predicted - max(0.0, elapsed_seconds)
+        return min(left, predicted - self.waiting_seconds) if left > 0.0 else min(-left, LONGEST_SECONDS)
+
+
+@dataclass
+class CostCounts:
+    """What became of the decisions. Tokens of whole blocks: loaded + declined is what was found.
+
+    explored: decisions that loaded more than was believed right. unlearned: those before speeds were learned. judged:
+    finished loads that were held against computing; regret_ms and saved_ms: by how much they took longer, or less.
+    """
+
+    decisions: int = 0
+    loaded_tokens: int = 0
+    declined_tokens: int = 0
+    explored: int = 0
+    unlearned: int = 0
+    finished: int = 0
+    judged: int = 0
+    regret_ms: float = 0.0
+    saved_ms: float = 0.0
+
+    def to_dict(self) -> dict[str, int | float]:
+        """For `--json`."""
+        return {
+            "decisions": self.decisions,
+            "loaded_tokens": self.loaded_tokens,
+            "declined_tokens": self.declined_tokens,
+            "explored": self.explored,
+            "unlearned": self.unlearned,
+            "finished": self.finished,
+            "judged": self.judged,
+            "regret_ms": self.regret_ms,
+            "saved_ms": self.saved_ms,
+        }
+
+
+class CostModel:
+    """Decides for one engine and one namespace. The speeds may be shared with others."""
+
+    def __init__(
+        self,
+        prefill: PrefillSpeed,
+        loads: LoadSpeed,
+        *,
+        bytes_per_token: float,
+        explore_every: int = EXPLORE_EVERY,
+    ) -> None:
+        """bytes_per_token: of the store's payloads, all layers and heads."""
+        assert bytes_per_token > 0 and explore_every > 0
+        self.prefill = prefill
+        self.loads = loads
+        self.counts = CostCounts()
+        self._bytes_per_token = bytes_per_token
+        self._explore_every = explore_every
+        self._declining = 0  # decisions in a row, by count, that declined something and explored nothing
+
+    def predicted_load_ms(self, runs: Sequence[tuple[HitTier, int]], now_seconds: float) -> float:
+        """Loading runs of so many tokens, with nothing before it."""
+        parts = [(tier, as_tokens(tokens) * self._bytes_per_token) for tier, tokens in runs]
+        return 1e3 * self.loads.seconds(parts, now_seconds)
+
+    def choose(
+        self,
+        local_tokens: int,
+        runs: Sequence[tuple[HitTier, int]],
+        prompt_tokens: int,
+        block_tokens: int,
+        queued_seconds: float,
+        others_running: bool,
+        now_seconds: float,
+    ) -> Decision:
+        """How much of a prefix to load.
+
+        local_tokens: what the engine has of it. runs: what was found behind, in order, as (tier, tokens).
+        queued_seconds: what is left of the loads under way, which go first (`Decision.remaining_seconds` of each, added
+        up where they go one after another). others_running: whether the engine is busy
+        with other requests, so that the end of a load that runs beside is noticed half a step late on average.
+
+        Computing gets cheaper by the token the shorter the rest is (attention), and loading a run costs the same for
+        each: their sum bends down along a run, so the best place to stop is one of its ends.
+        """
+        local, prompt, block = as_tokens(local_tokens), as_tokens(prompt_tokens), max(1, as_tokens(block_tokens))
+        found = self._found(local, runs, prompt, block, lambda tier: self.loads.of_tier(tier, now_seconds))
+        if not found.stops:
+            return Decision(found.local, 0, 0, 0.0, self.prefill.more_seconds(0, 0), False, (), 0.0)
+        waiting = min(queued_seconds, LONGEST_SECONDS) if queued_seconds > 0 else 0.0
+        if others_running and 1e3 * (waiting + found.stops[-1].load_seconds) > SYNCHRONOUS_MS:
+            waiting += self.prefill.typical_step_seconds / 2
+        last = chosen = found.stops[-1].token
+        is_explored = False
+        if self.prefill.is_learned:
+            chosen = self._cheapest(found, waiting)
+            is_due = chosen < last and self._is_due()
+            if is_due or (chosen > local and any(self.loads.hopes(run.tier, now_seconds) for run in found.runs)):
+                doubted = self._found(
+                    local, runs, prompt, block, lambda tier: self.loads.doubted_of_tier(tier, now_seconds)
+                )
+                certain = min(chosen, self._cheapest(doubted, waiting))
+                is_explored = is_due or certain < chosen
+                if is_explored:
+                    chosen = min(self._exploration_load(doubted, certain, block), last if is_due else chosen)
+        parts, load_seconds = found.cut(chosen, self._bytes_per_token)
+        load_tokens = chosen - found.local
+        compute_seconds = self.prefill.more_seconds(found.local, chosen)
+        decision = Decision(
+            found.local,
+            load_tokens,
+            last - chosen,
+            1e3 * (waiting + load_seconds) if load_tokens else 0.0,
+            1e3 * compute_seconds if compute_seconds is not None else None,
+            is_explored,
+            parts,
+            waiting,
+        )
+        self._count(decision)
+        return decision
+
+    def finished(
+        self, decision: Decision, actual_seconds: float, now_seconds: float, loaded_tokens: int | None = None
+    ) -> None:
+        """The load of a decision has ended, after that time with all its waiting. loaded_tokens: what came, if it was
+        not all; the speeds learn from such a load only that it took at least so long."""
+        if not decision.load_tokens:
+            return
+        loaded = decision.load_tokens if loaded_tokens is None else min(as_tokens(loaded_tokens), decision.load_tokens)
+        self.counts.finished += 1
+        if loaded == decision.load_tokens or 1e3 * actual_seconds > decision.predicted_load_ms:
+            self.loads.observe(decision.parts, actual_seconds, now_seconds, decision.waiting_seconds)
+        start = decision.local_tokens
+        compute_seconds = self.prefill.more_seconds(start, start + loaded)
+        if compute_seconds is None or not 0.0 <= actual_seconds <= LONGEST_SECONDS:
+            return
+        self.counts.judged += 1
+        self.counts.regret_ms += 1e3 * max(0.0, actual_seconds - compute_seconds)
+        self.counts.saved_ms += 1e3 * max(0.0, compute_seconds - actual_seconds)
+
+    # Inside --------------------------------------------------------------------------------------------------------
+
+    def _found(
+        self,
+        local: int,
+        runs: Sequence[tuple[HitTier, int]],
+        prompt: int,
+        block: int,
+        speeds: Callable[[HitTier], tuple[float, float]],
+    ) -> _Found:
+        """Where loading may stop, and what it takes up to there. speeds: of a tier, overhead and seconds per byte."""
+        found = _Found(local, prompt, [], [])
+        paid: set[HitTier] = set()
+        position, seconds = local, 0.0
+        for tier, tokens in runs:
+            stop = min(position + as_tokens(tokens), prompt)
+            if stop <= position:
+                continue
+            overhead, byte_seconds = speeds(tier)
+            run = _Run(
+                tier,
+                position,
+                stop,
+                seconds + (0.0 if tier in paid else overhead),
+                byte_seconds * self._bytes_per_token,
+            )
+            paid.add(tier)
+            found.runs.append(run)
+            # A run that begins within a block has its first boundary as an end of its own.
+            for boundary in (-(-(position + 1) // block) * block, stop // block * block):
+                last = found.stops[-1].token if found.stops else local
+                if last < boundary <= stop and (boundary == stop // block * block or position % block):
+                    found.stops.append(_Stop(boundary, run.seconds_at(boundary)))
+            position, seconds = stop, run.seconds_at(stop)
+        return found
+
+    def _cheapest(self, found: _Found, waiting_seconds: float) -> int:
+        """Up to which token; of equals the longest, which spares the engine's work."""
+        best_token = found.local
+        best_seconds = self.prefill.more_seconds(found.local, found.prompt) or 0.0
+        for token, load_seconds in found.stops:
+            rest = self.prefill.more_seconds(token, found.prompt) or 0.0
+            total = waiting_seconds + load_seconds + rest
+            if total <= best_seconds:
+                best_token, best_seconds = token, total
+        return best_token
+
+    def _is_due(self) -> bool:
+        """Whether this one, of those that decline something, is to be tried all the same."""
+        self._declining = (self._declining + 1) % self._explore_every
+        return self._declining == 0
+
+    def _exploration_load(self, doubted: _Found, chosen: int, block: int) -> int:
+        """Further than what was chosen: by one block at least, and up to where loading takes no longer than computing
+        everything would, if the tiers are as they were when last seen."""
+        affordable = self.prefill.more_seconds(doubted.local, doubted.prompt) or 0.0
+        reached = max(run.token_at(affordable) for run in doubted.runs)
+        reached = max(reached // block * block, (chosen // block + 1) * block)
+        return min(reached, doubted.stops[-1].token)
+
+    def _count(self, decision: Decision) -> None:
+        counts = self.counts
+        counts.decisions += 1
+        counts.loaded_tokens += decision.load_tokens
+        counts.declined_tokens += decision.declined_tokens
+        counts.explored += decision.is_explored
+        counts.unlearned += not decision.is_learned
+
+
+class _Stop(NamedTuple):
+    token: int
+    load_seconds: float
+
+
+class _Run(NamedTuple):
+    """Tokens start .. stop - 1, from one tier. base_seconds: of all before, with the overhead of this one."""
+
+    tier: HitTier
+    start: int
+    stop: int
+    base_seconds: float
+    token_seconds: float
+
+    def seconds_at(self, token: int) -> float:
+        return self.base_seconds + (token - self.start) * self.token_seconds
+
+    def token_at(self, seconds: float) -> int:
+        """Up to which token of this run a load of that time comes; 0, if not as far as its start."""
+        if seconds <= self.base_seconds:
+            return 0
+        if self.seconds_at(self.stop) <= seconds:
+            return self.stop
+        return self.start + int((seconds - self.base_seconds) / self.token_seconds)
+
+
+class _Found(NamedTuple):
+    local: int
+    prompt: int
+    runs: list[_Run]
+    stops: list[_Stop]
+
+    def cut(self, token: int, bytes_per_token: float) -> tuple[tuple[tuple[HitTier, float], ...], float]:
+        """What is loaded up to a token: bytes by tier, and the seconds of that alone."""
+        parts = []
+        seconds = 0.0
+        for run in self.runs:
+            if run.start < token:
+                stop = min(token, run.stop)
+                parts.append((run.tier, (stop - run.start) * bytes_per_token))
+                seconds = run.seconds_at(stop)
+        return tuple(parts), seconds

@@ -1,0 +1,410 @@
+"""How fast this engine computes a prompt, and how fast the store brings one: learned from what happened.
+
+`PrefillSpeed` learns from the engine's steps, `LoadSpeed` from finished loads. Both are a few numbers and a few dozen
+multiplications per call, so that a scheduler can ask them within a step. Neither may ever raise for a number, however
+odd: what cannot be a duration or a count is left out. No clock here: times are handed in, in seconds. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log, sqrt
+from operator import mul
+
+from kvstore.block.account import HitTier
+
+SHORTEST_SECONDS, LONGEST_SECONDS = 1e-9, 3600.0
+"""No step and no load takes less or more; what claims to is not learned from."""
+MOST_TOKENS = 1 << 26
+"""No prompt is longer; counts are cut to it, so that products of them stay exact enough in a double."""
+MOST_BYTES = 2.0**60
+
+
+def is_duration(seconds: float) -> bool:
+    """Whether something can have taken that long. False for NaN."""
+    return SHORTEST_SECONDS < seconds < LONGEST_SECONDS
+
+
+def as_tokens(count: int) -> int:
+    """A count of tokens between 0 and `MOST_TOKENS`."""
+    return max(0, min(count, MOST_TOKENS))
+
+
+# Prefill ----------------------------------------------------------------------------------------------------------
+#
+#   step seconds = step + linear * n + quadratic * q + decode * d
+#
+#   n   new prompt tokens in the step: the matrix products         d   requests in the step that only decode
+#   q   (b * b - a * a) / 2, summed over its prompts' tokens a .. b - 1: attention, each token against all before it
+#
+# Sums over prompts stay sums, so a step that several prompts share is one observation. The four numbers minimise the
+# squared relative error over the steps so far, older ones counting less. What cannot be told apart (steps that are all
+# alike) is put down to `linear`, because its ridge is the smallest.
+
+TOKENS_UNIT = 1024.0
+PAIRS_UNIT = TOKENS_UNIT * TOKENS_UNIT
+"""Of n and q: keeps the sums below of one order of magnitude."""
+RIDGE = (1e-3, 1e-6, 1e-3, 1e-3)
+KEPT = 0.99
+"""What a step's weight is after one more: about a hundred steps are remembered."""
+LEAST_STEPS = 8
+LEAST_STEP_TOKENS = 128
+"""Speeds are known after that many steps with so many new tokens each: below, a step's fixed cost hides the rest."""
+OUTLIER = 4.0
+"""Times the usual relative error, beyond which an error counts no more than this (Huber's weights): a step during which
+the machine did something else."""
+LEAST_SPREAD = 0.02
+_SPREAD_AT_FIRST = 0.25
+_SPREAD_GAIN = 0.05
+_STEP_GAIN = 0.1
+_FORGOTTEN = 1e-30
+
+
+class PrefillSpeed:
+    """How long computing takes. outliers: steps that counted less. refused: observations that cannot be true."""
+
+    def __init__(self) -> None:
+        self._squares = [[0.0] * 4 for _ in range(4)]
+        self._products = [0.0] * 4
+        self._solution: list[float] | None = None
+        self._spread = _SPREAD_AT_FIRST
+        self._telling_steps = 0
+        self.steps = 0
+        self.outliers = 0
+        self.refused = 0
+        self.typical_step_seconds = 0.0
+        """Of all steps, those that only decode included; 0 before the first one."""
+
+    def observe(self, scheduled: Sequence[tuple[int, int]], decode_requests: int, step_seconds: float) -> None:
+        """One step of the engine. scheduled: of each prompt in it (tokens before, new tokens). A step in which the
+        engine waited for a load is not to be shown here, or without that wait."""
+        if not is_duration(step_seconds):
+            self.refused += 1
+            return
+        typical = self.typical_step_seconds or step_seconds
+        self.typical_step_seconds = typical + _STEP_GAIN * (min(step_seconds, 4 * typical) - typical)
+        new_tokens, pairs = 0, 0.0
+        for start, count in scheduled:
+            start, count = as_tokens(start), as_tokens(count)
+            new_tokens += count
+            pairs += count * (start + count / 2)
+        if not new_tokens:
+            return
+        features = (1.0, new_tokens / TOKENS_UNIT, pairs / PAIRS_UNIT, float(as_tokens(decode_requests)))
+        weight = self._weight(features, step_seconds)
+        for at, feature in enumerate(features):
+            share = weight * feature
+            self._squares[at] = [
+                KEPT * old + share * other for old, other in zip(self._squares[at], features, strict=True)
+            ]
+            self._products[at] = KEPT * self._products[at] + share * step_seconds
+        self._solution = None
+        self.steps += 1
+        self._telling_steps += new_tokens >= LEAST_STEP_TOKENS
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether enough was seen."""
+        return self._telling_steps >= LEAST_STEPS
+
+    def seconds(self, start_token: int, stop_token: int) -> float | None:
+        """Computing the tokens start .. stop - 1 of a prompt behind those before, alone in one step. None until enough
+        was seen."""
+        more = self.more_seconds(start_token, stop_token)
+        if more is None or as_tokens(stop_token) <= as_tokens(start_token):
+            return more
+        return self._coefficients()[0] + more
+
+    def more_seconds(self, start_token: int, stop_token: int) -> float | None:
+        """What these tokens add to a step that runs anyway: what is saved where they are loaded, since some token of a
+        prompt is always computed."""
+        if not self.is_learned:
+            return None
+        start, stop = as_tokens(start_token), as_tokens(stop_token)
+        if stop <= start:
+            return 0.0
+        _, linear, quadratic, _ = self._coefficients()
+        count = stop - start
+        return linear * (count / TOKENS_UNIT) + quadratic * (count * (start + count / 2) / PAIRS_UNIT)
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`: seconds of a step, per token, per pair of tokens, and per decoding request."""
+        step, linear, quadratic, decode = self._coefficients()
+        return {
+            "is_learned": self.is_learned,
+            "steps": self.steps,
+            "outliers": self.outliers,
+            "refused": self.refused,
+            "step_seconds": step,
+            "token_seconds": linear / TOKENS_UNIT,
+            "pair_seconds": quadratic / PAIRS_UNIT,
+            "decode_seconds": decode,
+        }
+
+    def _weight(self, features: tuple[float, ...], step_seconds: float) -> float:
+        """What this step counts: relative to its size, and less where it is far off what was expected."""
+        if not self.is_learned:
+            return 1.0 / (step_seconds * step_seconds)  # slow first steps, which compile or load, count least
+        expected: float = sum(map(mul, self._coefficients(), features))
+        if expected < SHORTEST_SECONDS:
+            return 1.0 / (step_seconds * step_seconds)
+        error, spread = abs(step_seconds - expected) / expected, self._spread
+        limit = OUTLIER * spread
+        self._spread = max(LEAST_SPREAD, spread + _SPREAD_GAIN * (min(error, limit) - spread))
+        self.outliers += error > limit
+        return min(1.0, limit / error if error > 0.0 else 1.0) / (expected * expected)
+
+    def _coefficients(self) -> list[float]:
+        if self._solution is None:
+            self._solution = _least_squares(self._squares, self._products)
+        return self._solution
+
+
+def _least_squares(squares: list[list[float]], products: list[float]) -> list[float]:
+    """Not negative. What comes out negative is set to 0, the worst first, and the others are fitted again; the last one
+    left cannot be negative, as neither times nor features are."""
+    active = [index for index in range(4) if squares[index][index] > _FORGOTTEN]
+    while active:
+        solved = _solve(squares, products, active)
+        lowest = min(solved)
+        if lowest >= 0.0:
+            solution = [0.0] * 4
+            for index, value in zip(active, solved, strict=True):
+                solution[index] = value
+            return solution
+        del active[solved.index(lowest)]
+    return [0.0] * 4
+
+
+def _solve(squares: list[list[float]], products: list[float], active: list[int]) -> list[float]:
+    """Gauss without pivoting: the matrix is positive definite by its ridge. Rows and columns of `active` alone, in
+    units in which its diagonal is 1."""
+    scales = [1.0 / sqrt(squares[index][index]) for index in active]
+    rows = []
+    for at, index in enumerate(active):
+        of_index, scale = squares[index], scales[at]
+        row = [of_index[other] * scale * other_scale for other, other_scale in zip(active, scales, strict=True)]
+        row[at] += RIDGE[index]
+        row.append(products[index] * scale)
+        rows.append(row)
+    size = len(active)
+    for at in range(size):
+        pivot_row = rows[at]
+        for below in range(at + 1, size):
+            factor = rows[below][at] / pivot_row[at]
+            rows[below] = [value - factor * above for value, above in zip(rows[below], pivot_row, strict=True)]
+    values = [0.0] * size
+    for at in reversed(range(size)):
+        rest = rows[at][size]
+        for column in range(at + 1, size):
+            rest -= rows[at][column] * values[column]
+        values[at] = rest / rows[at][at]
+    return [value * scale for value, scale in zip(values, scales, strict=True)]
+
+
+# Loads ------------------------------------------------------------------------------------------------------------
+#
+#   load seconds = sum over its tiers of (overhead + bytes / bandwidth)  +  what is under way before it
+#
+# Of each tier two logarithms are kept, how many times slower overhead and bytes are than the prior says, with their
+# covariance: an extended Kalman filter. With time since the last load, what is expected goes back to the prior, by half
+# in `HALF_LIFE_SECONDS`, and doubt grows to the prior's. Logarithms cannot make a time negative, and weigh "50 times
+# slower" and "50 times faster" alike. A load of several tiers teaches each by its share of the time and by its doubt,
+# so that a slow disk is not put down to DRAM.
+
+
+@dataclass(frozen=True, slots=True)
+class TierPrior:
+    """What is believed of a tier before anything was loaded from it, and again long after."""
+
+    overhead_seconds: float
+    bytes_per_second: float
+
+
+PRIORS: Mapping[HitTier, TierPrior] = {
+    HitTier.HBM: TierPrior(0.1e-3, 500e9),
+    HitTier.DRAM: TierPrior(0.3e-3, 20e9),
+    HitTier.NVME: TierPrior(0.5e-3, 7e9),
+    HitTier.REMOTE: TierPrior(1e-3, 3e9),
+}
+"""Of good machines: who hopes too much of a tier finds out with the first load, who hopes too little never asks."""
+HALF_LIFE_SECONDS = 900.0
+HOPE_SECONDS = HALF_LIFE_SECONDS / 16
+"""Below, what time has brought back is less than noise."""
+PRIOR_VARIANCE = 1.0
+"""Of a logarithm: e times slower or faster is one standard deviation."""
+NOISE_VARIANCE = 0.04
+"""Of the logarithm of a load's time: a fifth up or down is usual."""
+SURPRISE = log(2.0)
+"""Beyond this, and beyond two standard deviations of what was believed, an error is no noise. The first slow load is a
+hiccup, and counts as two deviations. From the second in a row on the tier has changed: what was known is in doubt, and
+what is seen is believed up to 4 times, 16 times, ... what was believed before. Faster is believed at once."""
+MOST_STRIKES = 6
+FURTHEST = log(1e5)
+"""A belief stays within this of the prior."""
+
+
+@dataclass(slots=True)
+class _TierBelief:
+    overhead_seconds: float
+    byte_seconds: float
+    slow_overhead: float = 0.0
+    slow_bytes: float = 0.0
+    variance_overhead: float = PRIOR_VARIANCE
+    variance_bytes: float = PRIOR_VARIANCE
+    covariance: float = 0.0
+    seen_at: float = 0.0
+    strikes: int = 0
+    loads: int = 0
+
+    def speeds(self, now_seconds: float) -> tuple[float, float]:
+        """Seconds of overhead, and per byte: as last seen, and as far back at the prior as that is ago."""
+        kept = self._kept(now_seconds)
+        return (
+            self.overhead_seconds * exp(kept * self.slow_overhead),
+            self.byte_seconds * exp(kept * self.slow_bytes),
+        )
+
+    def age(self, now_seconds: float) -> None:
+        """Doubt goes back to the prior's by the time since the last load. What was seen last stays the best guess of
+        what will be seen next, so a load that says the same again leaves it as it was."""
+        kept = self._kept(now_seconds)
+        back = (1.0 - kept * kept) * PRIOR_VARIANCE
+        self.variance_overhead = kept * kept * self.variance_overhead + back
+        self.variance_bytes = kept * kept * self.variance_bytes + back
+        self.covariance *= kept * kept
+        self.seen_at = now_seconds
+
+    def doubt(self, overhead_share: float, bytes_share: float) -> float:
+        """Variance of a load's logarithm that is this tier's."""
+        return (
+            overhead_share * overhead_share * self.variance_overhead
+            + 2 * overhead_share * bytes_share * self.covariance
+            + bytes_share * bytes_share * self.variance_bytes
+        )
+
+    def startle(self, variance: float) -> None:
+        """It is not what it was: nothing is known better than this."""
+        self.variance_overhead = max(self.variance_overhead, variance)
+        self.variance_bytes = max(self.variance_bytes, variance)
+
+    def learn(self, overhead_share: float, bytes_share: float, error: float, variance: float) -> None:
+        """One step of the filter; variance: of the whole load's logarithm."""
+        towards_overhead = overhead_share * self.variance_overhead + bytes_share * self.covariance
+        towards_bytes = overhead_share * self.covariance + bytes_share * self.variance_bytes
+        self.slow_overhead = _within(self.slow_overhead + towards_overhead / variance * error)
+        self.slow_bytes = _within(self.slow_bytes + towards_bytes / variance * error)
+        self.variance_overhead = max(0.0, self.variance_overhead - towards_overhead * towards_overhead / variance)
+        self.variance_bytes = max(0.0, self.variance_bytes - towards_bytes * towards_bytes / variance)
+        self.covariance -= towards_overhead * towards_bytes / variance
+        self.loads += 1
+
+    def _kept(self, now_seconds: float) -> float:
+        age = now_seconds - self.seen_at
+        return 2.0 ** (-age / HALF_LIFE_SECONDS) if self.loads and age > 0.0 else 1.0
+
+
+class LoadSpeed:
+    """How long loads take, by tier. refused: observations that cannot be true."""
+
+    def __init__(self, priors: Mapping[HitTier, TierPrior] = PRIORS) -> None:
+        """priors: of every tier that loads come from. What is in the engine already costs nothing."""
+        self._beliefs = {
+            tier: _TierBelief(prior.overhead_seconds, 1.0 / prior.bytes_per_second) for tier, prior in priors.items()
+        }
+        self.refused = 0
+
+    def has_seen(self, tier: HitTier) -> bool:
+        """Whether a load from it has ended."""
+        belief = self._beliefs.get(tier)
+        return belief is not None and belief.loads > 0
+
+    def of_tier(self, tier: HitTier, now_seconds: float) -> tuple[float, float]:
+        """Seconds of overhead, and seconds per byte."""
+        belief = self._beliefs.get(tier)
+        return belief.speeds(now_seconds) if belief is not None else (0.0, 0.0)
+
+    def doubted_of_tier(self, tier: HitTier, now_seconds: float) -> tuple[float, float]:
+        """As `of_tier`, or as it was when last seen where that was slower: without the hope that time brings."""
+        belief = self._beliefs.get(tier)
+        if belief is None:
+            return (0.0, 0.0)
+        now, then = belief.speeds(now_seconds), belief.speeds(belief.seen_at)
+        return max(now[0], then[0]), max(now[1], then[1])
+
+    def hopes(self, tier: HitTier, now_seconds: float) -> bool:
+        """Whether a tier is believed to be faster than when last seen, because that is a while ago."""
+        belief = self._beliefs.get(tier)
+        return belief is not None and belief.loads > 0 and now_seconds - belief.seen_at > HOPE_SECONDS
+
+    def seconds(self, parts: Sequence[tuple[HitTier, float]], now_seconds: float) -> float:
+        """A load of so many bytes from each tier. A tier's overhead is paid once, whatever is loaded from it."""
+        total = 0.0
+        for tier, size_bytes in _joined(parts).items():
+            overhead, byte_seconds = self.of_tier(tier, now_seconds)
+            total += overhead + size_bytes * byte_seconds
+        return total
+
+    def observe(
+        self,
+        parts: Sequence[tuple[HitTier, float]],
+        load_seconds: float,
+        now_seconds: float,
+        queued_seconds: float = 0.0,
+    ) -> None:
+        """A load that has ended. queued_seconds: of its time, what loads before it were expected to take."""
+        sizes = [(self._beliefs[tier], size) for tier, size in _joined(parts).items() if tier in self._beliefs]
+        if not sizes:
+            return
+        if not is_duration(load_seconds):
+            self.refused += 1
+            return
+        terms = []
+        total = queued = max(0.0, min(queued_seconds, LONGEST_SECONDS))
+        for belief, size_bytes in sizes:
+            belief.age(now_seconds)
+            overhead, byte_seconds = belief.speeds(now_seconds)
+            terms.append((belief, overhead, size_bytes * byte_seconds))
+            total += overhead + size_bytes * byte_seconds
+        shares = [(belief, overhead / total, transfer / total) for belief, overhead, transfer in terms]
+        longest = max(shares, key=lambda share: share[1] + share[2])[0]
+        error = log(load_seconds / total)
+        noise = NOISE_VARIANCE + (queued / total) ** 2 * PRIOR_VARIANCE
+        variance = noise + sum(belief.doubt(*of) for belief, *of in shares)
+        expected_error = 2.0 * sqrt(variance)
+        if error > max(SURPRISE, expected_error) and not longest.strikes:
+            longest.strikes, error = 1, expected_error
+        elif abs(error) > max(SURPRISE, expected_error):
+            for belief, overhead_share, bytes_share in shares:
+                belief.startle((overhead_share + bytes_share) ** 2 * error * error)
+            variance = noise + sum(belief.doubt(*of) for belief, *of in shares)
+            error = min(error, max(expected_error, SURPRISE * 2.0**longest.strikes))
+            longest.strikes = min(MOST_STRIKES, longest.strikes + 1) if error > 0 else 0
+        else:
+            longest.strikes = 0
+        for belief, overhead_share, bytes_share in shares:
+            belief.learn(overhead_share, bytes_share, error, variance)
+
+    def to_dict(self, now_seconds: float) -> dict[str, object]:
+        """For `--json`: by tier, what is believed now and from how many loads."""
+        return {
+            str(tier): {
+                "overhead_ms": 1e3 * belief.speeds(now_seconds)[0],
+                "gigabytes_per_second": 1e-9 / belief.speeds(now_seconds)[1],
+                "loads": belief.loads,
+            }
+            for tier, belief in self._beliefs.items()
+        }
+
+
+def _joined(parts: Sequence[tuple[HitTier, float]]) -> dict[HitTier, float]:
+    sizes: dict[HitTier, float] = {}
+    for tier, size_bytes in parts:
+        if size_bytes > 0:
+            sizes[tier] = min(sizes.get(tier, 0.0) + size_bytes, MOST_BYTES)
+    return sizes
+
+
+def _within(slow: float) -> float:
+    return max(-FURTHEST, min(slow, FURTHEST))

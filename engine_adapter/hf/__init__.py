@@ -1,0 +1,1 @@
+"""What prefix caching for Hugging Face transformers is made of."""

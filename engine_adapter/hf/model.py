@@ -1,0 +1,175 @@
+"""What the store has to know of a Hugging Face model: its layout, its fingerprint, and whether it can be served at all.
+
+Floor 3. Reads the model and its configuration, changes nothing, and imports torch only: a configuration is a bag of
+attributes. Must never put a path or a name into an identity.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from hashlib import blake2b
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from engine_adapter.hf.state import compiled_part
+from engine_adapter.hf.tensors import plain_tensors
+from kvstore.block.errors import BadInput
+from kvstore.block.layout import DTYPE_BYTES, Layout
+
+HASH_WHOLE_BYTES = 256 << 20
+"""Models up to this size are hashed whole; of larger ones, samples of every tensor."""
+
+SAMPLES_PER_TENSOR = 16
+SAMPLE_BYTES = 16 << 10
+
+_FIELDS_WITHOUT_EFFECT = frozenset(
+    "_name_or_path architectures bos_token_id chunk_size_feed_forward dtype eos_token_id id2label initializer_range "
+    "label2id max_position_embeddings output_attentions output_hidden_states pad_token_id problem_type return_dict "
+    "transformers_version use_cache".split()
+)
+"""Fields of a configuration that do not change KV. All others do, also those that nobody has heard of yet."""
+
+_ROPE_THAT_DEPENDS_ON_LENGTH = ("dynamic", "longrope")
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise `BadInput`, with one line, for a model whose KV cannot be stored by prefix or that is not ready to run.
+
+    What its cache layers say of it (sliding window, linear attention) is checked where transformers is imported.
+    """
+    check_not_wrapped(model)
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "model_type", type(model).__name__)
+    if config is None or "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise refusal(name, "it is not a decoder-only language model of transformers (a ...ForCausalLM class)")
+    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
+        raise refusal(name, "it is not a decoder with causal attention")
+    if getattr(model, "_is_stateful", False) or not getattr(config, "num_attention_heads", None):
+        raise refusal(name, "it keeps a recurrent state (Mamba or another hybrid), not only KV per token")
+    if config.get_text_config() is not config:
+        raise refusal(name, "it is made of several models; pass its language model")
+    if getattr(config, "kv_lora_rank", None):
+        raise refusal(name, "its attention (MLA) has K and V of different widths")
+    rope = _rope(config)
+    if rope.get("rope_type") in _ROPE_THAT_DEPENDS_ON_LENGTH:
+        raise refusal(name, f"rope type {rope['rope_type']!r} makes KV depend on the whole sequence's length")
+    if model.training:
+        raise BadInput("the model is in training mode; call model.eval() first")
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) != 1 or devices == {"meta"}:
+        raise BadInput(f"the model's weights are on {', '.join(sorted(devices))}; put them on one device")
+    if _dtype_name(model) not in DTYPE_BYTES:
+        raise BadInput(f"the model computes in {_dtype_name(model)}; allowed: float32, bfloat16, float16")
+
+
+def check_not_wrapped(model: torch.nn.Module) -> None:
+    """Raise `BadInput` for what holds a model and is none, or is compiled; the line says what to pass instead."""
+    kind = type(model)
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "model_type", kind.__name__)
+    if hasattr(model, "_orig_mod"):
+        raise refusal(
+            name,
+            "it is compiled by torch.compile, for lengths that change with every chunk; pass the model "
+            "that was compiled (model._orig_mod)",
+        )
+    part = compiled_part(model)
+    if part is not None:
+        raise refusal(
+            name,
+            f"torch.compile works on {part}, for lengths that change with every chunk, so that its "
+            "numbers depend on earlier calls; pass a model that is not compiled",
+        )
+    if kind.__module__.startswith("peft.") and hasattr(model, "get_base_model"):
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise refusal(name, f"{kind.__name__} puts virtual tokens in front of a prompt, which no prompt names")
+        raise refusal(
+            name,
+            f"it is wrapped in peft's {kind.__name__}; pass model.get_base_model(), in which the adapter "
+            "stays as active as it is",
+        )
+    if isinstance(getattr(model, "module", None), torch.nn.Module):
+        raise refusal(name, f"it is wrapped in {kind.__name__}; pass the model inside (model.module)")
+
+
+def refusal(model_type: str, reason: str) -> BadInput:
+    """The one line for a model that cannot be served."""
+    return BadInput(f"PrefixCache cannot serve model type {model_type!r}: {reason}")
+
+
+def layout_of(model: torch.nn.Module, block_tokens: int = 0) -> Layout:
+    """The layout of a model's KV: K and V of every layer in the model's dtype."""
+    config: Any = model.config
+    heads = config.num_attention_heads
+    return Layout.gqa(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=_dtype_name(model),
+        block_tokens=block_tokens,
+    )
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """BLAKE2b-256 of a model's weights and configuration, as hexadecimal text.
+
+    Covers the name, shape and dtype of every parameter and buffer, and their bytes: all of them up to 256 MiB in total,
+    beyond that 16 samples of 16 KiB from each tensor (0.1 s for 8 billion parameters). Of a quantised weight it covers
+    the tensors that it is made of. A change so small that it hides between the samples, such as an edit of single
+    weights in place, has to be announced by `weights_epoch`.
+    """
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = sorted((pair for name, tensor in held.items() for pair in plain_tensors(name, tensor)), key=itemgetter(0))
+    total = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+    state = blake2b(digest_size=32, person=b"kv-model-v1")
+    state.update(_config_text(model).encode())
+    for name, tensor in tensors:
+        state.update(f"\0{name}\0{list(tensor.shape)}\0{tensor.dtype}\0".encode())
+        for piece in _pieces(tensor, whole=total <= HASH_WHOLE_BYTES):
+            state.update(piece.cpu().numpy().tobytes())
+    return state.hexdigest()
+
+
+def namespace_config(model: torch.nn.Module) -> dict[str, str]:
+    """Fields of the namespace that a person can read when two models' KV are not interchangeable."""
+    config: Any = model.config
+    return {
+        "model_type": str(config.model_type),
+        "rope": json.dumps(_rope(config), sort_keys=True, default=str),
+        "dtype": _dtype_name(model),
+        "device": next(model.parameters()).device.type,
+        "attention": str(config._attn_implementation),
+    }
+
+
+def _pieces(tensor: torch.Tensor, *, whole: bool) -> Iterator[torch.Tensor]:
+    """A tensor's bytes, all of them or evenly spread samples with the first and the last ones among them."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.dim() else tensor.detach().view(1)
+    data = data.view(torch.uint8)
+    if whole or data.numel() <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
+        yield data
+        return
+    last = data.numel() - SAMPLE_BYTES
+    starts = [last * number // (SAMPLES_PER_TENSOR - 1) for number in range(SAMPLES_PER_TENSOR)]
+    yield torch.cat([data[start : start + SAMPLE_BYTES] for start in starts])
+
+
+def _config_text(model: torch.nn.Module) -> str:
+    config: Any = model.config
+    fields = {name: value for name, value in config.to_dict().items() if name not in _FIELDS_WITHOUT_EFFECT}
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return dict(getattr(config, "rope_parameters", None) or {})
+
+
+def _dtype_name(model: torch.nn.Module) -> str:
+    """The dtype that the model computes in: that of its embedding, which quantised models keep as well."""
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    parameter = next(model.parameters()) if embedding is None else embedding.weight
+    return str(parameter.dtype).removeprefix("torch.")

@@ -1,0 +1,137 @@
+"""Whose KV a model computes at this moment, and whether that changed since the last look.
+
+    1. every request   a look at the model's state (`hf_state.ModelLook`): nothing changed, and the identity stands
+    2. a change, or too long since the last run   the probe is run (`hf_probe`); its digest is part of the identity
+    3. code that may change unseen (hooks, patched forwards)   the probe is run for every request
+
+Must never say that nothing changed because it did not look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from logging import getLogger
+from typing import Any
+
+import torch
+
+from engine_adapter.hf.attention import ChunkMask
+from engine_adapter.hf.layers import ModelCall
+from engine_adapter.hf.model import check_model, fingerprint, layout_of, namespace_config, refusal
+from engine_adapter.hf.probe import Probe
+from engine_adapter.hf.state import ModelLook, WeightSampler, described, is_opaque
+from kvstore.block.errors import BadInput
+from kvstore.block.layout import Layout
+
+PROBE_SECONDS = 5.0
+"""A digest is believed for so long, or for a hundred times as long as the probe takes: it costs at most 1 %."""
+
+_log = getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """weights: their fingerprint. config: fields of the namespace. is_plain: nothing but weights and configuration
+    decides what the model computes."""
+
+    weights: str
+    config: tuple[tuple[str, str], ...]
+    is_plain: bool
+
+
+class ModelWatch:
+    """Looks at one model for one cache. call: its forward passes. mask: those of chunks, where they need any."""
+
+    def __init__(
+        self, model: torch.nn.Module, layout: Layout, chunk_tokens: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Raises `BadInput`, with one line, for a model that cannot be served."""
+        self._model = model
+        self._chunk_tokens = chunk_tokens
+        self._clock = clock
+        self.layout = layout
+        self.device: torch.device = next(model.parameters()).device
+        self.probes = 0
+        self.generation = 0
+        """Counts the changes that were found: what began in an earlier one was begun by another model."""
+        self._sampler = WeightSampler(model)
+        self._prepare()
+        self._text = described(model)
+        self._digest = self._probed(self._probe.trial)
+        self._check_digest()
+        self._weights = fingerprint(model)
+        self._seen = ModelLook(model, self._sampler)
+
+    def identity(self) -> ModelIdentity:
+        """As of now. Raises `BadInput` where the model cannot be served any longer."""
+        is_same_state, is_same_weights = self._seen.is_same_state(), self._seen.is_same_weights()
+        is_same = is_same_state and is_same_weights
+        if not is_same or self.is_opaque or self._clock() >= self._good_until:
+            self._look_again(is_same_state, is_same_weights)
+        fields = namespace_config(self._model)
+        if self._digest is not None:
+            fields["computes"] = self._digest
+        if self._text:
+            fields["state"] = blake2b(self._text.encode(), digest_size=16, person=b"kv-state-v1").hexdigest()
+        return ModelIdentity(self._weights, tuple(fields.items()), not self._text)
+
+    def is_still(self, generation: int) -> bool:
+        """Whether the model is, to a look, as it was in that generation; where code may change unseen, to a run too."""
+        if generation != self.generation or not (self._seen.is_same_state() and self._seen.is_same_weights()):
+            return False
+        try:
+            return not self.is_opaque or self._probe.digest() == self._digest
+        except BadInput:
+            return False
+
+    def _look_again(self, is_same_state: bool, is_same_weights: bool) -> None:
+        before = self._digest
+        if not (is_same_state and is_same_weights):
+            check_model(self._model)
+            device = next(self._model.parameters()).device
+            if layout_of(self._model, self.layout.block_tokens) != self.layout or device != self.device:
+                raise BadInput("the model was moved, cast or rebuilt since this PrefixCache was made; make a new one")
+            self._prepare()
+            self._text = described(self._model)
+            self._digest = self._probed(self._probe.trial)
+        elif self._digest is not None:
+            self._digest = self._probed(self._probe.digest)
+        if not is_same_weights or (is_same_state and self._digest != before):
+            self._weights = fingerprint(self._model)
+        if not (is_same_state and is_same_weights) or self._digest != before:
+            self.generation += 1
+        self._check_digest()
+        self._seen = ModelLook(self._model, self._sampler)
+
+    def _prepare(self) -> None:
+        self.call = ModelCall(self._model)
+        # Only the CPU's kernels need a mask behind a prefix; a model with an attention of its own makes one itself.
+        is_masked = self.call.takes_masks and self.device.type == "cpu"
+        dtype = getattr(torch, self.layout.groups[0].dtype)
+        self.mask = ChunkMask(self._chunk_tokens, dtype) if is_masked else None
+        self._probe = Probe(self.call, is_masked, self.layout, self._model)
+        self.is_opaque = is_opaque(self._model)
+
+    def _probed(self, run: Callable[[], str | None]) -> str | None:
+        start = self._clock()
+        self.probes += 1
+        digest = run()
+        now = self._clock()
+        self._good_until = now + max(PROBE_SECONDS, 100 * (now - start))
+        return digest
+
+    def _check_digest(self) -> None:
+        if self._digest is not None:
+            return
+        config: Any = self._model.config
+        if self._text:
+            raise refusal(
+                str(config.model_type),
+                "its KV has other last bits in every run, so what adapters, hooks or patches change cannot be told",
+            )
+        _log.warning(
+            "the model computes other last bits in every run: it is identified by weights and configuration alone"
+        )

@@ -1,0 +1,1 @@
+"""The engine-neutral halves of a connector for engines with paged KV: scheduler and worker."""

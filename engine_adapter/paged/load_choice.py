@@ -1,0 +1,126 @@
+"""How far a found prefix is loaded, and what that taught.
+
+The cost model learns from the engine's steps and from finished loads; a hit in a thousand is held out, computed, and
+compared. This file is what the scheduler's half asks. No clock, no waiting. Must never import an engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from engine_adapter.audit.audits import Audits, Holdout, TtftSaving
+from engine_adapter.cost.model import CostModel, Decision
+from engine_adapter.cost.speeds import LoadSpeed, PrefillSpeed
+from kvstore.block.account import HitTier, MissReason
+from kvstore.client.handle import Match
+
+STEPS_AHEAD = 8
+"""An engine that schedules ahead of its workers has so many steps under way at most; more are not timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes. prefills: of each prompt in it (tokens before, new tokens). decodes: other requests."""
+
+    prefills: Sequence[tuple[int, int]]
+    decodes: int
+
+
+@dataclass(slots=True)
+class _Under:
+    decision: Decision
+    started_at: float
+
+
+class LoadChoice:
+    """For one engine and namespace."""
+
+    def __init__(self, bytes_per_token: float, *, is_on: bool, audit: float, choose: Callable[[], float]) -> None:
+        """bytes_per_token: of the payloads. is_on: whether what is slower to load is computed; it is learned anyway.
+        choose: evenly from 0 up to 1."""
+        self.holdout = Holdout(choose, audit)
+        self.audits = Audits()
+        self.saving = TtftSaving()
+        self.costs = CostModel(PrefillSpeed(), LoadSpeed(), bytes_per_token=bytes_per_token)
+        self._is_on = is_on
+        self._decided: dict[str, Decision] = {}
+        self._under_way: dict[str, _Under] = {}
+        self._steps: deque[tuple[int, float, StepWork, bool]] = deque(maxlen=STEPS_AHEAD)
+        self._last_report_at = 0.0
+        self._told: dict[str, int | float] = {}
+
+    def stop_token(
+        self, request: str, match: Match, local_tokens: int, cap: int, block_tokens: int, busy: bool, now: float
+    ) -> tuple[int, MissReason]:
+        """Up to which token to load, and why what lies behind it is not. cap: what can be used."""
+        runs, position = [], 0
+        for tier, blocks in match.tiers:
+            start, position = position, position + blocks * block_tokens
+            tokens = min(position, cap) - max(start, local_tokens)
+            if tokens > 0:
+                runs.append((tier, tokens))
+        if not runs:
+            return cap, MissReason.GRID
+        queued = sum(one.decision.remaining_seconds(now - one.started_at) for one in self._under_way.values())
+        decision = self.costs.choose(local_tokens, runs, match.account.asked, block_tokens, queued, busy, now)
+        self._decided[request] = decision
+        if not self._is_on or not decision.declined_tokens:
+            return cap, MissReason.GRID
+        return local_tokens + decision.load_tokens, MissReason.CHEAPER_TO_COMPUTE
+
+    def load_ms(self, tokens: int, now: float) -> float:
+        """What loading so many tokens from DRAM is expected to take; infinite until one has been seen, since what is
+        believed before is what good machines do."""
+        if not self.costs.loads.has_seen(HitTier.DRAM):
+            return inf
+        return self.costs.predicted_load_ms([(HitTier.DRAM, tokens)], now)
+
+    def begins(self, request: str, now: float) -> None:
+        """The load of its decision begins."""
+        decision = self._decided.pop(request, None)
+        if decision is not None:
+            self._under_way[request] = _Under(decision, now)
+
+    def ended(self, request: str, seconds: float | None, loaded_tokens: int, now: float) -> None:
+        """The load of a request has ended, after that time; None: that is noticed now."""
+        under_way = self._under_way.pop(request, None)
+        if under_way is not None:
+            taken = now - under_way.started_at if seconds is None else seconds
+            self.costs.finished(under_way.decision, taken, now, loaded_tokens)
+
+    def dropped(self, request: str) -> None:
+        """There was no load, or nobody knows how long it took."""
+        self._decided.pop(request, None)
+        self._under_way.pop(request, None)
+
+    def step_begins(self, number: int, work: StepWork, now: float, waits: bool) -> None:
+        """A step is scheduled; numbers go up. waits: for a load."""
+        self._steps.append((number, now, work, waits))
+
+    def step_ends(self, number: int, now: float) -> None:
+        """That step has reported. Those before it that have not never will."""
+        last, self._last_report_at = self._last_report_at, now
+        while self._steps and self._steps[0][0] <= number:
+            scheduled, began, work, waited = self._steps.popleft()
+            if scheduled == number and not waited:
+                self.costs.prefill.observe(work.prefills, work.decodes, now - max(began, last))
+
+    def take_costs(self) -> dict[str, float]:
+        """`CostCounts` since it was last asked."""
+        now, before = self.costs.counts.to_dict(), self._told
+        self._told = now
+        return {name: count - before.get(name, 0) for name, count in now.items()} if now != before else {}
+
+    def to_dict(self, now: float) -> dict[str, object]:
+        """For people."""
+        return {
+            "cost": self.costs.counts.to_dict(),
+            "prefill": self.costs.prefill.to_dict(),
+            "loads": self.costs.loads.to_dict(now),
+            "holdout": self.holdout.to_dict(),
+            "audits": self.audits.counts.to_dict(),
+            "saving": self.saving.to_dict(),
+        }

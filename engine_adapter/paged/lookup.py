@@ -1,0 +1,186 @@
+"""One request's way to a promise, for a scheduler that must not wait.
+
+    ASKED  the look-up is on its way     > FOUND  how much is stored      > LEASING  the lease is on its way
+    > HELD  pinned and verified in DRAM: what is promised    > OVER  given to a load, given back, or there is nothing
+
+`matched` is asked again in every step until it has an answer; at its deadline there is a miss. It is the edge at which
+any fault of the store becomes one. Must never import an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from logging import getLogger
+
+from kvstore.block.account import Account, MissReason, reason_of
+from kvstore.block.identity import Prompt
+from kvstore.client.handle import Lease, Match, NamespaceHandle
+from kvstore.client.pending import PendingReply
+
+_log = getLogger(__name__)
+
+HELD_SECONDS = 20.0
+"""A lease that the engine has no room for is given back after so long, well before it runs out, and taken anew."""
+
+
+def account_unasked(tokens: int, block_tokens: int) -> Account:
+    """Of a prompt behind whose part that the engine has itself no whole block could be loaded."""
+    tail, reason = tokens % block_tokens, MissReason.PARTIAL_BLOCK
+    if not tail:
+        tail, reason = 1, MissReason.LAST_TOKEN
+    return Account.of([(MissReason.GRID, tokens - tail), (reason, tail)])
+
+
+class PrefixLookup:
+    """A prompt's look-up and lease. One thread."""
+
+    def __init__(
+        self,
+        namespace: NamespaceHandle,
+        prompt: Prompt,
+        request: str,
+        clock: Callable[[], float],
+        *,
+        match_deadline_ms: float,
+        lease_deadline_ms: float,
+    ) -> None:
+        """Asks at once. clock: monotonic seconds."""
+        self.namespace = namespace
+        self.prompt = prompt
+        self.request = request
+        self.account = Account.of([(MissReason.DISABLED, prompt.tokens)])
+        self.detail = ""
+        self.lease: Lease | None = None
+        self._clock = clock
+        self._match_seconds = match_deadline_ms / 1000
+        self._lease_seconds = lease_deadline_ms / 1000
+        self._asked_at = 0.0
+        self._leased_at = 0.0
+        self._match: Match | None = None
+        self._is_over = False
+        self._pending_match: PendingReply[Match] | None = None
+        self._pending_lease: PendingReply[Lease] | None = None
+        try:
+            self._pending_match = namespace.submit_match(prompt, deadline_ms=match_deadline_ms)
+        except Exception as error:
+            self._miss(self._fault(error))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has nothing to give any more."""
+        return self._is_over
+
+    def found(self) -> Match | None:
+        """The look-up's answer once it is there; None while it is not, or where there will be none."""
+        if self._match is None and not self._is_over:
+            try:
+                self._poll_match()
+            except Exception as error:
+                self._miss(self._fault(error))
+        return self._match
+
+    def matched(self, first_token: int, stop_token: int, reason: MissReason) -> int | None:
+        """How many leading tokens are promised, up to `stop_token` at most; None: ask again.
+
+        first_token: the engine has those before it. stop_token: what is found behind it is a miss for this reason, but
+        for the prompt's last token. What is promised stays until `take` or `give_back`.
+        """
+        try:
+            return self._matched(first_token, stop_token, reason)
+        except Exception as error:
+            self._miss(self._fault(error))
+            return 0
+
+    def take(self) -> Lease | None:
+        """The lease, for a load. Whoever takes it releases it."""
+        lease, self.lease = self.lease, None
+        self._is_over = True
+        return lease
+
+    def give_back(self) -> None:
+        """Nobody wants it. Safe to call again."""
+        self._is_over = True
+        for pending in (self._pending_match, self._pending_lease):
+            if pending is not None:
+                pending.cancel()
+        self._pending_match = None
+        self._release()
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _poll_match(self) -> None:
+        assert self._pending_match is not None
+        now = self._clock()
+        self._asked_at = self._asked_at or now
+        match = self._pending_match.poll()
+        if match is None and now - self._asked_at < self._match_seconds:
+            return
+        self._pending_match.cancel()
+        self._pending_match = None
+        if match is None:
+            self.detail = f"no answer within {1000 * self._match_seconds:g} ms"
+            self._miss(MissReason.DEADLINE)
+            return
+        self._match, self.account, self.detail = match, match.account, match.detail
+        if not match.tokens:
+            self._is_over = True
+
+    def _matched(self, first_token: int, stop_token: int, reason: MissReason) -> int | None:
+        match = self.found()
+        if self._is_over:
+            return 0
+        if match is None:
+            return None
+        blocks = min(match.tokens, stop_token) // self.namespace.block_tokens
+        tokens = blocks * self.namespace.block_tokens
+        asked = match.account.asked
+        account = match.account.cut(asked - 1, MissReason.LAST_TOKEN).cut(tokens, reason)
+        if tokens <= first_token:
+            self.account = account
+            self.give_back()
+            return 0
+        wanted = replace(match, keys=match.keys[:blocks], blocks=blocks, tokens=tokens, account=account)
+        while not self._is_good(first_token):
+            self._release()
+            if self._pending_lease is None:
+                self._pending_lease = self.namespace.submit_lease(
+                    wanted, first_token, 1000 * self._lease_seconds, self.request
+                )
+            lease = self._pending_lease.poll()
+            if lease is None:
+                return None
+            # It may have been asked for when the engine had more of its own than it has now.
+            self._pending_lease = None
+            self.lease, self._leased_at = lease, self._clock()
+            if lease.reason is not None:
+                self.detail = lease.detail or self.detail
+        assert self.lease is not None
+        # It may have been taken when more was wanted than now.
+        self.account = self.lease.account.cut(tokens, reason)
+        promised = min(self.lease.tokens, tokens)
+        if promised <= self.lease.first_token:
+            self.give_back()
+            return 0
+        return promised
+
+    def _is_good(self, first_token: int) -> bool:
+        """Whether a lease is held, and of all that is wanted behind the engine's own."""
+        if self.lease is None or self.lease.released:
+            return False
+        return self.lease.first_token <= first_token and self._clock() - self._leased_at <= HELD_SECONDS
+
+    def _release(self) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+
+    def _miss(self, reason: MissReason) -> None:
+        self.account = Account.missed(reason, self.prompt.tokens, self.namespace.block_tokens)
+        self._is_over = True
+
+    def _fault(self, error: Exception) -> MissReason:
+        reason = reason_of(error)
+        if reason is not MissReason.DISABLED:
+            _log.warning("the store failed a look-up: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+        return reason

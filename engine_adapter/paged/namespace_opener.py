@@ -1,0 +1,143 @@
+"""A namespace that is opened in the background, however long that takes, by somebody who must not wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from logging import getLogger
+from typing import Protocol
+
+from engine_adapter.paged.step_plan import NamespaceSpec
+from kvstore.block.account import MissReason, reason_of
+from kvstore.client.handle import NamespaceHandle, OpenStore
+
+_log = getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+"""Between two attempts."""
+
+
+class ClosableStore(OpenStore, Protocol):
+    """A store that this process opened."""
+
+    def close(self) -> None:
+        """Hang up."""
+        ...
+
+
+class NamespaceOpener:
+    """The one that was wanted last, once it is open. Thread-safe."""
+
+    def __init__(self, open_store: Callable[[], ClosableStore], shard: int | None = None) -> None:
+        """open_store: asks nothing of the store yet. shard: of the heads, as in `kvstore.open(...).namespace`."""
+        self._shard = shard
+        self._open_store = open_store
+        self._changed = threading.Condition()
+        self._store: ClosableStore | None = None
+        self._wanted: NamespaceSpec | None = None
+        self._handle: NamespaceHandle | None = None
+        self._number = -1
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._tell_when_open: Callable[[], None] | None = None
+        self._failed: tuple[MissReason, str] | None = None
+        """How it went the last time, if it was in vain."""
+
+    def want(self, facts: NamespaceSpec) -> None:
+        """From now on this one; whatever was open is not any more."""
+        with self._changed:
+            self._wanted, self._handle = facts, None
+            if self._failed is not None and self._failed[0] is not MissReason.UNREACHABLE:
+                self._failed = None  # that was of the one before, and not of the store
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="kv-open", daemon=True)
+                self._thread.start()
+
+    def now(self) -> NamespaceHandle | None:
+        """The handle; None while there is none. Waits for nothing."""
+        return self._handle
+
+    def why_not(self) -> tuple[MissReason, str]:
+        """Why it is not open, as a reason and in words."""
+        if self._wanted is None:
+            return MissReason.DISABLED, "nothing was opened yet"
+        return self._failed or (MissReason.WARMING, "the namespace is being opened")
+
+    @property
+    def detail(self) -> str:
+        """The words alone."""
+        return self.why_not()[1]
+
+    def why(self, number: int) -> MissReason:
+        """Why the namespace of that number is not open, after it was waited for."""
+        is_past = self._wanted is not None and self._wanted.number > number
+        return MissReason.DISABLED if self._closed or is_past else self.why_not()[0]
+
+    def wait(self, number: int, seconds: float) -> NamespaceHandle | None:
+        """The handle of the namespace of that number, within that time; none, at once, where a later one is wanted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_known(number), seconds)
+            return self._handle if self._number == number else None
+
+    def tell_when_open(self, tell: Callable[[], None]) -> None:
+        """Call this once, as soon as there is a handle: now, or in the thread that opens it. It must not raise."""
+        with self._changed:
+            if self._handle is None:
+                self._tell_when_open = tell
+                return
+        tell()
+
+    def close(self, seconds: float) -> None:
+        """Hang up. Safe to call again."""
+        with self._changed:
+            self._closed, self._handle = True, None
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(seconds)
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def _is_known(self, number: int) -> bool:
+        is_past = self._wanted is not None and self._wanted.number > number
+        return self._closed or is_past or (self._number == number and self._handle is not None)
+
+    def _loop(self) -> None:
+        is_told = False
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._wanted is not None and self._handle is None))
+                wanted = self._wanted
+                if self._closed or wanted is None:
+                    return
+            try:
+                if self._store is None:
+                    self._store = self._open_store()
+                handle = self._store.namespace(
+                    model=wanted.model,
+                    layout=wanted.layout,
+                    codec=wanted.codec,
+                    weights_epoch=wanted.weights_epoch,
+                    config=wanted.config,
+                    shard=self._shard,
+                    name=wanted.name,
+                )
+            except Exception as error:  # the adapter's edge: there is no store, and that is all
+                text = str(error).partition("\n")[0]
+                self._failed = reason_of(error), text
+                if not is_told:
+                    _log.warning("every look-up is a miss until the store is there: %s", text)
+                is_told = True
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, RETRY_SECONDS)
+                continue
+            tell = None
+            with self._changed:
+                if self._wanted is wanted and not self._closed:
+                    self._handle, self._number = handle, wanted.number
+                    self._changed.notify_all()
+                    tell, self._tell_when_open = self._tell_when_open, None
+            if tell is not None:
+                tell()
+            self._failed, is_told = None, False

@@ -1,0 +1,369 @@
+"""An engine's paged KV as it was registered, and the proof that it is read the way it is written.
+
+Nothing about a page is taken for granted. Several *forms* are known in which engines lay K and V of one page; the
+engine itself writes a page of random numbers, and the form under which exactly these are found is the right one. Where
+none is, or the engine cannot be made to write, a page is a run of bytes that nobody looks into: `raw` copies it all the
+same. And where K lies across, `raw` takes each head's numbers in the order in which they lie, since turning them round
+costs more than everything else of a copy; the form is part of the namespace's name. Either way one block is copied to
+another through the store's own codec and compared byte for byte before anything is stored. Must never import an engine,
+and must leave pages as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from logging import getLogger
+
+import torch
+
+from engine_adapter.paged.step_plan import GroupSpec, PageRun, WorkerSpec
+from engine_adapter.paged.stream import EngineStream
+from kv_kernels.flaws import Flaw
+from kvstore.block.codec import codec_named
+from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout
+from kvstore.block.pages import GroupPages, Pages
+from tiering.frame import digest
+from tiering.tier import FrameSpan
+
+_log = getLogger(__name__)
+
+Write = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""The engine's own way to write tokens of a layer: (layer, K, V, slots), each [tokens, kv_heads, width], slots
+[tokens] of page * page_tokens + token. Raises where it has none."""
+
+PROBE_SEED = 20261122
+OPAQUE = "opaque"
+SLABS, ACROSS = "slabs", "slabs-k-across"
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredGroup:
+    """One KV group of one worker. layers: the engine's names, with the tensor of each. kv_heads: of this rank. widths:
+    of K and V, or of one latent plane. num_pages, page_tokens: as the scheduler counts them. window: 0 for full
+    attention."""
+
+    name: str
+    layers: Mapping[str, torch.Tensor]
+    kv_heads: int
+    widths: tuple[int, ...]
+    page_tokens: int
+    num_pages: int
+    window: int = 0
+
+
+class EnginePages:
+    """The planes of all layers, and what is known of them. numbers: of the engine's layers, by name. stream: in which
+    the engine reads and writes them."""
+
+    def __init__(
+        self,
+        facts: WorkerSpec,
+        planes: Mapping[int, Sequence[torch.Tensor]],
+        split: int,
+        numbers: Mapping[str, int] | None = None,
+        as_they_lie: Mapping[int, Sequence[torch.Tensor]] | None = None,
+    ) -> None:
+        """planes: by layer number, [pages, page_tokens / split, kv_heads, width]. split: kernel pages to a page.
+        as_they_lie: the same memory in that shape, where each head's numbers of a page may stand in another order."""
+        self.facts = facts
+        self.numbers = dict(numbers or {})
+        self._planes = planes
+        self._as_they_lie = as_they_lie or planes
+        self._split = split
+        self.stream = EngineStream(next((both[0].device for both in planes.values()), torch.device("cpu")))
+
+    def pages(self, tables: Sequence[PageRun], layout: Layout, first_token: int, *, is_exact: bool) -> Pages:
+        """What a verb of the store takes that begins with `first_token`. tables: by group, in the layout's order; of a
+        sliding group those pages that are there. is_exact: for a codec that does not look into what it copies."""
+        start = first_token // self.facts.page_tokens
+        groups = dict(zip((group.name for group in layout.groups), tables, strict=True))
+        whole = next((run for run in tables if run.first == start), None)
+        # Where every group lacks its first pages each has a table of its own, and this one says where they end.
+        table = whole.pages if whole is not None else [0] * (tables[0].first + len(tables[0].pages) - start)
+        return Pages(
+            self._as_they_lie if is_exact else self._planes,
+            self._kernel_pages(table),
+            self.facts.page_tokens // self._split,
+            {
+                name: GroupPages(self._kernel_pages(run.pages), (run.first - start) * self._split)
+                for name, run in groups.items()
+                if run is not whole
+            },
+        )
+
+    def _kernel_pages(self, pages: list[int]) -> list[int]:
+        if self._split == 1:
+            return pages
+        return [page * self._split + piece for page in pages for piece in range(self._split)]
+
+
+def register(groups: Sequence[RegisteredGroup], rank: int, scales: str, write: Write) -> EnginePages:
+    """Find out what the pages are, and prove it. Where they cannot be stored the facts say why (`refused`)."""
+    page_tokens = groups[0].page_tokens
+    empty = next((group.name for group in groups if not group.layers), None)
+    if empty is not None:
+        facts = WorkerSpec(rank, page_tokens, (), "", scales, "", 0, refused=f"group {empty!r} has no pages here")
+        return EnginePages(facts, {}, 1)
+    tensors = [tensor for group in groups for tensor in group.layers.values()]
+    device = str(tensors[0].device.type)
+    page_bytes = sum(tensor.nbytes for tensor in tensors) // max(1, groups[0].num_pages)
+    try:
+        found = [_planes_of(group, write) for group in groups]
+        splits = {split for _, _, split in found}
+        packings = sorted({packing for packing, _, _ in found})
+        if len(splits) > 1 or len({group.page_tokens for group in groups}) > 1:
+            raise LayoutMismatch("groups of layers with pages of different sizes")
+        (split,) = splits
+    except LayoutMismatch as error:
+        facts = WorkerSpec(rank, page_tokens, (), "", scales, device, page_bytes, refused=str(error))
+        return EnginePages(facts, {}, 1)
+    planes: dict[int, Sequence[torch.Tensor]] = {}
+    as_they_lie: dict[int, Sequence[torch.Tensor]] = {}
+    group_facts: list[GroupSpec] = []
+    for group, (packing, layers, _) in zip(groups, found, strict=True):
+        numbers = tuple(range(len(planes), len(planes) + len(layers)))
+        planes.update(zip(numbers, layers, strict=True))
+        lying = [_planes_in(SLABS, tensor, group) for tensor in group.layers.values()] if packing == ACROSS else layers
+        as_they_lie.update(zip(numbers, lying, strict=True))
+        first = layers[0]
+        widths = tuple(plane.shape[3] for plane in first)
+        dtype = str(first[0].dtype).removeprefix("torch.")
+        group_facts.append(GroupSpec(group.name, numbers, first[0].shape[2], widths, dtype, group.window))
+    facts = WorkerSpec(rank, page_tokens, tuple(group_facts), "+".join(packings), scales, device, page_bytes)
+    names = [name for group in groups for name in group.layers]
+    pages = EnginePages(facts, planes, split, {name: number for number, name in enumerate(names)}, as_they_lie)
+    refused = _refusal(pages, groups)
+    if refused:
+        facts = WorkerSpec(rank, page_tokens, (), "", scales, device, page_bytes, refused)
+        return EnginePages(facts, {}, 1)
+    return pages
+
+
+def is_opaque(packing: str) -> bool:
+    """Whether any group's pages are bytes that nobody can read as numbers."""
+    return any(one.startswith(OPAQUE) for one in packing.split("+"))
+
+
+def opaque_dtype(packing: str) -> torch.dtype | None:
+    """Of the engine's tensors whose pages are bytes; bytes where there are several such. None where there are none."""
+    kinds = {one.split(":")[1] for one in packing.split("+") if one.startswith(f"{OPAQUE}:")}
+    if len(kinds) != 1:
+        return torch.uint8 if is_opaque(packing) else None
+    dtype: torch.dtype = getattr(torch, kinds.pop().removeprefix("torch."))
+    return dtype
+
+
+def layout_of(facts: Sequence[WorkerSpec], total_kv_heads: int, block_tokens: int) -> Layout:
+    """The layout of whole blocks, from what every rank's worker says. Raises `BadInput` where they disagree."""
+    first = facts[0]
+    for other in facts[1:]:
+        if (other.page_tokens, other.groups, other.packing) != (first.page_tokens, first.groups, first.packing):
+            raise BadInput(f"ranks {first.rank} and {other.rank} of this engine have pages of different kinds")
+    groups = []
+    for group in first.groups:
+        heads = group.kv_heads * len(facts)
+        if not is_opaque(first.packing) and len(facts) > 1:
+            heads = min(heads, max(total_kv_heads, group.kv_heads))  # more ranks than heads: each has one of them
+        kind = Attention.SLIDING if group.window else Attention.FULL
+        groups.append(KvGroup(group.name, group.layers, heads, group.widths, group.dtype, kind, group.window))
+    return Layout(tuple(groups), block_tokens, first.page_tokens, head_shards=len(facts), packing=first.packing)
+
+
+# Forms ---------------------------------------------------------------------------------------------------------------
+#
+#   H kv heads, N tokens of a page, D and V the widths of K and V; a view of each is [pages, N, H, width]
+#   heads-first     [pages, H, N, D + V]         of each token K, then V
+#   tokens-first    [pages, N, H, D + V]         the same, tokens outside
+#   slabs           [pages, H, N, 2 D]           of each head N rows of K, then N rows of V; the shape says otherwise
+#   slabs-k-across  [pages, H, N, 2 D]           of each head D rows of N numbers of K, then N rows of V
+#   planes          [2, pages, N, H, D]          K of all pages, then V; or heads outside, or [pages, 2, ...]
+#   latent          [pages, N, D]                one plane for all heads (MLA)
+
+
+def _forms(tensor: torch.Tensor, group: RegisteredGroup) -> Iterator[tuple[str, int, list[torch.Tensor]]]:
+    """Every form that the tensor's shape admits: its name, kernel pages to a page, and the planes in it."""
+    heads, widths = group.kv_heads, group.widths
+    shape = tuple(tensor.shape)
+    if len(widths) == 1 and len(shape) == 3 and shape[2] == widths[0]:
+        split = _split(shape[0], shape[1], group)
+        if split:
+            yield "latent", split, [tensor.unsqueeze(2)]
+    if len(widths) != 2:
+        return
+    k_width, v_width = widths
+    if len(shape) == 4 and shape[3] == k_width + v_width:
+        if shape[1] == heads and (split := _split(shape[0], shape[2], group)):
+            by_token = tensor.permute(0, 2, 1, 3)
+            yield "heads-first", split, [by_token[..., :k_width], by_token[..., k_width:]]
+            if k_width == v_width and tensor[0].is_contiguous():
+                rows = tensor.view(shape[0], heads, 2 * shape[2], k_width)
+                k_rows, v_rows = rows[:, :, : shape[2]], rows[:, :, shape[2] :]
+                yield SLABS, split, [k_rows.permute(0, 2, 1, 3), v_rows.permute(0, 2, 1, 3)]
+                size = (shape[0], shape[2], heads, k_width)
+                strides = (tensor.stride(0), 1, tensor.stride(1), shape[2])
+                across = tensor.as_strided(size, strides, tensor.storage_offset())
+                yield ACROSS, split, [across, v_rows.permute(0, 2, 1, 3)]
+        if shape[2] == heads and (split := _split(shape[0], shape[1], group)):
+            yield "tokens-first", split, [tensor[..., :k_width], tensor[..., k_width:]]
+    if len(shape) == 5 and k_width == v_width == shape[4] and 2 in shape[:2]:
+        for axis in (0, 1):
+            if shape[axis] != 2:
+                continue
+            k, v = tensor.unbind(axis)
+            if k.shape[2] == heads and (split := _split(k.shape[0], k.shape[1], group)):
+                yield f"planes-{axis}-tokens", split, [k, v]
+            if k.shape[1] == heads and (split := _split(k.shape[0], k.shape[2], group)):
+                yield f"planes-{axis}-heads", split, [k.transpose(1, 2), v.transpose(1, 2)]
+
+
+def _planes_in(form: str, tensor: torch.Tensor, group: RegisteredGroup) -> list[torch.Tensor]:
+    """The planes of a form that the tensor's shape admits."""
+    return next(planes for name, _, planes in _forms(tensor, group) if name == form)
+
+
+def _opaque(tensor: torch.Tensor, group: RegisteredGroup) -> tuple[int, list[torch.Tensor]]:
+    """Pages as bytes, cut into as many pieces as they have tokens. Raises `LayoutMismatch`."""
+    axis = 0 if tensor.shape[0] % group.num_pages == 0 else 1
+    halves = [tensor] if axis == 0 else list(tensor.unbind(0)) if tensor.shape[0] == 2 else []
+    planes = []
+    for half in halves:
+        split = half.shape[0] // group.num_pages
+        page_bytes = half[0].nbytes
+        tokens = group.page_tokens // split if split else 0
+        if not tokens or not half[0].is_contiguous() or page_bytes % tokens or half.shape[0] % group.num_pages:
+            break
+        flat = half.flatten(1).view(torch.uint8)
+        planes.append(flat.unflatten(1, (tokens, 1, page_bytes // tokens)))
+    if not planes or len(planes) < len(halves) or group.page_tokens % (halves[0].shape[0] // group.num_pages):
+        raise LayoutMismatch(
+            f"group {group.name!r} has pages of shape {tuple(tensor.shape)} and strides {tensor.stride()}, of which "
+            f"{group.num_pages} pages of {group.page_tokens} tokens cannot be made out"
+        )
+    return halves[0].shape[0] // group.num_pages, planes
+
+
+def _split(pages: int, tokens: int, group: RegisteredGroup) -> int:
+    """Kernel pages to a page of the scheduler's; 0 where sizes do not fit."""
+    split, rest = divmod(pages, group.num_pages)
+    return split if not rest and split and tokens * split == group.page_tokens else 0
+
+
+# Proof ---------------------------------------------------------------------------------------------------------------
+
+
+def _planes_of(group: RegisteredGroup, write: Write) -> tuple[str, list[list[torch.Tensor]], int]:
+    """Packing, planes of each layer, and kernel pages to a page. Raises `LayoutMismatch`."""
+    names, tensors = list(group.layers), list(group.layers.values())
+    if any(tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype for tensor in tensors):
+        raise LayoutMismatch(f"group {group.name!r} has layers with pages of different shapes")
+    form = _written_form(names[0], tensors[0], group, write)
+    if form:
+        layers = [_planes_in(form, tensor, group) for tensor in tensors]
+        split = next(split for name, split, _ in _forms(tensors[0], group) if name == form)
+        found = zip(names, tensors, layers, strict=True)
+        if all(_is_written(name, tensor, planes, group, write) for name, tensor, planes in found):
+            return form, layers, split
+    opened = [_opaque(tensor, group) for tensor in tensors]
+    shape, strides = list(tensors[0].shape[1:]), list(tensors[0].stride())
+    return f"{OPAQUE}:{tensors[0].dtype}:{shape}:{strides}", [planes for _, planes in opened], opened[0][0]
+
+
+def _written_form(name: str, tensor: torch.Tensor, group: RegisteredGroup, write: Write) -> str:
+    """The form in which the engine wrote what it was given; empty where there is none."""
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPE_BYTES or not tensor.dtype.is_floating_point:
+        return ""
+    for form, _, planes in _forms(tensor, group):
+        if _is_written(name, tensor, planes, group, write):
+            return form
+    return ""
+
+
+def _is_written(
+    name: str, tensor: torch.Tensor, planes: Sequence[torch.Tensor], group: RegisteredGroup, write: Write
+) -> bool:
+    """Whether a page that the engine writes is found in these planes, bit for bit. The page is then as it was."""
+    tokens, page = planes[0].shape[1], min(1, planes[0].shape[0] - 1)
+    random = torch.Generator().manual_seed(PROBE_SEED)
+    meant = [
+        torch.randn((tokens, group.kv_heads, width), generator=random).to(tensor.dtype).to(tensor.device)
+        for width in group.widths
+    ]
+    before = [plane[page].clone() for plane in planes]
+    slots = torch.arange(page * tokens, (page + 1) * tokens, dtype=torch.int64, device=tensor.device)
+    try:
+        write(name, meant[0], meant[-1], slots)
+        return all(torch.equal(plane[page], part) for plane, part in zip(planes, meant, strict=True))
+    except Exception as error:
+        _log.info("the engine cannot be made to write a page of layer %s: %s", name, _first_line(error))
+        return False
+    finally:
+        for plane, part in zip(planes, before, strict=True):
+            plane[page] = part
+
+
+def _refusal(pages: EnginePages, groups: Sequence[RegisteredGroup]) -> str:
+    """Copy a page of random bytes to another one as a load and a save would, and compare all bytes; empty if right."""
+    if groups[0].num_pages < 3:
+        return f"the engine has {groups[0].num_pages} pages; 3 are needed"
+    facts = pages.facts
+    layout = layout_of([facts], 0, 0)
+    count = layout.block_tokens // facts.page_tokens
+    source, target = list(range(1, 1 + count)), list(range(1 + count, 1 + 2 * count))
+    if target[-1] >= groups[0].num_pages:
+        return f"the engine has {groups[0].num_pages} pages; a block needs {count}"
+    tensors = [tensor for group in groups for tensor in group.layers.values()]
+    rows = [row for tensor in tensors for row in _page_bytes(tensor, groups[0].num_pages)]
+    random = torch.Generator().manual_seed(PROBE_SEED)
+    touched = torch.tensor(source + target)
+    before = [row[touched].clone() for row in rows]
+    try:
+        for row in rows:
+            row[torch.tensor(source)] = torch.randint(
+                0, 256, (count, row.shape[1]), generator=random, dtype=torch.uint8
+            ).to(row.device)
+        for is_exact in (False, True):
+            for row in rows:
+                row[torch.tensor(target)] = 0
+            _copy_block(pages, layout, source, target, is_exact=is_exact)
+            for row in rows:
+                if not torch.equal(row[torch.tensor(source)], row[torch.tensor(target)]):
+                    return f"a page that was copied as {facts.packing} is not what it was"
+        return ""
+    except (LayoutMismatch, BadInput) as error:
+        return _first_line(error)
+    finally:
+        for row, was in zip(rows, before, strict=True):
+            row[touched] = was
+
+
+def _copy_block(pages: EnginePages, layout: Layout, source: list[int], target: list[int], *, is_exact: bool) -> None:
+    """One block from pages to pages through the store's own codec."""
+    codec = codec_named("raw")
+    for part in layout.parts:
+        payload = torch.zeros(codec.payload_bytes(part), dtype=torch.uint8)
+        view = memoryview(payload.numpy().data)
+        span = [FrameSpan(payload.data_ptr(), view, None)]
+        tables = [[PageRun(0, table)] * len(layout.groups) for table in (source, target)]
+        given, into = (codec.bind(pages.pages(table, layout, 0, is_exact=is_exact), layout, part) for table in tables)
+        (encoded,) = given.encode([0], span, digest)
+        if isinstance(encoded, Flaw) or into.decode(span, [0], 0, [encoded], digest) != 1:
+            raise LayoutMismatch("a page's digests are not those of its copy")
+
+
+def _page_bytes(tensor: torch.Tensor, num_pages: int) -> list[torch.Tensor]:
+    """All bytes of each page, as views [pages, bytes]. Raises `LayoutMismatch` where pages are not contiguous."""
+    halves = [tensor] if tensor.shape[0] % num_pages == 0 else list(tensor.unbind(0))
+    rows = []
+    for half in halves:
+        if half.shape[0] % num_pages or not half[0].is_contiguous():
+            raise LayoutMismatch(f"pages of shape {tuple(tensor.shape)} that are not contiguous cannot be compared")
+        split = half.shape[0] // num_pages
+        flat = half.flatten(1).view(torch.uint8)
+        rows.append(flat if split == 1 else flat.unflatten(0, (num_pages, split)).flatten(1))
+    return rows
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0][:200]

@@ -1,0 +1,222 @@
+"""What a connector's scheduler half has to know of an engine's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine_adapter.audit.audits import AuditResult, HitSaving
+from engine_adapter.paged.lookup import PrefixLookup
+from engine_adapter.paged.step_plan import AuditOrder, LoadOrder
+from kvstore.block.account import Account, HitTier, MissReason
+from kvstore.block.identity import ExtraKey, Prompt
+from kvstore.client.handle import Lease
+from kvstore.client.pending import PendingReply
+
+NEVER = 1 << 62
+"""More tokens than a request has."""
+
+
+class EngineRequest(Protocol):
+    """A request as its engine has it now. due: kept here for the engine's side: how many computed tokens complete the
+    next block that is to be offered."""
+
+    due: int
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name for it."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known: the prompt, and what was generated and accepted."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt alone."""
+        ...
+
+    def token_ids(self, first: int, stop: int) -> list[int]:
+        """Known tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What a request's KV depends on besides its tokens, and what its user wants. refused: why it is not looked up and
+    not saved, else None. ttl, priority: None where nothing was said. ignored: of what its user asked for, what was not
+    understood."""
+
+    extra_keys: tuple[ExtraKey, ...] = ()
+    refused: MissReason | None = None
+    detail: str = ""
+    reads: bool = True
+    saves: bool = True
+    ttl: float | None = None
+    priority: int | None = None
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A request of which a step computes as much as is `due`. stop: tokens up to which KV is complete after it, and
+    accepted for certain. tables: every group's pages of it."""
+
+    request_id: str
+    stop: int
+    tables: Callable[[], Sequence[Sequence[int]]]
+
+
+@dataclass(slots=True)
+class LoadUnderWay:
+    """state: of its request. tokens: up to which pages are verified, as far as is known. waiting: ranks that have not
+    reported. is_first: of its request's first admission, which the account is of. pages: from the first one that it
+    brings to the request's last, of a load that a step waits for. account: where the request is over and not counted
+    yet."""
+
+    state: RequestState = field(repr=False)
+    order: LoadOrder
+    lease: Lease | None
+    waiting: set[int]
+    tokens: int
+    is_first: bool
+    pages: tuple[int, ...] = ()
+    seconds: float = 0.0
+    reason: MissReason | None = None
+    account: Account | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it brought what was ordered."""
+        return self.tokens >= self.order.stop_token
+
+    @property
+    def end(self) -> int:
+        """Tokens of the prompt that its request has with it."""
+        return max(self.tokens, self.order.first_token)
+
+    @property
+    def why(self) -> MissReason:
+        """Why it brought less, if it did."""
+        return self.reason or MissReason.UNREACHABLE
+
+
+@dataclass(slots=True)
+class AuditUnderWay:
+    """A hit that is computed all the same. block: the one that is compared; pending, lease: of what is stored of it.
+    is_void: a rank had nothing to compare."""
+
+    block: int
+    pending: PendingReply[Lease] | None
+    lease: Lease | None = None
+    order: AuditOrder | None = None
+    waiting: set[int] = field(default_factory=set)
+    results: tuple[AuditResult, ...] = ()
+    is_void: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """One request on its way. account, detail: of its first admission. number: of the namespace in which the prompt was
+    hashed. late_at: computed tokens at which it is asked how much is stored, where nobody waited for that (0: no more),
+    with `late_lookup`. stop_token, stop_reason: up to where a load would go, decided for `chosen_for` tokens of the
+    engine's own. offered: blocks up to which its KV was offered, or is held. taken_tokens: of the engine's own and
+    ours, at its last admission. held_out: whether its hit is computed all the same, None until that is decided.
+    added_at, and found_tokens of the store's: while its first token is waited for, to learn what hits save.
+    """
+
+    request: EngineRequest
+    facts: RequestSpec
+    account: Account
+    detail: str = ""
+    number: int = -1
+    prompt: Prompt = field(default_factory=lambda: Prompt(0, []))
+    lookup: PrefixLookup | None = None
+    late_at: int = 0
+    late_lookup: PrefixLookup | None = None
+    local_tokens: int = 0
+    chosen_for: int = -1
+    stop_token: int = 0
+    stop_reason: MissReason = MissReason.GRID
+    waits: bool = True
+    is_admitted: bool = False
+    offered: int = 0
+    taken_tokens: int = 0
+    load: LoadUnderWay | None = None
+    load_ms: float = 0.0
+    saved_blocks: int = 0
+    put_reasons: dict[MissReason, int] = field(default_factory=dict)
+    audit: AuditUnderWay | None = None
+    held_out: bool | None = None
+    added_at: float = 0.0
+    found_tokens: int = 0
+
+    def told(self) -> dict[str, object]:
+        """To the request's user, when it is over. load_ms: None where the step that loaded is the one that ends it."""
+        told: dict[str, object] = {
+            **self.account.to_dict(),
+            "detail": self.detail,
+            "load_ms": round(self.load_ms, 3) if self.load is None else None,
+            "saved_blocks": self.saved_blocks,
+            "put_reasons": {str(reason): count for reason, count in self.put_reasons.items()},
+        }
+        if self.facts.ignored:
+            told["ignored"] = list(self.facts.ignored)
+        return told
+
+
+SAVING = "ttft_saved_ms_"
+"""What begins so in `RequestCounts.to_dict` is as it is now; of everything else there is more since the last time."""
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """In tokens unless named otherwise. hits, misses: by tier and by reason; their sum is what was asked for. A load
+    that failed is a miss. audited: blocks, by what became of them (`AuditPlan.take_outcomes`). costs: of the decisions
+    how far to load (`LoadChoice.take_costs`). saving: what a hit saves as far as is known, which is no sum; None where
+    nothing is new."""
+
+    requests: int = 0
+    asked: int = 0
+    hits: dict[HitTier, int] = field(default_factory=dict)
+    misses: dict[MissReason, int] = field(default_factory=dict)
+    loads: int = 0
+    failed_loads: int = 0
+    saved_blocks: int = 0
+    dropped_saves: int = 0
+    audited: dict[str, int] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
+    saving: HitSaving | None = None
+
+    def add(self, account: Account) -> None:
+        """One more request."""
+        self.requests += 1
+        self.asked += account.asked
+        for tier, tokens in account.hits.items():
+            self.hits[tier] = self.hits.get(tier, 0) + tokens
+        for reason, tokens in account.misses.items():
+            self.misses[reason] = self.misses.get(reason, 0) + tokens
+
+    def to_dict(self) -> dict[str, int | float]:
+        """Flat, without those that are zero."""
+        flat: dict[str, int | float] = {
+            "requests": self.requests,
+            "asked": self.asked,
+            **{f"hit_{tier}": tokens for tier, tokens in self.hits.items()},
+            **{f"miss_{reason}": tokens for reason, tokens in self.misses.items()},
+            "loads": self.loads,
+            "failed_loads": self.failed_loads,
+            "saved_blocks": self.saved_blocks,
+            "dropped_saves": self.dropped_saves,
+            **{f"audited_{outcome}": blocks for outcome, blocks in self.audited.items()},
+            **{f"cost_{name}": count for name, count in self.costs.items()},
+        }
+        if self.saving is not None:
+            flat |= {
+                f"{SAVING}mean": self.saving.mean_ms,
+                f"{SAVING}standard_error": self.saving.standard_error_ms,
+            }
+        return {name: count for name, count in flat.items() if count}

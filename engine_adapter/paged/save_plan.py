@@ -1,0 +1,140 @@
+"""Which blocks of which request are offered to the store, and which pages are being read for that.
+
+    a step completes a block > a save is ordered > its pages are watched > the workers report
+                                                 > a page is given to somebody else: the save is fenced
+
+A page that holds what an inexact codec restored is never encoded again. What was refused, dropped or evicted meanwhile
+is offered anew with the request's next block. Knows pages and keys, no engine and no tokens; one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine_adapter.paged.step_plan import PageRun, SaveOrder, SaveReport
+from kvstore.block.account import MissReason
+
+FREED = 0
+"""The page that stands in an engine's tables where there is none any more. It is never a request's own."""
+
+
+@dataclass(slots=True)
+class Offer:
+    """One save under way. held: blocks from the prompt's start that the store has, as far as is known. dropped: not
+    all of it was read."""
+
+    order: SaveOrder
+    first_block: int
+    stop_block: int
+    waiting: set[int]
+    held: int
+    stored: int = 0
+    reason: MissReason | None = None
+    dropped: bool = False
+
+
+class SavePlan:
+    """Of one engine."""
+
+    def __init__(self, ranks: Iterable[int], page_tokens: int, block_tokens: int) -> None:
+        """ranks: workers that report each save."""
+        self._ranks = tuple(ranks)
+        self._page_tokens = page_tokens
+        self._block_tokens = block_tokens
+        self._offers: dict[int, Offer] = {}
+        self._reading: dict[int, set[int]] = {}
+        """Pages that are read, and by which orders: a page of the engine's own cache may be read by several."""
+        self._read: dict[int, set[int]] = {}
+        """The same by order."""
+        self._decoded: dict[int, int] = {}
+        """Pages that hold what an inexact codec restored, each with the load that brought it."""
+
+    def __len__(self) -> int:
+        """Saves under way."""
+        return len(self._offers)
+
+    def taken(self, pages: set[int]) -> list[int]:
+        """These pages are written to from now on; returns the saves that read any of them."""
+        if self._decoded:
+            for page in pages:
+                self._decoded.pop(page, None)
+        return sorted({number for page in pages for number in self._reading.get(page, ())})
+
+    def decoded(self, pages: Iterable[int], number: int) -> None:
+        """These hold what an inexact codec restored: in the load of that number."""
+        self._decoded.update(dict.fromkeys(pages, number))
+
+    def computed(self, pages: Iterable[int], number: int) -> None:
+        """These do not after all: that load failed, and the engine computes them. Where they are somebody else's by
+        now, what they hold is not that load's."""
+        for page in pages:
+            if self._decoded.get(page) == number:
+                del self._decoded[page]
+
+    def exact_runs(self, tables: Sequence[Sequence[int]], first_block: int, stop_block: int) -> list[tuple[int, int]]:
+        """Runs of blocks whose pages are all as the engine computed them."""
+        if not self._decoded:
+            return [(first_block, stop_block)]
+        per_block = self._block_tokens // self._page_tokens
+        runs: list[tuple[int, int]] = []
+        for number in range(first_block, stop_block):
+            span = slice(number * per_block, (number + 1) * per_block)
+            if not all(self._decoded.keys().isdisjoint(table[span]) for table in tables):
+                continue
+            if runs and runs[-1][1] == number:
+                runs[-1] = (runs[-1][0], number + 1)
+            else:
+                runs.append((number, number + 1))
+        return runs
+
+    def add(self, order: SaveOrder, first_block: int, stop_block: int) -> None:
+        """A save was ordered."""
+        self._offers[order.number] = Offer(order, first_block, stop_block, set(self._ranks), stop_block)
+        self.watch(order.number, order.tables)
+
+    def watch(self, number: int, tables: Iterable[PageRun]) -> None:
+        """These pages are read by an order of that number."""
+        self._read[number] = {page for run in tables for page in run.pages}
+        for page in self._read[number]:
+            self._reading.setdefault(page, set()).add(number)
+
+    def unwatch(self, number: int) -> None:
+        """They are not any more. Safe to call again."""
+        for page in self._read.pop(number, ()):
+            readers = self._reading[page]
+            readers.discard(number)
+            if not readers:
+                del self._reading[page]
+
+    def reported(self, report: SaveReport) -> Offer | None:
+        """One worker has done its share; the save, once all have."""
+        offer = self._offers.get(report.number)
+        if offer is None:
+            return None
+        offer.waiting.discard(report.rank)
+        offer.stored = max(offer.stored, report.stored)
+        if report.reason is not None or report.dropped:
+            offer.dropped |= report.dropped
+            offer.reason = report.reason or offer.reason
+            # What was dropped says nothing about the blocks before; a put may find that they were evicted.
+            offer.held = min(offer.held, max(report.held, offer.first_block) if report.dropped else report.held)
+        if offer.waiting:
+            return None
+        del self._offers[report.number]
+        self.unwatch(report.number)
+        return offer
+
+
+def page_runs(
+    tables: Sequence[Sequence[int]], first_token: int, stop_token: int, page_tokens: int
+) -> tuple[PageRun, ...]:
+    """Of each group the pages of these tokens. Leading ones that were freed since, as of a sliding window, are page 0
+    in an engine's tables, and left out."""
+    first, stop = first_token // page_tokens, -(-stop_token // page_tokens)
+    runs = []
+    for table in tables:
+        pages = list(table[first:stop])
+        freed = next((at for at, page in enumerate(pages) if page != FREED), len(pages))
+        runs.append(PageRun(first + freed, pages[freed:]))
+    return tuple(runs)

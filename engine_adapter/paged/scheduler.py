@@ -1,0 +1,729 @@
+"""The half of a connector that is with an engine's scheduler: it decides what is loaded and saved.
+
+    request   added (looked up) > matched (asked until there is an answer) > allocated (a load is ordered)
+              > step after step: what was computed is offered > finished
+    step      orders for the workers > their reports
+
+Nothing here waits, but for a third of a millisecond in a step that has nothing else to do. Tokens are hashed here,
+once; what leaves this process are prefix keys. This is the edge at which any fault of the store becomes a miss. Must
+never import an engine, and must never offer a token's KV before the engine has accepted the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import wraps
+from logging import getLogger
+from typing import Any, TypeVar, cast
+
+from engine_adapter.audit.audits import AuditVerdict
+from engine_adapter.cost.model import SYNCHRONOUS_MS
+from engine_adapter.paged.audit_plan import AuditPlan
+from engine_adapter.paged.load_choice import LoadChoice, StepWork
+from engine_adapter.paged.load_plan import LoadPlan
+from engine_adapter.paged.lookup import PrefixLookup, account_unasked
+from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
+from engine_adapter.paged.requests import (
+    NEVER,
+    Computed,
+    EngineRequest,
+    LoadUnderWay,
+    RequestCounts,
+    RequestSpec,
+    RequestState,
+)
+from engine_adapter.paged.save_plan import SavePlan, page_runs
+from engine_adapter.paged.settings import ConnectorSettings, LoadMode, SavePolicy
+from engine_adapter.paged.step_plan import (
+    AuditReport,
+    LeaseHere,
+    LoadOrder,
+    LoadReport,
+    NamespaceSpec,
+    SaveOrder,
+    SaveReport,
+    StepPlan,
+    StepReports,
+)
+from kvstore.block.account import Account, HitTier, MissReason
+from kvstore.block.codec import codec_named
+from kvstore.block.identity import Prompt
+from kvstore.client.handle import Lease
+
+MAX_SAVED_EVENTS = 4096
+"""Kept until somebody asks for them."""
+CLOSE_SECONDS = 1.0
+IDLE_WAIT_SECONDS = 0.0003
+"""How long an engine that runs nothing waits for answers in each step: to be asked again costs it a whole step."""
+IDLE_PAUSE_SECONDS = 0.00002
+HELD_OUT = "computed all the same, as the first hits of an engine and a share of all others are (audit)"
+
+_log = getLogger(__name__)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _edge(otherwise: object) -> Callable[[Method], Method]:
+    """Whatever goes wrong inside ends what the store does for this engine, and not the engine."""
+
+    def guarded(method: Method) -> Method:
+        @wraps(method)
+        def call(self: PagedScheduler, *args: Any) -> Any:
+            try:
+                return method(self, *args)
+            except Exception as error:
+                self.broke(error)
+                return otherwise
+
+        return cast(Method, call)
+
+    return guarded
+
+
+class PagedScheduler:
+    """The scheduler's half. One thread."""
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        open_store: Callable[[], ClosableStore],
+        clock: Callable[[], float],
+        choose: Callable[[], float],
+        pause: Callable[[float], None],
+    ) -> None:
+        """open_store: in the session that the workers join. clock: monotonic seconds. choose: evenly from 0 up to 1.
+        pause: for so many seconds."""
+        self.settings = settings
+        self.choice: LoadChoice | None = None
+        self._clock = clock
+        self._choose = choose
+        self._pause = pause
+        self._idle_seconds = IDLE_WAIT_SECONDS
+        self._namespace = NamespaceOpener(open_store)
+        self._facts: NamespaceSpec | None = None
+        self._told = -1
+        self._ranks: tuple[int, ...] = (0,)
+        self._is_exact = True
+        self._refused: tuple[MissReason, str] | None = (MissReason.DISABLED, "the workers have said nothing yet")
+        self._states: dict[str, RequestState] = {}
+        self._loads = LoadPlan(1, 1)
+        self._plan = SavePlan((0,), 1, 1)
+        self._audits: AuditPlan | None = None
+        self._former_audits: dict[int, set[int]] = {}
+        """Comparisons that are not wanted any more, each with the ranks that have not reported."""
+        self._saving: dict[int, EngineRequest] = {}
+        self._taken: set[int] = set()
+        """Pages that were given to requests since the last step."""
+        self._orders = StepPlan()
+        self._is_broken = False
+        self._next_number = 1
+        self._running: set[str] = set()
+        self._failures: dict[int, int] = {}
+        self._counts = RequestCounts()
+        self._saved: list[tuple[EngineRequest, int, int]] = []
+        self._first_tokens: list[tuple[int, float, bool, int, int]] = []
+        """That come with a step: (its number, when it was added, whether it was held out, prompt, found)."""
+        self._step = 0
+
+    # The namespace ---------------------------------------------------------------------------------------------------
+
+    def use(self, facts: NamespaceSpec, ranks: Sequence[int]) -> None:
+        """From now on requests belong to this namespace; it is opened in the background, however long that takes.
+        Raises `BadInput` where the codec is none for such pages; then nothing has changed."""
+        layout, settings, codec = facts.layout, self.settings, codec_named(facts.codec)
+        payload_bytes = sum(codec.payload_bytes(part) for part in layout.parts)
+        if self._facts is None:
+            self._loads = LoadPlan(layout.page_tokens, layout.block_tokens)
+        self._facts, self._ranks = facts, tuple(ranks)
+        if not self._is_broken:
+            self._refused = None  # also what had drifted: these are other weights, or other words for them
+        self._is_exact = codec.is_exact
+        self._plan = SavePlan(ranks, layout.page_tokens, layout.block_tokens)
+        self.choice = LoadChoice(
+            payload_bytes / layout.block_tokens,
+            is_on=settings.cost_model,
+            audit=settings.audit,
+            choose=self._choose,
+        )
+        self._audits = AuditPlan(self.choice, facts, self._ranks, self._number, settings.lease_deadline_ms)
+        self._namespace.want(facts)
+
+    def wait_open(self, seconds: float) -> bool:
+        """For an engine that starts: whether the store is there, within that time."""
+        return self._facts is not None and self._namespace.wait(self._facts.number, seconds) is not None
+
+    def why_not_open(self) -> str:
+        """In words, where `wait_open` waited in vain."""
+        return self._namespace.detail
+
+    def tell_when_open(self, tell: Callable[[], None]) -> None:
+        """Call this, in any thread, once the store is there."""
+        self._namespace.tell_when_open(tell)
+
+    def refuse(self, reason: MissReason, detail: str) -> None:
+        """From now on nothing is looked up and nothing is saved. What is under way comes to its end."""
+        self._refused = (reason, detail)
+        for state in self._states.values():
+            self._let_go(state)
+            self._end_audit(state)
+
+    def broke(self, error: Exception) -> None:
+        """A fault of our own: the engine runs on without the store, until it ends. Whether pages that a step waited
+        for have come is not known any more: they are nobody's."""
+        if not self._is_broken:
+            _log.error("nothing is looked up or saved any more in this engine", exc_info=error)
+        self._is_broken = True
+        self._refused = (MissReason.DISABLED, f"a fault in the adapter: {type(error).__name__}")
+        self._loads.give_up()
+
+    def renamed(self, weights_epoch: int) -> None:
+        """The weights were changed in place: what was stored before, and what is computed now, is not theirs."""
+        if self._facts is None:
+            return
+        for state in self._states.values():
+            self._let_go(state)
+            self._end_audit(state)
+            state.facts = RequestSpec(refused=MissReason.DISABLED, detail="it began before the weights were changed")
+        if self._audits is not None:
+            self._former_audits |= self._audits.close()
+        self._collect()
+        plan = self._plan  # saves that are under way read pages as before
+        self.use(replace(self._facts, number=self._facts.number + 1, weights_epoch=weights_epoch), self._ranks)
+        self._plan = plan
+
+    @property
+    def block_tokens(self) -> int:
+        """Of a stored block; 0 where nothing can be stored."""
+        return self._facts.layout.block_tokens if self._facts is not None else 0
+
+    @property
+    def page_tokens(self) -> int:
+        """Of the engine's page."""
+        return self._facts.layout.page_tokens if self._facts is not None else 1
+
+    # A request -------------------------------------------------------------------------------------------------------
+
+    @_edge(None)
+    def added(self, request: EngineRequest, facts: RequestSpec) -> None:
+        """A new request: its look-up begins, unless it is alone. Then it is asked about at once what it has itself, and
+        may need none: what a look-up takes of the processors is taken from the step that computes the request."""
+        account = Account.of([(MissReason.DISABLED, request.num_tokens)])
+        state = RequestState(request, facts, account, added_at=self._clock())
+        self._states[request.request_id] = state
+        if self._running or len(self._states) > 1 or not self._is_asked(state):
+            self._look_up(state)
+
+    @_edge((0, False))
+    def matched(self, request_id: str, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens behind the engine's own that are promised, and whether they are loaded beside its steps.
+
+        None: ask again in the next step. local_tokens: what the engine itself has, a page boundary.
+        """
+        state = self._states.get(request_id)
+        if state is None:
+            return 0, False
+        if self._loads.asks(state, local_tokens):
+            return None, False
+        state.local_tokens = local_tokens
+        if state.lookup is not None and state.is_admitted and state.lookup.is_over:
+            self._let_go(state)  # it was preempted, and comes again with what it had generated
+        if self._gains_nothing(state, local_tokens):
+            return 0, False
+        if state.lookup is None:
+            self._look_up(state)
+        lookup = state.lookup
+        if lookup is None:
+            return 0, False
+        tokens = self._promised(state, lookup, local_tokens)
+        while tokens is None and not self._running and self._idle_seconds > 0:
+            began = self._clock()
+            self._pause(IDLE_PAUSE_SECONDS)
+            tokens = self._promised(state, lookup, local_tokens)
+            self._idle_seconds -= max(self._clock() - began, IDLE_PAUSE_SECONDS)
+        if tokens is None:
+            return None, False
+        if not state.is_admitted:
+            state.account, state.detail = lookup.account, lookup.detail
+        promised = max(0, tokens - local_tokens)
+        state.waits = self._waits(state, promised)  # decided once: who is told that it is parked waits for a report
+        is_beside = bool(promised) and not state.waits
+        if is_beside and self._loads.takes_no_more:
+            return None, False
+        return promised, is_beside
+
+    def allocated(self, request_id: str, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """The engine has room. tokens: how many behind its own it counts on; 0 for none, and for the second call after
+        a load beside its steps."""
+        state = self._states.get(request_id)
+        first = state.local_tokens // self.page_tokens if state is not None else 0
+        for table in tables:
+            self._taken.update(table[first:])
+        if state is None or self._loads.resumes(request_id):
+            return
+        lookup = state.lookup
+        found = lookup.found() if lookup is not None else None
+        if found is None and state.late_at:  # what is stored is asked when its first token is there
+            self._is_offered(state, state.local_tokens // self.block_tokens)
+        else:
+            state.late_at = 0
+            self._is_offered(state, found.blocks if found is not None else 0)
+        is_first = not state.is_admitted
+        state.taken_tokens = state.local_tokens + tokens
+        if is_first:
+            state.is_admitted = True
+            account = state.account.behind(HitTier.ENGINE, state.local_tokens)
+            # What it does not take is no hit, as where another connector beside this one has it too.
+            state.account = account.cut(state.local_tokens + tokens, MissReason.DISABLED)
+        if tokens and self._facts is not None:
+            # Without a lease the order fails at the worker: an engine that counts on tokens has to hear of it.
+            handle, lease = (lookup.namespace, lookup.take()) if lookup is not None else (None, None)
+            here = (
+                LeaseHere(lease, handle)
+                if lease is not None and handle is not None and self._reads_here(state)
+                else None
+            )
+            self._order_load(state, self._facts, lease, here, tables, state.local_tokens + tokens, is_first=is_first)
+        elif lookup is not None and found is None and not lookup.is_over:
+            state.late_lookup, state.lookup = lookup, None  # it tells what need not be saved
+        else:
+            self._let_go(state)
+
+    def begins_with(self, request_id: str, computed: int) -> None:
+        """It runs from now on, and has so many tokens. Beside other connectors: what one of these has brought, and
+        what is computed behind that, is not saved, since nobody tells in time whether it came."""
+        state = self._states.get(request_id)
+        if state is not None and computed > state.taken_tokens:
+            state.facts = replace(state.facts, saves=False)
+            self._is_offered(state, state.offered)
+
+    @_edge(None)
+    def finished(self, request_id: str) -> dict[str, object] | None:
+        """It is over, or was given up. What its user is told."""
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return None
+        self._running.discard(request_id)
+        self._loads.ended(request_id)
+        self._let_go(state)
+        self._end_audit(state)
+        if state.load is not None:
+            state.load.account = state.account  # counted when it is known how the load ended
+        else:
+            self._counts.add(state.account)
+        return state.told()
+
+    def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
+        """Of that many tokens that are loaded for a request: from which tiers. Empty where that is not known."""
+        state = self._states.get(request_id)
+        found: dict[HitTier, int] = {}
+        for tier, count in state.account.hits.items() if state is not None else ():
+            if tier is not HitTier.ENGINE:
+                found[tier] = count
+        return found if sum(found.values()) == tokens else {}
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def step(self, running: set[str], due: Sequence[Computed], grown: Iterable[int], work: StepWork) -> StepPlan:
+        """What the workers do around this step. running: requests of which it computes anything. due: those of them
+        that complete a block. grown: pages that are new to requests that ran before."""
+        orders, self._orders = self._orders, StepPlan()
+        if running:
+            self._step += 1
+            orders.number = self._step
+        taken, self._taken = self._taken, set()
+        taken.update(grown)
+        if taken:
+            orders.cancelled_saves += self._plan.taken(taken)
+        if not self._is_exact:
+            for load in orders.loads:
+                self._plan.decoded((page for run in load.tables for page in run.pages), load.number)
+        self._offer_all(due, orders)
+        self._running, self._idle_seconds = running, IDLE_WAIT_SECONDS
+        orders.failures_seen = dict(self._failures)
+        if self._facts is not None and self._told != self._facts.number:
+            self._told = self._facts.number
+            orders.namespace = self._facts
+        if running and self.choice is not None:
+            self.choice.step_begins(self._step, work, self._clock(), any(load.waits for load in orders.loads))
+        return orders
+
+    @_edge(None)
+    def reported(self, reports: StepReports | None) -> None:
+        """A step is over, which need not be the last one that was scheduled; what the workers have done."""
+        if reports is None:
+            return
+        if reports.step and self.choice is not None:
+            now = self._clock()
+            self.choice.step_ends(reports.step, now)
+            while self._first_tokens and self._first_tokens[0][0] <= reports.step:
+                _, added_at, held_out, prompt_tokens, found_tokens = self._first_tokens.pop(0)
+                self.choice.saving.record(held_out, prompt_tokens, found_tokens, now - added_at)
+        for loaded in reports.loads:
+            self._loaded(loaded)
+        for saved in reports.saves:
+            self._saved_some(saved)
+        for audited in reports.audits:
+            self._audited(audited)
+        self._failures.update(reports.failures)
+
+    def take_invalid_pages(self) -> set[int]:
+        """Pages that a load which a step waited for has left without KV, and those that were computed behind them,
+        since it was last asked. The engine must not give them to other requests, nor to this one if it comes anew."""
+        return self._loads.take_invalid_pages()
+
+    def take_counts(self) -> RequestCounts:
+        """What was counted since it was last asked."""
+        self._collect()
+        counts, self._counts = self._counts, RequestCounts()
+        if self.choice is not None and counts.requests:
+            counts.saving = self.choice.saving.estimate()
+        return counts
+
+    def _collect(self) -> None:
+        """What is counted elsewhere."""
+        costs, audited = self._counts.costs, self._counts.audited
+        for name, cost in self.choice.take_costs().items() if self.choice is not None else ():
+            costs[name] = costs.get(name, 0) + cost
+        for name, blocks in self._audits.take_outcomes().items() if self._audits is not None else ():
+            audited[name] = audited.get(name, 0) + blocks
+
+    def take_saved(self) -> list[tuple[EngineRequest, int, int]]:
+        """Blocks that the store has got since it was last asked: (request, first block, stop block)."""
+        saved, self._saved = self._saved, []
+        return saved
+
+    def close(self) -> None:
+        """Everything is let go of."""
+        for request_id in list(self._states):
+            self.finished(request_id)
+        if self._audits is not None:
+            self._audits.close()
+        self._namespace.close(CLOSE_SECONDS)
+
+    # Looking up ------------------------------------------------------------------------------------------------------
+
+    def _look_up(self, state: RequestState) -> None:
+        request, facts = state.request, state.facts
+        self._let_go(state)
+        state.chosen_for, state.late_at = -1, 0
+        tokens = request.num_tokens
+        namespace = self._namespace.now() if self._refused is None else None
+        if facts.refused is not None:
+            reason, detail = facts.refused, facts.detail
+        elif self._refused is not None:
+            reason, detail = self._refused
+        elif namespace is None:
+            reason, detail = self._namespace.why_not()
+        else:
+            reason, detail = MissReason.DISABLED, "the request is not to read what is cached"
+        if not state.is_admitted:
+            is_asked = self._refused is None and facts.refused is None  # a tail is no block's, whatever becomes of them
+            state.account = Account.missed(reason, tokens, self.block_tokens if is_asked else 0)
+            state.detail = detail
+        if namespace is None or facts.refused is not None or self._facts is None:
+            return
+        known = state.prompt if state.number == self._facts.number else Prompt(0, [])
+        state.prompt = namespace.hashed(
+            request.token_ids(len(known.keys) * namespace.block_tokens, tokens), facts.extra_keys, known
+        )
+        state.number = self._facts.number
+        if facts.reads:
+            state.lookup = PrefixLookup(
+                namespace,
+                state.prompt,
+                request.request_id,
+                self._clock,
+                match_deadline_ms=self.settings.match_deadline_ms,
+                lease_deadline_ms=self.settings.lease_deadline_ms,
+            )
+
+    def _promised(self, state: RequestState, lookup: PrefixLookup, local_tokens: int) -> int | None:
+        match = lookup.found()
+        if match is None:
+            return 0 if lookup.is_over else None
+        if state.chosen_for != local_tokens and self.choice is not None and self._audits is not None:
+            state.chosen_for = local_tokens
+            is_hit = min(match.tokens, state.prompt.tokens - 1) // self.block_tokens * self.block_tokens > local_tokens
+            takes_all = self.choice.holdout.takes_all
+            # After a preemption too, where nothing is to be loaded that was not compared.
+            if is_hit and state.held_out is None and (takes_all or not state.is_admitted):
+                state.held_out = self._audits.begins(state, match, lookup.namespace, self._clock())
+            # Where all are computed, chance has not told them apart.
+            state.found_tokens = match.tokens if is_hit and not takes_all else 0
+            cap = (state.prompt.tokens - 1) // self.page_tokens * self.page_tokens
+            state.stop_token, state.stop_reason = self.choice.stop_token(
+                state.request.request_id,
+                match,
+                local_tokens,
+                cap,
+                self.block_tokens,
+                bool(self._running),
+                self._clock(),
+            )
+        if state.held_out:
+            if self._audits is not None and not self._audits.is_ready(state):
+                return None  # a request of one token would be over before its block could be compared
+            lookup.detail = HELD_OUT
+            return lookup.matched(local_tokens, local_tokens, MissReason.AUDIT)
+        return lookup.matched(local_tokens, state.stop_token, state.stop_reason)
+
+    @property
+    def _is_told_by_page(self) -> bool:
+        """Whether the engine hears which pages a load did not bring, and not only of which request: it takes no such
+        word where there are several groups, or pages that left a window are missing."""
+        groups = self._facts.layout.groups if self._facts is not None else ()
+        return len(groups) == 1 and not groups[0].window
+
+    def _is_asked(self, state: RequestState) -> bool:
+        """Whether there is somebody to ask what is stored of it."""
+        is_read = state.facts.refused is None and state.facts.reads and self._refused is None
+        return is_read and self._namespace.now() is not None
+
+    def _gains_nothing(self, state: RequestState, local_tokens: int) -> bool:
+        """Whether behind what the engine has itself there is no whole block that could be loaded, and no answer yet
+        that says more: nobody waits for one that is good for the account alone."""
+        tokens, block, lookup = state.request.num_tokens, self.block_tokens, state.lookup
+        if lookup is None:
+            if not self._is_asked(state):
+                return False
+        elif lookup.is_over or lookup.found() is not None:
+            return False
+        if (tokens - 1) // block * block > local_tokens:
+            return False
+        state.late_at = tokens + 1
+        if self._facts is not None and state.number != self._facts.number:
+            state.number, state.prompt = self._facts.number, Prompt(0, [])  # hashed when a block is to be saved
+        if not state.is_admitted:
+            state.account, state.detail = account_unasked(tokens, block), ""
+        return True
+
+    def _waits(self, state: RequestState, promised: int) -> bool:
+        """Whether the step that needs the load waits for it."""
+        mode = self.settings.load
+        if not self._is_told_by_page:
+            return False  # and a step that waited could not be taken back
+        if mode is not LoadMode.AUTO:
+            return mode is not LoadMode.ASYNC
+        is_alone = not (self._running - {state.request.request_id} or self._loads)
+        return is_alone or (self.choice is not None and self.choice.load_ms(promised, self._clock()) < SYNCHRONOUS_MS)
+
+    def _reads_here(self, state: RequestState) -> bool:
+        """Whether a worker that is in this process may read with the lease of this half: in the step, all of it."""
+        return state.waits and self.settings.load is not LoadMode.LAYERWISE and len(self._ranks) == 1
+
+    def _let_go(self, state: RequestState) -> None:
+        for lookup in (state.lookup, state.late_lookup):
+            if lookup is not None:
+                lookup.give_back()
+        state.lookup = state.late_lookup = None
+        if self.choice is not None and state.load is None:
+            self.choice.dropped(state.request.request_id)
+
+    def _audited(self, report: AuditReport) -> None:
+        if self._audits is None:
+            return
+        former = self._former_audits.get(report.number)
+        if former is not None:  # of weights that are no more: a worker read these pages until now
+            former.discard(report.rank)
+            if not former:
+                del self._former_audits[report.number]
+                self._plan.unwatch(report.number)
+            return
+        verdict = self._audits.reported(report, self._plan, self._clock())
+        if verdict is AuditVerdict.DRIFTED:
+            name = self._audits.name
+            self.refuse(MissReason.AUDIT, f"what is stored in namespace {name} is not what this engine computes")
+
+    def _end_audit(self, state: RequestState) -> None:
+        if self._audits is not None:
+            self._audits.ended(state)
+
+    # Loads -----------------------------------------------------------------------------------------------------------
+
+    def _order_load(
+        self,
+        state: RequestState,
+        facts: NamespaceSpec,
+        lease: Lease | None,
+        here: LeaseHere | None,
+        tables: Sequence[Sequence[int]],
+        stop_token: int,
+        *,
+        is_first: bool,
+    ) -> None:
+        waits, request_id = state.waits, state.request.request_id
+        order = LoadOrder(
+            self._number(),
+            request_id,
+            facts.number,
+            lease.ticket() if lease is not None else b"",
+            state.local_tokens,
+            stop_token,
+            page_runs(tables, state.local_tokens, stop_token, self.page_tokens),
+            waits,
+            self.settings.load is LoadMode.LAYERWISE,
+            here,
+        )
+        state.load = LoadUnderWay(state, order, lease, set(self._ranks), stop_token, is_first=is_first)
+        if waits:
+            state.load.pages = tuple(tables[0][state.local_tokens // self.page_tokens :])
+        self._loads.add(state.load)
+        self._orders.loads.append(order)
+        self._is_offered(state, max(state.offered, stop_token // self.block_tokens))
+        self._counts.loads += 1
+        if self.choice is not None:
+            self.choice.begins(request_id, self._clock())
+
+    def _loaded(self, report: LoadReport) -> None:
+        load = self._loads.reported(report)
+        if load is None:
+            return
+        if load.lease is not None:
+            load.lease.release()
+        order, tokens, is_whole = load.order, load.end, load.is_whole
+        self._counts.failed_loads += not is_whole
+        if self.choice is not None:
+            seconds = load.seconds if order.waits else None
+            self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())
+        if not is_whole:  # the engine computes these
+            page = tokens // self.page_tokens
+            behind = (number for run in order.tables for number in run.pages[max(0, page - run.first) :])
+            self._plan.computed(behind, order.number)
+        is_miss = load.is_first and not is_whole
+        if load.account is not None:  # its request is over
+            self._counts.add(load.account.cut(tokens, load.why) if is_miss else load.account)
+        state = self._states.get(order.request)
+        if state is None or state.load is not load:
+            return
+        state.load = None
+        state.load_ms += 1000 * load.seconds
+        if not order.waits:
+            state.local_tokens = tokens  # the engine has these, and comes for room for the rest
+            if not is_whole and (not tokens or not self._is_told_by_page):
+                self._loads.turn_away(order.request)
+        if not is_whole:
+            state.facts = replace(state.facts, reads=False)  # or it could go on like that for ever
+            state.account = state.account.cut(tokens, load.why) if is_miss else state.account
+            self._is_offered(state, min(state.offered, tokens // self.block_tokens))
+
+    # Saves -----------------------------------------------------------------------------------------------------------
+
+    def _offer_all(self, due: Sequence[Computed], orders: StepPlan) -> None:
+        for one in due:
+            state = self._states.get(one.request_id)
+            if state is None:
+                continue
+            try:
+                self._offer(state, one, orders)
+            except Exception as error:
+                state.request.due = NEVER
+                self.broke(error)
+
+    def _offer(self, state: RequestState, one: Computed, orders: StepPlan) -> None:
+        """Order a save of the blocks that this step completes, and what else is due."""
+        if self._audits is not None:
+            self._audits.computed(state, one, self._plan, orders)
+        if state.found_tokens and one.stop >= state.request.num_prompt_tokens:
+            asked, found = state.account.asked, state.found_tokens
+            self._first_tokens.append((self._step, state.added_at, bool(state.held_out), asked, found))
+            state.found_tokens = 0
+        facts, policy, namespace = state.facts, self.settings.save, self._namespace.now()
+        is_other = self._facts is None or state.number != self._facts.number or self._refused is not None
+        if namespace is None or is_other or facts.refused is not None or not facts.saves or policy is SavePolicy.NONE:
+            state.request.due = NEVER
+            return
+        block = namespace.block_tokens
+        stop = min(one.stop, state.request.num_tokens)
+        if state.late_at and one.stop >= state.late_at:
+            self._ask_late(state, one.stop)
+        if policy is SavePolicy.PROMPT:
+            stop = min(stop, state.request.num_prompt_tokens)
+        stop_block = stop // block
+        if stop_block <= state.offered:
+            if stop < one.stop and not state.late_at:
+                state.request.due = NEVER  # there is no more of it to come
+            else:
+                self._is_offered(state, state.offered)
+            return
+        if stop_block > len(state.prompt.keys):
+            first = len(state.prompt.keys) * block
+            token_ids = state.request.token_ids(first, stop_block * block)
+            state.prompt = namespace.hashed(token_ids, facts.extra_keys, state.prompt)
+        tables = one.tables()
+        for first_block, last_block in self._plan.exact_runs(tables, state.offered, stop_block):
+            self._order_save(state, tables, first_block, last_block, orders)
+        self._is_offered(state, stop_block)
+
+    def _ask_late(self, state: RequestState, computed: int) -> None:
+        """How much of a request is stored, where nobody waited for that; in each step until it is known."""
+        if state.late_lookup is None:
+            self._look_up(state)
+            state.late_lookup, state.lookup = state.lookup, None
+        late = state.late_lookup
+        match = late.found() if late is not None else None
+        if late is not None and match is None and not late.is_over:
+            state.late_at = computed + 1
+            return
+        state.late_at, state.late_lookup = 0, None
+        if late is not None:
+            late.give_back()
+        state.offered = min(state.offered, match.blocks if match is not None else 0)
+
+    def _order_save(
+        self,
+        state: RequestState,
+        tables: Sequence[Sequence[int]],
+        first_block: int,
+        stop_block: int,
+        orders: StepPlan,
+    ) -> None:
+        assert self._facts is not None
+        block, facts = self.block_tokens, state.facts
+        order = SaveOrder(
+            self._number(),
+            state.request.request_id,
+            self._facts.number,
+            b"".join(state.prompt.keys[:stop_block]),
+            first_block * block,
+            page_runs(tables, first_block * block, stop_block * block, self.page_tokens),
+            facts.ttl if facts.ttl is not None else self.settings.ttl,
+            facts.priority if facts.priority is not None else self.settings.priority,
+        )
+        self._plan.add(order, first_block, stop_block)
+        self._saving[order.number] = state.request
+        orders.saves.append(order)
+
+    def _saved_some(self, report: SaveReport) -> None:
+        offer = self._plan.reported(report)
+        if offer is None:
+            return
+        request = self._saving.pop(report.number)
+        self._counts.saved_blocks += offer.stored
+        self._counts.dropped_saves += offer.dropped
+        if offer.stored and len(self._saved) < MAX_SAVED_EVENTS:
+            self._saved.append((request, offer.first_block, min(offer.held, offer.stop_block)))
+        state = self._states.get(offer.order.request)
+        if state is None or state.request is not request:
+            return
+        state.saved_blocks += offer.stored
+        if offer.reason is not None:
+            state.put_reasons[offer.reason] = state.put_reasons.get(offer.reason, 0) + 1
+        if offer.held < offer.stop_block:
+            state.offered = min(state.offered, offer.held)  # offered again when the next block is due
+
+    def _is_offered(self, state: RequestState, blocks: int) -> None:
+        """So many blocks of it, and no more, were offered or are held."""
+        state.offered = blocks
+        saves = state.facts.refused is None and state.facts.saves and self.settings.save is not SavePolicy.NONE
+        due = (blocks + 1) * self.block_tokens if saves and self.block_tokens else NEVER
+        if state.late_at and due != NEVER:
+            due = min(due, state.late_at)
+        if state.found_tokens or state.audit is not None:  # its first token is waited for, or it is to be compared
+            due = min(due, state.request.num_prompt_tokens)
+        state.request.due = due
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number

@@ -1,0 +1,205 @@
+"""What the two halves of a connector tell each other about one step of the engine.
+
+The half in the scheduler's process decides and the half in each worker does. Orders go out with the step's metadata,
+reports come back with its output; both are pickled by the engine, so they are plain and small. Pages are named by the
+engine's numbers, and blocks by their prefix keys: no token ids cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from engine_adapter.audit.audits import AuditResult
+from kvstore.block.account import MissReason
+from kvstore.block.layout import Layout
+from kvstore.client.handle import Lease, NamespaceHandle
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One KV group as a worker's engine registered it: this rank's heads. layers: numbers over all groups; window: 0
+    for full attention."""
+
+    name: str
+    layers: tuple[int, ...]
+    kv_heads: int
+    widths: tuple[int, ...]
+    dtype: str
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What the pages of one worker are. packing: how numbers lie in a page, proven; scales: digest of the KV scales.
+    page_bytes: of one page in all layers. refused: why nothing can be stored, else empty."""
+
+    rank: int
+    page_tokens: int
+    groups: tuple[GroupSpec, ...]
+    packing: str
+    scales: str
+    device: str
+    page_bytes: int
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSpec:
+    """What a worker opens. number: raised with each change, so that orders and namespaces cannot be mixed up. name: of
+    the model, for people."""
+
+    number: int
+    session: str
+    model: str
+    layout: Layout
+    codec: str
+    weights_epoch: int
+    config: Mapping[str, str]
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Consecutive logical pages of one KV group of one request: pages[i] is the physical page of number first + i."""
+
+    first: int
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseHere:
+    """A lease of the scheduler's half, and the handle it was taken on: a worker in the same process reads with these,
+    and asks the store for nothing. In another process it is None."""
+
+    lease: Lease
+    namespace: NamespaceHandle
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _elsewhere, ()
+
+
+def _elsewhere() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Bring leased blocks into pages. number: the order's own. tables: by group, from the page of first_token on.
+    waits: the step needs it; otherwise the request is parked until it is reported. here: of a load that its step waits
+    for, so that nobody can end the scheduler's half meanwhile."""
+
+    number: int
+    request: str
+    namespace: int
+    ticket: bytes
+    first_token: int
+    stop_token: int
+    tables: tuple[PageRun, ...]
+    waits: bool
+    layerwise: bool = False
+    here: LeaseHere | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Offer a prompt's blocks from first_token on, once the step is over. keys: of all its blocks up to the last that
+    is offered, joined. tables: by group, from the page of first_token on."""
+
+    number: int
+    request: str
+    namespace: int
+    keys: bytes
+    first_token: int
+    tables: tuple[PageRun, ...]
+    ttl: float | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOrder:
+    """Compare a stored block with the one that the engine computed, once the step is over. first_token: the block's;
+    tables: by group, its pages."""
+
+    number: int
+    request: str
+    namespace: int
+    ticket: bytes
+    first_token: int
+    tables: tuple[PageRun, ...]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. namespace: where it is a new one. cancelled_saves: saves and audits whose pages this step writes to.
+    failures_seen: how many failed loads of this worker's rank the scheduler knows of. number: of those steps that
+    compute anything, 0 for others."""
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    saves: list[SaveOrder] = field(default_factory=list)
+    audits: list[AuditOrder] = field(default_factory=list)
+    cancelled_saves: list[int] = field(default_factory=list)
+    namespace: NamespaceSpec | None = None
+    failures_seen: Mapping[int, int] = field(default_factory=dict)
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """tokens: of the prompt, up to which pages are verified. seconds: from the order to its end. reason: why it is less
+    than ordered."""
+
+    number: int
+    request: str
+    rank: int
+    tokens: int
+    seconds: float
+    reason: MissReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """held: leading blocks of the prompt that the store has; stored: of these, new ones. reason: why there are no more,
+    None where all that was offered is held. dropped: given up, since the engine wanted the pages, the step was computed
+    behind a load that failed, too much waits to be saved, or the worker is closed."""
+
+    number: int
+    request: str
+    rank: int
+    held: int
+    stored: int
+    seconds: float
+    reason: MissReason | None = None
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """results: of this rank's part of the block; none where there was nothing left to compare."""
+
+    number: int
+    request: str
+    rank: int
+    results: tuple[AuditResult, ...]
+
+
+@dataclass(slots=True)
+class StepReports:
+    """What all workers have to say after a step. failures: loads that steps waited for in vain, by rank. facts: of
+    those that could not say it when the engine started. step: its number."""
+
+    loads: list[LoadReport] = field(default_factory=list)
+    saves: list[SaveReport] = field(default_factory=list)
+    audits: list[AuditReport] = field(default_factory=list)
+    failures: dict[int, int] = field(default_factory=dict)
+    facts: list[WorkerSpec] = field(default_factory=list)
+    step: int = 0
+
+    def merge(self, other: StepReports) -> None:
+        """Take in what another worker says."""
+        self.step = max(self.step, other.step)
+        self.loads += other.loads
+        self.saves += other.saves
+        self.audits += other.audits
+        self.failures.update(other.failures)
+        self.facts += other.facts

@@ -1,0 +1,567 @@
+"""The half of a connector that is with an engine's pages: it loads and saves what the other half decided.
+
+    step   begin (fences) > loads that the step waits for > forward > loads beside it, saves > what is over, reports
+
+Loads and saves run on threads of their own. A save reads pages that the engine may want back at any time: the scheduler
+names such saves in the step that writes to their pages (`cancelled_saves`), and `begin` returns when none of them reads
+any more. This is the edge at which any fault of the store becomes a miss: nothing here raises because of it. Must never
+import an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from logging import getLogger
+from typing import Any
+
+import torch
+
+from engine_adapter.audit.audits import AuditResult
+from engine_adapter.audit.blocks import compare_block, compare_opaque
+from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
+from engine_adapter.paged.pages import EnginePages, opaque_dtype
+from engine_adapter.paged.save_patience import SavePatience
+from engine_adapter.paged.step_plan import (
+    AuditOrder,
+    AuditReport,
+    LoadOrder,
+    LoadReport,
+    PageRun,
+    SaveOrder,
+    SaveReport,
+    StepPlan,
+    StepReports,
+)
+from kvstore.block.account import MissReason, reason_of
+from kvstore.block.identity import Prompt
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.client.get import Loaded
+from kvstore.client.handle import Lease, NamespaceHandle
+from tiering.frame import KEY_BYTES
+
+_log = getLogger(__name__)
+
+PIECE_BYTES = 8 << 20
+"""Of a save, put at a time: others' blocks go in between, and a fence waits for no more than the rest of one."""
+SAVE_NICENESS = 10
+"""On a machine whose processors the engine computes with, it goes first."""
+OPEN_SECONDS = 5.0
+"""How long a load waits for its namespace to be opened, which happens once, when the store is there."""
+WINDOW_FENCE_SECONDS = 0.02
+"""How long a step waits for saves of pages that it wants, in engines with sliding windows."""
+IDLE_WAIT_SECONDS = 0.005
+"""An engine with nothing to do but to wait for loads would spin, and keep the loader from the interpreter's lock."""
+PRESSED_SHARE = 0.5
+"""Of what may wait to be saved: with more than this, saves wait for nobody."""
+SAVE_DEADLINE_MS = 5000.0
+"""How long the put of a piece waits for the store, in a thread that nobody waits for."""
+NO_LAYER = 1 << 30
+
+
+@dataclass(slots=True)
+class _Reader:
+    """An order that reads pages. after: the step that computes them. since: when it came. bytes: that wait to be saved
+    for it."""
+
+    order: SaveOrder | AuditOrder
+    after: Any
+    since: float
+    bytes: int = 0
+    dropped: bool = False
+
+
+class PagedWorker:
+    """One worker's half. The engine's thread calls everything but what is marked; nothing is waited for but a fence,
+    the loads that a step waits for (`OPEN_SECONDS` for their namespace, and as long as the store's own deadlines say),
+    and at most `IDLE_WAIT_SECONDS` in a step that computes nothing."""
+
+    def __init__(
+        self,
+        pages: EnginePages,
+        open_store: Callable[[str], ClosableStore],
+        clock: Callable[[], float],
+        *,
+        load_threads: int,
+        save_bytes: int,
+        save_patience: float = 0.0,
+    ) -> None:
+        """open_store: of a session. clock: monotonic seconds. save_patience: seconds for which a save waits for the
+        engine to have nothing to do; not where pages leave a window while it waits."""
+        self.pages = pages
+        self._rank = pages.facts.rank
+        self._open_store = open_store
+        self._clock = clock
+        self._save_bytes = save_bytes
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._namespace: NamespaceOpener | None = None
+        self._loads: deque[tuple[LoadOrder, float, Any]] = deque()
+        """Each with the time, and with the step before."""
+        self._loading = 0
+        self._saves: deque[_Reader] = deque()
+        self._saving: _Reader | None = None
+        self._is_reading = False
+        self._waiting_bytes = 0
+        has_windows = any(group.window for group in pages.facts.groups)
+        self._unmap_wait = SavePatience(0.0 if has_windows else save_patience)
+        self._is_hurried = False
+        self._done_loads: list[LoadReport] = []
+        self._reports: list[LoadReport] = []  # of orders, which come with the steps in which these are taken
+        self._save_reports: list[SaveReport] = []
+        self._audit_reports: list[AuditReport] = []
+        self._layers: dict[int, int] = {}
+        """By order, of loads that the step needs layer by layer: the last one that is there."""
+        self._invalid: set[int] = set()
+        self._failures = 0
+        self._orders = StepPlan()
+        self._told_step = 0
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._load_loop, name=f"kv-load-{number}", daemon=True)
+            for number in range(load_threads)
+        ]
+        self._threads.append(threading.Thread(target=self._save_loop, name="kv-save", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    # A step ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, orders: StepPlan) -> None:
+        """Before the engine writes to any page. Safe to call again with the same orders."""
+        if orders is self._orders:
+            return
+        self._orders = orders
+        if orders.number:
+            self._unmap_wait.step_began()
+        if orders.namespace is not None:
+            if self._namespace is None:
+                shard = self._rank if orders.namespace.layout.head_shards > 1 else None
+                self._namespace = NamespaceOpener(partial(self._open_store, orders.namespace.session), shard)
+            self._namespace.want(orders.namespace)
+        if orders.cancelled_saves:
+            self._fence(set(orders.cancelled_saves))
+
+    def start_loads(self) -> None:
+        """Run those that the step waits for; begin the others."""
+        orders, self._orders.loads = self._orders.loads, []
+        before = self.pages.stream.mark() if orders else None  # which may read what was in these pages
+        for order in orders:
+            if order.waits and not order.layerwise:
+                self._finish_load(self._load(order, self._clock()), order)
+                continue
+            with self._changed:
+                self._loads.append((order, self._clock(), before))
+                if order.waits:
+                    self._layers[order.number] = -1
+                else:
+                    self._loading += 1
+                self._changed.notify_all()
+
+    def wait_layer(self, name: str) -> None:
+        """Until this layer's pages are as the step needs them, or the load has failed."""
+        if self._layers:
+            number = self.pages.numbers.get(name, NO_LAYER)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or min(self._layers.values(), default=NO_LAYER) >= number)
+
+    def start_saves(self) -> None:
+        """After the forward: its pages are complete."""
+        if not self._orders.saves and not self._orders.audits and not self._layers:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._layers)
+        orders, self._orders.saves = self._orders.saves, []
+        audits, self._orders.audits = self._orders.audits, []
+        if not orders and not audits:
+            return
+        after = self.pages.stream.mark()
+        now = self._clock()
+        is_stale = self._orders.failures_seen.get(self._rank, 0) != self._failures
+        with self._changed:
+            # What was computed behind a load that failed is wrong, until the scheduler knows and has it done again.
+            for audit in audits:
+                if is_stale:
+                    self._report_audit(audit, ())
+                else:
+                    self._saves.append(_Reader(audit, after, now))
+            for order in orders:
+                size = sum(len(run.pages) for run in order.tables[:1]) * self.pages.facts.page_bytes
+                if is_stale or self._waiting_bytes + size > self._save_bytes or self._closed:
+                    if not is_stale and self._saves:  # those that wait might have gone
+                        self._unmap_wait.gave_up(now)
+                    reason = None if is_stale else MissReason.BUSY
+                    self._report_save(order, 0, 0, 0.0, reason, dropped=True)
+                    continue
+                self._waiting_bytes += size
+                self._saves.append(_Reader(order, after, now, size))
+            self._changed.notify_all()
+
+    def finished(self) -> tuple[set[str], set[str], set[int]]:
+        """Requests whose loads are over, those of them that brought less, and pages that are not valid: theirs, and of
+        the loads that the step waited for."""
+        if not self._loading and not self._layers and not self._invalid:
+            return set(), set(), set()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._layers)
+            if not self._orders.number and self._loading and not self._done_loads:
+                self._changed.wait(IDLE_WAIT_SECONDS)
+            done, self._done_loads = self._done_loads, []
+            self._loading -= len(done)
+            self._reports += done
+            invalid, self._invalid = self._invalid, set()
+            failed = {report.request for report in done if report.reason is not None}
+            return {report.request for report in done}, failed, invalid
+
+    def take_reports(self) -> StepReports | None:
+        """What the scheduler has not been told; None where there is nothing. The step is over."""
+        with self._lock:
+            self._unmap_wait.step_ended(self._clock())
+            step = self._orders.number if self._orders.number != self._told_step else 0
+            self._told_step = self._orders.number
+            if not step and not self._reports and not self._save_reports and not self._audit_reports:
+                return None
+            failures = {self._rank: self._failures}
+            taken = StepReports(self._reports, self._save_reports, self._audit_reports, failures, step=step)
+            self._reports, self._save_reports, self._audit_reports = [], [], []
+            return taken
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Save what waits, as far as that goes in the time; then hang up. Safe to call again."""
+        give_up_at = self._clock() + seconds
+        with self._changed:
+            self._is_hurried = True
+            self._changed.notify_all()
+            while (self._saves or self._saving) and not self._closed and self._clock() < give_up_at:
+                self._changed.wait(0.05)
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, give_up_at - self._clock()) + 0.5)
+        if self._namespace is not None:
+            self._namespace.close(max(0.0, give_up_at - self._clock()) + 0.5)
+
+    # Loads -----------------------------------------------------------------------------------------------------------
+
+    def _load_loop(self) -> None:
+        while True:
+            with self._changed:
+                while not self._loads and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+                order, asked_at, before = self._loads.popleft()
+            with self.pages.stream.behind(before):
+                report = self._load(order, asked_at)
+            if order.waits:
+                self._finish_load(report, order)
+                continue
+            with self._changed:
+                self._mark_invalid(report, order)
+                self._done_loads.append(report)
+                self._changed.notify_all()
+
+    def _finish_load(self, report: LoadReport, order: LoadOrder) -> None:
+        with self._changed:
+            self._mark_invalid(report, order)
+            self._reports.append(report)
+            self._layers.pop(order.number, None)
+            self._changed.notify_all()
+
+    def _mark_invalid(self, report: LoadReport, order: LoadOrder) -> None:
+        if report.tokens >= order.stop_token:
+            return
+        if order.waits:
+            self._failures += 1
+        first = max(report.tokens, order.first_token) // self.pages.facts.page_tokens
+        last = -(-order.stop_token // self.pages.facts.page_tokens)
+        for run in order.tables:
+            self._invalid.update(run.pages[max(0, first - run.first) : last - run.first])
+
+    def _load(self, order: LoadOrder, asked_at: float) -> LoadReport:
+        """Any thread. Attach, copy, verify, let go."""
+        tokens, reason = order.first_token, None
+        try:
+            here = order.here
+            namespace = here.namespace if here is not None else self._opened(order.namespace, OPEN_SECONDS)
+            if namespace is None:
+                reason = self._why_closed(order.namespace)
+            else:
+                lease = here.lease if here is not None else namespace.attach(order.ticket)
+                with nullcontext() if here is not None else lease:
+                    if lease.tokens > order.first_token:
+                        pages = self.pages.pages(
+                            order.tables, namespace.layout, order.first_token, is_exact=namespace.is_exact
+                        )
+                        got = tokens
+                        for loaded in self._loaded(namespace, lease, pages, order):
+                            got, reason = min(loaded.tokens, order.stop_token), loaded.reason
+                        tokens = max(tokens, got)
+                    else:
+                        reason = lease.reason or MissReason.STALE_HINT
+        except Exception as error:
+            reason = self._fault(error)
+        # An engine of several groups hears of nothing but the reason.
+        reason = None if tokens >= order.stop_token else reason or MissReason.STALE_HINT
+        seconds = self._clock() - asked_at
+        return LoadReport(order.number, order.request, self._rank, tokens, seconds, reason)
+
+    def _loaded(self, namespace: NamespaceHandle, lease: Lease, pages: Pages, order: LoadOrder) -> Iterator[Loaded]:
+        """At once, or layer by layer; what is said last holds for all layers."""
+        if not order.layerwise:
+            yield namespace.get(lease, into=pages, first_token=order.first_token)
+            return
+        layers = sorted(layer for group in namespace.layout.groups for layer in group.layers)
+        for layer, loaded in zip(layers, namespace.get_by_layer(lease, pages, order.first_token), strict=True):
+            yield loaded
+            with self._changed:
+                if order.number in self._layers:
+                    self._layers[order.number] = layer
+                self._changed.notify_all()
+
+    # Saves -----------------------------------------------------------------------------------------------------------
+
+    def _save_loop(self) -> None:
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SAVE_NICENESS)
+        while True:
+            with self._changed:
+                self._saving = None
+                self._changed.notify_all()
+                while not self._closed and (pause := self._pause()) != 0:
+                    self._changed.wait(pause)
+                if self._closed:
+                    return
+                reader = self._saving = self._saves.popleft()
+            order, started = reader.order, self._clock()
+            if isinstance(order, AuditOrder):
+                with self.pages.stream.behind(reader.after):
+                    results = self._audit(order, reader)
+                with self._changed:
+                    self._report_audit(order, results)
+                continue
+            with self.pages.stream.behind(reader.after):
+                held, stored, reason = self._save(order, reader)
+            with self._changed:
+                self._waiting_bytes -= reader.bytes
+                is_dropped = reader.dropped and reason is MissReason.DISABLED
+                if is_dropped:
+                    self._unmap_wait.gave_up(self._clock())
+                self._report_save(order, held, stored, self._clock() - started, reason, dropped=is_dropped)
+
+    def _pause(self) -> float | None:
+        """Seconds until it may be the turn of the first save, 0 when it is; None: when something has changed. Under the
+        lock."""
+        # Somebody waits for a load, nobody for a save.
+        if not self._saves or len(self._done_loads) < self._loading:
+            return None
+        return self._pause_of(self._saves[0])
+
+    def _pause_of(self, save: _Reader) -> float:
+        """Of this one, as far as the engine is what it waits for. Under the lock."""
+        if not self._unmap_wait or self._is_hurried or self._waiting_bytes > PRESSED_SHARE * self._save_bytes:
+            return 0
+        # An audit has a lease, which runs out.
+        if any(isinstance(reader.order, AuditOrder) for reader in self._saves):
+            return 0
+        return self._unmap_wait.seconds_left(save.since, self._clock())
+
+    def _let_pass(self, save: _Reader) -> None:
+        """The saver's thread, between two pieces: an engine that has something to do again goes first."""
+        if not self._unmap_wait:
+            return
+        with self._changed:
+            while not self._closed and not save.dropped and (pause := self._pause_of(save)):
+                self._changed.wait(pause)
+
+    def _audit(self, order: AuditOrder, reader: _Reader) -> tuple[AuditResult, ...]:
+        """Any thread. The stored block beside the computed one."""
+        try:
+            namespace = self._opened(order.namespace, OPEN_SECONDS)
+            if namespace is None:
+                return ()
+            pages = self.pages.pages(order.tables, namespace.layout, order.first_token, is_exact=namespace.is_exact)
+            into = _blank(pages)
+            with namespace.attach(order.ticket) as lease:
+                stop = order.first_token + namespace.block_tokens
+                if namespace.get(lease, into=into, first_token=order.first_token).tokens < stop:
+                    return ()
+            reading = _Reading(self, reader)
+            if not reading.begin():
+                return ()
+            try:
+                computed = _block(pages, namespace.layout)
+                self.pages.stream.wait()  # these are copies; once they are made, pages may be written to
+            finally:
+                reading.end()
+            if not computed:
+                return ()
+            stored, codec = _block(into, namespace.layout), namespace.namespace.codec
+            # Of several groups nobody says how deep in the model a layer is: then all may be off as the last may.
+            deepest = len(pages.planes) - 1 if len(namespace.layout.groups) > 1 else None
+            dtype = opaque_dtype(namespace.layout.packing)
+            if dtype is not None:
+                result = compare_opaque(stored, computed, dtype, deepest)
+                return () if result is None else (result,)
+            return (compare_block(stored, computed, codec, deepest, is_first=order.first_token == 0),)
+        except Exception as error:
+            self._fault(error)
+            return ()
+
+    def _save(self, order: SaveOrder, save: _Reader) -> tuple[int, int, MissReason | None]:
+        """Any thread. Leading blocks that are held, new ones, and why there are no more."""
+        stored, held = 0, 0
+        try:
+            namespace = self._opened(order.namespace, OPEN_SECONDS)
+            if namespace is None:
+                return 0, 0, self._why_closed(order.namespace)
+            block = namespace.block_tokens
+            keys = [order.keys[at : at + KEY_BYTES] for at in range(0, len(order.keys), KEY_BYTES)]
+            step = max(1, PIECE_BYTES * self.pages.facts.page_tokens // (self.pages.facts.page_bytes * block))
+            first = held = order.first_token // block
+            while first < len(keys):
+                stop = min(first + step, len(keys))
+                run = [_cut(table, first * block, stop * block, self.pages.facts.page_tokens) for table in order.tables]
+                pages = self.pages.pages(run, namespace.layout, first * block, is_exact=namespace.is_exact)
+                prompt = Prompt(stop * block, keys[:stop])
+                reading = _Reading(self, save)
+                # What the puts of all ranks have in common.
+                collective = f"{order.number}.{first}" if namespace.shard is not None else ""
+                result = namespace.put(
+                    prompt,
+                    pages,
+                    first * block,
+                    ttl=order.ttl,
+                    priority=order.priority,
+                    reading=reading,
+                    collective=collective,
+                    deadline_ms=SAVE_DEADLINE_MS,
+                )
+                stored += result.stored
+                if result.reason is not None:
+                    return result.stopped_at or 0, stored, result.reason
+                first = held = stop
+                if first < len(keys):
+                    self._let_pass(save)
+        except Exception as error:
+            return held, stored, self._fault(error)
+        return held, stored, None
+
+    def _fence(self, numbers: set[int]) -> None:
+        """None of these saves reads pages any more when this returns.
+
+        They are given up, except where pages of a window are among them: without those nothing of the prompt behind
+        could be stored any more, so there they are waited for a little.
+        """
+        with self._changed:
+            if any(group.window for group in self.pages.facts.groups):
+                self._changed.wait_for(lambda: self._closed or not self._reads_any(numbers), WINDOW_FENCE_SECONDS)
+            kept: deque[_Reader] = deque()
+            for reader in self._saves:
+                if reader.order.number not in numbers:
+                    kept.append(reader)
+                elif isinstance(reader.order, AuditOrder):
+                    self._report_audit(reader.order, ())
+                else:
+                    self._waiting_bytes -= reader.bytes
+                    self._report_save(reader.order, 0, 0, 0.0, None, dropped=True)
+                    self._unmap_wait.gave_up(self._clock())
+            self._saves = kept
+            if self._saving is not None and self._saving.order.number in numbers:
+                self._saving.dropped = True
+                self._changed.notify_all()
+                while self._is_reading and self._saving is not None and self._saving.order.number in numbers:
+                    self._changed.wait()
+
+    def _reads_any(self, numbers: set[int]) -> bool:
+        """Whether any of these is under way or waits."""
+        current = self._saving is not None and self._saving.order.number in numbers
+        return current or any(reader.order.number in numbers for reader in self._saves)
+
+    def begin_reading(self, save: _Reader) -> bool:
+        """The saver's thread: whether the pages of this save are still the engine's to give."""
+        with self._changed:
+            self._is_reading = not save.dropped
+            return self._is_reading
+
+    def end_reading(self) -> None:
+        """The saver's thread."""
+        with self._changed:
+            self._is_reading = False
+            self._changed.notify_all()
+
+    def _report_audit(self, order: AuditOrder, results: tuple[AuditResult, ...]) -> None:
+        self._audit_reports.append(AuditReport(order.number, order.request, self._rank, results))
+
+    def _report_save(
+        self, order: SaveOrder, held: int, stored: int, seconds: float, reason: MissReason | None, *, dropped: bool
+    ) -> None:
+        report = SaveReport(order.number, order.request, self._rank, held, stored, seconds, reason, dropped)
+        self._save_reports.append(report)
+
+    # The store -------------------------------------------------------------------------------------------------------
+
+    def _opened(self, number: int, seconds: float) -> NamespaceHandle | None:
+        """The namespace of that number, within that time."""
+        return self._namespace.wait(number, seconds) if self._namespace is not None else None
+
+    def _why_closed(self, number: int) -> MissReason:
+        """Why the namespace of that number is not open."""
+        return self._namespace.why(number) if self._namespace is not None else MissReason.DISABLED
+
+    def _fault(self, error: Exception) -> MissReason:
+        reason = reason_of(error)
+        if reason is not MissReason.DISABLED:
+            _log.warning("the store failed a worker: %s: %s", type(error).__name__, str(error).partition("\n")[0])
+        return reason
+
+
+@dataclass(slots=True)
+class _Reading:
+    """`kvstore.client.handle.Reading` of one save."""
+
+    worker: PagedWorker
+    save: _Reader
+
+    def begin(self) -> bool:
+        return self.worker.begin_reading(self.save)
+
+    def end(self) -> None:
+        self.worker.end_reading()
+
+
+def _cut(run: PageRun, first_token: int, stop_token: int, page_tokens: int) -> PageRun:
+    """The pages of these tokens, as far as they are there."""
+    first, stop = first_token // page_tokens, -(-stop_token // page_tokens)
+    start = max(first, run.first)
+    return PageRun(start, run.pages[start - run.first : stop - run.first])
+
+
+def _blank(pages: Pages) -> Pages:
+    """As many pages, in memory of their own: of every group all of them."""
+    planes = {layer: [plane[: len(pages.table)].clone() for plane in both] for layer, both in pages.planes.items()}
+    return Pages(planes, range(len(pages.table)), pages.page_tokens)
+
+
+def _block(pages: Pages, layout: Layout) -> dict[int, list[torch.Tensor]]:
+    """The numbers of all pages, as one block: by layer and plane [kv_head, token, width]. Without groups of which the
+    engine has freed a part, and those of a window so short that a load brings a part only."""
+    found = {}
+    for group in layout.groups:
+        of_group = pages.of_group(group.name)
+        if of_group.first_page or (group.window and layout.block_tokens - group.window >= pages.page_tokens):
+            continue
+        table = torch.tensor(list(of_group.table))
+        for layer in group.layers:
+            found[layer] = [
+                plane[table.to(plane.device)].flatten(0, 1).transpose(0, 1).clone() for plane in pages.planes[layer]
+            ]
+    return found

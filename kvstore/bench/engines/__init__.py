@@ -1,0 +1,1 @@
+"""Benches that run an engine, a model or its kernels."""

@@ -1,0 +1,146 @@
+"""Rows of `kvstore bench kernels`: what running streams notice of loads and saves beside them.
+
+A Llama with random weights decodes eight streams, token by token, through transformers and the adapter's buffers, as
+`PrefixCache` does. Before each step the engine's thread begins new transfers, so that two of each direction are under
+way, and what that takes counts as part of the step. With nothing beside and with transfers take turns, lap by lap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from engine_adapter.hf.buffers import BufferSet
+from engine_adapter.hf.layers import ModelCall, even_cache
+from engine_adapter.hf.model import layout_of
+from kv_kernels.transfer_state import Transfer
+from kvstore.bench.engines.random_llama import build
+from kvstore.bench.engines.transfer_rows import BOTH, LOAD, SAVE, Transfers, finish
+from kvstore.bench.measure import quantile
+
+ALONE = "nothing"
+BESIDE = (ALONE, LOAD, SAVE, BOTH)
+UNDER_WAY = 2
+MOST_SLOWDOWN = 1.05
+"""Of the median step, on a GPU, beside loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """Steps of all streams beside transfers. Times in milliseconds; slowdown: to the row `nothing`.
+
+    transfer_gb_per_second: on the wire, meanwhile. most_slowdown: of the median, the target.
+    """
+
+    beside: str
+    streams: int
+    context_tokens: int
+    steps: int
+    step_ms_p50: float
+    step_ms_p99: float
+    slowdown_p50: float
+    slowdown_p99: float
+    transfer_gb_per_second: float
+    most_slowdown: float | None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None where none is set."""
+        return None if self.most_slowdown is None else self.slowdown_p50 <= self.most_slowdown
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {**asdict(self), "met": self.met}
+
+
+class Streams:
+    """Eight prompts of equal length whose KV is there, to be decoded from the same place again and again."""
+
+    def __init__(self, model_shape: str, streams: int, context: int, steps: int, device: torch.device) -> None:
+        model = build(model_shape, device, context + steps)
+        layout = layout_of(model)
+        capacity = -(-(context + steps) // layout.block_tokens) * layout.block_tokens
+        self._planes = BufferSet(layout, streams, capacity, device).of_rows(0, streams)
+        for planes in self._planes:
+            for plane in planes:
+                plane.normal_()
+        self._call = ModelCall(model)
+        self._device, self._streams, self._context = device, streams, context
+
+    def lap(self, steps: int, beside: BesideTransfers) -> list[float]:
+        """Seconds of each step."""
+        cache = even_cache(self._planes, self._context)
+        newest = torch.zeros(self._streams, 1, dtype=torch.int64, device=self._device)
+        times = []
+        for _ in range(steps):
+            start = perf_counter()
+            beside.keep_going()
+            newest = self._call(newest, cache).argmax(-1, keepdim=True)
+            newest.tolist()  # an engine hands its tokens out
+            times.append(perf_counter() - start)
+        return times
+
+
+class BesideTransfers:
+    """Transfers that are kept under way, in one direction or both; none where `direction` is `nothing`."""
+
+    def __init__(self, transfers: Transfers, direction: str) -> None:
+        self._transfers = transfers
+        self._directions = {ALONE: (), BOTH: (LOAD, SAVE)}.get(direction, (direction,))
+        self._under_way: dict[str, list[Transfer]] = {direction: [] for direction in self._directions}
+        self.finished = 0
+
+    def keep_going(self) -> None:
+        """Begin new ones for those that have ended."""
+        for direction, under_way in self._under_way.items():
+            ended = [transfer for transfer in under_way if transfer.is_done()]
+            for transfer in ended:
+                finish(transfer)
+                under_way.remove(transfer)
+                self.finished += 1
+            while len(under_way) < UNDER_WAY:
+                under_way.extend(self._transfers.start(direction))
+
+    def drain(self) -> None:
+        """Wait for the last ones."""
+        for under_way in self._under_way.values():
+            while under_way:
+                finish(under_way.pop(0))
+                self.finished += 1
+
+
+def measure(
+    streams: Streams, transfers: Transfers, count: int, context: int, laps: int, steps: int, *, is_targeted: bool
+) -> Iterator[DecodeRow]:
+    """One row for each kind of traffic, from `laps` times `steps` steps of each. count: of streams."""
+    transfers.run(SAVE)  # so that what is loaded are frames
+    streams.lap(steps, BesideTransfers(transfers, ALONE))
+    times: dict[str, list[float]] = {name: [] for name in BESIDE}
+    moved = dict.fromkeys(BESIDE, 0)
+    spent = dict.fromkeys(BESIDE, 0.0)
+    for _ in range(laps):
+        for name in BESIDE:
+            beside = BesideTransfers(transfers, name)
+            start = perf_counter()
+            times[name].extend(streams.lap(steps, beside))
+            beside.drain()
+            spent[name] += perf_counter() - start
+            moved[name] += beside.finished * transfers.wire_bytes
+    alone = times[ALONE]
+    for name in BESIDE:
+        yield DecodeRow(
+            name,
+            count,
+            context,
+            len(times[name]),
+            1e3 * median(times[name]),
+            1e3 * quantile(times[name], 0.99),
+            median(times[name]) / median(alone),
+            quantile(times[name], 0.99) / quantile(alone, 0.99),
+            moved[name] / spent[name] / 1e9,
+            MOST_SLOWDOWN if is_targeted and name == LOAD else None,
+        )

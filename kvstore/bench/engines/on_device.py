@@ -1,0 +1,236 @@
+"""The device that a bench runs on: which it is, how long work on it takes, and what its copies reach.
+
+Work on a GPU is timed by events, several calls between two of them, behind copies that keep the GPU busy until the host
+has put all of it in; where the host was not done in time, the figure is the host's and is marked so. Data are random:
+a GPU multiplies zeros faster.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from kv_kernels.cuda import CudaDevice, local_cpus
+from kv_kernels.device import Device, Direction, Event, Lanes, Regions
+from kvstore.bench.measure import Cost
+from kvstore.block.errors import BadInput
+
+CUDA, CPU = DEVICES = ("cuda", "cpu")
+
+CALLS = 8
+"""Of the work between two events."""
+
+PLUG_BYTES, PLUG_COPIES = 256 << 20, 24
+"""Copies before the first event: some 3 ms of a GPU that moves 4 TB/s."""
+
+
+def device_named(given: str | None) -> torch.device:
+    """cuda or cpu; a GPU where there is one if nothing is given. Raises `BadInput` where there is none."""
+    there = torch.cuda.is_available()
+    if given is None:
+        return torch.device(CUDA, 0) if there else torch.device(CPU)
+    if given not in DEVICES:
+        raise BadInput(f"device={given!r}; allowed: {', '.join(DEVICES)}, or leave it out")
+    if given == CUDA and not there:
+        raise BadInput(
+            f"device='cuda': torch {torch.__version__} sees no GPU; use a CUDA build of torch, or device cpu"
+        )
+    return torch.device(given, 0) if given == CUDA else torch.device(given)
+
+
+def transfer_device(device: torch.device) -> Device:
+    """What loads and saves run on."""
+    return CudaDevice(device.index or 0) if device.type == CUDA else AtOnceDevice()
+
+
+def near_cpus(device: torch.device) -> frozenset[int]:
+    """CPUs next to the GPU; empty where that is not known."""
+    return local_cpus(device.index or 0) if device.type == CUDA else frozenset()
+
+
+def give_memory_back(device: torch.device) -> None:
+    """What torch keeps for itself. Raises RuntimeError where the GPU has failed before."""
+    gc.collect()
+    if device.type == CUDA:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """For `--json`: the device's name and memory, and the versions of what runs on it."""
+    facts: dict[str, object] = {"type": device.type, "name": "cpu", "torch": torch.__version__}
+    if device.type == CUDA:
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "processors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+        }
+    for package in ("triton", "transformers"):
+        try:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            facts[package] = None
+    return facts
+
+
+class Timed(Protocol):
+    """A turn, see `measure.Turn`; `is_late`: of each turn so far, whether the host was slower than the device."""
+
+    is_late: list[bool]
+
+    def __call__(self) -> Cost: ...
+
+
+class DeviceClock(Protocol):
+    """Times work on one device."""
+
+    def timed(self, work: Callable[[], object]) -> Timed: ...
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        ...
+
+
+def clock_of(device: torch.device) -> DeviceClock:
+    """The one for this device."""
+    return CudaClock(device) if device.type == CUDA else HostClock()
+
+
+class HostClock:
+    """Wall time of one call."""
+
+    def timed(self, work: Callable[[], object]) -> Timed:
+        return _OnHost(work)
+
+    def wait(self) -> None:
+        """Calls return when they are done."""
+
+
+class CudaClock:
+    """Time between two events, of one call out of `CALLS`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._plug = torch.randint(0, 256, (2, PLUG_BYTES), dtype=torch.uint8, device=device)
+
+    def timed(self, work: Callable[[], object]) -> Timed:
+        return _OnCuda(work, self._plug)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class _OnHost:
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.is_late: list[bool] = []
+        self._work = work
+
+    def __call__(self) -> Cost:
+        start = perf_counter()
+        self._work()
+        seconds = perf_counter() - start
+        self.is_late.append(False)
+        return Cost(seconds, seconds)
+
+
+class _OnCuda:
+    def __init__(self, work: Callable[[], object], plug: torch.Tensor) -> None:
+        self.is_late: list[bool] = []
+        self._work = work
+        self._plug = plug
+
+    def __call__(self) -> Cost:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(PLUG_COPIES):
+            self._plug[0].copy_(self._plug[1])
+        start.record()
+        for _ in range(CALLS):
+            self._work()
+        end.record()
+        self.is_late.append(bool(start.query()))
+        end.synchronize()
+        seconds = start.elapsed_time(end) / 1e3 / CALLS
+        return Cost(seconds, seconds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A device of the CPU whose streams do everything at once, so that transfers run where there is no GPU.
+#
+# It obeys the contract of `kv_kernels.device` in the strictest order that is legal: an operation is done when the call
+# that puts it in returns. It is for running a bench's code, not for its numbers; what finds missing waits is
+# `chaos`.
+
+
+class DoneEvent:
+    """What it recorded was done before."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class AtOnceStream:
+    """Does what is put in on the calling thread."""
+
+    def record(self) -> DoneEvent:
+        return DoneEvent()
+
+    def wait(self, event: Event) -> None:
+        """Everything before is done."""
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
+        work()
+
+
+class AtOnceHost:
+    """All host memory can be reached."""
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
+        return ""
+
+    def unregister(self, address: int) -> None:
+        """Nothing was locked."""
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+class AtOnceDevice:
+    """The CPU as a device of its own."""
+
+    def __init__(self) -> None:
+        self._host = AtOnceHost()
+        self._stream = AtOnceStream()
+
+    @property
+    def host(self) -> AtOnceHost:
+        return self._host
+
+    def lanes(self, direction: Direction) -> Lanes:
+        return Lanes(self._stream, self._stream)
+
+    def compute(self) -> AtOnceStream:
+        return self._stream
+
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def run(self, body: Callable[[], object]) -> None:
+        body()

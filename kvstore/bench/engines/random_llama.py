@@ -1,0 +1,144 @@
+"""Llamas with random weights, for timing: what they cost, and what the device could do at most.
+
+The weights say nothing of quality: errors of a codec look several times smaller than with trained ones. They are drawn
+on the device itself, at random and not zeros, which a GPU would multiply faster.
+"""
+
+from __future__ import annotations
+
+import sys
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvstore.bench.engines.on_device import DeviceClock
+from kvstore.bench.engines.vllm_rows import LLAMAS
+from kvstore.block.errors import BadInput
+
+TINY, ONE_B, EIGHT_B = SHAPES = ("tiny", "1b", "8b")
+_SHAPES: dict[str, dict[str, Any]] = {
+    TINY: {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    ONE_B: {  # Llama 3.2 1B, with a smaller vocabulary
+        "vocab_size": 32768,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+    EIGHT_B: {  # Llama 3 8B
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+ROPE_THETA = 5e5
+NOT_LINEAR = ("embed_tokens", "lm_head")
+"""Parameters that a prompt's token does not multiply with: the logits of the last one alone are computed."""
+
+PRODUCT_WIDTH = {"cuda": 8192, "cpu": 512}
+PRODUCTS = 10
+
+
+def weights_bytes(shape: str) -> int:
+    """In bfloat16, and a tenth more. Raises `BadInput` for a shape that is not known."""
+    return int(2.2 * sum(parameter.numel() for parameter in outline(shape).parameters()))
+
+
+def outline(shape: str) -> Any:
+    """A model of that shape without weights: to be counted, and not to run. Raises `BadInput`."""
+    if shape not in SHAPES:
+        raise BadInput(f"shape={shape!r}; allowed: {', '.join(SHAPES)}")
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**_SHAPES[shape]))
+
+
+def build(shape: str, device: torch.device, positions: int) -> Any:
+    """A model of that shape, ready to run: in bfloat16 on a GPU, in float32 on a CPU. positions: the longest prompt and
+    its answer, in tokens. Torch's global generators are left as they were."""
+    config = LlamaConfig(
+        **_SHAPES[shape],
+        max_position_embeddings=positions,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    before = torch.get_default_dtype()
+    cuda = [device.index or 0] if device.type == "cuda" else []
+    torch.set_default_dtype(torch.bfloat16 if cuda else torch.float32)
+    try:
+        with torch.random.fork_rng(devices=cuda), torch.device(device):
+            torch.manual_seed(0)
+            model: Any = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval().requires_grad_(False)
+
+
+def prefill_flops(model: Any, tokens: int) -> float:
+    """Of a prompt, causal attention counted by half a square: 2 per linear parameter and token, and 2 per product of
+    a query with half of the keys and of its weights with half of the values."""
+    config = model.config
+    linear: int = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2 and not any(part in name for part in NOT_LINEAR)
+    )
+    widths = 2 * config.head_dim
+    attention: float = 2 * config.num_hidden_layers * config.num_attention_heads * widths * (tokens / 2)
+    return tokens * (2 * linear + attention)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, clock: DeviceClock) -> float:
+    """Per second, of a product of large square matrices of random numbers."""
+    width = PRODUCT_WIDTH[device.type]
+    left, right = (torch.randn(width, width, device=device, dtype=dtype) for _ in range(2))
+    timed = clock.timed(lambda: left @ right)
+    timed()
+    return 2 * width**3 / median(timed().wall for _ in range(PRODUCTS))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A Llama of random weights as files, for an engine that starts from them.
+#
+#     python -m kvstore.bench.engines.random_llama SHAPE DIRECTORY
+#
+# Weights lie wide enough apart that no token is repeated for ever. Prompts are token ids, so there is no tokenizer. It
+# is a program of its own, so that whoever starts engines needs neither torch nor transformers.
+
+
+def save(shape: str, directory: str) -> None:
+    """In bfloat16. Raises `KeyError` for a shape that is not known."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **LLAMAS[shape],
+        max_position_embeddings=32768,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    save(sys.argv[1], sys.argv[2])

@@ -1,0 +1,304 @@
+"""Rows of `kvstore bench kernels`: whole loads and saves beside a plain copy of pinned memory.
+
+A load is `transfer.Loader` from page-locked extents into an engine's pages: copies, kernels, and the worker that sees
+the end; a save is the mirror. The limit is one copy of as many bytes between pinned memory and the device, in the same
+direction, right before and after; for both directions at once it is both copies, on two streams. All by wall time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from kv_kernels.device import Region, Stream, host_tensor
+from kv_kernels.int8 import KC64
+from kv_kernels.pinned import PinnedExtents
+from kv_kernels.pools import PoolTable
+from kv_kernels.transfer import Loader, Saver
+from kv_kernels.transfer_state import LayerSlice, Transfer, TransferOutcome, layer_slices
+from kv_kernels.worker import ThreadWorker
+from kvstore.bench.engines.on_device import DeviceClock, near_cpus, transfer_device
+from kvstore.bench.engines.paged_pool import HEADER, RAW, PagedPool, Route, is_loaded, is_saved, payload_bytes
+from kvstore.bench.measure import Against, Cost, Turn, against
+from kvstore.bench.rig import BlockShape
+from tiering.dram.extents import Extent
+from tiering.frame import frame_bytes
+
+LOAD, SAVE, BOTH = DIRECTIONS = ("load", "save", "both")
+TARGET = 0.90
+"""Share of the plain copy, on a GPU, from `TARGETED_BYTES` on the wire on."""
+TARGETED_BYTES = 256 << 20
+SEGMENTS = 4
+WAIT_SECONDS = 60.0
+CLOSE_SECONDS = 10.0
+_KEPT: list[Extent] = []
+"""Extents that a transfer may still touch."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRow:
+    """One direction, decimal GB/s on the wire, and of the plain copy in the same run.
+
+    layers_at_once: of a frame in one slice. wire_bytes: that cross, both directions together. kv_bytes: of the pages,
+    as numbers of 16 bits. kv_gb_per_second: of these. ratio: of the two rates on the wire, median over laps, with its
+    quartiles. is_direct: whether the extents were page-locked; else everything went through a small pinned ring.
+    matches_twin: whether the first block is what the twins make of it, bit for bit.
+    """
+
+    direction: str
+    codec: str
+    layers_at_once: int
+    wire_bytes: int
+    kv_bytes: int
+    seconds: float
+    gb_per_second: float
+    kv_gb_per_second: float
+    limit_gb_per_second: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    target: float | None
+    is_direct: bool
+    matches_twin: bool
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None where none is set."""
+        return None if self.target is None else self.ratio >= self.target
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {**asdict(self), "met": self.met}
+
+
+class PagedKernel:
+    """`transfer.PageKernel` over a pool, in one direction: the kernels of a route, with a page table of its own."""
+
+    def __init__(
+        self, pool: PagedPool, slices: Iterable[LayerSlice], route: Route, codec: str, *, is_load: bool
+    ) -> None:
+        self._pools = {part.first: PoolTable.of(pool.planes[part.first : part.stop]) for part in slices}
+        self._table = pool.table
+        self._status = torch.zeros(len(pool.table), dtype=torch.int32, device=pool.table.device)
+        self._route, self._codec, self._is_load = route, codec, is_load
+
+    def __call__(self, staged: torch.Tensor, frames: range, layers: LayerSlice) -> None:
+        pools, table = self._pools[layers.first], self._table[frames.start : frames.stop]
+        if self._is_load:
+            self._route.loader(pools, self._codec, table, staged, 0)()
+        else:
+            status = self._status[frames.start : frames.stop]
+            self._route.saver(pools, self._codec, table, staged, 0, status)()
+
+    def pages(self, frames: range, layers: LayerSlice) -> list[Region]:
+        """Asked for by the chaos device only."""
+        return []
+
+    def tables(self) -> list[Region]:
+        """Asked for by the chaos device only."""
+        return []
+
+    def findings(self) -> list[Region]:
+        """Asked for by the chaos device only."""
+        return []
+
+    def end(self, kernels: Stream) -> None:
+        """Nothing has to be on the host: statuses stay where they are."""
+
+
+class Transfers:
+    """A pool, page-locked frames for all of its blocks, and a loader and a saver between them. A context."""
+
+    def __init__(
+        self, shape: BlockShape, page_tokens: int, codec: str, kv_bytes: int, layers_at_once: int, segment_bytes: int,
+        device: torch.device, route: Route,
+    ) -> None:  # fmt: skip
+        """kv_bytes: whole blocks. segment_bytes: of the staging ring, at least; a slice of a frame fits into one."""
+        blocks = kv_bytes // shape.payload_bytes
+        size = payload_bytes(shape, codec)
+        self.codec, self.kv_bytes, self.wire_bytes = codec, blocks * shape.payload_bytes, blocks * size
+        self.pool = PagedPool(shape, blocks, page_tokens, device, seed=1)
+        self.target = PagedPool(shape, blocks, page_tokens, device, seed=2)
+        self._device = transfer_device(device)
+        self._frame_bytes = frame_bytes(size)
+        self._stack = ExitStack()
+        try:
+            pin, load, save = (self._worker(name, near_cpus(device)) for name in ("pin", "load", "save"))
+            extent = Extent(blocks * self._frame_bytes)
+            self.slots = [extent.address + block * self._frame_bytes for block in range(blocks)]
+            extents = PinnedExtents(self._device.host, pin)
+            extents.add(extent.address, extent.size_bytes, extent, writable=True)
+            self._stack.callback(_give_back, extents, extent)
+            pin.wait(lambda: extents.runs(self.slots, self._frame_bytes).is_pinned, WAIT_SECONDS)
+            self._slices = layer_slices(shape.layers, size // shape.layers, layers_at_once, HEADER)
+            room = max(segment_bytes, *(part.size_bytes for part in self._slices))
+            segment = -(-room // 256) * 256
+            self._nvme_recovery = Loader(self._device, extents, load, segment, SEGMENTS)
+            self._saver = Saver(self._device, extents, save, segment, SEGMENTS)
+            self._kernels = [
+                PagedKernel(pool, self._slices, route, codec, is_load=is_load)
+                for pool, is_load in ((self.target, True), (self.pool, False))
+            ]
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> Transfers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, direction: str) -> list[Transfer]:
+        """Begin a load, a save, or one of each. Raises RuntimeError where it is refused."""
+        started: list[Transfer | None] = []
+        if direction in (LOAD, BOTH):
+            started.append(self._nvme_recovery.load(self.slots, self._slices, self._kernels[0], _nothing))
+        if direction in (SAVE, BOTH):
+            after = self._device.compute().record()
+            started.append(self._saver.save(self.slots, self._slices, self._kernels[1], after, _yes, _nothing))
+        if None in started:
+            raise RuntimeError(f"a {direction} was refused: its worker has too much to do, or the device has failed")
+        return [transfer for transfer in started if transfer is not None]
+
+    def run(self, direction: str) -> list[Transfer]:
+        """Begin and wait. Raises RuntimeError where it fails or takes too long."""
+        transfers = self.start(direction)
+        for transfer in transfers:
+            finish(transfer)
+        return transfers
+
+    def check(self) -> bool:
+        """Whether the first block in the pages of a load, and in the frame of a save, is the twins'."""
+        payload = host_tensor(self.slots[0] + HEADER, self._frame_bytes - HEADER).clone()
+        row = payload.to(self.pool.table.device)[None]
+        table = self.pool.table
+        is_right = is_loaded(self.target, self.codec, self.target.table, row.clone(), 0)
+        return is_right and is_saved(self.pool, self.codec, table, row, 0)
+
+    def _worker(self, name: str, cpus: frozenset[int]) -> ThreadWorker:
+        worker = ThreadWorker(f"bench-{name}", cpus)
+        self._stack.callback(worker.close, CLOSE_SECONDS)
+        return worker
+
+
+def finish(transfer: Transfer) -> None:
+    """Wait for its end. Raises RuntimeError where it is not a good one."""
+    if not transfer.wait(WAIT_SECONDS):
+        raise RuntimeError(f"a transfer took longer than {WAIT_SECONDS:.0f} seconds")
+    if transfer.outcome is not TransferOutcome.DONE:
+        raise RuntimeError(f"a transfer ended as {transfer.outcome.value}: {transfer.error}")
+
+
+class PlainCopy:
+    """The limit: one copy of pinned host memory to the device, or back, or both at once."""
+
+    def __init__(self, size_bytes: int, device: torch.device, clock: DeviceClock) -> None:
+        is_cuda = device.type == "cuda"
+        self._host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_cuda).random_() for _ in range(2)]
+        self._there = [
+            torch.empty_like(host, device=device).copy_(host) for host in self._host
+        ]  # also on a CPU another
+        self._streams: list[Any] = [torch.cuda.Stream(device) if is_cuda else None for _ in range(2)]
+        self._clock = clock
+
+    def run(self, direction: str, size_bytes: int) -> None:
+        """size_bytes: in each direction."""
+        if direction in (LOAD, BOTH):
+            with self._on(0):
+                self._there[0][:size_bytes].copy_(self._host[0][:size_bytes], non_blocking=True)
+        if direction in (SAVE, BOTH):
+            with self._on(1):
+                self._host[1][:size_bytes].copy_(self._there[1][:size_bytes], non_blocking=True)
+        self._clock.wait()
+
+    def _on(self, number: int) -> Any:
+        stream = self._streams[number]
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def measure(
+    shape: BlockShape, page_tokens: int, kv_bytes: int, segment_bytes: int, laps: int,
+    device: torch.device, route: Route, clock: DeviceClock,
+) -> Iterator[TransferRow]:  # fmt: skip
+    """The rows, one by one: raw and int8-kc64, whole frames and a few layers at a time, all directions."""
+    limit = PlainCopy(kv_bytes, device, clock)
+    few = max(1, shape.layers // 8)
+    for codec in (RAW, KC64):
+        for layers_at_once in dict.fromkeys((shape.layers, few)):
+            with Transfers(
+                shape, page_tokens, codec, kv_bytes, layers_at_once, segment_bytes, device, route
+            ) as transfers:
+                transfers.run(SAVE)  # so that what is loaded are frames
+                is_direct = all(transfer.is_direct for transfer in transfers.run(LOAD))
+                clock.wait()
+                matches = transfers.check()
+                for direction in DIRECTIONS:
+                    plain = partial(limit.run, direction, transfers.wire_bytes)
+                    turns = {direction: _turn(partial(transfers.run, direction))}
+                    found = against(_turn(plain), turns, laps)[direction]
+                    is_targeted = device.type == "cuda" and transfers.wire_bytes >= TARGETED_BYTES
+                    target = TARGET if is_targeted else None
+                    yield _row(transfers, direction, layers_at_once, found, target, is_direct, matches)
+
+
+def _row(
+    transfers: Transfers,
+    direction: str,
+    layers_at_once: int,
+    found: Against,
+    target: float | None,
+    is_direct: bool,
+    matches: bool,
+) -> TransferRow:
+    times = 2 if direction == BOTH else 1
+    wire, kv = times * transfers.wire_bytes, times * transfers.kv_bytes
+    return TransferRow(
+        direction,
+        transfers.codec,
+        layers_at_once,
+        wire,
+        kv,
+        found.seconds,
+        wire / found.seconds / 1e9,
+        kv / found.seconds / 1e9,
+        wire / found.limit_seconds / 1e9,
+        found.ratio,
+        found.low,
+        found.high,
+        target,
+        is_direct,
+        matches,
+    )
+
+
+def _turn(work: Callable[[], object]) -> Turn:
+    def turn() -> Cost:
+        start = perf_counter()
+        work()
+        seconds = perf_counter() - start
+        return Cost(seconds, seconds)
+
+    return turn
+
+
+def _give_back(extents: PinnedExtents, extent: Extent) -> None:
+    """Where the device has failed, what it still copies is not known: the memory stays until the process ends."""
+    if extents.remove(extent.address, CLOSE_SECONDS):
+        extent.close()
+    else:
+        _KEPT.append(extent)
+
+
+def _nothing() -> None:
+    """The slots are the bench's own."""
+
+
+def _yes() -> bool:
+    return True

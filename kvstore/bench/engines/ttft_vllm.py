@@ -1,0 +1,502 @@
+"""`kvstore bench ttft --engine vllm`: what a vLLM gains from our connector, and what it pays.
+
+    ttft      one request on an idle engine: cold, from the engine's own cache, from a sidecar in another process, and
+              through a connector that does nothing but copy pages out of shared memory
+    itl       eight streams decode, hits arrive: gaps between tokens while the hit is an external one, and an own one
+    hooks     eight streams decode, new prompts are prefilled in chunks: the share of our hooks in the steps' time
+    overhead  prompts that nobody has ever seen, with the store and without
+
+Engines and the sidecar are processes of their own, started here and taking turns. Times come from the engines, which
+step as they are told. This process imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from kvstore.bench.engines.ttft_rows import parse_tokens
+from kvstore.bench.engines.vllm_rows import (
+    AT_ONCE,
+    BARE,
+    COLD,
+    DEFAULT,
+    EXTERNAL,
+    HOOKS,
+    ITL,
+    LLAMAS,
+    OVERHEAD,
+    OWN,
+    PARTS,
+    PLAIN,
+    RAW,
+    SMALL,
+    TINY,
+    TTFT,
+    Sample,
+    VllmOptions,
+    VllmResult,
+    hooks_row,
+    itl_rows,
+    kv_bytes_per_token,
+    overhead_row,
+    ttft_rows,
+)
+from kvstore.bench.measure import Progress
+from kvstore.bench.sidecar import Sidecar
+from kvstore.block.errors import BadInput, StoreError
+
+PAGE_TOKENS = 128
+"""Of vLLM's pages on a CPU."""
+HEADROOM = 1.25
+SPARE_BYTES = 256 << 20
+PREPARATIONS = 20
+"""How often a prefix is asked for until it comes out of the store: the first ones are there before the store is."""
+PATIENT = {"match_deadline_ms": 10_000, "lease_deadline_ms": 10_000, "cost_model": False, "audit": 0.0}
+"""What is late is slow here and not a miss, and every hit is loaded: none is judged too dear, and none is audited."""
+AS_SHIPPED: dict[str, Any] = {}
+NO_STORE = frozenset({"unreachable", "warming", "disabled", "unsupported"})
+"""Miss reasons of an engine whose connector has no store."""
+SHARED_MEMORY = "/dev/shm"
+Answers = Sequence[Mapping[str, Any]]
+
+
+def options_for(
+    *,
+    shape: str | None = None,
+    context: str | None = None,
+    parts: Sequence[str] = (),
+    turns: int | None = None,
+    arrivals: int | None = None,
+    pairs: int | None = None,
+) -> VllmOptions:
+    """The shape's usual options, with what was given in place. context: the prefix, such as "4k". Raises `BadInput`."""
+    if shape is not None and shape not in LLAMAS:
+        raise BadInput(f"shape={shape!r}; allowed with --engine vllm: {', '.join(LLAMAS)}")
+    for part in parts:
+        if part not in PARTS:
+            raise BadInput(f"only={part!r}; allowed: {', '.join(PARTS)}")
+    usual = SMALL if shape == TINY else VllmOptions()
+    prefix_tokens = None if context is None else parse_tokens(context)
+    given = {"prefix_tokens": prefix_tokens, "turns": turns, "arrivals": arrivals, "pairs": pairs}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = replace(usual, **chosen, parts=tuple(part for part in PARTS if not parts or part in parts))
+    longest = options.longest_tokens - options.suffix_tokens - 1
+    if options.prefix_tokens % PAGE_TOKENS or not 0 < options.prefix_tokens <= longest:
+        raise BadInput(
+            f"context={options.prefix_tokens} is not a number of whole pages of {PAGE_TOKENS} tokens; use "
+            f"{min(longest, max(PAGE_TOKENS, options.prefix_tokens)) // PAGE_TOKENS * PAGE_TOKENS}"
+        )
+    return options
+
+
+def run(options: VllmOptions | None = None, progress: Progress = None) -> VllmResult:
+    """Measure the parts; one that cannot go on is a fault. Raises `BadInput` where there is no vLLM."""
+    if find_spec("vllm") is None:
+        raise BadInput(
+            f"engine='vllm' needs vLLM, which {sys.executable} does not have; make engines makes .venv-engines, "
+            "which has it: .venv-engines/bin/python -m kvstore bench ttft --engine vllm"
+        )
+    options = options or VllmOptions()
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as scratch:
+        bench = _Bench(options, Path(scratch), partial(_tell, progress))
+        bench.save_model()
+        steps = {TTFT: bench.ttft, ITL: bench.itl, HOOKS: bench.hooks, OVERHEAD: bench.overhead}
+        for part in options.parts:
+            try:
+                steps[part]()
+            except StoreError as error:  # what the other parts found out is not lost with it
+                bench.result.faults.append(f"{part} ended early: {error}")
+        return bench.result
+
+
+class _Bench:
+    """All parts, on one model."""
+
+    def __init__(self, options: VllmOptions, scratch: Path, say: Callable[[str], None]) -> None:
+        self.result = VllmResult(options)
+        self._options, self._scratch, self._say = options, scratch, say
+        self._model = str(scratch / "model")
+        self._vocabulary = int(LLAMAS[options.shape]["vocab_size"])
+        self._random = np.random.default_rng(options.seed)
+        self._processes = 0
+
+    def save_model(self) -> None:
+        """Weights as files."""
+        self._say(f"making a random {self._options.shape} Llama")
+        command = [sys.executable, "-m", "kvstore.bench.engines.random_llama", self._options.shape, self._model]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise StoreError(f"a model could not be made: {(done.stderr.strip() or 'no reason given')[-300:]}")
+
+    # Parts -----------------------------------------------------------------------------------------------------------
+
+    def ttft(self) -> None:
+        """Turn by turn through all engines and paths, in another order each time."""
+        options = self._options
+        prefix = self._tokens(options.prefix_tokens)
+        with ExitStack() as stack:
+            sidecar = stack.enter_context(self._sidecar(4 * options.prefix_tokens))
+            engines = self._started(
+                stack,
+                {
+                    PLAIN: None,
+                    RAW: _connector(sidecar.socket, RAW, PATIENT),
+                    DEFAULT: _connector(sidecar.socket, "auto", PATIENT),
+                    BARE: self._bare(stack, 4 * options.prefix_tokens),
+                },
+            )
+            for engine in engines.values():
+                self._prepare(engine, prefix)
+            samples: dict[tuple[str, str], list[Sample]] = {}
+            for turn in range(-1, options.turns):
+                self._say(f"TTFT, turn {turn + 1} of {options.turns}")
+                order = list(engines.values())
+                first = turn % len(order)
+                for engine in order[first:] + order[:first]:
+                    self._ask(engine, prefix)  # it comes from elsewhere: its weights are in no cache any more
+                    for path, answer in self._ttft_turn(engine, prefix, is_own_first=bool(turn % 2)):
+                        self._check(engine.name, path, answer, options.prefix_tokens)
+                        if turn >= 0:
+                            samples.setdefault((engine.name, path), []).append(_sample(answer))
+        self.result.rows += ttft_rows(samples)
+
+    def itl(self) -> None:
+        """Prefixes that another engine has stored, and some that this one has itself, arrive in turn."""
+        options = self._options
+        stored = [self._tokens(options.prefix_tokens) for _ in range(options.arrivals)]
+        own = [self._tokens(options.prefix_tokens) for _ in range(min(options.own_prefixes, options.arrivals))]
+        with ExitStack() as stack:
+            kept = (len(stored) + len(own)) * options.prefix_tokens + 8 * options.longest_tokens
+            sidecar = stack.enter_context(self._sidecar(kept))
+            with ExitStack() as earlier:
+                filler = self._started(earlier, {"filler": _connector(sidecar.socket, RAW, PATIENT)})["filler"]
+                self._prepare(filler, stored[0])
+                for number, prefix in enumerate(stored[1:], 2):
+                    self._say(f"ITL, an earlier engine stores prefix {number} of {len(stored)}")
+                    self._ask(filler, prefix)
+                filler.do("settle")
+            engine = self._started(stack, {RAW: _connector(sidecar.socket, RAW, PATIENT)})[RAW]
+            self._prepare(engine, own[0])
+            for prefix in own:  # which makes the engine forget nothing any more
+                self._ask(engine, prefix)
+            engine.do("settle")
+            self._say("ITL, hits arrive among streams")
+            arrivals = []
+            for number, prefix in enumerate(stored):
+                pair = [(OWN, own[number % len(own)]), (EXTERNAL, prefix)]
+                for kind, known in pair if number % 2 else reversed(pair):
+                    arrivals.append({"kind": kind, "prompt": self._with_suffix(known)})
+            told = engine.do(
+                "among_streams",
+                streams=self._streams(),
+                arrivals=arrivals,
+                steps_between=options.steps_between,
+            )
+        self._all_ran(told["streams"], ITL)
+        gaps: dict[str, list[float]] = {"none": told["alone"]["gaps_ms"], OWN: [], EXTERNAL: []}
+        answered: dict[str, list[Sample]] = {OWN: [], EXTERNAL: []}
+        for window in told["arrivals"]:
+            self._check("among streams", window["kind"], window["answer"], options.prefix_tokens)
+            gaps[window["kind"]] += window["gaps_ms"]
+            answered[window["kind"]].append(_sample(window["answer"]))
+        self.result.rows += itl_rows(gaps, answered)
+
+    def hooks(self) -> None:
+        """Decode with prefill in chunks beside it; all of it is saved, and nothing is found."""
+        options = self._options
+        with ExitStack() as stack:
+            sidecar = stack.enter_context(self._sidecar(options.load_prompts * options.load_tokens))
+            transfer = _connector(sidecar.socket, "auto", AS_SHIPPED)
+            engine = self._started(stack, {DEFAULT: transfer}, max_num_batched_tokens=options.chunk_tokens)[DEFAULT]
+            self._warm_up(engine)
+            self._say("hooks, streams and new prompts")
+            fresh = [self._tokens(options.load_tokens) for _ in range(options.load_prompts)]
+            told = engine.do(
+                "under_load", streams=self._streams(), fresh=fresh, steps_between=options.load_steps_between
+            )
+            self._check_saved(engine, fresh[0])
+        self._all_ran(told["streams"], HOOKS)
+        self.result.rows.append(hooks_row(told["steps"], told["seconds"], told["hooks"]))
+
+    def overhead(self) -> None:
+        """Engines take turns with the same new prompts; each is as often first as the others. Each store is another
+        one, or they would find what the others have saved."""
+        options = self._options
+        times: dict[str, list[float]] = {PLAIN: [], DEFAULT: [], AT_ONCE: []}
+        with ExitStack() as stack:
+            transfers: dict[str, dict[str, Any] | None] = {PLAIN: None}
+            for name, settings in ((DEFAULT, AS_SHIPPED), (AT_ONCE, {"save_patience_ms": 0})):
+                sidecar = stack.enter_context(self._sidecar(8 * options.prefix_tokens))
+                transfers[name] = _connector(sidecar.socket, "auto", settings)
+            engines = self._started(stack, transfers)
+            for engine in engines.values():
+                self._warm_up(engine)
+            for pair in range(-1, options.pairs):
+                self._say(f"overhead, pair {pair + 1} of {options.pairs}")
+                prompts = [self._tokens(options.pair_tokens) for _ in range(options.pair_prompts)]
+                first = pair % len(engines)
+                order = [*engines.values()][first:] + [*engines.values()][:first]
+                for engine in order if pair // len(engines) % 2 else reversed(order):
+                    answers = engine.do("ask", prompts=prompts, max_tokens=options.answer_tokens)
+                    engine.do("settle")
+                    for answer in answers:
+                        self._check(engine.name, COLD, answer, 0)
+                    if pair >= 0:
+                        times[engine.name].append(sum(answer["total_ms"] for answer in answers))
+            for name in (DEFAULT, AT_ONCE):
+                self._check_saved(engines[name], prompts[0])
+                self.result.rows.append(overhead_row(times[PLAIN], times[name], name))
+
+    # Engines ---------------------------------------------------------------------------------------------------------
+
+    def _started(
+        self, stack: ExitStack, transfers: Mapping[str, Mapping[str, Any] | None], **more: Any
+    ) -> dict[str, EngineProcess]:
+        """Engines by name, once all of them are there."""
+        options = self._options
+        engines = {}
+        for name, transfer in transfers.items():
+            self._say(f"starting an engine: {name}")
+            self._processes += 1
+            plan = {
+                "model": self._model,
+                "options": {"max_model_len": options.longest_tokens, **more},
+                "transfer": transfer,
+            }
+            logs = self._scratch / f"engine-{self._processes}"
+            logs.mkdir()
+            engines[name] = stack.enter_context(EngineProcess(name, plan, options.kv_gib, logs))
+        for engine in engines.values():
+            self.result.versions = engine.started()
+        return engines
+
+    @contextmanager
+    def _sidecar(self, tokens: int) -> Iterator[Sidecar]:
+        """With room for the KV of so many tokens, and for some more."""
+        dram = int(HEADROOM * tokens) * kv_bytes_per_token(self._options.shape) + SPARE_BYTES
+        with Sidecar({"dram": dram, "nvme": "off"}) as sidecar:
+            sidecar.greeted()
+            yield sidecar
+
+    def _bare(self, stack: ExitStack, tokens: int) -> dict[str, Any]:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=_shared_memory()))
+        return {
+            "kv_connector": "BareConnector",
+            "kv_connector_module_path": "kvstore.bench.engines.timed_connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"path": os.path.join(folder, "pages"), "slots": tokens // PAGE_TOKENS},
+        }
+
+    def _prepare(self, engine: EngineProcess, prefix: Sequence[int]) -> None:
+        """The prefix is in the engine's own cache and, where there is a connector, behind it. Raises `StoreError`."""
+        self._say(f"{engine.name}: a first prompt")
+        for _ in range(PREPARATIONS):
+            self._ask(engine, prefix)
+            engine.do("settle")
+            if engine.name == PLAIN:
+                return
+            engine.do("forget")
+            if self._ask(engine, prefix)["cached_tokens"] == len(prefix):
+                return
+            engine.do("forget")
+        raise StoreError(f"the engine '{engine.name}' does not find again what it has stored")
+
+    def _warm_up(self, engine: EngineProcess) -> None:
+        """New prompts until the connector, if there is one, has its store. Raises `StoreError`."""
+        self._say(f"{engine.name}: first prompts")
+        for _ in range(PREPARATIONS):
+            answer = self._ask(engine, self._tokens(self._options.prefix_tokens))
+            engine.do("settle")
+            if engine.name == PLAIN or not NO_STORE & answer["kvstore"]["misses"].keys():
+                return
+        raise StoreError(f"the engine '{engine.name}' did not get at its store: {answer['kvstore']}")
+
+    def _ttft_turn(
+        self, engine: EngineProcess, prefix: Sequence[int], *, is_own_first: bool
+    ) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        """The prefix is in the engine's cache before and after."""
+        if engine.name == PLAIN:
+            yield OWN, self._ask(engine, prefix)
+            yield COLD, self._ask(engine, self._tokens(len(prefix)))
+            return
+        for path in (OWN, EXTERNAL) if is_own_first else (EXTERNAL, OWN):
+            if path == EXTERNAL and not engine.do("forget"):
+                self.result.faults.append(f"{engine.name}: its own cache was not forgotten")
+            yield path, self._ask(engine, prefix)
+            engine.do("settle")
+
+    def _ask(self, engine: EngineProcess, prefix: Sequence[int]) -> Mapping[str, Any]:
+        """One token, for a prefix and a suffix that is new."""
+        (answer,) = engine.do("ask", prompts=[self._with_suffix(prefix)], max_tokens=1)
+        return answer  # type: ignore[no-any-return]
+
+    # What comes of it ------------------------------------------------------------------------------------------------
+
+    def _check(self, who: str, path: str, answer: Mapping[str, Any], tokens: int) -> None:
+        """The prefix came from where it was to come from, whole."""
+        wanted = 0 if path == COLD else tokens
+        account = answer["kvstore"]
+        found = answer["cached_tokens"]
+        if account is not None:
+            hits = account["hits"]
+            found = sum(hits.values()) if path == COLD else hits.get("engine" if path == OWN else "dram", 0)
+            if sum(hits.values()) + sum(account["misses"].values()) != answer["prompt_tokens"]:
+                self.result.faults.append(f"{who}, {path}: hits and misses are not the prompt: {account}")
+            if NO_STORE & account["misses"].keys():
+                self.result.faults.append(f"{who}, {path}: there was no store: {account['misses']}")
+        if found != wanted or answer["cached_tokens"] != wanted:
+            origin = {} if account is None else {**account["hits"], **account["misses"]}
+            self.result.faults.append(f"{who}, {path}: {found} tokens and not {wanted} were found: {origin}")
+
+    def _check_saved(self, engine: EngineProcess, prompt: Sequence[int]) -> None:
+        """What was new was saved: it is found when the engine has forgotten it, whether or not it is loaded then."""
+        engine.do("settle")
+        engine.do("forget")
+        misses = self._ask(engine, prompt)["kvstore"]["misses"]
+        if "absent" in misses or NO_STORE & misses.keys():
+            self.result.faults.append(f"{engine.name}: new prompts were not saved: {misses}")
+
+    def _all_ran(self, running: int, part: str) -> None:
+        if running != self._options.streams:
+            self.result.faults.append(f"{part}: {running} of {self._options.streams} streams ran to its end")
+
+    def _streams(self) -> list[list[int]]:
+        return [self._tokens(self._options.stream_tokens) for _ in range(self._options.streams)]
+
+    def _tokens(self, count: int) -> list[int]:
+        """Never seen before: as good as certain with so many."""
+        numbers: list[int] = self._random.integers(0, self._vocabulary, count).tolist()
+        return numbers
+
+    def _with_suffix(self, prefix: Sequence[int]) -> list[int]:
+        return [*prefix, *self._tokens(self._options.suffix_tokens)]
+
+
+def _connector(socket: str, codec: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Ours, with a clock on its hooks."""
+    return {
+        "kv_connector": "TimedConnector",
+        "kv_connector_module_path": "kvstore.bench.engines.timed_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"url": f"unix:{socket}", "codec": codec, **settings},
+    }
+
+
+def _sample(answer: Mapping[str, Any]) -> Sample:
+    # A load that its step waited for is a hook's time; one beside the steps is what the connector says of it.
+    load_ms = answer["load_ms"] or (answer["kvstore"] or {}).get("load_ms", 0.0)
+    return Sample(answer["ttft_ms"], answer["lookup_ms"], answer["lease_ms"], load_ms)
+
+
+def _shared_memory() -> str | None:
+    """A folder that is memory, where there is one; else that of temporary files."""
+    return SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) and os.access(SHARED_MEMORY, os.W_OK) else None
+
+
+def _tell(progress: Progress, what: str) -> None:
+    if progress is not None:
+        progress(what)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The bench's end of an engine in another process. See `vllm_engine`, which is the other.
+
+
+START_SECONDS = 300.0
+LONGEST_SECONDS = 900.0
+"""That one verb may take."""
+END_SECONDS = 30.0
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # steps are driven, and both halves of a connector are seen
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+class EngineProcess:
+    """An engine that has begun to start. A context: it is ended with it, or killed where something failed."""
+
+    def __init__(self, name: str, plan: Mapping[str, Any], kv_gib: int, scratch: Path) -> None:
+        """name: for messages, and of its log in `scratch`. kv_gib: memory of the engine's own pages."""
+        self.name = name
+        self._log = scratch / f"{name.replace(' ', '-')}.log"
+        settings = [f"{key}={value}" for key, value in {**SETTINGS, "VLLM_CPU_KVCACHE_SPACE": kv_gib}.items()]
+        # The engine's threads wait as they do where nobody measures, and not as this command line's.
+        command = ["env", "-u", "OMP_WAIT_POLICY", *settings, sys.executable, "-m", "kvstore.bench.engines.vllm_engine"]
+        answers, theirs = os.pipe()  # on its standard output vLLM logs, from its import on
+        self._answers = os.fdopen(answers)
+        with self._log.open("wb") as log, os.fdopen(theirs, "w"):
+            self._process = subprocess.Popen(
+                [*command, str(theirs)], stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=(theirs,)
+            )
+        self._send(plan)
+
+    def started(self) -> dict[str, Any]:
+        """Wait until it is there: what it says of itself. Raises `StoreError` where it cannot start."""
+        return self._answer(START_SECONDS)  # type: ignore[no-any-return]
+
+    def do(self, verb: str, **given: Any) -> Any:
+        """Its answer. Raises `StoreError` where it fails or takes too long."""
+        self._send({"do": verb, **given})
+        return self._answer(LONGEST_SECONDS)
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        try:
+            if kind is None:
+                self._process.stdin.close()
+                self._process.wait(END_SECONDS)
+        except (subprocess.TimeoutExpired, OSError):
+            pass  # it is measured already; what is left of it goes
+        finally:
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+            self._answers.close()
+
+    def _send(self, line: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(line) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise self._failure("it is gone") from None
+
+    def _answer(self, seconds: float) -> Any:
+        watch = threading.Timer(seconds, self._process.kill)
+        watch.start()
+        try:
+            line = self._answers.readline()
+        finally:
+            watch.cancel()
+        if not line:
+            raise self._failure(f"no answer within {seconds:.0f} s, or it ended")
+        return json.loads(line)
+
+    def _failure(self, what: str) -> StoreError:
+        """One line: the last one of its log that names an error."""
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        named = [line for line in lines if "Error" in line] or lines
+        return StoreError(f"the engine '{self.name}': {what}: {named[-1].strip()[-300:] if named else 'no log'}")

@@ -1,0 +1,70 @@
+"""What is kept beside blocks of their namespace, on NVMe and for a keeper, and what can be kept at all.
+
+    about    number of parts, 2 bytes > payload bytes of each part, 8 bytes each > `Namespace.pack`
+
+It has to fit into a slab's header, and each part's payload into a frame. A namespace that does not is refused when it
+is opened, whoever opens it; one that is found on a disk, written by another version, is left out there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from kvstore.block.errors import BadInput, shown
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import is_whole
+from tiering.frame import MAX_SLICES
+from tiering.slab_header import MAX_ABOUT_BYTES
+
+MOST_PAYLOAD, LEAST_PAYLOAD = 2, 64
+"""Of a payload, against the bytes of its numbers: at most MOST_PAYLOAD times as many, at least 1/LEAST_PAYLOAD."""
+SLICE_PARAMETER_BYTES = 4096
+"""Beside the codes of a layer slice."""
+
+
+def pack_about(namespace: Namespace, payload_bytes: Sequence[int]) -> bytes:
+    """Payload bytes: of each part."""
+    return struct.pack(f"<H{len(payload_bytes)}Q", len(payload_bytes), *payload_bytes) + namespace.pack()
+
+
+def unpack_about(about: bytes) -> tuple[list[int], Namespace]:
+    """The mirror of `pack_about`, checked as what is opened is. Raises `ValueError`."""
+    try:
+        (parts,) = struct.unpack_from("<H", about)
+        payloads = list(struct.unpack_from(f"<{parts}Q", about, 2))
+    except struct.error as error:
+        raise ValueError(f"not what a slab says of its namespace ({error})") from None
+    namespace = Namespace.unpack(about[2 + 8 * parts :])
+    check_can_be_kept(namespace, payloads)
+    return payloads, namespace
+
+
+def check_can_be_kept(namespace: Namespace, payload_bytes: Sequence[int]) -> None:
+    """Raises `BadInput` where blocks of a namespace, with these payloads, can be neither framed nor kept."""
+    parts = namespace.layout.parts
+    if len(payload_bytes) != len(parts):
+        raise BadInput(f"{len(payload_bytes)} payload sizes; the layout has {len(parts)} parts, so give one for each")
+    for part, size in zip(parts, payload_bytes, strict=True):
+        slices = len(part.layers)
+        if slices > MAX_SLICES:
+            raise BadInput(
+                f"a part of {slices} layers; a frame holds at most {MAX_SLICES}: set layer_shards in the layout"
+            )
+        most = MOST_PAYLOAD * part.raw_bytes + slices * SLICE_PARAMETER_BYTES
+        if not is_whole(size, -(-part.raw_bytes // LEAST_PAYLOAD), most) or size % slices:
+            raise BadInput(
+                f"a payload of {shown(size)} bytes for {part.raw_bytes} bytes of numbers in {slices} layers; a codec "
+                f"makes as many equal slices, of 1/{LEAST_PAYLOAD} to {MOST_PAYLOAD} times the numbers in all"
+            )
+    about_bytes = len(pack_about(namespace, payload_bytes))
+    if about_bytes > MAX_ABOUT_BYTES:
+        raise BadInput(
+            f"what is kept of this namespace beside its blocks has {about_bytes} bytes, {len(parts)} parts and config "
+            f"included, and there is room for {MAX_ABOUT_BYTES}: give fewer shards, or digests in place of long config "
+            "values"
+        )
+    try:
+        Namespace.unpack(namespace.pack())
+    except ValueError as error:
+        raise BadInput(f"this namespace cannot be kept: {error}; give digests in place of long config values") from None

@@ -1,0 +1,195 @@
+"""Where every token asked for came from, or why it did not come.
+
+`MissReason` is a closed set: it is appended to, never renamed, because people's dashboards and alerts name its members.
+`Account` is the only way in which hits and misses are reported: a prompt cut into segments in the order of its tokens,
+so that the sums match by construction and not by care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kv_kernels.flaws import Flaw
+from kvstore.block.errors import BadInput, LeaseExpired, NotReady, StoreClosed
+from tiering.tier import TierMiss
+
+
+class HitTier(StrEnum):
+    """Where a token's KV was found. `engine` is the engine's own cache, which the store did not have to touch."""
+
+    ENGINE = "engine"
+    HBM = "hbm"
+    DRAM = "dram"
+    NVME = "nvme"
+    REMOTE = "remote"
+
+
+class MissReason(StrEnum):
+    """Why a token has to be computed."""
+
+    ABSENT = "absent"  # never stored, or forgotten so long ago that nothing is known of it
+    EVICTED = "evicted"  # was stored, and had to make room
+    DIVERGED = "diverged"  # the prefix up to here is stored, with another continuation
+    OTHER_NAMESPACE = "other_namespace"  # stored for this prompt, but under another model, layout or codec
+    PARTIAL_BLOCK = "partial_block"  # the tail that does not fill a block; only full blocks are stored
+    LAST_TOKEN = "last_token"  # the engine has to compute at least one token
+    GRID = "grid"  # cut off so that cold and warm prefill compute the same shapes
+    WARMING = "warming"  # the store is not ready yet: its index is loading after a restart, the namespace being opened
+    IN_FLIGHT = "in_flight"  # being stored at this moment
+    PINNED_FULL = "pinned_full"  # what may be pinned at once is pinned, or what could make room is leased
+    DEADLINE = "deadline"  # it did not come in time; or the room for it, which others still map, store into or move
+    TIER_DOWN = "tier_down"  # the tier that holds it does not answer
+    UNREACHABLE = "unreachable"  # the store itself does not answer
+    CORRUPT = "corrupt"  # a check failed; the frame is quarantined
+    KEY_MISMATCH = "key_mismatch"  # it was written under a key that this store does not hold
+    STALE_HINT = "stale_hint"  # a directory or a ticket said it was there, and it was not
+    QUOTA = "quota"  # the tenant's limit; all that may go is kept for others; a prompt that alone takes all it may
+    NOT_ADMITTED = "not_admitted"  # the policy chose not to keep it
+    CHEAPER_TO_COMPUTE = "cheaper_to_compute"  # loading would take longer than computing
+    AUDIT = "audit"  # computed on purpose, to compare with what is stored
+    UNSUPPORTED = "unsupported"  # the engine or the model cannot take it
+    DISABLED = "disabled"  # nothing was asked: the store is closed or not used, the namespace dropped, the request over
+    NONFINITE = "nonfinite"  # not stored: it holds a NaN or an infinity, which the codec cannot write
+    OUT_OF_RANGE = "out_of_range"  # not stored: its numbers are too far apart for the codec's scales
+    INCOMPLETE = "incomplete"  # not stored: pages of one of its groups are not there any more, as behind a window
+    BUSY = "busy"  # as much is under way for the asker as may be; the store can be asked again soon
+
+
+# What a tier reports about a block, as a reason for its tokens. Total: a test walks over every member of `TierMiss`.
+REASON_OF_FINDING: dict[TierMiss, MissReason] = {
+    TierMiss.NEVER_SEEN: MissReason.ABSENT,
+    TierMiss.EVICTED: MissReason.EVICTED,
+    TierMiss.IN_FLIGHT: MissReason.IN_FLIGHT,
+    TierMiss.CORRUPT: MissReason.CORRUPT,
+    TierMiss.TIMED_OUT: MissReason.DEADLINE,
+    TierMiss.DOWN: MissReason.TIER_DOWN,
+    TierMiss.PINNED_FULL: MissReason.PINNED_FULL,
+}
+
+# Why a codec could not write a block, as the reason for which it is not stored. Total likewise.
+REASON_OF_FLAW: dict[Flaw, MissReason] = {
+    Flaw.NONFINITE: MissReason.NONFINITE,
+    Flaw.OUT_OF_RANGE: MissReason.OUT_OF_RANGE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`tokens` consecutive tokens of one prompt with one origin."""
+
+    origin: HitTier | MissReason
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Every token of one prompt, in order: hits first (a prefix), then misses. `asked` is their sum, always.
+
+    >>> Account.of([(HitTier.DRAM, 128), (MissReason.ABSENT, 64), (MissReason.PARTIAL_BLOCK, 3)]).asked
+    195
+    """
+
+    segments: tuple[Segment, ...]
+
+    @staticmethod
+    def of(parts: Iterable[tuple[HitTier | MissReason, int]]) -> Account:
+        """Build from (origin, tokens) pairs in prompt order; empty ones are dropped, equal neighbours are joined."""
+        segments: list[Segment] = []
+        missed = False
+        for origin, tokens in parts:
+            assert tokens >= 0, "a segment cannot be negative"
+            if tokens == 0:
+                continue
+            assert not (missed and isinstance(origin, HitTier)), "hits are a prefix: none may follow a miss"
+            missed = missed or isinstance(origin, MissReason)
+            if segments and segments[-1].origin is origin:
+                segments[-1] = Segment(origin, segments[-1].tokens + tokens)
+            else:
+                segments.append(Segment(origin, tokens))
+        return Account(tuple(segments))
+
+    @staticmethod
+    def missed(reason: MissReason, tokens: int, block_tokens: int) -> Account:
+        """Of a prompt of which nothing could be asked. The tail that fills no block would be none of the store's then
+        either.
+
+        >>> Account.missed(MissReason.UNREACHABLE, 130, 64).to_dict()["misses"]
+        {'unreachable': 128, 'partial_block': 2}
+        """
+        tail = tokens % block_tokens if block_tokens else 0
+        return Account.of([(reason, tokens - tail), (MissReason.PARTIAL_BLOCK, tail)])
+
+    @property
+    def asked(self) -> int:
+        """Tokens in the prompt."""
+        return sum(segment.tokens for segment in self.segments)
+
+    @property
+    def hits(self) -> dict[HitTier, int]:
+        """Tokens found, by tier."""
+        sums: dict[HitTier, int] = {}
+        for segment in self.segments:
+            if isinstance(segment.origin, HitTier):
+                sums[segment.origin] = sums.get(segment.origin, 0) + segment.tokens
+        return sums
+
+    @property
+    def misses(self) -> dict[MissReason, int]:
+        """Tokens not found, by reason."""
+        sums: dict[MissReason, int] = {}
+        for segment in self.segments:
+            if isinstance(segment.origin, MissReason):
+                sums[segment.origin] = sums.get(segment.origin, 0) + segment.tokens
+        return sums
+
+    @property
+    def hit_tokens(self) -> int:
+        """Length of the prefix that was found."""
+        return sum(segment.tokens for segment in self.segments if isinstance(segment.origin, HitTier))
+
+    def cut(self, at_token: int, reason: MissReason) -> Account:
+        """The same prompt with every hit at or after `at_token` turned into a miss of `reason`."""
+        parts: list[tuple[HitTier | MissReason, int]] = []
+        position = 0
+        for segment in self.segments:
+            if isinstance(segment.origin, HitTier):
+                kept = max(0, min(segment.tokens, at_token - position))
+                parts.append((segment.origin, kept))
+                parts.append((reason, segment.tokens - kept))
+            else:
+                parts.append((segment.origin, segment.tokens))
+            position += segment.tokens
+        return Account.of(parts)
+
+    def behind(self, tier: HitTier, tokens: int) -> Account:
+        """The same prompt where that tier, which is above the others, has so many of its first tokens."""
+        parts: list[tuple[HitTier | MissReason, int]] = [(tier, tokens)]
+        left = tokens
+        for segment in self.segments:
+            covered = min(left, segment.tokens)
+            parts.append((segment.origin, segment.tokens - covered))
+            left -= covered
+        return Account.of(parts)
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`: asked, hits by tier and misses by reason, in tokens."""
+        return {
+            "asked": self.asked,
+            "hits": {str(tier): tokens for tier, tokens in self.hits.items()},
+            "misses": {str(reason): tokens for reason, tokens in self.misses.items()},
+        }
+
+
+def reason_of(error: Exception) -> MissReason:
+    """Of anything that a verb, or the opening of a store, may raise."""
+    if isinstance(error, StoreClosed):
+        return MissReason.DISABLED
+    if isinstance(error, NotReady):
+        return MissReason.WARMING
+    if isinstance(error, LeaseExpired):
+        return MissReason.STALE_HINT
+    if isinstance(error, BadInput):
+        return MissReason.UNSUPPORTED
+    return MissReason.UNREACHABLE

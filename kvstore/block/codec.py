@@ -1,0 +1,221 @@
+"""Codecs: how pages become a frame's payload and back. A namespace has exactly one.
+
+    raw         the engine's numbers, bit for bit
+    int8-kc64   8 bits: K asymmetric per channel over 64 tokens, V symmetric per token and head
+    int8-th     8 bits: K and V symmetric per token and head. Not for models with outliers or a bias in K
+
+A payload is one layer slice after another. What an 8-bit slice looks like (codes, then K's scales and zero points, V's
+scales, padding) is drawn in `kv_kernels.int8`, with the bound on what comes back. On its way a block is encoded once:
+what was decoded is never offered again, and a namespace keeps the codec it was opened with.
+
+The contract is in `pages`. This file imports torch; it is handed in when a store is opened, so that others need not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from kv_kernels import host, int8, routes
+from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.layout import Layout, Part
+from kvstore.block.pages import Codec, Coder, Pages, page_numbers
+
+INT8_DTYPES = ("bfloat16", "float16", "float32")
+"""Of the pools whose numbers an 8-bit codec writes."""
+CLOSE_SECONDS = 10.0
+"""How long the close of a store waits for a GPU."""
+
+_log = logging.getLogger(__name__)
+
+
+class RawCodec:
+    """The engine's numbers, bit for bit."""
+
+    name = "raw"
+    is_exact = True
+
+    def __init__(self, devices: routes.Devices | None = None) -> None:
+        """devices: the ways to pages on GPUs."""
+        self._devices = devices
+
+    def payload_bytes(self, part: Part) -> int:
+        """All layer slices as they are."""
+        return part.raw_bytes
+
+    def prepare(self, layout: Layout) -> None:
+        """Nothing to do."""
+
+    def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
+        """Host memory is copied run by run at memcpy speed; see `routes` for what is on a device."""
+        table, planes = _checked(pages, layout, part)
+        return routes.raw_copy(planes, table, pages.page_tokens, part.block_tokens, self._devices)
+
+
+class Int8Codec:
+    """KV in 8 bits: 1.9 times smaller than 16-bit numbers, with a bound on every number's error."""
+
+    is_exact = False
+
+    def __init__(self, name: str, devices: routes.Devices | None = None) -> None:
+        """devices: the ways to pages on GPUs."""
+        self.name = name
+        self._devices = devices
+
+    def payload_bytes(self, part: Part) -> int:
+        """Codes and parameters of all layer slices. Raises `BadInput` for numbers of other dtypes."""
+        return self._form(part).size_bytes * len(part.layers)
+
+    def prepare(self, layout: Layout) -> None:
+        """Compile what the layout's dtypes need: seconds, the first time on a machine."""
+        routes.prepare_int8({part.group.dtype for part in layout.parts})
+
+    def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
+        """Host memory goes through compiled loops; see `routes` for what is on a device."""
+        table, planes = _checked(pages, layout, part)
+        try:
+            dtype = part.group.dtype
+            return routes.int8_copy(self._form(part), planes, table, pages.page_tokens, dtype, self._devices)
+        except ValueError as error:
+            raise LayoutMismatch(f"layers {list(part.layers)}: {error}") from None
+
+    def _form(self, part: Part) -> int8.SliceForm:
+        group = part.group
+        if group.dtype not in INT8_DTYPES:
+            raise BadInput(
+                f"codec {self.name!r} cannot write KV of dtype {group.dtype} (group {group.name!r}); "
+                f"allowed: {', '.join(INT8_DTYPES)}; use codec='raw'"
+            )
+        return int8.slice_form(self.name, part.kv_heads, part.block_tokens, group.plane_widths, group.element_bytes)
+
+
+CODECS: dict[str, Callable[[routes.Devices | None], Codec]] = {
+    RawCodec.name: RawCodec,
+    int8.KC64: lambda devices: Int8Codec(int8.KC64, devices),
+    int8.TH: lambda devices: Int8Codec(int8.TH, devices),
+}
+
+
+def codec_named(name: str, devices: routes.Devices | None = None) -> Codec:
+    """The codec of that name. devices: the ways to pages on GPUs; without any, such pages go through plain torch.
+
+    Raises `BadInput` with the names that exist.
+    """
+    if not isinstance(name, str) or name not in CODECS:
+        raise BadInput(f"codec {name!r} is not known; allowed: {', '.join(sorted(CODECS))}")
+    return CODECS[name](devices)
+
+
+class DeviceRoute(routes.OnDevice, Protocol):
+    """The way of one device, with threads and memory of its own."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what is under way and end: whether within this time."""
+        ...
+
+
+class Codecs:
+    """The codecs of one opened store, and what they share: a way to each GPU that its pages are on. Thread-safe."""
+
+    def __init__(self, open_gpu: Callable[[int], DeviceRoute | None]) -> None:
+        """open_gpu: makes the way to a GPU when pages on it are seen first; None where there is none."""
+        self._open_gpu = open_gpu
+        self._lock = threading.Lock()
+        self._ways: dict[int, DeviceRoute | None] = {}
+        self._is_closed = False
+
+    def __call__(self, name: str) -> Codec:
+        """As `codec_named`."""
+        return codec_named(name, self._way)
+
+    def close(self) -> None:
+        """End all ways. What is bound and used later goes through plain torch."""
+        with self._lock:
+            self._is_closed = True
+            ways = [way for way in self._ways.values() if way is not None]
+            self._ways.clear()
+        for way in ways:
+            if not way.close(CLOSE_SECONDS):
+                _log.warning("a GPU did not finish its transfers within %g seconds", CLOSE_SECONDS)
+
+    def _way(self, device: torch.device) -> DeviceRoute | None:
+        if device.type != "cuda":
+            return None
+        index = device.index if device.index is not None else 0
+        with self._lock:
+            if self._is_closed:
+                return None
+            if index not in self._ways:
+                self._ways[index] = self._opened(index)
+            return self._ways[index]
+
+    def _opened(self, index: int) -> DeviceRoute | None:
+        try:
+            return self._open_gpu(index)
+        except RuntimeError as error:
+            text = str(error).partition("\n")[0]
+            _log.warning("pages on GPU %d go block by block through plain torch, which is slow: %s", index, text)
+            return None
+
+
+def default_codec(layout: Layout) -> str:
+    """What adapters use where nothing else is said: `int8-kc64`, and `raw` for numbers that no 8-bit codec writes."""
+    is_writable = all(group.dtype in INT8_DTYPES for group in layout.groups)
+    return int8.KC64 if is_writable else RawCodec.name
+
+
+def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[int], list[list[Any]]]:
+    """The page table, and of each layer the planes of this part's heads. Raises `LayoutMismatch`."""
+    table = page_numbers(pages.of_group(part.group.name).table)
+    _check(pages, table, layout, part)
+    planes = [list(pages.planes[layer]) for layer in part.layers]
+    if part.kv_heads < part.group.kv_heads:
+        planes = [[plane[:, :, part.head_start : part.head_stop] for plane in layer] for layer in planes]
+    return table, planes
+
+
+def _check(pages: Pages, table: list[int], layout: Layout, part: Part) -> None:
+    """Say in one line what about these pages is not what the layout promises."""
+    group = part.group
+    lowest, highest = min(table, default=0), max(table, default=-1)
+    page_shapes = [(pages.page_tokens, group.kv_heads, width) for width in group.plane_widths]
+    known: object = None  # the dtype that was found right last
+    if part.block_tokens % pages.page_tokens:
+        raise LayoutMismatch(
+            f"pages of {pages.page_tokens} tokens do not divide a block of {part.block_tokens}; "
+            "choose block_tokens as a multiple of the page"
+        )
+    for layer in part.layers:
+        if layer not in pages.planes:
+            raise LayoutMismatch(f"pages hold no layer {layer}; the layout has layers {list(layout.layers)}")
+        planes = pages.planes[layer]
+        if len(planes) != len(group.plane_widths):
+            raise LayoutMismatch(
+                f"layer {layer} has {len(planes)} planes; the layout says {len(group.plane_widths)} "
+                f"(group {group.name!r})"
+            )
+        for plane, want in zip(planes, page_shapes, strict=True):
+            if not host.is_tensor(plane):
+                raise LayoutMismatch(f"layer {layer} holds a {type(plane).__name__}; give tensors of torch or numpy")
+            if plane.shape[1:] != want:
+                raise LayoutMismatch(
+                    f"layer {layer} has pages of shape {tuple(plane.shape)}; the layout wants "
+                    f"[pages, {want[0]}, {want[1]}, {want[2]}] as [pages, page_tokens, kv_heads, width]"
+                )
+            if plane.dtype is not known:
+                given = host.dtype_name(plane)
+                if given != group.dtype and not host.is_same_width_numpy(plane, group.element_bytes):
+                    raise LayoutMismatch(
+                        f"layer {layer} holds {given}; the layout says {group.dtype}, or in numpy unsigned integers of "
+                        f"{group.element_bytes} bytes"
+                    )
+                known = plane.dtype
+            if lowest < 0 or highest >= plane.shape[0]:
+                raise LayoutMismatch(
+                    f"the page table names page {lowest if lowest < 0 else highest}; "
+                    f"layer {layer} has a plane of {plane.shape[0]} pages, counted from 0"
+                )

@@ -1,0 +1,139 @@
+"""What engines call their models: for people, beside the fingerprints that decide.
+
+    an engine opens a namespace > its name, cut and printable, by tenant and namespace > DIR/names, behind everything
+
+No name is part of an identity, and none is needed: a directory without the file, or with a damaged one, lacks the names
+alone. At most `MOST_NAMES` are kept of a tenant; the one that was told longest ago makes room.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+from kvstore.block.errors import BadInput
+from tiering.faults import MODEL_NAMES, FaultReports, Unheard, kind_of
+from tiering.files import read_secret_file, write_secret_file
+
+VERSION = 1
+MOST_NAMES, MOST_TENANTS = 256, 1024
+MOST_BYTES = 64 << 20
+MOST_CHARACTERS = 128
+_MOST_READ = 8 * MOST_CHARACTERS
+CLOSE_SECONDS = PAUSE_SECONDS = 1.0
+FAILED_PAUSE_SECONDS = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+def shown(name: str) -> str:
+    """As much of a name as is fit for a terminal; of a long path its end, which tells models apart."""
+    kept = "".join(one for one in name[-_MOST_READ:] if one.isprintable()).strip()
+    return kept if len(kept) <= MOST_CHARACTERS else f"...{kept[3 - MOST_CHARACTERS :]}"
+
+
+def checked_name(name: object) -> str:
+    """What a caller gave. Raises `BadInput`."""
+    if not isinstance(name, str):
+        raise BadInput(f"name={name!r:.60}; give the model's name or path as text, which people are shown")
+    return shown(name)
+
+
+class DisplayNames:
+    """Names by tenant and digest. Thread-safe; whoever tells one never waits for the disk, and one tenant's names take
+    nothing from another's."""
+
+    def __init__(self, path: Path, faults: FaultReports | None = None) -> None:
+        """Reads what is there."""
+        self._path = path
+        self._faults = faults or Unheard()
+        self._lock = threading.Lock()
+        self._names = read_names(path)
+        self._is_written = True
+        self._closing = threading.Event()
+        self._writer: threading.Thread | None = None
+
+    def get(self, tenant: bytes, digest: bytes) -> str:
+        """The name, or nothing."""
+        return self._names.get(tenant.hex(), {}).get(digest.hex(), "")
+
+    def note(self, tenant: bytes, digest: bytes, name: str) -> None:
+        """An engine opened that namespace and calls its model so."""
+        name = shown(name)
+        if not name or self.get(tenant, digest) == name:
+            return
+        with self._lock:
+            mine = self._names.setdefault(tenant.hex(), {})
+            mine.pop(digest.hex(), None)
+            if len(mine) >= MOST_NAMES:
+                del mine[next(iter(mine))]
+            mine[digest.hex()] = name
+            self._write_soon()
+
+    def forget(self, tenant: bytes) -> None:
+        """A tenant's, for good."""
+        with self._lock:
+            if self._names.pop(tenant.hex(), None) is not None:
+                self._write_soon()
+
+    def close(self) -> None:
+        """What was told is on disk, unless that takes long."""
+        self._closing.set()
+        writer = self._writer
+        if writer is not None:
+            writer.join(CLOSE_SECONDS)
+
+    def _write_soon(self) -> None:
+        """Under the lock."""
+        self._is_written = False
+        if self._writer is not None:
+            return
+        writer = threading.Thread(target=self._write, name="kv-names", daemon=True)
+        try:
+            writer.start()
+        except (RuntimeError, MemoryError) as error:  # with the next name, then
+            self._faults.failed(MODEL_NAMES, kind_of(error), "no thread writes them")
+            return
+        self._writer = writer
+
+    def _write(self) -> None:
+        """Until all is written; no more often than once in `PAUSE_SECONDS`, whatever engines tell. A write that fails
+        is tried again, so that the fault ends with its cause."""
+        while True:
+            with self._lock:
+                if self._is_written:
+                    self._writer = None
+                    return
+                contents = json.dumps({"version": VERSION, "names": self._names}, indent=1).encode()
+                self._is_written = True
+            try:
+                write_secret_file(self._path, contents)
+                self._faults.worked(MODEL_NAMES)
+                pause = PAUSE_SECONDS
+            except OSError as error:
+                self._faults.failed(MODEL_NAMES, kind_of(error), str(error))
+                pause = FAILED_PAUSE_SECONDS
+                with self._lock:
+                    self._is_written = self._closing.is_set()  # else it is tried again, until it works
+            self._closing.wait(pause)
+
+
+def read_names(path: Path) -> dict[str, dict[str, str]]:
+    """Those of a directory, by tenant and namespace in hexadecimal; none where the file is not there, cannot be read or
+    is not one of these."""
+    try:
+        raw = read_secret_file(path, MOST_BYTES)
+        if raw is None:
+            return {}
+        contents = json.loads(raw)
+        if contents["version"] != VERSION:
+            return {}
+        return {
+            tenant: {digest: shown(name) for digest, name in list(names.items())[-MOST_NAMES:] if isinstance(name, str)}
+            for tenant, names in list(contents["names"].items())[-MOST_TENANTS:]
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        _log.warning("what engines call their models is not known before they tell it: %s: %s", path, error)
+        return {}

@@ -1,0 +1,405 @@
+"""Who a block is: tenants' keys, prefix keys, namespaces.
+
+A block is (tenant, namespace, prefix key). The prefix key is a chain of keyed BLAKE2b-256 over the prompt, so it can be
+neither guessed nor computed without the tenant's identity key; the namespace is everything else that must be equal for
+KV to be interchangeable. xxHash has no place here: it is a checksum. Token ids are hashed and forgotten.
+
+    key[i] = BLAKE2b-256(identity key; key[i-1] | token ids of block i, uint32 little-endian | framed extra keys)
+    key[-1] = a constant of this format and the block size
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvstore.block.errors import BadInput, shown
+from kvstore.block.layout import MAX_BLOCK_TOKENS, MAX_GROUPS, MAX_LAYERS, KvGroup, Layout, is_whole
+from tiering.frame import KEY_BYTES, KEY_ID_BYTES, NAMESPACE_BYTES, TENANT_BYTES
+from tiering.slab_header import MAX_ABOUT_BYTES
+
+CHAIN_VERSION = 1
+NAMESPACE_VERSION = 1
+SECRET_BYTES = 32
+MAX_EXTRA_KEY_BYTES = 4096
+MAX_EXTRA_KEYS = 1024
+MAX_WEIGHTS_EPOCH = (1 << 63) - 1
+MAX_MODEL_CHARACTERS, MAX_CODEC_CHARACTERS = 256, 16
+MAX_CONFIG_FIELDS, MAX_FIELD_CHARACTERS, MAX_VALUE_CHARACTERS = 64, 128, 4096
+"""Of a namespace's config: how many fields, and the characters of a name and of a value."""
+MAX_PACKED_BYTES = MAX_ABOUT_BYTES
+"""Of a packed namespace: what a slab's header, which is kept beside its blocks, has room for."""
+MAX_UNPACKED_BYTES = 64 << 10
+"""Of the text within: deflate can make a thousand bytes of one."""
+_TOKEN_BYTES = 4
+_TOKEN = np.dtype("<u4")
+_CHAIN_PERSON = b"kv-prefix-key-v1"
+_DIGESTS = frozenset({"config.computes", "config.state"})
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKey:
+    """Something besides tokens that a block's KV depends on, from `first_token` on: an adapter's digest, an image's
+    content hash at its placeholder, a salt."""
+
+    value: bytes = field(repr=False)  # a salt must not reach a log
+    first_token: int = 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Prompt:
+    """A prompt that is hashed already: what verbs take in place of token ids. `NamespaceHandle.hashed` makes it.
+
+    tokens: how many it has. keys: the prefix key of every full block, so that another process of the same tenant can
+    name them without the tokens. At least len(keys) blocks of tokens.
+    """
+
+    tokens: int
+    keys: list[bytes]
+
+    def __repr__(self) -> str:
+        return f"Prompt(tokens={self.tokens}, blocks={len(self.keys)})"  # keys must not reach a log
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TenantKeys:
+    """A tenant's keys, one per use, all derived from one secret of 32 bytes. Never logged, never sent but `identity`.
+
+    identity: names blocks, goes to the tenant's own clients. mac: signs headers, never leaves the daemon.
+    """
+
+    tenant: bytes
+    key_id: bytes
+    epoch: int
+    identity: bytes
+    mac: bytes
+
+    @staticmethod
+    def derive(secret: bytes, epoch: int = 1) -> TenantKeys:
+        """All keys of one secret and epoch. The tenant's opaque id does not change with the epoch."""
+        assert len(secret) == SECRET_BYTES
+        return TenantKeys(
+            tenant=_derived(secret, "tenant", 0)[:TENANT_BYTES],
+            key_id=_derived(secret, "key-id", epoch)[:KEY_ID_BYTES],
+            epoch=epoch,
+            identity=_derived(secret, "identity", epoch),
+            mac=_derived(secret, "header-mac", epoch),
+        )
+
+
+class KeyRing:
+    """The MAC keys of all tenants of this store: `MacKeys` for the floor below."""
+
+    def __init__(self, tenants: Iterable[TenantKeys] = ()) -> None:
+        self._mac: dict[tuple[bytes, bytes, int], bytes] = {}
+        for keys in tenants:
+            self.add(keys)
+
+    def add(self, keys: TenantKeys) -> None:
+        """Know one more tenant, or one more epoch of a tenant."""
+        self._mac[keys.tenant, keys.key_id, keys.epoch] = keys.mac
+
+    def remove(self, keys: TenantKeys) -> None:
+        """Know these no more: what they signed cannot be verified from now on."""
+        self._mac.pop((keys.tenant, keys.key_id, keys.epoch), None)
+
+    def mac_key(self, tenant: bytes, key_id: bytes, epoch: int) -> bytes | None:
+        """The key, or None where this store does not hold it."""
+        return self._mac.get((tenant, key_id, epoch))
+
+
+class PrefixHasher:
+    """Cuts prompts into blocks and names them, for one tenant and block size. Thread-safe."""
+
+    def __init__(self, identity_key: bytes, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.root = root_key(block_tokens)
+        self._base = blake2b(digest_size=KEY_BYTES, key=identity_key, person=_CHAIN_PERSON)
+
+    def keys(self, token_ids: bytes, extra_keys: Sequence[ExtraKey] = (), known: Sequence[bytes] = ()) -> list[bytes]:
+        """The prefix key of every full block. `token_ids`: uint32 little-endian, as `token_bytes` makes them.
+
+        known: the keys of the leading blocks, whose tokens are not given again; they stand first in the answer.
+        """
+        step = self.block_tokens * _TOKEN_BYTES
+        stop = len(token_ids) - len(token_ids) % step
+        extras = self._by_block(extra_keys)
+        keys = list(known)
+        append, base, parent = keys.append, self._base, known[-1] if known else self.root
+        for block, at in enumerate(range(0, stop, step), len(known)):
+            state = base.copy()
+            state.update(parent + token_ids[at : at + step])
+            if extras and block in extras:
+                state.update(extras[block])
+            parent = state.digest()
+            append(parent)
+        return keys
+
+    def _by_block(self, extra_keys: Sequence[ExtraKey]) -> dict[int, bytes]:
+        framed: dict[int, bytes] = {}
+        for extra in extra_keys:
+            block = extra.first_token // self.block_tokens
+            start = (extra.first_token % self.block_tokens).to_bytes(4, "little")
+            frame = start + len(extra.value).to_bytes(4, "little") + extra.value
+            framed[block] = framed.get(block, b"") + frame
+        return framed
+
+
+def root_key(block_tokens: int) -> bytes:
+    """The parent of every first block: a constant of the chain's version and the block size."""
+    return blake2b(
+        b"kvstore prefix chain, version %d, %d tokens per block" % (CHAIN_VERSION, block_tokens), digest_size=KEY_BYTES
+    ).digest()
+
+
+def token_bytes(token_ids: Any) -> bytes:
+    """Token ids as uint32 little-endian bytes.
+
+    Accepts a list or tuple of int, `array.array`, a numpy array or a torch tensor of integers (one dimension), or bytes
+    that are in this form already. Raises `BadInput` for anything else and for ids outside 0 .. 2**32 - 1.
+    """
+    if isinstance(token_ids, bytes | bytearray) or (isinstance(token_ids, memoryview) and token_ids.format == "B"):
+        raw = bytes(token_ids)
+        if len(raw) % _TOKEN_BYTES:
+            raise BadInput(f"token ids given as {len(raw)} bytes; uint32 little-endian needs a multiple of 4")
+        return raw
+    if isinstance(token_ids, list | tuple):
+        try:
+            return _little_endian(np.frombuffer(array("I", token_ids), dtype=np.uint32))
+        except (OverflowError, TypeError, ValueError):
+            raise BadInput(
+                "token ids must be integers from 0 to 4294967295, in one flat list; this list holds something else"
+            ) from None
+    if isinstance(token_ids, np.ndarray) and token_ids.ndim == 1 and token_ids.dtype == _TOKEN:
+        return token_ids.tobytes()  # as it should be given: nothing to convert, nothing to check
+    try:
+        values = np.asarray(token_ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadInput(
+            f"token ids of type {type(token_ids).__name__} that cannot be read here; give them in host memory, as a "
+            "list, an array or a tensor of integers"
+        ) from None
+    if values.ndim == 1 and not values.size:
+        return b""  # an empty array has no type to speak of
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        given = f"shape {values.shape} and type {values.dtype}" if values.ndim else f"type {type(token_ids).__name__}"
+        raise BadInput(f"token ids of {given}; give one dimension of integers (take one prompt of a batch at a time)")
+    if values.dtype != np.uint32 and values.size and (int(values.min()) < 0 or int(values.max()) > 0xFFFFFFFF):
+        raise BadInput("token ids must lie between 0 and 4294967295")
+    return _little_endian(values)
+
+
+def as_extra_keys(extra_keys: Sequence[ExtraKey | bytes | str]) -> tuple[ExtraKey, ...]:
+    """Extra keys as the user may write them: bytes and text hold from the first token on. Order matters."""
+    if isinstance(extra_keys, str | bytes):
+        raise BadInput("extra_keys is one string; give a sequence, e.g. extra_keys=(adapter_digest,)")
+    if not isinstance(extra_keys, Sequence):
+        raise BadInput(
+            f"extra_keys of type {type(extra_keys).__name__}; give a sequence in an order that stays, e.g. "
+            "extra_keys=(adapter_digest,), or () for none"
+        )
+    keys = []
+    for given in extra_keys:
+        key = given if isinstance(given, ExtraKey) else ExtraKey(_extra_value(given))
+        if not isinstance(key.value, bytes) or not isinstance(key.first_token, int):
+            raise BadInput(
+                f"ExtraKey of {type(key.value).__name__} at {type(key.first_token).__name__}; give bytes and a token's "
+                "position"
+            )
+        if key.first_token < 0 or len(key.value) > MAX_EXTRA_KEY_BYTES:
+            raise BadInput(
+                f"an extra key of {len(key.value)} bytes at token {key.first_token}; allowed: at most "
+                f"{MAX_EXTRA_KEY_BYTES} bytes, from token 0 on (pass a digest instead of the content)"
+            )
+        keys.append(key)
+    if len(keys) > MAX_EXTRA_KEYS:
+        raise BadInput(f"{len(keys)} extra keys; allowed: at most {MAX_EXTRA_KEYS}")
+    return tuple(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Everything besides prompt and tenant that must be equal for KV to be interchangeable.
+
+    model: a fingerprint of the weights (a commit id, or a digest of their content), never a name or a path.
+    weights_epoch: raised whenever weights are updated in place. config: what else decides the numbers, as text: rope,
+    KV scales, attention variant. codec: its name; a namespace has exactly one.
+    """
+
+    model: str
+    layout: Layout
+    codec: str
+    weights_epoch: int = 0
+    config: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not isinstance(self.weights_epoch, int):
+            raise BadInput(
+                f"model of {type(self.model).__name__}, weights_epoch of {type(self.weights_epoch).__name__}; give "
+                "text and a whole number"
+            )
+        if not isinstance(self.layout, Layout):
+            raise BadInput(f"layout of type {type(self.layout).__name__}; give a kvstore.Layout, e.g. Layout.gqa(...)")
+        if (
+            not self.model
+            or not _is_text(self.model, MAX_MODEL_CHARACTERS)
+            or self.model.startswith(("/", "./", "../", "~"))
+        ):
+            raise BadInput(
+                f"model={shown(self.model)} is not a fingerprint of weights; give a commit id or a content digest "
+                "(a path or a name says nothing about the weights behind it)"
+            )
+        if not is_whole(self.weights_epoch, 0, MAX_WEIGHTS_EPOCH):
+            raise BadInput(f"weights_epoch={shown(self.weights_epoch)}; give 0 or more, below 2**63")
+        codec = self.codec
+        if not isinstance(codec, str) or not 0 < len(codec) <= MAX_CODEC_CHARACTERS or not _is_ascii_text(codec):
+            raise BadInput(
+                f"codec={shown(codec)}; give the name of one, of 1 to {MAX_CODEC_CHARACTERS} ASCII characters"
+            )
+        self._check_config()
+
+    def _check_config(self) -> None:
+        if not isinstance(self.config, Mapping) or len(self.config) > MAX_CONFIG_FIELDS:
+            raise BadInput(f"config={shown(self.config)}; give names and their values, at most {MAX_CONFIG_FIELDS}")
+        for name, value in self.config.items():
+            if not _is_text(name, MAX_FIELD_CHARACTERS) or not _is_text(value, MAX_VALUE_CHARACTERS):
+                raise BadInput(
+                    f"config {shown(name)}={shown(value)}: names and values must be text, of at most "
+                    f"{MAX_FIELD_CHARACTERS} and {MAX_VALUE_CHARACTERS} characters"
+                )
+
+    def fields(self) -> dict[str, str]:
+        """Every field by name, as text: what the digest covers, and what two namespaces are compared by."""
+        described = {
+            "model": self.model,
+            "weights_epoch": str(self.weights_epoch),
+            "codec": self.codec,
+            "block_tokens": str(self.layout.block_tokens),
+        }
+        for name, value in self.layout.describe().items():
+            described[f"layout.{name}"] = json.dumps(value, sort_keys=True)
+        for name, value in self.config.items():
+            described[f"config.{name}"] = value
+        return described
+
+    def digest(self) -> bytes:
+        """32 bytes: BLAKE2b-256 over the length-framed fields in the order of their names."""
+        state = blake2b(b"kvstore namespace, version %d" % NAMESPACE_VERSION, digest_size=NAMESPACE_BYTES)
+        for name, value in sorted(self.fields().items()):
+            for text in (name.encode(), value.encode()):
+                state.update(len(text).to_bytes(4, "little") + text)
+        return state.digest()
+
+    def pack(self) -> bytes:
+        """As bytes that `unpack` reads: what a disk keeps beside blocks, so that a new process can name them."""
+        layout = self.layout
+        groups = [
+            [
+                group.name,
+                group.layers,
+                group.kv_heads,
+                group.plane_widths,
+                group.dtype,
+                group.attention,
+                *group.window_fields,
+            ]
+            for group in layout.groups
+        ]
+        cut = [layout.block_tokens, layout.head_shards, layout.layer_shards, layout.packing]
+        fields = [NAMESPACE_VERSION, self.model, self.weights_epoch, self.codec, dict(self.config), groups, cut]
+        return zlib.compress(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+    @staticmethod
+    def unpack(packed: bytes) -> Namespace:
+        """The mirror of `pack`. Raises `ValueError` for anything else; whoever calls compares the digest.
+
+        It comes from other processes, and off disks: nothing is built that was not looked at before.
+        """
+        try:
+            version, model, epoch, codec, config, groups, cut = _listed(_inflated(packed), 7, 7)
+            if not is_whole(version, NAMESPACE_VERSION, NAMESPACE_VERSION):
+                raise ValueError(f"a namespace of version {shown(version)}")
+            block_tokens, head_shards, layer_shards, packing = _listed(cut, 4, 4)
+            if not is_whole(block_tokens, 1, MAX_BLOCK_TOKENS):
+                raise BadInput(f"blocks of {shown(block_tokens)} tokens")
+            kinds = []
+            for group in _listed(groups, 1, MAX_GROUPS):
+                name, layers, heads, widths, dtype, attention, *window = _listed(group, 6, 7)
+                layers, widths = _listed(layers, 1, MAX_LAYERS), _listed(widths, 1, 2)
+                kinds.append(KvGroup(name, tuple(layers), heads, tuple(widths), dtype, attention, *window))
+            layout = Layout(tuple(kinds), block_tokens, 1, head_shards, layer_shards, packing)
+            return Namespace(model, layout, codec, epoch, config)
+        except BadInput as error:
+            raise ValueError(f"not a packed namespace ({error})") from None
+
+    def difference(self, other: Namespace) -> str:
+        """The first field that differs, with both values; empty where none does. Digests of what a model computes are
+        named where nothing else differs: they follow from the other fields, and nobody can read them."""
+        mine, theirs = self.fields(), other.fields()
+        for name in sorted(mine.keys() | theirs.keys(), key=lambda name: (name in _DIGESTS, name)):
+            if mine.get(name) != theirs.get(name):
+                return f"{name} is {mine.get(name, 'not set')} here and {theirs.get(name, 'not set')} there"
+        return ""
+
+
+def _is_text(given: object, most: int) -> bool:
+    """Whether it is text that can be written as UTF-8, and not too long."""
+    return isinstance(given, str) and len(given) <= most and not any("\ud800" <= one <= "\udfff" for one in given)
+
+
+def _is_ascii_text(given: str) -> bool:
+    return given.isascii() and given.isprintable()
+
+
+def _inflated(packed: bytes) -> Any:
+    """What JSON says in deflated text. Raises `ValueError`."""
+    if len(packed) > MAX_PACKED_BYTES:
+        raise ValueError(f"{len(packed)} bytes; a packed namespace has at most {MAX_PACKED_BYTES}")
+    inflating = zlib.decompressobj()
+    try:
+        text = inflating.decompress(packed, MAX_UNPACKED_BYTES + 1)
+    except zlib.error as error:
+        raise ValueError(f"not a packed namespace ({error})") from None
+    if len(text) > MAX_UNPACKED_BYTES:
+        raise ValueError(f"a packed namespace of more than {MAX_UNPACKED_BYTES} bytes of text")
+    if not inflating.eof or inflating.unused_data:
+        raise ValueError("not a packed namespace (it is cut short, or something follows it)")
+    try:
+        return json.loads(text.decode(), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # numbers of too many digits are the former
+        raise ValueError(f"not a packed namespace (no JSON: {type(error).__name__})") from None
+
+
+def _no_number(given: str) -> None:
+    raise ValueError(f"{given} is no number")
+
+
+def _listed(given: object, least: int, most: int) -> list[Any]:
+    if not isinstance(given, list) or not least <= len(given) <= most:
+        raise BadInput(f"{shown(given)} where a list of {least} to {most} values should be")
+    return given
+
+
+def _derived(secret: bytes, label: str, epoch: int) -> bytes:
+    return blake2b(b"%d" % epoch, digest_size=KEY_BYTES, key=secret, person=b"kv-" + label.encode()).digest()
+
+
+def _extra_value(given: bytes | str) -> bytes:
+    if isinstance(given, str):
+        if not _is_text(given, len(given)):
+            raise BadInput("an extra key with half of a surrogate pair in it, which is no text; give bytes, or mend it")
+        return b"text:" + given.encode()
+    if isinstance(given, bytes):
+        return b"data:" + given
+    raise BadInput(f"an extra key of type {type(given).__name__}; give bytes, text or ExtraKey")
+
+
+def _little_endian(values: np.ndarray[Any, Any]) -> bytes:
+    return values.astype("<u4", copy=False).tobytes()

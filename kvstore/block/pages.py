@@ -1,0 +1,213 @@
+"""Pages, and the contract of a codec that reads and writes them.
+
+`Pages` says where an engine's KV lies: per layer and plane one tensor of pages, any strides, and a page table. A codec
+is bound once to a view of pages and one part (`Codec.bind`), and the bound `Coder` then encodes or decodes blocks, as
+many at a time as there are. Digests are taken by the coder, in host memory layer slice by layer slice while the bytes
+are hot in the cache: that is why the digest function is handed in. The codecs themselves are in `codec`; nothing here
+imports torch.
+
+A coder never calls bytes good that it has not compared; what it wrote into pages before a digest failed is garbage, and
+the caller must not report those pages as loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from numbers import Integral
+from operator import index
+from typing import Any, Protocol
+
+from kv_kernels import host
+from kv_kernels.copies import Digest, Encoded
+from kvstore.block.errors import BadInput, LayoutMismatch
+from kvstore.block.layout import Layout, Part
+from tiering.tier import FrameSpan
+
+__all__ = ["Codec", "Coder", "Digest", "Encoded", "GroupPages", "Pages", "page_numbers"]
+
+_TABLE = "give one page number each, as a list, an array or a tensor of one dimension"
+
+
+@dataclass(frozen=True)
+class GroupPages:
+    """The pages of one group of layers, where these are not those of the others.
+
+    table: table[i] is the physical page of logical page first_page + i. Logical pages before `first_page` are not
+    there: of a sliding window an engine frees what no token will see again.
+    """
+
+    table: Sequence[int]
+    first_page: int = 0
+
+    def __post_init__(self) -> None:
+        _length(self.table)
+        if not isinstance(self.first_page, Integral) or self.first_page < 0:
+            raise BadInput(f"first_page={self.first_page!r} is not a page of the prompt; give a whole number from 0 up")
+
+    @property
+    def stop_page(self) -> int:
+        """The logical page that they end before."""
+        return self.first_page + len(self.table)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A view of paged KV, for reading or for writing.
+
+    planes: for each layer number one tensor per plane (torch, or numpy's unsigned integers of the same width), each
+        of shape [pages, page_tokens, kv_heads, width] with any strides: a permuted view of whatever the engine has. All
+        heads of the group are given; a part takes its share.
+    table: the physical page of every logical page, in token order. Page i holds the tokens from i * page_tokens on,
+        counted from the `first_token` that is passed beside the pages.
+    groups: by name, the groups of the layout that have page tables of their own; all others use `table`. They end where
+        `table` does.
+    """
+
+    planes: Mapping[int, Sequence[Any]]
+    table: Sequence[int]
+    page_tokens: int
+    groups: Mapping[str, GroupPages] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.page_tokens, Integral) or self.page_tokens < 1:
+            raise BadInput(f"page_tokens={self.page_tokens!r} is not a page size; give a whole number, 1 or more")
+        pages = _length(self.table)
+        if not isinstance(self.groups, Mapping):
+            raise BadInput(f"groups of type {type(self.groups).__name__}; give kvstore.GroupPages by the group's name")
+        for name, group in self.groups.items():
+            if not isinstance(group, GroupPages):
+                raise BadInput(f"pages of type {type(group).__name__} for group {name!r}; give kvstore.GroupPages(...)")
+            if group.stop_page != pages:
+                raise BadInput(
+                    f"group {name!r} has {len(group.table)} pages from page {group.first_page} on, and the page table "
+                    f"ends at page {pages}; give all groups pages up to the same token"
+                )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that these pages cover."""
+        return len(self.table) * self.page_tokens
+
+    def of_group(self, name: str) -> GroupPages:
+        """The pages that hold a group's layers."""
+        return self.groups.get(name) or GroupPages(self.table)
+
+    def cut(self, first_page: int, stop_page: int) -> Pages:
+        """The pages from one logical page up to another."""
+        stop_page = min(stop_page, len(self.table))
+        first_page = min(first_page, stop_page)
+        groups = {}
+        for name, group in self.groups.items():
+            first = min(max(group.first_page, first_page), stop_page)
+            table = group.table[max(0, first - group.first_page) : max(0, stop_page - group.first_page)]
+            groups[name] = GroupPages(table, first - first_page)
+        return Pages(self.planes, self.table[first_page:stop_page], self.page_tokens, groups)
+
+    def check_groups(self, layout: Layout) -> None:
+        """Raise `LayoutMismatch` where a group is named that the layout does not have."""
+        names = [group.name for group in layout.groups]
+        for name in self.groups:
+            if name not in names:
+                raise LayoutMismatch(f"pages of group {name!r}; the layout has {', '.join(map(repr, names))}")
+
+    def check_once(self, layout: Layout) -> None:
+        """Raise `LayoutMismatch` where a table names a page twice: it would be loaded twice."""
+        for group in layout.groups:
+            numbers = page_numbers(self.of_group(group.name).table)
+            if len(set(numbers)) != len(numbers):
+                raise LayoutMismatch("the page table names a page twice; a page can hold one piece of a prompt only")
+
+    def check_apart(self, layout: Layout) -> None:
+        """Raise `LayoutMismatch` where two groups name the same page of planes that both of them have. A codec was
+        bound to these pages before, so all layers are there."""
+        if len(layout.groups) == 1:
+            return
+        named = [set(page_numbers(self.of_group(group.name).table)) for group in layout.groups]
+        # Engines give layers of several groups the same memory, and each group pages of its own in it.
+        memory = [
+            {host.address(plane) for layer in group.layers for plane in self.planes[layer]} for group in layout.groups
+        ]
+        for one, other in combinations(range(len(named)), 2):
+            common = named[one] & named[other] if memory[one] & memory[other] else None
+            if common:
+                first, second = layout.groups[one].name, layout.groups[other].name
+                raise LayoutMismatch(
+                    f"groups {first!r} and {second!r} have planes in common, and page {min(common)} of them; a page "
+                    "can hold one piece of a prompt only"
+                )
+
+
+def page_numbers(table: Sequence[int]) -> list[int]:
+    """A page table as Python integers. Addresses are computed from them, and an int32 of an array would overflow; and
+    those of a tensor are only then equal to each other. Raises `LayoutMismatch`."""
+    try:
+        return [index(page) for page in table]
+    except TypeError:
+        raise LayoutMismatch(f"the page table holds something else than integers; {_TABLE}") from None
+
+
+def _length(table: Sequence[int]) -> int:
+    try:
+        return len(table)
+    except TypeError:
+        raise BadInput(f"a page table of type {type(table).__name__}; {_TABLE}") from None
+
+
+class Coder(Protocol):
+    """A codec bound to pages and to one part. Not thread-safe; bind one per thread.
+
+    Both verbs take any number of blocks, of which the first token of block i lies tokens[i] tokens into the pages of
+    the part's group.
+    """
+
+    def encode(self, tokens: Sequence[int], into: Sequence[FrameSpan], digest: Digest) -> Encoded:
+        """Encode blocks; yields of each in order the digest of every layer slice, or why the codec cannot write that
+        block: what is in its payload then, and in those behind it, is garbage, and there is nothing more to come.
+
+        into: of each block the frame's payload, exactly `Codec.payload_bytes(part)` long. What was yielded has landed;
+        later blocks may be under way, so close the generator before the other slots are given up.
+        """
+        ...
+
+    def decode(
+        self,
+        payloads: Sequence[FrameSpan],
+        tokens: Sequence[int],
+        skip: int,
+        expected: Sequence[Sequence[bytes]],
+        digest: Digest,
+    ) -> int:
+        """Decode blocks into the pages and compare a private copy of every layer slice with `expected`; returns how
+        many leading blocks are good: those before the first of which any digest differs.
+
+        skip: tokens of the first block that are left out (a multiple of the page), so that tokens[0] + skip >= 0.
+        """
+        ...
+
+
+class Codec(Protocol):
+    """One way to write a block's numbers as bytes. A namespace has exactly one codec."""
+
+    name: str
+    is_exact: bool
+    """Whether what comes back is bit for bit what was given. What any other codec decoded must not be encoded again."""
+
+    def payload_bytes(self, part: Part) -> int:
+        """Bytes of a part's payload: the same for every block, and a whole number per layer slice."""
+        ...
+
+    def prepare(self, layout: Layout) -> None:
+        """What takes time at first, as compiling does, so that no request waits for it. Called when a namespace is
+        opened; safe to call again."""
+        ...
+
+    def bind(self, pages: Pages, layout: Layout, part: Part) -> Coder:
+        """A coder for these pages. Raises `LayoutMismatch` where they are not what the layout says."""
+        ...
+
+
+def cut(span: FrameSpan, first: int, size: int) -> FrameSpan:
+    """Some bytes of it."""
+    return FrameSpan(span.address + first, span.view[first : first + size], span.memory)

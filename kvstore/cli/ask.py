@@ -1,0 +1,342 @@
+"""What an operator's commands do with a running sidecar: ask, drop, purge, warm.
+
+Each call opens a connection of its own and ends it. Whatever goes wrong is raised as one line that says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Protocol, TypeVar
+
+from kvstore.block.account import HitTier, MissReason
+from kvstore.block.errors import BadInput, Rejected, StoreError, Unreachable
+from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
+from kvstore.client.connection import checked_facts
+from kvstore.client.framing import FramedSocket, TimedOut
+from kvstore.protocol import messages as m
+from kvstore.protocol.status import SidecarStatus, checked_seconds, pick, printable
+from tiering.clock import Clock
+
+A = TypeVar("A")
+CALL_SECONDS = 5.0
+MARGIN_SECONDS = 5.0
+"""Beyond what the sidecar itself takes for a thing that has a deadline."""
+WARM_BLOCKS = 256
+"""Promoted under one lease: more of a long prompt need not be pinned at a time."""
+WARM_SECONDS = 50.0
+"""For each of these leases."""
+
+Progress = Callable[[str, int, int], None]
+
+
+class SleepingClock(Clock, Protocol):
+    """Time, and waiting."""
+
+    def sleep(self, seconds: float) -> None:
+        """Do nothing for so long."""
+        ...
+
+
+def stat(socket: str, clock: Clock) -> SidecarStatus:
+    """What a sidecar says of itself. Raises `Unreachable`, and `StoreError` where that cannot be."""
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
+        facts = ask(m.Stat(), m.StatReply, CALL_SECONDS).facts
+    try:
+        return checked_facts(facts)
+    except ValueError as error:
+        raise StoreError(f"{socket}: an answer that cannot be right ({error}); see the sidecar's log") from None
+
+
+def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float) -> int:
+    """Evict a namespace from every tier; returns how many blocks it had."""
+    checked_seconds(seconds)
+    _check_name("a namespace's id", namespace)
+    _check_name("a tenant's name", tenant)
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
+        return ask(m.DropAny(namespace, tenant, seconds), m.Counted, seconds + MARGIN_SECONDS).blocks
+
+
+def purge(socket: str, clock: Clock, tenant: str, seconds: float) -> int:
+    """Void all blocks of a tenant and retire its key; returns how many blocks it had."""
+    checked_seconds(seconds)
+    _check_name("a tenant's name", tenant)
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
+        return ask(m.Purge(tenant, seconds), m.Counted, seconds + 3 * MARGIN_SECONDS).blocks
+
+
+def _check_name(what: str, given: str) -> None:
+    """What is longer is no message to a sidecar. Raises `BadInput`."""
+    if len(given) > m.MAX_NAME:
+        raise BadInput(f"{what} of {len(given)} characters; see kvstore namespaces for what there is")
+
+
+# Recording ------------------------------------------------------------------------------------------------------------
+
+TAKEN_EVERY_SECONDS = 0.5
+"""How often a sidecar is asked for what it has noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSummary:
+    """requests, blocks: written. lost: requests that were not noted, since nobody came for those before."""
+
+    file: str
+    block_tokens: int
+    requests: int
+    blocks: int
+    lost: int
+    seconds: float
+
+
+def record(
+    socket: str,
+    clock: SleepingClock,
+    namespace: str,
+    tenant: str,
+    seconds: float | None,
+    file: str,
+    write: Callable[[str], object],
+    progress: Progress,
+    is_ended: Callable[[], bool] = lambda: False,
+) -> RecordSummary:
+    """Write what clients look up from now on, a line for each request, in the form that `read_trace` reads.
+
+    seconds: None until it is ended. file: for the report. is_ended: asked again and again; what was looked up until
+    then is written. Raises `BadInput`, and `Unreachable` where the sidecar goes away: with how much is written.
+    """
+    _check_name("a namespace's id", namespace)
+    _check_name("a tenant's name", tenant)
+    if seconds is not None and not isfinite(seconds):
+        raise BadInput(f"--seconds {seconds}; give a number, 0 or more, or leave it out")
+    began = clock.monotonic_seconds()
+    requests = blocks = lost = 0
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
+        begun = ask(m.Record(b"", namespace, tenant), m.Recorded, CALL_SECONDS)
+        try:
+            while True:
+                passed = clock.monotonic_seconds() - began
+                if is_ended() and (seconds is None or passed < seconds):
+                    seconds = passed
+                is_over = seconds is not None and passed >= seconds
+                found = ask(m.Record(begun.recording), m.Recorded, CALL_SECONDS)
+                lost = found.lost
+                for at, ids in found.requests:
+                    if seconds is not None and at > seconds:
+                        break
+                    line = {
+                        "timestamp": round(1000 * at),
+                        "input_length": len(ids) * begun.block_tokens,
+                        "output_length": 0,
+                        "hash_ids": ids,
+                    }
+                    write(json.dumps(line) + "\n")
+                    requests += 1
+                    blocks += len(ids)
+                progress(f"{requests:,} requests, {blocks:,} blocks", int(passed), int(seconds or passed))
+                if is_over and (not found.requests or found.requests[-1][0] > (seconds or 0)):
+                    break
+                if not found.requests:
+                    clock.sleep(TAKEN_EVERY_SECONDS if seconds is None else min(TAKEN_EVERY_SECONDS, seconds))
+        except StoreError as error:  # there is nobody to end it
+            saved = f"{requests:,} requests are in {file}, and then: " if requests else ""
+            raise type(error)(f"{saved}{error}") from None
+        except BaseException:
+            ask(m.Record(begun.recording, ends=True), m.Recorded, CALL_SECONDS)
+            raise
+        ask(m.Record(begun.recording, ends=True), m.Recorded, CALL_SECONDS)
+    return RecordSummary(file, begun.block_tokens, requests, blocks, lost, clock.monotonic_seconds() - began)
+
+
+# Warming --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WarmPrompt:
+    """A line of the file: token ids as uint32 little-endian bytes, and what else the KV depends on."""
+
+    line: int
+    token_ids: bytes
+    extra_keys: tuple[ExtraKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """In blocks. warm: in DRAM already. promoted: brought up from a lower tier. left: found, and not brought up.
+    absent: not stored. The last two by reason."""
+
+    namespace: str
+    prompts: int
+    asked: int
+    warm: int
+    promoted: int
+    left: dict[str, int]
+    absent: dict[str, int]
+    seconds: float
+
+
+def read_prompts(name: str, lines: Iterable[str]) -> list[WarmPrompt]:
+    """JSON lines: a list of token ids, or an object with "token_ids" and perhaps "extra_keys". Empty lines are skipped.
+
+    An extra key is text, or {"hex": ..., "first_token": ...}, the latter as `ExtraKey`. Raises `BadInput`, which names
+    the line.
+    """
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            prompts.append(_prompt(number, line))
+        except BadInput as error:
+            raise BadInput(f"{name} line {number}: {error}") from None
+    return prompts
+
+
+def _prompt(number: int, line: str) -> WarmPrompt:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"not JSON ({error}); give a list of token ids, or an object with token_ids") from None
+    if isinstance(given, list):
+        given = {"token_ids": given}
+    if not isinstance(given, dict) or not isinstance(given.get("token_ids"), list):
+        raise BadInput('give a list of token ids, or {"token_ids": [...], "extra_keys": [...]}')
+    unknown = sorted(given.keys() - {"token_ids", "extra_keys"})
+    if unknown:
+        raise BadInput(f"{printable(unknown[0])!r} is not known; there are token_ids and extra_keys")
+    if any(isinstance(one, bool) for one in given["token_ids"]):
+        raise BadInput("token ids must be integers from 0 to 4294967295, and one is true or false")
+    extra = given.get("extra_keys") or []
+    if not isinstance(extra, list):
+        raise BadInput("extra_keys must be a list")
+    return WarmPrompt(number, token_bytes(given["token_ids"]), as_extra_keys([_extra_key(one) for one in extra]))
+
+
+def _extra_key(given: Any) -> ExtraKey | bytes | str:
+    if isinstance(given, str):
+        return given
+    try:
+        value = bytes.fromhex(given["hex"])
+        return ExtraKey(value, given["first_token"]) if "first_token" in given else value
+    except (KeyError, TypeError, ValueError):
+        raise BadInput('an extra key is text, or {"hex": "...", "first_token": N}') from None
+
+
+def warm(
+    socket: str, clock: Clock, namespace: str, name: str, prompts: Sequence[WarmPrompt], progress: Progress
+) -> Warmed:
+    """Bring the stored prefix of each prompt up to DRAM. name: of the file, for messages. Raises `BadInput`."""
+    began = clock.monotonic_seconds()
+    counts: Counter[str] = Counter()
+    left: Counter[str] = Counter()
+    absent: Counter[str] = Counter()
+    with _connection(socket, clock, "give --socket (a tenant's) or --data") as ask:
+        chosen = _chosen_namespace(ask, namespace)
+        block_tokens = _unpacked(chosen).layout.block_tokens
+        grant = ask(m.OpenNamespace(chosen.packed, chosen.payload_bytes), m.Granted, CALL_SECONDS).grant
+        hasher = PrefixHasher(grant.identity_key, block_tokens)
+        for done, prompt in enumerate(prompts):
+            progress(f"warming {prompt.line}", done, len(prompts))
+            keys = hasher.keys(prompt.token_ids, prompt.extra_keys)
+            if len(keys) > m.MAX_KEYS:
+                most = f"{m.MAX_KEYS} ({m.MAX_KEYS * block_tokens} tokens)"
+                raise BadInput(f"{name} line {prompt.line}: {len(keys)} blocks; give at most {most}")
+            match = ask(m.MatchPrefix(grant.number, keys, counts=False), m.Matched, CALL_SECONDS).reply
+            counts["asked"] += len(keys)
+            if match.blocks < len(keys):
+                absent[str(match.reason or MissReason.ABSENT)] += len(keys) - match.blocks
+            lacking = [at for at, tier in enumerate(_by_block(match.tiers)) if tier is not HitTier.DRAM]
+            counts["warm"] += match.blocks - len(lacking)
+            reached, reason = _promote(ask, grant.number, keys[: match.blocks])
+            counts["promoted"] += sum(at < reached for at in lacking)
+            lost = sum(at >= reached for at in lacking)
+            if lost:
+                left[str(reason or MissReason.EVICTED)] += lost
+    seconds = clock.monotonic_seconds() - began
+    return Warmed(
+        chosen.id, len(prompts), counts["asked"], counts["warm"], counts["promoted"], dict(left), dict(absent), seconds
+    )
+
+
+def _promote(ask: _Ask, number: int, keys: Sequence[bytes]) -> tuple[int, MissReason | None]:
+    """How many of these blocks were in DRAM at once with those around them, and why not all."""
+    for start in range(0, len(keys), WARM_BLOCKS):
+        stop = min(start + WARM_BLOCKS, len(keys))
+        verb = m.LeasePrefix(number, list(keys[:stop]), start, 1000 * WARM_SECONDS, counts=False)
+        reply = ask(verb, m.Leased, WARM_SECONDS + MARGIN_SECONDS).reply
+        if reply.lease:
+            ask(m.Release([reply.lease]), m.Done, CALL_SECONDS)
+        if reply.blocks < stop:
+            return reply.blocks, reply.reason
+    return len(keys), None
+
+
+def _by_block(tiers: Iterable[tuple[HitTier, int]]) -> Iterator[HitTier]:
+    for tier, blocks in tiers:
+        for _ in range(blocks):
+            yield tier
+
+
+def _chosen_namespace(ask: _Ask, wanted: str) -> m.Opened:
+    """The tenant's one namespace whose digest begins so. Raises `BadInput`."""
+    found: list[m.Opened] = []
+    first = 0
+    while True:
+        reply = ask(m.Namespaces(first), m.NamespacesReply, CALL_SECONDS)
+        found += reply.namespaces
+        first = reply.next
+        if not first:
+            break
+    models = [printable(_unpacked(one).model) for one in found]
+    return found[pick(wanted, [one.id for one in found], models, "", "give more digits")]
+
+
+def _unpacked(opened: m.Opened) -> Namespace:
+    try:
+        return Namespace.unpack(opened.packed)
+    except ValueError as error:
+        raise StoreError(f"namespace {printable(opened.id)}: {error}; is the sidecar of another version?") from None
+
+
+# A connection ---------------------------------------------------------------------------------------------------------
+
+
+class _Ask:
+    """Questions on one connection; a refusal is raised."""
+
+    def __init__(self, wire: FramedSocket, socket: str) -> None:
+        self._wire = wire
+        self._socket = socket
+
+    def __call__(self, verb: m.Verb, kind: type[A], seconds: float) -> A:
+        try:
+            answer = self._wire.call(verb, seconds).answer
+        except TimedOut:
+            raise Unreachable(
+                f"{self._socket}: no answer within {seconds:g} s; see kvstore stat, and its log"
+            ) from None
+        except Unreachable as error:
+            raise Unreachable(f"{self._socket}: {error}; is the sidecar still running?") from None
+        if isinstance(answer, kind):
+            return answer
+        if not isinstance(answer, m.Failed):
+            raise StoreError(f"{self._socket}: an answer of another kind; is the sidecar of another version?")
+        raise BadInput(answer.text) if answer.fault is m.RequestFault.BAD_INPUT else StoreError(answer.text)
+
+
+@contextmanager
+def _connection(socket: str, clock: Clock, hint: str) -> Iterator[_Ask]:
+    try:
+        wire = FramedSocket(socket, "kvstore command line", b"", clock, CALL_SECONDS)
+    except Rejected:
+        raise
+    except Unreachable as error:
+        raise Unreachable(f"no sidecar to talk to: {error}; start it (kvstore serve), or {hint}") from None
+    try:
+        yield _Ask(wire, socket)
+    finally:
+        wire.close()

@@ -1,0 +1,287 @@
+"""The command line.
+
+    demo, bench             the main job, and its measurements
+    serve                   a store for all engines of a host
+    stat, namespaces, drop, purge, warm      an operator and a sidecar that runs
+    fsck                    a directory that nobody uses
+    record, replay          requests of a sidecar that runs, and recorded ones through tables without memory
+
+Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was
+given, what is allowed and how to mend it. Long work shows its progress on a terminal and nowhere else.
+
+    status 0    all is well            2    wrong input, or something that is needed is missing
+    status 1    a check has failed     71   the machine has no memory, threads, descriptors or disk space for it
+                                       130  interrupted
+
+The environment is read here and nowhere else. Each command imports its own module only, so that help is quick and one
+command does not need another one's packages. Must never show a traceback, unless KVSTORE_TRACEBACK is set.
+"""
+
+import json
+import os
+import secrets
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import kvstore
+import kvstore.cli.bench
+import kvstore.cli.insight
+import kvstore.cli.operate
+from kvstore.block.errors import OutOfResources, StoreError
+from kvstore.cli.standard_streams import flush_output, hold_standard_descriptors, let_go, say, show_any_text
+from kvstore.cli.terminal import (
+    BAD_INPUT,
+    CHECK_FAILED,
+    EXTRA_OF,
+    INTERRUPTED,
+    OK,
+    OUT_OF_RESOURCES,
+    Json,
+    UsageError,
+    app,
+    expanded_path,
+    fail,
+    needs,
+    print_result,
+    shown_progress,
+    typer,
+)
+from tiering.errors import TierError
+
+_TRACEBACK = "KVSTORE_TRACEBACK"
+
+
+@app.callback(invoke_without_command=True)
+def _kvstore(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", hidden=True)] = False,
+) -> None:
+    if version:
+        print(json.dumps({"version": kvstore.__version__}) if as_json else f"kvstore {kvstore.__version__}")
+        raise typer.Exit(OK)
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+    elif as_json:
+        raise typer.BadParameter("write --json behind the command")
+
+
+@app.command()
+def demo(
+    dram: Annotated[
+        str, typer.Option(metavar="SIZE", envvar="KVSTORE_DRAM", help="Memory for blocks, such as 512MiB.")
+    ] = "512MiB",
+    nvme: Annotated[
+        str, typer.Option(metavar="SIZE", envvar="KVSTORE_NVME", help="Disk space for blocks, such as 1GiB.")
+    ] = "1GiB",
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            callback=expanded_path,
+            envvar="KVSTORE_DATA",
+            help="Directory of the store. A temporary one if left out.",
+        ),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(metavar="N", help="Ask only the first so many of the twenty questions.")
+    ] = 20,
+    tokens: Annotated[int, typer.Option(metavar="N", help="Length of every answer, in tokens.")] = 32,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Threads that compute. One if left out; with --seed, all cores.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Draw random weights from this instead of taking the trained ones.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Answer twenty questions on the store's own pages: without a store, filling one, from a full one, and from disk
+    after a restart.
+
+    A small transformer over bytes answers them on this machine, in about a minute. You see how many tokens
+    were found and why the others were not, how much sooner the first token came, and that all answers are the same.
+    """
+    from kvstore.demo.options import DemoOptions
+
+    options = DemoOptions(dram, data, requests, tokens, threads, seed, nvme)
+    with shown_progress() as show:
+        show("loading torch and transformers")
+        from kvstore.demo.run import run
+
+        result = run(options, show)
+    print_result(result, as_json)
+    for failure in result.failures:
+        print(f"kvstore: {failure}", file=sys.stderr)
+    return CHECK_FAILED if result.failures else OK
+
+
+@app.command()
+def fsck(
+    directory: Annotated[
+        str, typer.Argument(metavar="DIR", callback=expanded_path, help="A store's directory that no process uses.")
+    ],
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Give up what is damaged, and build the index again from the headers.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Verify every frame of a data directory, offline: MACs, payload digests, and what the index says of each slot.
+
+    Nothing is written without --repair. Status 0: all is well, or is again. Status 1: something is damaged.
+    """
+    from kvstore.fsck import check as checks
+
+    with shown_progress() as show:
+        result = checks.repair(directory, show) if repair else checks.check(directory, show)
+    print_result(result, as_json)
+    return OK if result.is_well else CHECK_FAILED
+
+
+@app.command()
+def serve(
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", callback=expanded_path, help="TOML; docs/sidecar.md says what may stand in it."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", callback=expanded_path, help="Directory of keys and slabs.  [default: ./kv]"),
+    ] = None,
+    dram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory for blocks. Half of what the cgroup allows if left out.")
+    ] = None,
+    nvme: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Disk space for blocks, or off. Four fifths of what is free if left out."),
+    ] = None,
+    socket: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            callback=expanded_path,
+            help="UNIX socket of the default tenant.  [default: DIR/kvstore.sock]",
+        ),
+    ] = None,
+    admin_socket: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", callback=expanded_path, help="UNIX socket of the operator.  [default: DIR/admin.sock]"
+        ),
+    ] = None,
+    http: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Serve liveness and readiness there.")] = None,
+    kept_at: Annotated[
+        int | None, typer.Option(hidden=True, help="For the keeper alone: where it can be told.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Serve a store to the engines of this host, through a UNIX socket and shared memory, until SIGTERM.
+
+    A small parent process holds the memory and starts the sidecar again after a crash. SIGHUP to it has the sidecar
+    begin again with what is installed by then. Prints one line once connections are taken; logs go to standard error.
+    """
+    from kvstore.node import SystemClock
+    from kvstore.service import keeper
+    from kvstore.service.kept import KeeperWire
+    from kvstore.service.serve import Outside
+    from kvstore.service.serve import serve as run
+    from kvstore.service.sessions import CONNECTION_BITS
+    from kvstore.service.settings import read_configuration, read_settings
+    from tiering.nvme.lmdb_index import LmdbMaker
+
+    flags = {
+        "store": {"data": data, "dram": dram, "nvme": nvme},
+        "door": {"socket": socket},
+        "admin": {"socket": admin_socket},
+        "http": {"listen": http},
+    }
+    if config is not None:
+        settings = read_settings(read_configuration(Path(config)), flags, config)
+    else:
+        settings = read_settings("", flags)
+    hold_standard_descriptors()
+    # It multiplies no matrices: threads for that would only take address space, and the start with it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if kept_at is None and settings.store.keeper:
+        seconds = str(2 * settings.limits.close_seconds)
+        sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]
+        os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, seconds, settings.log.format, *sidecar])
+    wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
+    # Two starts on the same memory are more than 34 ms apart, since a start takes longer, and no run has 2**24
+    # connections for each 34 ms that it lasts: so this one's are numbered above those of all before it.
+    first_number = time.time_ns() >> CONNECTION_BITS + 1 << CONNECTION_BITS
+    outside = Outside(
+        SystemClock(),
+        first_number,
+        secrets.token_bytes,
+        LmdbMaker,
+        _health_pages,
+        kvstore.policy_named,
+        wire,
+    )
+    keeper_pid = os.getppid() if wire is not None else None
+    try:
+        begins_again = run(settings, outside, lambda sockets, port: _say_serving(sockets, port, keeper_pid, as_json))
+    except OutOfResources as error:
+        say(f"kvstore: {' '.join(str(error).split())}", sys.stderr)
+        os._exit(OUT_OF_RESOURCES)  # at once: without memory or threads no more may be relied on
+    return keeper.AGAIN if begins_again else OK
+
+
+def _health_pages(host: str, port: int, daemon: Any) -> Any:
+    from kvstore.service.health import Health
+
+    return Health(host, port, daemon.readiness, daemon.is_alive, daemon.reasons)
+
+
+def _say_serving(sockets: list[str], port: int | None, keeper_pid: int | None, as_json: bool) -> None:
+    if as_json:
+        said = {"serving": sockets, "http_port": port, "pid": os.getpid(), "keeper_pid": keeper_pid}
+        say(json.dumps(said), sys.stdout)
+    else:
+        say(f"serving {', '.join(sockets)}" + (f", health on port {port}" if port else ""), sys.stdout)
+
+
+def main() -> None:
+    """The entry point: run a command, turn errors into one line, and leave with its status."""
+    # Torch's threads otherwise spin while they wait for each other: ten times slower where cores are shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not os.environ.get(_TRACEBACK):
+        sys.excepthook = _report_bug
+    show_any_text()
+    try:
+        # Not app(...) itself, which would put an excepthook of typer's in place of ours.
+        status = typer.main.get_command(app)(standalone_mode=False, prog_name="kvstore")
+        flush_output()
+    except (KeyboardInterrupt, typer.Abort):
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        # Whoever read our output has left; there is nobody to tell, nor may the flush at exit try it again.
+        let_go(sys.stdout)
+        raise SystemExit(OK) from None
+    except UsageError as error:
+        fail(f"{error.format_message()} (see: {error.ctx.command_path if error.ctx else 'kvstore'} --help)")
+    except OutOfResources as error:
+        fail(str(error), OUT_OF_RESOURCES)
+    except (StoreError, TierError) as error:
+        fail(str(error))
+    except MemoryError:
+        fail("there is no memory left for it; give it more, or less to do", OUT_OF_RESOURCES)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        fail(f"{error.filename}: {reason}" if error.filename else reason)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").split(".")[0]
+        if name not in EXTRA_OF:
+            raise
+        print(needs(name), file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+    raise SystemExit(status or OK)
+
+
+def _report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For what nobody expected."""
+    text = " ".join(f"{kind.__name__}: {error}".split())
+    say(f"kvstore: internal error: {text} (set {_TRACEBACK}=1 to see where)", sys.stderr)

@@ -1,0 +1,258 @@
+"""The commands of an operator: stat, namespaces, drop, purge, warm and record, on a sidecar that runs."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from kvstore.cli.terminal import (
+    Console,
+    Json,
+    Live,
+    app,
+    check_folder,
+    expanded_path,
+    print_result,
+    shown_progress,
+    typer,
+)
+
+WATCH_SECONDS = 2
+
+
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        metavar="DIR",
+        callback=expanded_path,
+        envvar="KVSTORE_DATA",
+        help="Directory that the sidecar serves.",
+    ),
+]
+
+
+AdminSocket = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-socket",
+        "--socket",
+        metavar="PATH",
+        callback=expanded_path,
+        help="The operator's socket. --socket is its former name.  [default: DIR/admin.sock]",
+    ),
+]
+
+
+Seconds = Annotated[float, typer.Option("--seconds", metavar="N", help="How long it may take.")]
+
+
+class _Watchable(typer.core.TyperCommand):
+    """A command whose --watch may be followed by a number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for at, one in enumerate(args):
+            if one == "--watch" and not "".join(args[at + 1 : at + 2]).replace(".", "", 1).isdigit():
+                args[at] = f"--watch={WATCH_SECONDS}"
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_Watchable)
+def stat(
+    data: Data = "./kv",
+    socket: AdminSocket = None,
+    watch: Annotated[
+        float | None,
+        typer.Option(metavar="[SECONDS]", help=f"Draw it again and again, every {WATCH_SECONDS} seconds if left out."),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """What a running sidecar holds and has served: tiers, namespaces, hits and misses, moves, sessions.
+
+    With --watch and --json it prints one object per line.
+    """
+    from kvstore.cli import ask, report
+    from kvstore.node import SystemClock
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+
+    if watch is not None and not 0.1 <= watch <= 86400:
+        raise typer.BadParameter(f"--watch {watch:g}: give 0.1 to 86400 seconds")
+    clock = SystemClock()
+
+    def found() -> report.StatReport:
+        return report.StatReport(ask.stat(socket or default_socket(data, ADMIN_SOCKET), clock))
+
+    if watch is None:
+        return print_result(found(), as_json)
+    if as_json:
+        while True:
+            print(json.dumps(found().to_dict()), flush=True)
+            clock.sleep(watch)
+    if not sys.stdout.isatty():  # nothing can be drawn again there: a page each time, with an empty line behind it
+        while True:
+            print_result(found(), as_json)
+            print(flush=True)
+            clock.sleep(watch)
+    first, console = found(), Console()
+    with Live(first.group(), console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        while True:
+            live.refresh()
+            clock.sleep(watch)
+            live.update(found().group())
+
+
+@app.command()
+def namespaces(data: Data = "./kv", socket: AdminSocket = None, as_json: Json = False) -> int:
+    """The namespaces of a running sidecar: whose, of which model, layout and codec, and what they take up."""
+    from kvstore.cli import ask, report
+    from kvstore.node import SystemClock
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+
+    facts = ask.stat(socket or default_socket(data, ADMIN_SOCKET), SystemClock())
+    return print_result(report.NamespacesReport(facts), as_json)
+
+
+@app.command()
+def drop(
+    namespace: Annotated[str, typer.Argument(metavar="NAMESPACE_ID", help="Or its first digits.")],
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose, where several tenants have it.")] = "",
+    data: Data = "./kv",
+    socket: AdminSocket = None,
+    seconds: Seconds = 30.0,
+    as_json: Json = False,
+) -> int:
+    """Evict a namespace from every tier of a running sidecar."""
+    from kvstore.cli import ask, report
+    from kvstore.node import SystemClock
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+
+    path = socket or default_socket(data, ADMIN_SOCKET)
+    blocks = ask.drop(path, SystemClock(), namespace, tenant, seconds)
+    return print_result(report.GoneReport(f"Namespace {namespace} is gone", "namespace", namespace, blocks), as_json)
+
+
+@app.command()
+def purge(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    data: Data = "./kv",
+    socket: AdminSocket = None,
+    seconds: Seconds = 30.0,
+    as_json: Json = False,
+) -> int:
+    """Void all of a tenant's blocks durably and retire its key. There is no way back.
+
+    The tenant's connections end; when it comes again it gets a new key.
+    """
+    from kvstore.cli import ask, report
+    from kvstore.node import SystemClock
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+
+    if not yes:
+        if not sys.stdin.isatty():
+            raise typer.BadParameter("a purge cannot be undone, and there is no terminal to ask at; give --yes")
+        # Not typer's own question, which writes to standard output as well.
+        print(f"Void all blocks of tenant {tenant} and retire its key? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise typer.Abort()
+    blocks = ask.purge(socket or default_socket(data, ADMIN_SOCKET), SystemClock(), tenant, seconds)
+    done = report.GoneReport(f"Tenant {tenant} is purged and its key retired", "tenant", tenant, blocks)
+    return print_result(done, as_json)
+
+
+@app.command()
+def warm(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            callback=expanded_path,
+            help='JSON lines: [1, 2, ...], or {"token_ids": [...], "extra_keys": [...]}.',
+        ),
+    ],
+    namespace: Annotated[str, typer.Option(metavar="ID", help="Its id, or the first digits.")],
+    data: Data = "./kv",
+    socket: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", callback=expanded_path, help="The tenant's socket.  [default: DIR/kvstore.sock]"),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Bring the stored prefixes of prompts up to DRAM, before engines ask for them."""
+    from kvstore.cli import ask, report
+    from kvstore.node import SystemClock
+    from kvstore.service.settings import TENANT_SOCKET, default_socket
+
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        prompts = ask.read_prompts(file, lines)
+    with shown_progress() as show:
+        path = socket or default_socket(data, TENANT_SOCKET)
+        warmed = ask.warm(path, SystemClock(), namespace, file, prompts, show)
+    return print_result(report.WarmReport(warmed), as_json)
+
+
+@app.command()
+def record(
+    file: Annotated[
+        str,
+        typer.Argument(metavar="FILE", callback=expanded_path, help="What is written: JSON lines in Mooncake's form."),
+    ],
+    namespace: Annotated[
+        str, typer.Option(metavar="ID", help="Of these blocks alone. Needed where blocks differ in size.")
+    ] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose, where several tenants have it.")] = "",
+    seconds: Annotated[
+        float | None, typer.Option(metavar="N", min=0.0, help="For how long. Until SIGINT or SIGTERM, if left out.")
+    ] = None,
+    data: Data = "./kv",
+    socket: AdminSocket = None,
+    as_json: Json = False,
+) -> int:
+    """Write down what engines look up in a running sidecar, for kvstore replay: no token and no key, salted hashes.
+
+    The salt is drawn anew for each recording and never leaves the sidecar. SIGINT and SIGTERM end it in order.
+    """
+    from kvstore.cli import ask, report
+    from kvstore.node import SystemClock
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+
+    path = socket or default_socket(data, ADMIN_SOCKET)
+    if os.path.exists(file):
+        raise typer.BadParameter(f"{file} is there already; give another name")
+    if Path(file).suffix.lower() == ".gz":
+        raise typer.BadParameter(f"{file} is to be text, not gzip; give a name without .gz, and pack it afterwards")
+    check_folder(file, file)
+    with open(file, "x", encoding="utf-8", buffering=1) as out:
+        try:
+            with shown_progress() as show, _ended() as is_ended:
+                recorded = ask.record(path, SystemClock(), namespace, tenant, seconds, file, out.write, show, is_ended)
+        finally:
+            if not os.path.getsize(file):
+                os.remove(file)
+    return print_result(report.RecordReport(recorded), as_json)
+
+
+@contextmanager
+def _ended() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come; a second one does not wait. SIGINT that is ignored, as it is in the jobs that
+    a shell runs in the background, stays so."""
+    heard: list[int] = []
+    ends: list[int] = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        ends.append(signal.SIGINT)
+
+    def hear(number: int, frame: object) -> None:
+        heard.append(number)
+        for one in ends:
+            signal.signal(one, signal.default_int_handler)
+
+    before = {number: signal.signal(number, hear) for number in ends}
+    try:
+        yield lambda: bool(heard)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

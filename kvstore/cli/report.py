@@ -1,0 +1,366 @@
+"""What the operator's commands print: tables for people, one object for scripts. Must never ask a sidecar.
+
+Text that clients gave is printed as it is, never as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import msgspec
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.cli.ask import RecordSummary, Warmed
+from kvstore.config import format_size
+from kvstore.protocol.status import LookupCounts, NamespaceStatus, SidecarStatus, TenantStatus, TierStatus
+
+_SHOWN = 20
+"""Rows of a table for people; the others are counted."""
+_WIDE = 110
+"""Columns of a terminal that has room for all that is told of a namespace in one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatReport:
+    """`kvstore stat`."""
+
+    facts: SidecarStatus
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        found: dict[str, object] = msgspec.to_builtins(self.facts)
+        return found
+
+    def render(self, console: Any) -> None:
+        """For people."""
+        console.print(self.group())
+
+    def group(self) -> Group:
+        """The same, to be drawn again and again."""
+        return Group(*self._parts())
+
+    def _parts(self) -> Iterator[RenderableType]:
+        facts = self.facts
+        state = f"{facts.state}, up {_span(facts.up_seconds)}, pid {facts.pid}, run {facts.run[:8]}"
+        yield Text(f"{state}: {_count(facts.blocks, 'block')}, {_count(facts.leases, 'lease')}")
+        if facts.health:
+            yield Text(f"health: {facts.health}")
+        for fault in facts.faults:
+            yield Text(f"  {fault.what}: {fault.detail}")
+        if facts.fault_counts:
+            counts = (f"{name.replace('_', ' ')} {count:,}" for name, count in facts.fault_counts.items())
+            yield Text(f"faults since the start: {', '.join(counts)}")
+        if facts.state == "warming" and facts.loading is not None:
+            one = facts.loading
+            line = f"loading: {one.slots:,} of {one.all_slots:,} slots, {one.blocks:,} blocks found"
+            if one.to_verify_bytes:
+                line += f", verified {format_size(one.verified_bytes)} of {format_size(one.to_verify_bytes)}"
+            yield Text(line)
+        yield _table(
+            "tier|*budget|*taken|*used|*free|*reserved|*deleting|*quarantined|*zombie",
+            [_tier_row(one) for one in facts.tiers],
+        )
+        yield from _looked_parts(facts.looked)
+        pinned = f"pinned: {format_size(facts.pinned_bytes)} by {_count(facts.leases, 'lease')}"
+        yield Text(f"{pinned}, {_count(facts.reservations, 'reservation')} under way")
+        if facts.guarded_bytes:
+            yield Text(
+                f"guarded: {format_size(facts.guarded_bytes)} that clients of an earlier run still map; not used again "
+                "before they let go"
+            )
+        yield from self._chosen_parts()
+        if len(facts.tenants) > 1 or any(one.share is not None for one in facts.tenants):
+            head = "tenant|*share|*weight|*dram|*guaranteed|*nvme|*guaranteed"
+            yield _table(head, [_tenant_row(one) for one in facts.tenants])
+        kept = [_kept_row(one) for one in facts.tenants if one.dram_retained_budget_bytes is not None]
+        if kept:
+            yield _table("kept for a time|*dram|*at most|*nvme|*at most", kept)
+        if facts.namespaces:
+            yield namespace_table(facts.namespaces, facts.at)
+        if facts.hidden_namespaces:
+            yield Text(f"and {facts.hidden_namespaces:,} more namespaces")
+        moves = [(one.kind, one.priority, one.waiting, one.running, one.done, one.failed) for one in facts.moves]
+        if moves:
+            yield _table("moves|priority|*waiting|*running|*done|*failed", moves)
+        yield from self._session_parts()
+        door = facts.door
+        yield Text(
+            f"door: {_count(door.connections, 'connection')}, {door.refused:,} refused, {door.malformed:,} malformed "
+            f"messages, {sum(door.served.values()):,} requests; waited p50 {_ms(door.wait_ms_p50)}, "
+            f"p99 {_ms(door.wait_ms_p99)}"
+        )
+        if facts.counters:
+            events = (f"{name.replace('_', ' ')} {count:,}" for name, count in sorted(facts.counters.items()))
+            yield Text(f"events: {', '.join(events)}")
+        scrub = facts.scrub
+        if scrub is not None:
+            doing = "in a pass" if scrub.in_pass else "waiting"
+            yield Text(
+                f"scrub: {doing}, {_count(scrub.passes, 'pass', 'passes')} done, {format_size(scrub.bytes)} verified, "
+                f"{scrub.damaged:,} damaged, {scrub.unreadable:,} unreadable, {scrub.mended:,} mended"
+            )
+
+    def _chosen_parts(self) -> Iterator[RenderableType]:
+        """What decides what is worth holding."""
+        facts = self.facts
+        if not facts.policy:  # a sidecar of another version
+            return
+        words = f"policy: {facts.policy}"
+        if facts.policy_note:
+            words += f" ({facts.policy_note})"
+        if facts.nvme_writes is not None:
+            words += f"; nvme_writes: {facts.nvme_writes}"
+            words += f", {_count(facts.counters.get('declined_blocks', 0), 'block')} declined"
+        budget = facts.write_budget
+        if budget is not None:
+            left = f"{format_size(budget.left_bytes)} of at most {format_size(budget.most_bytes)}"
+            words += f", {left} left to write, {format_size(budget.bytes_per_second)}/s more"
+        yield Text(words)
+        words = f"kept for a time: {format_size(facts.dram_retained_bytes)} of at most "
+        words += f"{format_size(facts.dram_retained_budget_bytes)} of dram"
+        if facts.nvme_retained_bytes is not None and facts.nvme_retained_budget_bytes is not None:
+            words += f", {format_size(facts.nvme_retained_bytes)} of at most "
+            words += f"{format_size(facts.nvme_retained_budget_bytes)} of nvme"
+        yield Text(f"{words} (retained_fraction {facts.retained_fraction:g})")
+
+    def _session_parts(self) -> Iterator[RenderableType]:
+        facts = self.facts
+        rows = [
+            (
+                one.engine or "-",
+                one.tenant or "-",
+                one.connections,
+                one.leases,
+                one.leased_blocks,
+                one.reservations,
+                f"{_span(facts.at - one.since)} ago",
+            )
+            for one in facts.sessions
+        ]
+        if rows:
+            yield _table("engine|tenant|*connections|*leases|*leased blocks|*reservations|since", rows)
+        if facts.hidden_sessions:
+            yield Text(f"and {facts.hidden_sessions:,} more sessions")
+        if facts.departed:
+            yield Text(f"{_count(facts.departed, 'connection')} gone that may still map memory")
+
+
+@dataclass(frozen=True, slots=True)
+class NamespacesReport:
+    """`kvstore namespaces`."""
+
+    facts: SidecarStatus
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {"state": self.facts.state, "namespaces": msgspec.to_builtins(self.facts.namespaces)}
+
+    def render(self, console: Any) -> None:
+        """For people."""
+        if self.facts.namespaces:
+            console.print(namespace_table(self.facts.namespaces, self.facts.at, len(self.facts.namespaces)))
+            for one in self.facts.namespaces:
+                epoch = f", weights epoch {one.weights_epoch}" if one.weights_epoch else ""
+                model = f"{one.name} ({one.model}); " if one.name else ""
+                console.print(Text(f"{one.id}: {model}{one.layout}{epoch}"), soft_wrap=True)
+        else:
+            console.print(Text("No namespaces."))
+        if self.facts.hidden_namespaces:
+            console.print(Text(f"and {self.facts.hidden_namespaces:,} more"))
+        if self.facts.state == "warming":
+            console.print(Text("What is on disk is still being taken in: there may be more."))
+
+
+@dataclass(frozen=True, slots=True)
+class GoneReport:
+    """`kvstore drop` and `kvstore purge`. what: that is gone, in words; name, value: as one object."""
+
+    what: str
+    name: str
+    value: str
+    blocks: int
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {self.name: self.value, "blocks": self.blocks}
+
+    def render(self, console: Any) -> None:
+        """For people."""
+        console.print(Text(f"{self.what}; it had {_count(self.blocks, 'readable block')}"), soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordReport:
+    """`kvstore record`."""
+
+    recorded: RecordSummary
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self.recorded)
+
+    def render(self, console: Any) -> None:
+        """For people."""
+        one = self.recorded
+        if not one.requests:
+            nothing = f"nothing was looked up in {_span(one.seconds)}: there is no {one.file}"
+            console.print(Text(nothing), soft_wrap=True)
+            return
+        words = f"{_count(one.requests, 'request')}, {_count(one.blocks, 'block')} of {one.block_tokens} tokens"
+        done = f"{one.file}: {words}, in {_span(one.seconds)}; kvstore replay reads it."
+        console.print(Text(done), soft_wrap=True)
+        if one.lost:
+            console.print(Text(f"{_count(one.lost, 'request')} more came too fast to be written, and are not in it."))
+
+
+@dataclass(frozen=True, slots=True)
+class WarmReport:
+    """`kvstore warm`."""
+
+    warmed: Warmed
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return asdict(self.warmed)
+
+    def render(self, console: Any) -> None:
+        """For people."""
+        one = self.warmed
+        rows: list[tuple[object, ...]] = [("warm already", one.warm), ("promoted", one.promoted)]
+        rows += [(f"not promoted: {reason}", count) for reason, count in one.left.items()]
+        rows += [(f"not there: {reason}", count) for reason, count in one.absent.items()]
+        console.print(Text(f"{_count(one.prompts, 'prompt')}, {_count(one.asked, 'block')}, {one.seconds:.1f} s"))
+        console.print(_table("|*blocks", rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _ByWidth:
+    """One table where the terminal is wide enough, else two, so that no figure and no id is cut."""
+
+    wide: Table
+    narrow: Sequence[Table]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield from (self.wide,) if options.max_width >= _WIDE else self.narrow
+
+
+def namespace_table(namespaces: Sequence[NamespaceStatus], now: float, most: int = _SHOWN) -> RenderableType:
+    """A row for each; those with the most blocks if there are too many."""
+    shown = namespaces
+    if len(namespaces) > most:
+        shown = sorted(namespaces, key=lambda one: -one.blocks)[:most]
+    rows: list[tuple[object, ...]] = [
+        (
+            one.id,
+            one.tenant,
+            one.name or one.model,
+            one.codec,
+            one.blocks,
+            *_held(one.dram_blocks, one.dram_bytes),
+            *_held(one.nvme_blocks, one.nvme_bytes),
+            _percent(one.looked.hit_rate),
+            f"{_span(now - one.used_at)} ago" if one.used_at is not None else "-",
+        )
+        for one in shown
+    ]
+    if len(namespaces) > most:
+        rows.append((f"and {len(namespaces) - most} more", *[""] * 10))
+    names = "namespace|~tenant|~model|codec|*blocks|*dram|*bytes|*nvme|*bytes|*hit rate|used".split("|")
+
+    def cut(columns: Sequence[int]) -> Table:
+        return _table("|".join(names[at] for at in columns), [[row[at] for at in columns] for row in rows])
+
+    return _ByWidth(cut(range(len(names))), (cut((0, 1, 2, 3, 10)), cut((0, 4, 5, 6, 7, 8, 9))))
+
+
+def _looked_parts(looked: LookupCounts) -> Iterator[RenderableType]:
+    rate = f"{looked.granted_tokens:,} of {looked.asked_tokens:,} tokens ({_percent(looked.hit_rate)})"
+    yield Text(f"hit rate: {rate}; {_count(looked.lookups, 'look-up')}, {_count(looked.leases, 'lease')}")
+    rows: list[tuple[object, ...]] = []
+    for what, tokens, blocks in (
+        ("hit", looked.hit_tokens, looked.hit_blocks),
+        ("miss", looked.miss_tokens, looked.miss_blocks),
+    ):
+        for origin in sorted(tokens, key=lambda one: -tokens[one]):
+            rows.append((f"{what}: {origin}", tokens[origin], blocks[origin], _share(tokens[origin], looked)))
+    if looked.found_blocks:
+        rows.append(
+            ("found, not leased", looked.found_tokens, looked.found_blocks, _share(looked.found_tokens, looked))
+        )
+    if rows:
+        yield _table("asked for|*tokens|*blocks|*share", rows)
+
+
+def _tier_row(one: TierStatus) -> tuple[object, ...]:
+    order = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
+    return (
+        one.name,
+        format_size(one.budget_bytes),
+        format_size(one.taken_bytes),
+        *(one.slots.get(at, 0) for at in order),
+    )
+
+
+def _tenant_row(one: TenantStatus) -> tuple[object, ...]:
+    sizes = (one.dram_bytes, one.dram_guaranteed_bytes, one.nvme_bytes, one.nvme_guaranteed_bytes)
+    return (
+        one.tenant,
+        "-" if one.share is None else f"{one.share:g}",
+        "-" if one.weight is None else f"{one.weight:g}",
+        *("-" if size is None else format_size(size) for size in sizes),
+    )
+
+
+def _kept_row(one: TenantStatus) -> tuple[object, ...]:
+    sizes = (
+        one.dram_retained_bytes,
+        one.dram_retained_budget_bytes,
+        one.nvme_retained_bytes,
+        one.nvme_retained_budget_bytes,
+    )
+    return (one.tenant, *("-" if size is None else format_size(size) for size in sizes))
+
+
+def _table(head: str, rows: Iterable[Sequence[object]]) -> Table:
+    """head: names of columns: one that begins with a star stands to the right, one with a tilde is cut if it must."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left")
+    for name in head.split("|"):
+        justify: Literal["right", "left"] = "right" if name.startswith("*") else "left"
+        table.add_column(name.lstrip("*~"), justify=justify, no_wrap=not name.startswith("~"))
+    for row in rows:
+        cells = (f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row)
+        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
+    return table
+
+
+def _held(blocks: int | None, size_bytes: int | None) -> tuple[object, object]:
+    return ("-", "-") if blocks is None or size_bytes is None else (blocks, format_size(size_bytes))
+
+
+def _share(tokens: int, looked: LookupCounts) -> str:
+    return _percent(tokens / looked.asked_tokens if looked.asked_tokens else None)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _ms(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:.2f} ms"
+
+
+def _count(count: int, one: str, many: str = "") -> str:
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
+def _span(seconds: float) -> str:
+    """As people say it: "3 h 12 min"."""
+    seconds = max(0, round(seconds))
+    for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if seconds >= size:
+            return f"{seconds // size} {unit} {seconds % size // below} {small}"
+    return f"{seconds} s"

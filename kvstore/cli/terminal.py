@@ -1,0 +1,146 @@
+"""What all commands share: the options that several have, results and progress on a terminal, and how they fail.
+
+Importing it ends the program with one line where the packages of the command line are missing.
+"""
+
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Protocol
+
+from kvstore.block.errors import BadInput
+from kvstore.cli.standard_streams import say
+from kvstore.config import expanded
+
+EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "server") | {
+    "matplotlib": "plot",
+    "torch": "hf",
+    "transformers": "hf",
+    "triton": "gpu",
+}
+
+
+def needs(module: str) -> str:
+    return f"kvstore: this needs the package {module}; run in a checkout: pip install '.[{EXTRA_OF[module]}]'"
+
+
+try:
+    import typer
+    import typer.core
+    from rich.console import Console
+    from rich.live import Live as Live
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+except ModuleNotFoundError as absent:
+    if absent.name not in EXTRA_OF:
+        raise
+    print(needs(absent.name), file=sys.stderr)
+    raise SystemExit(2) from None
+
+OK, CHECK_FAILED, BAD_INPUT, OUT_OF_RESOURCES, INTERRUPTED = 0, 1, 2, 71, 130
+
+PLAIN_WIDTH = 120
+
+# Typer brings a copy of click of its own, or uses the installed one, by version: this is either's usage error.
+UsageError: Any = typer.BadParameter.__base__
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else on standard output.")]
+
+
+def expanded_path(path: str | None) -> str | None:
+    """A path of an option or an argument: ~ is a home."""
+    return expanded(path) if path else path
+
+
+COMMANDS = ("demo", "fsck", "serve", "stat", "namespaces", "drop", "purge", "warm", "record", "replay", "bench")
+
+
+class InOrder(typer.core.TyperGroup):
+    """Commands in the order in which people meet them, whichever file has them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """As `COMMANDS`; what is missing there comes last."""
+        known = [name for name in COMMANDS if name in self.commands]
+        return [*known, *(name for name in self.commands if name not in known)]
+
+
+app = typer.Typer(
+    cls=InOrder,
+    help="A KV-cache store for language models: keep what prefill has computed, and never serve the wrong bytes.",
+    epilog="Each command explains itself: kvstore COMMAND --help. Start with: kvstore demo",
+    add_completion=False,
+    rich_markup_mode="markdown",  # lets help flow to the terminal's width
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+bench = typer.Typer(help="Measure a path of the store against its physical limit, in the same run.")
+app.add_typer(bench, name="bench")
+
+
+class Result(Protocol):
+    """What a command has found out."""
+
+    def to_dict(self) -> dict[str, object]:
+        """One object for `--json`."""
+        ...
+
+    def render(self, console: Any) -> None:
+        """The same for people."""
+        ...
+
+
+class Show(Protocol):
+    """Told what is being done and, where that is known, how many steps of it are done and of how many."""
+
+    def __call__(self, doing: str, done: int = 0, steps: int = 0) -> None: ...
+
+
+def print_result(result: Result, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(result.to_dict()))
+    else:
+        result.render(Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
+    return OK
+
+
+@contextmanager
+def shown_progress() -> Iterator[Show]:
+    """A line on the terminal that says what is going on; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda doing, done=0, steps=0: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        line = bar.add_task("starting", total=None)
+        yield lambda doing, done=0, steps=0: bar.update(line, description=doing, completed=done, total=steps or None)
+
+
+def fail(message: str, status: int = BAD_INPUT) -> NoReturn:
+    """One line, whatever the message was."""
+    say(f"kvstore: {' '.join(message.split())}", sys.stderr)
+    raise SystemExit(status) from None
+
+
+def check_folder(given: str, file: str) -> None:
+    """There is one to write the file to."""
+    folder = Path(file).parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"{given}: there is no folder {folder}; make it, or give another one")
+
+
+@contextmanager
+def lines_of(file: Path) -> Iterator[Iterator[str]]:
+    """Of a text file, unpacked if it was packed."""
+    with open(file, "rb") as raw:
+        is_packed = raw.peek(2)[:2] == b"\x1f\x8b"
+        try:
+            with io.TextIOWrapper(
+                gzip.open(raw) if is_packed else raw, encoding="utf-8-sig", errors="replace"
+            ) as lines:
+                yield lines
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise BadInput(f"{file} cannot be unpacked ({error}); it was cut off or damaged: fetch it again") from None

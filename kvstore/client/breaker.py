@@ -1,0 +1,49 @@
+"""Whether a sidecar is asked at all: not while it is silent.
+
+    CLOSED  verbs are asked    > one was due and nothing at all was heard since it was asked > OPEN, or SUSPECTED
+    SUSPECTED  verbs are asked, and a ping, whose time is short        > due, and nothing heard > OPEN
+    OPEN  every verb is a miss at once; one ping is under way          > it is answered > CLOSED
+
+Any answer is a sign of life: a sidecar that is slow with one request and answers others is asked on. What can be long
+on its way for a reason of its own (a long prompt, room that has to be made, a disk) only makes it suspected.
+
+Pure: times come in. A few threads may call at once: each reads or writes one field.
+"""
+
+from __future__ import annotations
+
+SILENCE_SECONDS = 0.01
+"""A deadline that is shorter says nothing of the sidecar: any machine lets a process wait for so long."""
+
+
+class Breaker:
+    """Of one connection."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.is_suspected = False
+        self._silent_since = 0.0
+
+    def was_late(self, asked_at: float, heard_at: float, now: float, *, is_quick: bool) -> bool:
+        """A request is due that was not answered; whether the sidecar is to be pinged now.
+
+        asked_at: when it was asked. heard_at: when anything was heard last. is_quick: whether a sidecar that runs
+        answers it at once.
+        """
+        if heard_at >= asked_at or now - asked_at < SILENCE_SECONDS or self.is_open:
+            return False
+        self._silent_since = asked_at
+        if is_quick:
+            self.is_open = True
+        else:
+            self.is_suspected = True
+        return True
+
+    def answered(self) -> None:
+        """A ping was: verbs are asked again."""
+        self.is_open = self.is_suspected = False
+
+    def detail(self, now: float) -> str:
+        """Of an open one, for people."""
+        silent = max(0.0, now - self._silent_since)
+        return f"the sidecar has not answered for {silent:.1f} s; it is pinged, and asked again once it answers"

@@ -1,0 +1,551 @@
+"""What holds on one connection to the sidecar: numbers that it gave, leases, memory as it is mapped here.
+
+A verb that takes several questions (a lease, then the memory that it is in) is written as a generator of them. Whoever
+waits has it walked through by `walk`; whoever must not wait polls an `PendingCall`, which goes on as answers come.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+from typing import Generic, TypeVar
+
+import msgspec
+
+from kvstore.block.account import MissReason
+from kvstore.block.errors import Unreachable
+from kvstore.client.breaker import Breaker
+from kvstore.client.framing import AnsweredCall, Backpressure, FramedSocket, TimedOut, TooLong
+from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.notify_pipe import NotifyPipeEnd
+from kvstore.protocol.status import SidecarStatus
+from tiering.clock import Clock
+from tiering.dram.extents import MappedExtent
+from tiering.errors import TierError
+from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
+from tiering.tier import SLOT_BITS, FrameSpan
+
+A = TypeVar("A")
+R = TypeVar("R")
+Exchange = Generator[m.Verb, AnsweredCall, R]
+"""Questions of one verb, each answered before the next one, and what they lead to."""
+_OTHER_KIND = "an answer of another kind"
+QUICK_SECONDS = 0.04
+"""Whoever waits for less says more of himself than of the sidecar where there is no answer."""
+QUICK_KEYS = 1000
+"""A look-up of more may take a sidecar milliseconds, in a thread that it has one of."""
+
+
+REASON_OF_FAULT = {
+    m.RequestFault.VERSION: MissReason.UNREACHABLE,  # these two end the connection
+    m.RequestFault.MALFORMED: MissReason.UNREACHABLE,
+    m.RequestFault.BAD_INPUT: MissReason.UNSUPPORTED,
+    m.RequestFault.BUSY: MissReason.BUSY,
+    m.RequestFault.CLOSED: MissReason.DISABLED,
+}
+"""What a request that a sidecar answered, and did not serve, counts as. Total."""
+
+
+class Unavailable(Exception):
+    """A question that was not answered, and as what miss that counts."""
+
+    def __init__(self, reason: MissReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+class SidecarConnection:
+    """One connection. Thread-safe."""
+
+    def __init__(self, wire: FramedSocket, clock: Clock, silent: Callable[[], bool] = lambda: False) -> None:
+        """silent: has a ping sent soon, without waiting for it; whether there is somebody to send it."""
+        self.wire = wire
+        self.breaker = Breaker()
+        self._clock = clock
+        self._silent = silent
+        self.name = wire.welcome.run
+        self.max_keys = min(m.MAX_KEYS, max(1, wire.welcome.max_keys))
+        """Blocks of one chain that may be asked for."""
+        self.may_skip = wire.welcome.max_keys > m.OLDER_MAX_KEYS
+        """Whether the sidecar knows `Reserve.skipped`."""
+        self._long_until = 0.0  # when all long chains that were asked for may have been looked at
+        self.namespaces: dict[int, int] = {}  # this client's number -> the sidecar's
+        self._frames: dict[int, tuple[int, ...]] = {}  # by the sidecar's number: bytes of a frame of each part
+        self.readable: dict[int, tuple[MappedExtent, int]] = {}  # by number: the extent, and the bytes of its frames
+        self.writable: dict[int, tuple[MappedExtent, int]] = {}
+        self.reservations: dict[int, ReserveReply] = {}
+        self.notify_pipe: NotifyPipeEnd | None = None  # closed by whoever listens at it
+        self._holding = threading.Lock()
+        self._held: dict[int, int] = {}  # by the sidecar's number of a lease: how often it is held here
+
+    def close(self) -> None:
+        """Hang up, and let go of the memory, but for what somebody is reading at the moment."""
+        self.wire.close()
+        self.readable.clear()
+        self.writable.clear()
+
+    def close_after_fork(self) -> None:
+        """In a forked child: it is the parent's."""
+        self._holding = threading.Lock()
+        self.readable.clear()
+        self.writable.clear()
+        if self.notify_pipe is not None:
+            self.notify_pipe.close()
+        self.wire.close_after_fork()
+
+    def settle(self) -> None:
+        """Undo what came too late. Waits for nothing."""
+        for undo in self.wire.too_late():
+            if not isinstance(undo, m.Release):
+                self.post(undo)
+                continue
+            with self._holding:
+                ended = [lease for lease in undo.leases if lease not in self._held]
+                if ended:
+                    self.post(m.Release(ended))
+
+    def allowance(self, blocks: int, now: float) -> float:
+        """For how many seconds an answer about so many blocks is waited for, beside what is given for any: messages of
+        a connection are taken in their order, and others may have asked for long chains."""
+        queued = min(max(0.0, self._long_until - now), MAX_QUEUED_SECONDS)
+        if blocks > SHORT_BLOCKS:
+            self._long_until = now + queued + BLOCK_SECONDS * blocks
+        return queued + BLOCK_SECONDS * blocks
+
+    # Asking --------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises `Unavailable` where the sidecar is silent."""
+        if self.breaker.is_open:
+            raise Unavailable(MissReason.UNREACHABLE, self.breaker.detail(self._clock.monotonic_seconds()))
+
+    def was_late(self, asked_at: float, *, is_quick: bool) -> None:
+        """A request is due. Whether that was the request or the sidecar, a ping tells."""
+        now, breaker = self._clock.monotonic_seconds(), self.breaker
+        if breaker.was_late(asked_at, self.wire.heard_at, now, is_quick=is_quick) and not self._silent():
+            breaker.answered()  # nobody pings, so that it would never be asked again
+
+    def answer(self, verb: m.Verb, seconds: float) -> AnsweredCall:
+        """Ask, and wait. Raises `Unavailable`."""
+        self.check()
+        asked_at = self._clock.monotonic_seconds()
+        try:
+            answered = _named(lambda: self.wire.call(verb, seconds))
+        except Unavailable as away:
+            if away.reason is MissReason.DEADLINE:
+                self.was_late(asked_at, is_quick=is_quick(verb) and seconds >= QUICK_SECONDS)
+            raise
+        return self.believed(verb, answered)
+
+    def believed(self, verb: m.Verb, answered: AnsweredCall) -> AnsweredCall:
+        """An answer that can be one to that question. Raises `Unavailable`, and undoes any other."""
+        frames = self._frames.get(verb.namespace) if isinstance(verb, m.LeasePrefix | m.Reserve) else None
+        try:
+            check_answer(verb, answered.answer, len(frames) if frames is not None else None)
+        except ValueError as error:
+            self.wire.discard_answer(answered)
+            self.settle()
+            raise Unavailable(MissReason.UNREACHABLE, f"the sidecar answered what cannot be: {error}") from None
+        if isinstance(verb, m.OpenNamespace) and isinstance(answered.answer, m.Granted):
+            grant = answered.answer.grant
+            self._frames[grant.number] = tuple(frame_bytes(max(0, size)) for size in grant.payload_bytes)
+        return answered
+
+    def ask(self, verb: m.Verb, kind: type[A], seconds: float) -> A:
+        """Ask for an answer of a kind. Raises `Unavailable`."""
+        return taken(self.answer(verb, seconds), kind)
+
+    def post(self, verb: m.Verb) -> None:
+        """Ask, and want no answer. Waits for nothing."""
+        try:
+            self.wire.post(verb)
+        except Unreachable:
+            pass
+
+    def walk(self, steps: Exchange[R], first_seconds: float, further_seconds: float) -> R:
+        """Ask, and wait, question by question. Raises `Unavailable`."""
+        seconds = first_seconds
+        try:
+            verb = next(steps)
+            while True:
+                verb = steps.send(self.answer(verb, seconds))
+                seconds = further_seconds
+        except StopIteration as done:
+            result: R = done.value
+            return result
+        finally:
+            steps.close()
+
+    # Leases --------------------------------------------------------------------------------------------------------
+
+    def leasing(self, verb: m.LeasePrefix) -> Exchange[LeaseReply]:
+        """A lease, and the memory that it is in. Whoever stops half way holds nothing."""
+        reply = taken((yield verb), m.Leased).reply
+        if reply.lease:
+            with self._holding:
+                self._held[reply.lease] = self._held.get(reply.lease, 0) + 1
+            try:
+                yield from self.mapping(reply.places, writable=False, namespace=verb.namespace)
+            except BaseException:
+                self.let_go(reply.lease)
+                raise
+        return reply
+
+    def attach(self, lease: int, places: Sequence[Sequence[int]], seconds: float, map_seconds: float) -> bool:
+        """Hold a lease of the session too; False where it is none, or not any more. Raises `Unavailable`."""
+        self.check()
+        asked_at = self._clock.monotonic_seconds()
+        with self._holding:  # so that no release overtakes it
+            self._held[lease] = self._held.get(lease, 0) + 1
+            number: int | None = None
+            try:
+                number = _named(lambda: self.wire.submit(m.Attach([lease])))
+            finally:
+                if number is None:
+                    self._count_down(lease)
+        try:
+            answered = _named(lambda: self.wire.wait(number, seconds))
+            is_held = lease in taken(answered, m.Attached).leases
+            if is_held:
+                self.walk(self.mapping(places, writable=False), map_seconds, map_seconds)
+        except BaseException as error:
+            self.let_go(lease)
+            if isinstance(error, Unavailable) and error.reason is MissReason.DEADLINE:
+                self.was_late(asked_at, is_quick=True)
+            raise
+        if not is_held:
+            self.let_go(lease)
+        return is_held
+
+    def let_go(self, lease: int) -> None:
+        """Hold it once less. Waits for nothing."""
+        with self._holding:
+            if not self._count_down(lease):
+                self.post(m.Release([lease]))
+
+    def _count_down(self, lease: int) -> int:
+        left = self._held.pop(lease, 0) - 1
+        if left > 0:
+            self._held[lease] = left
+        return left
+
+    # Memory --------------------------------------------------------------------------------------------------------
+
+    def mapping(
+        self, places: Sequence[Sequence[int]], *, writable: bool, namespace: int | None = None
+    ) -> Exchange[None]:
+        """Have the extents of these places mapped, those that are there still. namespace: whose parts are in them."""
+        table = self.writable if writable else self.readable
+        missing = sorted({place >> SLOT_BITS for column in places for place in column} - table.keys())
+        for first in range(0, len(missing), m.MAX_EXTENTS):
+            answered = yield m.Extents(missing[first : first + m.MAX_EXTENTS], writable)
+            handed_over = taken(answered, m.ExtentsReply)
+            left = deque(answered.descriptors)
+            try:
+                for extent in handed_over.extents:
+                    mapped = MappedExtent(left.popleft(), extent.size_bytes, writable=writable)
+                    table[extent.number] = mapped, extent.frame_bytes
+            except TierError as error:
+                raise Unavailable(MissReason.UNREACHABLE, str(error)) from None
+            finally:
+                for descriptor in left:
+                    os.close(descriptor)
+        frames = self._frames.get(namespace, ()) if namespace is not None else ()
+        for column, size in zip(places, frames, strict=False):
+            here = [table[extent] for extent in {place >> SLOT_BITS for place in column} if extent in table]
+            if any(found != size for _, found in here):
+                raise Unavailable(MissReason.UNREACHABLE, "the sidecar answered what cannot be: frames of another size")
+
+    def unmap(self, numbers: Iterable[int]) -> None:
+        """These were given back; who still reads in one keeps it for as long."""
+        for number in numbers:
+            self.readable.pop(number, None)
+            self.writable.pop(number, None)
+
+
+class PendingCall(Generic[R]):
+    """`Submitted`: a verb whose answers are polled for. Belongs to one thread at a time."""
+
+    def __init__(
+        self,
+        run: SidecarConnection,
+        steps: Exchange[R],
+        clock: Clock,
+        seconds: float,
+        further_seconds: float,
+        missed: Callable[[MissReason, str], R],
+        forsaken: deque[PendingCall[R]],
+    ) -> None:
+        """Ask the first question. further_seconds: for each further one, whenever it was polled for. missed: the answer
+        where there is none. forsaken: to be cancelled by somebody else. Raises `Unavailable`.
+        """
+        self._run = run
+        self._steps = steps
+        self._clock = clock
+        self._deadline = clock.monotonic_seconds() + seconds
+        self._further_seconds = further_seconds
+        self._missed = missed
+        self._forsaken = forsaken
+        self._number = self._submit(next(steps))
+
+    def poll(self) -> R | None:
+        """The answer, once it is there; after the deadline a miss."""
+        try:
+            while True:
+                answered = _named(lambda: self._run.wire.poll(self._number))
+                if answered is None:
+                    if self._clock.monotonic_seconds() < self._deadline:
+                        return None
+                    self._run.was_late(self._asked_at, is_quick=self._is_quick)
+                    raise Unavailable(MissReason.DEADLINE, "the sidecar did not answer in time")
+                answered = self._run.believed(self._verb, answered)
+                self._number = self._submit(self._steps.send(answered))
+                self._deadline = max(self._deadline, self._clock.monotonic_seconds() + self._further_seconds)
+        except StopIteration as done:
+            result: R = done.value
+            return result
+        except Unavailable as away:
+            self.cancel()
+            return self._missed(away.reason, away.detail)
+
+    def cancel(self) -> None:
+        """Whatever comes is given back."""
+        self._run.wire.cancel(self._number)
+        self._steps.close()
+        self._run.settle()
+
+    def cancel_from_finalizer(self) -> None:
+        """A finalizer calls this: somebody cancels it soon."""
+        self._forsaken.append(self)
+
+    def _submit(self, verb: m.Verb) -> int:
+        self._run.check()
+        self._asked_at, self._is_quick, self._verb = self._clock.monotonic_seconds(), is_quick(verb), verb
+        return _named(lambda: self._run.wire.submit(verb))
+
+
+def is_quick(verb: m.Verb) -> bool:
+    """Whether a sidecar that runs answers this at once, whatever it is doing otherwise."""
+    if isinstance(verb, m.MatchPrefix):
+        return len(verb.keys) <= QUICK_KEYS
+    return isinstance(verb, m.Ping | m.Attach)
+
+
+def taken(answered: AnsweredCall, kind: type[A]) -> A:
+    """The answer, if it is of that kind. Raises `Unavailable`."""
+    answer = answered.answer
+    if isinstance(answer, kind):
+        return answer
+    if isinstance(answer, m.Failed):
+        raise Unavailable(REASON_OF_FAULT[answer.fault], answer.text)
+    raise Unavailable(MissReason.UNREACHABLE, _OTHER_KIND)
+
+
+def spans(table: Mapping[int, tuple[MappedExtent, int]], places: Sequence[int]) -> list[FrameSpan]:
+    """The bytes at places, up to the first whose extent is not mapped, or has no such slot."""
+    found = []
+    for place in places:
+        known = table.get(place >> SLOT_BITS)
+        if known is None:
+            break
+        extent, size = known
+        slot = place & (1 << SLOT_BITS) - 1
+        if (slot + 1) * size > len(extent.view):
+            break
+        found.append(extent.frame(slot, size))
+    return found
+
+
+def _named(ask: Callable[[], R]) -> R:
+    """What came of a question, or `Unavailable` with the reason."""
+    try:
+        return ask()
+    except TimedOut:
+        raise Unavailable(MissReason.DEADLINE, "the sidecar did not answer in time") from None
+    except TooLong as error:
+        raise Unavailable(MissReason.UNSUPPORTED, f"a message of {error} bytes, which is too long") from None
+    except Backpressure:
+        raise Unavailable(MissReason.BUSY, "the sidecar has not read yet what was asked before") from None
+    except Unreachable as error:
+        raise Unavailable(MissReason.UNREACHABLE, str(error)) from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How long a client of the sidecar waits, and for what.
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """How long a call may take, in seconds. connect: until the sidecar says welcome, or answers a ping. match: for a
+    look-up, and for the ping of a sidecar that is suspected to be silent. lease: beyond the deadline of the lease
+    itself. Look-ups and leases have more for long chains (`Run.allowance`). fill: for room, which may have to be made,
+    and for commits, where a put says nothing else. drop: for a namespace to be forgotten. open: how long a new
+    namespace waits for a sidecar that is not there yet. first_pause, longest_pause: before it is called again. ping:
+    how often it is asked, by a thread, what memory is to be let go of, and undone what nobody waits for.
+    """
+
+    connect: float = 1.0
+    match: float = 0.05
+    lease: float = 0.05
+    fill: float = 5.0
+    drop: float = m.DROP_SECONDS
+    open: float = 10.0
+    first_pause: float = 0.02
+    longest_pause: float = 1.0
+    ping: float = 0.5
+
+    @property
+    def mapping(self) -> float:
+        """For what a sidecar that runs answers soon, whatever the verb before it was for."""
+        return max(self.connect, self.lease)
+
+
+class VerbTime:
+    """That a verb may take, all its questions together."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock = clock
+        self._ends_at = clock.monotonic_seconds() + seconds
+
+    def extend(self, seconds: float) -> None:
+        """It may take so much longer, as a long chain does."""
+        self._ends_at += seconds
+
+    def left(self) -> float:
+        """Seconds, 0 where there are none."""
+        return max(0.0, self._ends_at - self._clock.monotonic_seconds())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an answer of the sidecar must be to be believed: whoever asked does arithmetic with it.
+#
+# A sidecar of another version, or one that is broken, must cost its clients misses and no exceptions. Types are checked
+# where a message is read; here it is looked at whether counts, places and sizes fit what was asked. Bytes of KV are not
+# looked at: whoever reads them compares digests.
+
+
+MAX_PLACE = (1 << 63) - 1
+MOST_SECONDS = 1e15
+
+
+def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
+    """Raises `ValueError` with what cannot be. parts: of the namespace that was asked for; None where that is unknown.
+
+    An answer of another kind than the verb's is none of this file's business.
+    """
+    match verb, answer:
+        case m.OpenNamespace(), m.Granted():
+            grant = answer.grant
+            count = len(verb.payload_bytes)
+            _hold(len(grant.identity_key) == KEY_BYTES, "a key of another length")
+            _hold(len(grant.stamps) == len(grant.payload_bytes) == count, "another number of parts")
+        case m.MatchPrefix(), m.Matched():
+            _check_match(answer.reply, len(verb.keys))
+        case m.LeasePrefix(), m.Leased():
+            _check_lease(answer.reply, verb.first_block, len(verb.keys), parts)
+        case m.Reserve(), m.Reserved():
+            _check_reserve(answer.reply, verb.skipped + len(verb.keys), parts)
+        case m.Commit(), m.Counted():
+            _hold(0 <= answer.blocks <= m.MAX_COMMITTED * m.MAX_PARTS, "a count that cannot be")
+        case m.Persist(), m.Persisted():
+            _hold(0 <= answer.blocks <= len(verb.keys), "more blocks than were asked for")
+            _hold(answer.reason is not None or answer.blocks == len(verb.keys), "fewer blocks, and no reason")
+        case m.Extents(), m.ExtentsReply():
+            numbers = [one.number for one in answer.extents]
+            _hold(len(set(numbers)) == len(numbers) and set(numbers) <= set(verb.numbers), "memory nobody asked for")
+            _hold(all(0 < one.frame_bytes <= one.size_bytes for one in answer.extents), "frames of impossible sizes")
+        case _:
+            pass
+
+
+def checked_facts(facts: SidecarStatus) -> SidecarStatus:
+    """What `kvstore stat` is told, fit to be printed. Raises `ValueError`."""
+    _check_numbers(msgspec.to_builtins(facts))
+    for looked in (facts.looked, *(one.looked for one in facts.namespaces)):
+        _hold(looked.hit_tokens.keys() == looked.hit_blocks.keys(), "hits in tokens, and others in blocks")
+        _hold(looked.miss_tokens.keys() == looked.miss_blocks.keys(), "misses in tokens, and others in blocks")
+    _hold(not facts.policy or facts.retained_fraction is not None, "a policy, and no fraction that is retained")
+    return facts
+
+
+def _check_numbers(value: object) -> None:
+    if isinstance(value, dict):
+        for one in value.values():
+            _check_numbers(one)
+    elif isinstance(value, list):
+        for one in value:
+            _check_numbers(one)
+    elif isinstance(value, float):
+        _hold(isfinite(value) and abs(value) <= MOST_SECONDS, "a number that cannot be")
+
+
+def _check_match(reply: MatchReply, asked: int) -> None:
+    _hold(0 <= reply.blocks <= asked, "more blocks than were asked for")
+    _hold(all(count >= 0 for _, count in reply.tiers), "fewer than no blocks")
+    _hold(sum(count for _, count in reply.tiers) == reply.blocks, "tiers that do not add up")
+    _hold(reply.reason is not None or reply.blocks == asked, "fewer blocks, and no reason")
+
+
+def _check_lease(reply: LeaseReply, first_block: int, asked: int, parts: int | None) -> None:
+    _hold(0 <= reply.lease < 1 << 64, "a number that is none")
+    _hold(0 <= reply.first_block <= asked and 0 <= reply.blocks <= asked, "more blocks than were asked for")
+    _hold(all(count >= 0 for _, count in reply.tiers), "fewer than no blocks")
+    _hold(sum(count for _, count in reply.tiers) <= asked, "tiers that do not add up")
+    _hold(reply.first_block == first_block, "other blocks than were asked for")
+    pinned = reply.blocks - reply.first_block
+    if not reply.lease:
+        _hold(pinned <= 0, "blocks without a lease")
+        return
+    _hold(pinned >= 0, "other blocks than were asked for")
+    _hold(len(reply.places) == len(reply.header_digests) == (parts or len(reply.places)), "another number of parts")
+    lengths = {*map(len, reply.places), *map(len, reply.header_digests)}
+    _hold(lengths <= {pinned}, "columns of other lengths")
+    _check_places(reply.places)
+    digests = (digest for column in reply.header_digests for digest in column)
+    _hold({DIGEST_BYTES}.issuperset(map(len, digests)), "digests of another length")
+
+
+def _check_reserve(reply: ReserveReply, asked: int, parts: int | None) -> None:
+    _hold(0 <= reply.reservation < 1 << 64, "a number that is none")
+    _hold(0 <= reply.present <= asked, "more blocks than were asked for")
+    _hold(reply.stopped_at is None or 0 <= reply.stopped_at <= asked, "a block that was not asked for")
+    blocks = reply.blocks
+    _hold(all(one < other for one, other in pairwise(blocks)), "blocks that do not ascend")
+    _hold(not blocks or (blocks[0] >= 0 and blocks[-1] < asked), "blocks that were not asked for")
+    if reply.reservation:
+        _hold(len(reply.places) == (parts or len(reply.places)), "another number of parts")
+        _hold(all(len(column) in (0, len(blocks)) for column in reply.places), "columns of other lengths")
+        _check_places(reply.places)
+
+
+def _check_places(columns: Sequence[Sequence[int]]) -> None:
+    _hold(all(min(column) >= 0 and max(column) <= MAX_PLACE for column in columns if column), "places that are none")
+
+
+def _hold(is_so: bool, what: str) -> None:
+    if not is_so:
+        raise ValueError(what)
+
+
+def matched_up_to(reply: MatchReply, blocks: int, most: int) -> MatchReply:
+    """What a look-up found of a chain of so many blocks, of which no more than `most` were asked for."""
+    if reply.reason is not None or blocks <= most:
+        return reply
+    text = f"a prompt of {blocks} blocks; the sidecar keeps and finds the first {most}: use larger blocks"
+    return msgspec.structs.replace(reply, reason=MissReason.UNSUPPORTED, detail=text)
+
+
+def no_match(reason: MissReason, detail: str) -> MatchReply:
+    return MatchReply(0, reason=reason, detail=detail)
+
+
+def no_lease(first_block: int, reason: MissReason, detail: str) -> LeaseReply:
+    return LeaseReply(0, first_block, 0, reason=reason, detail=detail)

@@ -1,0 +1,474 @@
+"""One connection to the sidecar: requests out, answers in, from any thread.
+
+There is no thread behind it. Of those that wait for an answer one reads the socket for all: what is not its own it puts
+down for whoever asked for it, who decodes it. Who must not wait submits and polls: a poll reads what there is, unless
+somebody reads already, and never waits for the socket or for whoever does. What is submitted while the socket takes no
+more is sent by whoever sends or polls next, in the order in which it was submitted. An answer that came too late for
+its asker is undone where it stands for something (a lease, a reservation, descriptors), and not decoded as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import stat
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from kvstore.block.errors import Rejected, Unreachable
+from kvstore.protocol import messages as m
+from tiering.clock import Clock
+
+T = TypeVar("T")
+_READ_BYTES = 256 << 10
+MAX_UNSENT_BYTES = 64 << 20
+"""Submitted, and not taken by the socket yet: beyond it the sidecar is taken to be stuck. Thirty prompts of 65,536
+blocks."""
+_DESCRIPTOR = struct.Struct("i")
+_MAX_ANSWER_BYTES = 64 << 20
+"""More than the sidecar ever sends; a length beyond it means that the two do not understand each other."""
+
+
+class TimedOut(Exception):
+    """No answer before the deadline. The connection is as it was."""
+
+
+class AnsweredCall:
+    """An answer, and the descriptors that came with it, which are its owner's to close."""
+
+    __slots__ = ("answer", "descriptors")
+
+    def __init__(self, answer: m.Answer, descriptors: list[int]) -> None:
+        self.answer = answer
+        self.descriptors = descriptors
+
+
+class Backpressure(Exception):
+    """The sidecar does not read what was submitted; no more is kept for it. The connection is as it was."""
+
+
+class Silent(Unreachable):
+    """Somebody listens there, and says nothing: a sidecar that hangs, or that has no time."""
+
+
+class _KeptAnswer:
+    """An answer that is there, as it came. Whoever asked decodes it: who reads for all pays for nobody else's."""
+
+    __slots__ = ("answer", "descriptors")
+
+    def __init__(self, answer: msgspec.Raw, descriptors: list[int]) -> None:
+        self.answer = answer
+        self.descriptors = descriptors
+
+
+class _OutgoingFrame:
+    """A message on its way out. rest: what the socket has not taken."""
+
+    __slots__ = ("rest", "size")
+
+    def __init__(self, number: int, verb: m.Verb) -> None:
+        """Raises `TooLong`."""
+        self.rest = memoryview(m.pack(m.Request(number, verb)))
+        self.size = len(self.rest)
+        if self.size > m.LENGTH_BYTES + m.MAX_BODY_BYTES:
+            raise TooLong(self.size)
+
+
+class FramedSocket:
+    """A connection that has said hello. Every method may raise `Unreachable`; from then on it is closed."""
+
+    def __init__(self, path: str, engine: str, session: bytes, clock: Clock, seconds: float) -> None:
+        """Connect and say hello within that time. Raises `Unreachable` with the reason."""
+        self._clock = clock
+        self._send_lock = threading.Lock()
+        self._state = threading.Condition()
+        self._reading = False
+        self._asked: dict[int, _KeptAnswer | None] = {}  # by number: an answer that somebody waits for
+        self._next_number = 1
+        self._unsent: deque[_OutgoingFrame] = deque()  # whoever has the send lock sends the first of them
+        self._unsent_bytes = 0
+        self._read = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._retired: list[int] = []
+        self._too_late: deque[m.Verb] = deque()
+        self.closed = False
+        self.heard_at = clock.monotonic_seconds()
+        """When anything came last."""
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:  # no descriptors left
+            raise Unreachable(f"{path} cannot be called ({error.strerror})") from None
+        try:
+            self._socket.settimeout(seconds)
+            self._socket.connect(path)
+            self._socket.setblocking(False)
+            hello = m.Hello(m.OLDEST_VERSION, m.NEWEST_VERSION, engine, session)
+            answer = self.call(hello, seconds).answer
+        except PermissionError:
+            self.close()
+            raise Rejected(
+                f"{path} cannot be opened (Permission denied); run as the sidecar's user or, for a tenant's socket, "
+                "as a member of its group (door.mode), who may also enter its directory"
+            ) from None
+        except (OSError, TimedOut) as error:
+            self.close()
+            why = getattr(error, "strerror", None) or str(error) or "too late"
+            # The last of these: nobody takes those who wait to be let in.
+            kind = Silent if isinstance(error, TimedOut | TimeoutError | BlockingIOError) else Unreachable
+            raise kind(f"{path} does not answer ({why})") from None
+        except BaseException:
+            self.close()
+            raise
+        if not isinstance(answer, m.Welcome):
+            self.close()
+            raise Rejected(f"{path} refused: {answer.text if isinstance(answer, m.Failed) else 'not a welcome'}")
+        self.welcome = answer
+
+    def call(self, verb: m.Verb, seconds: float) -> AnsweredCall:
+        """Ask, and wait for the answer. Raises `TimedOut`."""
+        deadline = self._clock.monotonic_seconds() + seconds
+        number = self._new_number()
+        frame = _OutgoingFrame(number, verb)
+        with self._state:
+            self._asked[number] = None
+        try:
+            self._send(frame, deadline)
+            kept = self._await(number, deadline)
+        except BaseException:
+            self.cancel(number)
+            raise
+        return self._decoded(kept)
+
+    def submit(self, verb: m.Verb) -> int:
+        """Ask, and wait for nothing; `poll` or `wait` has the answer to that number. Raises `Backpressure`."""
+        number = self._new_number()
+        frame = _OutgoingFrame(number, verb)
+        with self._state:
+            self._asked[number] = None
+        try:
+            self._submit(frame)
+        except BaseException:
+            self.cancel(number)
+            raise
+        return number
+
+    def poll(self, number: int) -> AnsweredCall | None:
+        """The answer to what was submitted, if it is there. Waits for nothing; the number is for `cancel` after it
+        raised."""
+        if self._unsent:
+            self._push()
+        if not self._state.acquire(blocking=False):
+            return None
+        try:
+            kept = self._take_answer(number)
+            reads = kept is None and not self._reading
+            self._reading |= reads
+        finally:
+            self._state.release()
+        if reads:
+            try:
+                self._receive(None)
+            finally:
+                with self._state:
+                    self._reading = False
+                    self._state.notify_all()
+            with self._state:
+                kept = self._take_answer(number)
+        return self._decoded(kept) if kept is not None else None
+
+    def wait(self, number: int, seconds: float) -> AnsweredCall:
+        """The answer to what was submitted. Raises `TimedOut`."""
+        try:
+            return self.await_answer(number, seconds)
+        except BaseException:
+            self.cancel(number)
+            raise
+
+    def await_answer(self, number: int, seconds: float) -> AnsweredCall:
+        """The same; after it raised `TimedOut` the answer may still be waited for, or cancelled."""
+        deadline = self._clock.monotonic_seconds() + seconds
+        if self._unsent:
+            self._send(None, deadline)
+        return self._decoded(self._await(number, deadline))
+
+    def cancel(self, number: int) -> None:
+        """Nobody asks for that answer any more; where it stands for something it is undone."""
+        with self._state:
+            kept = self._asked.pop(number, None)
+        if kept is not None:
+            self._undo(m.outline_of(kept.answer), kept.descriptors)
+
+    def discard_answer(self, answered: AnsweredCall) -> None:
+        """Undo an answer that its asker does not believe."""
+        self._undo(answered.answer, answered.descriptors)
+
+    def post(self, verb: m.Verb) -> None:
+        """Ask, wait for nothing, and want no answer."""
+        try:
+            self._submit(_OutgoingFrame(self._new_number(), verb))
+        except Backpressure:
+            self._hang_up()  # it must not be forgotten: with the connection all that is held ends
+
+    def retired(self) -> list[int]:
+        """Extents that the sidecar gave back, each told once."""
+        if not self._retired:
+            return []
+        with self._state:
+            retired, self._retired = self._retired, []
+            return retired
+
+    def too_late(self) -> list[m.Verb]:
+        """What undoes answers that nobody waited for any more; the caller posts it."""
+        return list(drained(self._too_late))
+
+    def close(self) -> None:
+        """Hang up. Whoever waits is told."""
+        with self._state:
+            self.closed = True
+            self._state.notify_all()
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        with self._send_lock:
+            self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def close_after_fork(self) -> None:
+        """In a forked child: the connection is the parent's, and so was whoever held its locks."""
+        self.closed = True
+        self._send_lock, self._state = threading.Lock(), threading.Condition()
+        os.close(self._socket.detach())
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    # Out -----------------------------------------------------------------------------------------------------------
+
+    def _new_number(self) -> int:
+        with self._state:
+            number = self._next_number
+            self._next_number += 1
+            return number
+
+    def _submit(self, frame: _OutgoingFrame) -> None:
+        """Have a message sent as soon as the socket takes it."""
+        with self._state:
+            if self.closed:
+                raise Unreachable("the connection is closed")
+            if self._unsent_bytes > MAX_UNSENT_BYTES:
+                raise Backpressure
+            self._unsent_bytes += frame.size
+            self._unsent.append(frame)
+        self._push()
+
+    def _push(self) -> None:
+        """Send what the socket takes now. Who holds the lock does the same after he let go of it, so that nothing is
+        left behind."""
+        while self._unsent and not self.closed and self._send_lock.acquire(blocking=False):
+            try:
+                if not self._flush(None, None):
+                    return
+            finally:
+                self._send_lock.release()
+
+    def _send(self, frame: _OutgoingFrame | None, deadline: float) -> None:
+        """Send a message, or what was submitted, and wait until the socket has taken it. Raises `TimedOut`."""
+        if not self._send_lock.acquire(timeout=max(0.0, deadline - self._clock.monotonic_seconds())):
+            raise TimedOut
+        try:
+            if self.closed:
+                raise Unreachable("the connection is closed")
+            if frame is not None:
+                with self._state:
+                    self._unsent_bytes += frame.size
+                    self._unsent.append(frame)
+            if not self._flush(frame, deadline):
+                if frame is not None and len(frame.rest) == frame.size:
+                    self._sent(frame)  # it need not be sent any more; one that was begun must be
+                raise TimedOut
+        finally:
+            self._send_lock.release()
+        if self._unsent:
+            self._push()
+
+    def _flush(self, last: _OutgoingFrame | None, deadline: float | None) -> bool:
+        """Send what waits, up to that message if one is given. False where the socket takes no more before the
+        deadline, which without one is now. Under the send lock."""
+        try:
+            while self._unsent if last is None else last.rest:
+                frame = self._unsent[0]
+                try:
+                    frame.rest = frame.rest[self._socket.send(frame.rest, socket.MSG_NOSIGNAL) :]
+                except BlockingIOError:
+                    if deadline is None or not self._wait(select.POLLOUT, deadline):
+                        return False
+                if not frame.rest:
+                    self._sent(frame)
+        except OSError as error:
+            self._break(error)
+        except BaseException:  # interrupted in the middle of a message
+            self._hang_up()
+            raise
+        return True
+
+    def _sent(self, frame: _OutgoingFrame) -> None:
+        with self._state:
+            self._unsent.remove(frame)
+            self._unsent_bytes -= frame.size
+
+    # In ------------------------------------------------------------------------------------------------------------
+
+    def _await(self, number: int, deadline: float) -> _KeptAnswer:
+        """Raises `TimedOut`, also where answers to others keep coming."""
+        has_read = False
+        while True:
+            with self._state:
+                while True:
+                    kept = self._take_answer(number)
+                    if kept is not None:
+                        return kept
+                    if has_read and self._clock.monotonic_seconds() >= deadline:
+                        raise TimedOut
+                    if not self._reading:
+                        self._reading = True
+                        break
+                    if not self._state.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+                        raise TimedOut
+            try:
+                came = self._receive(deadline)
+            finally:
+                with self._state:
+                    self._reading = False
+                    self._state.notify_all()
+            if not came:
+                raise TimedOut
+            has_read = True
+
+    def _take_answer(self, number: int) -> _KeptAnswer | None:
+        """An answer that is there. Under the state's lock."""
+        kept = self._asked[number]
+        if kept is not None:
+            del self._asked[number]
+        elif self.closed:
+            raise Unreachable("the connection is closed")
+        return kept
+
+    def _decoded(self, kept: _KeptAnswer) -> AnsweredCall:
+        try:
+            return AnsweredCall(m.unpack_answer(kept.answer), kept.descriptors)
+        except ValueError as error:
+            for descriptor in kept.descriptors:
+                os.close(descriptor)
+            self._break(error)
+
+    def _receive(self, deadline: float | None) -> bool:
+        """Read what there is, at least one piece; False if nothing came before the deadline, which without one is
+        now."""
+        try:
+            try:
+                piece = self._receive_piece()
+            except BlockingIOError:
+                if deadline is None or not self._wait(select.POLLIN, deadline):
+                    return False
+                piece = self._receive_piece()
+            if not piece:
+                raise ConnectionResetError
+            self.heard_at = self._clock.monotonic_seconds()
+            self._read += piece
+            self._take_answers()
+        except Exception as error:  # whatever it was that came, or somebody hangs up and closed the descriptors
+            self._break(error)
+        except BaseException:  # interrupted: nobody knows how much of an answer was taken
+            self._hang_up()
+            raise
+        return True
+
+    def _receive_piece(self) -> bytes:
+        """What there is to read; descriptors are kept. (`socket.recv_fds` drops the flags that it is given.)"""
+        room = socket.CMSG_SPACE(m.MAX_EXTENTS * _DESCRIPTOR.size)
+        piece, beside, _, _ = self._socket.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in beside:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = len(data) - len(data) % _DESCRIPTOR.size
+                self._descriptors.extend(number for (number,) in _DESCRIPTOR.iter_unpack(data[:whole]))
+        return piece
+
+    def _take_answers(self) -> None:
+        read = self._read
+        while len(read) >= m.LENGTH_BYTES:
+            length = int.from_bytes(read[: m.LENGTH_BYTES], "little")
+            if length > _MAX_ANSWER_BYTES:
+                raise ValueError("an answer that is too long")
+            if len(read) < m.LENGTH_BYTES + length:
+                return
+            reply, answer = m.unpack_outline(bytes(memoryview(read)[m.LENGTH_BYTES : m.LENGTH_BYTES + length]))
+            del read[: m.LENGTH_BYTES + length]
+            self._take(reply, answer)
+
+    def _take(self, reply: m.Outline, answer: object) -> None:
+        descriptors: list[int] = []
+        if isinstance(answer, m.ExtentsReply):
+            if len(self._descriptors) < len(answer.extents):
+                raise ValueError("descriptors are missing")
+            descriptors = [self._descriptors.popleft() for _ in answer.extents]
+        elif isinstance(answer, m.NotifyPipeReply) and self._descriptors:  # else this process may have no more of them
+            descriptors = [self._descriptors.popleft()]
+            if not stat.S_ISFIFO(os.fstat(descriptors[0]).st_mode):
+                os.close(descriptors[0])
+                raise ValueError("a descriptor of something else")
+        with self._state:
+            self._retired += reply.retired
+            if reply.number in self._asked:
+                self._asked[reply.number] = _KeptAnswer(reply.answer, descriptors)
+                return
+        if reply.number == m.NO_NUMBER and isinstance(answer, m.Failed):  # and it hangs up
+            raise ConnectionRefusedError(answer.text)
+        self._undo(answer, descriptors)
+
+    def _undo(self, answer: object, descriptors: list[int]) -> None:
+        """answer: it, or its outline."""
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(answer, m.LeasedOutline | m.Leased) and answer.reply.lease:
+            self._too_late.append(m.Release([answer.reply.lease]))
+        elif isinstance(answer, m.Attached) and answer.leases:
+            self._too_late.append(m.Release(answer.leases))
+        elif isinstance(answer, m.ReservedOutline | m.Reserved) and answer.reply.reservation:
+            self._too_late.append(m.Abort(answer.reply.reservation))
+
+    def _wait(self, event: int, deadline: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        remaining = deadline - self._clock.monotonic_seconds()
+        return bool(poll.poll(max(0.0, remaining) * 1000))
+
+    def _hang_up(self) -> None:
+        with self._state:
+            self.closed = True
+            self._state.notify_all()
+
+    def _break(self, error: Exception) -> NoReturn:
+        self._hang_up()
+        why = f"the sidecar ended it: {error}" if isinstance(error, ConnectionRefusedError) else type(error).__name__
+        raise Unreachable(f"the connection broke ({why})") from None
+
+
+def drained(queue: deque[T]) -> Iterator[T]:
+    """What is in a queue, each taken by one of all threads that empty it."""
+    while True:
+        try:
+            one = queue.popleft()
+        except IndexError:
+            return
+        yield one
+
+
+class TooLong(Exception):
+    """A message that the sidecar would refuse; its length in bytes."""

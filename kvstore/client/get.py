@@ -1,0 +1,301 @@
+"""A get under way: leased blocks into pages, decoded and verified.
+
+    column   what of a part goes through one coder: all of its layers, or one
+    piece    some blocks of some columns: first the headers of all, then the copies
+
+              first_token                 end - window + 1      end
+    full      |##################################################|      of each block all layers
+    sliding   |          nothing is touched      |###############|      the window before the end, in whole pages
+
+What it says is loaded holds in every group: of a full one every token up to the end, of a sliding one the window
+before it. Where a block fails, the end moves back to that block, and what the windows before the new end lack is read,
+if there are pages for it. Where there are none, or that fails as well, the end is where the get began. Must never count
+a token whose copy was not compared, nor write outside the pages that are its to fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvstore.block.account import Account, MissReason
+from kvstore.block.errors import LayoutMismatch, StoreClosed
+from kvstore.block.layout import KvGroup, Layout, Part
+from kvstore.block.pages import Codec, Coder, Digest, Pages
+from kvstore.client.lease import Lease
+from kvstore.protocol.door import Door, Grant
+from tiering.frame import HEADER_BYTES, digest, names_block, split_digests
+from tiering.tier import FrameSpan
+
+PIECE_BLOCKS = 128
+"""Long prompts are read in pieces of this many blocks; between two of them a release is noticed. Of a piece, what is
+small is done for all blocks, then the copies: after a copy of megabytes nothing of the interpreter's is left in a
+cache, and each change from one to the other costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `get` delivered: pages hold the prompt's tokens up to `tokens`, verified; anything behind is not valid.
+
+    Of a sliding group they hold those of the window before `tokens`, rounded down to a page; what lies before is as it
+    was. account: as in the lease, with what failed turned into a miss. reason: why it is less than leased, else None.
+    """
+
+    tokens: int
+    account: Account
+    reason: MissReason | None
+
+
+class GetSource(NamedTuple):
+    """What every get of a namespace uses. parts: those that it reads."""
+
+    door: Door
+    grant: Grant
+    codec: Codec
+    digest: Digest
+    layout: Layout
+    parts: Sequence[Part]
+
+
+@dataclass(slots=True)
+class _Column:
+    """coder: bound to the part's layers that `layers` says; what it decodes is `size` bytes of a payload from `at` on.
+    base: the prompt's token that the coder's pages begin with. known: by block, the digests in headers that were
+    checked; None where each is looked at once only. first, stop: the token from which and the block up to which it is
+    to be read.
+    """
+
+    part: Part
+    layers: slice
+    coder: Coder
+    base: int
+    at: int
+    size: int
+    known: dict[int, tuple[bytes, ...]] | None = None
+    first: int = 0
+    stop: int = 0
+
+
+class _OpenedFrames(NamedTuple):
+    """A column's share of some blocks, from `first` on: of each the bytes, and the digests of their layer slices."""
+
+    column: _Column
+    first: int
+    payloads: list[FrameSpan]
+    digests: list[tuple[bytes, ...]]
+
+
+class GetOperation:
+    """One get into these pages. Not thread-safe; the lease may be released by any thread."""
+
+    def __init__(self, source: GetSource, lease: Lease, pages: Pages, first_token: int) -> None:
+        """first_token: a page boundary at or after the lease's first block. Raises `LayoutMismatch` for pages that are
+        not what the layout and the length of this load need."""
+        self._source = source
+        self._lease = lease
+        self._pages = pages
+        self._first_token = first_token
+        self._block_tokens = source.layout.block_tokens
+        self._start = first_token // self._block_tokens
+        self._stop = min(lease.blocks, (first_token + pages.tokens) // self._block_tokens)
+        self._end = max(self._start, self._stop)
+        self._account = lease.account
+        self._reason: MissReason | None = None
+        self._columns: list[_Column] = []
+        pages.check_groups(source.layout)
+        # Of each group the first token that there is a page for.
+        self._given = {
+            group.name: first_token + pages.of_group(group.name).first_page * pages.page_tokens
+            for group in source.layout.groups
+        }
+        self._check_windows()
+
+    def whole(self) -> Loaded:
+        """All of it at once."""
+        sizes = self._source.grant.payload_bytes
+        columns = [
+            _Column(part, slice(None), *self._bound(part), at=0, size=sizes[part.index]) for part in self._source.parts
+        ]
+        self._check_pages()
+        self._read(columns)
+        return self._loaded()
+
+    def by_layer(self) -> Iterator[Loaded]:
+        """Layer by layer, in the order of their numbers; what is said of each holds for all before it as well."""
+        layers: dict[int, list[_Column]] = {}
+        for part in self._source.parts:
+            size = self._source.grant.payload_bytes[part.index] // len(part.layers)
+            known: dict[int, tuple[bytes, ...]] = {}
+            for at, layer in enumerate(part.layers):
+                bound = self._bound(replace(part, layers=(layer,)))
+                column = _Column(part, slice(at, at + 1), *bound, at=at * size, size=size, known=known)
+                layers.setdefault(layer, []).append(column)
+        self._check_pages()
+        return self._layers([layers[layer] for layer in sorted(layers)])
+
+    # Inside --------------------------------------------------------------------------------------------------------
+
+    def _layers(self, layers: Sequence[list[_Column]]) -> Iterator[Loaded]:
+        for columns in layers:
+            self._read(columns)
+            yield self._loaded()
+
+    def _loaded(self) -> Loaded:
+        has_work = self._stop > self._start
+        tokens = self._end * self._block_tokens if has_work else min(self._lease.tokens, self._first_token)
+        return Loaded(tokens, self._account, self._reason)
+
+    def _bound(self, share: Part) -> tuple[Coder, int]:
+        """A coder for some layers of a part, and the token that its pages begin with."""
+        coder = self._source.codec.bind(self._pages, self._source.layout, share)
+        return coder, self._given[share.group.name]
+
+    def _read(self, columns: Sequence[_Column]) -> None:
+        """Bring these columns up to the end, or move the end back to where they and all before them are complete.
+
+        The lease is held for as long as this takes and no longer: whoever forgets a get by layers holds nothing.
+        """
+        if not self._lease.begin_read():
+            self._cut(self._start, MissReason.DISABLED)
+            return
+        try:
+            self._columns += columns
+            for column in columns:
+                column.first, column.stop = self._needed(column.part.group, self._end), self._end
+            if not self._load(columns):
+                self._mend()
+        finally:
+            self._lease.end_read()
+
+    def _mend(self) -> None:
+        """The end moved back: windows before it begin earlier."""
+        if not any(group.window for group in self._source.layout.groups):
+            return
+        self._cut(self._covered(self._end), self._reason)
+        lacking = []
+        for column in self._columns:
+            needed = self._needed(column.part.group, self._end)
+            if needed < min(column.first, self._end * self._block_tokens):
+                column.stop = min(-(-column.first // self._block_tokens), self._end)
+                column.first = needed
+                lacking.append(column)
+        if not self._load(lacking):
+            self._cut(self._start, self._reason)
+
+    def _load(self, columns: Sequence[_Column]) -> bool:
+        """Read what these columns are to read, up to the end; whether the end is where it was."""
+        lease, end = self._lease, self._end
+        first = min([column.first // self._block_tokens for column in columns], default=end)
+        last = max([column.stop for column in columns], default=end)
+        while first < min(last, self._end):
+            if lease.released:  # meanwhile, by another thread
+                self._cut(first, MissReason.DISABLED)
+                break
+            stop = min(first + PIECE_BLOCKS, self._end)
+            self._decode([self._open(column, range(first, stop)) for column in columns])
+            first = stop
+        return self._end == end
+
+    def _decode(self, opened: Sequence[_OpenedFrames]) -> None:
+        """Blocks into the pages. The end moves back to the first one that is not good."""
+        for column, first, payloads, expected in opened:
+            count = min(len(payloads), self._end - first)
+            if count <= 0:
+                continue
+            tokens = [block * self._block_tokens - column.base for block in range(first, first + count)]
+            skip = max(0, column.first - first * self._block_tokens)
+            source = self._source
+            good = column.coder.decode(payloads[:count], tokens, skip, expected[:count], source.digest)
+            if good < count:
+                source.door.report(self._lease.reply.lease, first + good, column.part.index)
+                self._cut(first + good, MissReason.CORRUPT)
+
+    def _within(self, column: _Column, blocks: range) -> range:
+        """Those that the column is to read."""
+        first = max(blocks.start, column.first // self._block_tokens)
+        return range(first, max(first, min(blocks.stop, column.stop, self._end)))
+
+    def _open(self, column: _Column, blocks: range) -> _OpenedFrames:
+        """Of a column's blocks those up to the first whose header is not right: the end moves back to that.
+
+        A header is checked in a private copy, against the lease's digest of it and the block's name.
+        """
+        mine = self._within(column, blocks)
+        opened = _OpenedFrames(column, mine.start, [], [])
+        if not mine:
+            return opened
+        reply, keys, door = self._lease.reply, self._lease.keys, self._source.door
+        part, known = column.part, column.known
+        pinned = slice(mine.start - reply.first_block, mine.stop - reply.first_block)
+        wanted, stamp = reply.header_digests[part.index][pinned], self._source.grant.stamps[part.index]
+        at, size = HEADER_BYTES + column.at, column.size
+        try:
+            spans = door.spans(reply.places[part.index][pinned])
+        except StoreClosed:
+            self._cut(mine.start, MissReason.DISABLED)
+            return opened
+        for block, (address, view, memory), want in zip(mine, spans, wanted, strict=False):
+            found = known.get(block) if known is not None else None
+            if found is None:
+                raw = bytes(view[:HEADER_BYTES])
+                if digest(raw) != want or not names_block(raw, stamp, keys[block]):
+                    door.report(reply.lease, block, part.index)
+                    self._cut(block, MissReason.CORRUPT)
+                    return opened
+                found = split_digests(raw, len(part.layers))
+                if known is not None:
+                    known[block] = found
+            opened.payloads.append(FrameSpan(address + at, view[at : at + size], memory))
+            opened.digests.append(found[column.layers])
+        if len(spans) < len(mine):  # quarantined meanwhile, and its extent given back; or the sidecar is another one
+            is_there = door.is_within_reach(reply.lease)
+            self._cut(mine.start + len(spans), MissReason.CORRUPT if is_there else MissReason.UNREACHABLE)
+        return opened
+
+    # The end, and what it needs ------------------------------------------------------------------------------------
+
+    def _cut(self, block: int, reason: MissReason | None) -> None:
+        """The end is that block."""
+        assert block <= self._end, "the end moves back only"
+        assert reason is not None, "what is not loaded has a reason"
+        self._end, self._reason = block, reason
+        self._account = self._account.cut(block * self._block_tokens, reason)
+
+    def _needed(self, group: KvGroup, end: int) -> int:
+        """The first token that a load up to this block needs of a group."""
+        if not group.window:
+            return self._first_token
+        page = self._pages.page_tokens
+        return max(self._first_token, max(0, end * self._block_tokens - group.window + 1) // page * page)
+
+    def _lacks(self, group: KvGroup, end: int) -> bool:
+        """Whether a load up to this block needs pages of a group that are not there."""
+        needed = self._needed(group, end)
+        return needed < min(self._given[group.name], end * self._block_tokens)
+
+    def _covered(self, end: int) -> int:
+        """The last block, not behind this one, that a load can end at. A shorter load needs earlier pages: where this
+        one lacks some, so do all shorter ones, but for that of nothing."""
+        return self._start if any(self._lacks(group, end) for group in self._source.layout.groups) else end
+
+    def _check_pages(self) -> None:
+        """That no page is to be loaded twice. Before that, all codecs were bound to them."""
+        self._pages.check_once(self._source.layout)
+        self._pages.check_apart(self._source.layout)
+
+    def _check_windows(self) -> None:
+        for group in self._source.layout.groups:
+            given, page = self._given[group.name], self._pages.page_tokens
+            if not group.window and given > self._first_token:
+                raise LayoutMismatch(
+                    f"group {group.name!r} has full attention, and its pages begin at page "
+                    f"{(given - self._first_token) // page} of the table; give it all of them"
+                )
+            if self._stop > self._start and self._lacks(group, self._end):
+                needed = self._needed(group, self._end)
+                raise LayoutMismatch(
+                    f"page {(needed - self._first_token) // page} of group {group.name!r} is missing: its pages begin "
+                    f"at page {(given - self._first_token) // page}, and its window of {group.window} tokens before "
+                    f"token {self._end * self._block_tokens} begins in that one"
+                )

@@ -1,0 +1,560 @@
+"""What a user holds: a store, its namespaces, and the five verbs over token ids and pages.
+
+    match > lease > get > release,  put                                      get_by_layer: for attention to begin early
+    submit_match, submit_lease: the same for a thread that must not wait     attach: a lease of another process
+
+The handle hashes prompts and encodes pages; `getting` decodes them and checks every byte that is handed out. The store
+behind the `Door` sees keys, places and digests only. The same handle works on a store in this process and on one behind
+a socket. A miss is never an exception: the account of a match, a lease or a load says where each token came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Integral, Real
+from typing import Any, Protocol, TypeVar
+
+from kv_kernels.flaws import Flaw
+from kvstore.block.account import REASON_OF_FLAW, Account, HitTier, MissReason
+from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
+from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, Prompt, as_extra_keys, token_bytes
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Codec, Coder, Digest, Pages, cut
+from kvstore.client.get import GetOperation, GetSource, Loaded
+from kvstore.client.lease import Lease
+from kvstore.client.pending import PendingReply
+from kvstore.config import MAX_SECONDS
+from kvstore.protocol.door import (
+    MAX_PRIORITY,
+    Door,
+    Grant,
+    LeaseReply,
+    MatchReply,
+    ReservationLost,
+    ReserveReply,
+    check_collective,
+    collective_of,
+)
+from kvstore.protocol.requests import check_request
+from kvstore.protocol.ticket import LeaseTicket
+from tiering.frame import HEADER_BYTES, digest
+
+T = TypeVar("T")
+DURABILITIES = ("volatile", "disk")
+DURABLE_SECONDS = 30.0
+"""How long a put waits for the disk before it says that it was too slow."""
+EARLY_BLOCKS, LAST_BLOCKS = 48, 16
+"""Where it helps, so many blocks at a time are committed while the next ones are being filled; the last few are waited
+for."""
+WINDOW_BLOCKS = 128
+"""Long prompts are put in pieces of this many blocks. Others see the first blocks early, and wait at most about a
+millisecond for the lock. Of a piece, what is small is done for all blocks, then the copies: after a copy of megabytes
+nothing of the interpreter's is left in a cache, and each change from one to the other stops a second thread that puts
+(pieces of 64 took it from 0.88 to 0.83 of memcpy)."""
+_STANDS_IN_THE_WAY = frozenset(
+    {MissReason.DISABLED, MissReason.UNREACHABLE, MissReason.IN_FLIGHT, MissReason.DEADLINE, MissReason.BUSY}
+)
+"""Of a put, whatever pages it has."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """How much of a prompt is stored. Pins nothing: only a lease is a promise.
+
+    keys: the prefix key of every full block. blocks, tokens: the readable prefix. tiers: runs of (tier, blocks).
+    account: every token of the prompt, by tier or reason. reason, detail: why the prefix ends where it does.
+    """
+
+    keys: list[bytes] = field(repr=False)
+    blocks: int
+    tokens: int
+    tiers: tuple[tuple[HitTier, int], ...]
+    account: Account
+    reason: MissReason | None
+    detail: str
+
+    @property
+    def tier_of_block(self) -> list[HitTier]:
+        """The tier of every readable block, in order."""
+        return [tier for tier, blocks in self.tiers for _ in range(blocks)]
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What a put did, in blocks from the prompt's start.
+
+    present: leading blocks that were there before. stored: blocks that are new. stopped_at: the first offered block
+    that is not held, with its reason; None when all full blocks of the prompt are held. detail: of the reason, for
+    people; may be empty.
+
+    Of a collective put it is what this process did: stored counts blocks that it filled, which are readable once all
+    others have filled theirs. What ends the put elsewhere afterwards is not in it: the next match says what is there.
+    """
+
+    present: int
+    stored: int
+    stopped_at: int | None
+    reason: MissReason | None
+    detail: str = field(default="", compare=False)
+
+
+class Reading(Protocol):
+    """Asked by a put before and after it reads pages, which is while it fills slots and not while it waits for any."""
+
+    def begin(self) -> bool:
+        """Whether the pages may still be read."""
+        ...
+
+    def end(self) -> None:
+        """They are not read any more. Called once for each `begin` that said yes."""
+        ...
+
+
+class NamespaceHandle:
+    """The five verbs in one namespace. Thread-safe; pages and leases belong to whoever passes them."""
+
+    def __init__(
+        self,
+        door: Door,
+        namespace: Namespace,
+        codec: Codec,
+        digest: Digest = digest,
+        shard: int | None = None,
+        name: str = "",
+    ) -> None:
+        """shard: whose heads pages hold; all heads if None. The namespace in the store is the same for all. name: of
+        the model, for people."""
+        self._parts = namespace.layout.parts_of(shard)
+        self.shard = shard
+        self.namespace = namespace
+        self.layout = namespace.layout
+        self.model = namespace.model
+        self.block_tokens = namespace.layout.block_tokens
+        self._door = door
+        self._codec = codec
+        self._digest = digest
+        payload_bytes = [codec.payload_bytes(part) for part in namespace.layout.parts]
+        codec.prepare(namespace.layout)  # which may take long, and needs no store
+        self._grant: Grant = door.open_namespace(namespace, payload_bytes, name)
+        self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
+        self._source = GetSource(door, self._grant, codec, digest, namespace.layout, self._parts)
+
+    @property
+    def door(self) -> Door:
+        """The store behind this handle, as its tenant sees it."""
+        return self._door
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `get` delivers bit for bit what was put. If not, what it delivered must not be put again: every
+        further encoding would add its own error."""
+        return self._codec.is_exact
+
+    @property
+    def number(self) -> int:
+        """The namespace's number in its store."""
+        return self._grant.number
+
+    def hashed(
+        self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), after: Prompt | None = None
+    ) -> Prompt:
+        """A prompt's keys, to be used by several verbs, or by another process of the engine.
+
+        after: what an earlier call made of the beginning of this prompt; token_ids are then those behind its last full
+        block, and extra_keys those of the whole prompt.
+        """
+        known = after.keys if after is not None else []
+        raw = token_bytes(token_ids)
+        keys = self._hasher.keys(raw, as_extra_keys(extra_keys), known)
+        return Prompt(len(known) * self.block_tokens + len(raw) // 4, keys)
+
+    def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = ()) -> Match:
+        """The longest stored prefix of a prompt, and why it ends there. Pins nothing and changes nothing.
+
+        token_ids: list, array, numpy array or torch tensor of ids, or their uint32 little-endian bytes; or a `Prompt`.
+        extra_keys: what else the KV depends on (adapter digest, image hashes, salt), in an order of the caller's; a
+        `Prompt` has them already.
+        """
+        tokens, keys = self._hashed(token_ids, extra_keys)
+        return self._matched(tokens, keys, self._door.match(self.number, keys))
+
+    def submit_match(
+        self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), deadline_ms: float = 50
+    ) -> PendingReply[Match]:
+        """`match` for a thread that must not wait: `poll` returns it once it is there, or a miss once it is late.
+
+        The prompt is hashed here, in the caller's thread: some 0.3 ms for 32,768 tokens given as an array.
+        """
+        _check_deadline(deadline_ms)
+        tokens, keys = self._hashed(token_ids, extra_keys)
+        submitted = self._door.submit_match(self.number, keys, deadline_ms)
+        cancelled = MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled")
+        return PendingReply(
+            submitted, partial(self._matched, tokens, keys), partial(self._matched, tokens, keys, cancelled)
+        )
+
+    def lease(self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = "") -> Lease:
+        """Pin what `match` found, or less: what was evicted meanwhile, or would pin too much, is cut off with a reason.
+
+        first_token: the prompt's tokens before it are not wanted; frames are pinned from its block on.
+        deadline_ms: how long to wait for blocks that have to be brought up from lower tiers. request: the engine's name
+        for what this serves; `release_request` of the store ends all leases of that name.
+        """
+        wanted = self._wanted(match, first_token, deadline_ms, request)
+        return self._leased(match, request, self._door.lease(self.number, *wanted))
+
+    def submit_lease(
+        self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = ""
+    ) -> PendingReply[Lease]:
+        """`lease` for a thread that must not wait: `poll` returns the `Lease` once it is there.
+
+        Soon after its deadline, or where the store cannot be asked, that is an empty one with a reason. A lease that is
+        granted after it was cancelled or forgotten is given back.
+        """
+        wanted = self._wanted(match, first_token, deadline_ms, request)
+        submitted = self._door.submit_lease(self.number, *wanted)
+        cancelled = LeaseReply(0, wanted[1], 0, reason=MissReason.DISABLED, detail="it was cancelled")
+        pending = PendingReply(
+            submitted, partial(self._leased, match, request), partial(self._leased, match, "", cancelled)
+        )
+        self._door.requests.add(request, pending)
+        return pending
+
+    def attach(self, ticket: bytes) -> Lease:
+        """Hold a lease that another process of the same engine took, by its `Lease.ticket`: a lease of this process.
+
+        It is read and released like any other, and its blocks are unpinned with the last of its holders. A ticket that
+        names nothing any more, of another session or run of the sidecar, or damaged: an empty lease with a reason.
+        """
+        try:
+            opened = LeaseTicket.open(ticket, self._grant)
+        except ValueError as error:
+            reply = LeaseReply(0, 0, 0, reason=MissReason.STALE_HINT, detail=str(error))
+            return Lease(self._door, reply, [], Account.of([]), self.block_tokens, grant=self._grant)
+        granted = opened.reply()
+        reply = self._door.attach(opened.run, granted) if opened.lease else granted
+        lost = reply.reason if reply.blocks < granted.blocks else granted.reason
+        account = opened.account().cut(reply.blocks * self.block_tokens, lost or MissReason.EVICTED)
+        lease = Lease(self._door, reply, opened.prompt_keys(), account, self.block_tokens, opened.request, self._grant)
+        self._door.requests.add(opened.request, lease)
+        return lease
+
+    def get(self, lease: Lease, into: Pages, first_token: int = 0) -> Loaded:
+        """Copy leased blocks into pages, decode them and verify the copy; of one shard, where this handle is of one.
+
+        into: pages that cover the prompt's tokens from `first_token` on, which is a page boundary at or after the
+        lease's first block. Loads up to the lease's end or the pages', whichever comes first, in whole blocks. Of a
+        sliding group only the window before that end is read; pages of it that lie before are not needed, and not
+        touched. What lies before `first_token` is the engine's own, in all groups. Raises `LayoutMismatch` for pages
+        that this load needs and that are not there, and `LeaseExpired` for a lease that was released; where
+        `release_request` did that, it is a miss.
+        """
+        return self._getting(lease, into, first_token).whole()
+
+    def get_by_layer(self, lease: Lease, into: Pages, first_token: int = 0) -> Iterator[Loaded]:
+        """`get`, layer by layer in the order of their numbers, so that attention can begin with the first one.
+
+        Yields once per layer: what it says is loaded is so in that layer and in all before it, and never more than it
+        said before; the last one says what `get` would have. Reads when it is asked for the next layer, and holds
+        nothing meanwhile: whoever releases the lease in between ends it. Blocks that DRAM has no room for come from
+        NVMe with all their layers, and then all is read before the first layer is told. Raises as `get` does, at once.
+        """
+        return self._getting(lease, into, first_token).by_layer()
+
+    def _getting(self, lease: Lease, into: Pages, first_token: int) -> GetOperation:
+        _check_kind("lease", lease, Lease, "what `lease` returned")
+        _check_kind("into", into, Pages, "kvstore.Pages(planes=..., table=..., page_tokens=...)")
+        if lease.released and not lease.ended:
+            raise LeaseExpired("the lease was released; take a new one")
+        if first_token < lease.first_token or first_token % into.page_tokens:
+            raise BadInput(
+                f"first_token={first_token} must be a multiple of the page ({into.page_tokens} tokens) and not before "
+                f"the lease's first token {lease.first_token}"
+            )
+        return GetOperation(self._source, lease, into, first_token)
+
+    def release(self, lease: Lease) -> None:
+        """Unpin. The same as leaving the lease's context."""
+        lease.release()
+
+    def put(
+        self,
+        token_ids: Any,
+        pages: Pages,
+        first_token: int = 0,
+        durability: str = "volatile",
+        ttl: float | None = None,
+        priority: int = 0,
+        extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        reading: Reading | None = None,
+        collective: str = "",
+        deadline_ms: float | None = None,
+    ) -> PutResult:
+        """Store the full blocks of a prompt; those that are there already are skipped.
+
+        pages: cover the prompt's tokens from `first_token` on, which is a page boundary; blocks before them must be
+        stored already. A block of which a group's pages are not all there ends the put before it, as `incomplete`,
+        unless it is stored already. durability: with "disk" this returns when the whole chain is on NVMe, or says which
+        block is not and why; "volatile" does not wait for the disk. ttl: seconds for which these blocks are kept before
+        all others, as far as the store's budget for that goes; priority: from 1 to 100, the same for as many times nine
+        seconds since they were used last. 0 and less says nothing. reading: asked before pages are read, where somebody
+        may want them back meanwhile; where it says no, the put ends with what is visible, `disabled`. deadline_ms: how
+        long it may wait for the store in all, the disk included; then it ends as `deadline`. Copies do not count, and
+        where it is left out each answer has 5 s, and the disk 30.
+
+        collective: all processes of the engine that hold a shard put these tokens, from the same first token on, under
+        this name, which no other put of theirs has; in one session, each on a handle of its shard. Each fills its own
+        parts, and of those that several hold the first one to come does. None waits for the others: blocks are readable
+        once the last one has filled them, and never if one gives up, is gone, or takes longer than the store allows (30
+        s).
+        """
+        self._check_put(pages, first_token, durability, ttl, priority)
+        if collective != "":
+            check_collective(collective)
+        wait = _Wait(self._door, deadline_ms)
+        if not collective and len(self._parts) < len(self.layout.parts):
+            raise BadInput(
+                f"this handle is of shard {self.shard} and fills {len(self._parts)} of a block's "
+                f"{len(self.layout.parts)} parts; give collective=, the same name in all processes that hold a shard"
+            )
+        _, keys = self._hashed(token_ids, extra_keys)
+        first_block = -(-first_token // self.block_tokens)
+        offered = min(len(keys), (first_token + pages.tokens) // self.block_tokens)
+        if offered < len(keys):
+            raise LayoutMismatch(
+                f"pages cover the prompt up to token {first_token + pages.tokens}, its full blocks go up to "
+                f"{len(keys) * self.block_tokens}; give more pages or fewer token ids"
+            )
+        if collective:  # the same windows for all, whatever is there by the time that each of them asks
+            present, start = len(keys), _first_window(first_block, len(keys))
+        else:
+            start = present = wait.of(partial(self._door.present, self.number, keys))
+        if start == len(keys) and (ttl or priority > 0) and keys:  # they are to be kept for longer
+            reply = wait.of(partial(self._door.reserve, self.number, keys, len(keys), priority, ttl, None))
+            start = present = reply.present
+        if start == len(keys):
+            return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability, wait)
+        # Unusable pages must show before anything is evicted for them.
+        pages.check_groups(self.layout)
+        coders = [self._codec.bind(pages, self.layout, part) for part in self._parts]
+        pages.check_apart(self.layout)
+        given = [pages.of_group(part.group.name).first_page * pages.page_tokens for part in self._parts]
+        bases = [first_token + tokens for tokens in given]
+        complete = -(-max(bases) // self.block_tokens)
+        stored: set[int] = set()
+        for window in range(start, len(keys), WINDOW_BLOCKS):
+            stop = min(window + WINDOW_BLOCKS, len(keys))
+            wanted = min(max(complete, window) if collective else complete, stop)
+            named = collective_of(collective, stop, [part.index for part in self._parts]) if collective else None
+            reply = wait.of(partial(self._door.reserve, self.number, keys[:stop], wanted, priority, ttl, named))
+            present = min(present, reply.present) if reply.present < stop else present
+            filled, flaw, lost = 0, None, None
+            if reply.reservation:
+                filled, flaw, lost = self._fill(reply, coders, bases, reading, wait)
+            if flaw and collective:
+                filled = 0  # it ended with that, for all
+            stored.update(reply.blocks[:filled])
+            if filled < len(reply.blocks):
+                stopped_at = reply.blocks[filled]
+                reason = REASON_OF_FLAW[flaw] if flaw else lost or MissReason.DISABLED
+                ended = PutResult(present, len(stored), stopped_at, reason)
+                return self._made_durable(ended, keys[:stopped_at], durability, wait) if flaw else ended
+            if reply.reason is not None:
+                lacks_pages = reply.stopped_at is not None and first_block <= reply.stopped_at < complete
+                is_incomplete = lacks_pages and reply.reason not in _STANDS_IN_THE_WAY
+                reason = MissReason.INCOMPLETE if is_incomplete else reply.reason
+                detail = reply.detail if reason is reply.reason else ""
+                ended = PutResult(present, len(stored), reply.stopped_at, reason, detail)
+                return self._made_durable(ended, keys[: reply.stopped_at], durability, wait)
+        return self._made_durable(PutResult(present, len(stored), None, None), keys, durability, wait)
+
+    # Inside --------------------------------------------------------------------------------------------------------
+
+    def _hashed(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str]) -> tuple[int, list[bytes]]:
+        """Tokens asked for, and the keys of their full blocks."""
+        prompt = token_ids if isinstance(token_ids, Prompt) else self.hashed(token_ids, extra_keys)
+        if prompt is token_ids and (extra_keys or len(prompt.keys) > prompt.tokens // self.block_tokens):
+            raise BadInput(
+                f"{prompt} with {len(extra_keys)} extra keys; a prompt is hashed with its extra keys, and has no more "
+                f"blocks than whole ones of {self.block_tokens} tokens"
+            )
+        return prompt.tokens, prompt.keys
+
+    def _matched(self, tokens: int, keys: list[bytes], reply: MatchReply) -> Match:
+        account = self._account(tokens, len(keys), reply)
+        found = reply.blocks * self.block_tokens
+        return Match(keys, reply.blocks, found, reply.tiers, account, reply.reason, reply.detail)
+
+    def _wanted(
+        self, match: Match, first_token: int, deadline_ms: float, request: str
+    ) -> tuple[list[bytes], int, float, str]:
+        """What a lease asks for: keys, first block, milliseconds, request. Raises `BadInput`."""
+        _check_kind("match", match, Match, "what `match` or `submit_match(...).poll` returned")
+        if first_token < 0:
+            raise BadInput(f"first_token={first_token}; give 0 or more")
+        _check_deadline(deadline_ms)
+        check_request(request)
+        first_block = min(first_token // self.block_tokens, match.blocks)
+        return match.keys[: match.blocks], first_block, min(float(deadline_ms), 1000 * MAX_SECONDS), request
+
+    def _leased(self, match: Match, request: str, reply: LeaseReply) -> Lease:
+        parts: list[tuple[HitTier | MissReason, int]] = [
+            (tier, blocks * self.block_tokens) for tier, blocks in reply.tiers
+        ]
+        lost = (match.blocks - reply.blocks) * self.block_tokens
+        parts.append((reply.reason or MissReason.EVICTED, lost))
+        parts += [(part.origin, part.tokens) for part in match.account.segments if isinstance(part.origin, MissReason)]
+        account = Account.of(parts)
+        lease = Lease(self._door, reply, match.keys, account, self.block_tokens, request, self._grant)
+        self._door.requests.add(request, lease)
+        return lease
+
+    def _made_durable(self, result: PutResult, keys: Sequence[bytes], durability: str, wait: _Wait) -> PutResult:
+        """These blocks are held; with `disk` that counts only once they are on disk."""
+        if durability != "disk":
+            return result
+        left = wait.left()
+        seconds = DURABLE_SECONDS if left is None else min(DURABLE_SECONDS, left)
+        done, reason = self._door.persist(self.number, keys, seconds)
+        if reason is None:
+            return result
+        return PutResult(result.present, result.stored, done, reason)
+
+    def _fill(
+        self,
+        reply: ReserveReply,
+        coders: Sequence[Coder],
+        bases: Sequence[int],
+        reading: Reading | None,
+        wait: _Wait,
+    ) -> tuple[int, Flaw | None, MissReason | None]:
+        """Encode blocks straight into their slots and commit each part; returns the blocks that are committed, what the
+        codec found in the first block that it could not write, and how the reservation was lost, if it was. bases: of
+        each coder, the prompt's token that its pages begin with.
+
+        Those that are filled are sealed while the next ones are being filled: only the last few are waited for.
+        """
+        committed, count = 0, len(reply.blocks)
+        flaw: Flaw | None = None
+        cuts = set(range(count - LAST_BLOCKS, 0, -EARLY_BLOCKS)) if self._door.commits_early else set()
+        try:
+            for part, coder, base in zip([one.index for one in self._parts], coders, bases, strict=True):
+                if not reply.places[part]:  # another process fills it
+                    continue
+                size = self._grant.payload_bytes[part]
+                spans = [cut(span, HEADER_BYTES, size) for span in self._door.spans_to_fill(reply.places[part])]
+                tokens = [block * self.block_tokens - base for block in reply.blocks[:count]]
+                first = 0
+                digests: list[Sequence[bytes]] = []
+                # Closed before any slot is given up: a device may be writing into those that did not come yet.
+                known = min(len(tokens), len(spans))
+                if reading is not None and not reading.begin():
+                    return 0, None, None
+                try:
+                    with closing(coder.encode(tokens[:known], spans[:known], self._digest)) as encoding:
+                        for at, encoded in enumerate(encoding, 1):
+                            if isinstance(encoded, Flaw):  # those behind it are not stored: a put stores a prefix
+                                flaw, count = encoded, at - 1
+                                break
+                            digests.append(encoded)
+                            if at in cuts:
+                                self._door.post_commit(reply.reservation, part, first, digests)
+                                first, digests = at, []
+                finally:
+                    if reading is not None:
+                        reading.end()
+                committed = wait.of(partial(self._door.commit, reply.reservation, part, first, digests))
+        except ReservationLost as lost:
+            return 0, None, lost.reason
+        except StoreClosed:
+            return 0, None, None
+        finally:
+            self._door.abort(reply.reservation)
+        return committed, flaw if committed == count else None, None
+
+    def _account(self, asked: int, full_blocks: int, reply: MatchReply) -> Account:
+        parts: list[tuple[HitTier | MissReason, int]] = [
+            (tier, blocks * self.block_tokens) for tier, blocks in reply.tiers
+        ]
+        if reply.reason is not None:
+            parts.append((reply.reason, (full_blocks - reply.blocks) * self.block_tokens))
+        parts.append((MissReason.PARTIAL_BLOCK, asked - full_blocks * self.block_tokens))
+        account = Account.of(parts)
+        assert account.asked == asked, "hits and misses do not add up to the tokens asked"
+        return account
+
+    def _check_put(self, pages: Pages, first_token: int, durability: str, ttl: float | None, priority: int) -> None:
+        _check_kind("pages", pages, Pages, "kvstore.Pages(planes=..., table=..., page_tokens=...)")
+        if durability not in DURABILITIES:
+            raise BadInput(f"durability={durability!r}; allowed: {', '.join(DURABILITIES)}")
+        if durability == "disk" and not self._grant.durable:
+            raise BadInput("durability='disk' needs an NVMe tier, which this store does not have; open it with nvme=")
+        if first_token < 0 or first_token % pages.page_tokens:
+            raise BadInput(f"first_token={first_token} is not a page boundary; give a multiple of {pages.page_tokens}")
+        if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, Real) or not 0 < ttl < 1 << 40):
+            raise BadInput(f"ttl={ttl!r}; give seconds above 0 and below 2**40, or None")
+        is_whole = isinstance(priority, Integral) and not isinstance(priority, bool)
+        if not is_whole or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise BadInput(f"priority={priority!r}; give a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+
+class _Wait:
+    """How long a put may still wait for its store. Without a deadline the store says how long each answer may take."""
+
+    def __init__(self, door: Door, deadline_ms: float | None) -> None:
+        """Raises `BadInput`."""
+        if deadline_ms is not None:
+            _check_deadline(deadline_ms)
+        self._door = door
+        self._left = min(float(deadline_ms) / 1000, MAX_SECONDS) if deadline_ms is not None else None
+
+    def left(self) -> float | None:
+        """Seconds; None where nothing was said."""
+        return self._left
+
+    def of(self, ask: Callable[..., T]) -> T:
+        """What is asked, in the time that is left, which is its last argument."""
+        if self._left is None:
+            return ask()
+        asked_at = self._door.now()
+        try:
+            return ask(self._left)
+        finally:
+            self._left = max(0.0, self._left - (self._door.now() - asked_at))
+
+
+def _first_window(first_block: int, blocks: int) -> int:
+    """The first block of the window that a collective put from there on begins with."""
+    return min(first_block, max(blocks - 1, 0)) // WINDOW_BLOCKS * WINDOW_BLOCKS
+
+
+def _check_deadline(deadline_ms: float) -> None:
+    if not isinstance(deadline_ms, Real) or not deadline_ms >= 0:
+        raise BadInput(f"deadline_ms={deadline_ms!r}; give milliseconds, 0 or more")
+
+
+def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
+    if not isinstance(value, kind):
+        raise BadInput(f"{name} of type {type(value).__name__}; give {wanted}")
+
+
+class OpenStore(Protocol):
+    """What an adapter needs of a store: a namespace. `kvstore.open` returns one."""
+
+    def namespace(
+        self,
+        *,
+        model: str,
+        layout: Layout,
+        codec: str = "raw",
+        weights_epoch: int = 0,
+        config: Mapping[str, str] | None = None,
+        shard: int | None = None,
+        name: str = "",
+    ) -> NamespaceHandle:
+        """The namespace of these weights, this layout and this codec; of one rank's heads where `shard` says which.
+        name: of the model, for people."""
+        ...

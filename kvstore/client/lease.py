@@ -1,0 +1,107 @@
+"""What a user holds between verbs: a lease.
+
+A lease may be left in the middle of a get: by whoever releases it, or because the request that it serves was released
+in another thread. The get then ends at its next piece, and only after that the blocks are unpinned, so that no slot is
+used again under a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from types import TracebackType
+
+from kvstore.block.account import Account
+from kvstore.block.errors import BadInput
+from kvstore.protocol.door import Door, Grant, LeaseReply
+from kvstore.protocol.ticket import LeaseTicket
+
+
+class Lease:
+    """Pinned blocks, until released, left as a context, or run out. Made by `NamespaceHandle.lease` and its kin.
+
+    tokens: the prefix that is promised; first_token: the block boundary from which on frames are pinned. account: as in
+    a match, cut to what is promised. request: the engine's name for what it serves.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        reply: LeaseReply,
+        keys: list[bytes],
+        account: Account,
+        block_tokens: int,
+        request: str = "",
+        grant: Grant | None = None,
+    ) -> None:
+        self.reply = reply
+        self.keys = keys
+        self.blocks = reply.blocks
+        self.tokens = self.blocks * block_tokens
+        self.first_token = reply.first_block * block_tokens
+        self.account = account
+        self.reason = reply.reason
+        self.detail = reply.detail
+        self.request = request
+        self.ended = False
+        self._door = door
+        self._grant = grant
+        self._guard = threading.Lock()
+        self._readers = 0
+        self._release_later = weakref.finalize(self, door.release_later, reply.lease)
+        self._release_later.atexit = False
+
+    @property
+    def released(self) -> bool:
+        """Whether its frames may be gone."""
+        return not self._release_later.alive
+
+    def release(self) -> None:
+        """Unpin, once no get is under way. Safe to call again."""
+        with self._guard:
+            was_held = self._release_later.detach() is not None
+            is_free = not self._readers
+        if was_held and is_free:
+            self._let_go()
+
+    def end(self) -> None:
+        """The same because its request is over: what is still asked of it is a miss from now on."""
+        self.ended = True
+        self.release()
+
+    def ticket(self) -> bytes:
+        """What another process of the same engine needs to read these blocks too; see `NamespaceHandle.attach`.
+
+        Some 60 bytes a block. Good for as long as somebody holds the lease.
+        """
+        if self._grant is None:
+            raise BadInput("a lease of this kind cannot be handed on; take it with ns.lease")
+        run, number = self._door.named(self.reply.lease) if not self.released else (b"", 0)
+        return LeaseTicket.of(run, number, self.reply, self.keys, self.account, self.request).seal(self._grant)
+
+    def begin_read(self) -> bool:
+        """A get begins; False where it was released before."""
+        with self._guard:
+            if not self._release_later.alive:
+                return False
+            self._readers += 1
+            return True
+
+    def end_read(self) -> None:
+        """A get is over."""
+        with self._guard:
+            self._readers -= 1
+            was_last = not self._readers and not self._release_later.alive
+        if was_last:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._door.release(self.reply.lease)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,206 @@
+"""Questions that nobody waits for: a look-up or a lease that is submitted and polled for.
+
+    submit > poll, poll, ... > the same that the blocking verb returns
+           > cancel, or forget it: what comes later is given back
+
+A poll never waits: not for a socket, a disk, a lock that is held across either, or another thread. In a store of this
+process a lease may wait for its disk, so `LeaseThreads` has a few threads for that; a store behind a socket needs none.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from kvstore.block.account import MissReason
+from kvstore.client.lease import Lease
+from kvstore.protocol.door import LeaseReply, Submitted
+from tiering.clock import Clock
+
+R = TypeVar("R")
+T = TypeVar("T")
+LEASE_THREADS = 4
+MAX_SUBMITTED = 1024
+"""Leases that a store of this process works on, or has not begun."""
+GRACE_SECONDS = 0.05
+"""Beyond a lease's deadline, at which it is cut short: how long its answer may take."""
+BLOCK_SECONDS = 2e-5
+"""More than that for each block that is asked for: ten times what one takes on a machine that does nothing else."""
+SHORT_BLOCKS = 1024
+"""Chains up to here hold up nobody behind them."""
+MAX_QUEUED_SECONDS = 3.0
+"""That are allowed for long chains which are asked for at the same time, before one's own."""
+
+
+class PendingReply(Generic[T]):
+    """An answer that is on its way. One thread polls; any thread may cancel."""
+
+    def __init__(self, submitted: Submitted[R], finish: Callable[[R], T], cancelled: Callable[[], T]) -> None:
+        """finish: makes the answer of a reply. cancelled: the answer where nobody wants one any more."""
+        self._lock = threading.Lock()
+        self._result: T | None = None
+        self._poll: Callable[[], T | None] = lambda: _finished(submitted.poll(), finish)
+        self._cancel = submitted.cancel
+        self._cancelled = cancelled
+        self._cancel_from_finalizer = weakref.finalize(self, submitted.cancel_from_finalizer)
+        self._cancel_from_finalizer.atexit = False
+
+    def poll(self) -> T | None:
+        """The answer, the same one each time, or None while it is not there. Never waits, and never raises."""
+        if self._result is None and self._lock.acquire(blocking=False):
+            try:
+                if self._result is None:
+                    self._result = self._poll()
+                    if self._result is not None:
+                        self._cancel_from_finalizer.detach()
+            finally:
+                self._lock.release()
+        return self._result
+
+    def cancel(self) -> None:
+        """Give back what comes later; `poll` returns a miss, `disabled`. An answer that was polled already is its
+        owner's, and nothing happens to it."""
+        with self._lock:
+            if self._result is None:
+                self._cancel_from_finalizer.detach()
+                self._cancel()
+                self._result = self._cancelled()
+
+    def end(self) -> None:
+        """The request that it serves is over: cancelled, and what it led to ends as well."""
+        self.cancel()
+        if isinstance(self._result, Lease):
+            self._result.end()
+
+
+def _finished(reply: R | None, finish: Callable[[R], T]) -> T | None:
+    return finish(reply) if reply is not None else None
+
+
+class ReadyReply(Generic[R]):
+    """A question whose answer was there at once: `Submitted`."""
+
+    def __init__(self, reply: R) -> None:
+        self._reply = reply
+
+    def poll(self) -> R | None:
+        """The answer."""
+        return self._reply
+
+    def cancel(self) -> None:
+        """Nothing is held for it."""
+
+    def cancel_from_finalizer(self) -> None:
+        """Nothing is held for it."""
+
+
+class LeaseThreads:
+    """A few threads that wait for the leases of one store in this process. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(LEASE_THREADS, "kv-lease")
+        self._is_closed = False
+        self._under_way = threading.BoundedSemaphore(MAX_SUBMITTED)
+
+    def submit(
+        self,
+        lease: Callable[[float], LeaseReply],
+        release: Callable[[int], None],
+        release_later: Callable[[int], None],
+        first_block: int,
+        deadline_ms: float,
+        blocks: int = 0,
+    ) -> Submitted[LeaseReply]:
+        """lease: asks the store, for at most that many milliseconds. release, release_later: as in `Door`. blocks: of
+        the chain."""
+        asked = ThreadedReply(lease, release, release_later, first_block, deadline_ms, blocks, self._clock)
+        if not self._under_way.acquire(blocking=False):
+            text = f"{MAX_SUBMITTED} leases are under way, which is the limit"
+            return ReadyReply(LeaseReply(0, first_block, 0, reason=MissReason.BUSY, detail=text))
+        unbegun = [asked]
+        try:
+            self._pool.submit(self._run, unbegun)
+        except RuntimeError:  # it was closed, or there is no new thread; then it may be in the queue all the same
+            if self._taken(unbegun) is None:
+                return asked
+            self._under_way.release()
+            reason, text = MissReason.BUSY, "the machine has no thread for it"
+            if self._is_closed:
+                reason, text = MissReason.DISABLED, "the store is closed"
+            return ReadyReply(LeaseReply(0, first_block, 0, reason=reason, detail=text))
+        return asked
+
+    @staticmethod
+    def _taken(unbegun: list[ThreadedReply]) -> ThreadedReply | None:
+        """By one of the two sides."""
+        try:
+            return unbegun.pop()
+        except IndexError:
+            return None
+
+    def _run(self, unbegun: list[ThreadedReply]) -> None:
+        asked = self._taken(unbegun)
+        if asked is None:
+            return
+        try:
+            asked.run()
+        finally:
+            self._under_way.release()
+
+    def close(self) -> None:
+        """Begin no more; what is under way ends with the store."""
+        self._is_closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class ThreadedReply:
+    """`Submitted`: one lease. Each side says what it has done before it looks at what the other did, so that without a
+    lock a reply that nobody wants is given back by one of them, or by both, which is once."""
+
+    def __init__(
+        self,
+        lease: Callable[[float], LeaseReply],
+        release: Callable[[int], None],
+        release_later: Callable[[int], None],
+        first_block: int,
+        deadline_ms: float,
+        blocks: int,
+        clock: Clock,
+    ) -> None:
+        self._lease = lease
+        self._release = release
+        self._release_later = release_later
+        self._first_block = first_block
+        self._clock = clock
+        self._deadline = clock.monotonic_seconds() + deadline_ms / 1000
+        self._given_up_at = self._deadline + GRACE_SECONDS + BLOCK_SECONDS * blocks
+        self._reply: LeaseReply | None = None
+        self._is_unwanted = False
+
+    def run(self) -> None:
+        if self._is_unwanted:
+            return
+        remaining = self._deadline - self._clock.monotonic_seconds()
+        self._reply = reply = self._lease(max(0.0, remaining) * 1000)
+        if self._is_unwanted:
+            self._release(reply.lease)
+
+    def poll(self) -> LeaseReply | None:
+        if self._reply is not None or self._clock.monotonic_seconds() < self._given_up_at:
+            return self._reply
+        self.cancel()
+        return LeaseReply(0, self._first_block, 0, reason=MissReason.DEADLINE, detail="it was not there in time")
+
+    def cancel(self) -> None:
+        self._is_unwanted = True
+        if self._reply is not None:
+            self._release(self._reply.lease)
+
+    def cancel_from_finalizer(self) -> None:
+        self._is_unwanted = True
+        if self._reply is not None:
+            self._release_later(self._reply.lease)

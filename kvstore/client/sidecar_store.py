@@ -1,0 +1,115 @@
+"""The client of the sidecar: a store that is another process on this host.
+
+Several processes of one engine open it with the same session: the first one's is theirs. Must import without torch, and
+quickly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from kvstore.block.display_names import checked_name
+from kvstore.block.errors import BadInput
+from kvstore.block.identity import Namespace
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Codec
+from kvstore.client.handle import NamespaceHandle
+from kvstore.client.socket_door import CallLimits, SocketDoor
+from kvstore.config import MAX_SOCKET_BYTES
+from kvstore.protocol.messages import MAX_SESSION_BYTES, MIN_SESSION_BYTES
+from tiering.clock import Clock
+
+
+class SidecarStore:
+    """A store in another process on this host. Close it, or use it as a context."""
+
+    def __init__(
+        self, door: SocketDoor, codecs: Callable[[str], Codec], before_close: Callable[[], object] = lambda: None
+    ) -> None:
+        """before_close: ends what the codecs have going with the sidecar's memory."""
+        self._door = door
+        self._codecs = codecs
+        self._before_close = before_close
+
+    def namespace(
+        self,
+        *,
+        model: str,
+        layout: Layout,
+        codec: str = "raw",
+        weights_epoch: int = 0,
+        config: Mapping[str, str] | None = None,
+        shard: int | None = None,
+        name: str = "",
+    ) -> NamespaceHandle:
+        """As in an embedded store. Raises `Unreachable` where there is no sidecar, after some time."""
+        namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
+        return NamespaceHandle(self._door, namespace, self._codecs(codec), shard=shard, name=checked_name(name))
+
+    def drop(self, namespace: NamespaceHandle) -> int:
+        """Evict a namespace from every tier; returns how many blocks it had."""
+        if not isinstance(namespace, NamespaceHandle) or namespace.door is not self._door:
+            raise BadInput("give a namespace that this store opened; drop others where they are from")
+        return self._door.drop(namespace.number)
+
+    @property
+    def session(self) -> str:
+        """The token of this engine's session, as text, for `kvstore.open(session=...)` in its other processes."""
+        return self._door.session.hex()
+
+    def release_request(self, request: str) -> None:
+        """End every lease, and every submitted one, that this process took or attached to for a request of the engine.
+
+        Waits for nothing. A get that is under way ends at its next piece. Other processes keep what they hold.
+        """
+        self._door.requests.release(request)
+
+    def close(self) -> None:
+        """Hang up. What is leased ends. Safe to call again."""
+        self._before_close()
+        self._door.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._door.closed
+
+    def __enter__(self) -> SidecarStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_sidecar(
+    path: str,
+    *,
+    codecs: Callable[[str], Codec],
+    clock: Clock,
+    session: str,
+    engine: str = "",
+    before_close: Callable[[], object] = lambda: None,
+) -> SidecarStore:
+    """The store behind a socket. Nothing is asked of it before a namespace is opened. Raises `BadInput`.
+
+    session: the engine's own token as hexadecimal digits, made at random by its first process. before_close: ends what
+    the codecs have going with the sidecar's memory.
+    """
+    if "\0" in path:
+        raise BadInput(f"unix:{path!r} is no socket's path; give a path without NUL")
+    if len(os.fsencode(path)) > MAX_SOCKET_BYTES:
+        raise BadInput(f"unix:{path} is longer than {MAX_SOCKET_BYTES} bytes; give a shorter path, or a relative one")
+    try:
+        token = bytes.fromhex(session)
+    except (TypeError, ValueError):
+        token = b""
+    if not MIN_SESSION_BYTES <= len(token) <= MAX_SESSION_BYTES:
+        raise BadInput(
+            f"session= is not a session's token; give the `session` of another store of this engine, which is text, or "
+            f"{2 * MIN_SESSION_BYTES} to {2 * MAX_SESSION_BYTES} random hexadecimal digits"
+        )
+    return SidecarStore(SocketDoor(path, engine, token, clock, CallLimits()), codecs, before_close)

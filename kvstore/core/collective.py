@@ -1,0 +1,292 @@
+"""Collective puts: blocks whose parts several processes hold, stored as one.
+
+Each rank of a tensor-parallel engine has its own heads of every layer, and a block is readable with all of them only.
+
+    reserve, by whoever is first    rows, and slots for all parts: an ordinary reservation
+    reserve, by each of the others  the same answer, with the slots of the parts that are the caller's
+    commit                          each of its own parts
+    the last one's last commit      the blocks are visible
+
+What one process was given is its *share*: a part is in one share only, so no slot ever has two writers. A share is over
+once all its parts are committed, or when its process says that it writes no more (`abort`), or is gone and maps nothing
+any more. A put is over when it is visible, or lost: one share was given up early, one process is gone, or the time for
+it has passed. What is lost never becomes visible, and its slots stay taken until the last share is over.
+
+Whoever comes after that is told how it ended, and reserves nothing: by then nobody else would fill the other parts.
+
+This file keeps the books and does nothing else; `store` reserves, publishes and frees, and holds the lock meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import msgspec
+
+from kvstore.block.account import MissReason
+from kvstore.core.leases import ReservationRecord
+from kvstore.protocol.door import ReserveReply
+
+MAX_UNDER_WAY = 256
+"""Collective puts of one session at a time; the next one is told `quota`."""
+ENDED_KEPT, ALL_ENDED_KEPT = 4096, 32_768
+"""How many that are over are remembered, of one session and of all."""
+ENDED_SECONDS = 120.0
+"""For how long: whoever is later than that reserves anew, and is alone with it."""
+ANSWER_SECONDS = 3.0
+"""How long the others wait for what the first one is told."""
+
+Name = tuple[bytes, int, str]
+"""Session, namespace, and the name that the session's processes agreed on."""
+Chain = tuple[int, int, bytes]
+"""The first block, how many there are up to the end, and the last one's key, which names all before it as well."""
+
+
+@dataclass(eq=False, slots=True)
+class CollectivePut:
+    """One put. answer: what the first was told, with all places; None while that is not known. unclaimed: parts that
+    are in no share yet. shares: those that are not over, by number. ending: what is told once it is over."""
+
+    name: Name
+    chain: Chain
+    record: ReservationRecord | None = None
+    answer: ReserveReply | None = None
+    unclaimed: set[int] = field(default_factory=set)
+    shares: set[int] = field(default_factory=set)
+    expires_at: float = 0.0
+    ending: ReserveReply | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Participant:
+    """The parts of a put that one process fills."""
+
+    put: CollectivePut
+    record: ReservationRecord
+    parts: tuple[int, ...]
+
+    @property
+    def done(self) -> int:
+        """Blocks of which all of it is committed."""
+        return min([self.record.done[part] for part in self.parts])
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    chain: Chain
+    ending: ReserveReply
+    until: float
+
+
+class CollectivePuts:
+    """All collective puts of a store."""
+
+    def __init__(self, seconds: float) -> None:
+        """seconds: how long a put may take from its first answer on."""
+        self._seconds = seconds
+        self._puts: dict[Name, CollectivePut] = {}  # that are not over
+        # Those of them that have an answer, the first to expire.
+        self._due: OrderedDict[Name, CollectivePut] = OrderedDict()
+        self.due_at = inf  # when that is; may be read without the lock
+        self._under_way: Counter[bytes] = Counter()
+        self._of_record: dict[int, CollectivePut] = {}  # with slots: until they are visible, or given back
+        self.participants: dict[int, Participant] = {}  # by the number that each was given
+        self._ended: OrderedDict[Name, _Ended] = OrderedDict()
+        self._ended_of: dict[bytes, deque[Name]] = {}
+
+    # Coming --------------------------------------------------------------------------------------------------------
+
+    def find(self, name: Name, chain: Chain, now: float) -> CollectivePut | ReserveReply | None:
+        """The put of that name, or how it ended; None where nobody has asked for it yet."""
+        put = self._puts.get(name)
+        if put is not None:
+            return put
+        self._forget(now)
+        ended = self._ended.get(name)
+        return _told(chain, ended.chain, ended.ending) if ended is not None else None
+
+    def begin(self, name: Name, chain: Chain, now: float) -> CollectivePut | ReserveReply:
+        """The first one asks. Everybody is told the same, also where there are too many."""
+        if self._under_way[name[0]] >= MAX_UNDER_WAY:
+            refused = ReserveReply(0, 0, stopped_at=0, reason=MissReason.QUOTA)
+            self._remember(name, _Ended(chain, refused, now + ENDED_SECONDS))
+            return refused
+        put = self._puts[name] = CollectivePut(name, chain)
+        self._under_way[name[0]] += 1
+        return put
+
+    def reserved(self, put: CollectivePut, record: ReservationRecord) -> None:
+        """It has rows from now on, and soon slots."""
+        put.record = record
+        self._of_record[record.number] = put
+
+    def answered(self, put: CollectivePut, reply: ReserveReply, now: float) -> None:
+        """What the first one is told, and so all others."""
+        put.answer = reply
+        if not reply.reservation:
+            if put.record is not None:
+                self._of_record.pop(put.record.number, None)
+            self._end(put, reply, now)
+        elif put.ending is None:
+            put.unclaimed = set(range(len(reply.places)))
+            put.expires_at = now + self._seconds
+            self._due[put.name] = put
+            self._set_due()
+
+    def join(
+        self, put: CollectivePut, chain: Chain, parts: Sequence[int], new_number: Callable[[], int]
+    ) -> ReserveReply:
+        """A share of those of the parts that nobody fills yet, under a number of its own; or why there is none."""
+        if chain != put.chain or put.ending is not None:
+            assert put.answer is not None
+            return _told(chain, put.chain, put.ending or put.answer)
+        reply, record = put.answer, put.record
+        assert reply is not None and record is not None and reply.reservation == record.number
+        mine = tuple(part for part in parts if part in put.unclaimed)
+        if not mine:
+            return ReserveReply(0, reply.present, stopped_at=reply.blocks[0], reason=MissReason.IN_FLIGHT)
+        put.unclaimed.difference_update(mine)
+        number = new_number()
+        put.shares.add(number)
+        self.participants[number] = Participant(put, record, mine)
+        places = tuple([*column] if part in mine else [] for part, column in enumerate(reply.places))
+        return msgspec.structs.replace(reply, reservation=number, places=places)
+
+    # Going on ------------------------------------------------------------------------------------------------------
+
+    def let_go(self, number: int) -> Participant:
+        """A share is over: its process writes into its slots no more."""
+        share = self.participants.pop(number)
+        share.put.shares.discard(number)
+        return share
+
+    def in_flight_rows(self, put: CollectivePut) -> dict[int, int]:
+        """Rows of other puts of the same session and namespace, with the numbers of their reservations. A put may go on
+        behind these: the processes that store them are its own."""
+        rows: dict[int, int] = {}
+        for other in self._due.values():
+            if other.name[:2] == put.name[:2] and other.record is not None:
+                rows.update(dict.fromkeys(other.record.rows[other.record.published :], other.record.number))
+        return rows
+
+    # Ending --------------------------------------------------------------------------------------------------------
+
+    def visible(self, record: ReservationRecord, now: float) -> bool:
+        """All of a reservation is visible; whether it was a collective one."""
+        put = self._of_record.pop(record.number, None)
+        if put is None:
+            return False
+        assert put.answer is not None and not put.shares, "what is visible was committed by all"
+        stopped_at, reason = put.answer.stopped_at, put.answer.reason
+        held = put.chain[1] if stopped_at is None else stopped_at
+        self._end(put, ReserveReply(0, held, stopped_at=stopped_at, reason=reason), now)
+        return True
+
+    def lost(self, record: ReservationRecord, now: float) -> bool:
+        """A reservation is given up for all; whether it was a collective one that nobody has a share of, so that its
+        slots can be given back."""
+        put = self._of_record.get(record.number)
+        if put is None:
+            return False
+        present = put.answer.present if put.answer is not None else 0
+        stopped_at = record.indexes[record.published] if record.published < len(record.indexes) else present
+        ending = ReserveReply(0, present, stopped_at=stopped_at, reason=MissReason.DISABLED)
+        self._end(put, ending, now)
+        return not put.shares
+
+    def freed(self, record: ReservationRecord) -> None:
+        """The slots of one that was lost were given back."""
+        self._of_record.pop(record.number, None)
+
+    def is_written(self, record: ReservationRecord) -> bool:
+        """Whether anybody may still write into the slots of one that was lost."""
+        return bool(self._of_record[record.number].shares)
+
+    def expire_due(self, now: float) -> Iterator[ReservationRecord]:
+        """Those whose time is over; the caller gives each up before it asks for the next."""
+        while self._due:
+            put = next(iter(self._due.values()))
+            if put.expires_at > now:
+                return
+            assert put.record is not None
+            yield put.record
+
+    def _set_due(self) -> None:
+        self.due_at = next(iter(self._due.values())).expires_at if self._due else inf
+
+    def _end(self, put: CollectivePut, ending: ReserveReply, now: float) -> None:
+        if put.ending is not None:
+            return
+        put.ending = ending
+        del self._puts[put.name]
+        if self._due.pop(put.name, None) is not None:
+            self._set_due()
+        session = put.name[0]
+        self._under_way[session] -= 1
+        if not self._under_way[session]:
+            del self._under_way[session]
+        self._remember(put.name, _Ended(put.chain, ending, now + ENDED_SECONDS))
+
+    def _remember(self, name: Name, ended: _Ended) -> None:
+        of_session = self._ended_of.setdefault(name[0], deque())
+        if len(of_session) == ENDED_KEPT:
+            del self._ended[of_session.popleft()]
+        elif len(self._ended) == ALL_ENDED_KEPT:
+            self._forget_oldest()
+        self._ended[name] = ended
+        self._ended_of.setdefault(name[0], of_session).append(name)
+
+    def _forget(self, now: float) -> None:
+        while self._ended and next(iter(self._ended.values())).until <= now:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        name, _ = self._ended.popitem(last=False)
+        of_session = self._ended_of[name[0]]
+        assert of_session.popleft() == name, "both are in the order in which they ended"
+        if not of_session:
+            del self._ended_of[name[0]]
+
+    # Facts ---------------------------------------------------------------------------------------------------------
+
+    def under_way(self) -> dict[bytes, int]:
+        """How many collective puts have slots, of each session: those included that were lost and may be written
+        into."""
+        return Counter(put.name[0] for put in self._of_record.values())
+
+    def check(self, reservations: Mapping[int, ReservationRecord]) -> None:
+        """The books and the store's reservations agree; no part has two writers."""
+        for put in self._of_record.values():
+            record = put.record
+            assert record is not None and reservations.get(record.number) is record
+            assert record.cancelled == (put.ending is not None)
+            assert not record.cancelled or put.shares, "slots that nobody writes into are given back"
+            assert (put.name in self._due) == (put.answer is not None and put.ending is None)
+        for number, share in self.participants.items():
+            assert number in share.put.shares and self._of_record[share.record.number] is share.put
+            assert share.done < share.record.filled, "it was over with its last block"
+            assert not share.put.unclaimed.intersection(share.parts)
+        for put in {share.put for share in self.participants.values()}:
+            parts = [part for number in put.shares for part in self.participants[number].parts]
+            assert len(parts) == len(set(parts)), "a part has one writer"
+        for record in reservations.values():
+            depends_on = [reservations[number] for number in record.depends_on]
+            assert not record.depends_on or record.number in self._of_record
+            assert not any(base.cancelled for base in depends_on), "what follows lost blocks is lost with them"
+            assert not depends_on or not (record.cancelled or record.published), "what is before it comes first"
+        assert self._under_way == Counter(put.name[0] for put in self._puts.values())
+        assert self.due_at == min((put.expires_at for put in self._due.values()), default=inf)
+        assert sum(map(len, self._ended_of.values())) == len(self._ended) <= ALL_ENDED_KEPT
+
+
+def chain_of(keys: Sequence[bytes], first_block: int) -> Chain:
+    """What all who put collectively have to agree on."""
+    return first_block, len(keys), keys[-1] if keys else b""
+
+
+def _told(asked: Chain, known: Chain, reply: ReserveReply) -> ReserveReply:
+    """What somebody is told who asks for that: other blocks under the same name are nobody's."""
+    return reply if asked == known else ReserveReply(0, 0, stopped_at=0, reason=MissReason.DIVERGED)

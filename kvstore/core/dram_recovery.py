@@ -1,0 +1,209 @@
+"""Taking over: the blocks that an earlier process left in DRAM, and a keeper held for this one.
+
+    ledgers say what was readable > headers name the blocks > parents before children, in slices under the lock > found
+
+It runs when NVMe is known, for a block in DRAM may hang below one that only NVMe has. What this process has stored
+meanwhile goes before what is found. A frame is believed by its ledger and its header's MAC; its payload is verified
+when it is leased for the first time (`Store.lease`). What fails a check, or leads to nothing, is given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvstore.block.identity import TenantKeys, root_key
+from kvstore.core.index import NO_ROW, RowState
+from kvstore.core.nvme_recovery import is_of, space_of
+from kvstore.core.table import BlockTable, OpenedNamespace
+from tiering.errors import BlockCorrupt
+from tiering.frame import FrameHeader, MacKeys, digest, open_header
+from tiering.tier import NO_PLACE, SlotClass
+
+SLICE_BLOCKS = 256
+"""Taken over at a time: the lock is held for a few milliseconds."""
+PAUSE_SECONDS = 1e-4
+"""Between two slices, so that others get the lock."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _FoundFrame:
+    """A part of a block as it was found."""
+
+    place: int
+    header: FrameHeader
+    header_digest: bytes
+
+
+@dataclass(slots=True)
+class _Family:
+    """The frames of one block and generation, by part."""
+
+    header: FrameHeader
+    frames: dict[int, _FoundFrame] = field(default_factory=dict)
+
+
+class DramRecovery:
+    """Takes over once. The lock is the store's."""
+
+    def __init__(self, blocks: BlockTable, extents: Sequence[int], keys: MacKeys, lock: threading.Lock) -> None:
+        """extents: by number, that the DRAM tier took over."""
+        self._blocks = blocks
+        self._extents = extents
+        self._keys = keys
+        self._lock = lock
+        self._over = threading.Event()
+        self._closing = threading.Event()
+        self.taken = 0
+        self.given_up = 0
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether blocks are still being taken over."""
+        return not self._over.is_set()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether it is over after at most that long."""
+        return self._over.wait(timeout_seconds)
+
+    def stop(self) -> None:
+        """Take no more over."""
+        self._closing.set()
+
+    def run(self, tenants: Mapping[bytes, TenantKeys]) -> None:
+        """Take over what can be. Never raises."""
+        try:
+            for space, families in self._found(tenants):
+                self._take_over(space, families)
+            if self._extents:
+                _log.info(
+                    "memory of the process before was taken over",
+                    extra={"extents": len(self._extents), "blocks": self.taken, "frames_given_up": self.given_up},
+                )
+        except Exception:  # what was not taken over is a miss
+            _log.exception("memory of the process before could not be taken over")
+        finally:
+            self._over.set()
+
+    # What is there -------------------------------------------------------------------------------------------------
+
+    def _found(self, tenants: Mapping[bytes, TenantKeys]) -> Iterator[tuple[OpenedNamespace, list[_Family]]]:
+        dram = self._blocks.dram
+        groups: dict[tuple[bytes, bytes], list[tuple[int, SlotClass]]] = {}
+        abouts: dict[tuple[bytes, bytes], bytes] = {}
+        with self._lock:
+            gone = set(dram.gone(self._extents))  # those without a frame, meanwhile
+            for number in [one for one in self._extents if one not in gone]:
+                slot_class = dram.class_of(number)
+                name = slot_class.tenant, slot_class.namespace
+                groups.setdefault(name, []).append((number, slot_class))
+                abouts[name] = dram.about(number)
+        for (tenant, namespace), extents in groups.items():
+            with self._lock:
+                space = space_of(self._blocks, tenants.get(tenant), namespace, abouts[tenant, namespace])
+            families: dict[tuple[bytes, int], _Family] = {}
+            for number, slot_class in extents:
+                self._read(number, slot_class, families)
+            is_known = space is not None and all(is_of(space, slot_class) for _, slot_class in extents)
+            if space is None or not is_known:  # its keys are gone
+                self._give_up(frame.place for family in families.values() for frame in family.frames.values())
+                continue
+            yield space, list(families.values())
+
+    def _read(self, number: int, slot_class: SlotClass, families: dict[tuple[bytes, int], _Family]) -> None:
+        """Sort an extent's frames; those that are not what the ledger says are given up."""
+        useless = []
+        for place, generation, raw in self._blocks.dram.found_in(number):
+            header = self._header(raw, generation, slot_class)
+            if header is None:
+                useless.append(place)
+                continue
+            family = families.setdefault((header.prefix_key, generation), _Family(header))
+            if slot_class.part in family.frames:  # a copy that was being moved
+                useless.append(place)
+            else:
+                family.frames[slot_class.part] = _FoundFrame(place, header, digest(raw))
+        self._give_up(useless)
+
+    def _header(self, raw: bytes, generation: int, slot_class: SlotClass) -> FrameHeader | None:
+        try:
+            header = open_header(raw, self._keys)
+        except BlockCorrupt:
+            return None
+        stamp = header.stamp
+        is_here = SlotClass(stamp.tenant, stamp.namespace, stamp.part, stamp.frame_bytes) == slot_class
+        return header if is_here and header.generation == generation else None
+
+    def _give_up(self, places: Iterable[int]) -> None:
+        gone = list(places)
+        with self._lock:
+            self._blocks.dram.delete(gone)
+        self.given_up += len(gone)
+
+    # Into the tables -----------------------------------------------------------------------------------------------
+
+    def _take_over(self, space: OpenedNamespace, families: list[_Family]) -> None:
+        """In the order in which they were stored, but parents first."""
+        root = root_key(space.namespace.layout.block_tokens)
+        by_key = {family.header.prefix_key: family for family in sorted(families, key=_generation)}
+        order: list[_Family] = []
+        seen: set[bytes] = set()
+        for family in by_key.values():
+            chain = []
+            current: _Family | None = family
+            while current is not None and current.header.prefix_key not in seen:
+                seen.add(current.header.prefix_key)
+                chain.append(current)
+                current = by_key.get(current.header.parent)
+            order += reversed(chain)
+        older = [family for family in families if by_key[family.header.prefix_key] is not family]
+        self._give_up(frame.place for family in older for frame in family.frames.values())
+        for first in range(0, len(order), SLICE_BLOCKS):
+            if self._closing.wait(PAUSE_SECONDS):
+                return
+            useless: list[int] = []
+            with self._lock:
+                for family in order[first : first + SLICE_BLOCKS]:
+                    if self._insert(space, family, root):
+                        self.taken += 1
+                    else:
+                        useless += [frame.place for frame in family.frames.values()]
+            self._give_up(useless)
+
+    def _insert(self, space: OpenedNamespace, family: _Family, root: bytes) -> bool:
+        """Make a block readable, if it is whole and its place in the tree is there. Under the lock."""
+        blocks, header = self._blocks, family.header
+        parts = range(len(space.classes))
+        if any(part not in family.frames for part in parts):
+            return False
+        row = blocks.index.find(space.number, header.prefix_key)
+        if row == NO_ROW:
+            parent = NO_ROW
+            if header.block_index or header.parent != root:
+                parent = blocks.index.find(space.number, header.parent)
+                if parent == NO_ROW or blocks.index.state(parent) is RowState.PENDING:
+                    return False
+                if blocks.index.depth(parent) + 1 != header.block_index:
+                    return False
+            row = blocks.begin(space.number, header.prefix_key, parent, header.priority, header.expires_at)
+        elif not self._is_below_alone(row, header.generation):
+            return False
+        frames = [family.frames[part] for part in parts]
+        places, digests = [frame.place for frame in frames], [frame.header_digest for frame in frames]
+        blocks.taken_over(row, header.generation, places, digests)
+        return True
+
+    def _is_below_alone(self, row: int, generation: int) -> bool:
+        """Whether NVMe has that very block, and DRAM has nothing of it, nor will have."""
+        blocks = self._blocks
+        if blocks.lower is None or blocks.index.state(row) is not RowState.VISIBLE or blocks.is_above(row):
+            return False
+        return blocks.residency.place(row, 0) == NO_PLACE and blocks.lower.residency.generation(row) == generation
+
+
+def _generation(family: _Family) -> int:
+    return family.header.generation

@@ -1,0 +1,404 @@
+"""The prefix index: which blocks exist, as chains.
+
+One `dict[bytes, int]` per namespace from prefix key to row, and columns by row: neither bytes nor integers are tracked
+by the garbage collector, so millions of blocks cost it nothing. A row is in one of three states:
+
+    pending   being stored: invisible, but its parent has a child and cannot be evicted
+    visible   readable; a match walks over visible rows only
+    lost    quarantined: it keeps its children's place in the chain, a match ends there, a new put fills it again
+
+The index says what is there. Bytes, places, pins and recency are the business of the floor below; callers hold a lock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from tiering.tier import TierMiss
+
+NO_ROW = -1
+
+_AT_ONCE = 4096
+"""Keys that are looked up before it is seen whether there is one among them that is not there, and before another
+thread may have the interpreter."""
+
+_REMEMBERED_BYTES = 14
+"""Of an evicted block's key: enough to tell it from all others, with the namespace in 16 bytes."""
+
+Column = np.ndarray[Any, Any]
+
+
+class RowState(IntEnum):
+    """What a row is."""
+
+    FREE = 0
+    PENDING = 1
+    VISIBLE = 2
+    LOST = 3
+
+
+_STATES = tuple(RowState)  # by number: calling an enum costs five times as much
+_PENDING, _VISIBLE, _LOST = int(RowState.PENDING), int(RowState.VISIBLE), int(RowState.LOST)  # so does comparing
+
+
+class _Names:
+    """One namespace's keys."""
+
+    __slots__ = ("forgotten", "hidden", "inserted", "mark", "tenant", "visible")
+
+    def __init__(self, tenant: bytes, number: int, forgotten: OrderedDict[bytes, None]) -> None:
+        self.tenant = tenant
+        self.forgotten = forgotten  # the tenant's: if it were one for all, each could count what others lose
+        self.mark = number.to_bytes(2, "little")  # of this namespace, in what is remembered of keys
+        self.inserted = False  # a key that did not come by `load`
+        self.visible: dict[bytes, int] = {}
+        self.hidden: dict[bytes, int] = {}  # pending and lost
+
+
+class PrefixIndex:
+    """Chains of blocks over all namespaces. `forgotten_limit`: how many evicted keys of each tenant are remembered as
+    evicted."""
+
+    def __init__(self, forgotten_limit: int = 65536) -> None:
+        self._names: list[_Names] = []
+        self._keys = np.empty(0, dtype=object)
+        self.names = array("q")  # by row: of its block whenever that comes, for whoever counts blocks without keys
+        self._parents = array("i")
+        self._children = array("i")
+        self._depths = array("i")
+        self._owners = array("h")
+        self._states = bytearray()
+        self._expires = array("q")
+        self._priorities = array("b")
+        self.has_hints = False  # whether anything was ever said of how long a block is to be kept
+        self._free_rows = array("i")
+        self._next_row = 0
+        # By tenant, in ordered dictionaries: a dict would walk over what went from its front.
+        self._forgotten: dict[bytes, OrderedDict[bytes, None]] = {}
+        self._forgotten_limit = forgotten_limit
+
+    def add_namespace(self, tenant: bytes) -> int:
+        """A number for a new namespace of a tenant."""
+        forgotten = self._forgotten.setdefault(tenant, OrderedDict())
+        self._names.append(_Names(tenant, len(self._names), forgotten))
+        assert len(self._names) < 1 << 15
+        return len(self._names) - 1
+
+    # Looking up ----------------------------------------------------------------------------------------------------
+
+    def match(self, namespace: int, keys: Sequence[bytes]) -> list[int]:
+        """Rows of the longest visible prefix of `keys`. Changes nothing."""
+        get = self._names[namespace].visible.get
+        rows: list[int | None] = []
+        for first in range(0, len(keys), _AT_ONCE):
+            rows += map(get, keys[first : first + _AT_ONCE])
+            try:
+                del rows[rows.index(None, first) :]
+                break
+            except ValueError:
+                pass
+        return rows  # type: ignore[return-value]
+
+    def matched(self, namespace: int, keys: Sequence[bytes]) -> int:
+        """How many rows `match` finds, without the rows: in a large index each is one more trip to memory."""
+        contains = self._names[namespace].visible.__contains__
+        for first in range(0, len(keys), _AT_ONCE):
+            found = list(map(contains, keys[first : first + _AT_ONCE]))
+            try:
+                return first + found.index(False)
+            except ValueError:
+                pass
+        return len(keys)
+
+    def why_not(self, namespace: int, key: bytes, parent: int) -> TierMiss | None:
+        """What is known of a key that is not visible; None where its parent goes on with other children only."""
+        names = self._names[namespace]
+        hidden = names.hidden.get(key, NO_ROW)
+        if hidden != NO_ROW:
+            return TierMiss.IN_FLIGHT if self._states[hidden] == RowState.PENDING else TierMiss.CORRUPT
+        if key[:_REMEMBERED_BYTES] + names.mark in names.forgotten:
+            return TierMiss.EVICTED
+        if parent != NO_ROW and self._children[parent]:
+            return None
+        return TierMiss.NEVER_SEEN
+
+    def elsewhere(self, namespace: int, key: bytes) -> int:
+        """Another namespace of the same tenant where this key is visible, or -1. Never another tenant's."""
+        tenant = self._names[namespace].tenant
+        for number, names in enumerate(self._names):
+            if number != namespace and names.tenant == tenant and key in names.visible:
+                return number
+        return -1
+
+    def find(self, namespace: int, key: bytes) -> int:
+        """The row of a key in any state, or `NO_ROW`."""
+        names = self._names[namespace]
+        row = names.visible.get(key, NO_ROW)
+        return row if row != NO_ROW else names.hidden.get(key, NO_ROW)
+
+    def knows_any(self, namespace: int, keys: Sequence[bytes]) -> bool:
+        """Whether any of these keys, each of which was loaded at most once, has a row."""
+        names = self._names[namespace]
+        if not names.inserted:
+            return False
+        return any(map(names.visible.__contains__, keys)) or not names.hidden.keys().isdisjoint(keys)
+
+    def state(self, row: int) -> RowState:
+        """What the row is."""
+        return _STATES[self._states[row]]
+
+    def key(self, row: int) -> bytes:
+        """The row's prefix key."""
+        key: bytes = self._keys[row]
+        return key
+
+    def parent(self, row: int) -> int:
+        """The row of the block before, or `NO_ROW` for a first block."""
+        return self._parents[row]
+
+    def depth(self, row: int) -> int:
+        """Blocks before this one."""
+        return self._depths[row]
+
+    def namespace_of(self, row: int) -> int:
+        """The namespace's number."""
+        return self._owners[row]
+
+    def children(self, row: int) -> int:
+        """Children in any state."""
+        return self._children[row]
+
+    def retention(self, row: int) -> tuple[int, int]:
+        """(priority, expires at in Unix seconds or 0), as given when the block was stored, or renewed."""
+        return self._priorities[row], self._expires[row]
+
+    def renew(self, row: int, priority: int, expires_at: int) -> None:
+        """More of either than was said before."""
+        self._priorities[row] = max(priority, self._priorities[row])
+        self._expires[row] = max(expires_at, self._expires[row])
+        self.has_hints = True
+
+    def hinted(self, rows: range) -> list[int]:
+        """Those of these rows that have a priority, or expire."""
+        columns = (self._priorities, self._expires)
+        said = [np.frombuffer(one, one.typecode)[rows.start : rows.stop] != 0 for one in columns]
+        return (np.flatnonzero(said[0] | said[1]) + rows.start).tolist()
+
+    def chain(self, row: int) -> list[int]:
+        """The row and all its ancestors: the deepest first."""
+        rows = []
+        while row != NO_ROW:
+            rows.append(row)
+            row = self._parents[row]
+        return rows
+
+    @property
+    def child_counts(self) -> Column:
+        """`children`, by row: to be let go before any row comes."""
+        return np.frombuffer(self._children, np.int32)
+
+    def families(self, rows: Sequence[int]) -> list[int]:
+        """These rows and all that follow them: the deepest first."""
+        live = np.frombuffer(self._states, np.uint8)[: self._next_row] != 0
+        up = np.append(np.frombuffer(self._parents, np.int32)[: self._next_row], NO_ROW)
+        up[:-1][~live] = NO_ROW
+        found = np.zeros(len(up), bool)  # the last one is of `NO_ROW`
+        found[np.asarray(rows, np.int64)] = True
+        while (up != NO_ROW).any():  # twice as far in each round
+            found |= found[up]
+            up = up[up]
+        members = np.flatnonzero(found)
+        depths = np.frombuffer(self._depths, np.int32)[members]
+        order: list[int] = members[np.argsort(-depths, kind="stable")].tolist()
+        return order
+
+    def rows(self, namespace: int) -> Iterator[int]:
+        """Every row of a namespace, in any state."""
+        names = self._names[namespace]
+        yield from names.visible.values()
+        yield from names.hidden.values()
+
+    @property
+    def rows_end(self) -> int:
+        """No row is as high as that."""
+        return self._next_row
+
+    def rows_and_depths(self, namespace: int, first: int, stop: int) -> tuple[Column, Column]:
+        """Those of a namespace among rows from `first` to before `stop`, in any state."""
+        states = np.frombuffer(self._states, np.uint8)[first : min(stop, self._next_row)]
+        owners = np.frombuffer(self._owners, np.int16)[first : first + len(states)]
+        rows = np.flatnonzero((owners == namespace) & (states != 0)) + first
+        return rows, np.frombuffer(self._depths, np.int32)[rows]
+
+    def is_row_of(self, row: int, namespace: int) -> bool:
+        """Whether it is a row of that namespace, in any state."""
+        return self._states[row] != 0 and self._owners[row] == namespace
+
+    def visible_blocks(self, namespace: int | None = None) -> int:
+        """Blocks that a match can find, in one namespace or in all."""
+        chosen = self._names if namespace is None else [self._names[namespace]]
+        return sum(len(names.visible) for names in chosen)
+
+    # Changing ------------------------------------------------------------------------------------------------------
+
+    def insert(self, namespace: int, key: bytes, parent: int, priority: int = 0, expires_at: int = 0) -> int:
+        """A pending row below `parent` (`NO_ROW` for a first block). The key must be new to the namespace."""
+        names = self._names[namespace]
+        assert key not in names.visible and key not in names.hidden
+        row = self._new_row()
+        self._keys[row] = key
+        self.names[row] = int.from_bytes(key[:8], "little", signed=True) ^ namespace << 48
+        self._parents[row] = parent
+        self._children[row] = 0
+        self._depths[row] = self._depths[parent] + 1 if parent != NO_ROW else 0
+        self._owners[row] = namespace
+        self._states[row] = _PENDING
+        self._priorities[row] = priority
+        self._expires[row] = expires_at
+        if priority or expires_at:
+            self.has_hints = True
+        names.hidden[key] = row
+        names.inserted = True
+        if parent != NO_ROW:
+            self._children[parent] += 1
+        return row
+
+    def publish(self, row: int) -> bool:
+        """A pending or refilled row becomes visible; whether it was pending. Its parent is visible, or lost."""
+        before = self._states[row]
+        assert before in (_PENDING, _LOST)
+        namespace, key = self._owners[row], self._keys[row]
+        names = self._names[namespace]
+        del names.hidden[key]
+        names.visible[key] = row
+        self._states[row] = _VISIBLE
+        names.forgotten.pop(key[:_REMEMBERED_BYTES] + names.mark, None)
+        return before == _PENDING
+
+    def mark_lost(self, row: int) -> None:
+        """A visible row lost its frames to a failed check; its children keep their place."""
+        assert self._states[row] == RowState.VISIBLE
+        names, key = self._names[self._owners[row]], self.key(row)
+        del names.visible[key]
+        names.hidden[key] = row
+        self._states[row] = RowState.LOST
+
+    def remove(self, row: int, *, remember: bool = False) -> int:
+        """Take a childless row out; returns its parent. `remember`: it was evicted, so that a miss can say so."""
+        assert self._children[row] == 0, "a block goes before its parent"
+        namespace, key, parent = self._owners[row], self._keys[row], self._parents[row]
+        names = self._names[namespace]
+        del (names.visible if self._states[row] == _VISIBLE else names.hidden)[key]
+        self._states[row] = 0
+        self._keys[row] = None
+        self._free_rows.append(row)
+        if parent != NO_ROW:
+            self._children[parent] -= 1
+        if remember:
+            names.forgotten[key[:_REMEMBERED_BYTES] + names.mark] = None
+            if len(names.forgotten) > self._forgotten_limit:
+                names.forgotten.popitem(last=False)
+        return parent
+
+    def forget(self, tenant: bytes) -> None:
+        """What is remembered of a tenant that never comes again."""
+        self._forgotten.pop(tenant, OrderedDict()).clear()
+
+    @property
+    def remembered(self) -> dict[bytes, int]:
+        """How many evicted keys of each tenant are."""
+        return {tenant: len(keys) for tenant, keys in self._forgotten.items()}
+
+    # Many at once, after a restart ---------------------------------------------------------------------------------
+
+    def load(
+        self, namespace: int, keys: Sequence[bytes], depths: Column, priorities: Column, expires_at: Column
+    ) -> range:
+        """Visible rows for blocks that were found on disk, each key new to the namespace. `link` follows at once."""
+        names = self._names[namespace]
+        heads = np.frombuffer(b"".join([key[:8] for key in keys]), np.int64)
+        first = self._next_row
+        stop = first + len(keys)
+        self._grow(stop)
+        self._next_row = stop
+        self._keys[first:stop] = keys
+        np.frombuffer(self.names, np.int64)[first:stop] = heads ^ namespace << 48
+        for column, values in (
+            (self._children, 0),
+            (self._depths, depths),
+            (self._owners, namespace),
+            (self._expires, expires_at),
+            (self._priorities, priorities),
+        ):
+            np.frombuffer(column, column.typecode)[first:stop] = values
+        self._states[first:stop] = bytes([_VISIBLE]) * len(keys)
+        self.has_hints = self.has_hints or bool(np.any(priorities)) or bool(np.any(expires_at))
+        rows = range(first, stop)
+        before = len(names.visible)
+        names.visible.update(zip(keys, rows, strict=True))
+        assert len(names.visible) == before + len(keys) and not names.hidden.keys() & keys, "a key is loaded once"
+        return rows
+
+    def link(self, rows: range, parents: Column) -> None:
+        """Give loaded rows their parents: rows one block less deep, or `NO_ROW`; none of them pending."""
+        np.frombuffer(self._parents, self._parents.typecode)[rows.start : rows.stop] = parents
+        children = np.frombuffer(self._children, self._children.typecode)
+        np.add.at(children, parents[parents != NO_ROW], 1)
+
+    def check(self) -> None:
+        """The columns, the dictionaries and the chains agree."""
+        children = [0] * self._next_row
+        live = 0
+        assert max(self.remembered.values(), default=0) <= self._forgotten_limit
+        for number, names in enumerate(self._names):
+            for table, states in (
+                (names.visible, {RowState.VISIBLE}),
+                (names.hidden, {RowState.PENDING, RowState.LOST}),
+            ):
+                for key, row in table.items():
+                    live += 1
+                    assert self._states[row] in states and self._keys[row] == key and self._owners[row] == number
+                    parent = self._parents[row]
+                    if parent != NO_ROW:
+                        children[parent] += 1
+                        assert self._states[parent] != RowState.FREE and self._owners[parent] == number
+                        assert self._depths[row] == self._depths[parent] + 1
+                        if self._states[row] == RowState.VISIBLE:
+                            assert self._states[parent] in (RowState.VISIBLE, RowState.LOST)
+                    else:
+                        assert self._depths[row] == 0
+        assert live + len(self._free_rows) == self._next_row
+        for row in range(self._next_row):
+            if self._states[row] != RowState.FREE:
+                assert self._children[row] == children[row]
+
+    def _new_row(self) -> int:
+        if self._free_rows:
+            return self._free_rows.pop()
+        row = self._next_row
+        self._grow(row + 1)
+        self._next_row += 1
+        return row
+
+    def expect(self, rows: int) -> int:
+        """Have columns for that many more rows; returns the last one's number."""
+        self._grow(self._next_row + rows)
+        return self._next_row + rows - 1
+
+    def _grow(self, rows: int) -> None:
+        """Have columns for that many rows."""
+        missing = rows - len(self._states)
+        if missing <= 0:
+            return
+        more = max(missing, 1024, len(self._states) >> 3)
+        self._keys = np.concatenate([self._keys, np.empty(more, dtype=object)])
+        columns = self._parents, self._children, self._depths, self._owners, self._expires, self._priorities, self.names
+        for column in columns:
+            column.frombytes(bytes(column.itemsize * more))
+        self._states.extend(bytes(more))

@@ -1,0 +1,384 @@
+"""Leases and reservations as the store keeps them.
+
+A lease pins blocks for one owner until it is released or runs out. One that ran out (it *lapsed*) pins nothing any
+more, but its reader may still be copying: its places are then *held*, and a slot that is evicted meanwhile is not used
+again before the reader says that it is done.
+
+A reservation is a put under way. Its blocks become visible one after the other, each when all its parts are committed
+and its parent is visible.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from math import inf
+
+import numpy as np
+
+from tiering.dram.tier import DramTier
+from tiering.residency import Residency
+from tiering.tier import NO_PLACE
+
+
+@dataclass(eq=False, slots=True)
+class LeaseRecord:
+    """rows: the pinned blocks, in chain order, the first of them block `first_block`. places: of each part's frames,
+    one part after the other: 8 bytes each, since most of the memory that leases take is this. holders: how many have to
+    let go before it ends. owner: the tenant.
+
+    has_lapsed: it pins nothing any more, or is about to. is_released: its last holder has let go. How far its end has
+    come, since that goes in pieces (see `endings`): unpinned, so many rows; held, so many places, of which the first
+    `let_go` are not any more.
+    """
+
+    number: int
+    namespace: int
+    first_block: int
+    rows: array[int]
+    places: array[int]
+    expires_at: float
+    holders: int = 1
+    owner: bytes = b""
+    has_expired: bool = False
+    is_released: bool = False
+    unpinned: int = 0
+    held: int = 0
+    let_go: int = 0
+
+    def place(self, part: int, at: int) -> int | None:
+        """Where a part's frame of its block `at` was when it was leased; None where it has not so many."""
+        index = part * len(self.rows) + at
+        return self.places[index] if part >= 0 and 0 <= at < len(self.rows) and index < len(self.places) else None
+
+
+@dataclass(slots=True)
+class ReservationRecord:
+    """rows, parents, indexes: the blocks to fill, in chain order. Of each part: done, the committed blocks, and
+    places, the slots.
+
+    repairs: lost rows among them, pinned for as long as the reservation lives. abandoned_slots: places of a reservation
+    that ended while somebody may still write. depends_on: reservations of the same session whose blocks these follow,
+    and which have to be visible first. is_collective: other processes wait for its answer. detail: why it got no more
+    slots. room_until: when its put has waited for room for long enough, if it said so. is_ending: it is being aborted.
+    is_cancelling: its producer was lost, and writes no more of it.
+    """
+
+    number: int
+    namespace: int
+    parts: int
+    priority: int
+    expires_at: int
+    rows: list[int] = field(default_factory=list)
+    parents: list[bytes] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    repairs: set[int] = field(default_factory=set)
+    filled: int = 0  # blocks that have slots
+    published: int = 0
+    done: list[int] = field(default_factory=list)
+    places: list[list[int]] = field(default_factory=list)
+    abandoned_slots: list[int] = field(default_factory=list)
+    cancelled: bool = False
+    depends_on: set[int] = field(default_factory=set)
+    is_collective: bool = False
+    detail: str = ""
+    room_until: float | None = None
+    is_ending: bool = False
+    is_cancelling: bool = False
+
+    def __post_init__(self) -> None:
+        self.done = [0] * self.parts
+        self.places = [[] for _ in range(self.parts)]
+
+
+class LeaseTable:
+    """All leases, in the order in which they run out: every lease lasts equally long."""
+
+    def __init__(self, lease_seconds: float, new_number: Callable[[], int] | None = None) -> None:
+        """new_number: one above 0 that no other lease of this table had or will have."""
+        self.lease_seconds = lease_seconds
+        self._live: dict[int, LeaseRecord] = {}
+        self._lapsed: dict[int, LeaseRecord] = {}
+        self._new_number = new_number or count(1).__next__
+        self._of: Counter[bytes] = Counter()
+
+    def add(
+        self,
+        namespace: int,
+        first_block: int,
+        rows: Sequence[int],
+        places: array[int],
+        now: float,
+        owner: bytes = b"",
+    ) -> int:
+        """A new lease; returns its number. places: as in `LeaseRecord`."""
+        number = self._new_number()
+        expires_at = now + self.lease_seconds
+        self._live[number] = LeaseRecord(
+            number, namespace, first_block, array("i", rows), places, expires_at, owner=owner
+        )
+        self._of[owner] += 1
+        return number
+
+    def count_of(self, owner: bytes) -> int:
+        """How many of them a tenant has."""
+        return self._of[owner]
+
+    def get(self, number: int) -> LeaseRecord | None:
+        """A lease, live or run out."""
+        return self._live.get(number) or self._lapsed.get(number)
+
+    def is_live(self, number: int, now: float = -inf) -> bool:
+        """Whether a lease still pins, and does so at that time."""
+        record = self._live.get(number)
+        return record is not None and record.expires_at > now
+
+    def attach(self, number: int, now: float = -inf) -> bool:
+        """One more holder, of a lease of which that is so."""
+        if not self.is_live(number, now):
+            return False
+        self._live[number].holders += 1
+        return True
+
+    def take(self, number: int) -> LeaseRecord | None:
+        """A holder lets go of a lease, live or run out; with the last one it is removed. The record tells which it
+        was."""
+        record = self.get(number)
+        if record is not None and record.holders > 1:
+            record.holders -= 1
+            return None
+        if record is not None:
+            self._of[record.owner] -= 1
+            record.is_released = True
+        return self._live.pop(number, None) or self._lapsed.pop(number, None)
+
+    def expire_due(self, now: float) -> Iterator[LeaseRecord]:
+        """Leases whose time is over; each is kept as run out until its reader lets go."""
+        while self._live:
+            record = next(iter(self._live.values()))
+            if record.expires_at > now:
+                return
+            yield self._expire(record)
+
+    def expire(self, number: int) -> LeaseRecord | None:
+        """End one now, if it is live."""
+        record = self._live.get(number)
+        return self._expire(record) if record is not None else None
+
+    def expire_all(self, namespace: int) -> Iterator[LeaseRecord]:
+        """End every lease of a namespace now."""
+        for record in [record for record in self._live.values() if record.namespace == namespace]:
+            yield self._expire(record)
+
+    def live(self) -> Iterator[LeaseRecord]:
+        """Every lease that still pins."""
+        return iter(self._live.values())
+
+    def expired(self) -> Iterator[LeaseRecord]:
+        """Every lease that ran out and was not released."""
+        return iter(self._lapsed.values())
+
+    def __len__(self) -> int:
+        """Leases that pin, or that keep slots from reuse."""
+        return len(self._live) + len(self._lapsed)
+
+    def _expire(self, record: LeaseRecord) -> LeaseRecord:
+        del self._live[record.number]
+        self._lapsed[record.number] = record
+        record.has_expired = True
+        return record
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Leases that are over, ended a piece at a time.
+#
+# A lease may be of millions of frames, and a tenant may have thousands of leases that all end in one moment: when its
+# connection breaks off, when it releases them by one message, when their time is over. Ending one is only noted,
+# which takes a microsecond; from then on it cannot be released, attached to or used again. What follows is done in
+# pieces of at most `ENDED_PLACES` under the store's lock, by callers that pass by:
+#
+#     lapsed      1. its places are held from reuse, part by part    2. its rows are unpinned
+#     released    1. its rows are unpinned                           2. what is held is let go
+#
+# In between each row is pinned, or all its places are held, or its reader is done: so what a reader may still copy is
+# never used for anything else, wherever the work stands. A lease that is released while it lapses goes on from there.
+#
+# No clock and no lock here: `store` has those, and lets others have the lock between pieces.
+
+
+ENDED_PLACES = 8192
+"""Rows and places that are worked on at a time: the lock is held for less than a millisecond."""
+LEASE_COST, PART_COST = 16, 64
+"""That one lease counts for, and a part of one, however short it is."""
+
+
+class Endings:
+    """Those under way. Callers hold the store's lock."""
+
+    def __init__(self, residency: Residency, dram: DramTier, unpin: Callable[[int, Sequence[int]], None]) -> None:
+        """unpin: rows of a namespace, as the store counts pins."""
+        self._residency = residency
+        self._dram = dram
+        self._unpin = unpin
+        self._under_way: dict[int, LeaseRecord] = {}
+        self._places: Counter[bytes] = Counter()
+
+    def begin(self, record: LeaseRecord) -> None:
+        """It has lapsed or was released, as it says itself. One that is under way goes on as it is now."""
+        if record.number not in self._under_way:
+            self._under_way[record.number] = record
+            self._places[record.owner] += len(record.places)
+
+    def work(self, most: int = ENDED_PLACES) -> None:
+        """One piece of those that began first."""
+        while self._under_way and most > 0:
+            most -= self.step(next(iter(self._under_way.values())), most)
+
+    def step(self, record: LeaseRecord, most: int = ENDED_PLACES) -> int:
+        """One piece of this one; returns for how many places it counts."""
+        if not self.is_under_way(record):
+            return 0
+        most = max(1, most)
+        if not record.is_released and record.held < len(record.places):
+            cost = self._hold(record, most)
+        elif record.unpinned < len(record.rows):
+            cost = self._unpin_next(record, most)
+        else:
+            cost = self._let_go(record, most) if record.is_released else 0
+        is_held = record.let_go == record.held if record.is_released else record.held == len(record.places)
+        if is_held and record.unpinned == len(record.rows):
+            self._end(record)
+        return cost + LEASE_COST
+
+    def is_under_way(self, record: LeaseRecord) -> bool:
+        """Whether anything of it is left to be done."""
+        return self._under_way.get(record.number) is record
+
+    def under_way(self) -> list[LeaseRecord]:
+        """All of them, those that began first at the front."""
+        return list(self._under_way.values())
+
+    def under_way_of(self, namespace: int) -> list[LeaseRecord]:
+        """Those of a namespace."""
+        return [record for record in self._under_way.values() if record.namespace == namespace]
+
+    def places_of(self, owner: bytes) -> int:
+        """How many places those of a tenant have."""
+        return self._places[owner]
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._under_way)
+
+    def check(self, records: Iterable[LeaseRecord]) -> tuple[Counter[int], Counter[int]]:
+        """How often each row is pinned and each place is held by these leases and by those under way. records: those
+        that no holder has released."""
+        pins: Counter[int] = Counter()
+        held: Counter[int] = Counter()
+        for record in {**self._under_way, **{one.number: one for one in records}}.values():
+            pins.update(record.rows[record.unpinned :])
+            held.update(place for place in record.places[record.let_go : record.held] if place >= 0)
+            is_over = record.has_expired or record.is_released
+            assert is_over or not (record.unpinned or record.held), "only what is over is ended"
+            assert not record.unpinned or record.is_released or record.held == len(record.places)
+            if is_over and not self.is_under_way(record):
+                assert not record.is_released and record.unpinned == len(record.rows)
+        places = Counter[bytes]()
+        for record in self._under_way.values():
+            places[record.owner] += len(record.places)
+        assert +self._places == places
+        return pins, held
+
+    def _hold(self, record: LeaseRecord, most: int) -> int:
+        """The next places, of one part, or of some more where a part has few. Returns for how many it counts."""
+        cost, rows = 0, len(record.rows)
+        while cost < most and record.held < len(record.places):
+            part, at = divmod(record.held, rows)
+            count = min(most - cost, rows - at)
+            column = np.frombuffer(record.places, np.int64)[record.held : record.held + count]
+            self._residency.defer_reuse_of_current(record.rows[at : at + count], part, column)
+            record.held += count
+            cost += max(count, PART_COST)
+        return cost
+
+    def _unpin_next(self, record: LeaseRecord, most: int) -> int:
+        rows = record.rows[record.unpinned : record.unpinned + most]
+        self._unpin(record.namespace, rows)
+        record.unpinned += len(rows)
+        return len(rows)
+
+    def _let_go(self, record: LeaseRecord, most: int) -> int:
+        count = min(most, record.held - record.let_go)
+        column = np.frombuffer(record.places, np.int64)[record.let_go : record.let_go + count]
+        self._dram.allow_reuse(self._residency.allow_reuse(column[column != NO_PLACE]))
+        record.let_go += count
+        return count
+
+    def _end(self, record: LeaseRecord) -> None:
+        del self._under_way[record.number]
+        self._places[record.owner] -= len(record.places)
+        if not self._places[record.owner]:
+            del self._places[record.owner]
+
+
+def flat(columns: Sequence[Sequence[int]]) -> array[int]:
+    """Places by part, as a lease's record has them."""
+    places = array("q")
+    for column in columns:
+        places.extend(column)
+    return places
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers that cross to tenants: a count, permuted under a key.
+#
+# A tenant sees the numbers of its own leases, reservations, extents and connections. If they were the store's count, it
+# would read off the gaps between two of its own what all others did meanwhile. Permuted they are unique as the count
+# is, and to whoever lacks the key as good as drawn at random: how far two of them are apart says nothing.
+#
+# count ---> upper and lower half of `bits` bits ---> NUMBER_ROUNDS x (upper, lower = lower, upper ^ F(round, lower))
+#
+# That is a Feistel network with keyed BLAKE2b for F (Luby and Rackoff, 1988), so that no two counts have one number,
+# whatever F is. Nobody has to look back from a number to its count: tables are by the number. The key is handed in.
+
+NUMBER_KEY_BYTES = 16
+
+NUMBER_ROUNDS = 6
+
+_WORD_BYTES = 8
+
+
+class Numbers:
+    """Distinct numbers above 0, none of which tells how many there were. Thread-safe."""
+
+    def __init__(self, key: bytes, bits: int) -> None:
+        """key: `NUMBER_KEY_BYTES` random bytes. bits: even. Numbers are below 2**bits, the first 2**bits of them; the
+        next ones, if anybody ever needs those, are from there to twice as much, and so on."""
+        assert bits % 2 == 0 and 0 < bits <= 64 and len(key) == NUMBER_KEY_BYTES
+        self._half = bits // 2
+        self._bits = bits
+        self._mask = (1 << self._half) - 1
+        self._rounds = [blake2b(bytes([one]), key=key, digest_size=_WORD_BYTES) for one in range(NUMBER_ROUNDS)]
+        self._counts = count()  # which threads may share
+
+    def __call__(self) -> int:
+        """The next one."""
+        while True:
+            number = self.of(next(self._counts))
+            if number:  # 0 stands for none
+                return number
+
+    def of(self, counted: int) -> int:
+        """The number that a count has, which may be 0."""
+        half, mask = self._half, self._mask
+        upper, lower = counted >> half & mask, counted & mask
+        for keyed in self._rounds:
+            state = keyed.copy()
+            state.update(lower.to_bytes(_WORD_BYTES, "little"))
+            upper, lower = lower, upper ^ int.from_bytes(state.digest(), "little") & mask
+        return counted >> self._bits << self._bits | upper << half | lower

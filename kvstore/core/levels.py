@@ -1,0 +1,683 @@
+"""Levels: brings blocks up to DRAM before a lease is granted, and down to NVMe before room is short.
+
+    up    pinned, a slot in DRAM > read > verified: MAC, name, generation, every digest > readable from DRAM
+    down  pinned, verified where it stands > a slot on NVMe > durable > readable from NVMe too
+
+Moves run in the queue's threads; the lock is the store's, and is not held while anything is read, hashed or written.
+What fails is a shorter lease or a block that stays where it is, never an error of a request. Ancestors go down before
+their descendants, so that what NVMe holds is whole chains at any moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, takewhile
+
+from kvstore.block.account import REASON_OF_FINDING, MissReason
+from kvstore.config import Limits, format_size
+from kvstore.core.index import NO_ROW, RowState
+from kvstore.core.table import BlockTable, Lower, OpenedNamespace
+from tiering.clock import Clock
+from tiering.errors import BlockMissing, TierFull, TierUnavailable
+from tiering.faults import NVME_READS, NVME_WRITES
+from tiering.frame import HEADER_BYTES, MacKeys, digest, verify_frame
+from tiering.move_queue import Move, MoveCounts, MoveQueue, Priority
+from tiering.nvme.tier import NvmeTier
+from tiering.tier import TierMiss
+
+LOADING_LOOK_SECONDS = 0.05
+"""How often a durable put looks whether what was on disk is taken in, where that keeps it from making room."""
+WINDOW_BLOCKS = 32
+"""Blocks that are brought up at a time."""
+
+GROUP_BLOCKS = 128
+"""Blocks that are taken down at a time, for one round of syncs and index batches."""
+
+WINDOWS_AT_ONCE = 2
+"""Windows on their way up for one lease: the disk has work while the first one's last blocks are verified."""
+
+FLUSH_FRACTION = 0.25
+"""With less of the DRAM budget than this free, what DRAM alone holds is written down in the background."""
+
+CHOSEN_DOWN_TO = 0.65
+"""Where it is chosen what is written down, it is chosen until no more than this share of DRAM waits for it."""
+
+READS, WRITES = NVME_READS, NVME_WRITES
+"""Each has a breaker of its own: a disk that is full, or that takes nothing any more, may still be read."""
+
+WHY_LEFT = {
+    MissReason.DEADLINE: "limits.close_seconds={seconds:g} was over; give it more",
+    MissReason.PINNED_FULL: "NVMe has no room for them",
+    MissReason.CORRUPT: "they, or blocks before them, are damaged",
+}
+"""What memory alone held when a store was closed; for any other reason it is the disk's fault."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Promotion:
+    """A block on its way up. waiting: how many leases are. settled: its slots were taken over or given back."""
+
+    number: int
+    row: int
+    move: Move | None = None
+    waiting: int = 1
+    settled: bool = False
+
+
+@dataclass(slots=True)
+class SlotRequest:
+    """Blocks that need slots in DRAM; what `Store` finds slots for."""
+
+    namespace: int
+    rows: list[int]
+    places: list[list[int]]
+    filled: int = 0
+    cancelled: bool = False
+
+
+class Levels:
+    """Moves between the two tiers of one store. All methods are called without the store's lock, unless they say so."""
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        lower: Lower[NvmeTier],
+        queue: MoveQueue,
+        keys: MacKeys,
+        clock: Clock,
+        limits: Limits,
+        lock: threading.Lock,
+        pin: Callable[[int, Sequence[int]], None],
+        unpin: Callable[[int, Sequence[int]], None],
+        find_slots: Callable[[SlotRequest], MissReason | None],
+    ) -> None:
+        self._blocks = blocks
+        self._lower = lower
+        self._queue = queue
+        self._keys = keys
+        self._clock = clock
+        self._limits = limits
+        self._lock = lock
+        self._changed = threading.Condition(lock)
+        self._planning = threading.Lock()  # one lease at a time finds out what is to be brought up
+        self._pin = pin
+        self._unpin = unpin
+        self._find_slots = find_slots
+        self._promoting: dict[int, Promotion] = {}
+        self._numbers = count()
+        self._demoting = blocks.demoting
+        self._dirty = blocks.dirty
+        self._pinned_for_demotion: list[list[int]] = []
+        self._flushing = False
+        self._written: Counter[str] = Counter()  # blocks and bytes
+        self._making_room = threading.Lock()  # a slab must not be given back while somebody takes slots in it
+        self._closing = False
+        self.is_over = False  # DRAM was given back, and its tables say nothing any more
+
+    # Up ------------------------------------------------------------------------------------------------------------
+
+    def bring_up(self, number: int, rows: Sequence[int], deadline: float) -> MissReason | None:
+        """Blocks that the caller has pinned, in their order; why it ended before the last one, or None.
+
+        Moves that were begun go on when the deadline has passed.
+        """
+        under_way: deque[list[Promotion]] = deque()
+        reason: MissReason | None = None
+        try:
+            for start in range(0, len(rows), WINDOW_BLOCKS):
+                if self._clock.monotonic_seconds() >= deadline:
+                    return MissReason.DEADLINE
+                promotions, reason = self._begin(number, rows[start : start + WINDOW_BLOCKS], deadline)
+                under_way.append(promotions)
+                if reason is not None:
+                    break
+                if len(under_way) == WINDOWS_AT_ONCE:
+                    late = self._await(under_way[0], deadline)
+                    if late is not None:
+                        return late
+                    self._leave(under_way.popleft())
+            for promotions in under_way:
+                late = self._await(promotions, deadline)
+                if late is not None:
+                    return late
+            return reason
+        finally:
+            for promotions in under_way:
+                self._leave(promotions)
+
+    def _await(self, promotions: Sequence[Promotion], deadline: float) -> MissReason | None:
+        for promotion in promotions:
+            assert promotion.move is not None
+            if not promotion.move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+                return MissReason.DEADLINE
+            if promotion.move.finding is not None:
+                return REASON_OF_FINDING[promotion.move.finding]
+        return None
+
+    def _leave(self, promotions: Sequence[Promotion]) -> None:
+        """Whoever waited for these does so no more: what has not begun, and nobody else waits for, gives up its slot
+        and its pin now, and not when the disk has answered all that came before."""
+        with self._lock:
+            for promotion in promotions:
+                promotion.waiting -= 1
+            unwanted = [promotion.move for promotion in promotions if not promotion.waiting and not promotion.settled]
+        for move in unwanted:
+            if move is not None:
+                move.cancel()
+
+    def _begin(self, number: int, rows: Sequence[int], deadline: float) -> tuple[list[Promotion], MissReason | None]:
+        if self._queue.is_down(READS):  # finding slots would evict what DRAM has, for nothing
+            return [], MissReason.TIER_DOWN
+        if not self._planning.acquire(timeout=max(0.0, deadline - self._clock.monotonic_seconds())):
+            return [], MissReason.DEADLINE
+        try:
+            with self._lock:
+                under_way = [self._promoting[row] for row in rows if row in self._promoting]
+                for promotion in under_way:
+                    promotion.waiting += 1
+                missing = [row for row in rows if row not in self._promoting and not self._blocks.is_above(row)]
+            lift = SlotRequest(number, missing, [[] for _ in self._blocks.spaces[number].classes])
+            try:
+                reason = self._find_slots(lift) if missing else None
+            except BaseException:  # interrupted
+                with self._lock:
+                    for row in missing[: lift.filled]:
+                        self._blocks.not_promoted(row)
+                raise
+            with self._lock:
+                promotions = [Promotion(number, row) for row in missing[: lift.filled]]
+                self._pin(number, missing[: lift.filled])
+                self._promoting.update((promotion.row, promotion) for promotion in promotions)
+            for promotion in promotions:
+                # A key of its own: the last move of this row may have made its block readable and not have ended yet.
+                key = ("up", promotion.row, next(self._numbers))
+                promotion.move = self._queue.submit(key, READS, Priority.WAITING, self._reading(promotion))
+                promotion.move.then(self._settling(promotion))
+            if missing:
+                extra = {"namespace": number, "blocks": len(promotions), "of": len(missing), "why_not": reason}
+                _log.debug("bringing up to dram", extra=extra)
+            return under_way + promotions, reason
+        finally:
+            self._planning.release()
+
+    def _reading(self, promotion: Promotion) -> Callable[[], None]:
+        def read() -> None:
+            blocks, lower, row = self._blocks, self._lower, promotion.row
+            digests = []
+            for part in range(len(blocks.spaces[promotion.number].classes)):
+                target = blocks.dram.reserved_span(blocks.residency.place(row, part)).view
+                lower.tier.read(lower.residency.place(row, part), target)
+                stamp = blocks.spaces[promotion.number].sealers[part].stamp
+                verify_frame(target, self._keys, stamp, blocks.index.key(row), lower.residency.generation(row))
+                digests.append(digest(target[:HEADER_BYTES]))
+            with self._lock:
+                if not self.is_over:
+                    blocks.promoted(row, digests)
+                self._end(promotion)
+
+        return read
+
+    def _settling(self, promotion: Promotion) -> Callable[[Move], None]:
+        def settle(move: Move) -> None:
+            with self._lock:
+                if promotion.settled:
+                    return
+                if not self.is_over:
+                    self._blocks.not_promoted(promotion.row)
+                    if move.finding is TierMiss.CORRUPT:
+                        self._blocks.quarantine_below(promotion.row)
+                self._end(promotion)
+
+        return settle
+
+    def _end(self, promotion: Promotion) -> None:
+        promotion.settled = True
+        del self._promoting[promotion.row]
+        self._unpin(promotion.number, [promotion.row])
+        self._changed.notify_all()
+
+    # Down ----------------------------------------------------------------------------------------------------------
+
+    def flush_if_needed(self) -> None:
+        """If DRAM is nearly full, begin to write down what it alone holds."""
+        if not self._dirty or self._closing or not self._is_pressed():
+            return
+        with self._lock:
+            if self._flushing:
+                return
+            self._flushing, before = True, len(self._dirty)
+        move = self._queue.submit("down", WRITES, Priority.DEMOTION, self._flush_batch)
+        move.then(lambda move: self._flushed(move, before))
+
+    def _flushed(self, move: Move, before: int) -> None:
+        """Go on as long as that helps: a disk that takes nothing is asked again by the next put."""
+        with self._lock:
+            self._flushing = False
+            helped = move.finding is None and len(self._dirty) < before
+        if helped:
+            self.flush_if_needed()
+
+    def _is_pressed(self) -> bool:
+        """Whether something is to be written down now. Where it is chosen what is, what is to be kept is written as if
+        it were not, since nothing is to be learned of it."""
+        if not self._lower.admission.chooses:
+            return self._is_nearly_full()
+        return self._must_choose() or (self._dirty.is_any_prioritized and self._is_nearly_full())
+
+    def _is_nearly_full(self) -> bool:
+        """Whether less than a part of DRAM can be had at once."""
+        with self._lock:
+            usage = self._blocks.dram.usage()
+        free_share = usage.free / usage.capacity if usage.capacity else 1.0
+        free_bytes = usage.budget_bytes - usage.taken_bytes * (1 - free_share)
+        return free_bytes < FLUSH_FRACTION * usage.budget_bytes
+
+    def _must_choose(self) -> bool:
+        """Whether all but a part of DRAM waits for the choice: it is made as late as it may be, when most is known of
+        the blocks; and at once where some went that nobody had looked at, since others are used so much that they
+        stay."""
+        waiting = self._dirty.waiting_bytes
+        return waiting > (1 - FLUSH_FRACTION) * self._blocks.dram.budget_bytes or self._dirty.missed > 0
+
+    def _flush_batch(self, *, everything: bool = False) -> None:
+        """Write down a group of blocks that are to be kept, or, where there are none, of those that were used longest
+        ago, as far as they are admitted. everything: without asking."""
+        blocks, dirty = self._blocks, self._dirty
+        admission = None if everything else self._lower.admission
+        chooses = admission is not None and admission.chooses
+        with self._lock:
+            kept = dirty.prioritized(GROUP_BLOCKS) if everything else self._take_kept()
+            is_their_turn = not kept and (not chooses or self._must_choose())
+            rows = dirty.oldest(GROUP_BLOCKS) if is_their_turn else kept
+            by_space: dict[int, list[int]] = {}
+            taken: set[int] = set()
+            enough = CHOSEN_DOWN_TO * blocks.dram.budget_bytes if chooses else 0.0
+            missed = dirty.missed
+            if is_their_turn:  # else those that come and go are still to be looked at
+                dirty.missed = 0
+            left = float(dirty.waiting_bytes)
+            looked_at: list[int] = []
+            insisted: dict[int, int] = {}  # with its bytes, what nobody was asked about
+            for row in rows:
+                if is_their_turn and left < enough and not missed:
+                    break
+                looked_at.append(row)
+                way = self._way_down(row, taken)
+                number = blocks.index.namespace_of(row)
+                left -= blocks.spaces[number].block_bytes
+                if not way or not self._demoting.isdisjoint(way):  # it goes down anyhow
+                    continue
+                is_whole = all(blocks.index.state(one) is RowState.VISIBLE for one in way)
+                if chooses and not is_whole:
+                    dirty.decline(row)  # one before it was quarantined: it would be paid for, and not be written
+                    continue
+                block_bytes = blocks.spaces[number].block_bytes
+                if chooses and blocks.is_to_be_kept(row):
+                    insisted.update((one, block_bytes) for one in way)
+                if admission is None or row in insisted or admission.admits(way[::-1], block_bytes):
+                    taken.update(way)
+                    by_space.setdefault(number, []).extend(way)
+                else:
+                    dirty.decline(row)
+                    blocks.counters["declined_blocks"] += 1
+        try:
+            for number, mine in by_space.items():
+                self._demote(number, mine)
+        finally:
+            with self._lock:  # what could not go now is tried again after all others
+                if admission is not None and insisted:
+                    admission.spent(sum(size for row, size in insisted.items() if blocks.is_below(row)))
+                for row in looked_at:
+                    if dirty.waits(row):
+                        dirty.requeue(row)
+
+    def _take_kept(self) -> list[int]:
+        """Of the blocks that come before all others, a group of those that NVMe would keep. The others, whose time is
+        over or for which too much is kept there, wait as any other; if DRAM still keeps one at its turn, it is written.
+        """
+        kept = []
+        for row in self._dirty.prioritized(GROUP_BLOCKS):
+            if self._blocks.would_be_kept_below(row):
+                kept.append(row)
+            else:
+                self._dirty.requeue(row)
+        return kept
+
+    def _way_down(self, row: int, taken: set[int]) -> list[int]:
+        """A block and the ancestors that have to go down before it, these first: NVMe may have given one up.
+
+        taken: rows that go down anyhow, and the way of each.
+        """
+        way = []
+        while row != NO_ROW and row not in taken and not self._blocks.is_below(row):
+            way.append(row)
+            row = self._blocks.index.parent(row)
+        return way[::-1]
+
+    def demote_all(self, seconds: float) -> int:
+        """Write down what DRAM alone holds, but for what was declined, for at most that long: what is to be kept
+        first. Returns how many blocks are left."""
+        self._demote_all(seconds)
+        return len(self._dirty)
+
+    def _demote_all(self, seconds: float) -> MissReason | None:
+        """The same; returns why the last ones that did not go did not."""
+        deadline = self._clock.monotonic_seconds() + seconds
+        vain = 0
+        reason = None
+        dirty = self._dirty
+        with self._lock:
+            for row in dirty.prioritized(len(dirty)):
+                dirty.requeue(row)
+            for row in [*dirty.oldest(len(dirty)), *dirty.declined()]:
+                if self._blocks.is_to_be_kept(row):
+                    dirty.prioritize(row)
+        while vain * GROUP_BLOCKS < len(dirty):
+            if self._clock.monotonic_seconds() >= deadline:
+                return MissReason.DEADLINE
+            before = len(dirty)
+            move = self._queue.submit("down", WRITES, Priority.SAVE, partial(self._flush_batch, everything=True))
+            if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+                return MissReason.DEADLINE
+            is_vain = len(dirty) >= before  # these do not go, others may
+            vain += is_vain
+            if move.finding is not None:
+                reason = REASON_OF_FINDING[move.finding]
+            elif is_vain:
+                reason = MissReason.CORRUPT
+            if move.finding is TierMiss.DOWN:
+                break
+        return reason
+
+    def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
+        """How many blocks of a chain, from the first on, are durable after at most that long; and why not all.
+
+        They are looked up again after each wait: a row may have gone meanwhile, and be another block's.
+        """
+        deadline = self._clock.monotonic_seconds() + seconds
+        waits = 1 + int(seconds / LOADING_LOOK_SECONDS)
+        while True:
+            with self._lock:
+                if number in self._blocks.dropping:
+                    return 0, MissReason.DISABLED
+                rows = self._blocks.index.match(number, keys)
+                done = next((at for at, row in enumerate(rows) if not self._blocks.is_below(row)), len(rows))
+                if done == len(rows):
+                    return done, None if done == len(keys) else MissReason.EVICTED
+                if rows[done] in self._demoting:  # by somebody else
+                    if not self._changed.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+                        return done, MissReason.DEADLINE
+                    continue
+            window = rows[done : done + GROUP_BLOCKS]
+            move = self._queue.submit(
+                ("down", window[0]), WRITES, Priority.SAVE, partial(self._demote, number, window), deadline=deadline
+            )
+            if not move.wait(max(0.0, deadline - self._clock.monotonic_seconds())):
+                move.cancel()
+                return done, MissReason.DEADLINE
+            if move.finding is TierMiss.PINNED_FULL and self._blocks.is_loading:
+                with self._lock:
+                    self._changed.wait(LOADING_LOOK_SECONDS)
+                waits -= 1
+                if not waits or self._clock.monotonic_seconds() >= deadline:
+                    return done, MissReason.WARMING
+                continue
+            if move.finding is not None:
+                return done, REASON_OF_FINDING[move.finding]
+
+    def _demote(self, number: int, rows: Sequence[int]) -> None:
+        """Make blocks durable, in their order; what is durable already or under way is left out. Raises `TierError`."""
+        blocks = self._blocks
+        with self._lock:
+            chosen: dict[int, int] = {}  # in their order, with the generation that is to be written
+            for row in rows if number not in blocks.dropping else ():
+                if blocks.index.namespace_of(row) != number:
+                    continue  # the row has become another block's
+                parent = blocks.index.parent(row)
+                follows = parent == NO_ROW or blocks.is_below(parent) or parent in chosen
+                here = blocks.index.state(row) is RowState.VISIBLE and blocks.is_above(row)
+                if here and follows and not blocks.is_below(row) and row not in self._demoting:
+                    chosen[row] = blocks.residency.generation(row)
+            batch = list(chosen)
+            # What the batch follows must stay below until the batch is there: else NVMe would hold the end of a chain.
+            parents = {blocks.index.parent(row) for row in batch} - {NO_ROW, *chosen}
+            pinned = [*batch, *sorted(parents)]
+            self._pin(number, pinned)
+            self._pinned_for_demotion.append(pinned)
+            self._demoting.update(batch)
+        placed: list[int] = []
+        written = False
+        try:
+            left = batch
+            while left:
+                with self._making_room:
+                    placed, columns = self._make_room(number, left[:GROUP_BLOCKS])
+                wanted = len(placed)
+                with self._lock:
+                    standing = list(takewhile(lambda row: self._stands(row, chosen[row]), placed))
+                    blocks.not_demoted(placed[len(standing) :])
+                    placed, columns = standing, [column[: len(standing)] for column in columns]
+                    frames = [
+                        blocks.dram.committed_span(blocks.residency.place(row, part)).view
+                        for part in range(len(columns))
+                        for row in placed
+                    ]
+                good = self._commit_good(number, {row: chosen[row] for row in placed}, columns, frames)
+                with self._lock:
+                    written = True
+                    blocks.demoted(number, good, [chosen[row] for row in good])
+                    self._written.update(blocks=len(good), bytes=len(good) * blocks.spaces[number].block_bytes)
+                    _log.debug("written to nvme", extra={"namespace": number, "blocks": len(good), "of": len(placed)})
+                    blocks.not_demoted(placed[len(good) :])
+                left = left[wanted:] if len(good) == wanted else []
+                placed, written = [], False
+        finally:
+            with self._lock:
+                if placed and not written:
+                    blocks.not_demoted(placed)
+                self._demoting.difference_update(batch)
+                self._pinned_for_demotion = [one for one in self._pinned_for_demotion if one is not pinned]
+                self._unpin(number, pinned)
+                self._changed.notify_all()
+
+    def _stands(self, row: int, generation: int) -> bool:
+        """Whether DRAM still has what was to be written: a reader may have found it damaged, and a put may be filling
+        the row again. Under the lock."""
+        blocks = self._blocks
+        return (
+            blocks.index.state(row) is RowState.VISIBLE
+            and blocks.is_above(row)
+            and blocks.residency.generation(row) == generation
+        )
+
+    def _commit_good(
+        self,
+        number: int,
+        generations: Mapping[int, int],
+        columns: Sequence[Sequence[int]],
+        frames: Sequence[memoryview],
+    ) -> list[int]:
+        """Write frames while they are verified where they stand: those of the blocks before the first bad one become
+        durable, and these blocks are returned. generations: of the rows, in their order."""
+        good: list[int] = []
+        if not generations:
+            return good
+
+        def verify() -> list[int]:
+            good.extend(self._verified(number, generations))
+            return [place for column in columns for place in column[: len(good)]]
+
+        self._lower.tier.commit([place for column in columns for place in column], frames, verify)
+        return good
+
+    def _verified(self, number: int, generations: Mapping[int, int]) -> list[int]:
+        """The blocks up to the first whose frames in DRAM fail a check; that one is quarantined, unless a reader was
+        faster."""
+        blocks = self._blocks
+        good: list[int] = []
+        for row, generation in generations.items():
+            for part in range(len(blocks.spaces[number].classes)):
+                try:
+                    is_right = blocks.verify(row, part)
+                except BlockMissing:  # quarantined by a reader, and its extent given back
+                    is_right = False
+                if not is_right:
+                    with self._lock:
+                        if not self.is_over and self._stands(row, generation):
+                            blocks.quarantine(row)
+                    return good
+            good.append(row)
+        return good
+
+    def _make_room(self, number: int, rows: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+        """Slots on NVMe for as many of the blocks as can be, at least one. Raises `TierFull` and `TierUnavailable`."""
+        tier, space = self._lower.tier, self._blocks.spaces[number]
+        is_disk_full = False  # it has no room for another slab, though the budget allows one
+        for _ in range(self._limits.room_steps):
+            with self._lock:
+                free = min(tier.free_slots(slot_class) for slot_class in space.classes)
+                if free:
+                    chosen = list(rows[:free])
+                    return chosen, self._blocks.make_place_below(number, chosen)
+                short = [part for part, one in enumerate(space.classes) if not tier.free_slots(one)]
+            if tier.has_room() and not is_disk_full:
+                is_disk_full = not self._has_new_slab(space, short[0])
+                if is_disk_full and len(tier.slab_numbers()) < len(space.classes):
+                    raise TierFull("the disk has no room for a slab of each part")  # whatever else would go for them
+                continue
+            # What was given up before may be enough; and a disk that takes nothing must not cost it any block.
+            tier.settle(under_way=False)
+            if all([tier.free_slots(slot_class) for slot_class in space.classes]):
+                continue
+            spare = tier.spare_slab(space.classes)
+            if spare is not None:
+                tier.retire(spare)
+                is_disk_full = False
+                continue
+            with self._lock:
+                if not self._blocks.all_known:
+                    raise TierFull("nothing on NVMe may go before all of it was taken in")
+                gone, claimed = self._blocks.evict_below(len(rows), number)
+            _log.debug("evicted from nvme", extra={"blocks": gone, "for_namespace": number})
+            if not gone:
+                raise TierFull("nothing on NVMe may go")
+            if claimed[0]:
+                tier.await_claims([place for column in claimed for place in column])
+                with self._lock:
+                    chosen = list(rows[: len(claimed[0])])
+                    return chosen, self._blocks.make_place_below(number, chosen, claimed)
+        raise TierFull("no room on NVMe after as many steps as are allowed")
+
+    def _has_new_slab(self, space: OpenedNamespace, part: int) -> bool:
+        """One more slab for a part; False where the disk has no room for it. Raises `TierUnavailable`."""
+        stamp = space.sealers[part].stamp
+        key = self._keys.mac_key(stamp.tenant, stamp.key_id, stamp.epoch)
+        assert key is not None
+        try:
+            self._lower.tier.new_slab(stamp, key, space.about)
+        except TierFull:
+            return False
+        return True
+
+    # Rot -----------------------------------------------------------------------------------------------------------
+
+    def quarantine_below(self, row: int, stands: Callable[[], bool]) -> bool:
+        """Quarantine a block on NVMe that no request found to be damaged. What DRAM has is to go down again.
+
+        stands: asked under the lock whether the damaged frame is the block's still. False where it is not, or where a
+        request is bringing the block up and finds out by itself.
+        """
+        with self._planning, self._lock:  # the former: no lease may be looking for slots for this block
+            if row in self._promoting or not self._blocks.is_below(row) or not stands():
+                return False
+            self._blocks.quarantine_below(row)
+            return True
+
+    # Giving up -----------------------------------------------------------------------------------------------------
+
+    def settle(self, deadline: float) -> bool:
+        """Whether the disk has forgotten, by then and for good, all that was given up."""
+        return self._done(self._lower.tier.settle, deadline)
+
+    def retire_slabs(self, tenant: bytes, deadline: float) -> bool:
+        """Whether every slab of a tenant was given back by then. Nothing readable may be left in them."""
+
+        def retire() -> None:
+            tier = self._lower.tier
+            with self._making_room:
+                for number in tier.slabs_of(tenant):
+                    if number not in tier.empty_slabs():
+                        raise TierUnavailable("a slab is still in use")
+                    tier.retire(number)
+
+        return self._done(retire, deadline)
+
+    def _done(self, work: Callable[[], None], deadline: float) -> bool:
+        """In a thread of the queue, since a disk that hangs must not keep whoever waits."""
+        move = self._queue.submit(("give up", next(self._numbers)), WRITES, Priority.SAVE, work)
+        return move.wait(max(0.0, deadline - self._clock.monotonic_seconds())) and move.finding is None
+
+    def moves(self) -> list[MoveCounts]:
+        """What waits, runs and has ended."""
+        return self._queue.counts()
+
+    # Ends ----------------------------------------------------------------------------------------------------------
+
+    def is_moving(self, number: int) -> bool:
+        """Whether a block of a namespace is on its way up or down. Under the lock."""
+        namespace_of = self._blocks.index.namespace_of
+        return any(promotion.number == number for promotion in self._promoting.values()) or any(
+            namespace_of(row) == number for row in self._demoting
+        )
+
+    def close(self, seconds: float) -> bool:
+        """Write down what can be in that time, and say so, then let no more moves in; whether all moves ended in as
+        much again."""
+        if not self._closing:
+            before = self._written.copy()
+            reason = self._demote_all(seconds)
+            self._closing = True
+            ended = self._queue.close(seconds)
+            self._say(self._written - before, reason, seconds)
+            return ended
+        return self._queue.close(seconds)
+
+    def _say(self, written: Counter[str], reason: MissReason | None, seconds: float) -> None:
+        """What became of that which DRAM alone held: a warning, where that is not what the settings ask for."""
+        with self._lock:
+            declined = self._dirty.declined()
+            left, left_bytes = len(self._dirty), self._dirty.waiting_bytes
+        words = f"of what memory alone held {_amount(written['blocks'], written['bytes'])} written to NVMe"
+        if declined:
+            words += f"; {_amount(len(declined), sum(declined.values()))} not, as nvme_writes has it"
+        if left:
+            why = WHY_LEFT.get(reason or MissReason.TIER_DOWN, "the disk takes no writes").format(seconds=seconds)
+            words += f"; {_amount(left, left_bytes)} not, since {why}"
+        if written or declined or left:
+            _log.log(logging.WARNING if left else logging.INFO, "closing: %s", words)
+
+    @property
+    def promoting(self) -> set[int]:
+        """Rows on their way up."""
+        return set(self._promoting)
+
+    @property
+    def pinned_for_demotion(self) -> list[list[int]]:
+        """Rows that are pinned while some of them go down, a list for each move."""
+        return self._pinned_for_demotion
+
+    @property
+    def demoting(self) -> set[int]:
+        """Rows on their way down."""
+        return self._demoting
+
+
+def _amount(blocks: int, size_bytes: int) -> str:
+    return f"{blocks} block{'s' * (blocks != 1)} ({format_size(size_bytes)})"

@@ -1,0 +1,414 @@
+"""Loading: takes in what an earlier run left on NVMe, while the store serves already.
+
+    slabs > recovery order (outside the lock) > slices of it under the lock, what was stored last first > loaded
+
+What a running store has stored, dropped or is storing meanwhile goes before what is found. A block that is readable
+already keeps its copy on disk, unless it has a newer one there. Where it is just being stored or written down, nobody
+knows yet what becomes of it: its copy, and what hangs below it, is looked at again when all else is in. What is
+undecided even then is left for the next start. Nothing is evicted from NVMe before all is in: a block may be the way to
+others that nobody knows of yet.
+
+Where a crash took the index as well, a header does not tell whether its frame was written to its end. Such frames are
+read and verified before they are sorted: a put that finds its block on disk says that it is durable, and reads nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.block.about import unpack_about
+from kvstore.block.identity import TenantKeys, root_key
+from kvstore.config import MAX_NAMESPACES
+from kvstore.core.index import NO_ROW, Column, RowState
+from kvstore.core.recovery_order import AT_ROOT, ELSEWHERE, RecoveryOrder, recovery_order, split_keys
+from kvstore.core.table import BlockTable, Lower, OpenedNamespace
+from tiering.errors import BlockCorrupt, TierError, TierUnavailable
+from tiering.faults import SHORTAGES, kind_of
+from tiering.files import private_pages
+from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
+from tiering.nvme.tier import Found, NvmeTier
+from tiering.tier import NO_PLACE, SlotClass
+
+SLICE_BLOCKS = 4096
+"""Taken in at a time: the lock is held for a few milliseconds."""
+PAUSE_SECONDS = 1e-4
+"""Between two slices. Without it the lock is taken again before who waits for it has woken up, for seconds on end."""
+LOOKS = 40
+"""How often what has to wait for a put or a write is looked at again."""
+LOOK_SECONDS = 0.05
+"""Between two of them."""
+VERIFIED_AT_ONCE = 64
+"""Frames that a thread verifies between two reports of progress."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryProgress:
+    """How far it has come: slots looked at, of how many; blocks that can be found by now.
+
+    verified, to_verify: bytes of frames, where a crash took the index and they have to be read before they count.
+    """
+
+    slots: int = 0
+    all_slots: int = 0
+    blocks: int = 0
+    verified_bytes: int = 0
+    to_verify_bytes: int = 0
+
+
+class _RecoveryCheck(IntEnum):
+    """What a read of a frame shows."""
+
+    WHOLE = 0
+    TORN = 1
+    UNREAD = 2
+
+
+class _Proof(NamedTuple):
+    """What reading whole frames has shown. torn, unread: places of frames that must never count, or not today."""
+
+    whole: list[Found]
+    torn: list[int]
+    unread: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Undecided:
+    """What was found of a namespace, the row of each block, and the blocks that cannot be decided now."""
+
+    space: OpenedNamespace
+    found: RecoveryOrder
+    rows: Column
+    blocks: list[int]
+
+
+class NvmeRecovery:
+    """Takes in a directory once. The lock is the store's."""
+
+    def __init__(self, blocks: BlockTable, lower: Lower[NvmeTier], keys: MacKeys, lock: threading.Lock) -> None:
+        self._blocks = blocks
+        self._lower = lower
+        self._keys = keys
+        self._lock = lock
+        self._over = threading.Event()
+        self._succeeded = False
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._progress = RecoveryProgress()
+        self._left: dict[int, list[int]] = {}  # by namespace: places of what is left for the next start to decide
+        blocks.is_loading, blocks.all_known = True, False
+
+    # A store's view ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether what is on disk is still being taken in."""
+        return not self._over.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether some of what is on disk could not be taken in: it cannot be found before the next start."""
+        return self._over.is_set() and not self._succeeded
+
+    @property
+    def progress(self) -> RecoveryProgress:
+        """How far it has come."""
+        return self._progress
+
+    def start(self, tenants: Mapping[bytes, TenantKeys], afterwards: Callable[[], None]) -> None:
+        """`load` in a thread of its own, and then what else there is to do."""
+
+        def run() -> None:
+            try:
+                self.load(tenants)
+                is_all = not any(one.unread for one in self._lower.tier.left_alone)
+                self._succeeded = is_all and not self._closing.is_set()
+            except TierError as error:
+                _log.error("what is on disk cannot be taken in: %s", error)
+            except (MemoryError, RuntimeError) as error:
+                if kind_of(error) not in SHORTAGES:
+                    raise
+                _log.error("what is on disk cannot be taken in: %s (%s)", kind_of(error), error)
+            finally:
+                with self._lock:
+                    self._blocks.is_loading = False
+                self._over.set()
+                afterwards()
+
+        thread = threading.Thread(target=run, name="kv-load", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether it is over after at most that long, and went well."""
+        return self._over.wait(timeout_seconds) and self._succeeded
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Take no more in."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+
+    def forget(self, number: int) -> None:
+        """A namespace is dropped: what was left of it on disk goes too. Under the lock, once all is loaded."""
+        self._lower.tier.delete(self._left.pop(number, []))
+        for owner, key in [one for one in self._blocks.older if one[0] == number]:
+            self._lower.tier.delete(self._blocks.older.pop((owner, key)))
+
+    # Loading -------------------------------------------------------------------------------------------------------
+
+    def load(self, tenants: Mapping[bytes, TenantKeys], report: Callable[[int, int], None] | None = None) -> None:
+        """Take in what is on disk; matches find it when this returns. Raises `TierUnavailable`."""
+
+        def slots_done(done: int, total: int) -> None:
+            self._progress = replace(self._progress, slots=done, all_slots=total)
+            if report is not None:
+                report(done, total)
+
+        groups: dict[tuple[bytes, bytes], list[Found]] = {}
+        for found in self._lower.tier.load(slots_done):
+            owner = found.header.slot_class
+            groups.setdefault((owner.tenant, owner.namespace), []).append(found)
+            if self._closing.is_set():
+                return
+        unproven = [one for group in groups.values() for one in group if not one.is_proven]
+        if unproven:
+            owed = sum(len(one.places) * one.header.slot_class.frame_bytes for one in unproven)
+            self._progress = replace(self._progress, to_verify_bytes=owed)
+            _log.warning(
+                "the index was lost in a crash: %.1f GiB of frames are verified before they count", owed / 2**30
+            )
+        undecided = []
+        for (tenant, namespace), group in groups.items():
+            with self._lock:
+                space = space_of(self._blocks, tenants.get(tenant), namespace, group[0].header.about)
+            mine = [one for one in group if space is not None and is_of(space, one.header.slot_class)]
+            if space is not None and mine:
+                undecided.append(self._take_in(space, mine))
+        self._look_again([one for one in undecided if one is not None and one.blocks])
+        with self._lock:
+            self._blocks.all_known = not self._closing.is_set()
+
+    def _take_in(self, space: OpenedNamespace, group: Sequence[Found]) -> _Undecided | None:
+        """What could not be decided; nothing is said where the store closes meanwhile."""
+        root = root_key(space.namespace.layout.block_tokens)
+        proof = self._proven(group)
+        if self._closing.is_set():
+            return None
+        found, useless, lost = recovery_order(proof.whole, len(space.classes), root, partial(self._is_sound, space))
+        rows = np.full(len(found), NO_ROW, np.int64)
+        undecided = _Undecided(space, found, rows, [])
+        with self._lock:
+            self._blocks.expect(len(found))
+        for first in range(0, len(found), SLICE_BLOCKS):
+            if self._closing.wait(PAUSE_SECONDS):
+                return undecided
+            with self._lock:
+                lost += self._insert(undecided, first, min(first + SLICE_BLOCKS, len(found)))
+        if self._closing.is_set():
+            return undecided
+        self._lower.tier.delete(proof.torn)
+        self._void(space, useless + lost, proof.unread)
+        if not proof.unread:
+            self._lower.tier.proved(one.header.number for one in group)
+        return undecided
+
+    def _proven(self, group: Sequence[Found]) -> _Proof:
+        """What of this is whole. While the store closes, nothing is."""
+        proof = _Proof([], [], [])
+        with ThreadPoolExecutor(self._lower.tier.threads, "kv-verify") as pool:
+            for one in group:
+                if one.is_proven:
+                    proof.whole.append(one)
+                    continue
+                firsts = range(0, len(one.places), VERIFIED_AT_ONCE)
+                shares = [one.places[first : first + VERIFIED_AT_ONCE] for first in firsts]
+                verdicts = list(chain(*pool.map(partial(self._verdicts, one.header.slot_class), shares)))
+                if self._closing.is_set():
+                    return _Proof([], [], [])
+                at = [position for position, verdict in enumerate(verdicts) if verdict is _RecoveryCheck.WHOLE]
+                proof.whole.append(Found(one.header, [one.places[position] for position in at], one.entries[at]))
+                for place, verdict in zip(one.places, verdicts, strict=True):
+                    if verdict is not _RecoveryCheck.WHOLE:
+                        (proof.torn if verdict is _RecoveryCheck.TORN else proof.unread).append(place)
+        return proof
+
+    def _verdicts(self, slot_class: SlotClass, places: Sequence[int]) -> list[_RecoveryCheck]:
+        if self._closing.is_set():
+            return []
+        frame = private_pages(slot_class.frame_bytes).view
+        verdicts = [self._verdict(place, frame) for place in places]
+        with self._lock:
+            done = self._progress.verified_bytes + len(places) * slot_class.frame_bytes
+            self._progress = replace(self._progress, verified_bytes=done)
+        return verdicts
+
+    def _void(self, space: OpenedNamespace, useless: list[int], unread: Sequence[int] = ()) -> None:
+        """Free the places of frames that nothing leads to; unless frames or slabs could not be read, where their other
+        parts or a way to them may be back one day."""
+        if self._lower.tier.left_alone or unread:
+            self._left.setdefault(space.number, []).extend((*useless, *unread))
+        else:
+            self._lower.tier.delete(useless)
+
+    def _look_again(self, undecided: list[_Undecided]) -> None:
+        """A put ends and a frame is written within a moment: take in what had to wait for that."""
+        for _ in range(LOOKS):
+            undecided = [one for one in undecided if one.blocks]
+            if not undecided or self._closing.wait(LOOK_SECONDS):
+                break
+            for one in undecided:
+                looked_at, one.blocks[:] = one.blocks[:], []
+                useless: list[int] = []
+                for first in range(0, len(looked_at), SLICE_BLOCKS):
+                    self._closing.wait(PAUSE_SECONDS)
+                    with self._lock:
+                        for at in looked_at[first : first + SLICE_BLOCKS]:
+                            useless += self._insert_one(one, at, one.found.keys[at].tobytes())
+                self._void(one.space, useless)
+        with self._lock:
+            for one in undecided:
+                for at in one.blocks:
+                    name = one.space.number, one.found.keys[at].tobytes()
+                    self._blocks.older[name] = [int(column[at]) for column in one.found.places]
+
+    def _is_sound(self, space: OpenedNamespace, places: Sequence[int]) -> bool:
+        """Whether the frames of a block, one per part, can be read and pass every check of their own."""
+        frames = [memoryview(bytearray(slot_class.frame_bytes)) for slot_class in space.classes]
+        return all(self._verdict(*one) is _RecoveryCheck.WHOLE for one in zip(places, frames, strict=True))
+
+    def _verdict(self, place: int, frame: memoryview) -> _RecoveryCheck:
+        """Read a frame into that memory, and check all that it says of itself."""
+        try:
+            self._lower.tier.read(place, frame)
+            verify_payload(open_header(bytes(frame[:HEADER_BYTES]), self._keys), frame[HEADER_BYTES:])
+        except BlockCorrupt:
+            return _RecoveryCheck.TORN
+        except TierUnavailable:
+            return _RecoveryCheck.UNREAD
+        return _RecoveryCheck.WHOLE
+
+    def _insert(self, into: _Undecided, first: int, stop: int) -> list[int]:
+        """Rows for a slice; returns the places of blocks that nothing leads to. Under the lock."""
+        space, found, rows = into.space, into.found, into.rows
+        keys = split_keys(found.keys[first:stop])
+        parents = found.parents[first:stop]
+        if not self._is_plain(space, found, first, keys, parents, rows):
+            if stop - first == 1:
+                return self._insert_one(into, first, keys[0])
+            middle = (first + stop) // 2
+            return self._insert(into, first, middle) + self._insert(into, middle, stop)
+        slice_ = slice(first, stop)
+        columns = found.depths[slice_], found.priorities[slice_], found.expires_at[slice_]
+        new = self._blocks.index.load(space.number, keys, *columns)
+        rows[slice_] = new
+        self._hang(space, found, slice_, new, np.where(parents == AT_ROOT, NO_ROW, rows[parents]))
+        return []
+
+    def _is_plain(
+        self, space: OpenedNamespace, found: RecoveryOrder, first: int, keys: list[bytes], parents: Column, rows: Column
+    ) -> bool:
+        """Whether no block of a slice is known, and each one's parent is in the slice or was taken in and still is."""
+        index = self._blocks.index
+        if index.knows_any(space.number, keys) or (parents == ELSEWHERE).any():
+            return False
+        for parent in np.unique(parents[(parents >= 0) & (parents < first)]).tolist():
+            row = int(rows[parent])
+            if row < 0 or not _can_lead(index.state(row)) or index.namespace_of(row) != space.number:
+                return False
+            if index.key(row) != found.keys[parent].tobytes():
+                return False
+        return True
+
+    def _insert_one(self, into: _Undecided, at: int, key: bytes) -> list[int]:
+        """The same for one block, whatever is known of it already."""
+        space, found, rows = into.space, into.found, into.rows
+        index, below = self._blocks.index, self._lower.residency
+        places = [int(column[at]) for column in found.places]
+        rows[at] = NO_ROW
+        row = index.find(space.number, key)
+        parent = int(found.parents[at])
+        if row != NO_ROW:  # stored anew, or being stored
+            rows[at] = row if _can_lead(index.state(row)) else _WAITING
+            if below.is_listed(row):  # a newer copy is durable
+                assert below.place(row, 0) not in places, "a block is taken in once"
+                self._lower.tier.delete(places)
+                return []
+            is_moving = row in self._blocks.demoting or below.place(row, 0) != NO_PLACE
+            if index.state(row) is RowState.VISIBLE and not is_moving:
+                self._blocks.adopt(row, int(found.generations[at]), places)
+            else:
+                into.blocks.append(at)
+            return []
+        parent_row = NO_ROW
+        if parent != AT_ROOT:
+            parent_row = index.find(space.number, found.parent_keys[at].tobytes())
+            if (parent >= 0 and rows[parent] == _WAITING) or (
+                parent_row != NO_ROW and not _can_lead(index.state(parent_row))
+            ):
+                rows[at] = _WAITING
+                into.blocks.append(at)
+                return []
+            if parent_row == NO_ROW or index.depth(parent_row) + 1 != int(found.depths[at]):
+                self._blocks.give_up_unread(space.number, key)  # its ancestor was evicted meanwhile
+                return places
+        slice_ = slice(at, at + 1)
+        columns = found.depths[slice_], found.priorities[slice_], found.expires_at[slice_]
+        new = index.load(space.number, [key], *columns)
+        rows[at] = new.start
+        self._hang(space, found, slice_, new, np.array([parent_row]))
+        return []
+
+    def _hang(self, space: OpenedNamespace, found: RecoveryOrder, slice_: slice, rows: range, parents: Column) -> None:
+        places = [column[slice_] for column in found.places]
+        self._blocks.loaded(rows, parents, found.generations[slice_], places)
+        self._progress = replace(self._progress, blocks=self._progress.blocks + len(rows))
+
+
+_WAITING = -2
+"""In place of a row: what becomes of the block is not known yet."""
+
+
+def _can_lead(state: RowState) -> bool:
+    """Whether a row may have readable children. A pending one may go yet, and would leave them in the air."""
+    return state in (RowState.VISIBLE, RowState.LOST)
+
+
+def space_of(
+    blocks: BlockTable, keys: TenantKeys | None, digest_of_namespace: bytes, about: bytes
+) -> OpenedNamespace | None:
+    """The namespace that stored frames belong to, made known if it is not yet. about: what was kept beside them.
+
+    None where its keys are not at hand, where what was kept is another one's, or none that can be opened (any more).
+    """
+    if keys is None:
+        return None
+    for space in blocks.spaces:
+        if space.tenant == keys.tenant and space.classes[0].namespace == digest_of_namespace:
+            return space
+    try:
+        payloads, namespace = unpack_about(about)
+        if len(blocks.spaces) >= MAX_NAMESPACES:
+            raise ValueError(f"{len(blocks.spaces)} others are there, and no further one has a place")
+    except ValueError as error:
+        _log.warning("blocks of namespace %s are left out: %s", digest_of_namespace.hex(), error)
+        return None
+    if namespace.digest() != digest_of_namespace:
+        return None
+    return blocks.add_space(keys, namespace, payloads)
+
+
+def is_of(space: OpenedNamespace, slot_class: SlotClass) -> bool:
+    """Whether frames of such slots are parts of a namespace's blocks."""
+    return slot_class.part < len(space.classes) and space.classes[slot_class.part] == slot_class

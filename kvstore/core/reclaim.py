@@ -1,0 +1,194 @@
+"""What would go if somebody made room for another one, before anything does.
+
+    DRAM   leaves, worst first > what would go with each > as many blocks of one namespace as an extent takes
+    NVMe   the same > a slab that would be empty by then > its blocks, and what follows them
+
+Frames move in DRAM, so whichever blocks go, there is an extent less, if there is one that nobody is using: a reader may
+have its memory mapped. On NVMe frames stay where they are, and blocks that were used at the same time stand in many
+slabs: whoever gave up one leaf after the other until any slab is empty would lose most of what it has. Pure: nothing is
+changed here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from kvstore.core.index import NO_ROW, PrefixIndex
+from tiering.residency import ExtentRoom, Residency
+from tiering.tier import LowerTier, extent_of
+
+MOST_LOOKED_AT = 4096
+"""Blocks that would go, before a slab is chosen by what is known so far."""
+
+
+class ReclaimPlan:
+    """Blocks of a tier, one leaf after the other."""
+
+    def __init__(self, index: PrefixIndex, residency: Residency, elsewhere: Residency | None) -> None:
+        """elsewhere: of the other tier. What that has stays readable, and needs what it follows."""
+        self._index = index
+        self._residency = residency
+        self._elsewhere = elsewhere
+        self._left: dict[int, int] = {}  # children that a block would have left
+        self.blocks = 0
+        """How many would have gone so far."""
+
+    def with_leaf(self, leaf: int) -> Iterator[int]:
+        """This one would go next: it, and the ancestors that would lead to nothing else."""
+        index, residency = self._index, self._residency
+        row = leaf
+        while not self.stays(row):
+            self.blocks += 1
+            yield row
+            row = index.parent(row)
+            if row == NO_ROW:
+                return
+            self._left[row] = self._left.get(row, residency.children(row)) - 1
+            if self._left[row]:
+                return
+
+    def stays(self, row: int) -> bool:
+        """Whether somebody is using a block here; or nothing but this tier has it, and it is the way to others that
+        stay readable."""
+        residency, elsewhere = self._residency, self._elsewhere
+        if residency.is_in_use(row):
+            return True
+        if elsewhere is not None and elsewhere.is_listed(row):
+            return False
+        leads_on = elsewhere is not None and elsewhere.children(row) > 0
+        return leads_on or self._index.children(row) > residency.children(row)
+
+    def leading_to_what_stays(self) -> set[int]:
+        """Blocks that stay, and all that they follow."""
+        ways: set[int] = set()
+        for row in (*self._residency.all_in_use(), *self._ways_on()):
+            while row != NO_ROW and row not in ways:
+                ways.add(row)
+                row = self._index.parent(row)
+        return ways
+
+    def _ways_on(self) -> list[int]:
+        """Blocks that stay as the way to others."""
+        listed, children = self._residency.listed_column, self._residency.child_counts
+        every = self._index.child_counts
+        rows = min(len(listed), len(every))  # each column has all rows that there are, and some spare
+        leads_on = every[:rows] > children[:rows]
+        if self._elsewhere is not None:
+            listed_there, children_there = self._elsewhere.listed_column, self._elsewhere.child_counts
+            rows = min(rows, len(listed_there))
+            leads_on = (leads_on[:rows] | (children_there[:rows] > 0)) & (listed_there[:rows] == 0)
+        found: list[int] = np.flatnonzero(leads_on & (listed[:rows] != 0)).tolist()
+        return found
+
+
+class Owners(Protocol):
+    """What is asked of whoever has the tables: `Blocks`."""
+
+    index: PrefixIndex
+    residency: Residency
+
+    def offers_of(self, number: int, in_use: set[int]) -> list[tuple[int, ExtentRoom]]:
+        """Blocks of a namespace that have to go until it can do without an extent, for each that is not in use: the
+        fewest come last."""
+        ...
+
+
+class ExtentReclaim:
+    """Which namespace gives an extent in DRAM, once."""
+
+    def __init__(self, asker: int, owners: Owners, below: Residency | None) -> None:
+        """asker: its namespace. below: of NVMe."""
+        self._asker = asker
+        self._owners = owners
+        self._departures = ReclaimPlan(owners.index, owners.residency, below)
+        self._found: Counter[int] = Counter()  # by namespace, blocks that would go
+        self._offers: dict[int, list[tuple[int, ExtentRoom]]] = {}
+        self._in_use: set[int] | None = None
+        self.giver: tuple[int, int] | None = None
+        """Behind all of `own`: who gives an extent, and how many blocks of it go; None where nobody can."""
+
+    def own(self, worst: Iterable[int]) -> Iterator[int]:
+        """Leaves of the namespace that asks, as long as they are worse than an extent that another one has to give."""
+        namespace_of = self._owners.index.namespace_of
+        for row in worst:
+            number = namespace_of(row)
+            if number == self._asker:
+                yield row
+            elif self._look_at(row, number):
+                return
+
+    def _look_at(self, leaf: int, number: int) -> bool:
+        """This leaf would go next. Whether its namespace has an extent to give with what was looked at of it."""
+        if number not in self._offers:
+            if self._in_use is None:
+                self._in_use = self._owners.residency.pieces_in_use()
+            self._offers[number] = self._owners.offers_of(number, self._in_use)
+        offers = self._offers[number]
+        if not offers:
+            return False
+        self._found[number] += sum(1 for _ in self._departures.with_leaf(leaf))
+        while offers and self._found[number] >= offers[-1][0]:
+            blocks, extent = offers[-1]
+            if self._owners.residency.can_move(extent):
+                self.giver = number, blocks
+                return True
+            offers.pop()
+        return False
+
+
+class SlabReclaim:
+    """For one who asks, once."""
+
+    def __init__(self, asker: int, index: PrefixIndex, residency: Residency, tier: LowerTier, above: Residency) -> None:
+        """asker: its namespace. residency, tier: of NVMe. above: of DRAM."""
+        self.asker = asker
+        self._index = index
+        self._residency = residency
+        self._tier = tier
+        self._departures = ReclaimPlan(index, residency, above)
+        self._ways: set[int] | None = None
+        self._going: Counter[int] = Counter()  # by slab, frames that would go
+        self._rows: dict[int, list[int]] = {}  # by slab that may go, whose frames it has
+        self._wanted: set[int] = set()  # of these, with something that is kept for a time
+
+    def look_at(self, leaf: int) -> bool:
+        """This leaf would go next. Whether that is enough to choose by."""
+        for row in self._departures.with_leaf(leaf):
+            for place in self._residency.all_places(row):
+                slab = extent_of(place)
+                if slab not in self._going:
+                    self._meet(slab)
+                self._going[slab] += 1
+                if slab in self._rows and slab not in self._wanted and not self._remains(slab):
+                    return True
+        return self._departures.blocks >= MOST_LOOKED_AT and len(self._rows) > len(self._wanted)
+
+    def blocks(self) -> list[int]:
+        """Those that have to go for one slab, the deepest of each chain first; empty where nobody can do without one.
+        What is kept for a time goes only where nothing else may."""
+        slab = min(self._rows, key=self._cost, default=None)
+        if slab is None:
+            return []
+        return [row for row in self._index.families(self._rows[slab]) if self._residency.all_places(row)]
+
+    def _meet(self, slab: int) -> None:
+        """Whoever keeps a block keeps what it follows: so its slab's own blocks say whether anything is kept."""
+        if self._ways is None:
+            self._ways = self._departures.leading_to_what_stays()
+        rows = self._tier.rows_in(slab)
+        if rows is None or not self._ways.isdisjoint(rows):
+            return
+        self._rows[slab] = rows
+        retention = self._residency.retention
+        if retention is not None and any(retention.holds(row) for row in rows):
+            self._wanted.add(slab)
+
+    def _cost(self, slab: int) -> tuple[bool, int, int]:
+        return slab in self._wanted, self._remains(slab), slab
+
+    def _remains(self, slab: int) -> int:
+        return len(self._rows[slab]) - self._going[slab]

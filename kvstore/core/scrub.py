@@ -1,0 +1,319 @@
+"""Scrubbing: reads what lies on NVMe again in the background, so that rot is found before a request needs it.
+
+    a frame     read > verified as for a request: MAC, stamp, name, generation, every digest
+    damaged     read and verified once more > its block is quarantined below > written down again if DRAM has it
+    unreadable  a fault of the tier; met again in the next pass, and after the third one treated as damaged
+
+No pin is taken and no lock is held while a frame is read or hashed. A frame that was evicted meanwhile is no damage:
+before a block is quarantined, the tier says whether that very frame still stands there. Windows of frames run in the
+move queue behind everything else, one at a time, and end early when a request waits. Reading renews no block's place in
+the eviction order. Must never touch DRAM's copy of a block.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.block.account import MissReason
+from kvstore.core.index import RowState
+from kvstore.core.levels import READS, Levels
+from kvstore.core.table import BlockTable, Lower
+from tiering.clock import Clock
+from tiering.errors import BlockCorrupt, BlockMissing, TierUnavailable
+from tiering.frame import ALIGNMENT, HEADER_BYTES, MacKeys, Stamp, open_header, verify_payload
+from tiering.move_queue import Move, MoveQueue, Priority
+from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits, ScrubUsage
+from tiering.nvme.tier import NvmeTier, Resident, slab_name
+from tiering.tier import extent_of, slot_of
+
+RECHECKS = 3
+"""How often a frame that fails is read again, where evictions in its slab keep it from being judged."""
+
+YIELD_SECONDS = 0.1
+"""Without reading after a request was seen to wait."""
+
+LOADING_LOOK_SECONDS = 0.2
+"""How often it is looked whether what was on disk is taken in by now."""
+
+MEND_SECONDS = 10.0
+"""For writing one block down again."""
+
+MENDS = 1024
+"""Blocks that are remembered for that; others are written when DRAM gets full or the store is closed."""
+
+SHORTEST_SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 0.01, 3600.0
+
+LINES_PER_PASS = 16
+
+_log = logging.getLogger(__name__)
+
+
+class Aim(NamedTuple):
+    """What a frame has to say of itself."""
+
+    row: int
+    key: bytes
+    generation: int
+    stamp: Stamp
+
+
+@dataclass(slots=True)
+class ReadWindow:
+    """Frames to be read in one move; those that were visited are taken out."""
+
+    frames: deque[Resident]
+    move: Move | None = None
+    failed: bool = False  # the first one could not be read
+    made_way: bool = False  # for a request
+
+
+class Scrubbing:
+    """The scrub of one store. The lock is the store's."""
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        lower: Lower[NvmeTier],
+        levels: Levels,
+        queue: MoveQueue,
+        keys: MacKeys,
+        clock: Clock,
+        lock: threading.Lock,
+        limits: ScrubLimits,
+        is_loading: Callable[[], bool],
+    ) -> None:
+        self._blocks = blocks
+        self._lower = lower
+        self._levels = levels
+        self._queue = queue
+        self._keys = keys
+        self._clock = clock
+        self._lock = lock
+        self._limits = limits
+        self._is_loading = is_loading
+        self._scrub = Scrub(lower.tier, limits, clock, lower.tier.session)
+        self._window: ReadWindow | None = None
+        self._buffer = memoryview(b"")
+        self._to_mend: dict[int, int] = {}  # row -> generation: lost below, good above
+        self._next_mend = 0.0
+        self._lines = 0
+        self._wake = threading.Event()
+        self.closing = False
+
+    def start(self) -> None:
+        """Scrub from now on, in a thread that ends with `close`, or when nobody has the store any more."""
+        wake = self._wake
+        reference = weakref.ref(self, lambda _: wake.set())
+        threading.Thread(target=_drive, args=(reference, wake), name="kv-scrub", daemon=True).start()
+
+    def close(self) -> None:
+        """Begin nothing any more; the frame that is being read is the last one. Returns at once."""
+        with self._lock:
+            self.closing = True
+        self._wake.set()
+
+    def usage(self) -> ScrubUsage:
+        """What was done since the start."""
+        return self._scrub.usage()
+
+    # Driving -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> float:
+        """Do what is due; returns how many seconds there is nothing to do, if nothing wakes the thread before."""
+        if self._is_loading():
+            return max(LOADING_LOOK_SECONDS, self._scrub.seconds_until_due())
+        window = self._window
+        if window is not None:
+            assert window.move is not None
+            if not window.move.done:
+                return LONGEST_SLEEP_SECONDS
+            self._end(window)
+        self._mend()
+        frames = self._scrub.window()
+        for frame in self._scrub.given_up():
+            self._give_up(frame)
+        if frames:
+            self._begin(frames)
+            return LONGEST_SLEEP_SECONDS
+        if not self._scrub.usage().in_pass:
+            self._buffer, self._lines = memoryview(b""), 0
+        seconds = self._scrub.seconds_until_due()
+        if self._to_mend:
+            seconds = min(seconds, self._next_mend - self._clock.monotonic_seconds())
+        return min(max(seconds, SHORTEST_SLEEP_SECONDS), LONGEST_SLEEP_SECONDS)
+
+    def _begin(self, frames: Sequence[Resident]) -> None:
+        window = self._window = ReadWindow(deque(frames))
+        wake = self._wake
+        window.move = self._queue.submit("scrub", READS, Priority.SCRUB, lambda: self._read(window))
+        window.move.then(lambda _: wake.set())
+
+    def _end(self, window: ReadWindow) -> None:
+        assert window.move is not None
+        self._window = None
+        if window.failed:
+            self._scrub.visited(window.frames[0], CheckResult.UNREADABLE)
+            self._tell(window.frames[0], "it cannot be read")
+        if window.move.finding is not None:  # a fault, an open breaker, no room in the queue
+            self._scrub.pause(self._limits.pause_seconds)
+        elif window.made_way:
+            self._scrub.pause(YIELD_SECONDS)
+
+    # Reading, in a thread of the queue -----------------------------------------------------------------------------
+
+    def _read(self, window: ReadWindow) -> None:
+        """Visit the frames of a window. Raises `TierUnavailable`; called again, it goes on with the same frame."""
+        window.failed = False
+        with self._lock:
+            aims = [self._aim(frame) for frame in window.frames]
+        for aim in aims:
+            if self.closing:
+                return
+            frame = window.frames[0]
+            try:
+                verdict = self._verdict(frame, aim) if aim is not None else CheckResult.GONE
+            except TierUnavailable:
+                window.failed = True
+                raise
+            window.frames.popleft()
+            self._scrub.visited(frame, verdict)
+            if window.frames and self._queue.depths()[Priority.WAITING]:
+                window.made_way = True
+                return
+
+    def _aim(self, frame: Resident) -> Aim | None:
+        """What should stand at a place; None if that is not a frame of a readable block. Under the lock."""
+        row, residency, index = frame.row, self._lower.residency, self._blocks.index
+        if row < 0 or not residency.is_listed(row) or residency.place(row, frame.part) != frame.place:
+            return None
+        stamp = self._blocks.spaces[index.namespace_of(row)].sealers[frame.part].stamp
+        return Aim(row, index.key(row), residency.generation(row), stamp)
+
+    def _verdict(self, frame: Resident, aim: Aim) -> CheckResult:
+        try:
+            self._check(frame, aim)
+            return CheckResult.GOOD
+        except BlockMissing:
+            return CheckResult.GONE
+        except BlockCorrupt:
+            return self._second_look(frame.place)
+
+    def _second_look(self, place: int) -> CheckResult:
+        """A frame failed a check. Condemned is what fails again, and stood there all the while."""
+        for _ in range(RECHECKS):
+            with self._lock:
+                frame = next(iter(self._lower.tier.residents(place, place + 1, 0)), None)
+                aim = self._aim(frame) if frame is not None else None
+            if frame is None or aim is None:
+                return CheckResult.GONE
+            try:
+                self._check(frame, aim)
+                return CheckResult.GOOD
+            except BlockMissing:
+                return CheckResult.GONE
+            except BlockCorrupt as error:
+                if self._quarantine(frame, aim):
+                    self._tell(frame, str(error))
+                    return CheckResult.DAMAGED
+        return CheckResult.GONE  # the next pass will see
+
+    def _check(self, frame: Resident, aim: Aim) -> None:
+        """Read a frame and verify all of it."""
+        if len(self._buffer) < frame.frame_bytes:
+            self._buffer = _aligned(frame.frame_bytes)
+        view = self._buffer[: frame.frame_bytes]
+        self._scrub.spent(frame)
+        self._lower.tier.read(frame.place, view)
+        header = open_header(bytes(view[:HEADER_BYTES]), self._keys)
+        if (header.stamp, header.prefix_key, header.generation) != (aim.stamp, aim.key, aim.generation):
+            raise BlockCorrupt("another block's frame")
+        verify_payload(header, view[HEADER_BYTES:])
+
+    # Damage --------------------------------------------------------------------------------------------------------
+
+    def _quarantine(self, frame: Resident, aim: Aim) -> bool:
+        """Quarantine a block below, if that very frame still stands there."""
+
+        def stands() -> bool:
+            if self.closing or self._lower.tier.residents(frame.place, frame.place + 1, 0) != [frame]:
+                return False
+            return self._aim(frame) == aim
+
+        if not self._levels.quarantine_below(aim.row, stands):
+            return False
+        with self._lock:
+            if len(self._to_mend) < MENDS and self._is_lost(aim.row, aim.generation):
+                self._to_mend[aim.row] = aim.generation
+        return True
+
+    def _give_up(self, frame: Resident) -> None:
+        with self._lock:
+            now = next(iter(self._lower.tier.residents(frame.place, frame.place + 1, 0)), None)
+            aim = self._aim(now) if now is not None and now.row == frame.row else None
+        if now is not None and aim is not None and self._quarantine(now, aim):
+            self._tell(frame, f"it could not be read in {self._limits.unreadable_passes} passes; quarantined")
+
+    def _is_lost(self, row: int, generation: int) -> bool:
+        """Whether DRAM has the block and NVMe does not. Under the lock."""
+        blocks = self._blocks
+        return (
+            blocks.index.state(row) is RowState.VISIBLE
+            and blocks.is_above(row)
+            and not blocks.is_below(row)
+            and blocks.residency.generation(row) == generation
+        )
+
+    def _mend(self) -> None:
+        """Write damaged blocks down again, from what DRAM has; each with its ancestors, which may be lost as well."""
+        if not self._to_mend or self._clock.monotonic_seconds() < self._next_mend:
+            return
+        index = self._blocks.index
+        with self._lock:
+            self._to_mend = {row: one for row, one in self._to_mend.items() if self._is_lost(row, one)}
+            chains = [
+                (row, index.namespace_of(row), [index.key(one) for one in index.chain(row)[::-1]])
+                for row in sorted(self._to_mend, key=index.depth)
+            ]
+        for row, number, chain in chains:
+            if self.closing:
+                return
+            _, reason = self._levels.persist(number, chain, MEND_SECONDS)
+            if reason is None:
+                self._scrub.mended += 1
+                del self._to_mend[row]
+                continue
+            self._next_mend = self._clock.monotonic_seconds() + self._limits.pause_seconds
+            if reason is not MissReason.EVICTED:  # that is an ancestor which is lost in both tiers: a put may heal it
+                return
+
+    def _tell(self, frame: Resident, what: str) -> None:
+        if self._lines < LINES_PER_PASS:
+            self._lines += 1
+            _log.warning("scrub: %s, slot %d: %s", slab_name(extent_of(frame.place)), slot_of(frame.place), what)
+
+
+def _drive(reference: weakref.ref[Scrubbing], wake: threading.Event) -> None:
+    """The thread. It holds on to nothing while it sleeps, so that a store that nobody has any more can go."""
+    while True:
+        scrubbing = reference()
+        if scrubbing is None or scrubbing.closing:
+            return
+        seconds = scrubbing.step()
+        del scrubbing
+        wake.wait(seconds)
+        wake.clear()
+
+
+def _aligned(size_bytes: int) -> memoryview:
+    """Memory that direct I/O can read into."""
+    memory = bytearray(size_bytes + ALIGNMENT)
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % ALIGNMENT
+    return memoryview(memory)[start : start + size_bytes]

@@ -1,0 +1,1868 @@
+"""The store: the verbs of `Door` over blocks in tiers.
+
+One lock guards the tables; it is not held while payloads are copied or hashed or memory is made (but for the one frame
+that a reader reports as bad). A put runs: reserve
+(rows, then slots) > the producer fills the slots > commit (headers, visibility) > abort what is left. A get runs: lease
+(pins) > the reader copies and verifies > release. Must never call the clock or the disk itself, nor see a token.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count as counted_from
+from itertools import groupby, islice, pairwise
+from numbers import Integral
+from typing import NamedTuple
+
+import numpy as np
+
+from kvstore.block.about import check_can_be_kept
+from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
+from kvstore.block.errors import BadInput, StoreClosed
+from kvstore.block.identity import Namespace, TenantKeys, root_key
+from kvstore.config import Limits
+from kvstore.core.collective import ANSWER_SECONDS, Chain, CollectivePut, CollectivePuts, chain_of
+from kvstore.core.dram_recovery import DramRecovery
+from kvstore.core.index import NO_ROW, RowState
+from kvstore.core.leases import ENDED_PLACES, Endings, LeaseRecord, LeaseTable, ReservationRecord, flat
+from kvstore.core.levels import Levels, SlotRequest
+from kvstore.core.nvme_recovery import NvmeRecovery, RecoveryProgress
+from kvstore.core.scrub import Scrubbing
+from kvstore.core.table import BlockTable, Lower, OpenedNamespace
+from kvstore.core.unmap_wait import COLLECTIVE_LOOKS, LOOKS_SECONDS, PUT_SECONDS, Unmapped, UnmapWait, look
+from kvstore.core.usage import NamespaceUsage, TenantUsage, occupancy, tenancy
+from kvstore.protocol.door import Collective, Grant, LeaseReply, MatchReply, ReserveReply
+from tiering.clock import Clock
+from tiering.dram.extents import Extent
+from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
+from tiering.errors import BlockMissing, TierFull, TierUnavailable
+from tiering.frame import frame_bytes
+from tiering.move_queue import MoveCounts, MoveQueue
+from tiering.nvme.scrub import ScrubLimits, ScrubUsage
+from tiering.nvme.tier import NvmeTier
+from tiering.policies.admission import WriteBudget
+from tiering.residency import Evict, Grow, Residency, Vacate
+from tiering.slab_header import PAGE_BYTES
+from tiering.tier import Column, FrameSpan, SlotClass, Usage, extent_of
+
+SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
+RUN_OUT_AT_ONCE = 1024
+"""Leases that are noted as run out at a time."""
+DROP_LOOKS_SECONDS = 0.1
+"""How often a drop looks again whether moves of its namespace are over."""
+DROP_SECONDS = 30.0
+"""How long a drop or a purge takes before it says that it was not over in time."""
+LOCKED_BLOCKS = 2048
+"""Of a longer chain, so many blocks are worked on at a time: the lock is held for a few milliseconds."""
+LOCKED_PLACES = 2 * LOCKED_BLOCKS
+"""The same of blocks of several parts: where they are is looked up for each of their frames."""
+SEALED_BLOCKS = 256
+"""The same where blocks are committed, at 10 us each."""
+ABORTED_PLACES = 1024
+"""The same of places where a put is given up, or a namespace dropped, at some microseconds each."""
+EVICTED_BLOCKS = 512
+"""The same of blocks that an operator has evicted."""
+RETIRED_BYTES = 16 << 20
+"""The same of memory that is given back to the system; at least one extent."""
+SCANNED_ROWS = 1 << 20
+"""The same of rows, of all namespaces, where those of one are looked for: in columns, at a nanosecond each."""
+GIVE_WAY_SECONDS = 1e-4
+"""Between two of them: without it the lock is taken again before who waits for it has woken up."""
+
+_ASK_AGAIN = "ask again, or give it more time"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """What a store holds: slots and bytes of each tier, readable blocks, live leases, and event counts since the start.
+
+    nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
+    guarded_bytes: of DRAM that was taken over and that clients of an earlier process still map: readable, and not used
+    for anything else before they let go. dram_retained_bytes, nvme_retained_bytes: of what is kept for a time, and the
+    budgets for it: retained_fraction of each tier. write_budget: for NVMe, where there is one.
+    """
+
+    dram: Usage
+    nvme: Usage | None
+    loading: RecoveryProgress | None
+    blocks: int
+    leases: int
+    reservations: int
+    pinned_bytes: int
+    counters: dict[str, int]
+    scrub: ScrubUsage | None = None
+    guarded_bytes: int = 0
+    dram_retained_bytes: int = 0
+    nvme_retained_bytes: int | None = None
+    dram_retained_budget_bytes: int = 0
+    nvme_retained_budget_bytes: int | None = None
+    retained_fraction: float = 0.0
+    write_budget: WriteBudget | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExtent:
+    """An extent that was opened for another process. Whoever is given the descriptor closes it."""
+
+    descriptor: int
+    size_bytes: int
+    frame_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ExtentMove:
+    """An extent being emptied: copies to make, outside the lock."""
+
+    extent: int
+    copies: list[FrameCopy]
+
+
+class _Frames:
+    """What a lease says of its blocks' frames, by part."""
+
+    def __init__(self, parts: int) -> None:
+        self.places: list[list[int]] = [[] for _ in range(parts)]
+        self.header_digests: list[list[bytes]] = [[] for _ in range(parts)]
+        self.generations: list[int] = []
+        self.flat: array[int] | None = None
+        """The places as a lease's record has them, where it was made already."""
+
+    def add(self, residency: Residency, rows: Sequence[int]) -> None:
+        """Of some more rows."""
+        for part, (places, digests) in enumerate(zip(self.places, self.header_digests, strict=True)):
+            places += residency.places_of(rows, part)
+            digests += residency.header_digests_of(rows, part)
+        self.generations += residency.generations_of(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """Memory that was given back, and that others map still."""
+
+    mapped: list[int]
+
+
+class _End(NamedTuple):
+    """Why a lease leads no further; as in `LeaseReply`."""
+
+    reason: MissReason | None
+    detail: str
+    lacks_room: bool = False
+
+
+class Store:
+    """All tenants' blocks of one process. Thread-safe."""
+
+    def __init__(
+        self,
+        blocks: BlockTable,
+        mover: Mover,
+        clock: Clock,
+        limits: Limits,
+        queue: MoveQueue | None = None,
+        scrub: ScrubLimits | None = None,
+        new_number: Callable[[], int] | None = None,
+        taken_over: Sequence[int] = (),
+        name: bytes = b"",
+        lower: Lower[NvmeTier] | None = None,
+    ) -> None:
+        """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed.
+        lower: the one of `blocks`.
+
+        new_number: above 0, for one lease or reservation and no other; tenants see these. taken_over: extents of an
+        earlier process, in the DRAM tier. name: of this run, unlike that of any other store.
+        """
+        new_number = new_number or counted_from(1).__next__
+        self._blocks = blocks
+        self._lower = lower
+        self._mover = mover
+        self.name = name
+        self._clock = clock
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._moves_done = threading.Condition(self._lock)
+        self._joint_answered = threading.Condition(self._lock)
+        self._waiting = threading.Condition(self._lock)
+        self._unmap_wait = UnmapWait()
+        self._jobs: dict[int, _ExtentMove] = {}
+        self._leases = LeaseTable(limits.lease_seconds, new_number)
+        self._endings = Endings(blocks.residency, blocks.dram, self._unpin)
+        self._reservations: dict[int, ReservationRecord] = {}
+        self._collective = CollectivePuts(limits.joint_seconds)
+        self._new_reservation = new_number
+        self._pinned_bytes = 0
+        self._released_later: deque[int] = deque()
+        self._to_abort: deque[int] = deque()  # reservations that no producer writes into any more
+        self._emptied: dict[int, None] = {}  # namespaces that may have extents which hold nothing
+        self._drops: set[int] = set()  # namespaces that are being dropped
+        self._unfound: set[int] = set()  # of them, those of which some blocks are gone and no block is found
+        self._lifting: list[tuple[int, list[int]]] = []  # pinned for leases that wait for blocks on their way up
+        # Long chains that were used, as `BlockTable.refreshed`.
+        self._refreshing: deque[tuple[list[int], int]] = deque()
+        self._levels: Levels | None = None
+        self._nvme_recovery: NvmeRecovery | None = None
+        self._dram_recovery: DramRecovery | None = None
+        self._scrubbing: Scrubbing | None = None
+        if lower is not None:
+            assert queue is not None
+            self._levels = Levels(
+                blocks,
+                lower,
+                queue,
+                mover.keys,
+                clock,
+                limits,
+                self._lock,
+                self._pin,
+                self._unpin,
+                self._find_slots,
+            )
+            nvme_recovery = self._nvme_recovery = NvmeRecovery(blocks, lower, mover.keys, self._lock)
+            if scrub is not None:
+                self._scrubbing = Scrubbing(
+                    blocks,
+                    lower,
+                    self._levels,
+                    queue,
+                    mover.keys,
+                    clock,
+                    self._lock,
+                    scrub,
+                    lambda: nvme_recovery.is_recovering,
+                )
+        if taken_over:
+            self._dram_recovery = DramRecovery(blocks, taken_over, mover.keys, self._lock)
+        self._leaving: set[bytes] = set()  # tenants that are purged, or were
+        self._closed = False
+        self._closer: threading.Thread | None = None
+
+    # Namespaces ----------------------------------------------------------------------------------------------------
+
+    def open_namespace(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
+        """Make a namespace known to a tenant; the same one again gives the same number. Raises `BadInput`."""
+        check_can_be_kept(namespace, payload_bytes)
+        wanted = namespace.digest()
+        with self._lock:
+            self._check_open()
+            if keys.tenant in self._leaving:
+                raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
+            space = self._find_space(keys.tenant, wanted)
+            if space is None:
+                self._check_fits(keys.tenant, namespace, payload_bytes)
+                space = self._blocks.add_space(keys, namespace, payload_bytes)
+            return Grant(
+                space.number,
+                keys.identity,
+                tuple(sealer.stamp.pack() for sealer in space.sealers),
+                tuple(sealer.stamp.payload_bytes for sealer in space.sealers),
+                durable=self._levels is not None,
+            )
+
+    def own_number(self, number: int) -> int:
+        """Which of its tenant's namespaces one is, from 0 on: as which its clients know it, so that they cannot count
+        those of others."""
+        with self._lock:
+            spaces = self._blocks.spaces
+            return sum(space.tenant == spaces[number].tenant for space in spaces[:number])
+
+    def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
+        """Forget every block of a namespace, for good; returns how many were readable. Readers finish what they hold.
+
+        Waits until what is on disk was taken in. Raises `TierUnavailable` where it was not over in that time, or where
+        the disk does not forget; the line says how far it came, and it may be asked for again.
+        """
+        deadline = self._clock.monotonic_seconds() + seconds
+        with self._lock:
+            self._check_open()
+            self._blocks.dropping.add(number)
+            self._refreshing.clear()  # its rows may become another namespace's
+        try:
+            return self._drop(number, deadline)
+        finally:
+            with self._lock:
+                self._serve_again([number])
+
+    def purge(self, tenant: bytes, seconds: float = DROP_SECONDS) -> int:
+        """Void every block of a tenant durably, give back its slabs, and serve it no more under these keys; returns
+        how many blocks were readable. Raises `TierUnavailable` as `drop` does; the tenant is served on then."""
+        deadline = self._clock.monotonic_seconds() + seconds
+        with self._lock:
+            self._check_open()
+            self._leaving.add(tenant)
+        try:
+            with self._lock:
+                self._await_taken_in(lambda: False, deadline)
+                numbers = [space.number for space in self._blocks.spaces if space.tenant == tenant]
+                self._blocks.dropping.update(numbers)
+            readable = sum([self._drop(number, deadline) for number in numbers])
+            if self._levels is not None and not self._levels.retire_slabs(tenant, deadline):
+                raise TierUnavailable(f"the tenant's slabs were not given back; {_ASK_AGAIN}")
+            with self._lock:
+                self._blocks.index.forget(tenant)
+            return readable
+        except BaseException:
+            with self._lock:
+                self._leaving.discard(tenant)
+                self._serve_again([space.number for space in self._blocks.spaces if space.tenant == tenant])
+            raise
+
+    def _serve_again(self, numbers: Iterable[int]) -> None:
+        """After a drop, unless another one is under way. Under the lock."""
+        for number in numbers:
+            if number not in self._drops and self._blocks.spaces[number].tenant not in self._leaving:
+                self._blocks.dropping.discard(number)
+
+    def _drop(self, number: int, deadline: float) -> int:
+        """Others have the lock between pieces. Another drop of this namespace waits for this one."""
+        with self._lock:
+            self._await_taken_in(lambda: number in self._drops, deadline)
+            self._drops.add(number)
+            self._blocks.dropping.add(number)  # a drop that ended just now has taken it off
+        try:
+            readable = self._drop_rows(number, deadline)
+            self._retire_emptied()
+            if self._levels is not None and not self._levels.settle(deadline):
+                raise TierUnavailable(f"the blocks are gone from memory, but not durably from the disk; {_ASK_AGAIN}")
+            return readable
+        finally:
+            with self._lock:
+                self._drops.discard(number)
+                self._unfound.discard(number)
+                self._moves_done.notify_all()
+
+    def _drop_rows(self, number: int, deadline: float) -> int:
+        with self._lock:
+            self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
+            self._expire_due()  # from here on it has no leases, and is given none
+            self._finish([*self._leases.expire_all(number), *self._endings.under_way_of(number)])
+            self._await_taken_in(lambda: bool(self._jobs) or self._is_moving(number), deadline)
+            self._cancel_all(number)
+            self._check_open()
+            readable = self._blocks.index.visible_blocks(number)
+            self._unfound.add(number)
+            self._refreshing.clear()  # its rows may become another namespace's
+        rows = self._rows_of(number)
+        most = max(1, ABORTED_PLACES // len(self._blocks.spaces[number].classes))
+        for first in range(0, len(rows), most):
+            with self._lock:
+                self._check_open()
+                for row in rows[first : first + most].tolist():
+                    self._drop_row(number, row, deadline)
+                self._moves_done.wait(GIVE_WAY_SECONDS)
+        with self._lock:
+            self._check_open()
+            self._emptied[number] = None
+            if self._nvme_recovery is not None:
+                self._nvme_recovery.forget(number)
+        return readable
+
+    def _rows_of(self, number: int) -> Column:
+        """Those of a namespace that nothing is stored into, the deepest first. Others have the lock between pieces, and
+        may evict some of them."""
+        index, found = self._blocks.index, []
+        with self._lock:
+            for first in range(0, index.rows_end, SCANNED_ROWS):
+                if first:
+                    self._moves_done.wait(GIVE_WAY_SECONDS)
+                    self._check_open()
+                found.append(index.rows_and_depths(number, first, first + SCANNED_ROWS))
+        rows, depths = map(np.concatenate, zip(*found, strict=True)) if found else (np.empty(0, np.int64),) * 2
+        deepest_first: Column = rows[np.argsort(-depths, kind="stable")]
+        return deepest_first
+
+    def _drop_row(self, number: int, row: int, deadline: float) -> None:
+        """If it is of that namespace still. Under the lock, which others have while a move pins the row."""
+        blocks = self._blocks
+        while blocks.index.is_row_of(row, number) and blocks.residency.pins.counts[row]:
+            left = deadline - self._clock.monotonic_seconds()
+            if left <= 0:
+                raise TierUnavailable(f"blocks are still on the move, and not all were dropped; {_ASK_AGAIN}")
+            self._moves_done.wait(min(DROP_LOOKS_SECONDS, left))
+            self._check_open()
+        if blocks.index.is_row_of(row, number):
+            blocks.drop(row)
+
+    def _cancel_all(self, number: int) -> None:
+        """What is being stored into a namespace. Under the lock, which others have between pieces."""
+        while not self._closed:
+            mine = (one for one in self._reservations.values() if one.namespace == number and not one.cancelled)
+            record = next(mine, None)
+            if record is None:
+                return
+            self._orphan_the_last(record, also_ending=True)
+            if self._reservations.get(record.number) is record and not (record.cancelled or self._closed):
+                self._cancel(record)
+
+    def _retire_emptied(self) -> None:
+        """Give back extents that hold nothing any more. Not under the lock: their memory is unmapped without it."""
+        most = max(1, RETIRED_BYTES // self._blocks.dram.extent_bytes)
+        gone: list[Extent] = []
+        while self._emptied:
+            with self._lock:
+                number = next(iter(self._emptied), None)
+                if number is None or self._closed:
+                    return
+                gone = self._blocks.retire_empty(number, most)
+                if len(gone) < most:
+                    self._emptied.pop(number, None)
+                else:
+                    self._moves_done.wait(GIVE_WAY_SECONDS)
+            gone.clear()
+
+    def _await_taken_in(self, is_busy: Callable[[], bool], deadline: float) -> None:
+        """Until what is on disk was taken in and nothing moves any more. Under the lock. Raises `TierUnavailable`, and
+        `StoreClosed` where it was closed since the caller last held the lock."""
+        self._check_open()
+        while (is_warming := self._is_recovering) or is_busy():
+            left = deadline - self._clock.monotonic_seconds()
+            if left <= 0:
+                what = "what is on disk is still being taken in" if is_warming else "blocks are still on the move"
+                raise TierUnavailable(f"{what}, and nothing was dropped; {_ASK_AGAIN}")
+            self._moves_done.wait(min(DROP_LOOKS_SECONDS, left))
+            self._check_open()
+        if self._nvme_recovery is not None and self._nvme_recovery.failed:
+            raise TierUnavailable(
+                "some of what is on disk could not be taken in at the start, and would be back; mend the disk, "
+                "open the store again, and drop the namespace then"
+            )
+
+    # Get -----------------------------------------------------------------------------------------------------------
+
+    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
+        """The longest readable prefix, and why it ends there."""
+        with self._lock:
+            if self._closed:
+                return MatchReply(0, reason=MissReason.DISABLED, detail="the store is closed")
+            if number in self._unfound:
+                return MatchReply(0, reason=MissReason.DISABLED, detail="it is being dropped")
+            if self._levels is None:
+                blocks = self._blocks.index.matched(number, keys)
+                tiers = _dram(blocks)
+            else:
+                rows = self._blocks.index.match(number, keys)
+                blocks, tiers = len(rows), self._tiers(rows)
+            reason, detail = self._why(number, keys, blocks)
+            return MatchReply(blocks, tiers, reason, detail)
+
+    def present(self, number: int, keys: Sequence[bytes], seconds: float | None = None) -> int:
+        """How many leading blocks are readable. Waits for nothing."""
+        with self._lock:
+            is_found = not self._closed and number not in self._unfound
+            return self._blocks.index.matched(number, keys) if is_found else 0
+
+    def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
+        """Pin the longest readable prefix, brought up to DRAM as far as that can be done before the deadline."""
+        if len(keys) > self._locked_blocks(number):
+            return self._lease_long(number, keys, first_block, deadline_ms)
+        reply = self._lease(number, keys, first_block, deadline_ms)
+        if reply is None:  # leases that are over pin still
+            self.finish_ending()
+            reply = self._lease(number, keys, first_block, deadline_ms, takes_what_there_is=True)
+        assert reply is not None
+        return reply
+
+    def lease_at_once(self, number: int, keys: Sequence[bytes], first_block: int) -> LeaseReply | None:
+        """The same where it is all in DRAM already, or a miss; None, and nothing is done, where it would take time."""
+        return self._lease(number, keys, first_block, None) if len(keys) <= self._locked_blocks(number) else None
+
+    def _locked_blocks(self, number: int) -> int:
+        """How many blocks of a namespace are looked up at a time."""
+        return max(1, min(LOCKED_BLOCKS, LOCKED_PLACES // len(self._blocks.spaces[number].classes)))
+
+    def _lease(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        deadline_ms: float | None,
+        *,
+        takes_what_there_is: bool = False,
+    ) -> LeaseReply | None:
+        """deadline_ms: None where there is no time for anything. takes_what_there_is: also while leases that are over
+        pin what it would have; it returns None there otherwise."""
+        with self._lock:
+            if self._closed:
+                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
+            if number in self._blocks.dropping:
+                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="it is being dropped")
+            self._expire_due()
+            rows = self._blocks.index.match(number, keys)
+            end = _End(*self._why(number, keys, len(rows)))
+            wanted = rows[first_block:]
+            affordable, limit = self._affordable(number, wanted)
+            if affordable < len(wanted):
+                if len(self._endings) and not takes_what_there_is:
+                    return None
+                end = _End(MissReason.PINNED_FULL, limit, lacks_room=True)
+                wanted = wanted[:affordable]
+            if not wanted:  # nothing to pin: what lies before `first_block` is the caller's already
+                blocks = min(first_block, len(rows))
+                return _no_lease(first_block, blocks, self._tiers(rows[:blocks]), end)
+            chain = rows[: first_block + len(wanted)]
+            tiers = self._tiers(chain)  # where they were found: a block that has to be brought up is a hit of its tier
+            missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
+            unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
+            if deadline_ms is None and (missing or unverified):
+                return None
+            self._pin(number, wanted)
+            if not missing and not unverified:
+                return self._grant(number, first_block, chain, wanted, tiers, end)
+            waiting = (number, wanted)
+            self._lifting.append(waiting)
+        assert deadline_ms is not None
+        deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
+        late = None
+        try:
+            if missing:
+                assert self._levels is not None
+                late = self._levels.bring_up(number, missing, deadline)
+            if unverified and not self._verify(number, unverified, deadline):
+                late = late or MissReason.DEADLINE
+        except BaseException:  # interrupted: nobody waits for these any more
+            with self._lock:
+                self._end_lifting(waiting)
+                self._unpin(number, wanted)
+            raise
+        with self._lock:
+            self._end_lifting(waiting)
+            return self._grant_what_is_up(number, first_block, chain, wanted, tiers, end, late)
+
+    def _lease_long(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
+        """`_lease`, a piece of the chain at a time, and others have the lock in between."""
+        deadline = self._clock.monotonic_seconds() + deadline_ms / 1000
+        wanted: list[int] = []
+        waiting = (number, wanted)
+        try:
+            blocks, tiers, end = self._pin_long(waiting, keys, first_block)
+            late = None
+            missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
+            if missing:
+                assert self._levels is not None
+                late = self._levels.bring_up(number, missing, deadline)
+            unverified = [row for row in wanted if row in self._blocks.unverified] if self._blocks.unverified else []
+            if unverified and not self._verify(number, unverified, deadline):
+                late = late or MissReason.DEADLINE
+            found = self._found_long(number, wanted)
+        except BaseException:  # interrupted: nobody waits for these any more
+            with self._lock:
+                self._end_lifting(waiting)
+                self._unpin(number, wanted)
+            raise
+        with self._lock:
+            self._end_lifting(waiting)
+            ready = len(found.generations)
+            self._unpin(number, wanted[ready:])
+            if self._closed:
+                return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
+            if ready < len(wanted):
+                end = self._end_of_what_is_up(late)
+                blocks = first_block + ready
+                tiers = _cut(tiers, blocks)
+                del wanted[ready:]
+            if not wanted:
+                blocks = min(first_block, blocks)
+                return _no_lease(first_block, blocks, _cut(tiers, blocks), end)
+            reply = self._granted(number, first_block, blocks, wanted, found, tiers, end)
+            chain = self._blocks.index.chain(wanted[-1])
+            self._blocks.counted(chain, ready)
+            self._refreshing.append((chain, ready))
+        try:
+            self._refresh()
+        except BaseException:  # interrupted: nobody will ever know this lease's number
+            self.release(reply.lease)
+            raise
+        return reply
+
+    def _pin_long(
+        self, waiting: tuple[int, list[int]], keys: Sequence[bytes], first_block: int
+    ) -> tuple[int, tuple[tuple[HitTier, int], ...], _End]:
+        """Pin what is readable of a long chain. Returns how many blocks are, in which tiers they were found, and why
+        there are no more. waiting: pinned so far."""
+        number, wanted = waiting
+        blocks = 0
+        tiers: list[tuple[HitTier, int]] = []
+        may_wait = True  # once: for leases that are over and pin still
+        with self._lock:
+            self._lifting.append(waiting)
+            first = 0
+            while first < len(keys):
+                if self._closed:
+                    return blocks, tuple(tiers), _End(MissReason.DISABLED, "the store is closed")
+                if number in self._blocks.dropping:
+                    return blocks, tuple(tiers), _End(MissReason.DISABLED, "it is being dropped")
+                self._expire_due()
+                asked = keys[first : first + LOCKED_BLOCKS]
+                rows = self._blocks.index.match(number, asked)
+                own = min(max(0, first_block - first), len(rows))
+                affordable, limit = self._affordable(number, rows[own:])
+                is_cut = affordable < len(rows) - own
+                if is_cut and len(self._endings) and may_wait:
+                    may_wait = False
+                    self._finish_all()
+                    continue
+                rows = rows[: own + affordable]
+                self._pin(number, rows[own:])
+                wanted += rows[own:]
+                blocks += len(rows)
+                tiers = _joined(tiers, self._tiers(rows))
+                if is_cut:
+                    return blocks, tuple(tiers), _End(MissReason.PINNED_FULL, limit, lacks_room=True)
+                if len(rows) < len(asked):
+                    break
+                first += LOCKED_BLOCKS
+                self._moves_done.wait(GIVE_WAY_SECONDS)
+            return blocks, tuple(tiers), _End(*self._why(number, keys, blocks))
+
+    def _found_long(self, number: int, rows: Sequence[int]) -> _Frames:
+        """Where pinned blocks are, up to the first that is not in DRAM."""
+        found = _Frames(len(self._blocks.spaces[number].classes))
+        blocks, state = self._blocks, self._blocks.index.state
+        most = self._locked_blocks(number)
+        with self._lock:
+            for first in range(0, len(rows), most):
+                if self._closed:
+                    break
+                some = rows[first : first + most]
+                ready = 0
+                for row in some:
+                    if state(row) is not RowState.VISIBLE or not blocks.is_above(row) or row in blocks.unverified:
+                        break
+                    ready += 1
+                found.add(blocks.residency, some[:ready])
+                if ready < len(some):
+                    break
+                self._moves_done.wait(GIVE_WAY_SECONDS)
+        found.flat = flat(found.places)
+        return found
+
+    def _refresh(self) -> None:
+        """Say of long chains that were used that they are recent, a piece of one at a time."""
+        with self._lock:
+            while self._refreshing and not self._closed:
+                chain, count = self._refreshing.popleft()
+                self._blocks.refreshed(chain[:LOCKED_BLOCKS], count)
+                if len(chain) > LOCKED_BLOCKS:
+                    self._refreshing.appendleft((chain[LOCKED_BLOCKS:], max(0, count - LOCKED_BLOCKS)))
+                self._moves_done.wait(GIVE_WAY_SECONDS)
+
+    def _verify(self, number: int, rows: Sequence[int], deadline: float) -> bool:
+        """Read blocks that were taken over for the first time, while they are pinned; bad ones are quarantined.
+
+        False where there was no time for all of them: those behind the first stay unverified.
+        """
+        parts = range(len(self._blocks.spaces[number].classes))
+        for position, row in enumerate(rows):
+            if position and self._clock.monotonic_seconds() > deadline:
+                return False
+            try:
+                is_sound = all(self._blocks.verify(row, part) for part in parts)
+            except BlockMissing:  # quarantined by another reader, and its extent given back
+                is_sound = False
+            with self._lock:
+                if row not in self._blocks.unverified:
+                    continue  # somebody else was faster
+                self._blocks.unverified.discard(row)
+                if not is_sound and self._blocks.is_above(row):
+                    self._blocks.quarantine(row)
+        return True
+
+    def release(self, lease: int) -> None:
+        """Unpin; a lease that ran out lets go of the slots that were kept for it."""
+        with self._lock:
+            record = self._leases.take(lease)
+            if record is not None:
+                self._finish([record])
+
+    def expire(self, lease: int) -> None:
+        """Its holder is out of reach and may still read: it pins nothing from now on, and what it leads to is not used
+        for anything else before it is released."""
+        with self._lock:
+            record = self._leases.expire(lease)
+            if record is not None:
+                self._finish([record])
+
+    def begin_ending(self, released: Collection[int], expired: Collection[int]) -> None:
+        """`release` of some leases and `expire` of others, however many they are: from now on they are over, and what
+        they pinned goes soon. A put or lease that lacks room does it first, and so does `finish_ending`."""
+        if not released and not expired:
+            return
+        with self._lock:
+            records = [*map(self._leases.take, released), *map(self._leases.expire, expired)]
+            if self._closed:
+                return
+            for record in records:
+                if record is not None:
+                    self._endings.begin(record)
+            self._endings.work()
+
+    def finish_ending(self) -> None:
+        """What such leases pinned is not pinned any more, and what is to be aborted is."""
+        with self._lock:
+            self._finish_all()
+        while (reservation := self._next_to_abort()) is not None:
+            self.abort(reservation)
+        self._retire_emptied()
+
+    def _next_to_abort(self) -> int | None:
+        try:
+            return self._to_abort.popleft()
+        except IndexError:  # another thread was faster
+            return None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether there is anything for `finish_ending` to do; may be read without the lock."""
+        is_any = len(self._endings) > 0 or len(self._to_abort) > 0 or len(self._emptied) > 0
+        return is_any and not self._closed
+
+    def ending_places(self, tenant: bytes) -> int:
+        """How many blocks times parts a tenant's have."""
+        return self._endings.places_of(tenant)
+
+    def attach(self, lease: int) -> bool:
+        """One more holder of a lease that still pins; it ends when as many have released it."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._expire_due()
+            return self._leases.attach(lease, self._clock.monotonic_seconds())
+
+    def is_leased(self, lease: int) -> bool:
+        """Whether a lease still pins."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._expire_due()
+            return self._leases.is_live(lease, self._clock.monotonic_seconds())
+
+    def release_later(self, lease: int) -> None:
+        """Release at the next call: a finalizer may run inside this very lock."""
+        self._released_later.append(lease)
+
+    def report(self, lease: int, block: int, part: int) -> None:
+        """A reader's check failed: verify the frame here, and quarantine the block if that fails too."""
+        with self._lock:
+            record = self._leases.get(lease) if not self._closed else None
+            self._blocks.counters["reported_frames"] += 1
+            place = record.place(part, block - record.first_block) if record is not None else None
+            if record is None or place is None:
+                return
+            row = record.rows[block - record.first_block]
+            index, residency = self._blocks.index, self._blocks.residency
+            if index.state(row) != RowState.VISIBLE or residency.place(row, part) != place:
+                return
+            if not self._blocks.verify(row, part):
+                self._blocks.quarantine(row)
+
+    # Put -----------------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        priority: int,
+        ttl_seconds: float | None,
+        collective: Collective | None = None,
+        seconds: float | None = None,
+        *,
+        skipped: int = 0,
+    ) -> ReserveReply:
+        """Rows and slots for what is missing from block `first_block` on, as far as there is room, or as room is made
+        in so many seconds. skipped: blocks of the chain before the first one of keys, which has to be readable then; of
+        a collective put, none."""
+        ends_at = self._clock.monotonic_seconds() + seconds if seconds is not None else None
+        if collective is None:
+            return self._reserve(number, keys, first_block, priority, ttl_seconds, None, ends_at, skipped)
+        name, chain = (collective.session, number, collective.name), chain_of(keys, first_block)
+        with self._lock:
+            if self._closed or number in self._blocks.dropping:
+                return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
+            self._expire_due()
+            now = self._clock.monotonic_seconds()
+            found = self._collective.find(name, chain, now)
+            if isinstance(found, CollectivePut):
+                return self._join(found, chain, collective)
+            put = found or self._collective.begin(name, chain, now)
+            if isinstance(put, ReserveReply):
+                return put
+        reply = ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)  # what others are told if this is cut off
+        try:
+            reply = self._reserve(number, keys, first_block, priority, ttl_seconds, put, ends_at)
+        finally:
+            with self._lock:
+                self._collective.answered(put, reply, self._clock.monotonic_seconds())
+                self._joint_answered.notify_all()
+                joined = self._join(put, chain, collective)
+        return joined
+
+    def _join(self, put: CollectivePut, chain: Chain, collective: Collective) -> ReserveReply:
+        """A share of a collective put, once it is known what the first one was told. Under the lock."""
+        if not self._joint_answered.wait_for(lambda: put.answer is not None, ANSWER_SECONDS):
+            return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DEADLINE)
+        return self._collective.join(put, chain, collective.parts, self._new_reservation)
+
+    def _reserve(
+        self,
+        number: int,
+        keys: Sequence[bytes],
+        first_block: int,
+        priority: int,
+        ttl_seconds: float | None,
+        put: CollectivePut | None,
+        ends_at: float | None,
+        skipped: int = 0,
+    ) -> ReserveReply:
+        """put: whose reservation it is, if it is a collective one; its number is known to nobody then. ends_at: no more
+        room is made after that."""
+        with self._lock:
+            if self._closed or number in self._blocks.dropping:
+                return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DISABLED)
+            self._expire_due()
+            rows = self._blocks.index.match(number, keys)
+            present, first_block = len(rows), first_block - skipped  # counted in keys
+            expires_at = int(self._clock.wall_seconds() + ttl_seconds) if ttl_seconds is not None else 0
+            if present and (priority > 0 or expires_at):
+                self._blocks.renew(rows, priority, expires_at)
+            if present == len(keys):
+                return ReserveReply(0, skipped + present)
+            if present and self._blocks.index.depth(rows[-1]) != skipped + present - 1:  # keys that are no chain
+                return ReserveReply(0, 0, stopped_at=0, reason=MissReason.DIVERGED)
+            in_flight_rows = self._collective.in_flight_rows(put) if put is not None else {}
+            is_cut_off = skipped > 0 and not present
+            if is_cut_off or (
+                present < first_block and not self._stand(number, keys[present:first_block], in_flight_rows)
+            ):
+                reason, _ = self._why(number, keys, len(rows))
+                return ReserveReply(0, skipped + present, stopped_at=skipped + present, reason=reason)
+            parts = len(self._blocks.spaces[number].classes)
+            record = ReservationRecord(self._new_reservation(), number, parts, priority, expires_at, room_until=ends_at)
+            stopped_at, reason = self._begin_rows(record, keys, present, in_flight_rows)
+            if skipped:  # from here on all is counted in blocks of the chain
+                record.indexes = [skipped + position for position in record.indexes]
+                stopped_at = skipped + stopped_at if stopped_at is not None else None
+            if not record.rows:
+                return ReserveReply(0, skipped + present, stopped_at=stopped_at, reason=reason)
+            self._reservations[record.number] = record
+            if put is not None:
+                self._collective.reserved(put, record)
+                record.is_collective = True
+        try:
+            short = self._find_slots(record)
+        except BaseException:  # interrupted: nobody will ever know this reservation's number
+            self.abort(record.number)
+            raise
+        if short is not None:
+            stopped_at, reason = self._shorten(record, short)
+        elif stopped_at is None:
+            stopped_at, reason = self._tail_evicted(record, keys, skipped)
+        present += skipped
+        if not record.filled:
+            self.abort(record.number)
+            return ReserveReply(0, present, stopped_at=stopped_at, reason=reason, detail=record.detail)
+        return ReserveReply(
+            record.number,
+            present,
+            record.indexes[: record.filled],
+            tuple(record.places),
+            stopped_at,
+            reason,
+            record.detail,
+        )
+
+    def commit(
+        self,
+        reservation: int,
+        part: int,
+        first: int,
+        digests: Sequence[Sequence[bytes]],
+        seconds: float | None = None,
+    ) -> int:
+        """Seal the next blocks of a part and publish what is complete; returns how many blocks are committed in all
+        parts that are filled under this number."""
+        done = 0
+        for at in range(0, max(1, len(digests)), SEALED_BLOCKS):
+            if at:
+                with self._lock:
+                    self._moves_done.wait(GIVE_WAY_SECONDS)
+            done = self._commit(reservation, part, first + at, digests[at : at + SEALED_BLOCKS])
+        self._refresh()
+        if self._levels is not None:
+            self._levels.flush_if_needed()
+        return done
+
+    def _commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
+        with self._lock:
+            share = self._collective.participants.get(reservation)
+            record = share.record if share is not None else self._reservations.get(reservation)
+            if record is None or record.cancelled or record.is_ending or record.is_cancelling or self._closed:
+                return 0
+            assert share is None or part in share.parts, "each fills its own parts"
+            start = record.done[part]
+            assert first == start, "blocks are committed in their order"
+            assert start + len(digests) <= record.filled, "committed more blocks than were reserved"
+            stop = start + len(digests)
+            columns = (record.rows, record.parents, record.indexes, record.generations)
+            unsealed = zip(*(column[start:stop] for column in columns), digests, strict=True)
+            self._blocks.seal(record.namespace, part, list(unsealed))
+            record.done[part] = stop
+            done = share.done if share is not None else min(record.done)
+            if share is not None and done == record.filled:
+                self._collective.let_go(reservation)
+            self._publish(record, min(record.done))
+            return done
+
+    def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
+        """How many of these blocks, from the first on, are durable after at most that long, and why not all are."""
+        if self._closed:
+            return 0, MissReason.DISABLED
+        if self._levels is None:
+            return 0, MissReason.UNSUPPORTED
+        with self._lock:
+            self._expire_due()
+        done, reason = self._levels.persist(number, keys, seconds)
+        if reason in (MissReason.EVICTED, MissReason.PINNED_FULL):
+            with self._lock:
+                is_full = reason is MissReason.PINNED_FULL
+                reason = self._who_has_the_room_below() if is_full else self._why(number, keys, done)[0]
+        return done, reason
+
+    def abort(self, reservation: int) -> None:
+        """End a reservation; blocks that are not visible by now are given up. Of a collective put: for all, and this
+        one writes no more."""
+        with self._lock:
+            if self._collective.participants.get(reservation) is not None:
+                self._abort_share(self._collective.let_go(reservation).record)
+            else:
+                record = self._reservations.get(reservation)
+                if record is None or self._closed or record.is_ending:
+                    return
+                record.is_ending = True
+                try:
+                    self._abort(record)
+                finally:  # if it was interrupted, it may be asked for again
+                    record.is_ending = False
+        self._retire_emptied()
+        if self._refreshing:  # soon: rows of what is evicted meanwhile may become another namespace's
+            self._refresh()
+
+    def begin_abort(self, reservation: int) -> None:
+        """The same, soon: by `finish_ending`."""
+        self._to_abort.append(reservation)
+
+    def _abort(self, record: ReservationRecord) -> None:
+        """Under the lock, which others have between pieces: they may cancel it, and close the store."""
+        if not record.cancelled:
+            self._touch_published(record)
+        most = max(1, ABORTED_PLACES // record.parts)
+        while not (self._closed or record.cancelled) and len(record.rows) - record.published > most:
+            self._give_up(record, len(record.rows) - most)
+            self._moves_done.wait(GIVE_WAY_SECONDS)
+        while not self._closed and len(record.abandoned_slots) > ABORTED_PLACES:
+            self._blocks.free_abandoned_slots(record.abandoned_slots[-ABORTED_PLACES:])
+            del record.abandoned_slots[-ABORTED_PLACES:]
+            self._moves_done.wait(GIVE_WAY_SECONDS)
+        if self._closed or self._reservations.get(record.number) is not record:
+            return
+        if record.cancelled:
+            self._free_cancelled(record)
+        else:
+            self._give_up(record, record.published)
+            self._blocks.free_abandoned_slots(record.abandoned_slots)
+            del self._reservations[record.number]
+            self._collective.freed(record)
+
+    def cancel(self, reservation: int) -> None:
+        """Its producer is out of reach and may still write: the blocks are given up now, their slots with `abort`."""
+        with self._lock:
+            share = self._collective.participants.get(reservation)
+            record = share.record if share is not None else self._reservations.get(reservation)
+            if record is None or record.cancelled or record.is_ending or self._closed:
+                return
+            self._touch_published(record)
+            self._orphan_the_last(record)
+            if not (record.cancelled or record.is_ending or self._closed):
+                self._cancel(record)
+        self._retire_emptied()
+        if self._refreshing:
+            self._refresh()
+
+    @property
+    def runs_out_at(self) -> float:
+        """When the first collective put's time is over, in monotonic seconds; inf where none is under way."""
+        return self._collective.due_at
+
+    def expire_due(self) -> None:
+        """End collective puts whose time is over, also while nobody asks for anything: often called, and seldom
+        waits."""
+        if self._clock.monotonic_seconds() < self._collective.due_at and not self.is_ending:
+            return
+        with self._lock:
+            if not self._closed:
+                self._expire_due()
+
+    def collective_puts(self) -> dict[bytes, int]:
+        """How many collective puts have slots, by session."""
+        with self._lock:
+            return self._collective.under_way()
+
+    def spans(self, places: Sequence[int]) -> list[FrameSpan]:
+        """The bytes at reserved or leased places, up to the first whose extent is gone. Raises `StoreClosed`."""
+        spans = self._blocks.dram.spans_at(places)
+        self._check_open()  # afterwards: what is missing may be so because it was closed meanwhile
+        return spans
+
+    # Other processes -----------------------------------------------------------------------------------------------
+
+    def share(self, extent: int, tenant: bytes, holder: int, fills: Collection[int] | None = None) -> SharedExtent:
+        """Open an extent for another process, to read, or to write if `fills` is given: namespaces that it stores into.
+
+        Raises `BlockMissing` where it is gone, is another tenant's, or to be written and none of theirs.
+        """
+        with self._lock:
+            self._check_open()
+            dram = self._blocks.dram
+            if dram.gone([extent]) or dram.class_of(extent).tenant != tenant:
+                raise BlockMissing("no extent of that number")
+            spaces = self._blocks.spaces
+            namespaces = {spaces[number].classes[0].namespace for number in fills or ()}
+            if fills is not None and dram.class_of(extent).namespace not in namespaces:
+                raise BlockMissing("no extent of a namespace that is being stored into")
+            frame_bytes = dram.class_of(extent).frame_bytes
+        # Without the lock: what the clients of a tenant have done to an extent can make it slow.
+        descriptor = dram.share(extent, holder, writable=fills is not None)
+        return SharedExtent(descriptor, dram.extent_bytes, frame_bytes)
+
+    def is_mapped(self, extent: int, holder: int) -> bool:
+        """Whether a holder may still read or write in an extent. Takes no lock; it can be slow."""
+        return self._blocks.dram.is_shared(extent, holder)
+
+    def unmapped(self, extents: Sequence[int], holder: int) -> Unmapped:
+        """How many of these, from the first on, a holder can neither read nor write in any more, as far as could be
+        found out in a moment. Takes no lock."""
+        is_shared = self._blocks.dram.is_shared
+        return look(extents, lambda extent: is_shared(extent, holder), self._clock.thread_seconds)
+
+    @property
+    def retired_extents(self) -> int:
+        """How many extents were given back since the start: if it has not changed, `gone` has no more to say."""
+        return self._blocks.dram.retired
+
+    def tell_of_mapped(self, tell: Callable[[int], object]) -> None:
+        """From now on `tell` is called with each extent that is given back while others map it. That is under the lock:
+        it must neither wait nor call the store."""
+        self._blocks.dram.mapped_still = tell
+
+    def gone(self, extents: Iterable[int]) -> list[int]:
+        """Which of these extents were given back, and are to be unmapped by whoever they were shared with."""
+        with self._lock:
+            return self._blocks.dram.gone(extents)
+
+    # A lower tier -------------------------------------------------------------------------------------------------
+
+    def start_loading(self, tenants: Mapping[bytes, TenantKeys]) -> None:
+        """Take in what is on disk, in a thread of its own; until it is done, a miss may be called warming."""
+        dram_recovery = self._dram_recovery
+        if self._nvme_recovery is not None:
+            self._blocks.dram.prepare()  # what is on disk will be brought up
+            self._nvme_recovery.start(
+                tenants, lambda: dram_recovery.run(tenants) if dram_recovery is not None else None
+            )
+        elif dram_recovery is not None:
+            threading.Thread(target=dram_recovery.run, args=(tenants,), name="kv-takeover", daemon=True).start()
+        if self._scrubbing is not None:
+            self._scrubbing.start()
+
+    def prefault(self) -> None:
+        """Have all of DRAM ready before it is asked for, made behind whatever else goes on."""
+        dram = self._blocks.dram
+        dram.prepare(dram.budget_bytes // dram.extent_bytes)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether what was on disk is not being taken in any more, all of it or as far as that could be done."""
+        return not self._is_recovering
+
+    def warmed(self, timeout_seconds: float) -> bool:
+        """Whether what was on disk can be found after at most that long."""
+        deadline = self._clock.monotonic_seconds() + timeout_seconds
+        if self._nvme_recovery is not None and not self._nvme_recovery.wait(timeout_seconds):
+            return False
+        return self._dram_recovery is None or self._dram_recovery.wait(
+            max(0.0, deadline - self._clock.monotonic_seconds())
+        )
+
+    @property
+    def _is_recovering(self) -> bool:
+        is_loading = self._nvme_recovery is not None and self._nvme_recovery.is_recovering
+        return is_loading or (self._dram_recovery is not None and self._dram_recovery.is_recovering)
+
+    # Operations ----------------------------------------------------------------------------------------------------
+
+    def evict(self, blocks: int) -> int:
+        """Evict up to that many of the worst leaves; returns how many went. Raises `BadInput`."""
+        if not isinstance(blocks, Integral) or blocks < 0:
+            raise BadInput(f"blocks={blocks!r}; give a whole number, 0 or more")
+        with self._lock:
+            self._check_open()
+            self._expire_due()
+            self._finish_all()
+            gone = 0
+            while True:
+                self._check_open()
+                most = min(EVICTED_BLOCKS, blocks - gone)
+                evicted = self._blocks.evict_worst(most)
+                gone += evicted
+                if evicted < most or gone == blocks:
+                    return gone
+                self._moves_done.wait(GIVE_WAY_SECONDS)
+
+    def usage(self) -> StoreUsage:
+        """Counts and bytes now."""
+        with self._lock:
+            lower = self._lower if not self._closed else None  # in a forked child its lock may never be free
+            scrub = self._scrubbing.usage() if self._scrubbing is not None else None
+            if not self._closed:
+                self._blocks.dram.look_at_guarded()
+            return StoreUsage(
+                dram=self._blocks.dram.usage(),
+                nvme=lower.tier.usage() if lower is not None else None,
+                loading=self._nvme_recovery.progress if self._nvme_recovery is not None and lower is not None else None,
+                blocks=0 if self._closed else self._blocks.index.visible_blocks(),
+                leases=len(self._leases),
+                reservations=len(self._reservations),
+                pinned_bytes=self._pinned_bytes,
+                counters=dict(self._blocks.counters) | (scrub.counters if scrub is not None else {}),
+                scrub=scrub,
+                guarded_bytes=self._blocks.dram.guarded_bytes(),
+                dram_retained_bytes=self._blocks.residency.retained_bytes(),
+                nvme_retained_bytes=lower.residency.retained_bytes() if lower is not None else None,
+                dram_retained_budget_bytes=_retained_budget(self._blocks.residency),
+                nvme_retained_budget_bytes=_retained_budget(lower.residency) if lower is not None else None,
+                retained_fraction=self._limits.retained_fraction,
+                write_budget=lower.admission.budget() if lower is not None else None,
+            )
+
+    def namespaces(self) -> list[NamespaceUsage]:
+        """Every namespace and what it takes up. What is on disk is among them once it was taken in."""
+        with self._lock:
+            return occupancy(self._blocks) if not self._closed else []
+
+    def tenants(self, tenants: Iterable[bytes]) -> list[TenantUsage]:
+        """What these tenants have taken of each tier."""
+        with self._lock:
+            return tenancy(self._blocks, tenants) if not self._closed else []
+
+    def moves(self) -> list[MoveCounts]:
+        """Moves between the tiers."""
+        return self._levels.moves() if self._levels is not None else []
+
+    def close(self) -> None:
+        """Write down what DRAM alone holds, as far as there is time; then let nothing in any more and give the memory
+        back. Readers keep what they still map."""
+        if self._dram_recovery is not None:
+            self._dram_recovery.stop()
+        if self._scrubbing is not None and not self._closed:
+            self._scrubbing.close()
+        if self._nvme_recovery is not None and self._levels is not None and not self._closed:
+            self._nvme_recovery.stop(self._limits.close_seconds)
+            self._levels.close(self._limits.close_seconds)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._levels is not None:
+                self._levels.is_over = True
+            self._blocks.dram.close()
+        if self._lower is not None:
+            # In a thread of its own, because a disk that hangs must not keep whoever closes.
+            closer = threading.Thread(target=self._lower.tier.close, name="kv-close", daemon=True)
+            try:
+                closer.start()
+            except RuntimeError:  # there is none
+                self._lower.tier.close()
+                return
+            self._closer = closer
+            closer.join(self._limits.close_seconds)
+
+    @property
+    def clock(self) -> Clock:
+        """For whoever waits for this store."""
+        return self._clock
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it was closed, but a call to its disk has not come back, and may yet have its effect there."""
+        if self._closer is None or self._levels is None:
+            return False
+        return self._closer.is_alive() or not self._levels.close(0)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: the memory is the parent's, so here the store is closed. Whoever held the lock is gone."""
+        self._closed = True
+        self._lock = threading.Lock()
+        self._moves_done = threading.Condition(self._lock)
+        self._joint_answered = threading.Condition(self._lock)
+        self._waiting = threading.Condition(self._lock)
+
+    def check(self) -> None:
+        """Verify every invariant; for tests, and safe at any time."""
+        with self._lock:
+            if self._closed:
+                return
+            pins, held = self._endings.check([*self._leases.live(), *self._leases.expired()])
+            copied = self._blocks.residency.held.counts()
+            copied.subtract(held)
+            assert not any(copied.values()), "what late readers may read is held for them, and nothing else is"
+            for reservation in self._reservations.values():
+                pins.update(reservation.repairs)
+            for job in self._jobs.values():
+                pins.update({copy.row for copy in job.copies})
+            for _, rows in self._lifting:
+                pins.update(rows)
+            promoting = self._levels.promoting if self._levels is not None else set()
+            demoting = self._levels.demoting if self._levels is not None else set()
+            pins.update(promoting)
+            for pinned in self._levels.pinned_for_demotion if self._levels is not None else ():
+                pins.update(pinned)
+            namespaces = map(self._blocks.index.namespace_of, pins)
+            assert self._pinned_bytes == sum(self._blocks.spaces[number].block_bytes for number in namespaces)
+            self._blocks.check(pins, demoting)
+            self._collective.check(self._reservations)
+
+    # Inside: looking up --------------------------------------------------------------------------------------------
+
+    def _why(self, number: int, keys: Sequence[bytes], blocks: int) -> tuple[MissReason | None, str]:
+        """Why the chain is not readable after so many blocks; the first missing one speaks for all behind it."""
+        if blocks == len(keys):
+            return None, ""
+        key = keys[blocks]
+        parent = self._blocks.index.find(number, keys[blocks - 1]) if blocks else NO_ROW
+        finding = self._blocks.index.why_not(number, key, parent)
+        reason = MissReason.DIVERGED if finding is None else REASON_OF_FINDING[finding]
+        if reason in (MissReason.DIVERGED, MissReason.ABSENT, MissReason.EVICTED):
+            if self._is_recovering:
+                return MissReason.WARMING, "what was there before a restart is still being taken in"
+        if reason in (MissReason.DIVERGED, MissReason.ABSENT):
+            if self._nvme_recovery is not None and self._nvme_recovery.failed:
+                return MissReason.TIER_DOWN, "some of what is on disk could not be taken in at the start"
+            other = self._blocks.index.elsewhere(number, key)
+            if other >= 0:
+                spaces = self._blocks.spaces
+                return MissReason.OTHER_NAMESPACE, spaces[number].namespace.difference(spaces[other].namespace)
+        return reason, ""
+
+    def _find_space(self, tenant: bytes, wanted: bytes) -> OpenedNamespace | None:
+        for space in self._blocks.spaces:
+            if space.tenant == tenant and space.classes[0].namespace == wanted:
+                return space
+        return None
+
+    def _check_fits(self, tenant: bytes, namespace: Namespace, payload_bytes: Sequence[int]) -> None:
+        if len(self._blocks.spaces) >= self._limits.namespaces:  # how many of them are others' is nobody's business
+            raise BadInput(
+                f"there are as many namespaces as may be opened ({self._limits.namespaces}) until the store is opened "
+                "again; use fewer, or give a higher limits.namespaces"
+            )
+        mine, most = sum(space.tenant == tenant for space in self._blocks.spaces), self._limits.most_namespaces
+        if mine >= most:
+            raise BadInput(
+                f"{mine} namespaces of this tenant were opened, which is its share until the store is opened again; "
+                "use fewer, or give a higher limits.tenant_namespaces"
+            )
+        extent = self._blocks.dram.extent_bytes
+        for payload in payload_bytes:
+            if frame_bytes(payload) > extent:
+                raise BadInput(
+                    f"a block of {namespace.layout.block_tokens} tokens needs a frame of {frame_bytes(payload)} bytes "
+                    f"and an extent has {extent}; give more DRAM, a larger extent=, smaller blocks or layer_shards"
+                )
+        if self._lower is not None:
+            slab = self._lower.tier.slab_bytes
+            largest = max(map(frame_bytes, payload_bytes)) + SLAB_OVERHEAD_BYTES
+            if largest > slab or slab * len(payload_bytes) > self._lower.tier.budget_bytes:
+                raise BadInput(
+                    f"a block of {len(payload_bytes)} parts, the largest of {largest} bytes on disk, does not fit into "
+                    f"slabs of {slab} bytes within nvme={self._lower.tier.budget_bytes}: each part needs a slab "
+                    "of its own; give more NVMe, another slab=, smaller blocks or layer_shards"
+                )
+        needed = extent * len(payload_bytes)
+        if needed > self._blocks.dram.usage().budget_bytes:
+            raise BadInput(
+                f"a block of {len(payload_bytes)} parts needs {needed} bytes of extents, one per part, and dram= "
+                f"allows {self._blocks.dram.usage().budget_bytes}; give more DRAM or a smaller extent="
+            )
+
+    # Inside: leases ------------------------------------------------------------------------------------------------
+
+    def _affordable(self, number: int, wanted: Sequence[int]) -> tuple[int, str]:
+        """How many of these may be pinned, and the limit that bites where that is not all."""
+        if not wanted:
+            return 0, ""
+        limits, mine = self._limits, self._leases.count_of(self._blocks.spaces[number].tenant)
+        if len(self._leases) >= limits.leases:
+            return 0, f"there are as many leases as limits.leases allows ({limits.leases})"
+        if mine >= limits.most_leases:
+            return 0, f"this tenant has as many leases as limits.tenant_leases allows ({limits.most_leases})"
+        budget = int(limits.pinned_fraction * self._blocks.dram.budget_bytes)
+        blocks = max(0, budget - self._pinned_bytes) // self._blocks.spaces[number].block_bytes
+        return (
+            self._blocks.residency.pins.affordable(wanted, blocks),
+            f"at most {budget} bytes may be pinned at once (limits.pinned_fraction of DRAM)",
+        )
+
+    def _grant(
+        self,
+        number: int,
+        first_block: int,
+        chain: list[int],
+        rows: list[int],
+        tiers: tuple[tuple[HitTier, int], ...],
+        end: _End,
+    ) -> LeaseReply:
+        """Blocks that are pinned already, and in DRAM."""
+        self._blocks.used(chain[::-1], len(rows))
+        found = _Frames(len(self._blocks.spaces[number].classes))
+        found.add(self._blocks.residency, rows)
+        return self._granted(number, first_block, len(chain), rows, found, tiers, end)
+
+    def _granted(
+        self,
+        number: int,
+        first_block: int,
+        blocks: int,
+        rows: list[int],
+        found: _Frames,
+        tiers: tuple[tuple[HitTier, int], ...],
+        end: _End,
+    ) -> LeaseReply:
+        """A lease of them is noted. found: of these rows."""
+        now, tenant = self._clock.monotonic_seconds(), self._blocks.spaces[number].tenant
+        lease = self._leases.add(number, first_block, rows, found.flat or flat(found.places), now, tenant)
+        places, digests = tuple(found.places), tuple(found.header_digests)
+        return LeaseReply(lease, first_block, blocks, places, digests, found.generations, tiers, *end)
+
+    def _grant_what_is_up(
+        self,
+        number: int,
+        first_block: int,
+        chain: list[int],
+        rows: list[int],
+        tiers: tuple[tuple[HitTier, int], ...],
+        end: _End,
+        late: MissReason | None,
+    ) -> LeaseReply:
+        """The part of the pinned blocks that is in DRAM by now."""
+        if self._closed:
+            return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
+        index, blocks = self._blocks.index, self._blocks
+        ready = 0
+        while ready < len(rows) and index.state(rows[ready]) is RowState.VISIBLE and blocks.is_above(rows[ready]):
+            if rows[ready] in blocks.unverified:
+                break
+            ready += 1
+        self._unpin(number, rows[ready:])
+        if ready < len(rows):
+            end = self._end_of_what_is_up(late)
+            chain = chain[: first_block + ready]
+            tiers = _cut(tiers, len(chain))
+        if not ready:
+            return _no_lease(first_block, len(chain), tiers, end)
+        return self._grant(number, first_block, chain, rows[:ready], tiers, end)
+
+    def _end_of_what_is_up(self, late: MissReason | None) -> _End:
+        if late is MissReason.PINNED_FULL:
+            return _End(*self._who_has_the_room(None), lacks_room=True)
+        return _End(late or MissReason.CORRUPT, "not all blocks could be brought up to DRAM in time")
+
+    def _tiers(self, rows: Sequence[int]) -> tuple[tuple[HitTier, int], ...]:
+        """Runs of the tiers that these readable blocks are in."""
+        if self._levels is None:
+            return _dram(len(rows))
+        is_above = self._blocks.is_above
+        if len(rows) <= LOCKED_BLOCKS:
+            runs = groupby(HitTier.DRAM if is_above(row) else HitTier.NVME for row in rows)
+            return tuple((tier, len(list(run))) for tier, run in runs)
+        is_here = self._blocks.residency.listed_column[np.array(rows, np.int64)] != 0
+        ends = [0, *(np.flatnonzero(is_here[1:] != is_here[:-1]) + 1).tolist(), len(rows)]
+        return tuple((HitTier.DRAM if is_here[at] else HitTier.NVME, stop - at) for at, stop in pairwise(ends))
+
+    def _is_moving(self, number: int) -> bool:
+        if any(waiting == number for waiting, _ in self._lifting):
+            return True
+        return self._levels is not None and self._levels.is_moving(number)
+
+    def _end_lifting(self, waiting: tuple[int, list[int]]) -> None:
+        self._lifting = [one for one in self._lifting if one is not waiting]
+        self._moves_done.notify_all()
+
+    def _finish(self, records: Iterable[LeaseRecord]) -> None:
+        """Leases are over. Under the lock, which others have between pieces."""
+        spent, records = 0, list(records)
+        for record in records:  # from now on those that lack room know of all of them
+            if not self._closed:
+                self._endings.begin(record)
+        for record in records:
+            while self._endings.is_under_way(record) and not self._closed:
+                spent += self._endings.step(record, ENDED_PLACES - spent)
+                if spent >= ENDED_PLACES:
+                    spent = 0
+                    self._moves_done.wait(GIVE_WAY_SECONDS)
+
+    def _finish_all(self) -> None:
+        """All leases that are over by now. Under the lock, which others have between pieces."""
+        self._finish(self._endings.under_way())
+
+    def _pin(self, number: int, rows: Sequence[int]) -> None:
+        """Pin distinct blocks of a namespace; a lease, a refill and a move count alike, for a block may have all."""
+        self._pinned_bytes += self._blocks.residency.pins.pin(rows) * self._blocks.spaces[number].block_bytes
+
+    def _unpin(self, number: int, rows: Sequence[int]) -> None:
+        self._pinned_bytes -= self._blocks.residency.pins.unpin(rows) * self._blocks.spaces[number].block_bytes
+
+    def _expire_due(self) -> None:
+        """Leases that were abandoned, and what is past its time; called before anything that needs room or pins. What
+        it has begun and not finished, a put or lease that lacks the room finishes."""
+        while self._released_later:
+            record = self._leases.take(self._released_later.popleft())
+            if record is not None:
+                self._endings.begin(record)
+        for record in islice(self._leases.expire_due(self._clock.monotonic_seconds()), RUN_OUT_AT_ONCE):
+            self._endings.begin(record)
+            self._blocks.counters["lapsed_leases"] += 1
+        self._endings.work()
+        if self._clock.monotonic_seconds() >= self._collective.due_at:
+            for reservation in self._collective.expire_due(self._clock.monotonic_seconds()):
+                self._touch_published(reservation)
+                self._cancel(reservation)
+                self._blocks.counters["lapsed_joint_puts"] += 1
+
+    # Inside: storing -----------------------------------------------------------------------------------------------
+
+    def _stand(self, number: int, keys: Sequence[bytes], in_flight_rows: Mapping[int, int]) -> bool:
+        """Whether all these blocks are readable, or are stored by the same processes right now."""
+        index = self._blocks.index
+        rows = [index.find(number, key) for key in keys]
+        return all(row in in_flight_rows or (row != NO_ROW and index.state(row) is RowState.VISIBLE) for row in rows)
+
+    def _begin_rows(
+        self, record: ReservationRecord, keys: Sequence[bytes], present: int, in_flight_rows: Mapping[int, int]
+    ) -> tuple[int | None, MissReason | None]:
+        """Rows for all blocks that are not readable, up to one that somebody else is storing.
+
+        in_flight_rows: rows behind which it may go on all the same, with the reservations that they are of.
+        """
+        blocks, index = self._blocks, self._blocks.index
+        parent = index.find(record.namespace, keys[present - 1]) if present else NO_ROW
+        parent_key = (
+            keys[present - 1] if present else root_key(blocks.spaces[record.namespace].namespace.layout.block_tokens)
+        )
+        filling = {row for other in self._reservations.values() for row in other.repairs}
+        stopped: tuple[int | None, MissReason | None] = (None, None)
+        for position in range(present, len(keys)):
+            key = keys[position]
+            row = index.find(record.namespace, key)
+            state = index.state(row) if row != NO_ROW else RowState.FREE
+            if row not in in_flight_rows and (state == RowState.PENDING or row in filling or row in record.repairs):
+                stopped = (position, MissReason.IN_FLIGHT)
+                break
+            if row != NO_ROW and index.parent(row) != parent:  # no chain: this key is another one's child
+                stopped = (position, MissReason.DIVERGED)
+                break
+            if row in in_flight_rows:
+                record.depends_on.add(in_flight_rows[row])
+            elif state != RowState.VISIBLE:
+                if row == NO_ROW:
+                    row = blocks.begin(record.namespace, key, parent, record.priority, record.expires_at)
+                else:
+                    index.renew(row, record.priority, record.expires_at)
+                    record.repairs.add(row)
+                record.rows.append(row)
+                record.parents.append(parent_key)
+                record.indexes.append(position)
+            parent, parent_key = row, key
+        record.generations.extend(blocks.next_generations(record.namespace, len(record.rows)))
+        self._pin(record.namespace, sorted(record.repairs))
+        return stopped
+
+    def _find_slots(self, record: ReservationRecord | SlotRequest) -> MissReason | None:
+        """Slots for every row, or for as many as can be; why it stopped before the last one."""
+        scarce = refused = False  # the machine had no memory for another extent: now, and the last time it was asked
+        unmap_wait = PUT_SECONDS if isinstance(record, ReservationRecord) else 0.0  # a lease has an engine's deadline
+        has_waited = False
+        for taken in range(self._limits.room_steps):
+            ends_at = record.room_until if isinstance(record, ReservationRecord) else None
+            if taken and ends_at is not None and self._clock.monotonic_seconds() >= ends_at:
+                return MissReason.DEADLINE
+            with self._lock:
+                step: SlotClass | _ExtentMove | _Awaited | MissReason | None = MissReason.DISABLED
+                if not record.cancelled and not self._closed:
+                    step = self._take_slots(record, scarce, unmap_wait > 0)
+                if step is None:
+                    return None
+                if isinstance(step, MissReason):
+                    if not len(self._endings) or has_waited or self._closed:
+                        return step
+                    has_waited = True  # leases that are over pinned what could make room
+                    self._finish_all()
+                    continue
+            if isinstance(step, _ExtentMove):
+                self._vacate(step)
+                scarce = False
+            elif isinstance(step, _Awaited):
+                waited, has_come = self._await_memory(record, step)
+                unmap_wait = unmap_wait - waited if has_come else 0.0
+            elif self._grow(step):
+                refused = False
+            else:
+                if refused:  # not even for one that was given back
+                    return MissReason.TIER_DOWN
+                scarce = refused = True
+        return MissReason.DEADLINE
+
+    def _await_memory(self, record: ReservationRecord | SlotRequest, awaited: _Awaited) -> tuple[float, bool]:
+        """Until there is memory again, or others have taken all that came, or for as long as it is to be waited for.
+        Returns for how long that was to be, and whether any came."""
+        tenant, dram = self._blocks.spaces[record.namespace].tenant, self._blocks.dram
+        is_collective = isinstance(record, ReservationRecord) and record.is_collective
+        mapped = set(awaited.mapped)
+        waited = 0.0
+        with self._lock:
+            began_at = self._clock.monotonic_seconds()
+            if not self._unmap_wait.begin(tenant, awaited.mapped, began_at):
+                return 0.0, True  # others began in between: it is looked again
+            try:
+                for seconds in LOOKS_SECONDS[:COLLECTIVE_LOOKS] if is_collective else LOOKS_SECONDS:
+                    if record.cancelled or self._closed:
+                        return waited, False
+                    self._waiting.wait(seconds)  # nobody tells when memory is unmapped
+                    waited += seconds
+                    now_mapped = dram.awaited()
+                    mapped.intersection_update(now_mapped)
+                    if not mapped or not now_mapped:
+                        return waited, True
+                if not is_collective:
+                    self._unmap_wait.in_vain(mapped)
+                return waited, False
+            finally:
+                now = self._clock.monotonic_seconds()
+                self._unmap_wait.end(tenant, now - began_at, now, is_collective=is_collective)
+
+    def _take_slots(
+        self, record: ReservationRecord | SlotRequest, scarce: bool, is_patient: bool
+    ) -> SlotClass | _ExtentMove | _Awaited | MissReason | None:
+        """Slots for the next rows; what has to be done outside the lock before there are more, or None when done."""
+        blocks = self._blocks
+        make_room = blocks.residency.room_within if scarce else blocks.residency.room
+        take_places = blocks.make_place_above if isinstance(record, SlotRequest) else blocks.place
+        classes = blocks.spaces[record.namespace].classes
+        while record.filled < len(record.rows):
+            missing = record.rows[record.filled :]
+            free = min([blocks.dram.free_slots(slot_class) for slot_class in classes])
+            if free:
+                taken = missing[:free]
+                for column, places in zip(record.places, take_places(record.namespace, taken), strict=True):
+                    column += places
+                record.filled += len(taken)
+                continue
+            blocks.dram.look_at_guarded()
+            if all([blocks.dram.free_slots(slot_class) for slot_class in classes]):
+                continue
+            mapped = blocks.dram.awaited()
+            if mapped:  # to give back more would help nobody before others unmap what was
+                if is_patient and self._waits_for(record.namespace, mapped):
+                    return _Awaited(mapped)
+                if not blocks.evict_own(len(missing), record.namespace):
+                    return self._no_room(record)
+                continue
+            groups = blocks.givers(record.namespace)
+            move = make_room(classes, blocks.dram, groups)
+            if isinstance(move, Evict):
+                if not blocks.evict_for(record.namespace, len(missing)):
+                    return self._no_room(record)  # what is left would help nobody, or is the way to blocks that stay
+            elif isinstance(move, Grow):
+                return move.slot_class
+            elif isinstance(move, Vacate):
+                return self._start_vacating(move)
+            elif scarce:
+                return MissReason.TIER_DOWN
+            else:  # nobody may be evicted at all, or nobody for this tenant
+                return MissReason.QUOTA if blocks.has_evictable() else self._no_room(record)
+        return None
+
+    def _no_room(self, record: ReservationRecord | SlotRequest) -> MissReason:
+        if isinstance(record, SlotRequest):
+            return MissReason.PINNED_FULL  # whoever answers the lease says more
+        reason, record.detail = self._who_has_the_room(record)
+        return reason
+
+    def _who_has_the_room(self, asker: ReservationRecord | None) -> tuple[MissReason, str]:
+        """Why nothing in DRAM may go. It says `pinned_full` where somebody has to release something, and nowhere else.
+        Under the lock."""
+        dram, levels = self._blocks.dram, self._levels
+        if dram.awaited() or dram.guarded_bytes():
+            return MissReason.DEADLINE, "memory that changes hands is still mapped by clients; try again"
+        if len(self._leases):
+            return MissReason.PINNED_FULL, "what could make room is leased, or being stored or moved"
+        is_moving = levels is not None and (levels.promoting or levels.demoting)
+        if is_moving or self._jobs or self._lifting or any(one is not asker for one in self._reservations.values()):
+            return MissReason.DEADLINE, "what could make room is being stored or moved; try again"
+        return MissReason.QUOTA, "the prompt alone takes all the memory that it may; its first blocks are kept"
+
+    def _who_has_the_room_below(self) -> MissReason:
+        """The same of NVMe. Under the lock."""
+        assert self._lower is not None
+        if self._lower.tier.has_room():  # and the disk has none for another slab
+            return MissReason.TIER_DOWN
+        if len(self._leases):
+            return MissReason.PINNED_FULL
+        may_go = next(self._lower.residency.worst(), None) is not None
+        return MissReason.QUOTA if self._blocks.shares is not None and may_go else MissReason.DEADLINE
+
+    def _waits_for(self, number: int, mapped: Collection[int]) -> bool:
+        tenant = self._blocks.spaces[number].tenant
+        return self._unmap_wait.may_wait(tenant, mapped, self._clock.monotonic_seconds())
+
+    def _tail_evicted(
+        self, record: ReservationRecord, keys: Sequence[bytes], skipped: int
+    ) -> tuple[int, MissReason] | tuple[None, None]:
+        """Blocks behind the last one to fill were there already, and may have had to make room for it."""
+        with self._lock:
+            for position in range(record.indexes[-1] + 1 - skipped, len(keys)):
+                if self._blocks.index.find(record.namespace, keys[position]) == NO_ROW:
+                    return skipped + position, MissReason.EVICTED
+        return None, None
+
+    def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:
+        """Give up the rows that got no slots."""
+        with self._lock:
+            stopped_at = record.indexes[record.filled]
+            if record.cancelled:
+                record.detail = ""
+                return stopped_at, MissReason.DISABLED
+            self._give_up(record, record.filled)
+            return stopped_at, reason
+
+    def _publish(self, record: ReservationRecord, complete: int) -> None:
+        if record.depends_on:
+            return  # what these blocks follow comes first
+        blocks = self._blocks
+        start = record.published
+        rows = record.rows[start:complete]
+        blocks.publish(record.namespace, rows, record.generations[start:complete])
+        if record.repairs:
+            refilled = record.repairs.intersection(rows)
+            record.repairs -= refilled
+            self._unpin(record.namespace, sorted(refilled))
+        record.published = complete
+        if complete > start:
+            blocks.counters["stored_blocks"] += complete - start
+        if complete == len(record.rows):
+            del self._reservations[record.number]
+            self._touch_published(record)
+            if record.is_collective and self._collective.visible(record, self._clock.monotonic_seconds()):
+                self._publish_behind(record)
+
+    def _publish_behind(self, record: ReservationRecord) -> None:
+        """All of a collective reservation is visible: so is, as far as it is complete, what was waiting for it."""
+        for other in [one for one in self._reservations.values() if record.number in one.depends_on]:
+            other.depends_on.discard(record.number)
+            self._publish(other, min(other.done))
+
+    def _touch_published(self, record: ReservationRecord) -> None:
+        """A chain was stored, as far as it is readable. Once for a reservation: until then its rows keep the chain."""
+        if not record.published:
+            return
+        chain = self._blocks.index.chain(record.rows[record.published - 1])
+        if len(chain) <= LOCKED_BLOCKS:
+            self._blocks.used(chain, record.published)
+        else:
+            self._blocks.counted(chain, record.published)
+            self._refreshing.append((chain, record.published))
+
+    def _give_up(self, record: ReservationRecord, start: int) -> None:
+        """End the rows from `start` on, the deepest first."""
+        for row in reversed(record.rows[start:]):
+            if row in record.repairs:
+                record.repairs.discard(row)
+                self._blocks.unfill(row)
+                self._unpin(record.namespace, [row])
+            else:
+                self._blocks.give_up(row)
+        self._cut(record, start)
+
+    def _cancel(self, record: ReservationRecord) -> None:
+        """Its namespace is dropped, or a producer is lost: the rows go now, and what follows them; the slots when all
+        producers are done."""
+        for other in list(self._reservations.values()):
+            if record.number in other.depends_on and not other.cancelled:
+                self._cancel(other)
+        self._orphan(record, record.published)
+        record.depends_on.clear()
+        record.cancelled = True
+        if self._collective.lost(record, self._clock.monotonic_seconds()):
+            self._free_cancelled(record)
+
+    def _orphan_the_last(self, record: ReservationRecord, *, also_ending: bool = False) -> None:
+        """Of a long reservation, all rows but as many as `_cancel` takes at a time. Under the lock, which others have
+        between pieces: they may cancel or abort it, and close the store. also_ending: also of one that is being
+        aborted."""
+        most = max(1, ABORTED_PLACES // record.parts)
+        record.is_cancelling = True
+        while not (record.is_collective or record.cancelled or self._closed) and (also_ending or not record.is_ending):
+            start = len(record.rows) - most
+            if start <= record.published:
+                return
+            self._orphan(record, start)
+            self._cut(record, start)
+            self._moves_done.wait(GIVE_WAY_SECONDS)
+
+    def _orphan(self, record: ReservationRecord, start: int) -> None:
+        """Rows from `start` on go, the deepest first; their slots stay taken."""
+        for row in reversed(record.rows[start:]):
+            if row in record.repairs:
+                record.repairs.discard(row)
+                self._unpin(record.namespace, [row])
+                record.abandoned_slots.extend(self._blocks.residency.forget(row))
+            else:
+                record.abandoned_slots.extend(self._blocks.orphan(row))
+
+    def _cut(self, record: ReservationRecord, start: int) -> None:
+        for column in (record.rows, record.parents, record.indexes, record.generations):
+            del column[start:]
+        record.filled = min(record.filled, start)
+
+    def _abort_share(self, record: ReservationRecord) -> None:
+        """One process of a collective put writes no more, and did not commit all that it was to."""
+        if self._closed:
+            return
+        if not record.cancelled:
+            self._touch_published(record)
+            self._cancel(record)
+        elif not self._collective.is_written(record):
+            self._free_cancelled(record)
+
+    def _free_cancelled(self, record: ReservationRecord) -> None:
+        """Nobody writes into its slots any more."""
+        self._reservations.pop(record.number, None)
+        self._collective.freed(record)
+        self._blocks.free_abandoned_slots(record.abandoned_slots)
+        self._emptied[record.namespace] = None
+
+    # Inside: room --------------------------------------------------------------------------------------------------
+
+    def _grow(self, slot_class: SlotClass) -> bool:
+        """One more extent for a class; False where the machine has no memory for it."""
+        try:
+            memory = self._blocks.dram.new_extent()
+        except TierFull:
+            return True  # somebody else took the last of the budget: look again
+        except TierUnavailable:
+            return False
+        self._blocks.dram.prepare()
+        with self._lock:
+            space = next(space for space in self._blocks.spaces if slot_class in space.classes)
+            self._blocks.dram.adopt(memory, slot_class, space.about)
+        return True
+
+    def _start_vacating(self, move: Vacate) -> _ExtentMove:
+        """Pin the frames that have to move and reserve places for them."""
+        dram, residency = self._blocks.dram, self._blocks.residency
+        part = dram.class_of(move.extent).part
+        targets = dram.start_vacating(move.extent, len(move.rows))
+        if move.rows:  # one extent is one slot class, which is one namespace
+            self._pin(self._blocks.index.namespace_of(move.rows[0]), move.rows)
+        copies = [
+            FrameCopy(row, residency.place(row, part), target) for row, target in zip(move.rows, targets, strict=True)
+        ]
+        job = _ExtentMove(move.extent, copies)
+        self._jobs[move.extent] = job
+        return job
+
+    def _vacate(self, job: _ExtentMove) -> None:
+        """Copy outside the lock, then switch the places over, unless a reader or a failed check was faster."""
+        results = [MoveDone(copy, MoveOutcome.GONE) for copy in job.copies]  # if the mover is interrupted
+        try:
+            results = self._mover.run(job.copies)
+        finally:
+            with self._lock:
+                self._end_job(job, results)
+
+    def _end_job(self, job: _ExtentMove, results: Sequence[MoveDone]) -> None:
+        del self._jobs[job.extent]
+        emptied = not self._closed
+        for done in results:
+            emptied = self._settle(done) and emptied
+        if emptied:
+            self._blocks.dram.retire(job.extent)
+            self._blocks.counters["reclaimed_extents"] += 1
+        elif not self._closed:
+            self._blocks.dram.stop_vacating(job.extent)
+        self._moves_done.notify_all()
+
+    def _settle(self, done: MoveDone) -> bool:
+        """Take over one finished copy; whether its source is free now."""
+        blocks, residency, copy = self._blocks, self._blocks.residency, done.copy
+        if self._closed:
+            return False
+        self._unpin(blocks.index.namespace_of(copy.row), [copy.row])
+        part = blocks.dram.class_of(extent_of(copy.source)).part
+        here = residency.place(copy.row, part) == copy.source
+        in_use = residency.pins.counts[copy.row] or residency.is_held(copy.source)
+        if done.outcome is not MoveOutcome.GONE and here and not in_use:
+            if done.outcome is MoveOutcome.MOVED and blocks.relocate(copy.row, part, copy.target):
+                blocks.counters["moved_frames"] += 1
+                return True
+            blocks.quarantine(copy.row)
+            here = False
+        blocks.dram.abort([copy.target])
+        return not here
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosed("the store is closed")
+
+
+def _no_lease(first_block: int, blocks: int, tiers: tuple[tuple[HitTier, int], ...], end: _End) -> LeaseReply:
+    """What lies before `first_block` is there, and nothing is pinned."""
+    return LeaseReply(
+        0, first_block, blocks, tiers=tiers, reason=end.reason, detail=end.detail, lacks_room=end.lacks_room
+    )
+
+
+def _cut(tiers: tuple[tuple[HitTier, int], ...], blocks: int) -> tuple[tuple[HitTier, int], ...]:
+    """The runs of the first blocks."""
+    runs = []
+    for tier, count in tiers:
+        if blocks > 0:
+            runs.append((tier, min(count, blocks)))
+        blocks -= count
+    return tuple(runs)
+
+
+def _joined(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int]]) -> list[tuple[HitTier, int]]:
+    """Runs, and those that follow them."""
+    for tier, count in more:
+        if runs and runs[-1][0] is tier:
+            runs[-1] = tier, runs[-1][1] + count
+        else:
+            runs.append((tier, count))
+    return runs
+
+
+def _retained_budget(residency: Residency) -> int:
+    """Bytes that may be kept for a time, of all tenants."""
+    return sum(residency.retention.budgets()) if residency.retention is not None else 0
+
+
+def _dram(blocks: int) -> tuple[tuple[HitTier, int], ...]:
+    return ((HitTier.DRAM, blocks),) if blocks else ()

@@ -1,0 +1,840 @@
+"""Blocks: the index, the residency tables, the policies and the slots of both tiers, kept in step.
+
+Every change to a block's life goes through one of these methods, so that the tables can never disagree. No lock, no
+clock and no leases here: `store` has those. `check()` verifies all of it.
+
+A block is readable (a visible row) as long as DRAM or NVMe has all its frames. It is listed in the policy of each tier
+that has it. A row that was quarantined is listed in DRAM's, without frames, until it is filled again or goes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from kvstore.block.about import pack_about
+from kvstore.block.identity import Namespace, TenantKeys
+from kvstore.core.dirty import DirtyBlocks
+from kvstore.core.index import NO_ROW, Column, PrefixIndex, RowState
+from kvstore.core.reclaim import ExtentReclaim, SlabReclaim
+from tiering.dram.extents import Extent
+from tiering.dram.tier import DramTier
+from tiering.errors import BlockCorrupt
+from tiering.frame import HEADER_BYTES, KEY_BYTES, MacKeys, Sealer, Stamp, digest, open_header, verify_payload
+from tiering.policies.admission import Admission
+from tiering.policies.shares import Shares
+from tiering.residency import ExtentRoom, FrameState, Residency
+from tiering.tier import NO_PLACE, LowerTier, SlotClass, extent_of, slot_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenedNamespace:
+    """A namespace as this store knows it: one slot class and one sealer per part."""
+
+    number: int
+    tenant: bytes
+    namespace: Namespace
+    classes: tuple[SlotClass, ...]
+    sealers: tuple[Sealer, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """DRAM that one block takes: all its frames."""
+        return sum(slot_class.frame_bytes for slot_class in self.classes)
+
+    @property
+    def about(self) -> bytes:
+        """What is kept of it beside its blocks."""
+        return pack_about(self.namespace, [sealer.stamp.payload_bytes for sealer in self.sealers])
+
+
+TierBelow = TypeVar("TierBelow", bound=LowerTier, covariant=True)
+
+
+@dataclass(frozen=True)
+class Lower(Generic[TierBelow]):
+    """The tier below DRAM, which blocks are there, and which of those that leave DRAM are to be."""
+
+    tier: TierBelow
+    residency: Residency
+    admission: Admission
+
+
+Unsealed = tuple[int, bytes, int, int, Sequence[bytes]]
+"""Row, key of the parent, blocks before it, generation, and the digests of its layer slices."""
+
+
+class BlockTable:
+    """What exists and where it is. Callers hold the store's lock."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        residency: Residency,
+        dram: DramTier,
+        keys: MacKeys,
+        lower: Lower[LowerTier] | None = None,
+        first_generation: Callable[[], int] = lambda: 1,
+        gone: Callable[[int, bytes], None] | None = None,
+        shares: Shares | None = None,
+    ) -> None:
+        """first_generation: a tenant's first one, above every one that a frame may have which was there before. shares:
+        of tenants, where something is said of one; the policies are by group then.
+
+        gone: told the namespace's number and the prefix key of each block that NVMe gives up, before its frames are; it
+        runs under the lock and must not call the store. A block whose frames failed a check is not reported.
+        """
+        self.index = index
+        self.residency = residency
+        self.dram = dram
+        self.lower = lower
+        self.shares = shares
+        self.spaces: list[OpenedNamespace] = []
+        self.counters: Counter[str] = Counter()
+        self._rows = 0  # that there are columns for
+        self._keys = keys
+        self._first_generation = first_generation
+        self._next_generations: dict[bytes, int] = {}  # by tenant
+        self._gone = gone
+        self.is_loading = False  # what was on NVMe before a restart is being taken in
+        self.all_known = True  # what NVMe has: if not, a block there may be the way to others that nobody knows of yet
+        self.older: dict[tuple[int, bytes], list[int]] = {}  # places of copies from before a restart that nobody finds
+        self.demoting: set[int] = set()  # rows on their way down, with a place there or not yet
+        self.dropping: set[int] = set()  # namespaces that are about to be dropped
+        self.dirty = DirtyBlocks()
+        self.unverified: set[int] = set()  # rows whose frames in DRAM were not read since they were taken over
+
+    def add_space(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> OpenedNamespace:
+        """Make a namespace of a tenant known."""
+        digest_of_namespace = namespace.digest()
+        layout = namespace.layout
+        sealers, classes = [], []
+        for part, payload in zip(layout.parts, payload_bytes, strict=True):
+            stamp = Stamp(
+                key_id=keys.key_id,
+                epoch=keys.epoch,
+                tenant=keys.tenant,
+                namespace=digest_of_namespace,
+                codec=namespace.codec,
+                part=part.index,
+                parts=len(layout.parts),
+                block_tokens=layout.block_tokens,
+                slices=len(part.layers),
+                payload_bytes=payload,
+            )
+            sealers.append(Sealer(stamp, keys.mac))
+            classes.append(SlotClass(keys.tenant, digest_of_namespace, part.index, stamp.frame_bytes))
+        self.residency.policy.expect(self.dram.budget_bytes // sum(one.frame_bytes for one in classes))
+        if self.lower is not None:
+            self.lower.admission.expect(self.lower.tier.budget_bytes // sum(one.frame_bytes for one in classes))
+        space = OpenedNamespace(
+            self.index.add_namespace(keys.tenant), keys.tenant, namespace, tuple(classes), tuple(sealers)
+        )
+        assert space.number == len(self.spaces)
+        self.spaces.append(space)
+        if self.shares is not None:
+            self.shares.add_namespace(keys.tenant)
+        return space
+
+    # A block's life ------------------------------------------------------------------------------------------------
+
+    def begin(self, number: int, key: bytes, parent: int, priority: int, expires_at: int) -> int:
+        """1. A pending row: the block is being stored, its parent cannot go any more."""
+        row = self.index.insert(number, key, parent, priority, expires_at)
+        if row >= self._rows:
+            self.grow_to(row)
+        if parent != NO_ROW:
+            self.residency.child_came(parent)
+        return row
+
+    def place(self, number: int, rows: Sequence[int]) -> list[list[int]]:
+        """2. One slot per part and block, by part; every class must have as many free ones."""
+        columns = [self.dram.reserve(slot_class, len(rows)) for slot_class in self.spaces[number].classes]
+        assert all([len(places) == len(rows) for places in columns]), "asked for slots that are not there"
+        self.residency.reserved(rows, columns)
+        return columns
+
+    def next_generations(self, number: int, count: int) -> range:
+        """Numbers that no other block of this tenant had or will have; those of other tenants have counts of their own,
+        since clients read the generations of their blocks."""
+        tenant = self.spaces[number].tenant
+        first = self._next_generations.get(tenant) or self._first_generation()
+        self._next_generations[tenant] = first + count
+        return range(first, first + count)
+
+    def seal(self, number: int, part: int, unsealed: Sequence[Unsealed]) -> None:
+        """3. The payloads of a part are in their slots: write the headers in front of them."""
+        index, residency = self.index, self.residency
+        sealer = self.spaces[number].sealers[part]
+        rows, headers = [], []
+        for row, parent_key, depth, generation, digests in unsealed:
+            header = sealer.seal(index.key(row), parent_key, depth, generation, digests, *index.retention(row))
+            residency.part_sealed(row, part, digest(header))
+            rows.append(row)
+            headers.append(header)
+        self.dram.commit(residency.places_of(rows, part), headers)
+
+    def publish(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
+        """4. All parts are sealed and the parents are visible: from now on the blocks can be found."""
+        index, residency = self.index, self.residency
+        for row, generation in zip(rows, generations, strict=True):
+            is_new = index.publish(row)
+            residency.published(row, generation)
+            self.unverified.discard(row)
+            if is_new:
+                residency.listed(row)
+                if self.lower is not None:
+                    self.lower.admission.stored(row)
+            elif residency.retention is not None:
+                residency.retention.came(row)
+            if not self.is_below(row):
+                self._came_alone(row)
+        for part in range(len(self.spaces[number].classes)):
+            self.dram.own(residency.places_of(rows, part), rows)
+
+    def used(self, chain: Sequence[int], count: int) -> None:
+        """A request came for a readable block and all its ancestors, the deepest first: it was given them, or it stored
+        the first `count`, and was given the others before."""
+        self.counted(chain, count)
+        self.refreshed(chain, count)
+
+    def counted(self, chain: Sequence[int], count: int) -> None:
+        """The first half of `used`: what is learned from a request as a whole."""
+        self.residency.policy.used(chain, count)
+        if self.lower is not None:
+            self.lower.residency.policy.used(chain, count)
+            self.lower.admission.used(chain, count)
+
+    def refreshed(self, chain: Sequence[int], count: int) -> None:
+        """The second half, which may be done for a piece of a chain after the other, from the deepest on: its blocks
+        are the most recent ones. What is not readable any more is left out."""
+        for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
+            if residency.retention is not None and self.index.has_hints:
+                residency.retention.used(chain)
+            is_listed = residency.is_listed
+            residency.policy.touched([row for row in chain if is_listed(row)])
+        if self.lower is not None:
+            self.dirty.used(chain[:count])
+
+    def renew(self, rows: Sequence[int], priority: int, expires_at: int) -> None:
+        """Readable blocks of one chain, the first one first, are to be kept for longer than was said before."""
+        for row in rows:
+            self.index.renew(row, priority, expires_at)
+        for residency in (self.residency, self.lower.residency) if self.lower is not None else (self.residency,):
+            if residency.retention is not None:
+                for row in rows:
+                    if residency.is_listed(row):
+                        residency.retention.came(row)
+        if self.lower is not None and self.lower.admission.chooses:
+            for row in rows:
+                self.dirty.prioritize(row)
+
+    def is_to_be_kept(self, row: int) -> bool:
+        """Whether a block that DRAM alone holds is kept for a time now, there, or would be if it were on NVMe."""
+        retention = self.residency.retention
+        return (retention is not None and retention.holds(row)) or self.would_be_kept_below(row)
+
+    def would_be_kept_below(self, row: int) -> bool:
+        """The second of these."""
+        retention = self.lower.residency.retention if self.lower is not None else None
+        return retention is not None and retention.has_room_for(row)
+
+    def givers(self, number: int) -> list[int] | None:
+        """Groups of tenants that may have to give way in DRAM for a namespace, in their order; None where nobody said
+        anything of tenants."""
+        return self._givers(number, self.residency, self.dram)
+
+    def has_evictable(self) -> bool:
+        """Whether DRAM has a block that somebody may evict."""
+        return next(self.residency.worst(), None) is not None
+
+    def _givers(self, number: int, residency: Residency, tier: DramTier | LowerTier) -> list[int] | None:
+        shares = self.shares
+        if shares is None or residency.groups is None:
+            return None
+        asker = shares.of_namespace[number]
+        return shares.givers(asker, shares.held(tier.held()), tier.pieces(), residency.groups.idle())
+
+    def evict_worst(self, blocks: int, leaves: Callable[[int], object] | None = None) -> int:
+        """5. Take the worst leaves that nobody pins out of DRAM, up to that many; returns how many went.
+
+        Those that NVMe has stay readable; the others are given up, rows and frames. leaves: told each row that NVMe has
+        not, before it goes; it may take it down.
+        """
+        return self._evict(self.residency.worst(), blocks, leaves)
+
+    def evict_for(self, number: int, blocks: int) -> int:
+        """The same for a namespace that is short of slots, up to `blocks` of its own.
+
+        Each of its own leaves that goes is a slot. Of another namespace's only as many help as it takes to empty an
+        extent that nobody is using: if one has them among the worst they go, and nobody else loses any. Where all have
+        one that somebody is using nothing of theirs goes, since it would help nobody. The caller has to look again.
+        """
+        groups = self.givers(number)
+        below = self.lower.residency if self.lower is not None else None
+        choice = ExtentReclaim(number, self, below)
+        gone = self._evict(choice.own(self._worst_for(groups)), blocks)
+        if gone or choice.giver is None:
+            return gone
+        giver, most = choice.giver
+        namespace_of = self.index.namespace_of
+        return self._evict((row for row in self._worst_for(groups) if namespace_of(row) == giver), most)
+
+    def _worst_for(self, groups: Sequence[int] | None) -> Iterator[int]:
+        """Leaves that may go, without those whose slots would be of use to nobody yet."""
+        residency, is_guarded = self.residency, self.dram.is_guarded
+        rows = (row for row in residency.worst(groups) if not is_guarded(residency.place(row, 0)))
+        if residency.holds:
+            rows = (row for row in rows if not residency.is_row_held(row))
+        return (row for row in rows if self._may_go(row)) if self.lower is not None else rows
+
+    def _may_go(self, row: int) -> bool:
+        """Not one that was quarantined and is the way to blocks that NVMe alone has."""
+        return self.is_below(row) or not self.index.children(row)
+
+    def offers_of(self, number: int, in_use: set[int]) -> list[tuple[int, ExtentRoom]]:
+        """As `Owners.offers_of`."""
+        dram = self.dram
+        offers = [
+            (max(1, extent.slots.live + extent.slots.free - dram.free_slots(one)), extent)
+            for one in self.spaces[number].classes
+            for extent in dram.extents_of(one)
+            if extent.number not in in_use
+        ]
+        offers.reverse()  # of those that cost as much, the one that came last
+        return sorted(offers, key=lambda offer: -offer[0])
+
+    def evict_own(self, blocks: int, number: int) -> int:
+        """The same of one namespace's leaves alone, whatever others have that is worse."""
+        namespace_of = self.index.namespace_of
+        return self._evict((row for row in self._worst_for(None) if namespace_of(row) == number), blocks)
+
+    def _evict(self, worst: Iterable[int], blocks: int, leaves: Callable[[int], object] | None = None) -> int:
+        gone = 0
+        places: list[int] = []
+        evicted = 0
+        below = self.lower.residency if self.lower is not None else None
+        for row in worst if blocks > 0 else ():
+            stays = below is not None and below.is_listed(row)
+            if below is not None and not stays and leaves is not None:
+                leaves(row)
+                stays = below.is_listed(row)
+            if below is not None and not self._may_go(row):
+                continue
+            places += self.residency.left(row, self.index.parent(row))
+            self.dirty.missed += self.dirty.waits(row)
+            self.dirty.discard(row)
+            if not stays:
+                self.index.remove(row, remember=True)
+                evicted += 1
+            gone += 1
+            if gone == blocks:
+                break
+        self._free(places)
+        self.counters["evicted_blocks"] += evicted
+        if gone:
+            _log.debug("evicted from dram", extra={"blocks": gone, "given_up": evicted, "wanted": blocks})
+        return gone
+
+    def give_up(self, row: int) -> None:
+        """A block that was never published ends here; its children were given up before."""
+        self._free(self.residency.forget(row))
+        self._remove(row, remember=False)
+
+    def unfill(self, row: int) -> None:
+        """A lost row that was to be filled again stays lost."""
+        self._free(self.residency.forget(row))
+
+    def orphan(self, row: int) -> list[int]:
+        """A pending row goes while its producer still writes: the places are returned, still taken."""
+        places = self.residency.forget(row)
+        self._remove(row, remember=False)
+        return places
+
+    def free_abandoned_slots(self, places: Sequence[int]) -> None:
+        """The producer of orphaned places is done with them."""
+        self._free(places)
+
+    def drop(self, row: int) -> None:
+        """A readable or lost leaf goes because its namespace does. Pins were lifted before."""
+        assert self.residency.pins.counts[row] == 0
+        self.dirty.discard(row)
+        self._free(self.residency.forget(row))
+        if self.is_below(row):
+            self._leave_below(row)
+        if self.residency.is_listed(row):
+            self._remove(row, remember=True)
+        else:
+            self.index.remove(row, remember=True)
+
+    def quarantine(self, row: int) -> None:
+        """A check failed. The frames are never used again; the row stays, lost, so that its children keep theirs.
+
+        All parts go: a block without one of them is not readable, and somebody may be reading the others right now.
+        """
+        self.dram.quarantine(self.residency.forget(row))
+        self.dirty.discard(row)
+        if self.is_below(row):  # the frames there are others
+            self._leave(row)
+        else:
+            self.index.mark_lost(row)
+        self.counters["quarantined_blocks"] += 1
+
+    def relocate(self, row: int, part: int, target: int) -> bool:
+        """A verified copy of a frame stands at `target`: take that place over, if it is a copy of what was committed.
+
+        False leaves everything as it was.
+        """
+        source = self.residency.place(row, part)
+        raw = bytes(self.dram.reserved_span(target).view[:HEADER_BYTES])
+        if digest(raw) != self.residency.header_digest(row, part):
+            return False
+        self.dram.commit([target], [raw])
+        self.dram.own([target], [row])
+        self.residency.moved(row, part, target)
+        self.dram.delete([source])
+        return True
+
+    def verify(self, row: int, part: int) -> bool:
+        """Whether a part's frame is what was committed: MAC, identity, generation and every digest."""
+        place = self.residency.place(row, part)
+        if place == NO_PLACE:
+            return False
+        view = self.dram.span_at(place).view
+        raw = bytes(view[:HEADER_BYTES])
+        try:
+            header = open_header(raw, self._keys)
+            verify_payload(header, view[HEADER_BYTES:])
+        except BlockCorrupt:
+            return False
+        return (
+            header.prefix_key == self.index.key(row)
+            and header.generation == self.residency.generation(row)
+            and digest(raw) == self.residency.header_digest(row, part)
+        )
+
+    # Down and up ---------------------------------------------------------------------------------------------------
+
+    def is_below(self, row: int) -> bool:
+        """Whether NVMe has the block."""
+        return self.lower is not None and self.lower.residency.is_listed(row)
+
+    def is_above(self, row: int) -> bool:
+        """Whether DRAM has the block of a visible row."""
+        return self.residency.is_listed(row)
+
+    def make_place_below(
+        self, number: int, rows: Sequence[int], claimed: list[list[int]] | None = None
+    ) -> list[list[int]]:
+        """Slots on NVMe for blocks that are about to be written there, by part; every class must have as many.
+
+        claimed: those are taken instead.
+        """
+        assert self.lower is not None
+        tier, residency = self.lower.tier, self.lower.residency
+        assert all(residency.place(row, 0) == NO_PLACE for row in rows), "a block has one place there"
+        columns = claimed or [tier.reserve(slot_class, len(rows)) for slot_class in self.spaces[number].classes]
+        assert all([len(places) == len(rows) for places in columns]), "asked for slots that are not there"
+        residency.reserved(rows, columns)
+        for row in rows:
+            self._came_below(row)
+        return columns
+
+    def demoted(self, number: int, rows: Sequence[int], generations: Sequence[int]) -> None:
+        """The frames are durable: the blocks are readable from NVMe too, but for those that were quarantined, and
+        perhaps filled again, while they were written. generations: from before that."""
+        assert self.lower is not None
+        residency = self.lower.residency
+        kept = []
+        for row, generation in zip(rows, generations, strict=True):
+            if self.index.state(row) is RowState.VISIBLE and self.residency.generation(row) == generation:
+                residency.published(row, generation)
+                residency.listed(row)
+                self.dirty.discard(row)
+                kept.append(row)
+                self._end_older(number, self.index.key(row))
+            else:
+                self._forget_below(row)
+        # An ancestor is always the more recent: else whoever makes room takes the last block of every chain in turn.
+        followed = {self.index.parent(row) for row in kept}
+        for row in kept:
+            if row not in followed:
+                residency.policy.touched([one for one in self.index.chain(row) if residency.is_listed(one)])
+        for part in range(len(self.spaces[number].classes)):
+            self.lower.tier.own(residency.places_of(kept, part), kept)
+        self.counters["demoted_blocks"] += len(kept)
+
+    def not_demoted(self, rows: Sequence[int]) -> None:
+        """They could not be written: their places go back."""
+        assert self.lower is not None
+        for row in rows:
+            self.lower.tier.abort(self.lower.residency.forget(row))
+            self._went_below(row)
+
+    def expect(self, blocks: int) -> None:
+        """That many are about to be loaded: have columns for all of them at once."""
+        self.grow_to(self.index.expect(blocks))
+
+    def loaded(self, rows: range, parents: Column, generations: Column, places: Sequence[Column]) -> None:
+        """New rows of the index were on NVMe before a restart, the one that was used last first."""
+        assert self.lower is not None
+        self.grow_to(rows.stop - 1)
+        self.index.link(rows, parents)
+        self.lower.residency.loaded(rows, parents, generations, places)
+        self.lower.admission.found(rows)
+        for column in places:
+            self.lower.tier.own_many(column, np.arange(rows.start, rows.stop))
+
+    def adopt(self, row: int, generation: int, places: Sequence[int]) -> None:
+        """A readable block was found on NVMe too, from before a restart."""
+        assert self.lower is not None
+        self.lower.residency.reserved([row], [[place] for place in places])
+        self._came_below(row)
+        self.lower.residency.published(row, generation)
+        self.lower.residency.listed(row)
+        self.dirty.discard(row)
+        self.lower.tier.own(places, [row] * len(places))
+
+    def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
+        """Slots in DRAM for blocks that are about to be read into them, by part."""
+        for row in rows:
+            parent = self.index.parent(row)
+            if parent != NO_ROW:
+                self.residency.child_came(parent)
+        return self.place(number, rows)
+
+    def promoted(self, row: int, header_digests: Sequence[bytes]) -> None:
+        """Whole frames stand in the slots, read and verified: the block is readable from DRAM again."""
+        assert self.lower is not None
+        residency = self.residency
+        for part, header_digest in enumerate(header_digests):
+            place = residency.place(row, part)
+            residency.part_sealed(row, part, header_digest)
+            self.dram.commit([place], [b""])
+            self.dram.own([place], [row])
+        residency.published(row, self.lower.residency.generation(row))
+        residency.listed(row)
+        self.unverified.discard(row)
+        self.counters["promoted_blocks"] += 1
+
+    def taken_over(self, row: int, generation: int, places: Sequence[int], header_digests: Sequence[bytes]) -> None:
+        """A block's frames were found in the DRAM of an earlier process, one per part. Nobody read them yet.
+
+        row: pending, just begun; or readable from NVMe alone, with the same generation there.
+        """
+        residency = self.residency
+        if self.index.state(row) is RowState.VISIBLE:
+            parent = self.index.parent(row)
+            if parent != NO_ROW:
+                residency.child_came(parent)
+        else:
+            self.index.publish(row)
+            if self.lower is not None:
+                self.lower.admission.found(range(row, row + 1))
+        residency.reserved([row], [[place] for place in places])
+        for part, header_digest in enumerate(header_digests):
+            residency.part_sealed(row, part, header_digest)
+        residency.published(row, generation)
+        residency.listed(row)
+        self.dram.own(places, [row] * len(places))
+        self.unverified.add(row)
+        if not self.is_below(row):
+            self._came_alone(row)
+
+    def not_promoted(self, row: int) -> None:
+        """It could not be read: its slots in DRAM go back."""
+        self.dram.abort(self.residency.forget(row))
+        parent = self.index.parent(row)
+        if parent != NO_ROW:
+            self.residency.child_went(parent)
+
+    def evict_below(self, blocks: int, number: int) -> tuple[int, list[list[int]]]:
+        """Give up the worst leaves of a namespace on NVMe, up to that many, as long as they are the worst of all.
+
+        What others have that is worse helps only if one of their slabs gets empty, since frames stay where they are on
+        NVMe: so of their slabs the one goes that would be empty first if they went leaf by leaf, with what follows the
+        blocks in it, and nothing else of theirs. Returns how many went, and the places of those of that namespace, by
+        part: they are claimed for other blocks.
+        """
+        assert self.lower is not None and self.all_known, "it may be the way to blocks that nobody knows of yet"
+        claimed: list[list[int]] = [[] for _ in self.spaces[number].classes]
+        if blocks < 1:
+            return 0, claimed
+        groups = self._givers(number, self.lower.residency, self.lower.tier)
+        choice = SlabReclaim(number, self.index, self.lower.residency, self.lower.tier, self.residency)
+        gone = self._evict_own_below(self._while_worst(groups, choice), blocks, claimed)
+        if not gone:
+            gone = sum(self._went_from_below(row, claim=False) is not None for row in choice.blocks())
+        if gone:
+            return gone, claimed
+        rows = (row for row in self.lower.residency.worst(groups) if self.index.namespace_of(row) == number)
+        return self._evict_own_below(rows, blocks, claimed), claimed
+
+    def _while_worst(self, groups: Sequence[int] | None, choice: SlabReclaim) -> Iterator[int]:
+        """Leaves of the namespace that asks, as long as they are worse than a slab that others have to give."""
+        assert self.lower is not None
+        has_own = False
+        for row in self.lower.residency.worst(groups):
+            if self.index.namespace_of(row) == choice.asker:
+                has_own = has_own or self._may_go_below(row)
+                yield row
+            elif has_own or choice.look_at(row):
+                return
+
+    def _evict_own_below(self, rows: Iterable[int], blocks: int, claimed: Sequence[list[int]]) -> int:
+        gone = 0
+        for row in rows:
+            places = self._went_from_below(row, claim=True)
+            if places is None:
+                continue
+            for column, place in zip(claimed, places, strict=True):
+                column.append(place)
+            gone += 1
+            if gone == blocks:
+                break
+        return gone
+
+    def _may_go_below(self, row: int) -> bool:
+        """Not one that only NVMe has, and that is the way to blocks that are not there."""
+        return self.is_above(row) or not self.index.children(row)
+
+    def _went_from_below(self, row: int, *, claim: bool) -> list[int] | None:
+        """Returns the places that a block had on NVMe; None if it has to stay, as the way to others."""
+        stays = self.is_above(row)
+        if not self._may_go_below(row):
+            return None
+        places = self._leave_below(row, claim=claim)
+        self.counters["nvme_evicted_blocks"] += 1
+        if not stays:
+            self.index.remove(row, remember=True)
+            self.counters["evicted_blocks"] += 1
+        return places
+
+    def quarantine_below(self, row: int) -> None:
+        """A check of what was read from NVMe failed. Without a copy in DRAM the row stays, lost."""
+        assert self.lower is not None
+        lower = self.lower.residency
+        self.lower.tier.quarantine(lower.forget(row))
+        lower.unlisted(row)
+        self._went_below(row)
+        if not self.is_above(row):
+            self.index.mark_lost(row)
+            parent = self.index.parent(row)
+            if parent != NO_ROW:
+                self.residency.child_came(parent)
+            self.residency.listed(row)
+        elif self.index.state(row) is RowState.VISIBLE:
+            self._came_alone(row)
+        self.counters["quarantined_blocks"] += 1
+
+    def _came_alone(self, row: int) -> None:
+        """DRAM alone has it."""
+        if self.lower is not None:
+            self.dirty.came(row, self.spaces[self.index.namespace_of(row)].block_bytes)
+            if self.lower.admission.chooses:
+                priority, ends_at = self.index.retention(row)
+                if priority > 0 or ends_at:
+                    self.dirty.prioritize(row)
+
+    def _came_below(self, row: int) -> None:
+        assert self.lower is not None
+        parent = self.index.parent(row)
+        if parent != NO_ROW:
+            self.lower.residency.child_came(parent)
+
+    def _went_below(self, row: int) -> None:
+        assert self.lower is not None
+        parent = self.index.parent(row)
+        if parent != NO_ROW:
+            self.lower.residency.child_went(parent)
+
+    def _leave_below(self, row: int, *, claim: bool = False) -> list[int]:
+        """Returns the places that it had; `claim`: for whoever evicts it."""
+        self._gives_up(self.index.namespace_of(row), self.index.key(row))
+        return self._forget_below(row, claim=claim)
+
+    def _forget_below(self, row: int, *, claim: bool = False) -> list[int]:
+        """The same for a block that nobody is told of."""
+        assert self.lower is not None
+        places = self.lower.residency.forget(row)
+        self.lower.tier.delete(places, claim=claim)
+        self.lower.residency.unlisted(row)
+        self._went_below(row)
+        return places
+
+    def give_up_unread(self, number: int, key: bytes) -> None:
+        """A block that was on NVMe before a restart goes with an ancestor, before anybody could find it."""
+        self._gives_up(number, key)
+        self.counters["nvme_evicted_blocks"] += 1
+        self.counters["evicted_blocks"] += 1
+
+    def _gives_up(self, number: int, key: bytes) -> None:
+        if self._gone is not None:
+            self._gone(number, key)
+        self._end_older(number, key)
+
+    def _end_older(self, number: int, key: bytes) -> None:
+        """A newer copy is durable, or was given up: the one from before the restart must not come back."""
+        if self.older and self.lower is not None:
+            self.lower.tier.delete(self.older.pop((number, key), []))
+
+    def retire_empty(self, number: int, most: int) -> list[Extent]:
+        """Give back extents of a namespace that hold nothing any more, up to that many. They are unmapped when the
+        caller lets go of what is returned."""
+        gone: list[Extent] = []
+        for slot_class in self.spaces[number].classes:
+            for extent in list(self.dram.extents_of(slot_class)):
+                counts = extent.slots.counts
+                is_empty = counts[FrameState.FREE] + counts[FrameState.QUARANTINED] == extent.slots.capacity
+                if is_empty and not self.residency.is_any_held(extent.number):
+                    gone.append(self.dram.retire(extent.number))
+                    if len(gone) == most:
+                        return gone
+        return gone
+
+    def check(self, pins: Mapping[int, int], demoting: Collection[int] = ()) -> None:
+        """Every invariant over the tables; `pins`: row -> how many leases, reservations and moves pin it.
+
+        sinking: rows that are being written to NVMe.
+        """
+        if self.lower is not None:
+            self._check_below(demoting)
+        self.index.check()
+        self.dram.check()
+        self.residency.check()
+        self.residency.pins.check(dict(pins))
+        children: Counter[int] = Counter()
+        alone = []
+        for space in self.spaces:
+            for row in self.index.rows(space.number):
+                state = self.index.state(row)
+                if state == RowState.VISIBLE and self.lower is not None and not self.is_below(row):
+                    alone.append(row)
+                above, below = self.residency.is_listed(row), self.is_below(row)
+                assert not (state == RowState.PENDING and (above or below)) and (state != RowState.LOST or above)
+                assert state != RowState.VISIBLE or above or below, "a visible row is somewhere"
+                if state == RowState.PENDING or above or self.residency.place(row, 0) != NO_PLACE:
+                    parent = self.index.parent(row)
+                    children[parent] += 1
+                if state != RowState.VISIBLE or not above:
+                    continue
+                parent = self.index.parent(row)
+                parent_key = self.index.key(parent) if parent != NO_ROW else None
+                for part, slot_class in enumerate(space.classes):
+                    self._check_frame(row, part, slot_class, parent_key)
+        self.dirty.check(alone)
+        for space in self.spaces:
+            for row in self.index.rows(space.number):
+                assert self.residency.children(row) == children[row]
+
+    def _check_frame(self, row: int, part: int, slot_class: SlotClass, parent_key: bytes | None) -> None:
+        """Invariants 3 and 6: the place is readable, it is this block's, and its header names it."""
+        place = self.residency.place(row, part)
+        extent = next(extent for extent in self.dram.all_extents(slot_class) if extent.number == extent_of(place))
+        assert extent.slots.states[slot_of(place)] == FrameState.RESIDENT
+        assert extent.slots.owners[slot_of(place)] == row
+        raw = bytes(self.dram.committed_span(place).view[:HEADER_BYTES])
+        if digest(raw) != self.residency.header_digest(row, part):
+            return  # damaged since: a reader will find out, which is another test's business
+        header = open_header(raw, self._keys)
+        assert header.prefix_key == self.index.key(row) and header.stamp.part == part
+        assert header.block_index == self.index.depth(row)
+        assert len(header.parent) == KEY_BYTES and (parent_key is None or header.parent == parent_key)
+
+    def _free(self, places: Sequence[int]) -> None:
+        """Free slots in whatever state they are; a late reader's are kept from reuse."""
+        dram, residency = self.dram, self.residency
+        dirty, held, written = [], [], []
+        for place in places:
+            if dram.is_reserved(place):
+                dirty.append(place)
+            elif residency.is_held(place):
+                held.append(place)
+            else:
+                written.append(place)
+        dram.abort(dirty)
+        dram.retain(held)
+        dram.delete(written)
+
+    def _check_below(self, demoting: Collection[int]) -> None:
+        assert self.lower is not None
+        self.lower.tier.check()
+        self.lower.residency.check()
+        children: Counter[int] = Counter()
+        rows = [row for space in self.spaces for row in self.index.rows(space.number)]
+        for row in rows:
+            below = self.lower.residency.is_listed(row)
+            assert not below or self.index.state(row) == RowState.VISIBLE
+            placed = self.lower.residency.place(row, 0) != NO_PLACE
+            assert placed >= below and placed <= (below or row in demoting)
+            if placed:
+                children[self.index.parent(row)] += 1
+        for row in rows:
+            assert self.lower.residency.children(row) == children[row]
+
+    def _leave(self, row: int) -> None:
+        """The block goes from DRAM and stays on NVMe."""
+        self.residency.unlisted(row)
+        parent = self.index.parent(row)
+        if parent != NO_ROW:
+            self.residency.child_went(parent)
+
+    def _remove(self, row: int, *, remember: bool) -> None:
+        self.residency.unlisted(row)
+        parent = self.index.remove(row, remember=remember)
+        if parent != NO_ROW:
+            self.residency.child_went(parent)
+
+    def grow_to(self, row: int) -> None:
+        """Have columns for this row."""
+        self._rows = max(self._rows, row + 1)
+        self.residency.grow_to(row)
+        if self.lower is not None:
+            self.lower.residency.grow_to(row)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wished of blocks, for `tiering.policies.retention`: columns of the index, by row.
+
+
+class Sized(Protocol):
+    """A namespace, as far as it matters here."""
+
+    @property
+    def block_bytes(self) -> int:
+        """What one of its blocks takes."""
+        ...
+
+
+class IndexRetentionHints:
+    """`RetentionHints` of a store."""
+
+    def __init__(self, index: PrefixIndex, spaces: Sequence[Sized], groups: Sequence[int] | None) -> None:
+        """spaces, groups: by the namespace's number; groups: None where all tenants are one."""
+        self._index = index
+        self._spaces = spaces
+        self._groups = groups
+        self.hint = index.retention
+        self.hinted = index.hinted
+        self.parent = index.parent
+        self.depth = index.depth
+
+    @property
+    def is_any(self) -> bool:
+        """As `RetentionHints.is_any`."""
+        return self._index.has_hints
+
+    def size_bytes(self, row: int) -> int:
+        """As `RetentionHints.size_bytes`."""
+        return self._spaces[self._index.namespace_of(row)].block_bytes
+
+    def group(self, row: int) -> int:
+        """As `RetentionHints.group`."""
+        return self._groups[self._index.namespace_of(row)] if self._groups is not None else 0

@@ -1,0 +1,1 @@
+"""Checks a store's directory offline, and repairs it."""

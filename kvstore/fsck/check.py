@@ -1,0 +1,300 @@
+"""Checks a store's directory offline, and repairs it.
+
+A check writes nothing at all. A repair, which needs the keys, goes in this order, so that whoever opens the directory
+after it was cut short finds the index that was there or builds one from headers, and in neither a frame that is gone:
+
+    1  slab headers of which one copy is damaged are written again from the other one
+    2  headers that are damaged, in doubt, or not what a trusted index says are overwritten with zeros; synced
+    3  the index is discarded, and the tier builds a new one from the headers
+    4  frames that it finds and the check did not find good are quarantined: they are never offered, nor their slots
+
+So a frame that was evicted does not come back: as long as the old index can tell, step 2 makes its header zeros. A slab
+with no header that verifies is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.block.display_names import read_names
+from kvstore.block.errors import BadInput, DirectoryInUse, KeysUnusable
+from kvstore.block.identity import KeyRing
+from kvstore.block.key_file import KeyFile
+from kvstore.fsck.frames import Examiner, ShowProgress
+from kvstore.fsck.headers import IndexView, look_at_index, look_at_slabs, look_at_stamp
+from kvstore.fsck.result import (
+    DIGEST_PREFIX,
+    FsckResult,
+    IndexState,
+    Problems,
+    RepairResult,
+    Seen,
+    SlabResult,
+    SlabState,
+    Slot,
+)
+from kvstore.node import SystemClock, new_uid
+from tiering.clock import Clock
+from tiering.errors import TierUnavailable
+from tiering.failpoint import Reach, go_on
+from tiering.files import DirectFiles, DirectoryLock, Files, ReadingLock, ReadOnlyFiles, names_in
+from tiering.nvme.lmdb_index import LmdbMaker, open_to_read
+from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, OtherFormat
+from tiering.nvme.tier import NvmeTier, slab_name
+from tiering.slab_header import PAGE_BYTES
+from tiering.tier import extent_of, slot_of
+
+_ZERO_PAGE = memoryview(bytes(PAGE_BYTES))
+Lock = TypeVar("Lock", ReadingLock, DirectoryLock)
+
+
+def quiet(doing: str, done: int = 0, steps: int = 0) -> None:
+    """Shows nothing."""
+
+
+def check(directory: str | Path, show: ShowProgress = quiet, clock: Clock | None = None) -> FsckResult:
+    """Verify every frame of a store's directory that nobody uses. Writes nothing.
+
+    Raises `BadInput` for what is no store's directory, `DirectoryInUse`, and `KeysUnusable` for a damaged key file.
+    """
+    path = _store_directory(directory)
+    lock = _locked(ReadingLock, path)
+    try:
+        return _examined(path, show, clock or SystemClock())
+    finally:
+        lock.release()
+
+
+def repair(
+    directory: str | Path, show: ShowProgress = quiet, clock: Clock | None = None, reach: Reach = go_on
+) -> FsckResult:
+    """`check`, and mend what it finds: see above. Raises as `check` does, and `KeysUnusable` where keys are missing:
+    without them nothing is written. reach: told of failpoints.
+    """
+    path = _store_directory(directory)
+    reading = _locked(ReadingLock, path)
+    try:
+        _refuse_without_keys(path)
+    finally:
+        reading.release()
+    lock = _locked(DirectoryLock, path)
+    try:
+        found = _examined(path, show, clock or SystemClock())
+        _refuse_without_keys(path)
+        found.repair = _mended(path, found, show, reach)
+        return found
+    finally:
+        lock.release()
+
+
+# Looking --------------------------------------------------------------------------------------------------------------
+
+
+def _store_directory(directory: str | Path) -> Path:
+    path = Path(directory)
+    try:
+        names = names_in(path)
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist; give a store's directory") from None
+    except NotADirectoryError:
+        raise BadInput(f"{path} is a file; give a store's directory") from None
+    if "nvme" not in names:
+        hint = f"give {path.absolute().parent}" if path.absolute().name == "nvme" else "give a store's directory"
+        raise BadInput(f"{path} has no nvme/, so a store has nothing on disk there; {hint}")
+    try:
+        slabs = ReadOnlyFiles(path / "nvme").sizes()
+    except NotADirectoryError:
+        slabs = {}
+    if not slabs:
+        raise BadInput(f"{path / 'nvme'} holds no slabs, so it is not a store's; give a store's directory")
+    return path
+
+
+def _locked(lock: type[Lock], path: Path) -> Lock:
+    try:
+        return lock(path)
+    except BlockingIOError as error:
+        raise DirectoryInUse(f"{path} is in use by process {error}; close that store first") from None
+
+
+def _keys(path: Path) -> tuple[KeyFile, KeyRing]:
+    keys = KeyFile(path / "keys")
+    return keys, KeyRing(keys.tenants())
+
+
+def _refuse_without_keys(path: Path) -> None:
+    keys, ring = _keys(path)
+    files = ReadOnlyFiles(path / "nvme")
+    try:
+        look_at_stamp(files)
+        needy = [slab for slab in look_at_slabs(files, ring) if slab.state is SlabState.NEEDS_KEYS]
+    except OtherFormat as error:
+        raise _other_format(path, error) from None
+    finally:
+        files.close()
+    if needy or not keys.is_there:
+        what = f"does not hold the keys of {len(needy)} slabs" if keys.is_there else "is missing"
+        raise KeysUnusable(
+            f"{path / 'keys'} {what}, so nothing can be verified and nothing is repaired; restore it from a backup"
+        )
+
+
+def _other_format(path: Path, error: OtherFormat) -> BadInput:
+    return BadInput(f"{path / 'nvme'} was written in {error}; use the version that wrote it")
+
+
+def _examined(path: Path, show: ShowProgress, clock: Clock) -> FsckResult:
+    start = clock.monotonic_seconds()
+    keys, ring = _keys(path)
+    files, index, problems = ReadOnlyFiles(path / "nvme"), None, Problems()
+    try:
+        show("looking at the slabs")
+        stamp, stamp_result = look_at_stamp(files)
+        for fault in stamp_result.faults:
+            problems.add("stamp", fault, slab_name(STAMP_SLAB))
+        slabs = look_at_slabs(files, ring)
+        show("looking at the index")
+        index, state, detail = look_at_index(lambda: open_to_read(path / "nvme" / "index"), stamp)
+        if state is not IndexState.GOOD and slabs:
+            problems.add("index", f"{state.value}: {detail}; the next start reads every header")
+        view = IndexView(index) if index is not None else None
+        examiner = Examiner(files, ring, view, problems, show)
+        reading = clock.monotonic_seconds()
+        examiner.examine(slabs)
+    except OtherFormat as error:
+        raise _other_format(path, error) from None
+    finally:
+        if index is not None:
+            index.close()
+        files.close()
+    end = clock.monotonic_seconds()
+    return FsckResult(
+        str(path),
+        keys.is_there,
+        stamp_result,
+        state,
+        detail,
+        slabs,
+        problems,
+        examiner.checked_bytes,
+        end - start,
+        end - reading,
+        tenant_names={tenant.hex()[:DIGEST_PREFIX]: name for tenant, name in keys.names().items()},
+        model_names={
+            (tenant[:DIGEST_PREFIX], digest[:DIGEST_PREFIX]): name
+            for tenant, names in read_names(path / "names").items()
+            for digest, name in names.items()
+        },
+    )
+
+
+# Mending --------------------------------------------------------------------------------------------------------------
+
+
+def _mended(path: Path, found: FsckResult, show: ShowProgress, reach: Reach) -> RepairResult:
+    left = [
+        f"{slab.name} ({slab.detail}); move it away to have its space back"
+        for slab in found.slabs
+        if slab.state is SlabState.UNUSABLE
+    ]
+    if found.problems.total == len(left):
+        return RepairResult(0, 0, 0, found.totals()["good"], left)
+    files = DirectFiles(path / "nvme", reach)
+    try:
+        show("writing slab headers")
+        rewritten = _write_headers(files, found.slabs)
+        reach("fsck headers written")
+        emptied = _empty(files, found.slabs, lambda slab: show(f"emptying slots of {slab}"))
+        _clear_stamp(files)
+    finally:
+        files.close()
+    reach("fsck slots emptied")
+    maker = LmdbMaker(path / "nvme" / "index", reach)
+    maker.discard()
+    reach("fsck index discarded")
+    frames, given_up = _build_index(path, maker, found, show, reach)
+    if frames != found.totals()["good"]:
+        left.append(f"{found.totals()['good'] - frames} good frames were not found again; check once more")
+    return RepairResult(rewritten, emptied, given_up, frames, left)
+
+
+def _write_headers(files: Files, slabs: list[SlabResult]) -> int:
+    """Of each slab with one good header, the other one."""
+    written = 0
+    for slab in slabs:
+        for offset in slab.bad_offsets:
+            try:
+                files.write(slab.name, offset, memoryview(slab.good_page))
+                files.sync(slab.name)
+            except OSError as error:
+                raise TierUnavailable(f"a header of {slab.name} cannot be written: {error.strerror}") from error
+            written += 1
+    return written
+
+
+def _empty(files: Files, slabs: list[SlabResult], show: Callable[[str], None]) -> int:
+    """Overwrite the headers that a rebuild must not find, and those that it could not read. Durable at the end."""
+    emptied = 0
+    for slab in slabs:
+        assert slab.header is not None or not slab.slots
+        slots = [slot for slot in range(len(slab.slots)) if _is_to_be_empty(slab.seen[slot], slab.slots[slot])]
+        if slots and slab.header is not None:
+            show(slab.name)
+            for slot in slots:
+                try:
+                    files.write(slab.name, slab.header.offset(slot), _ZERO_PAGE)
+                    files.read(slab.name, slab.header.offset(slot), memoryview(bytearray(PAGE_BYTES)))
+                except OSError as error:
+                    raise TierUnavailable(
+                        f"slot {slot} of {slab.name} cannot be emptied ({error.strerror}); "
+                        "move that slab away, or the directory to a sound disk, and run --repair again"
+                    ) from error
+            files.sync(slab.name)
+        emptied += len(slots)
+    return emptied
+
+
+def _is_to_be_empty(seen: int, slot: int) -> bool:
+    if seen in (Seen.DAMAGED_HEADER, Seen.UNREADABLE_HEADER):
+        return True
+    return seen != Seen.EMPTY and slot in (Slot.IN_DOUBT, Slot.OTHER_FRAME, Slot.UNNAMED)
+
+
+def _clear_stamp(files: Files) -> None:
+    """A stamp of another length, or pages of it that cannot be read, would keep the tier from being opened."""
+    name = slab_name(STAMP_SLAB)
+    size = files.sizes().get(name)
+    if size is None:
+        return
+    if size != STAMP_PAGES * PAGE_BYTES:
+        files.remove(name)
+        return
+    for number in range(STAMP_PAGES):
+        try:
+            files.read(name, number * PAGE_BYTES, memoryview(bytearray(PAGE_BYTES)))
+        except OSError:
+            files.write(name, number * PAGE_BYTES, _ZERO_PAGE)
+            files.sync(name)
+
+
+def _build_index(path: Path, maker: LmdbMaker, found: FsckResult, show: ShowProgress, reach: Reach) -> tuple[int, int]:
+    """Let the tier read every header; returns how many frames it keeps, and how many it gave up."""
+    _, ring = _keys(path)
+    slots = {slab.header.number: slab.slots for slab in found.slabs if slab.header is not None}
+    size = sum(slab.size_bytes for slab in found.slabs)
+    tier = NvmeTier(DirectFiles(path / "nvme", reach), maker, ring, size, size, new_uid)
+    frames = given_up = 0
+    try:
+        for one in tier.load(lambda done, total: show("building the index", done, total)):
+            bad = [int(place) for place in one.places if slots[extent_of(place)][slot_of(place)] != Slot.GOOD]
+            tier.quarantine(bad)
+            frames += len(one.places) - len(bad)
+            given_up += len(bad)
+        reach("fsck frames given up")
+        tier.settle()
+        tier.proved(slots)
+    finally:
+        tier.close()
+    return frames, given_up

@@ -1,0 +1,1 @@
+"""What a client and a store say to each other. Data only: nothing here acts."""

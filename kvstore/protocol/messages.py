@@ -1,0 +1,519 @@
+"""What clients and the sidecar say to each other on its socket, as bytes.
+
+    frame     length of the body, 4 bytes little-endian > body, MessagePack
+    body      [number, [verb, arguments ...]]; a reply has the number of its request
+
+A connection begins with `Hello`, which names the versions that the client speaks; the answer is `Welcome` with the one
+that both will, or `Failed`. Fields are only ever appended, with defaults: an older program leaves out what it does not
+know and skips what it does not expect. Descriptors travel beside the frame of an `ExtentsReply`, in its order, and of a
+`NotifyPipeReply`.
+
+Must never carry token ids or payload bytes.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Union
+
+import msgspec
+from msgspec import Meta
+
+from kvstore.block.account import MissReason
+from kvstore.block.layout import MAX_PARTS
+from kvstore.protocol.door import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.status import SidecarStatus
+
+OLDEST_VERSION, NEWEST_VERSION = 1, 1
+
+LENGTH_BYTES = 4
+MAX_BODY_BYTES = 9 << 18
+"""Of one message: keys of 65,536 blocks."""
+
+NO_NUMBER = 0
+"""Of an answer to what was no request: the connection ends with it."""
+
+MAX_EXTENTS = 32
+"""Descriptors beside one frame; the kernel takes at most 253."""
+
+MIN_SESSION_BYTES, MAX_SESSION_BYTES = 16, 64
+"""Of a session's token."""
+
+MAX_KEYS = 1 << 16
+"""Blocks of one chain: a million tokens in blocks of 16."""
+OLDER_MAX_KEYS = 30_000
+"""Of a sidecar that does not say how many it takes."""
+MAX_LEASES = 4096
+MAX_COMMITTED = 8192
+DROP_SECONDS = 30.0
+MAX_NAME = 128
+"""Characters of a tenant's name, or of a namespace's id."""
+RECORDING_BYTES = 16
+"""What a recording is called."""
+
+Keys = Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(max_length=MAX_KEYS)]
+Numbers = Annotated[list[int], Meta(max_length=MAX_LEASES)]
+Digests = Annotated[list[Annotated[bytes, Meta(max_length=16)]], Meta(max_length=1024)]
+
+
+class RequestFault(StrEnum):
+    """Why a request was not served. Says nothing of what others have."""
+
+    VERSION = "version"  # no version in common
+    MALFORMED = "malformed"  # not a message, too long, or out of turn; the connection ends
+    BAD_INPUT = "bad_input"  # the arguments cannot be right; the text says which
+    BUSY = "busy"  # a limit of this connection or of the sidecar
+    CLOSED = "closed"  # the sidecar is going down
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
+    """The first message. session: a token of the engine's making, 16 to 64 random bytes, by which all its connections
+    are one session, whoever comes first; without it the connection is a session of its own. engine: name and version,
+    for people."""
+
+    oldest: int
+    newest: int
+    engine: str = ""
+    session: bytes = b""
+
+
+MAX_NAME_CHARACTERS = 4096
+"""Of a model's name or path; a few are kept."""
+
+
+class OpenNamespace(msgspec.Struct, array_like=True, frozen=True, tag="namespace"):
+    """packed: `identity.Namespace.pack`. payload_bytes: of each part, after the codec. name: of the model, for
+    people."""
+
+    packed: bytes
+    payload_bytes: Annotated[list[int], Meta(max_length=MAX_PARTS)]
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)] = ""
+
+
+class MatchPrefix(msgspec.Struct, array_like=True, frozen=True, tag="match"):
+    """As `Door.match`. counts: whether it is a look-up for an engine's request, which people want to see counted."""
+
+    namespace: int
+    keys: Keys
+    counts: bool = True
+
+
+class LeasePrefix(msgspec.Struct, array_like=True, frozen=True, tag="lease"):
+    """As `Door.lease`. request: the engine's own name for what it serves, by which all its leases can be released.
+    counts: as in `MatchPrefix`."""
+
+    namespace: int
+    keys: Keys
+    first_block: int
+    deadline_ms: float
+    request: str = ""
+    counts: bool = True
+
+
+class Attach(msgspec.Struct, array_like=True, frozen=True, tag="attach"):
+    """Hold leases that another connection of the same session took."""
+
+    leases: Numbers
+
+
+class Release(msgspec.Struct, array_like=True, frozen=True, tag="release"):
+    """Let go of leases. Unknown ones are ignored."""
+
+    leases: Numbers
+
+
+class ReleaseRequest(msgspec.Struct, array_like=True, frozen=True, tag="release_request"):
+    """Let go of every lease of the session that this connection holds and that was taken for a request of the engine.
+    (The client of this house keeps books of its own: it must not let go of what it is reading at the moment.)"""
+
+    request: str
+
+
+class ReportFrame(msgspec.Struct, array_like=True, frozen=True, tag="report"):
+    """As `Door.report`."""
+
+    lease: int
+    block: int
+    part: int
+
+
+class Reserve(msgspec.Struct, array_like=True, frozen=True, tag="reserve"):
+    """As `Door.reserve`. collective: a name within the session, for a put that several of its connections make
+    together; parts: those that the caller fills, all of them if it names none. (A sidecar that knows neither field
+    reserves for each caller alone, so that nothing becomes visible.) skipped: blocks of the chain before the first key;
+    a sidecar whose `Welcome` says how many keys it takes knows what that is."""
+
+    namespace: int
+    keys: Keys
+    first_block: int
+    priority: int = 0
+    ttl_seconds: float | None = None
+    collective: str = ""
+    parts: Annotated[list[int], Meta(max_length=MAX_PARTS)] = []
+    skipped: int = 0
+
+
+class Commit(msgspec.Struct, array_like=True, frozen=True, tag="commit"):
+    """As `Door.commit`, also in what the answer counts."""
+
+    reservation: int
+    part: int
+    first: int
+    digests: Annotated[list[Digests], Meta(max_length=MAX_COMMITTED)]
+
+
+class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
+    """As `Door.abort`."""
+
+    reservation: int
+
+
+class Persist(msgspec.Struct, array_like=True, frozen=True, tag="persist"):
+    """As `Door.persist`."""
+
+    namespace: int
+    keys: Keys
+    seconds: float
+
+
+class Extents(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
+    """Descriptors of extents of the tenant's; others are left out, as if they were gone. writable: to fill slots in."""
+
+    numbers: Annotated[list[int], Meta(max_length=MAX_EXTENTS)]
+    writable: bool
+
+
+class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
+    """Is there anything to be told? wants_bell: the answer may be `NotifyPipeReply` in place of `Done`."""
+
+    wants_bell: bool = False
+
+
+class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
+    """Forget every block of a namespace; `Failed` where that is not over in so many seconds."""
+
+    namespace: int
+    seconds: float = DROP_SECONDS
+
+
+class Namespaces(msgspec.Struct, array_like=True, frozen=True, tag="namespaces"):
+    """The tenant's own namespaces, from that place of the list on."""
+
+    first: int = 0
+
+
+class Stat(msgspec.Struct, array_like=True, frozen=True, tag="stat"):
+    """Admin: what the sidecar holds and has served."""
+
+
+class DropAny(msgspec.Struct, array_like=True, frozen=True, tag="drop_any"):
+    """Admin: forget every block of a namespace, by the first digits of its digest. tenant: whose, where several have
+    it."""
+
+    id: Annotated[str, Meta(max_length=MAX_NAME)]
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    seconds: float = DROP_SECONDS
+
+
+class Purge(msgspec.Struct, array_like=True, frozen=True, tag="purge"):
+    """Admin: void every block of a tenant durably, retire its key, and show its connections out."""
+
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)]
+    seconds: float = DROP_SECONDS
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True, tag="record"):
+    """Admin: note what is looked up, in a namespace by the first digits of its digest or in all; or, with the name of a
+    recording, what it has noted since it was asked last. ends: nothing is noted any more."""
+
+    recording: Annotated[bytes, Meta(max_length=RECORDING_BYTES)] = b""
+    id: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    ends: bool = False
+
+
+Verb = (
+    Hello
+    | OpenNamespace
+    | MatchPrefix
+    | LeasePrefix
+    | Attach
+    | Release
+    | ReleaseRequest
+    | ReportFrame
+    | Reserve
+    | Commit
+    | Abort
+    | Persist
+    | Extents
+    | Drop
+    | Ping
+    | Namespaces
+    | Stat
+    | DropAny
+    | Purge
+    | Record
+)
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True):
+    """What a client sends. number: the client's, above 0; an answer bears it."""
+
+    number: int
+    verb: Verb
+
+
+# Replies --------------------------------------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
+    """version: to be spoken from here on. run: names this run of the sidecar. session: for others that join. max_keys:
+    blocks of one chain that the sidecar takes in a message."""
+
+    version: int
+    run: bytes
+    session: bytes
+    max_keys: int = OLDER_MAX_KEYS
+
+
+class Granted(msgspec.Struct, array_like=True, frozen=True, tag="granted"):
+    """A namespace is open."""
+
+    grant: Grant
+
+
+class Matched(msgspec.Struct, array_like=True, frozen=True, tag="matched"):
+    """To `MatchPrefix`."""
+
+    reply: MatchReply
+
+
+class Leased(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
+    """To `LeasePrefix`."""
+
+    reply: LeaseReply
+
+
+class Attached(msgspec.Struct, array_like=True, frozen=True, tag="attached"):
+    """The leases that could be attached to."""
+
+    leases: list[int]
+
+
+class Reserved(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
+    """To `Reserve`."""
+
+    reply: ReserveReply
+
+
+class Counted(msgspec.Struct, array_like=True, frozen=True, tag="counted"):
+    """A number of blocks: to `Commit`, those that are committed as far as it is the caller's to do; to `Drop`,
+    `DropAny` and `Purge`, those that were readable."""
+
+    blocks: int
+
+
+class Persisted(msgspec.Struct, array_like=True, frozen=True, tag="persisted"):
+    """To `Persist`."""
+
+    blocks: int
+    reason: MissReason | None
+
+
+class ExtentEntry(msgspec.Struct, array_like=True, frozen=True):
+    """Shared memory: its number, its size, and of its frames. There is a descriptor for each beside the message."""
+
+    number: int
+    size_bytes: int
+    frame_bytes: int
+
+
+class ExtentsReply(msgspec.Struct, array_like=True, frozen=True, tag="extents"):
+    """Those that are there still."""
+
+    extents: list[ExtentEntry]
+
+
+class NotifyPipeReply(msgspec.Struct, array_like=True, frozen=True, tag="bell"):
+    """With the end of a pipe, in which there is a byte whenever there is something to be told that no answer to a ping
+    has told. A client has one such pipe: the next one takes the place of this."""
+
+
+class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
+    """To what has nothing to say."""
+
+
+class Opened(msgspec.Struct, array_like=True, frozen=True):
+    """A namespace that can be opened. id: its whole digest in hexadecimal. packed, payload_bytes: for
+    `OpenNamespace`."""
+
+    id: str
+    packed: bytes
+    payload_bytes: list[int]
+    blocks: int
+
+
+class NamespacesReply(msgspec.Struct, array_like=True, frozen=True, tag="namespaces"):
+    """Some of the tenant's namespaces. next: where to go on, or 0 where there are no more."""
+
+    namespaces: list[Opened]
+    next: int
+
+
+class StatReply(msgspec.Struct, array_like=True, frozen=True, tag="stat"):
+    """To `Stat`."""
+
+    facts: SidecarStatus
+
+
+class Recorded(msgspec.Struct, array_like=True, frozen=True, tag="recorded"):
+    """To `Record`. requests: seconds since it began, and a number for each full block. lost: requests that were not
+    noted, in all."""
+
+    recording: bytes
+    block_tokens: int
+    requests: list[tuple[float, list[int]]] = []
+    lost: int = 0
+
+
+class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
+    """The request was not served. text: one line for people."""
+
+    fault: RequestFault
+    text: str
+
+
+Answer = (
+    Welcome
+    | Granted
+    | Matched
+    | Leased
+    | Attached
+    | Reserved
+    | Counted
+    | Persisted
+    | ExtentsReply
+    | NotifyPipeReply
+    | Done
+    | Failed
+    | NamespacesReply
+    | StatReply
+    | Recorded
+)
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True):
+    """What the sidecar sends. number: of the request. retired: extents to be unmapped as soon as nobody reads them."""
+
+    number: int
+    answer: Answer
+    retired: list[int] = []
+
+
+MAX_TEXT = 2000
+"""Characters of a line for people in an answer."""
+
+
+def failed(fault: RequestFault, text: str) -> Failed:
+    """A refusal. Its line may repeat what a client sent: it is made printable, so that it can be encoded, and short."""
+    kept = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text[:MAX_TEXT])
+    return Failed(fault, kept[:MAX_TEXT])
+
+
+class Outline(msgspec.Struct, array_like=True, frozen=True):
+    """A `Reply` whose answer is not decoded yet: that is its owner's to pay for, and nobody's once it is forgotten."""
+
+    number: int
+    answer: msgspec.Raw
+    retired: list[int] = []
+
+
+class _LeaseNumber(msgspec.Struct, frozen=True):
+    lease: int = 0
+
+
+class _ReservationNumber(msgspec.Struct, frozen=True):
+    reservation: int = 0
+
+
+class LeasedOutline(msgspec.Struct, array_like=True, frozen=True, tag="leased"):
+    """Of `Leased`, what names the lease."""
+
+    reply: _LeaseNumber
+
+
+class ReservedOutline(msgspec.Struct, array_like=True, frozen=True, tag="reserved"):
+    """Of `Reserved`, what names the reservation."""
+
+    reply: _ReservationNumber
+
+
+_WHOLE = (Attached, ExtentsReply, NotifyPipeReply, Failed)
+_SKIPPED = tuple(
+    msgspec.defstruct(f"{one.__name__}Outline", [], array_like=True, frozen=True, tag=one.__struct_config__.tag)
+    for one in Answer.__args__
+    if one not in (Leased, Reserved, *_WHOLE)
+)
+
+
+def name_of(verb: Verb) -> str:
+    """A verb as it is called on the wire, and in `kvstore stat`."""
+    return str(verb.__struct_config__.tag)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_outlines = msgspec.msgpack.Decoder(Outline)
+_answer_outlines: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(
+    Union[(LeasedOutline, ReservedOutline, *_WHOLE, *_SKIPPED)]
+)
+
+
+def pack(message: Request | Reply) -> bytes:
+    """A message as a frame."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def unpack_request(body: bytes | memoryview) -> Request:
+    """The body of a frame as what a client says. Raises `ValueError`, which tells nothing of the contents."""
+    try:
+        return _requests.decode(body)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a request ({type(error).__name__})") from None
+
+
+def unpack_reply(body: bytes | memoryview) -> Reply:
+    """The body of a frame as what the sidecar says. Raises `ValueError`."""
+    try:
+        return _replies.decode(body)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a reply ({type(error).__name__})") from None
+
+
+def unpack_outline(body: bytes | memoryview) -> tuple[Outline, object]:
+    """The body of a frame as far as whoever reads it for others has to know it, and its answer likewise: of what is
+    long no more than what undoes it. Raises `ValueError`."""
+    try:
+        outline = _outlines.decode(body)
+        return outline, outline_of(outline.answer)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a reply ({type(error).__name__})") from None
+
+
+def outline_of(answer: msgspec.Raw) -> object:
+    """See `unpack_outline`; raises what the decoder raises."""
+    return _answer_outlines.decode(answer)
+
+
+def unpack_answer(answer: msgspec.Raw) -> Answer:
+    """The whole of it. Raises `ValueError`."""
+    try:
+        return _answers.decode(answer)
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not an answer ({type(error).__name__})") from None

@@ -1,0 +1,62 @@
+"""A pipe by which the sidecar notifies a client, to be read while there is something to be told.
+
+A pipe and not a socket: nothing comes back through it, descriptors of memory least of all. Its ends are two open files,
+so that a client can change nothing about the one that is written to, and a byte that finds no room need not be there:
+those before it say the same.
+"""
+
+from __future__ import annotations
+
+import os
+
+_READ_BYTES = 64
+
+
+class NotifyPipe:
+    """The sidecar's end."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Takes it over: of a pipe that does not block."""
+        self._descriptor = descriptor
+
+    def notify(self) -> bool:
+        """Waits for nothing; whether anybody may be listening."""
+        try:
+            os.write(self._descriptor, b"!")
+        except BlockingIOError:  # full
+            return True
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Whoever listens is told that nobody rings any more."""
+        os.close(self._descriptor)
+
+
+class NotifyPipeEnd:
+    """A client's end."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Takes it over."""
+        os.set_blocking(descriptor, True)
+        self._descriptor = descriptor
+
+    def wait(self) -> bool:
+        """Until it rings; False where nobody rings any more, or it was closed."""
+        try:
+            return bool(os.read(self._descriptor, _READ_BYTES))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Once; not while somebody waits."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def new_notify_pipe() -> tuple[NotifyPipe, int]:
+    """And the descriptor to be sent to the client. Raises `OSError`."""
+    theirs, ours = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    return NotifyPipe(ours), theirs

@@ -1,0 +1,260 @@
+"""What a running sidecar says of itself: to `kvstore stat`, and to whoever reads its JSON.
+
+Plain values under names that scripts may rely on: fields are only ever appended, with defaults. Sizes are in bytes,
+times in seconds, instants in Unix time. Text that a client gave is cut and printable. Knows no keys and no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvstore.block.errors import BadInput
+from kvstore.block.layout import Layout
+
+MAX_TEXT = 128
+ID_DIGITS = 12
+MAX_SECONDS = 3600.0
+"""That a drop or a purge may take."""
+MOST_NAMED = 8
+"""Namespaces that a line about a wrong id names."""
+
+
+class TierStatus(msgspec.Struct, frozen=True):
+    """Slots by state, bytes taken from the tier's budget."""
+
+    name: str
+    budget_bytes: int
+    taken_bytes: int
+    slots: dict[str, int]
+
+
+class TenantStatus(msgspec.Struct, frozen=True):
+    """What a tenant has taken of each tier, in whole extents and slabs, and what nobody takes from it. share, weight:
+    as they were set; None where nothing was. nvme: None without such a tier. retained: what is kept for a time because
+    somebody asked for it, and retained_budget how much may be; None where nothing was said of the tenant."""
+
+    tenant: str
+    share: float | None
+    weight: float | None
+    dram_bytes: int
+    dram_guaranteed_bytes: int
+    nvme_bytes: int | None
+    nvme_guaranteed_bytes: int | None
+    dram_retained_bytes: int | None = None
+    dram_retained_budget_bytes: int | None = None
+    nvme_retained_bytes: int | None = None
+    nvme_retained_budget_bytes: int | None = None
+
+
+class WriteBudgetStatus(msgspec.Struct, frozen=True):
+    """What may be written to NVMe. left_bytes: now; most_bytes: that is ever left."""
+
+    bytes_per_second: float
+    left_bytes: float
+    most_bytes: float
+
+
+class LookupCounts(msgspec.Struct, frozen=True):
+    """asked == sum of hits + sum of misses + found, in tokens and in blocks. found: looked up, and not leased (yet).
+    hit_rate: tokens granted by leases from the store's own tiers / tokens asked for; None where nothing was."""
+
+    asked_tokens: int = 0
+    hit_tokens: dict[str, int] = {}
+    miss_tokens: dict[str, int] = {}
+    found_tokens: int = 0
+    asked_blocks: int = 0
+    hit_blocks: dict[str, int] = {}
+    miss_blocks: dict[str, int] = {}
+    found_blocks: int = 0
+    lookups: int = 0
+    leases: int = 0
+    reports: int = 0
+    granted_tokens: int = 0
+    hit_rate: float | None = None
+
+
+class NamespaceStatus(msgspec.Struct, frozen=True):
+    """id: the first digits of the digest. nvme: None without such a tier. used_at: of the last request, in this run.
+    name: what an engine called the model, "" where none did."""
+
+    id: str
+    digest: str
+    tenant: str
+    model: str
+    layout: str
+    codec: str
+    weights_epoch: int
+    block_tokens: int
+    blocks: int
+    dram_blocks: int
+    dram_bytes: int
+    nvme_blocks: int | None
+    nvme_bytes: int | None
+    used_at: float | None
+    looked: LookupCounts
+    name: str = ""
+
+
+class MoveStatus(msgspec.Struct, frozen=True):
+    """failed: refused, given up before it began, or failed."""
+
+    kind: str
+    priority: str
+    waiting: int
+    running: int
+    done: int
+    failed: int
+
+
+class SessionStatus(msgspec.Struct, frozen=True):
+    """One engine. since: when it came. wait_ms_p50, wait_ms_p99: of all requests of the connections that it has, from
+    the moment that one may have been there until it was begun; rounded up, by at most an eighth."""
+
+    engine: str
+    tenant: str
+    connections: int
+    leases: int
+    leased_blocks: int
+    reservations: int
+    since: float
+    wait_ms_p50: float | None = None
+    wait_ms_p99: float | None = None
+
+
+class DoorStatus(msgspec.Struct, frozen=True):
+    """refused: connections that were turned away. malformed: messages that ended theirs. served: requests by verb.
+    wait_ms_p50, wait_ms_p99: of the last requests, from the moment that one may have been there until it was
+    begun."""
+
+    connections: int
+    admin_connections: int
+    refused: int
+    malformed: int
+    served: dict[str, int]
+    wait_ms_p50: float | None
+    wait_ms_p99: float | None
+
+
+class RecoveryStatus(msgspec.Struct, frozen=True):
+    """What an earlier run left on disk, as far as it was taken in."""
+
+    slots: int
+    all_slots: int
+    blocks: int
+    verified_bytes: int
+    to_verify_bytes: int
+
+
+class ScrubStatus(msgspec.Struct, frozen=True):
+    """Since the start."""
+
+    bytes_per_second: int
+    passes: int
+    frames: int
+    bytes: int
+    damaged: int
+    unreadable: int
+    mended: int
+    in_pass: bool
+    last_pass_seconds: float | None
+    last_pass_ended: float | None
+
+
+class FaultStatus(msgspec.Struct, frozen=True):
+    """What does not work at the moment. count: since it last worked; detail: of the last time."""
+
+    what: str
+    kind: str
+    count: int
+    since_seconds_ago: float
+    last_seconds_ago: float
+    detail: str
+
+
+class SidecarStatus(msgspec.Struct, frozen=True):
+    """All of it. counters: events since the start. departed: connections that are gone and may still map memory.
+    hidden_namespaces, hidden_sessions: that are there and left out, so that this stays of a size. policy, nvme_writes,
+    retained_fraction: as they were set; nvme_writes: None without such a tier. retained: what is kept for a time.
+    health: "ok", or "degraded (why)"; faults: what the machine does not give at the moment; fault_counts: how often it
+    did not since the start, by kind. policy_note: why blocks do not go by the policy that was set; "" where they do."""
+
+    run: str
+    pid: int
+    state: str
+    at: float
+    up_seconds: float
+    tiers: list[TierStatus]
+    blocks: int
+    leases: int
+    reservations: int
+    pinned_bytes: int
+    looked: LookupCounts
+    namespaces: list[NamespaceStatus]
+    moves: list[MoveStatus]
+    sessions: list[SessionStatus]
+    departed: int
+    counters: dict[str, int]
+    door: DoorStatus
+    loading: RecoveryStatus | None
+    scrub: ScrubStatus | None
+    hidden_namespaces: int = 0
+    hidden_sessions: int = 0
+    guarded_bytes: int = 0
+    tenants: list[TenantStatus] = []
+    dram_retained_bytes: int = 0
+    nvme_retained_bytes: int | None = None
+    policy: str = ""
+    nvme_writes: str | float | None = None
+    write_budget: WriteBudgetStatus | None = None
+    retained_fraction: float | None = None
+    dram_retained_budget_bytes: int = 0
+    nvme_retained_budget_bytes: int | None = None
+    health: str = ""
+    faults: list[FaultStatus] = []
+    fault_counts: dict[str, int] = {}
+    policy_note: str = ""
+
+
+def checked_seconds(seconds: float) -> float:
+    """How long a drop or a purge may take. Raises `BadInput`."""
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise BadInput(f"seconds={seconds:g}; give 0 to {MAX_SECONDS:g}")
+    return seconds
+
+
+def layout_in_words(layout: Layout) -> str:
+    """As people say it: "32 layers x 8 heads x (128 + 128) bfloat16, 64 tokens"."""
+    groups = [
+        f"{len(group.layers)} layers x {group.kv_heads} heads x ({' + '.join(map(str, group.plane_widths))}) "
+        f"{group.dtype}"
+        for group in layout.groups
+    ]
+    shards = "".join(
+        f", {count} {what} shards"
+        for count, what in ((layout.head_shards, "head"), (layout.layer_shards, "layer"))
+        if count > 1
+    )
+    return printable(f"{'; '.join(groups)}, {layout.block_tokens} tokens{shards}")
+
+
+def printable(text: str) -> str:
+    """What a client gave, fit for a terminal and not too long."""
+    kept = "".join(one for one in text[: 8 * MAX_TEXT] if one.isprintable())
+    return kept if len(kept) <= MAX_TEXT else f"{kept[: MAX_TEXT - 3]}..."
+
+
+def pick(wanted: str, digests: Sequence[str], words: Sequence[str], whose: str, more: str) -> int:
+    """Which of these digests begins so. words: on each. whose, more: for messages. Raises `BadInput`."""
+    found = [at for at, digest in enumerate(digests) if wanted and digest.startswith(wanted.lower())]
+    if len(found) == 1:
+        return found[0]
+    listed = found or range(len(digests))
+    named = ", ".join(f"{digests[at][:ID_DIGITS]} ({words[at]})" for at in listed[:MOST_NAMED])
+    if len(listed) > MOST_NAMED:
+        named += f" and {len(listed) - MOST_NAMED} more"
+    if not found:
+        there = f"there {'is' if len(digests) == 1 else 'are'}: {named}" if digests else "there are none"
+        raise BadInput(f"no namespace{whose} begins with {printable(wanted)!r}; {there}")
+    raise BadInput(f"{len(found)} namespaces{whose} begin with {printable(wanted)!r}: {named}; {more}")

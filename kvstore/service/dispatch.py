@@ -1,0 +1,528 @@
+"""What the sidecar does for each request, whichever door it came through.
+
+Arguments come from other processes: each is checked here before the store sees it, since the store asserts what its own
+callers can be trusted with. A number that names something of somebody else is treated as one that names nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvstore.block.account import MissReason
+from kvstore.block.display_names import DisplayNames
+from kvstore.block.errors import BadInput, StoreClosed
+from kvstore.block.identity import Namespace, TenantKeys
+from kvstore.config import MAX_SECONDS
+from kvstore.core.store import SEALED_BLOCKS, SharedExtent, Store
+from kvstore.insight.recording import Recording
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, Collective, LeaseReply
+from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
+from kvstore.protocol.status import printable
+from kvstore.service.accounting import Counting
+from kvstore.service.descriptors import SlowExtents
+from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
+from tiering.errors import BlockMissing, TierError, TierUnavailable
+from tiering.frame import DIGEST_BYTES, KEY_BYTES
+
+MAX_ENGINE_CHARACTERS = 128
+MAX_LEASES = 4096
+"""Of one session."""
+MAX_LEASED_FRAMES = 1 << 21
+"""Of one lease: its answer has some 27 bytes for each, and a client takes 64 MiB."""
+MAX_LEASED_BLOCKS = 1 << 19
+"""Of one session, in all its leases."""
+EXTENT_COST, NUMBER_COST, LEASED_COST, ENDED_COST = 10, 1 / 16, 1 / 64, 1 / 512
+"""Messages that one counts for, against the rate: for each extent that is handed over, for each lease that is named,
+for each block and part that a lease is asked for, for each that one names which is released."""
+MAX_RESERVATIONS = 64
+"""Of one connection, under way at a time."""
+MAX_SHARES = 16
+"""Of one extent, with one connection, while it has it mapped: whoever asks the kernel about mappings walks over all."""
+MAX_DEADLINE_MS = 60_000.0
+MAX_SKIPPED = 1 << 30
+"""Blocks of a chain."""
+_CHECKED_AT_ONCE = 4096
+"""Keys: other threads have the interpreter in between."""
+MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
+"""Namespaces in one answer: it ends with the first that makes it as long."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """An answer, and descriptors to be sent beside it and closed."""
+
+    answer: m.Answer
+    descriptors: Sequence[int] = ()
+
+
+class Handlers:
+    """The verbs for connections. Thread-safe."""
+
+    def __init__(
+        self,
+        store: Store,
+        sessions: Sessions,
+        run: bytes,
+        counting: Counting,
+        recording: Recording,
+        names: DisplayNames | None = None,
+        slow: SlowExtents | None = None,
+    ) -> None:
+        """run: names this run of the sidecar. names: told what engines call their models. slow: knows whose memory
+        takes long to hand out."""
+        self._names = names
+        self._slow = slow or SlowExtents()
+        self._lasting = Lasting()
+        self._store = store
+        self._recording = recording
+        self._counting = counting
+        self._sessions = sessions
+        self._run = run
+        self._verbs: dict[type, Callable[[ClientState, Any], Response | m.Answer]] = {
+            m.OpenNamespace: self._open_namespace,
+            m.MatchPrefix: self._match,
+            m.LeasePrefix: self._lease,
+            m.Attach: self._attach,
+            m.Release: self._release,
+            m.ReleaseRequest: self._release_request,
+            m.ReportFrame: self._report,
+            m.Reserve: self._reserve,
+            m.Commit: self._commit,
+            m.Abort: self._abort,
+            m.Persist: self._persist,
+            m.Extents: self._extents,
+            m.Drop: self._drop,
+            m.Namespaces: self._namespaces,
+            m.Ping: self._ping,
+        }
+
+    def greet(self, tenant: TenantKeys, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
+        """The first message of a connection: who it is from now on, or why it may not come in."""
+        version = version_in_common(hello)
+        if isinstance(version, m.Failed):
+            return None, version
+        engine = "".join(one for one in hello.engine[:MAX_ENGINE_CHARACTERS] if one.isprintable())
+        if not hello.session:
+            caller = self._sessions.open(tenant, engine)
+        elif m.MIN_SESSION_BYTES <= len(hello.session) <= m.MAX_SESSION_BYTES:
+            caller = self._sessions.join(tenant, hello.session, engine)
+        else:
+            text = f"a session's token of {len(hello.session)} bytes"
+            return None, m.Failed(
+                m.RequestFault.BAD_INPUT, f"{text}; give {m.MIN_SESSION_BYTES} to {m.MAX_SESSION_BYTES}"
+            )
+        caller.session.since = caller.session.since or self._counting.now()
+        _log.debug("client let in", extra={"connection": caller.number, "engine": engine})
+        return caller, m.Welcome(version, self._run, caller.session.token, m.MAX_KEYS)
+
+    def is_slow(self, verb: m.Verb) -> bool:
+        """Whether a request may wait for memory, for a disk or for others."""
+        return isinstance(verb, m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces)
+
+    def cost(self, caller: ClientState, verb: m.Verb) -> float:
+        """Messages that one counts for beyond its length, against the rate."""
+        if isinstance(verb, m.Extents):
+            return EXTENT_COST * len(verb.numbers)
+        if isinstance(verb, m.LeasePrefix):
+            return LEASED_COST * len(verb.keys) * caller.parts_of(verb.namespace)
+        if isinstance(verb, m.Release):
+            return NUMBER_COST * len(verb.leases) + ENDED_COST * self._sessions.places_named(caller, verb.leases)
+        if isinstance(verb, m.ReleaseRequest):
+            return ENDED_COST * self._sessions.places_of(caller, verb.request)
+        return NUMBER_COST * len(verb.leases) if isinstance(verb, m.Attach) else 0.0
+
+    def is_long(self, verb: m.Verb) -> bool:
+        """Whether it may wait for many seconds."""
+        return isinstance(verb, m.Persist | m.Drop)
+
+    def is_heavy(self, verb: m.Verb) -> bool:
+        """Whether serving it computes for milliseconds, and what comes behind it may need what comes of it."""
+        if isinstance(verb, m.Commit):
+            return len(verb.digests) > SEALED_BLOCKS
+        return isinstance(verb, m.OpenNamespace | m.Abort)
+
+    def serve(self, caller: ClientState, verb: m.Verb) -> Response:
+        """Do what is asked. Never raises for what a client can cause."""
+        handler = self._verbs.get(type(verb))
+        if handler is None:  # hello comes once, and the door sees to it
+            text = "this is a tenant's socket; that is a verb of the admin socket, admin.sock in the sidecar's --data"
+            return Response(m.Failed(m.RequestFault.BAD_INPUT, text))
+        served = self._served(handler, caller, verb)
+        assert served is not None
+        return served
+
+    def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
+        """The same for a request that may wait, and need not this time; None, and nothing is done, where it has to."""
+        return self._served(self._lease_at_once, caller, verb) if isinstance(verb, m.LeasePrefix) else None
+
+    def _served(
+        self, handler: Callable[[ClientState, Any], Response | m.Answer | None], caller: ClientState, verb: m.Verb
+    ) -> Response | None:
+        try:
+            answer = handler(caller, _as_known_here(caller, verb))
+        except BadInput as error:
+            return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
+        except StoreClosed:
+            return Response(m.Failed(m.RequestFault.CLOSED, "the sidecar is going down"))
+        except TierError as error:
+            return Response(m.failed(m.RequestFault.BUSY, str(error)))
+        return answer if isinstance(answer, Response) or answer is None else Response(answer)
+
+    # Looking up ----------------------------------------------------------------------------------------------------
+
+    def _open_namespace(self, caller: ClientState, verb: m.OpenNamespace) -> m.Answer:
+        try:
+            namespace = Namespace.unpack(verb.packed)
+        except ValueError as error:
+            raise BadInput(f"not a namespace: {error}") from None
+        slices = tuple(len(part.layers) for part in namespace.layout.parts)
+        grant = self._store.open_namespace(caller.session.tenant, namespace, verb.payload_bytes)
+        if verb.name and self._names is not None:
+            self._names.note(caller.session.tenant.tenant, namespace.digest(), verb.name)
+        if grant.number not in caller.namespaces:
+            named = {
+                "namespace": grant.number,
+                "model": printable(namespace.model),
+                "codec": printable(namespace.codec),
+            }
+            _log.debug("namespace opened", extra={"connection": caller.number, **named})
+        caller.namespaces[grant.number] = slices
+        self._lasting.opened(len(slices))
+        self._counting.opened(grant.number, namespace.layout.block_tokens)
+        own = self._store.own_number(grant.number)
+        caller.named[own] = grant.number
+        return m.Granted(msgspec.structs.replace(grant, number=own))
+
+    def _match(self, caller: ClientState, verb: m.MatchPrefix) -> m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys)
+        reply = self._store.match(verb.namespace, verb.keys)
+        if verb.counts:
+            self._counting.looked_up(verb.namespace, verb.keys, reply)
+            self._recording.looked_up(verb.namespace, verb.keys)
+        return m.Matched(reply)
+
+    def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
+        deadline_ms = min(verb.deadline_ms, MAX_DEADLINE_MS)
+        answer = self._lease_by(
+            caller, verb, lambda number, keys, first: self._store.lease(number, keys, first, deadline_ms)
+        )
+        assert answer is not None
+        return answer
+
+    def _lease_at_once(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer | None:
+        return self._lease_by(caller, verb, self._store.lease_at_once)
+
+    def _lease_by(
+        self, caller: ClientState, verb: m.LeasePrefix, lease: Callable[[int, Sequence[bytes], int], LeaseReply | None]
+    ) -> m.Answer | None:
+        """lease: of the store; None is passed on. Raises `BadInput`."""
+        refused = self._check_lease(caller, verb)
+        if refused is not None:
+            return refused
+        keys, detail = _as_fits_an_answer(caller, verb)
+        parts = len(caller.namespaces[verb.namespace])
+        with self._sessions.asking(caller, (len(keys) - verb.first_block) * parts) as is_granted:
+            if not is_granted:
+                text = (
+                    f"the session's leases name {caller.session.leased_places} places (blocks times parts), and its "
+                    f"tenant's may name {MAX_LEASED_PLACES}, which its sessions share; release some first"
+                )
+                full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
+                return self._leased(caller, verb, full)
+            reply = lease(verb.namespace, keys, verb.first_block)
+            return self._leased(caller, verb, _ended_by(reply, detail)) if reply is not None else None
+
+    def _check_lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer | None:
+        """The answer where the session holds as much as it may. Raises `BadInput`."""
+        _check_asked(caller, verb.namespace, verb.keys)
+        if not 0 <= verb.first_block <= len(verb.keys) or not verb.deadline_ms >= 0:
+            raise BadInput(
+                f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
+            )
+        if len(verb.request) > MAX_REQUEST_CHARACTERS:
+            raise BadInput(f"a request's name of {len(verb.request)} characters; at most {MAX_REQUEST_CHARACTERS}")
+        held = self._sessions.leased_blocks(caller)
+        if len(caller.session.leases) >= MAX_LEASES or held + len(verb.keys) > MAX_LEASED_BLOCKS:
+            text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"
+            text = f"{text} (at most {MAX_LEASES}, of {MAX_LEASED_BLOCKS})"
+            full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
+            return self._leased(caller, verb, full)
+        return None
+
+    def _leased(self, caller: ClientState, verb: m.LeasePrefix, reply: LeaseReply) -> m.Answer:
+        if verb.counts:
+            self._counting.leased(verb.namespace, verb.keys, reply)
+        if reply.lease:
+            parts = len(caller.namespaces[verb.namespace])
+            self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
+        return m.Leased(reply)
+
+    def _attach(self, caller: ClientState, verb: m.Attach) -> m.Answer:
+        return m.Attached(self._sessions.attach(caller, verb.leases))
+
+    def _release(self, caller: ClientState, verb: m.Release) -> m.Answer:
+        self._sessions.release(caller, verb.leases)
+        return m.Done()
+
+    def _release_request(self, caller: ClientState, verb: m.ReleaseRequest) -> m.Answer:
+        self._sessions.release_request(caller, verb.request)
+        return m.Done()
+
+    def _report(self, caller: ClientState, verb: m.ReportFrame) -> m.Answer:
+        if self._sessions.holds(caller, verb.lease):
+            self._counting.reported(verb.lease, verb.block)
+            self._store.report(verb.lease, verb.block, verb.part)
+        return m.Done()
+
+    # Storing -------------------------------------------------------------------------------------------------------
+
+    def _reserve(self, caller: ClientState, verb: m.Reserve) -> m.Answer:
+        slices = _check_asked(caller, verb.namespace, verb.keys)
+        ttl = verb.ttl_seconds
+        skipped = verb.skipped
+        if not 0 <= skipped <= MAX_SKIPPED or (skipped and (verb.collective or not verb.keys)):
+            raise BadInput(
+                f"skipped={skipped}; give 0 to {MAX_SKIPPED}, with keys that follow, and 0 in a collective put"
+            )
+        if (
+            not skipped <= verb.first_block <= skipped + len(verb.keys)
+            or not -MAX_PRIORITY <= verb.priority <= MAX_PRIORITY
+        ):
+            raise BadInput(
+                f"first_block={verb.first_block}, priority={verb.priority}: give a block of the chain, and from "
+                f"{-MAX_PRIORITY} to {MAX_PRIORITY}"
+            )
+        if ttl is not None and not 0 < ttl < 1 << 40:
+            raise BadInput(f"ttl_seconds={ttl}; give seconds above 0 and below 2**40, or nothing")
+        if len(caller.reservations) >= MAX_RESERVATIONS:
+            return m.Failed(m.RequestFault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
+        collective = _collective_of(caller, verb, len(slices))
+        reply = self._store.reserve(
+            verb.namespace, verb.keys, verb.first_block, verb.priority, ttl, collective, skipped=skipped
+        )
+        self._counting.stored(verb.namespace)
+        if reply.reservation:
+            parts = frozenset(part for part, places in enumerate(reply.places) if places)
+            progress = ReservationProgress(
+                verb.namespace, len(reply.blocks), [0] * len(slices), parts, collective is not None
+            )
+            self._sessions.reserved(caller, reply.reservation, progress)
+        return m.Reserved(reply)
+
+    def _commit(self, caller: ClientState, verb: m.Commit) -> m.Answer:
+        progress = caller.reservations.get(verb.reservation)
+        if progress is None:
+            return m.Counted(0)
+        slices = caller.namespaces[progress.namespace]
+        wrong = BadInput(
+            f"part {verb.part}, blocks from {verb.first} on, {len(verb.digests)} of them: give those that follow the "
+            f"last ones, no more than the {progress.blocks} that were reserved, of a part that is the caller's to fill"
+        )
+        if verb.part not in progress.parts:
+            raise wrong
+        wanted = slices[verb.part]
+        if any(len(block) != wanted or any(len(one) != DIGEST_BYTES for one in block) for block in verb.digests):
+            raise BadInput(
+                f"digests of another form; give {wanted} of {DIGEST_BYTES} bytes for each block of that part"
+            )
+        if not self._sessions.claim(progress, verb.part, verb.first, len(verb.digests)):
+            raise wrong
+        committed = self._store.commit(verb.reservation, verb.part, verb.first, verb.digests)
+        if committed == progress.blocks:
+            self._sessions.ended(caller, verb.reservation)
+        return m.Counted(committed)
+
+    def _abort(self, caller: ClientState, verb: m.Abort) -> m.Answer:
+        if verb.reservation in caller.reservations:
+            self._store.abort(verb.reservation)
+            self._sessions.ended(caller, verb.reservation)
+        return m.Done()
+
+    def _persist(self, caller: ClientState, verb: m.Persist) -> m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys)
+        return m.Persisted(*self._store.persist(verb.namespace, verb.keys, checked_seconds(verb.seconds)))
+
+    # Memory and the rest -------------------------------------------------------------------------------------------
+
+    def _extents(self, caller: ClientState, verb: m.Extents) -> Response:
+        """Those that are handed over; where one took long, these are not all that there are."""
+        tenant, extents, descriptors = caller.session.tenant.tenant, [], []
+        if self._slow.waits(tenant):
+            raise TierUnavailable(
+                "clients of this tenant have placed so many locks on its memory that handing it out takes long; "
+                "let go of them, and try again in a moment"
+            )
+        fills = {one.namespace for one in list(caller.reservations.values())} if verb.writable else None
+        try:
+            for number in dict.fromkeys(verb.numbers):
+                began_at = self._slow.thread_seconds()
+                shared = self._share(caller, number, fills)
+                if shared is not None:
+                    extents.append(m.ExtentEntry(number, shared.size_bytes, shared.frame_bytes))
+                    descriptors.append(shared.descriptor)
+                if self._slow.is_slow(tenant, began_at):
+                    break
+        except BaseException:
+            for one in descriptors:
+                os.close(one)
+            raise
+        return Response(m.ExtentsReply(extents), descriptors)
+
+    def _share(self, caller: ClientState, number: int, fills: set[int] | None) -> SharedExtent | None:
+        self._check_shares(caller, number)
+        was_shared = number in caller.extents
+        caller.extents.add(number)  # before it is shared: from then on a mapping may be somewhere
+        try:
+            shared = self._store.share(number, caller.session.tenant.tenant, caller.number, fills)
+        except BlockMissing:
+            if not was_shared:
+                caller.extents.discard(number)
+            return None
+        caller.shares[number] += 1
+        return shared
+
+    def _check_shares(self, caller: ClientState, extent: int) -> None:
+        """Raises `BadInput`."""
+        if caller.shares[extent] < MAX_SHARES:
+            return
+        if self._store.is_mapped(extent, caller.number):
+            raise BadInput(
+                f"an extent that this connection has mapped up to {MAX_SHARES} times, which is the limit; use the "
+                "mapping that is there, or let go of it first"
+            )
+        del caller.shares[extent]
+
+    def _ping(self, caller: ClientState, verb: m.Ping) -> Response | m.Answer:
+        self._sessions.asked(caller)
+        notify_pipe = self._sessions.new_notify_pipe(caller) if verb.wants_bell else None
+        return Response(m.NotifyPipeReply(), [notify_pipe]) if notify_pipe is not None else m.Done()
+
+    def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
+        _check_asked(caller, verb.namespace, ())
+        return m.Counted(self._store.drop(verb.namespace, checked_seconds(verb.seconds)))
+
+    def _namespaces(self, caller: ClientState, verb: m.Namespaces) -> m.Answer:
+        mine = [one for one in self._store.namespaces() if one.tenant == caller.session.tenant.tenant]
+        listed: list[m.Opened] = []
+        size = 0
+        for one in mine[max(0, verb.first) :]:
+            packed = one.namespace.pack()
+            if len(listed) == MAX_LISTED or (listed and size + len(packed) > MAX_LISTED_BYTES):
+                return m.NamespacesReply(listed, max(0, verb.first) + len(listed))
+            listed.append(m.Opened(one.digest.hex(), packed, list(one.payload_bytes), one.blocks))
+            size += len(packed)
+        return m.NamespacesReply(listed, 0)
+
+
+def version_in_common(hello: m.Hello) -> int | m.Failed:
+    """The version that both will speak."""
+    version = min(hello.newest, m.NEWEST_VERSION)
+    if version >= max(hello.oldest, m.OLDEST_VERSION):
+        return version
+    spoken = f"this sidecar speaks {m.OLDEST_VERSION} to {m.NEWEST_VERSION}"
+    return m.Failed(m.RequestFault.VERSION, f"versions {hello.oldest} to {hello.newest}; {spoken}")
+
+
+def checked_seconds(seconds: float) -> float:
+    """How long something may take. Raises `BadInput`."""
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise BadInput(f"seconds={seconds}; give 0 to {MAX_SECONDS}")
+    return min(seconds, MAX_DEADLINE_MS / 1000)
+
+
+def _collective_of(caller: ClientState, verb: m.Reserve, parts: int) -> Collective | None:
+    """The put that the caller makes together with others of its session, if it does. Raises `BadInput`."""
+    if not verb.collective:
+        return None
+    most = MAX_COLLECTIVE_CHARACTERS + WINDOW_CHARACTERS
+    if len(verb.collective) > most:
+        raise BadInput(f"a collective put's name of {len(verb.collective)} characters; at most {most}")
+    if len(set(verb.parts)) != len(verb.parts) or not {*range(parts)}.issuperset(verb.parts):
+        raise BadInput(f"{len(verb.parts)} parts to fill; give distinct ones, from 0 to {parts - 1}")
+    return Collective(verb.collective, tuple(verb.parts) or tuple(range(parts)), caller.session.name)
+
+
+def _as_fits_an_answer(caller: ClientState, verb: m.LeasePrefix) -> tuple[Sequence[bytes], str]:
+    """The keys of a lease whose frames one answer has room for, and what to say where that is not all."""
+    most = MAX_LEASED_FRAMES // len(caller.namespaces[verb.namespace])
+    if len(verb.keys) - verb.first_block <= most:
+        return verb.keys, ""
+    text = f"one lease names at most {MAX_LEASED_FRAMES} frames, {most} blocks of this namespace; lease the rest then"
+    return verb.keys[: verb.first_block + most], text
+
+
+def _ended_by(reply: LeaseReply, detail: str) -> LeaseReply:
+    """With why it leads no further, if nothing before that ended it."""
+    if not detail or reply.reason is not None:
+        return reply
+    return msgspec.structs.replace(reply, reason=MissReason.PINNED_FULL, detail=detail)
+
+
+def _as_known_here(caller: ClientState, verb: m.Verb) -> m.Verb:
+    """The same with the store's number of the namespace in place of the client's. Raises `BadInput`."""
+    if not isinstance(verb, m.MatchPrefix | m.LeasePrefix | m.Reserve | m.Persist | m.Drop):
+        return verb
+    number = caller.named.get(verb.namespace)
+    if number is None:
+        raise BadInput(f"namespace {verb.namespace} was not opened on this connection; open it first")
+    return msgspec.structs.replace(verb, namespace=number)
+
+
+def _check_asked(caller: ClientState, namespace: int, keys: Sequence[bytes]) -> tuple[int, ...]:
+    """namespace: as the store knows it. Returns the layer slices of each part. Raises `BadInput`."""
+    slices = caller.namespaces[namespace]
+    distinct: set[bytes] = set()
+    for first in range(0, len(keys), _CHECKED_AT_ONCE):
+        some = keys[first : first + _CHECKED_AT_ONCE]
+        if not {KEY_BYTES}.issuperset(map(len, some)):
+            raise BadInput(f"a prefix key of another length; each has {KEY_BYTES} bytes")
+        distinct.update(some)
+    if len(distinct) != len(keys):
+        raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")
+    return slices
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What stays until the sidecar ends is left out of the interpreter's search for cycles.
+#
+# A part of a namespace is five objects, and a search of all of them, 1.2 million for 512 namespaces of 450 parts, has
+# everybody wait for a third of a second. So they are set aside when some are there, behind a search that has only what
+# came since to walk.
+
+
+SET_ASIDE_PARTS = 4096
+"""Of namespaces that were opened: their objects are walked in some milliseconds."""
+
+
+class Lasting:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._parts = 0
+        self._lock = threading.Lock()
+
+    def opened(self, parts: int) -> None:
+        """A namespace of so many, which may have been there."""
+        with self._lock:
+            self._parts += parts
+            if self._parts < SET_ASIDE_PARTS:
+                return
+            self._parts = 0
+        set_aside()
+
+
+def set_aside() -> None:
+    """All objects that are there now, but garbage."""
+    gc.collect()
+    gc.freeze()

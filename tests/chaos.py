@@ -1,0 +1,417 @@
+"""A device on the CPU that runs work in any order that is legal, and finds what only luck keeps right.
+
+Each stream is a queue. A seeded scheduler runs its operations one at a time: some at once, some only when somebody
+waits for them, in any order that streams and events allow. What each operation reads and writes is checked with vector
+clocks (`happens_before`), so that a missing wait is found in every order, also in those where the bytes come out right.
+
+    in a kernel     call `run` with its body, as a launch puts a kernel into the current stream; the body has addresses
+                    of what it reads, and owns none of it
+    in host code    `host_read`, `host_write`, `take` and `release` say what it does with which memory; `acting` says
+                    which thread it is
+
+Memory that nobody has written, or that was released, holds POISON. Copies from or to host memory must find it pinned.
+The first hazard is raised where it is found and again by every later call. Must never order what the contract does not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+
+from happens_before import Clock, HazardError, Pageable, Shadow, merge
+from kv_kernels.device import Direction, Event, Lanes, Region, Regions, host_tensor, region
+
+POISON = 0xA5
+ENGINE = "engine"
+
+
+@dataclass(slots=True)
+class _Operation:
+    """What a stream does when it is its turn."""
+
+    label: str
+    issued: Clock  # what its host thread had done before
+    event: ChaosEvent | None = None
+    waits: bool = False
+    reads: Sequence[Region] = ()
+    writes: Sequence[Region] = ()
+    released: Sequence[Region] = ()
+    taken: Sequence[Region] = ()
+    is_copy: bool = False
+    bodies: list[Callable[[], object]] = field(default_factory=list)
+
+
+class ChaosEvent:
+    """Holds the clock of what it recorded."""
+
+    def __init__(self, stream: ChaosStream) -> None:
+        self.stream = stream
+        self.clock: Clock | None = None
+
+    def is_done(self) -> bool:
+        return self.stream.device.poll(self)
+
+    def wait(self) -> None:
+        self.stream.device.drive(self)
+
+
+class ChaosStream:
+    """A queue of operations. name: an actor."""
+
+    def __init__(self, device: ChaosDevice, name: str) -> None:
+        self.device = device
+        self.name = name
+        self.queue: deque[_Operation] = deque()
+        self.clock: Clock = {name: 0}
+        self._count = 0
+
+    def record(self) -> ChaosEvent:
+        event = ChaosEvent(self)
+        self._put("records", event=event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, ChaosEvent), "an event of this device"
+        self._put("waits", event=event, waits=True)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            reads, writes = [region(source)], [region(target)]
+            body = _copier(writes[0], reads[0])
+            self._put("copies", reads=reads, writes=writes, is_copy=True, bodies=[body])
+
+    def launch(self, work: Callable[[], object], reads: Regions, writes: Regions) -> None:
+        """Where `work` fails, what it had launched until then runs all the same."""
+        bodies: list[Callable[[], object]] = []
+        has_failed = True
+        try:
+            with self.device.launching(bodies):
+                work()
+            has_failed = False
+        finally:
+            if bodies or not has_failed:
+                self._put("runs a kernel", reads=list(reads()), writes=list(writes()), bodies=bodies)
+
+    def release(self, regions: Iterable[Region]) -> None:
+        """Memory that was used by this stream is given back in its order, as an engine does with pages and tensors."""
+        self._put("releases", released=list(regions))
+
+    def take(self, regions: Iterable[Region]) -> None:
+        """The mirror of `release`: given out again, undefined."""
+        self._put("takes", taken=list(regions))
+
+    def _put(
+        self,
+        verb: str,
+        event: ChaosEvent | None = None,
+        waits: bool = False,
+        reads: Sequence[Region] = (),
+        writes: Sequence[Region] = (),
+        released: Sequence[Region] = (),
+        taken: Sequence[Region] = (),
+        is_copy: bool = False,
+        bodies: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        with self.device.lock:
+            self._count += 1
+            label = f"operation {self._count} of {self.name}, which {verb}"
+            operation = _Operation(
+                label, self.device.tick(), event, waits, reads, writes, released, taken, is_copy, list(bodies)
+            )
+            self.device.note(operation)
+            self.queue.append(operation)
+            self.device.some()
+
+
+class ChaosHost:
+    """Host memory. refuse: says of a request to page-lock memory why not, or nothing."""
+
+    def __init__(self, device: ChaosDevice, refuse: Callable[[int, int, bool], str]) -> None:
+        self._device = device
+        self._refuse = refuse
+        self._registered: dict[int, int] = {}
+        self.refused = 0
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        memory = self._device.memory(size_bytes)
+        with self._device.lock:
+            self._registered[memory.data_ptr()] = size_bytes
+        return memory
+
+    def register(self, address: int, size_bytes: int, *, writable: bool) -> str:
+        refusal = self._refuse(address, size_bytes, writable)
+        with self._device.lock:
+            if refusal:
+                self.refused += 1
+            else:
+                assert address not in self._registered, "registered once"
+                self._registered[address] = size_bytes
+        return refusal
+
+    def unregister(self, address: int) -> None:
+        with self._device.lock:
+            size = self._registered.pop(address)
+            self._device.host_settle([Region(address, size)], "unregistering")
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self._device.host_read([region(source)], "a copy by the host")
+            self._device.host_write([region(target)], "a copy by the host")
+            target.copy_(source)
+
+    def reaches(self, touched: Region) -> bool:
+        """Inside one piece of pinned memory."""
+        return any(
+            start <= touched.address and touched.address + touched.size_bytes <= start + size
+            for start, size in self._registered.items()
+        )
+
+
+class ChaosDevice:
+    """Streams "compute" and two for each direction. random: decides every order, so that a seed repeats it."""
+
+    def __init__(
+        self,
+        random: Random,
+        refuse: Callable[[int, int, bool], str] = lambda address, size_bytes, writable: "",
+        eagerness: float | None = None,
+        knows_host: bool = True,
+    ) -> None:
+        """eagerness: how likely it is, after each call, that something runs; 0 runs what is waited for only.
+        knows_host: whether all that host code writes is said; if not, memory that is not the device's counts as
+        written."""
+        self.lock = threading.RLock()
+        self._random = random
+        self._eagerness = random.choice([0.0, 0.3, 0.7, 1.0]) if eagerness is None else eagerness
+        self._shadow = Shadow(is_defined=not knows_host)
+        self._host = ChaosHost(self, refuse)
+        self._compute = ChaosStream(self, "compute")
+        self._lanes = {
+            direction: Lanes(
+                ChaosStream(self, f"{direction.value} copies"), ChaosStream(self, f"{direction.value} kernels")
+            )
+            for direction in Direction
+        }
+        lanes = [stream for pair in self._lanes.values() for stream in pair]
+        self._streams = [self._compute, *[stream for stream in lanes if isinstance(stream, ChaosStream)]]
+        self._memory: list[torch.Tensor] = []
+        self._threads: dict[str, Clock] = {}
+        self._acting = threading.local()
+        self._bodies: list[Callable[[], object]] | None = None
+        self._found: HazardError | None = None
+
+    @property
+    def host(self) -> ChaosHost:
+        return self._host
+
+    def lanes(self, direction: Direction) -> Lanes:
+        return self._lanes[direction]
+
+    def compute(self) -> ChaosStream:
+        return self._compute
+
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        memory = torch.full((size_bytes,), POISON, dtype=torch.uint8)
+        with self.lock:
+            self._memory.append(memory)  # never freed, so that an address stays what it was
+            self._shadow.forget([region(memory)])
+        return memory
+
+    def run(self, body: Callable[[], object]) -> None:
+        """In a kernel's `work`: this is what it does when its turn comes."""
+        assert self._bodies is not None, "inside of a launch"
+        self._bodies.append(body)
+
+    def finish(self) -> None:
+        """Run all that is left. Raises the first hazard of all."""
+        with self.lock:
+            while self._step(self._ready()):
+                pass
+            self._raise()
+            assert not any(stream.queue for stream in self._streams), "streams wait for each other in a circle"
+
+    # --- host threads
+
+    @property
+    def actor(self) -> str:
+        """Who the calling thread is."""
+        name: str = getattr(self._acting, "name", ENGINE)
+        return name
+
+    @contextmanager
+    def acting(self, name: str) -> Iterator[None]:
+        """The calling thread is this actor here."""
+        before = self.actor
+        self._acting.name = name
+        try:
+            yield
+        finally:
+            self._acting.name = before
+
+    def tick(self) -> Clock:
+        """The acting thread's clock now; what it does later is later. Handed to another thread: `join`."""
+        with self.lock:
+            self._raise()
+            clock = self._clock()
+            issued = dict(clock)
+            clock[self.actor] += 1
+            return issued
+
+    def join(self, clock: Clock) -> None:
+        """The acting thread comes after that clock."""
+        with self.lock:
+            merge(self._clock(), clock)
+
+    def host_read(self, regions: Iterable[Region], label: str) -> None:
+        with self.lock, self._noting():
+            self._shadow.read(self.actor, self._clock(), f"{self.actor} ({label})", regions)
+
+    def host_write(self, regions: Iterable[Region], label: str) -> None:
+        with self.lock, self._noting():
+            self._shadow.write(self.actor, self._clock(), f"{self.actor} ({label})", regions)
+
+    def host_settle(self, regions: Iterable[Region], label: str) -> None:
+        """All that was done with these must come before."""
+        with self.lock, self._noting():
+            self._shadow.settle(self.actor, self._clock(), f"{self.actor} ({label})", regions)
+
+    def release(self, regions: Iterable[Region], label: str) -> None:
+        """The host gives memory back, now: slots that are evicted."""
+        regions = list(regions)
+        with self.lock, self._noting():
+            self._shadow.release(self.actor, self._clock(), f"{self.actor} ({label})", regions)
+            _poison(regions)
+
+    def take(self, regions: Iterable[Region], label: str) -> None:
+        regions = list(regions)
+        with self.lock, self._noting():
+            self._shadow.take(self.actor, self._clock(), f"{self.actor} ({label})", regions)
+            _poison(regions)
+
+    # --- the scheduler
+
+    def drive(self, event: ChaosEvent) -> None:
+        """Run operations until the event is done, those it needs or any others; the acting thread comes after it."""
+        with self.lock:
+            while event.clock is None:
+                self._raise()
+                ready = self._ready() if self._random.random() < self._eagerness else [self._needed(event)]
+                ran = self._step(ready)
+                assert ran or self._found is not None, "the event is in the queue of a stream"
+            self._raise()
+            merge(self._clock(), event.clock)
+
+    def poll(self, event: ChaosEvent) -> bool:
+        """Something runs at each second look, so that who looks long enough sees it done."""
+        with self.lock:
+            self._raise()
+            if event.clock is None and self._random.random() < 0.5:
+                self._step(self._ready())
+            if event.clock is None:
+                return False
+            merge(self._clock(), event.clock)
+            return True
+
+    def some(self) -> None:
+        while self._random.random() < self._eagerness and self._step(self._ready()):
+            pass
+        self._raise()
+
+    @contextmanager
+    def launching(self, bodies: list[Callable[[], object]]) -> Iterator[None]:
+        """`run` adds to these."""
+        with self.lock:
+            self._bodies = bodies
+            try:
+                yield
+            finally:
+                self._bodies = None
+
+    def note(self, operation: _Operation) -> None:
+        """It is put into a stream. Raises `HazardError` for what no order makes right."""
+        with self._noting():
+            self._check_reach(operation)
+
+    def _check_reach(self, operation: _Operation) -> None:
+        """A copy needs device memory, or pinned; when it is put in, and when it runs."""
+        for one in [*operation.reads, *operation.writes] if operation.is_copy else []:
+            known = any(
+                memory.data_ptr() <= one.address and one.address + one.size_bytes <= memory.data_ptr() + len(memory)
+                for memory in self._memory
+            )
+            if not known and not self._host.reaches(one):
+                raise Pageable(f"{operation.label} touches {one.size_bytes} bytes at {one.address:#x}, not pinned")
+
+    def _ready(self) -> list[ChaosStream]:
+        return [stream for stream in self._streams if stream.queue and not _is_held(stream.queue[0])]
+
+    def _needed(self, event: ChaosEvent) -> ChaosStream:
+        stream = event.stream
+        while _is_held(stream.queue[0]):
+            awaited = stream.queue[0].event
+            assert awaited is not None
+            stream = awaited.stream
+        return stream
+
+    def _step(self, ready: Sequence[ChaosStream]) -> bool:
+        if not ready or self._found is not None:
+            return False
+        stream = self._random.choice(ready)
+        operation = stream.queue.popleft()
+        merge(stream.clock, operation.issued)
+        stream.clock[stream.name] += 1
+        if operation.event is not None:
+            if operation.waits:
+                assert operation.event.clock is not None
+                merge(stream.clock, operation.event.clock)
+            else:
+                operation.event.clock = dict(stream.clock)
+        try:
+            self._check_reach(operation)
+            self._shadow.read(stream.name, stream.clock, operation.label, operation.reads)
+            self._shadow.write(stream.name, stream.clock, operation.label, operation.writes)
+            self._shadow.release(stream.name, stream.clock, operation.label, operation.released)
+            self._shadow.take(stream.name, stream.clock, operation.label, operation.taken)
+        except HazardError as error:
+            self._found = error
+            return False
+        for body in operation.bodies:
+            body()
+        _poison([*operation.released, *operation.taken])
+        return True
+
+    def _clock(self) -> Clock:
+        return self._threads.setdefault(self.actor, {self.actor: 1})
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        self._raise()
+        try:
+            yield
+        except HazardError as error:
+            self._found = error
+            raise
+
+    def _raise(self) -> None:
+        if self._found is not None:
+            raise self._found
+
+
+def _is_held(operation: _Operation) -> bool:
+    return operation.waits and operation.event is not None and operation.event.clock is None
+
+
+def _copier(target: Region, source: Region) -> Callable[[], object]:
+    """Has addresses only, as a copy engine does."""
+    return lambda: host_tensor(*target).copy_(host_tensor(*source))
+
+
+def _poison(regions: Iterable[Region]) -> None:
+    for one in regions:
+        host_tensor(*one).fill_(POISON)

@@ -1,0 +1,155 @@
+"""Measures a tree laid out like this repository: its rooms and the floors they stand on, and its proportions.
+
+A room is a folder, or a file that lies flat in `kvstore/`, where the composition root and the settings stand at heights
+of their own. A room's floor is the longest way down from it, counted in rooms.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+PACKAGES = {
+    "kvstore": "kvstore",
+    "tiering": "tiering",
+    "engine_adapter": "engine_adapter",
+    "kv_kernels": "kernels/kv_kernels",
+}
+"""The product's packages, and where they lie."""
+
+GENERATED = ("kvstore/wire",)
+"""Folders of generated stubs. They are neither rooms nor files of the house: protoc writes them, so their proportions
+are its own, and their classes are services that have the names of classes here."""
+
+_BROAD = ("Exception", "BaseException")
+
+
+@dataclass(frozen=True)
+class House:
+    """The product's sources below `root`."""
+
+    root: Path
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Each module by its dotted name."""
+        found = {}
+        for package, folder in PACKAGES.items():
+            for path in sorted((self.root / folder).rglob("*.py")):
+                if str(path.parent.relative_to(self.root)) in GENERATED:
+                    continue
+                parts = [package, *path.relative_to(self.root / folder).with_suffix("").parts]
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+        return found
+
+    @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        """Each module, parsed."""
+        return {module: ast.parse(path.read_bytes()) for module, path in self.files.items()}
+
+    def room(self, module: str) -> str:
+        """The room that a module stands in."""
+        path = self.files[module]
+        is_flat = path.parent == self.root / "kvstore"
+        return str((path if is_flat else path.parent).relative_to(self.root))
+
+    @cached_property
+    def arrows(self) -> dict[str, dict[str, list[str]]]:
+        """Which room imports which other, and by what: `importer > imported`."""
+        arrows: dict[str, dict[str, list[str]]] = {self.room(module): {} for module in self.files}
+        for module, tree in self.trees.items():
+            for imported in sorted(self._imports(module, tree)):
+                here, there = self.room(module), self.room(imported)
+                if here != there:
+                    arrows[here].setdefault(there, []).append(f"{module} > {imported}")
+        return arrows
+
+    def _imports(self, module: str, tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names if alias.name in self.files)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    named = f"{node.module}.{alias.name}"
+                    if named in self.files or node.module in self.files:
+                        yield named if named in self.files else node.module
+
+    def circle(self) -> list[str]:
+        """Rooms that import each other in a circle, the first one again at the end; nothing where there is none."""
+        done: set[str] = set()
+
+        def walk(room: str, way: list[str]) -> list[str]:
+            if room in way:
+                return [*way[way.index(room) :], room]
+            if room in done:
+                return []
+            for below in self.arrows[room]:
+                found = walk(below, [*way, room])
+                if found:
+                    return found
+            done.add(room)
+            return []
+
+        return next((found for room in self.arrows if (found := walk(room, []))), [])
+
+    @cached_property
+    def floors(self) -> dict[str, int]:
+        """Of each room; there must be no circle."""
+        floors: dict[str, int] = {}
+
+        def floor(room: str) -> int:
+            if room not in floors:
+                floors[room] = 1 + max((floor(below) for below in self.arrows[room]), default=0)
+            return floors[room]
+
+        for room in self.arrows:
+            floor(room)
+        return floors
+
+    def drawn(self) -> str:
+        """The rooms from the top floor down, each with what it imports."""
+        rooms = sorted(self.arrows, key=lambda room: (-self.floors[room], room))
+        lines = [
+            f"{self.floors[room]:2}  {room:24} > {' '.join(sorted(self.arrows[room]))}".rstrip(" >") for room in rooms
+        ]
+        arrows = sum(map(len, self.arrows.values()))
+        return "\n".join([f"{len(rooms)} rooms on {max(self.floors.values())} floors, {arrows} arrows", *lines])
+
+    def folders(self) -> Counter[str]:
+        """How many files each folder has."""
+        return Counter(str(path.parent.relative_to(self.root)) for path in self.files.values())
+
+    def lines(self) -> dict[str, int]:
+        """How many lines each file has."""
+        return {str(path.relative_to(self.root)): len(path.read_text().splitlines()) for path in self.files.values()}
+
+    def classes(self) -> dict[str, list[str]]:
+        """In which modules each class name is defined, at any depth."""
+        found = defaultdict(list)
+        for module, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    found[node.name].append(module)
+        return found
+
+    def broad_handlers(self) -> Counter[str]:
+        """How many `except Exception`, `except BaseException` and bare `except` each module has."""
+        found = Counter[str]()
+        for module, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ExceptHandler):
+                    caught = [node.type] if not isinstance(node.type, ast.Tuple) else node.type.elts
+                    names = {
+                        one.id if isinstance(one, ast.Name) else None if one is not None else "bare" for one in caught
+                    }
+                    found[module] += bool(names & {"Exception", "bare"})
+        return +found
+
+    def words(self, pattern: str) -> int:
+        """How often the sources say a word."""
+        return sum(len(re.findall(pattern, path.read_text())) for path in self.files.values())

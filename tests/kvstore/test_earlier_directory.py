@@ -1,0 +1,64 @@
+"""A data directory that an earlier version wrote opens warm, with every block as it was stored."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvstore
+from kvstore.block.layout import Layout
+from kvstore.block.pages import Pages
+from kvstore.fsck.check import check
+from workbench import blank_pages, blank_planes, ids, same_tokens, small_layout
+
+EARLIER = Path(__file__).parents[1] / "data/earlier/directory.tar.xz"
+BLOCKS = 6
+NAMESPACES = {
+    "a": (small_layout(), "raw"),
+    "b": (small_layout(layer_shards=2), "raw"),
+    "c": (small_layout(head_dim=64), "int8-kc64"),
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    with tarfile.open(EARLIER) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tmp_path / "kv").chmod(0o700)
+    return tmp_path / "kv"
+
+
+def stored_pages(layout: Layout, seed: int) -> Pages:
+    """What the earlier version was given."""
+    planes = blank_planes(layout, BLOCKS, 64)
+    for layer, tensors in planes.items():
+        for at, tensor in enumerate(tensors):
+            values = (torch.arange(tensor.numel(), dtype=torch.float32) % 61 - 30) / 8 + layer + at + seed
+            tensor.copy_(values.reshape(tensor.shape))
+    return Pages(planes, range(BLOCKS), 64)
+
+
+def test_it_opens_warm(directory: Path) -> None:
+    with kvstore.open(f"embedded:{directory}", dram="1MiB", nvme="2MiB", slab="256KiB") as store:
+        assert store.warmed(20)
+        for seed, (model, (layout, codec)) in enumerate(NAMESPACES.items()):
+            namespace = store.namespace(model=model, layout=layout, codec=codec)
+            into, tokens = blank_pages(layout, BLOCKS), ids(64 * BLOCKS, 1000 * seed)
+            with namespace.lease(namespace.match(tokens), deadline_ms=20_000) as lease:
+                assert namespace.get(lease, into).tokens == 64 * BLOCKS, (model, lease.reason, lease.detail)
+            stored = stored_pages(layout, seed)
+            if codec == "raw":
+                assert same_tokens(stored, into, range(64 * BLOCKS))
+            else:  # 8 bits: as near as a step of its scale, which is below the largest number / 127
+                for layer, planes in stored.planes.items():
+                    for was, came in zip(planes, into.planes[layer], strict=True):
+                        assert (was.float() - came.float()).abs().max() <= was.float().abs().max() / 127
+        store.check()
+
+
+def test_its_frames_and_its_index_are_sound(directory: Path) -> None:
+    found = check(directory)
+    assert found.is_well, found.to_dict()

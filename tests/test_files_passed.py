@@ -1,0 +1,105 @@
+"""How many of the product's files a verb passes through, counted as it runs: a put, and what reads it back.
+
+Counted are files in which at least one line of code ran, in any thread. The figures are today's, may fall and must not
+rise.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import kvstore
+from house import PACKAGES
+from kvstore.client.connection import CallLimits
+from kvstore.service.connections import DoorLimits
+from service.sidecar import Sidecar
+from workbench import MODEL, blank_pages, ids, random_pages, same_tokens, small_layout
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = tuple(str(ROOT / folder) for folder in PACKAGES.values())
+BLOCKS = 4
+TOKENS = ids(64 * BLOCKS)
+
+QUIET = CallLimits(match=10.0, lease=10.0, ping=600.0)
+"""A client that does not ping beside what is counted; the sidecar sweeps not during it either."""
+
+MOST = {
+    "embedded": {"put": 17, "match": 6, "lease": 13, "get": 11, "release": 5},
+    "nvme": {"put": 30, "match": 8, "lease": 15, "get": 11, "release": 5},
+    "socket": {"put": 25, "match": 16, "lease": 21, "get": 11, "release": 13},
+}
+
+
+class Passed:
+    """Notes files while it is told to, in every thread that was started inside `everywhere`."""
+
+    def __init__(self) -> None:
+        self._noted: set[str] = set()
+        self._is_on = False
+
+    @contextmanager
+    def everywhere(self) -> Iterator[None]:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def during(self, act: Callable[[], Any]) -> tuple[Any, set[str]]:
+        self._noted, self._is_on = set(), True
+        try:
+            return act(), self._noted
+        finally:
+            self._is_on = False
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        if self._is_on and event == "call":
+            path = frame.f_code.co_filename
+            if path.startswith(FOLDERS):
+                self._noted.add(str(Path(path).relative_to(ROOT)))
+
+
+def verbs(passed: Passed, namespace: Any, durability: str) -> dict[str, set[str]]:
+    """Each verb once, for the files that the third call of it passes: the first one opens and maps things, and the
+    second sees that done."""
+    found = {}
+    for turn in range(3):
+        prompt = ids(64 * BLOCKS, 10_000 * turn)
+        pages, into = random_pages(namespace.layout, BLOCKS), blank_pages(namespace.layout, BLOCKS)
+        put, found["put"] = passed.during(lambda: namespace.put(prompt, pages, durability=durability))  # noqa: B023
+        assert put.stored == BLOCKS and put.reason is None
+        match, found["match"] = passed.during(lambda: namespace.match(prompt))  # noqa: B023
+        lease, found["lease"] = passed.during(lambda: namespace.lease(match, deadline_ms=10_000))  # noqa: B023
+        loaded, found["get"] = passed.during(lambda: namespace.get(lease, into))  # noqa: B023
+        assert loaded.tokens == 64 * BLOCKS and same_tokens(pages, into, range(64 * BLOCKS))
+        _, found["release"] = passed.during(lease.release)
+    return found
+
+
+@pytest.mark.parametrize("way", MOST)
+def test_a_verb_passes_few_files(way: str, tmp_path: Path) -> None:
+    passed = Passed()
+    with passed.everywhere():
+        if way == "socket":
+            with Sidecar(tmp_path, DoorLimits(sweep_seconds=10.0)) as sidecar, sidecar.client() as store:
+                store._door._limits = QUIET
+                found = verbs(passed, store.namespace(model=MODEL, layout=small_layout()), "volatile")
+        else:
+            sizes = {"dram": "16MiB", "nvme": "16MiB" if way == "nvme" else None}
+            with kvstore.open(f"embedded:{tmp_path}", **sizes) as store:
+                assert store.warmed(20)
+                durability = "disk" if way == "nvme" else "volatile"
+                found = verbs(passed, store.namespace(model=MODEL, layout=small_layout()), durability)
+    for verb, files in found.items():
+        print(f"{way} {verb}: {len(files)} files: {' '.join(sorted(files))}")
+    assert {verb: len(files) for verb, files in found.items() if len(files) > MOST[way][verb]} == {}

@@ -1,0 +1,88 @@
+"""The house's proportions: each figure is today's, may fall and must not rise. `-s` prints the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from house import House
+from kvstore.service.settings import Settings, TenantSettings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MOST_ROOMS, MOST_FLOORS = 26, 13
+MOST_FILES, MOST_KERNEL_FILES, MOST_FLAT_FILES = 15, 24, 4
+MOST_LINES = 600
+LONGER_FILES = {
+    "engine_adapter/paged/scheduler.py": 729,
+    "engine_adapter/vllm_connector.py": 628,
+    "kernels/kv_kernels/int8_loops.py": 604,
+    "kvstore/client/socket_door.py": 612,
+    "kvstore/core/levels.py": 683,
+    "kvstore/core/store.py": 1868,
+    "kvstore/core/table.py": 840,
+    "kvstore/node.py": 684,
+    "kvstore/service/local_door.py": 960,
+    "tiering/files.py": 633,
+    "tiering/nvme/tier.py": 1033,
+    "tiering/policies/adaptive_loops.py": 819,
+    "tiering/residency.py": 621,
+}
+MOST_BROAD_HANDLERS = 43
+MOST_SETTINGS = 46
+MOST_NOBODIES = 285
+
+
+@pytest.fixture(scope="module")
+def house() -> House:
+    return House(ROOT)
+
+
+def test_rooms_stand_on_floors_and_import_down(house: House) -> None:
+    assert house.circle() == [], "these import each other in a circle"
+    print("\n" + house.drawn())
+    assert len(house.arrows) <= MOST_ROOMS
+    assert max(house.floors.values()) <= MOST_FLOORS
+
+
+def test_no_folder_is_crowded(house: House) -> None:
+    folders = house.folders()
+    assert folders.pop("kernels/kv_kernels") <= MOST_KERNEL_FILES
+    assert folders.pop("kvstore") <= MOST_FLAT_FILES
+    assert {folder: count for folder, count in folders.items() if count > MOST_FILES} == {}
+
+
+def test_no_file_grows_too_long(house: House) -> None:
+    too_long = {path: count for path, count in house.lines().items() if count > LONGER_FILES.get(path, MOST_LINES)}
+    assert too_long == {}, "split them"
+    fits_now = [path for path, most in LONGER_FILES.items() if house.lines().get(path, 0) <= MOST_LINES]
+    assert fits_now == [], "they need no exception any more"
+
+
+def test_each_class_has_a_name_of_its_own(house: House) -> None:
+    assert {name: modules for name, modules in house.classes().items() if len(modules) > 1} == {}
+
+
+def test_faults_are_caught_by_name(house: House) -> None:
+    counts = house.broad_handlers()
+    assert sum(counts.values()) <= MOST_BROAD_HANDLERS, counts
+
+
+def _keys(kind: type) -> Iterator[str]:
+    """The settings of a section and of those in it."""
+    hints = get_type_hints(kind)
+    for one in fields(kind):
+        inner = TenantSettings if one.name == "tenants" else hints[one.name]
+        yield from ([f"{one.name}.{key}" for key in _keys(inner)] if is_dataclass(inner) else [one.name])
+
+
+def test_settings_stay_few() -> None:
+    assert len(list(_keys(Settings))) <= MOST_SETTINGS, sorted(_keys(Settings))
+
+
+def test_actors_are_named(house: House) -> None:
+    assert house.words(r"\b(?:nobody|Nobody|whoever|Whoever)\b") <= MOST_NOBODIES

@@ -1,0 +1,35 @@
+"""Time. Whoever needs it is handed a `Clock`; `SystemClock` is the machine's own, which entrances hand in."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Time, handed in. Seconds, as floats."""
+
+    def monotonic_seconds(self) -> float:
+        """Seconds that never go back: for leases, deadlines and rates."""
+        ...
+
+    def wall_seconds(self) -> float:
+        """Unix time: for retention, and for people."""
+        ...
+
+    def thread_seconds(self) -> float:
+        """That the processor has worked for the calling thread."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+
+class SystemClock:
+    """The machine's clock."""
+
+    monotonic_seconds = staticmethod(time.monotonic)
+    wall_seconds = staticmethod(time.time)
+    thread_seconds = staticmethod(time.thread_time)
+    sleep = staticmethod(time.sleep)

@@ -1,0 +1,1 @@
+"""The DRAM tier: frames in shared memory, which may outlive its process."""

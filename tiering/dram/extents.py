@@ -1,0 +1,509 @@
+"""Extents: shared memory from one pool with one byte budget.
+
+An extent is one memfd, sealed against shrinking and growing, mapped into this process, and every page of it touched
+before it is used: a first touch inside a copy runs at a tenth of memcpy's speed. An extent belongs to one slot class
+for its whole life. It is never handed to another one: whoever was given its descriptor keeps a mapping, so memory that
+changes hands is a new memfd. Nothing has a name in a file system, nothing is left behind.
+
+Other processes get a descriptor of their own (`share`), locked for reading on one byte that stands for its holder. Such
+a lock belongs to the open file, and a mapping keeps that open: the kernel itself says whether a holder may still read
+or write, however it ended (`tiering.dram.open_file`). A holder can drop its lock and keep its mapping, at its own cost:
+before an extent that was shared counts as free, the kernel has said that no other process has it open, and its pages go
+back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Protocol
+
+from tiering.dram.open_file import OpenFile, free_pages, is_open_elsewhere, lock_byte, locks_between
+from tiering.errors import TierFull, TierUnavailable
+from tiering.faults import EXTENT_THREADS, EXTENTS, FaultKind, FaultReports, Unheard, kind_of
+from tiering.files import open_again
+from tiering.tier import FrameSpan
+
+PREFAULT_STEP_BYTES = 64 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_PAGE_BYTES = 4096
+MAX_HOLDER = 1 << 62
+SLOW_QUESTION_SECONDS, RARELY = 0.001, 100
+"""What takes longer than that is asked so seldom that it takes a hundredth of the time."""
+LOOK_SECONDS = 0.002
+"""After which no further question is asked in one look."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+# Called through a plain library handle: that releases the interpreter lock, which mmap's own madvise does not, and it
+# costs one descriptor per extent, where Python's mmap keeps a second one for as long as anybody has a view.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class ExtentMemory:
+    """`tier.Mapping`: unmapped when the last view of it goes, and those who asked have let go of it too."""
+
+    def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+        self.writable = writable
+        self._leaving: list[Callable[[Callable[[], object]], object]] = []
+
+    def before_unmap(self, leave: Callable[[Callable[[], object]], object]) -> None:
+        """As `Mapping.before_unmap`; any number may ask."""
+        self._leaving.append(leave)
+
+    def view(self) -> memoryview:
+        """All of it. Called once: when this and its parts are gone, so is the memory."""
+        memory = (ctypes.c_ubyte * self.size_bytes).from_address(self.address)
+        weakref.finalize(memory, _left, self.address, self.size_bytes, self._leaving).atexit = False
+        return memoryview(memory).cast("B")
+
+
+class Extent:
+    """`size_bytes` of shared memory, zeroed if new. `view` is all of it; `address` is where it starts in this process.
+
+    name: under which a keeper holds it for the next process (`tiering.dram.keeping`), or nothing.
+    """
+
+    def __init__(self, size_bytes: int, descriptor: int | None = None) -> None:
+        """descriptor: of memory that an earlier process made, and others may have mapped; it is taken over."""
+        self.size_bytes = size_bytes
+        self.name = b""
+        self._was_shared = descriptor is not None
+        is_new = descriptor is None
+        if descriptor is None:
+            descriptor = os.memfd_create("kv-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file: OpenFile | None = OpenFile(descriptor)
+        self._witness: OpenFile | None = None
+        try:
+            if not is_new:
+                self.memory, self.view = _mapped(descriptor, size_bytes)
+                _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)
+                return
+            os.fchmod(descriptor, 0o600)  # else a client that is given it, as any user, can reopen it for writing
+            os.ftruncate(descriptor, size_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.memory, self.view = _mapped(descriptor, size_bytes)
+            _advise(self.address, size_bytes, mmap.MADV_DONTDUMP)  # KV is prompt text to whoever can invert it
+            self._prefault()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def descriptor(self) -> int:
+        """Of the shared memory; -1 once it was closed."""
+        return self._file.number if self._file is not None else -1
+
+    @property
+    def address(self) -> int:
+        """Where it starts in this process."""
+        return self.memory.address
+
+    def frame(self, slot: int, frame_bytes: int) -> FrameSpan:
+        """The bytes of a slot."""
+        start = slot * frame_bytes
+        return FrameSpan(self.memory.address + start, self.view[start : start + frame_bytes], self.memory)
+
+    def share(self, holder: int, *, writable: bool) -> int:
+        """A new descriptor for another process; the caller closes it once it is sent. holder: from 0 to 2**62.
+
+        Raises `TierUnavailable`. Needs no lock: it may be closed meanwhile.
+        """
+        file = self._file
+        if file is None:
+            raise TierUnavailable("shared memory was given back")
+        self._was_shared = True
+        try:
+            descriptor = open_again(file.number, writable=writable)
+        except OSError as error:
+            raise TierUnavailable(f"shared memory cannot be opened again: {error.strerror}") from error
+        try:
+            lock_byte(descriptor, holder)
+        except OSError as error:
+            os.close(descriptor)
+            raise TierUnavailable(f"shared memory cannot be locked: {error.strerror}") from error
+        return descriptor
+
+    def is_shared(self, first: int = 0, last: int = MAX_HOLDER) -> bool:
+        """Whether a descriptor that was made for one of these holders, or a mapping of it, is alive anywhere, unless
+        that holder denies it. Needs no lock, and takes long where a client has placed many locks."""
+        file = self._file
+        return self._was_shared and file is not None and locks_between(file, first, last)
+
+    def is_open_elsewhere(self) -> bool:
+        """Whether another process has it open or mapped, whatever a holder says; to be asked once it is given to no
+        client any more. Also true where that cannot be found out now."""
+        if not self._was_shared or self._file is None:
+            return False
+        try:
+            if self._witness is None:
+                self._witness = OpenFile(open_again(self._file.number, writable=False))
+        except OSError:  # no descriptors left, or a client has a lease on it
+            return True
+        answer = is_open_elsewhere(self._witness)
+        return self.is_shared() if answer is None else answer
+
+    def free_pages(self) -> None:
+        """It is not to be read any more: a holder that denied having it open keeps no memory by it."""
+        if self._was_shared and self._file is not None:
+            with suppress(OSError):  # then the pages go with the last mapping
+                free_pages(self._file.number, self.size_bytes)
+
+    def close(self) -> None:
+        """Give the descriptor back. The mapping goes when the last view of it does: a reader is never cut off."""
+        self._file = self._witness = None
+
+    def _prefault(self) -> None:
+        for start in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
+            length = min(PREFAULT_STEP_BYTES, self.size_bytes - start)
+            try:
+                _advise(self.address + start, length, _MADV_POPULATE_WRITE)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a kernel older than 5.14
+                    raise
+                for page in range(start, start + length, _PAGE_BYTES):
+                    self.view[page] = 0
+
+
+class MappedExtent:
+    """An extent of another process, mapped into this one; unmapped when the last view of it goes."""
+
+    def __init__(self, descriptor: int, size_bytes: int, *, writable: bool) -> None:
+        """Takes the descriptor over. Raises `TierUnavailable`, also where its size is another, or may change."""
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if os.fstat(descriptor).st_size != size_bytes or seals & _SEALS != _SEALS:
+                raise TierUnavailable("shared memory of another size, or that may change its size")
+            self.memory, view = _mapped(descriptor, size_bytes, writable=writable)
+        except OSError as error:
+            raise TierUnavailable(f"shared memory cannot be mapped: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+        self.view = view if writable else view.toreadonly()
+
+    def frame(self, slot: int, frame_bytes: int) -> FrameSpan:
+        """The bytes of a slot; read-only unless it is writable."""
+        start = slot * frame_bytes
+        return FrameSpan(self.memory.address + start, self.view[start : start + frame_bytes], self.memory)
+
+
+class Forgetful(Protocol):
+    """A keeper, as far as a pool knows it."""
+
+    def forget(self, name: bytes) -> None:
+        """What was kept under that name is not needed any more."""
+        ...
+
+
+@dataclass(slots=True)
+class _Lingering:
+    """An extent that was taken back and that others have open. not_before: when it is asked about again."""
+
+    extent: Extent
+    owner: bytes
+    not_before: float = 0.0
+
+
+class ExtentPool:
+    """Extents of one size, never more than the budget allows. Thread-safe; creation runs outside the lock.
+
+    Extents may be made ahead (`prepare`), so that whoever needs one next does not wait for the kernel to clear its
+    pages. They are memory of this process within the budget, but nobody has taken them. An extent that was taken back
+    while another process has it open or mapped counts as taken until that process lets go.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        extent_bytes: int,
+        keeper: Forgetful | None = None,
+        faults: FaultReports | None = None,
+        now: Callable[[], float] = lambda: 0.0,
+        thread_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """keeper: told when an extent that it keeps is given back for good. faults: told where the machine has no
+        memory for one. now: seconds that never go back. thread_seconds: that the processor has worked for the calling
+        thread, by which it is seen that a question to the kernel takes long.
+        """
+        assert extent_bytes % _PAGE_BYTES == 0 and 0 < extent_bytes <= budget_bytes
+        self.budget_bytes = budget_bytes
+        self.extent_bytes = extent_bytes
+        self._keeper = keeper
+        self.faults = faults or Unheard()
+        self.now = now
+        self.thread_seconds = thread_seconds
+        self._lock = threading.Lock()
+        self._prepared = threading.Condition(self._lock)
+        self._taken_bytes = 0
+        self._ahead = 0
+        self._preparing = False
+        self._awaiting = 0
+        self._spares: list[Extent] = []
+        self._lingering: dict[int, _Lingering] = {}  # in the order in which they were taken back
+        self._taken_back = count(1)
+        self._closed = False
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of extents that exist, or are being made for somebody, or that another process keeps alive."""
+        with self._lock:
+            self._take_back()
+            return self._taken_bytes
+
+    def awaited(self) -> list[int]:
+        """What was taken back and another process still maps, where that alone leaves no room: a number for each, which
+        no other ever has."""
+        with self._lock:
+            return [] if self._has_room() else list(self._lingering)
+
+    def has_room(self) -> bool:
+        """Whether one more extent fits the budget."""
+        with self._lock:
+            return self._has_room()
+
+    def _has_room(self) -> bool:
+        """Under the lock."""
+        self._take_back()
+        return self._taken_bytes + self.extent_bytes <= self.budget_bytes
+
+    def lingering(self) -> Counter[bytes]:
+        """How many extents were taken back from each owner and are not free, as of the last look."""
+        with self._lock:
+            return Counter(one.owner for one in self._lingering.values())
+
+    def _take_back(self) -> None:
+        """What no other process has open any more. Under the lock.
+
+        What others have done to an extent can make a question about it slow: it is asked the more rarely then.
+        """
+        if not self._lingering:
+            return
+        now, worked = self.now(), self.thread_seconds()
+        ends_at = worked + LOOK_SECONDS
+        for number, one in list(self._lingering.items()):
+            if now < one.not_before:
+                continue
+            if worked > ends_at:
+                return
+            is_open = one.extent.is_open_elsewhere()
+            before, worked = worked, self.thread_seconds()
+            if is_open:
+                one.not_before = ask_again_at(now, worked - before)
+                continue
+            del self._lingering[number]
+            one.extent.free_pages()
+            self._close(one.extent)
+            self._taken_bytes -= one.extent.size_bytes
+
+    def prepare(self, ahead: int = 1) -> None:
+        """From now on have so many extents ready before they are asked for, as far as budget and memory allow."""
+        with self._lock:
+            self._ahead = max(self._ahead, ahead)
+            self._prepare()
+
+    def create(self) -> Extent:
+        """A new, prefaulted extent. Raises `TierFull` at the budget and `TierUnavailable` if the kernel has none."""
+        with self._lock:
+            self._await_prepared()
+            if self._closed:
+                raise TierUnavailable("the pool was closed")
+            if not self._has_room():
+                raise TierFull(f"all {self.budget_bytes} bytes of the DRAM budget are taken")
+            self._taken_bytes += self.extent_bytes
+            spare = self._spares.pop() if self._spares else None
+            self._prepare()
+        return spare if spare is not None else self._make()
+
+    def take_over(self, extent: Extent) -> bool:
+        """Memory of an earlier process: whether it is of this pool's size and within the budget. If not, it is given
+        back, and counts until nobody maps it."""
+        with self._lock:
+            self._taken_bytes += extent.size_bytes
+            if extent.size_bytes == self.extent_bytes and self._taken_bytes <= self.budget_bytes:
+                return True
+        self.destroy(extent)
+        return False
+
+    def destroy(self, extent: Extent, owner: bytes = b"") -> bool:
+        """Take an extent back; its bytes are free for another, at once (true) or when no other process has it open.
+        owner: who pays for it until then."""
+        with self._lock:
+            if extent.is_open_elsewhere() and not self._closed:
+                self._lingering[next(self._taken_back)] = _Lingering(extent, owner)
+                return False
+            is_closed = self._closed
+        if not is_closed:  # else its readers go on
+            extent.free_pages()
+        self._close(extent)
+        with self._lock:
+            self._taken_bytes -= extent.size_bytes
+        return True
+
+    def close(self) -> None:
+        """Refuse further extents. One that is being made ahead is given back when it is there: no caller waits for it.
+        Readers of one go on."""
+        with self._lock:
+            self._closed = True
+            mapped, self._lingering = [one.extent for one in self._lingering.values()], {}
+            self._taken_bytes -= sum(extent.size_bytes for extent in mapped)
+            unused, self._spares = self._spares, []
+        for extent in (*mapped, *unused):
+            self._close(extent)
+
+    def _close(self, extent: Extent) -> None:
+        extent.close()
+        if extent.name and self._keeper is not None:
+            self._keeper.forget(extent.name)
+
+    def _await_prepared(self) -> None:
+        """If one is being made, it is ready before one that is begun now; but for one caller only. Under the lock."""
+        self._awaiting += 1
+        try:
+            self._prepared.wait_for(
+                lambda: (
+                    not self._preparing
+                    or bool(self._spares)
+                    or (self._awaiting > 1 and self._taken_bytes + 2 * self.extent_bytes <= self.budget_bytes)
+                )
+            )
+        finally:
+            self._awaiting -= 1
+
+    def _make(self) -> Extent:
+        made = False
+        try:
+            extent = Extent(self.extent_bytes)
+            made = True
+            self.faults.worked(EXTENTS)
+            return extent
+        except OSError as error:
+            self.faults.failed(EXTENTS, kind_of(error), str(error))
+            raise TierUnavailable(f"no shared memory: {error.strerror}") from error
+        except MemoryError as error:
+            self.faults.failed(EXTENTS, FaultKind.NO_MEMORY, "no memory for its tables")
+            raise TierUnavailable("no memory for another extent") from error
+        finally:
+            if not made:
+                with self._lock:
+                    self._taken_bytes -= self.extent_bytes
+
+    def _wants_another(self) -> bool:
+        """Under the lock."""
+        self._take_back()
+        made = len(self._spares) + 1
+        return made <= self._ahead and self._taken_bytes + made * self.extent_bytes <= self.budget_bytes
+
+    def _prepare(self) -> None:
+        """Begin to make the next extent, unless there are enough or there is no room for it. Under the lock."""
+        if self._closed or self._preparing or not self._wants_another():
+            return
+
+        def run() -> None:
+            while True:
+                extent = None
+                try:
+                    extent = Extent(self.extent_bytes)
+                    self.faults.worked(EXTENTS)
+                except (OSError, MemoryError) as error:  # whoever needs one is told too
+                    self.faults.failed(EXTENTS, kind_of(error), str(error))
+                with self._lock:
+                    goes_on = extent is not None and not self._closed
+                    if extent is not None and not self._closed:
+                        self._spares.append(extent)
+                        extent = None
+                    self._preparing = goes_on = goes_on and self._wants_another()
+                    self._prepared.notify_all()
+                if extent is not None:
+                    extent.close()
+                if not goes_on:
+                    return
+
+        self._preparing = True
+        try:
+            threading.Thread(target=run, name="kv-extent", daemon=True).start()
+            self.faults.worked(EXTENT_THREADS)
+        except (RuntimeError, MemoryError) as error:  # no more threads
+            self._preparing = False
+            self.faults.failed(EXTENT_THREADS, kind_of(error), "of one that makes extents ahead")
+
+
+def ask_again_at(now: float, took: float) -> float:
+    """When a question that took so long is to be asked again."""
+    return now + RARELY * took if took > SLOW_QUESTION_SECONDS else now
+
+
+def found_extent(descriptor: int) -> Extent | None:
+    """Shared memory of an earlier process, mapped for writing; None, and closed, where it is no such memory."""
+    size_bytes = os.fstat(descriptor).st_size
+    try:
+        is_ours = size_bytes > 0 and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # no shared memory at all
+        is_ours = False
+    if not is_ours:
+        os.close(descriptor)
+        return None
+    try:
+        return Extent(size_bytes, descriptor)
+    except OSError:  # it cannot be mapped, and was closed
+        return None
+
+
+def _mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> tuple[ExtentMemory, memoryview]:
+    """A descriptor's memory, and a view of it; unmapped when the last view of it, or of a part, goes."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    address = _libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = ExtentMemory(address, size_bytes, writable)
+    return memory, memory.view()
+
+
+def _left(address: int, size_bytes: int, leaving: Sequence[Callable[[Callable[[], object]], object]]) -> None:
+    unmap: Callable[[], object] = partial(_libc.munmap, address, size_bytes)
+    for leave in leaving:
+        unmap = partial(leave, unmap)
+    unmap()
+
+
+def _advise(address: int, size_bytes: int, advice: int) -> None:
+    if _libc.madvise(address, size_bytes, advice):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+class BlankExtent(Extent):
+    """An extent's size without its memory: for tables that run without payload."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.name = b""
+        self.view = memoryview(bytearray())
+
+        self._file = self._witness = None
+        self._was_shared = False
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class BlankPool(ExtentPool):
+    """A pool of such."""
+
+    def _make(self) -> Extent:
+        return BlankExtent(self.extent_bytes)

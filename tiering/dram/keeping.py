@@ -1,0 +1,99 @@
+"""Memory that outlives the process that uses it: another one keeps the descriptors.
+
+Beside each kept extent stands a ledger, shared memory as well, that no other process than the store's is given: whose
+frames the extent holds, and for each slot the generation of the frame that is readable there, or 0. A generation is
+written after its frame, and goes before its slot is used again, so that whoever finds extent and ledger after a crash
+knows what was readable: neither what was being filled nor what was given up comes back. This file knows no frame.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import NamedTuple, Protocol
+
+from tiering.dram.extents import Extent
+from tiering.errors import BlockCorrupt
+from tiering.slab_header import PAGE_BYTES, SlabHeader, parse_slab_header
+from tiering.tier import SlotClass
+
+NAME_BYTES = 16
+_NO_KEY = b""
+_WORD_BYTES = 8
+MAX_GENERATION = (1 << 62) - 1
+
+
+class KeptExtent(NamedTuple):
+    """What was kept under a name: descriptors of an extent and of its ledger, which are the receiver's to close."""
+
+    name: bytes
+    extent: int
+    ledger: int
+
+
+class MemoryKeeper(Protocol):
+    """Who holds descriptors for the next process. Never blocks and never raises: what is not kept is a miss later."""
+
+    def new_name(self) -> bytes:
+        """A name that nothing was ever kept under, of `NAME_BYTES`."""
+        ...
+
+    def keep(self, name: bytes, extent: int, ledger: int) -> None:
+        """Hold copies of these descriptors until told otherwise."""
+        ...
+
+    def forget(self, name: bytes) -> None:
+        """Close them."""
+        ...
+
+
+class Ledger:
+    """Of one extent: whose it is, and what its slots hold."""
+
+    def __init__(self, memory: Extent, header: SlabHeader) -> None:
+        self._memory = memory
+        self.slot_class = header.slot_class
+        self.about = header.about
+        self.generations = memory.view[PAGE_BYTES : PAGE_BYTES + _WORD_BYTES * header.slots].cast("Q")
+
+    @classmethod
+    def new(cls, slot_class: SlotClass, slots: int, about: bytes, name: bytes) -> Ledger:
+        """An empty one. about: what the floor above needs to name the namespace; see `SlabHeader`. Raises `OSError`."""
+        header = SlabHeader(0, slot_class, slots, bytes(8), 0, name, about)
+        memory = Extent(_whole_pages(PAGE_BYTES + _WORD_BYTES * slots))
+        memory.view[:PAGE_BYTES] = header.pack(_NO_KEY)
+        return cls(memory, header)
+
+    @classmethod
+    def found(cls, memory: Extent, name: bytes, extent_bytes: int) -> Ledger:
+        """One that was kept. Raises `BlockCorrupt` where it is none of that name, or fits no extent of that size."""
+        header = parse_slab_header(bytes(memory.view[:PAGE_BYTES]))
+        fits = memory.size_bytes == _whole_pages(PAGE_BYTES + _WORD_BYTES * header.slots)
+        if header.uid != name or not fits or header.slots != extent_bytes // header.slot_class.frame_bytes:
+            raise BlockCorrupt("not the ledger of that extent")
+        found = cls(memory, header)
+        if max(found.generations, default=0) > MAX_GENERATION:
+            found.generations.release()
+            raise BlockCorrupt("a generation that nobody ever gets to")
+        return found
+
+    @property
+    def descriptor(self) -> int:
+        """Of its memory."""
+        return self._memory.descriptor
+
+    def write(self, slot: int, generation: int) -> None:
+        """A frame of that generation is readable there."""
+        self.generations[slot] = generation
+
+    def strike(self, slot: int) -> None:
+        """Nothing is."""
+        self.generations[slot] = 0
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.generations.release()
+        self._memory.close()
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

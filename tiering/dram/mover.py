@@ -1,0 +1,65 @@
+"""The mover: does the I/O that `residency` decided on, and reports what came of it.
+
+A move never changes a table: it is handed places that are reserved for it, copies, checks what arrived and reports. It
+runs outside the store's lock, so its frames must be kept from eviction by a pin of the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from tiering.dram.tier import DramTier, copy_frame
+from tiering.errors import BlockCorrupt, BlockMissing
+from tiering.frame import HEADER_BYTES, MacKeys, open_header, verify_payload
+
+
+class MoveOutcome(Enum):
+    """What came of a move."""
+
+    MOVED = "moved"
+    CORRUPT = "corrupt"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class FrameCopy:
+    """One frame from its place to a reserved one of the same class."""
+
+    row: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveDone:
+    """A copy and its outcome. Unless `MOVED`, the target holds nothing and is still reserved."""
+
+    copy: FrameCopy
+    outcome: MoveOutcome
+
+
+class Mover:
+    """Copies frames between places of the DRAM tier."""
+
+    def __init__(self, dram: DramTier, keys: MacKeys) -> None:
+        self._dram = dram
+        self.keys = keys
+
+    def run(self, copies: Sequence[FrameCopy]) -> list[MoveDone]:
+        """Copy and verify each frame where it arrived. Bytes that fail a check are never reported as moved."""
+        return [MoveDone(copy, self._copy(copy)) for copy in copies]
+
+    def _copy(self, copy: FrameCopy) -> MoveOutcome:
+        try:
+            source = self._dram.committed_span(copy.source)
+            target = self._dram.reserved_span(copy.target)
+            copy_frame(source, target)
+            header = open_header(bytes(target.view[:HEADER_BYTES]), self.keys)
+            verify_payload(header, target.view[HEADER_BYTES:])
+        except BlockMissing:
+            return MoveOutcome.GONE
+        except BlockCorrupt:
+            return MoveOutcome.CORRUPT
+        return MoveOutcome.MOVED

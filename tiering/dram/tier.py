@@ -1,0 +1,438 @@
+"""The DRAM tier: frames in extents of shared memory.
+
+Every extent belongs to one slot class (tenant, namespace, part) and is cut into that class's equal frames. This file
+keeps slots and their states and hands out addresses; what to keep and whom to evict is decided in `residency`.
+
+Calls are serialised by the caller (one lock above), except those that can be slow and should run outside of it
+(`new_extent`, `share`, `is_shared`), and the copies that people make through a `FrameSpan`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
+
+from tiering.dram.extents import LOOK_SECONDS, Extent, ExtentPool, ask_again_at, found_extent
+from tiering.dram.keeping import KeptExtent, Ledger, MemoryKeeper
+from tiering.errors import BlockCorrupt, BlockMissing, TierFull, TierUnavailable
+from tiering.faults import HANDED_OVER, KEPT, kind_of
+from tiering.frame import HEADER_BYTES, generation_in
+from tiering.residency import FrameEvent, FrameState
+from tiering.slots import Piece, SlotLedger
+from tiering.tier import SLOT_BITS, SLOT_MASK, FrameSpan, SlotClass, Usage, extent_of, place_of, slot_of
+
+_FREE = int(FrameState.FREE)
+_RESERVED, _RESIDENT, _ZOMBIE = int(FrameState.RESERVED), int(FrameState.RESIDENT), int(FrameState.ZOMBIE)
+
+
+class DramExtent(Piece):
+    """One extent in use, and its memory."""
+
+    def __init__(self, number: int, slot_class: SlotClass, memory: Extent) -> None:
+        super().__init__(number, slot_class, memory.size_bytes // slot_class.frame_bytes)
+        self.memory = memory
+        self.ledger: Ledger | None = None
+
+
+class DramTier:
+    """`Tier` over extents. Also `TierFacts` for the decisions above."""
+
+    name = "dram"
+
+    def __init__(
+        self, pool: ExtentPool, new_number: Callable[[], int] | None = None, keeper: MemoryKeeper | None = None
+    ) -> None:
+        """new_number: below 2**`EXTENT_BITS`, for one extent and no other. keeper: holds them for the next process."""
+        self._pool = pool
+        self._keeper = keeper
+        # Taken over, and mapped by clients of an earlier process: when each is asked about again.
+        self._guarded: dict[int, float] = {}
+        self._guard = 0
+        self._left: dict[int, bytes] = {}  # by extent that was taken over, the states of its slots then
+        self._ledger: SlotLedger[DramExtent] = SlotLedger()
+        self._extents = self._ledger.pieces
+        self._new_number = new_number or count().__next__
+        self.retired = 0  # extents that were given back, since the start
+        self.mapped_still: Callable[[int], object] = lambda number: None
+        """Told each extent that is given back while other processes map it."""
+        self._closed = False
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of every extent."""
+        return self._pool.extent_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of all extents that may be."""
+        return self._pool.budget_bytes
+
+    def prepare(self, ahead: int = 1) -> None:
+        """Have the next extents ready before they are asked for."""
+        self._pool.prepare(ahead)
+
+    # The contract --------------------------------------------------------------------------------------------------
+
+    def reserve(self, slot_class: SlotClass, count: int) -> list[int]:
+        """Up to `count` places in extents of that class that have free slots."""
+        return self._ledger.reserve(slot_class, count)
+
+    def commit(self, places: Sequence[int], frames: Sequence[bytes | memoryview]) -> None:
+        """Write what is not there yet, as a rule the headers, and make the frames readable."""
+        extents = self._extents
+        for place, frame in zip(places, frames, strict=True):
+            extent, slot = extents[place >> SLOT_BITS], place & SLOT_MASK
+            extent.slots.apply(slot, FrameEvent.COMMIT)  # first: it refuses a place that is not reserved
+            start = slot * extent.frame_bytes
+            extent.memory.view[start : start + len(frame)] = frame
+            if extent.ledger is not None:
+                extent.ledger.write(slot, generation_in(extent.memory.view[start : start + HEADER_BYTES]))
+
+    def abort(self, places: Sequence[int]) -> None:
+        """Give reserved places back."""
+        self._ledger.step(places, FrameEvent.ABORT)
+
+    def read(self, place: int, into: memoryview) -> None:
+        """Copy a committed frame."""
+        into[:] = self.committed_span(place).view
+
+    def delete(self, places: Sequence[int]) -> None:
+        """Free committed frames at once."""
+        self._strike(places)
+        self._ledger.step(places, FrameEvent.EVICT, FrameEvent.DELETED)
+
+    def usage(self) -> Usage:
+        """Slots by state over all extents, and bytes."""
+        return self._ledger.usage(self._pool.taken_bytes, self._pool.budget_bytes)
+
+    # Beyond the contract: readers that are late, frames that are bad ------------------------------------------------
+
+    def retain(self, places: Sequence[int]) -> None:
+        """Evicted, but a reader may still have them mapped: not reused until `allow_reuse`."""
+        self._strike(places)
+        self._ledger.step(places, FrameEvent.RETAIN)
+
+    def allow_reuse(self, places: Sequence[int]) -> None:
+        """The last late reader is done; a place that was not evicted meanwhile is left as it is."""
+        extents = self._extents
+        for place in places:  # spelled out: a lease may have been of many thousand blocks
+            extent = extents.get(place >> SLOT_BITS)
+            if extent is not None and extent.slots.states[place & SLOT_MASK] == _ZOMBIE:
+                self._ledger.step([place], FrameEvent.LET_GO)
+
+    def quarantine(self, places: Sequence[int]) -> None:
+        """A check failed: the slots are not used again before their extent is given back."""
+        self._strike(places)
+        self._ledger.step(places, FrameEvent.CONDEMN)
+
+    def committed_span(self, place: int) -> FrameSpan:
+        """The bytes of a committed frame where they stand. Raises `BlockMissing`."""
+        extent = self._extent(place)
+        if extent.slots.states[slot_of(place)] != FrameState.RESIDENT:
+            raise BlockMissing("no readable frame at that place")
+        return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
+
+    def reserved_span(self, place: int) -> FrameSpan:
+        """The bytes of a reserved frame, for its producer to fill. Raises `BlockMissing` once the tier is closed."""
+        extent = self._extent(place)
+        assert extent.slots.states[slot_of(place)] == FrameState.RESERVED
+        return extent.memory.frame(slot_of(place), extent.slot_class.frame_bytes)
+
+    def own(self, places: Iterable[int], rows: Iterable[int]) -> None:
+        """Note which block's frame stands at each place."""
+        self._ledger.own(places, rows)
+
+    # Extents -------------------------------------------------------------------------------------------------------
+
+    def new_extent(self) -> Extent:
+        """Memory for one more extent, prefaulted. Slow: call it outside the lock. Raises `TierFull`."""
+        return self._pool.create()
+
+    def adopt(self, memory: Extent, slot_class: SlotClass, about: bytes = b"") -> None:
+        """Assign memory to a class. Memory that was still being made when the tier was closed goes back.
+
+        about: what a keeper's next process needs to name the namespace.
+        """
+        if self._closed:
+            self._pool.destroy(memory)
+            return
+        extent = DramExtent(self._new_number(), slot_class, memory)
+        if self._keeper is not None:
+            self._have_kept(extent, about, self._keeper)
+        self._ledger.add(extent)
+
+    def _have_kept(self, extent: DramExtent, about: bytes, keeper: MemoryKeeper) -> None:
+        name = keeper.new_name()
+        try:
+            extent.ledger = Ledger.new(extent.slot_class, extent.slots.capacity, about, name)
+        except OSError as error:  # no memory for it: this extent goes with this process
+            self._pool.faults.failed(KEPT, kind_of(error), str(error))
+            return
+        extent.memory.name = name
+        self._pool.faults.worked(KEPT)
+        keeper.keep(name, extent.memory.descriptor, extent.ledger.descriptor)
+
+    def take_over(self, kept: Iterable[KeptExtent], guard: int) -> list[int]:
+        """Extents of an earlier process; returns the numbers of those that can be used, their frames readable.
+
+        What its clients may still map is not used for other frames before they let go: holders below `guard`.
+        """
+        self._guard = guard
+        numbers = []
+        for one in kept:
+            extent = self._taken_over(one)
+            if extent is None:
+                continue
+            if extent.memory.is_shared(0, guard - 1):
+                extent.closing = True
+                self._guarded[extent.number] = 0.0
+            self._ledger.add(extent)
+            numbers.append(extent.number)
+        return numbers
+
+    def _taken_over(self, kept: KeptExtent) -> DramExtent | None:
+        """None where it cannot be used; it is given back then."""
+        memory, books = found_extent(kept.extent), found_extent(kept.ledger)
+        if memory is not None:
+            memory.name = kept.name
+            if not self._pool.take_over(memory):
+                memory = None
+        if memory is None or books is None:
+            if memory is not None:
+                self._pool.destroy(memory)
+            if books is not None:
+                books.close()
+            return None
+        try:
+            ledger = Ledger.found(books, kept.name, memory.size_bytes)
+        except BlockCorrupt:
+            books.close()
+            self._pool.destroy(memory)
+            return None
+        extent = DramExtent(self._new_number(), ledger.slot_class, memory)
+        extent.ledger = ledger
+        states = bytes([_RESIDENT if generation else _FREE for generation in ledger.generations])
+        self._left[extent.number] = states
+        extent.slots.load(states)
+        return extent
+
+    def found_in(self, number: int) -> Iterator[tuple[int, int, bytes]]:
+        """Place, generation by the ledger, and header of every frame that an extent had when it was taken over, once:
+        its free slots are in use since. One that had none may be gone."""
+        for slot, state in enumerate(self._left.pop(number, b"")):
+            if state == _RESIDENT:
+                extent = self._extents[number]
+                assert extent.ledger is not None
+                view = extent.memory.frame(slot, extent.frame_bytes).view
+                yield place_of(number, slot), extent.ledger.generations[slot], bytes(view[:HEADER_BYTES])
+
+    def newest_generation(self) -> int:
+        """The highest that a frame has which was taken over, or 0."""
+        ledgers = [extent.ledger for extent in self._extents.values() if extent.ledger is not None]
+        return max((max(ledger.generations, default=0) for ledger in ledgers), default=0)
+
+    def about(self, number: int) -> bytes:
+        """What was kept of an extent's namespace."""
+        ledger = self._extents[number].ledger
+        return ledger.about if ledger is not None else b""
+
+    def is_guarded(self, place: int) -> bool:
+        """Whether a slot would not be of use to anybody, for clients of an earlier process may still map it."""
+        return bool(self._guarded) and extent_of(place) in self._guarded
+
+    def guarded_bytes(self) -> int:
+        """Of extents that are readable and not used for other frames, as `is_guarded` says; as of the last look."""
+        return len(self._guarded) * self.extent_bytes
+
+    def look_at_guarded(self) -> None:
+        """Extents that clients of an earlier process mapped can be used for other frames once they let go. Where
+        clients have made the question slow, it is asked the more rarely."""
+        if not self._guarded:
+            return
+        now, worked = self._pool.now(), self._pool.thread_seconds()
+        ends_at = worked + LOOK_SECONDS
+        for number, not_before in list(self._guarded.items()):
+            if now < not_before:
+                continue
+            if worked > ends_at:
+                return
+            extent = self._extents.get(number)
+            is_mapped = extent is not None and extent.memory.is_shared(0, self._guard - 1)
+            before, worked = worked, self._pool.thread_seconds()
+            if is_mapped:
+                self._guarded[number] = ask_again_at(now, worked - before)
+                continue
+            del self._guarded[number]
+            if extent is not None:
+                self._ledger.stop_closing(number)
+
+    def start_vacating(self, number: int, count: int) -> list[int]:
+        """Take an extent's free slots out of use and reserve `count` places elsewhere in its class."""
+        slot_class = self.class_of(number)
+        self._ledger.start_closing(number)
+        places = self.reserve(slot_class, count)
+        if len(places) < count:
+            self.abort(places)
+            self.stop_vacating(number)
+            raise TierFull("no slots to move the frames to")
+        return places
+
+    def stop_vacating(self, number: int) -> None:
+        """Back into use, after a reader was faster."""
+        self._ledger.stop_closing(number)
+
+    def retire(self, number: int) -> Extent:
+        """Give back an extent that holds nothing readable; its memory goes with the last mapping, and with what is
+        returned."""
+        extent = self._ledger.remove(number)
+        self._left.pop(number, None)
+        is_free = self._pool.destroy(extent.memory, extent.slot_class.tenant)
+        if extent.ledger is not None:
+            extent.ledger.close()
+        self.retired += 1
+        if not is_free:
+            self.mapped_still(number)
+        return extent.memory
+
+    def share(self, number: int, holder: int, *, writable: bool) -> int:
+        """A descriptor of an extent for another process; see `Extent.share`. Raises `BlockMissing` where it is gone.
+        Needs no lock."""
+        extent = self._extents.get(number)
+        if extent is None:
+            raise BlockMissing("no extent of that number")
+        faults = self._pool.faults
+        try:
+            descriptor = extent.memory.share(holder, writable=writable)
+        except TierUnavailable as error:
+            if number not in self._extents:  # given back in between
+                raise BlockMissing("no extent of that number") from error
+            faults.failed(HANDED_OVER, kind_of(error), str(error))
+            raise
+        faults.worked(HANDED_OVER)
+        return descriptor
+
+    def is_shared(self, number: int, holder: int) -> bool:
+        """Whether that holder may still read or write in an extent. Needs no lock, and can be slow."""
+        extent = self._extents.get(number)
+        return extent is not None and extent.memory.is_shared(holder, holder)
+
+    def gone(self, numbers: Iterable[int]) -> list[int]:
+        """Which of these extents were given back."""
+        return [number for number in numbers if number not in self._extents]
+
+    def close(self) -> None:
+        """Give all memory back; readers that still map an extent keep it until they let go."""
+        self._pool.close()  # first: pages that a keeper holds for the next process stay as they are
+        for extent in self._extents.values():
+            self._pool.destroy(extent.memory)
+        self._closed = True
+        self._ledger.clear()
+
+    # Facts for decisions -------------------------------------------------------------------------------------------
+
+    def free_slots(self, slot_class: SlotClass) -> int:
+        """Free slots of a class, extents that are being emptied left out."""
+        return self._ledger.free_slots(slot_class)
+
+    def held(self) -> dict[bytes, int]:
+        """How many extents each tenant has, those included that were taken back and are not free, since others have
+        them open."""
+        lingering = self._pool.lingering()
+        return Counter(self._ledger.held) + lingering if lingering else self._ledger.held
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of an extent."""
+        return self.extent_bytes
+
+    def pieces(self) -> int:
+        """How many extents there may be."""
+        return self.budget_bytes // self.extent_bytes
+
+    def has_room(self) -> bool:
+        """Whether the budget allows another extent."""
+        return self._pool.has_room()
+
+    def awaited(self) -> list[int]:
+        """As `ExtentPool.awaited`."""
+        return self._pool.awaited()
+
+    def reclaimable_classes(self) -> Iterator[SlotClass]:
+        """Classes that could do with one extent less."""
+        return self._ledger.reclaimable_classes(self.extent_bytes)
+
+    def extents_of(self, slot_class: SlotClass) -> Iterable[DramExtent]:
+        """The extents of a class that are not being emptied already."""
+        return self._ledger.open_pieces(slot_class)
+
+    def all_extents(self, slot_class: SlotClass) -> Iterable[DramExtent]:
+        """Every extent of a class."""
+        return self._ledger.all_pieces(slot_class)
+
+    def class_of(self, extent: int) -> SlotClass:
+        """The class of an extent."""
+        return self._extents[extent].slot_class
+
+    def is_reserved(self, place: int) -> bool:
+        """Whether a producer still owns the place."""
+        return self._ledger.state(place) == _RESERVED
+
+    def spans_at(self, places: Iterable[int]) -> list[FrameSpan]:
+        """The bytes at places whatever their state, for readers that hold a lease, and for producers; up to the first
+        whose extent was given back: under a lease, only a quarantined frame can lose its."""
+        extents, spans = self._extents, []
+        for place in places:  # spelled out: every block of every get comes through here
+            extent = extents.get(place >> SLOT_BITS)
+            slot = place & SLOT_MASK
+            if extent is None or slot >= extent.slots.capacity:
+                break
+            spans.append(extent.memory.frame(slot, extent.frame_bytes))
+        return spans
+
+    def span_at(self, place: int) -> FrameSpan:
+        """The bytes at one place whatever its state. Raises `BlockMissing` where the extent was given back."""
+        spans = self.spans_at([place])
+        if not spans:
+            raise BlockMissing("no frame at that place")
+        return spans[0]
+
+    def check(self) -> None:
+        """Invariant 1, in every extent and in sum; the classes' counts are their extents' counts."""
+        self._ledger.check()
+        usage = self.usage()
+        parts = (usage.free, usage.reserved, usage.used, usage.deleting, usage.quarantined, usage.zombie)
+        assert sum(parts) == usage.capacity and min(parts) >= 0
+        assert usage.taken_bytes >= len(self._extents) * self.extent_bytes
+        assert len(self._extents) * self.extent_bytes <= usage.budget_bytes
+        for extent in self._extents.values():
+            self._check_ledger(extent)
+
+    def _check_ledger(self, extent: DramExtent) -> None:
+        """It names exactly what is readable, by its generation."""
+        if extent.ledger is None:
+            return
+        for slot, generation in enumerate(extent.ledger.generations.tolist()):
+            assert (extent.slots.states[slot] == _RESIDENT) == bool(generation), slot
+
+    def _strike(self, places: Iterable[int]) -> None:
+        """Before anything else happens to them: the next process must not find them."""
+        if self._keeper is None:
+            return
+        for place in places:
+            extent = self._extents[extent_of(place)]
+            if extent.ledger is not None:
+                extent.ledger.strike(slot_of(place))
+
+    def _extent(self, place: int) -> DramExtent:
+        extent = self._extents.get(extent_of(place))
+        if extent is None or slot_of(place) >= extent.slots.capacity:
+            raise BlockMissing("no frame at that place")
+        return extent
+
+
+def copy_frame(source: FrameSpan, target: FrameSpan) -> None:
+    """All bytes of a frame, without the interpreter lock."""
+    assert len(source.view) == len(target.view)
+    ctypes.memmove(target.address, source.address, len(source.view))

@@ -1,0 +1,1 @@
+"""The NVMe tier: frames in slabs, durable, behind an index that can be built again."""

@@ -1,0 +1,50 @@
+"""The index of durable frames: which slot of which slab holds what.
+
+A sorted map from bytes to bytes, changed in batches that apply as a whole. It is never the truth: slabs carry headers
+with a MAC, and whatever looks wrong in here is thrown away and built again from those. So this contract is small:
+order, atomicity, and a `sync` behind which nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+Change = tuple[bytes, bytes | None]
+"""A key, and its new value or None to remove it."""
+
+
+class FrameIndex(Protocol):
+    """A sorted map on disk: keys of 1 to 511 bytes, values of at most 4080. `get` and `iterate` see what was applied.
+
+    The caller serialises calls and the steps of iterations, which may come from different threads. Any of them may
+    raise `TierUnavailable` (closed, no permission, no space) or `IndexDoubtful`: the index is damaged, and is to be
+    closed, thrown away, and built again.
+    """
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Values in the order of the keys, None where there is none."""
+        ...
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        """All of these or none; of two changes of one key the later one counts.
+
+        Durable after the next `sync`. Before it a crash keeps the batch whole or loses it, and whoever loses a batch
+        loses all later ones. Raises `TierFull` if the map cannot become larger; nothing is applied then.
+        """
+        ...
+
+    def iterate(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Pairs whose key starts with `prefix`, in the order of their keys, as of the first step.
+
+        While an iteration is neither finished nor dropped, space that is freed meanwhile may not be reused.
+        """
+        ...
+
+    def sync(self) -> None:
+        """Everything applied so far survives a crash."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file; that makes nothing durable. Later calls raise `TierUnavailable`. Safe to call twice."""
+        ...

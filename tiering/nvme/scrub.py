@@ -1,0 +1,221 @@
+"""The scrub: which frames are read again, and when, so that rot is found before a request needs them.
+
+    pass      every readable frame once, slab by slab; a new one begins `pass_seconds` after the last one began
+    window    the next few frames of a pass; no other is begun before time has paid for it: bytes / rate
+    visited   what came of each frame. One that cannot be read is skipped, and given up after several passes
+
+The cursor is a place, not a list of frames: slabs may come and go, and frames too. What came after a pass began may be
+left to the next one. Decides and counts; must never read, wait or change a frame itself. One thread at a time, but for
+`usage`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from tiering.clock import Clock
+from tiering.nvme.tier import Resident
+from tiering.tier import place_of
+
+LEAST_CHARGE_BYTES = 64 << 10
+"""A smaller frame is paid for as one of this size: it costs about as much time to look at."""
+
+GOLDEN = 0.6180339887498949
+"""Multiples of it, whole parts left out, spread evenly: so do the starts of passes that were all cut short."""
+
+
+class Frames(Protocol):
+    """The frames of a tier, by place."""
+
+    def slab_numbers(self) -> list[int]:
+        """Every slab, lowest first."""
+        ...
+
+    def residents(self, first: int, stop: int, most_bytes: int) -> list[Resident]:
+        """Readable frames at the places first .. stop - 1, lowest first: at least one, then as many as make up
+        `most_bytes`."""
+        ...
+
+
+class CheckResult(Enum):
+    """What came of a frame. `GONE`: evicted, moved or not yet known to anybody; it is none of the scrub's business."""
+
+    GOOD = "good"
+    DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubLimits:
+    """Named bounds of a scrub.
+
+    bytes_per_second: more is never read, over any stretch of time, than that and one window. window_bytes: read in one
+    go, or one frame if it is larger. first_seconds: until the first pass. pass_seconds: from the beginning of one pass
+    to that of the next, at least. pause_seconds: without reading after a fault of the tier. unreadable_passes: in a row
+    that a frame cannot be read in before it is given up. suspects: frames of one pass that are remembered for that.
+    """
+
+    bytes_per_second: int
+    window_bytes: int = 1 << 20
+    first_seconds: float = 60.0
+    pass_seconds: float = 86400.0
+    pause_seconds: float = 30.0
+    unreadable_passes: int = 3
+    suspects: int = 4096
+
+    def __post_init__(self) -> None:
+        if min(self.bytes_per_second, self.window_bytes, self.unreadable_passes, self.suspects) < 1:
+            raise ValueError(f"{self}; rate, window, unreadable passes and suspects are at least 1")
+        if not all(seconds >= 0 for seconds in (self.first_seconds, self.pass_seconds, self.pause_seconds)):
+            raise ValueError(f"{self}; seconds are at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubUsage:
+    """What a scrub did since the start. frames, bytes: verified, good or damaged. unreadable: times that a frame could
+    not be read. mended: damaged blocks that were written down again. last_pass_ended: Unix time; the two of the last
+    pass are None before the first one ended."""
+
+    bytes_per_second: int
+    passes: int
+    frames: int
+    bytes: int
+    damaged: int
+    unreadable: int
+    mended: int
+    in_pass: bool
+    last_pass_seconds: float | None
+    last_pass_ended: float | None
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened, under the names that a store counts it by; what never did is left out."""
+        counts = {
+            "scrubbed_frames": self.frames,
+            "scrub_damaged_frames": self.damaged,
+            "scrub_unreadable_frames": self.unreadable,
+            "scrub_mended_blocks": self.mended,
+        }
+        return {name: count for name, count in counts.items() if count}
+
+
+class Scrub:
+    """One pass after the other over the frames of a tier.
+
+    1. `window` gives the next frames, or none as long as `seconds_until_due` is not zero.
+    2. Each frame read is told to `spent`, and its verdict to `visited`, in the order of the window. Frames of a window
+       that were not visited are in the next one.
+    """
+
+    def __init__(self, frames: Frames, limits: ScrubLimits, clock: Clock, turn: int = 0) -> None:
+        """turn: another one for each start of the program; it decides at which slab passes begin, so that also a
+        program that never runs for a whole pass gets to see all of its slabs in time."""
+        self._frames = frames
+        self._limits = limits
+        self._clock = clock
+        self._turn = turn
+        self._due = self._next_pass = clock.monotonic_seconds() + limits.first_seconds
+        self._window_began = self._pass_began = self._due
+        self._spent_bytes = 0
+        self._ranges: deque[tuple[int, int]] = deque()  # places that this pass has yet to come to
+        self._in_pass = False
+        self._good_in_pass = False
+        self._unread: dict[int, Resident] = {}  # in this pass, by place
+        self._unread_passes: dict[int, int] = {}
+        self._given_up: list[Resident] = []
+        self._passes = self._verified = self._bytes = self._damaged = self._unreadable = 0
+        self.mended = 0
+        self._last_pass_seconds: float | None = None
+        self._last_pass_ended: float | None = None
+
+    def seconds_until_due(self) -> float:
+        """How long there is nothing to do."""
+        at = self._due if self._in_pass else max(self._due, self._next_pass)
+        return max(0.0, at - self._clock.monotonic_seconds())
+
+    def window(self) -> list[Resident]:
+        """The next frames to read; none where nothing is due, or where a pass just ended."""
+        if self.seconds_until_due() > 0:
+            return []
+        now = self._clock.monotonic_seconds()
+        if not self._in_pass:
+            self._begin(now)
+        while self._ranges:
+            window = self._frames.residents(*self._ranges[0], self._limits.window_bytes)
+            if window:
+                self._window_began, self._spent_bytes = now, 0
+                return window
+            self._ranges.popleft()
+        self._end(now)
+        return []
+
+    def spent(self, frame: Resident) -> None:
+        """A frame is read, maybe not for the first time: the next window is due that much later."""
+        self._spent_bytes += max(frame.frame_bytes, LEAST_CHARGE_BYTES)
+        self._due = max(self._due, self._window_began + self._spent_bytes / self._limits.bytes_per_second)
+
+    def visited(self, frame: Resident, verdict: CheckResult) -> None:
+        """The cursor goes on behind this frame."""
+        first, stop = self._ranges[0]
+        assert first <= frame.place < stop, "visited in the order of the window"
+        self._ranges[0] = frame.place + 1, stop
+        if verdict in (CheckResult.GOOD, CheckResult.DAMAGED):
+            self._verified += 1
+            self._bytes += frame.frame_bytes
+            self._good_in_pass = True
+        if verdict is CheckResult.DAMAGED:
+            self._damaged += 1
+        elif verdict is CheckResult.UNREADABLE:
+            self._unreadable += 1
+            if len(self._unread) < self._limits.suspects:
+                self._unread[frame.place] = frame
+
+    def pause(self, seconds: float) -> None:
+        """Nothing is due for that long."""
+        self._due = max(self._due, self._clock.monotonic_seconds() + seconds)
+
+    def given_up(self) -> list[Resident]:
+        """Frames that could not be read in too many passes, each told once."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
+    def usage(self) -> ScrubUsage:
+        """Counts since the start."""
+        return ScrubUsage(
+            bytes_per_second=self._limits.bytes_per_second,
+            passes=self._passes,
+            frames=self._verified,
+            bytes=self._bytes,
+            damaged=self._damaged,
+            unreadable=self._unreadable,
+            mended=self.mended,
+            in_pass=self._in_pass,
+            last_pass_seconds=self._last_pass_seconds,
+            last_pass_ended=self._last_pass_ended,
+        )
+
+    def _begin(self, now: float) -> None:
+        """A pass goes round: from some slab up to the last one that there is by now, then from the first one on."""
+        self._in_pass, self._pass_began, self._good_in_pass = True, now, False
+        numbers = self._frames.slab_numbers()
+        if numbers:
+            first = numbers[int(self._turn * GOLDEN % 1 * len(numbers))]
+            self._ranges.append((place_of(first, 0), place_of(numbers[-1] + 1, 0)))
+            self._ranges.append((0, place_of(first, 0)))
+
+    def _end(self, now: float) -> None:
+        self._in_pass = False
+        self._next_pass = max(now, self._pass_began + self._limits.pass_seconds)
+        self._passes += 1
+        self._last_pass_seconds = now - self._pass_began
+        self._last_pass_ended = self._clock.wall_seconds()
+        if self._good_in_pass:  # else it is the tier that cannot be read, which says nothing about any frame
+            passes = {place: self._unread_passes.get(place, 0) + 1 for place in self._unread}
+            hopeless = [place for place, count in passes.items() if count >= self._limits.unreadable_passes]
+            self._given_up += [self._unread[place] for place in hopeless]
+            self._unread_passes = {place: count for place, count in passes.items() if place not in hopeless}
+        self._unread.clear()

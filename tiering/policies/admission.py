@@ -1,0 +1,318 @@
+"""Which of the blocks that leave DRAM are written to the tier below it.
+
+    stored in DRAM > used, perhaps again > about to leave: is it likely to come back? > written, or not > it did, or not
+
+Eviction asks what is worth least; admission asks what is worth a write, since a drive takes a number of them only. A
+block is of a class: how often it was used, whether it was the last of its request, whether that began a conversation,
+and how many new blocks it brought. Of each class it is counted how many of those that left came back while a third
+as many others left as the tier holds; what was written counts once for each stay there, and its ancestors that are
+written with it count as if they left, too. A class of which few come back is not written.
+
+A budget of bytes for each second is spent on the classes of which most come back, the one at the edge in part. What is
+not spent is kept for an hour, and the more of it is left the more is written: a new tier fills at once, and a quiet
+hour pays for a busy one. Nothing is written beyond it, but that each start begins with an hour's, and that nobody is
+asked about what is kept for a time: it is written, and counts, and nothing else is until that is made up for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+LEAST_SHARE = 0.1
+"""Of a class that comes back: below it, a write is not worth it."""
+BUCKET_SECONDS = 3600.0
+"""Of the budget, that is kept when it is not spent."""
+URGE = 5.0
+"""With all of that left, so many times the budget is spent; the budget itself with a part of it."""
+USES = 5
+"""So many and more are counted as equal."""
+SIZES = 8
+"""Of a request, by its new blocks: 1, 2-3, 4-7 .. 128 and more."""
+_KINDS = SIZES * 2 * 2
+CLASSES = USES * _KINDS
+_BEGINS_BEHIND = 1
+"""Blocks that all requests may have in common: whoever found no more begins a conversation."""
+LEAST_HISTORY, MOST_HISTORY = 1 << 13, 1 << 17
+PAST = 4
+"""Histories for which those that did not come back are remembered: they may after all."""
+_HALF_LIFE = 8
+"""Counts are halved when so many histories have left."""
+_RANKED_EVERY = 256
+"""Blocks that leave between two looks at the order of classes."""
+_COARSE_WEIGHT = 20.0
+"""Blocks of one size that what is known of all sizes weighs as much as."""
+_HOPE = 4.0
+"""Blocks that are taken to have come back before anything is known."""
+_LOOK_BACK_SECONDS = 600.0
+"""How far back it is looked how much leaves in a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBudget:
+    """What may be written. left_bytes: now, of at most most_bytes, which is what is kept of what was not spent."""
+
+    bytes_per_second: float
+    left_bytes: float
+    most_bytes: float
+
+
+class Admission(Protocol):
+    """One thread at a time. chooses: whether it ever says no."""
+
+    chooses: bool
+
+    def expect(self, blocks: int) -> None:
+        """The tier below has room for so many."""
+        ...
+
+    def stored(self, row: int) -> None:
+        """A new block is readable in DRAM."""
+        ...
+
+    def found(self, rows: range) -> None:
+        """These were there before a restart."""
+        ...
+
+    def used(self, chain: Sequence[int], count: int) -> None:
+        """A request came for a block and all its ancestors, the deepest first: for the first `count` of them now, for
+        the others before."""
+        ...
+
+    def admits(self, way: Sequence[int], block_bytes: int) -> bool:
+        """The first of these is about to leave DRAM: whether it is to be written to the tier below, and before it the
+        others, its ancestors that the tier has not either."""
+        ...
+
+    def budget(self) -> WriteBudget | None:
+        """None where any number of bytes may be written."""
+        ...
+
+    def spent(self, written_bytes: int) -> None:
+        """So much is written to the tier below without asking."""
+        ...
+
+
+AdmissionMaker = Callable[["array[int]", Callable[[], float], int], Admission]
+"""Of 64 bits of each row's key, a clock in seconds, and the bytes of the tier below."""
+
+
+class AdmitAll:
+    """Everything is written."""
+
+    chooses = False
+
+    def expect(self, blocks: int) -> None:
+        """No difference."""
+
+    def stored(self, row: int) -> None:
+        """No difference."""
+
+    def found(self, rows: range) -> None:
+        """No difference."""
+
+    def used(self, chain: Sequence[int], count: int) -> None:
+        """No difference."""
+
+    def admits(self, way: Sequence[int], block_bytes: int) -> bool:
+        """Always."""
+        return True
+
+    def budget(self) -> WriteBudget | None:
+        """None."""
+        return None
+
+    def spent(self, written_bytes: int) -> None:
+        """No difference."""
+
+
+class LearnedAdmission:
+    """Learns who comes back."""
+
+    chooses = True
+
+    def __init__(self, names: array[int], clock: Callable[[], float], bytes_per_second: float | None = None) -> None:
+        """names: of each row 64 bits of its key. clock: seconds that never go back. bytes_per_second: None for a drive
+        that takes any."""
+        assert bytes_per_second is None or bytes_per_second > 0
+        self._names = names
+        self._clock = clock
+        self._rate = bytes_per_second
+        self._history = LEAST_HISTORY
+        self._uses = bytearray()
+        self._kinds = bytearray()  # of each row, what is known of it from the start
+        self._left: OrderedDict[int, int] = OrderedDict()  # by name, the class of those that left, the oldest first
+        self._past: OrderedDict[int, int] = OrderedDict()  # of those before them: they are taken not to come back
+        self._came = [0.0] * CLASSES
+        self._gone = [0.0] * CLASSES
+        self._seen = [0.0] * CLASSES
+        self._written = [1.0] * CLASSES  # the part of each class that is
+        self._carried = [0.0] * CLASSES
+        self._since_ranked = 0
+        self._since_halved = 0
+        self._looked_at = clock()
+        self._budget = 0.0 if bytes_per_second is None else bytes_per_second * BUCKET_SECONDS
+        self._leaving_bytes, self._leaving_since = 0.0, self._looked_at
+
+    @staticmethod
+    def rate_for(total_bytes: float, seconds: float) -> float:
+        """The budget of which so many bytes are spent in that time, by one that begins with all that is kept."""
+        return total_bytes / (seconds + BUCKET_SECONDS * (1 - 1 / URGE))
+
+    def expect(self, blocks: int) -> None:
+        """Those that left are waited for while a third as many leave."""
+        self._history = min(max(LEAST_HISTORY, blocks // 3), MOST_HISTORY)
+
+    def stored(self, row: int) -> None:
+        """Nobody has used it so far."""
+        self._grow_to(row)
+        self._uses[row] = 0
+
+    def found(self, rows: range) -> None:
+        """Nothing is known of them: they are taken for ones that were used often."""
+        self._grow_to(rows.stop - 1)
+        self._uses[rows.start : rows.stop] = bytes([USES]) * len(rows)
+        self._kinds[rows.start : rows.stop] = bytes(len(rows))
+
+    def used(self, chain: Sequence[int], count: int) -> None:
+        """Those that had left have come back; those that are new learn what request brought them."""
+        uses, kinds, names = self._uses, self._kinds, self._names
+        known = 0
+        for row in chain[:count]:
+            found = self._came_back(names[row])
+            if found is not None:
+                known += 1
+                if not uses[row]:  # it was not written, and is stored again
+                    uses[row], kinds[row] = found // _KINDS + 1, found % _KINDS
+        fresh = max(1, count - known)
+        size = min(fresh.bit_length(), SIZES) - 1
+        kind = size << 2 | (len(chain) - fresh <= _BEGINS_BEHIND) << 1
+        for at, row in enumerate(chain[:count]):
+            if not uses[row]:
+                kinds[row] = kind | (at == 0)
+            if uses[row] < USES:
+                uses[row] += 1
+
+    def admits(self, way: Sequence[int], block_bytes: int) -> bool:
+        """By the first one's class, and by what is left of the budget."""
+        self._look(block_bytes)
+        number = self._class_of(way[0])
+        self._carried[number] += self._written[number]
+        is_admitted = self._carried[number] >= 1 - 1e-9
+        if is_admitted:
+            self._carried[number] -= 1
+            is_admitted = self._rate is None or self._pays(block_bytes * len(way))
+        for row in way if is_admitted else way[:1]:
+            self._leaves(row)
+            self._leaving_bytes += block_bytes
+        return is_admitted
+
+    def budget(self) -> WriteBudget | None:
+        """As it is now, which changes nothing; nothing is left where more was spent than there was."""
+        if self._rate is None:
+            return None
+        most = self._rate * BUCKET_SECONDS
+        since = max(0.0, self._clock() - self._looked_at)
+        left = self._budget + since * self._rate
+        return WriteBudget(self._rate, max(0.0, min(most, left)), most)
+
+    def spent(self, written_bytes: int) -> None:
+        """It counts to the budget, also where that does not have it. Nothing is learned from it: that it is written
+        says nothing about when it leaves."""
+        if self._rate is not None:
+            self._budget -= written_bytes
+
+    def _grow_to(self, row: int) -> None:
+        """Have columns for this row."""
+        missing = row + 1 - len(self._uses)
+        if missing > 0:
+            more = max(missing, 1024, len(self._uses) >> 3)
+            self._uses += bytes(more)
+            self._kinds += bytes(more)
+
+    def _class_of(self, row: int) -> int:
+        return max(0, self._uses[row] - 1) * _KINDS + self._kinds[row]
+
+    def _came_back(self, name: int) -> int | None:
+        """Its class when it left, if it did."""
+        found = self._left.pop(name, None)
+        if found is None:
+            found = self._past.pop(name, None)
+            if found is None:
+                return None
+            self._gone[found] = max(0.0, self._gone[found] - 1)
+        self._came[found] += 1
+        return found
+
+    def _leaves(self, row: int) -> None:
+        """From now on it is seen whether it comes back."""
+        number, left, past = self._class_of(row), self._left, self._past
+        self._seen[number] += 1
+        self._since_ranked += 1
+        left[self._names[row]] = number
+        if len(left) > self._history:
+            name, found = left.popitem(last=False)
+            past[name] = found
+            self._gone[found] += 1
+            if len(past) > PAST * self._history:
+                past.popitem(last=False)
+
+    # The budget ------------------------------------------------------------------------------------------------------
+
+    def _look(self, block_bytes: int) -> None:
+        """At the clock, and now and then at the order of classes."""
+        now = self._clock()
+        if self._rate is not None and now > self._looked_at:
+            self._budget += (now - self._looked_at) * self._rate
+            self._budget = min(self._budget, self._rate * BUCKET_SECONDS)
+        self._looked_at = max(now, self._looked_at)
+        if self._since_ranked >= _RANKED_EVERY:
+            self._since_halved += self._since_ranked
+            self._since_ranked = 0
+            if self._since_halved >= _HALF_LIFE * self._history:
+                self._since_halved = 0
+                for counts in (self._came, self._gone, self._seen):
+                    counts[:] = [count / 2 for count in counts]
+            self._rank()
+
+    def _pays(self, wanted_bytes: int) -> bool:
+        if self._budget < wanted_bytes:
+            return False
+        self._budget -= wanted_bytes
+        return True
+
+    def _rank(self) -> None:
+        """Which part of each class is written from now on."""
+        shares = self._shares()
+        affordable, total = self._affordable(), sum(self._seen)
+        for one in sorted(range(CLASSES), key=lambda one: -shares[one]):
+            part = self._seen[one] / total
+            paid = 1.0 if part <= affordable else affordable / part
+            self._written[one] = paid if shares[one] >= LEAST_SHARE else 0.0
+            affordable = max(0.0, affordable - part)
+
+    def _shares(self) -> list[float]:
+        """How many of each class come back; of rare ones what all sizes have in common."""
+        came, gone, shares = self._came, self._gone, [1.0] * CLASSES
+        for first in range(CLASSES):
+            if first % _KINDS >= 4:  # a size above the first
+                continue
+            sizes = range(first, first + _KINDS, 4)
+            all_came, all_gone = sum(came[one] for one in sizes), sum(gone[one] for one in sizes)
+            coarse = (all_came + _HOPE) / (all_came + all_gone + _HOPE)
+            for one in sizes:
+                shares[one] = (came[one] + _COARSE_WEIGHT * coarse) / (came[one] + gone[one] + _COARSE_WEIGHT)
+        return shares
+
+    def _affordable(self) -> float:
+        """The part of what leaves that is written."""
+        seconds = self._looked_at - self._leaving_since
+        if self._rate is None or seconds <= 0:
+            return 1.0
+        share = self._rate * seconds / self._leaving_bytes
+        if seconds > _LOOK_BACK_SECONDS:
+            self._leaving_bytes, self._leaving_since = self._leaving_bytes / 2, self._looked_at - seconds / 2
+        return share * URGE * max(0.0, self._budget) / (self._rate * BUCKET_SECONDS)
