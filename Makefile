@@ -21,27 +21,20 @@ PYTHON ?=
 ARGS   ?=
 STAGE  ?=
 
-# Each part of the suite ends within this time; what still runs then is interrupted and named.
-TEST_LIMIT_SECONDS := 1800
+# Tests share the cores, one worker for each; those that look at a clock run by themselves behind them. A test that hangs is
+# ended and named after this time. tests/kinds.py says which file is of which kind.
+TEST_LIMIT_SECONDS := 300
+PYTEST := $(VENV)/bin/python -m pytest -rs --timeout $(TEST_LIMIT_SECONDS)
+TOGETHER := -n auto --dist loadfile
 
 # Engines run in an environment of their own: they name versions of torch and of much else.
 ENGINE_TESTS := tests/engines
 ENGINE_LIMIT_SECONDS := 600
 ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt | cksum | tr ' ' '-')
 
-# What computes rather than talks: kernels in Triton's interpreter and in its compiler, transfers in every order,
-# codecs on a model, and adapters around one.
+# What computes rather than talks: kernels in Triton's interpreter and in its compiler, codecs on a model, adapters.
 KERNEL_TESTS := tests/kernels tests/adapters tests/demo \
     tests/bench/test_codec.py tests/bench/test_kernels_bench.py tests/bench/test_gpu_list.py
-# Histories and shapes drawn at random: models of the store, of ranks that put jointly, of groups and their windows,
-# what obeys a contract, a simulated disk, policies on recorded and drawn requests, and damage and kills at random.
-DRAWN_TESTS := tests/model tests/simulation tests/insight tests/tiering/test_adaptive.py \
-    tests/attack/test_bit_flips.py tests/attack/test_client_kills.py tests/attack/test_copied_directory.py \
-    tests/attack/test_index_damage.py tests/attack/test_nested_fuzz.py tests/attack/test_nvme_damage.py \
-    tests/attack/test_sharing.py tests/attack/test_store_kills.py \
-    tests/contract/test_codec.py tests/contract/test_eviction_policy.py tests/contract/test_tier.py \
-    tests/contract/test_frame_index.py tests/kvstore/test_groups.py \
-    tests/kvstore/test_getting.py tests/kvstore/test_joint.py tests/service/test_tensor_parallel.py
 
 # An installed environment carries the checksum of the two files it was made from in its stamp's name, so that
 # a change of their content makes it stale and a mere checkout does not.
@@ -50,14 +43,15 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env engines demo test test-kernels test-drawn test-engines test-vllm-matrix check bench gpu torture mutants clean
+.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-engines test-vllm-matrix check bench gpu torture mutants clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
-	@echo 'make test    run every test but those of the next line, at most $(TEST_LIMIT_SECONDS) seconds; skips are listed'
-	@echo 'make test-kernels  the tests of kernels, transfers, codecs, adapters and the demo, within the same time'
-	@echo 'make test-drawn    the tests that draw histories and shapes at random, and those of policies and of damage, within the same time'
-	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB), without the slow tests; at most $(ENGINE_LIMIT_SECONDS) seconds'
+	@echo 'make test    the tests that everybody runs, on all cores: some four minutes of two; skips are listed'
+	@echo 'make test-pure     those of them that only compute: a minute'
+	@echo 'make test-all      every test but those in an engine: also the long ones, which draw histories and damage at random'
+	@echo '                   (or in three parts, one test after the other: test-kernels, test-drawn, test-rest)'
+	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB), without the slow tests'
 	@echo 'make test-vllm-matrix  all of these, with 200 prompts for each configuration, on every vLLM that is served: hours'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
 	@echo 'make bench   run every benchmark that needs no GPU against its physical limit'
@@ -104,20 +98,29 @@ $(ENGINE_STAMP): $(STAMP)
 demo: $(STAMP)
 	$(VENV)/bin/kvstore demo $(ARGS)
 
-test: TESTS = $(addprefix --ignore=,$(KERNEL_TESTS) $(DRAWN_TESTS) $(ENGINE_TESTS))
-test-kernels: TESTS = $(KERNEL_TESTS)
-test-drawn: TESTS = $(DRAWN_TESTS)
-test test-kernels test-drawn: $(STAMP)
-	@timeout --foreground --signal=INT --kill-after=30 $(TEST_LIMIT_SECONDS) $(VENV)/bin/python -m pytest -rs $(TESTS) $(ARGS) \
-	    || { status=$$?; \
-	        if [ $$status -eq 124 ]; then echo 'error: the tests did not end within $(TEST_LIMIT_SECONDS) seconds' >&2; fi; \
-	        exit $$status; }
+test: $(STAMP)
+	$(PYTEST) $(TOGETHER) -m 'not slow and not alone' --ignore=$(ENGINE_TESTS) $(ARGS)
+	$(PYTEST) -m 'alone and not slow' --ignore=$(ENGINE_TESTS) $(ARGS)
+
+test-pure: $(STAMP)
+	$(PYTEST) $(TOGETHER) -m pure $(ARGS)
+
+test-all: $(STAMP)
+	$(PYTEST) $(TOGETHER) -m 'not alone' --ignore=$(ENGINE_TESTS) $(ARGS)
+	$(PYTEST) -m alone --ignore=$(ENGINE_TESTS) $(ARGS)
+
+# The same in three parts, one test after the other.
+test-kernels: $(STAMP)
+	$(PYTEST) -m 'not drawn' $(KERNEL_TESTS) $(ARGS)
+
+test-drawn: $(STAMP)
+	$(PYTEST) -m drawn --ignore=$(ENGINE_TESTS) $(ARGS)
+
+test-rest: $(STAMP)
+	$(PYTEST) -m 'not drawn' $(addprefix --ignore=,$(KERNEL_TESTS) $(ENGINE_TESTS)) $(ARGS)
 
 test-engines: $(STAMP) $(ENGINE_STAMP)
-	@timeout --foreground --signal=INT --kill-after=30 $(ENGINE_LIMIT_SECONDS) $(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider -m 'not slow' $(ENGINE_TESTS) $(ARGS) \
-	    || { status=$$?; \
-	        if [ $$status -eq 124 ]; then echo 'error: the engine tests did not end within $(ENGINE_LIMIT_SECONDS) seconds' >&2; fi; \
-	        exit $$status; }
+	$(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider --timeout $(ENGINE_LIMIT_SECONDS) -m 'not slow' $(ENGINE_TESTS) $(ARGS)
 
 test-vllm-matrix: $(STAMP) $(ENGINE_STAMP)
 	$(ENGINES)/bin/python benchmarks/vllm_matrix.py $(ARGS)

@@ -1,4 +1,5 @@
-"""What holds for every test: no deadline per example, and a failing example comes with the line that repeats it.
+"""What holds for every test: no deadline per example, a failing example comes with the line that repeats it, and each
+test has its kind (see `kinds`).
 
 Without a GPU the kernels run in triton's interpreter. Triton decides that when it is first imported, and transformers
 imports it, so the variable is set here: pytest reads this file before any test. What needs triton's compiler takes it
@@ -6,11 +7,25 @@ out of the environment of a process of its own (kernels/test_ahead_of_time.py).
 """
 
 import os
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import kinds
+from kvstore.client.handle import NamespaceHandle
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One process for each core: torch and its like take no more than that core.
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    # Beside other tests 50 ms may pass before a thread has its turn. A test of a deadline names one.
+    for verb in (NamespaceHandle.lease, NamespaceHandle.submit_lease, NamespaceHandle.submit_match):
+        verb.__defaults__ = tuple(10_000 if default == 50 else default for default in verb.__defaults__ or ())
 
 settings.register_profile(
     "kvstore",
@@ -34,3 +49,46 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that are slow as a whole are not read where slow tests are left out: they import engines and compilers."""
+    if "not slow" not in config.option.markexpr or kinds.TESTS not in collection_path.parents:
+        return None
+    path = collection_path.relative_to(kinds.TESTS).as_posix()
+    return True if collection_path.name.startswith("test_") and path.startswith(kinds.SLOW_FILES) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each test is marked with its kind, and those of files that are slow, or look at a clock, as that."""
+    for item in items:
+        for mark in kinds.marks_of(item.path.relative_to(kinds.TESTS).as_posix()):
+            item.add_marker(mark)
+
+
+_pure: list[str] = []
+"""The pure test that runs."""
+
+
+def _no_process(event: str, arguments: tuple[Any, ...]) -> None:
+    if _pure and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec"):
+        raise AssertionError(f"{_pure[0]} is called pure in tests/kinds.py, and starts a process")
+
+
+sys.addaudithook(_no_process)
+
+
+@pytest.fixture(autouse=True)
+def kept_pure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A pure test starts no process and does not sleep."""
+    if request.node.get_closest_marker(kinds.PURE) is None:
+        yield
+        return
+
+    def sleep(seconds: float) -> NoReturn:
+        raise AssertionError(f"{request.node.nodeid} is called pure in tests/kinds.py, and sleeps")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    _pure.append(request.node.nodeid)
+    yield
+    _pure.clear()

@@ -66,6 +66,7 @@ def error_line(result: subprocess.CompletedProcess[str], status: int = 2) -> str
 # Without torch --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_version() -> None:
     result = run_cli("--version")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"kvstore {kvstore.__version__}\n", "")
@@ -80,6 +81,7 @@ def test_help_needs_no_torch(arguments: tuple[str, ...]) -> None:
     assert "Usage: kvstore" in result.stdout
 
 
+@pytest.mark.slow
 def test_help_names_the_commands_that_exist() -> None:
     shown = run_cli("--help").stdout
     assert "demo" in shown and "bench" in shown and "fsck" in shown
@@ -102,12 +104,14 @@ def test_wrong_usage_is_one_line(arguments: tuple[str, ...], hint: str) -> None:
     assert hint in error_line(run_cli(*arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "extra"), [("typer", "server"), ("torch", "hf"), ("transformers", "hf")])
 def test_a_missing_package_names_its_extra(module: str, extra: str) -> None:
     line = error_line(run_cli("demo", before=f"sys.modules[{module!r}] = None"))
     assert module in line and f"run in a checkout: pip install '.[{extra}]'" in line
 
 
+@pytest.mark.slow
 def test_a_bug_is_one_line_unless_a_traceback_is_asked_for() -> None:
     broken = "import kvstore.cli.main; kvstore.cli.main.json = None"
     assert "internal error: AttributeError" in error_line(run_cli("--version", "--json", before=broken), status=1)
@@ -164,6 +168,7 @@ def damage(directory: Path, slot: int) -> None:
         slab.write(b"rot")
 
 
+@pytest.mark.slow
 def test_fsck_says_what_is_wrong_and_repairs_it(directory: Path) -> None:
     damage(directory, 3)
     damaged = run_cli("fsck", str(directory))
@@ -189,6 +194,7 @@ def test_fsck_says_what_is_wrong_and_repairs_it(directory: Path) -> None:
     assert (well.returncode, well.stderr) == (0, "") and "All is well: 7 good frames in 1 slab;" in well.stdout
 
 
+@pytest.mark.slow
 def test_fsck_without_keys(directory: Path) -> None:
     (directory / "keys").rename(directory / "keys.away")
     checked = run_cli("fsck", str(directory))
@@ -197,6 +203,7 @@ def test_fsck_without_keys(directory: Path) -> None:
     assert f"{directory}/keys is missing" in line and "restore it from a backup" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--json",), ("--repair",)])
 def test_fsck_of_what_cannot_be_checked_is_one_line(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert "does not exist" in error_line(run_cli("fsck", str(tmp_path / "none"), *options))
@@ -248,6 +255,7 @@ def test_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "900TiB" in line and "cgroup" in line and "give less" in line
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("needs_engine")
 def test_a_directory_in_use_names_its_holder(tmp_path: Path) -> None:
     with kvstore.open(f"embedded:{tmp_path}", dram="16MiB"):

@@ -24,6 +24,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_table_for_people_and_an_object_for_scripts(trace: Path) -> None:
     packed = trace.with_suffix(".gz")
     packed.write_bytes(gzip.compress(trace.read_bytes()))
@@ -185,6 +186,7 @@ def test_traces_of_one_name_are_told_apart_and_pipes_are_read(
     assert told["traces"][0]["requests"] == 6
 
 
+@pytest.mark.slow
 def test_without_numba_it_names_the_extra(trace: Path) -> None:
     without = {"before": "sys.modules['numba'] = None"}
     given = ("replay", str(trace), "--blocks", "4", "--block-tokens", "16")

@@ -13,6 +13,7 @@ MUTANTS = load()
 LEAST_MUTANTS = 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_a_mutant_fits_one_place_and_its_tests_are_there(mutant: Mutant) -> None:
     source = (TREE / mutant.path).read_text()

@@ -68,6 +68,7 @@ def wheel_of_this_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _build(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built", ["stand_in_wheel", "wheel_of_this_tree"])
 def test_the_wheel_holds_the_four_packages_and_nothing_else(built: str, request: pytest.FixtureRequest) -> None:
     names = _names_in(request.getfixturevalue(built))

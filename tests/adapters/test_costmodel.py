@@ -101,6 +101,7 @@ PREFILLS = [learned(8e-3, 40e-6, 2e-9), learned(20e-3, 1e-3, 1e-7), learned(1e-3
 # The choice -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(cases(), SPEEDS, st.sampled_from(PREFILLS))
 def test_no_block_boundary_would_be_better(case: Case, speeds: dict[HitTier, TierPrior], prefill: PrefillSpeed) -> None:
@@ -365,6 +366,7 @@ def declined_share(requests: list[Request]) -> float:
     return declined / (declined + from_disk / BYTES_PER_TOKEN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds_between", [0.05, 1.0, 10.0])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_throttled_disk_never_makes_it_slower_than_computing(seed: int, seconds_between: float) -> None:

@@ -80,6 +80,7 @@ def test_in_a_batch_what_a_prompt_shares_is_saved_before_it_is_looked_up_and_not
     assert second.saved_blocks == 10
 
 
+@pytest.mark.slow
 def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None:
     prompt = prompt_of(1300)
     expected = cache_of(llama).generate(prompt, max_new_tokens=6).token_ids
@@ -107,6 +108,7 @@ def test_a_sidecar_that_hangs_costs_no_token(llama: Any, tmp_path: Path) -> None
         assert warm.token_ids == expected and reasons(warm.report.account)["dram"] == 1280
 
 
+@pytest.mark.slow
 def test_a_sidecar_that_hangs_behind_the_first_token_costs_one_deadline(llama: Any, tmp_path: Path) -> None:
     prompt = prompt_of(1300)
     expected = cache_of(llama).generate(prompt, max_new_tokens=6).token_ids

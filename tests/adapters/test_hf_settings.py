@@ -108,6 +108,7 @@ ALIKE_HERE = ("remove_invalid_values", "renormalize_logits", "forced_bos_token_i
 """Of a greedy answer to this prompt they change nothing, in transformers neither."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(APPLIED))
 def test_greedy_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = small_model()

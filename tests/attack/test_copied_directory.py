@@ -137,6 +137,7 @@ def copied(source: Path, target: Path, random: Random) -> None:
         copy.chmod(0o600)
 
 
+@pytest.mark.slow
 def test_copies_taken_while_it_is_written_and_a_second_process(tmp_path: Path) -> None:
     """One process writes all the time. Copies deliver nothing wrong; who wants the directory too is refused in one
     line, changes nothing by that, and comes in once the first one was killed."""

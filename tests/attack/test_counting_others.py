@@ -342,6 +342,7 @@ def sidecar(directory: Path) -> Iterator[tuple[Eyes, Eyes]]:
             one.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opened", [embedded, sidecar])
 def test_all_that_a_tenant_sees_is_the_same_whatever_another_one_does(opened: Any, tmp_path: Path) -> None:
     all_seen = []

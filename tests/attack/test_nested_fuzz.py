@@ -16,6 +16,7 @@ from torture.nested_door import clients, door
 SEED = 25
 
 
+@pytest.mark.slow
 def test_parsers_take_what_is_right_and_refuse_the_rest() -> None:
     counts = nested(4000, SEED)
     for name in TARGETS:
@@ -24,6 +25,7 @@ def test_parsers_take_what_is_right_and_refuse_the_rest() -> None:
     assert sum(counts[f"{name} refused"] for name in TARGETS) > 1000
 
 
+@pytest.mark.slow
 def test_a_sidecar_under_odd_requests_serves_another_tenant() -> None:
     told = door(650, SEED)
     assert told["refused"] > 100 and told["answered"] > 10 and told["pings"] > 0
@@ -36,6 +38,7 @@ def test_a_client_of_an_odd_sidecar_has_misses() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_directory_with_odd_contents_is_opened_or_refused() -> None:
     counts = directories(25, SEED)
     assert all(any(one.startswith(name) for one in counts) for name in CHANGES), counts

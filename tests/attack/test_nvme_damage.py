@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
+import pytest
+
 from simulation.disk import SimulatedFiles
 from simulation.machine import MAC_KEY, SLAB_BYTES, Machine
 from tiering.errors import BlockCorrupt, TierFull
@@ -489,6 +491,7 @@ def one_round(seed: int, number: int, counts: Counter[str]) -> None:
 SEED = 20261121
 
 
+@pytest.mark.slow
 def test_damage_of_every_kind() -> None:
     counts = damage(30_000, SEED)
     print(counts)

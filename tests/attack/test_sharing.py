@@ -107,6 +107,7 @@ def sharing(tmp_path: Path) -> Iterator[Sharing]:
     opened.close()
 
 
+@pytest.mark.slow
 def test_one_token(sharing: Sharing) -> None:
     @examples
     @given(tokens=prompts, at=st.integers(0, TOKENS + TAIL - 1), change=st.integers(1, (1 << 32) - 1))
@@ -118,6 +119,7 @@ def test_one_token(sharing: Sharing) -> None:
     differ()
 
 
+@pytest.mark.slow
 def test_two_tokens_that_change_places(sharing: Sharing) -> None:
     @examples
     @given(tokens=prompts, at=st.integers(0, TOKENS - 1), to=st.integers(0, TOKENS - 1))
@@ -130,6 +132,7 @@ def test_two_tokens_that_change_places(sharing: Sharing) -> None:
     differ()
 
 
+@pytest.mark.slow
 def test_one_extra_key(sharing: Sharing) -> None:
     """One more, one less, another value or another place, from any token on."""
     values = st.binary(min_size=1, max_size=20)

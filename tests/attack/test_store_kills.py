@@ -32,12 +32,14 @@ def children() -> Iterator[Nursery]:
         yield one
 
 
+@pytest.mark.slow
 def test_a_process_is_killed_at_every_failpoint(children: Nursery) -> None:
     sums = points(children, 1, SEED)
     assert {point: sums.get(point) for point in POINTS} == dict.fromkeys(POINTS, 1)
     assert sums["blocks compared"] > 0 and sums["evicted blocks"] > 0, sums
 
 
+@pytest.mark.slow
 def test_five_processes_are_killed_at_random_moments(children: Nursery) -> None:
     sums = stores(children, 5, SEED)
     assert sums["kills"] == 5 and sums["comparisons"] > 0, sums

@@ -49,6 +49,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[tiers.TiersResul
     return result, said
 
 
+@pytest.mark.slow
 def test_every_path_has_a_row(measured: tuple[tiers.TiersResult, list[str]]) -> None:
     result, said = measured
     assert [(row.tier, row.path, row.limit) for row in result.rows] == [("nvme", path, "loop") for path in PATHS]
@@ -115,6 +116,7 @@ def test_targets_are_for_disks_and_direct_io(direct: bool, kind: str, says: str,
     assert says in nvme.Disk(kind, direct, 4, {"loop": {}}, "", "why", 0, None).describe()
 
 
+@pytest.mark.slow
 def test_files_in_memory_are_no_disk() -> None:
     if not os.access("/dev/shm", os.W_OK) or file_system(Path("/dev/shm")) != "tmpfs":
         pytest.skip("there is no file system in memory")

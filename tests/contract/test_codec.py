@@ -95,6 +95,7 @@ class CodecContract:
             size = codec.payload_bytes(part)
             assert size > 0 and size % len(part.layers) == 0 and size == self.make().payload_bytes(part)
 
+    @pytest.mark.slow
     @given(**BLOCKS)
     @settings(max_examples=40)
     def test_a_block_comes_back_where_it_belongs(self, name: str, page_tokens: int, data: st.DataObject) -> None:
@@ -128,6 +129,7 @@ class CodecContract:
                     else:
                         assert same_bits(tensor[page], untouched[layer][plane][page])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", LAYOUTS)
     def test_the_same_numbers_are_the_same_bytes(self, name: str) -> None:
         layout = LAYOUTS[name]
@@ -146,6 +148,7 @@ class CodecContract:
                 payloads.append(bytes(span.view))
             assert payloads[0] == payloads[1]
 
+    @pytest.mark.slow
     @given(**BITS)
     @settings(max_examples=40)
     def test_a_flipped_bit_is_refused(self, name: str, at: int, bit: int) -> None:
@@ -162,6 +165,7 @@ class CodecContract:
             span.view[at % len(span.view)] ^= 1 << bit
             assert not decode(codec.bind(pages, layout, part), span, 0, 0, digests)
 
+    @pytest.mark.slow
     @given(**MANY)
     @settings(max_examples=30)
     def test_blocks_are_good_up_to_the_first_that_is_not(

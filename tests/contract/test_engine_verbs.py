@@ -357,6 +357,7 @@ class EngineVerbs:
                     call(name)
                 assert one_line(raised.value, "request=", "256")
 
+    @pytest.mark.slow
     def test_names_of_requests_are_forgotten(self, engine: Engine) -> None:
         for number in range(2000):
             engine.mine.lease(engine.mine.match(ids(512, 7)), request=f"r{number}").release()
@@ -408,6 +409,7 @@ class EngineVerbs:
         with pytest.raises(BadInput):
             engine.mine.submit_lease(engine.mine.match(ids(512)), deadline_ms=-1)
 
+    @pytest.mark.slow
     def test_one_polls_while_others_wait(self, engine: Engine) -> None:
         """Every thread gets its own answers, whoever reads for all."""
         wrong: list[Any] = []

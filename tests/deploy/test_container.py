@@ -33,6 +33,7 @@ def of(instructions: list[tuple[str, str]], name: str) -> list[str]:
     return [rest for one, rest in instructions if one == name]
 
 
+@pytest.mark.slow
 def test_it_starts_the_sidecar_as_a_user_of_its_own(instructions: list[tuple[str, str]]) -> None:
     (entry,) = of(instructions, "ENTRYPOINT")
     assert json.loads(entry) == ["/opt/kvstore/bin/kvstore", "serve"]
@@ -53,6 +54,7 @@ def test_its_python_is_one_that_is_supported(instructions: list[tuple[str, str]]
     assert all(one.startswith("docker.io/library/python:${PYTHON}-slim") for one in of(instructions, "FROM"))
 
 
+@pytest.mark.slow
 def test_what_it_copies_is_enough_for_the_wheel(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
     _needs_setuptools()
     for copy in of(instructions, "COPY"):
@@ -84,6 +86,7 @@ def test_what_it_copies_is_enough_for_the_wheel(instructions: list[tuple[str, st
         assert {"kvstore/cli/main.py", "tiering/files.py", "kv_kernels/__init__.py"} <= set(archive.namelist())
 
 
+@pytest.mark.slow
 def test_the_source_distribution_can_build_the_image(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
     _needs_setuptools()
     tree = tmp_path / "tree"
@@ -120,6 +123,7 @@ def test_the_server_needs_no_torch() -> None:
     assert not {one for one in found if re.match(r"torch|triton|transformers|nvidia", one)}
 
 
+@pytest.mark.slow
 def test_the_health_check_tells_ready_from_gone(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
     (check,) = of(instructions, "HEALTHCHECK")
     command = json.loads(check.partition(" CMD ")[2])

@@ -107,6 +107,7 @@ def warnings(log: list[dict[str, Any]]) -> list[str]:
     return [line["message"] for line in log if line["level"] == "warning"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "s3-fifo", "adaptive"])
 def test_each_policy_is_served_where_nothing_may_be_written_and_run(
     tmp_path: Path, denied: Callable[[], None], policy: str
@@ -121,6 +122,7 @@ def test_each_policy_is_served_where_nothing_may_be_written_and_run(
     assert len(warnings(log)) == 1 and "blocks go by lru instead" in warnings(log)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -151,6 +153,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [*BROKEN, "disabled"])
 def test_numba_that_is_absent_or_broken_costs_the_policy_alone(tmp_path: Path, how: str) -> None:
     environment = {}

@@ -88,6 +88,7 @@ def test_little_is_left_exposed() -> None:
     assert done.returncode == 0, done.stdout[-400:] + done.stderr
 
 
+@pytest.mark.slow
 def test_it_serves_under_the_unit_s_restrictions(tmp_path: Path) -> None:
     """Start, put to disk, get, health, orderly end, and a start after a kill, which reads the index in a child."""
     _systemd_analyze()

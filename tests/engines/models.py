@@ -118,6 +118,12 @@ def save_deepseek(directory: Path, *, vocab: int = 1000, seed: int = 0) -> Path:
     return directory
 
 
+def has_fp8() -> bool:
+    """Whether this processor is one on which vLLM keeps KV in fp8."""
+    flags = Path("/proc/cpuinfo").read_text()
+    return "avx512f" in flags or "amx_tile" in flags
+
+
 def takes_windows() -> bool:
     """Whether this vLLM can be told that a load has failed of which pages are missing in its tables."""
     from engine_adapter.vllm_connector import KVConnectorTransferResults

@@ -155,6 +155,7 @@ def rows_of(trace: Trace, **options: object) -> list[replays.ReplayRow]:
     return list(replays.run([trace], {"lru": LeafFirstLru}, given, build_replay, *QUIET).rows)
 
 
+@pytest.mark.slow
 def test_rows_are_by_admission_with_all_first_and_the_optimum_of_both_tiers_last() -> None:
     random = np.random.default_rng(3)
     trace = made_of(*(random.integers(0, 3, random.integers(1, 6)).tolist() for _ in range(400)))

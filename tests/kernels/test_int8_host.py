@@ -112,6 +112,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+@pytest.mark.slow
 @given(
     codec=st.sampled_from([int8.KC64, int8.TH]),
     dtype=st.sampled_from(sorted(DTYPES)),
@@ -344,6 +345,7 @@ def test_the_fields_are_those_that_the_loops_read() -> None:
     assert [field.value for field in Field] == list(range(len(Field)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["emptied", "full"])
 def test_a_cache_of_numba_that_is_damaged_or_full_costs_seconds_only(tmp_path: Path, damage: str) -> None:
     """In processes of their own, because numba reads its settings when it is imported."""
@@ -366,6 +368,7 @@ def test_a_cache_of_numba_that_is_damaged_or_full_costs_seconds_only(tmp_path: P
     assert "compiled for this process alone" in prepared()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ImportError, OSError])
 def test_a_numba_that_cannot_be_imported_is_done_without(error: type[Exception]) -> None:
     """OSError is what llvmlite raises where its shared library is missing or of another system."""

@@ -243,6 +243,7 @@ def test_numbers_of_eight_bytes_are_not_moved() -> None:
         paged.gather(**{**GOOD, "pools": pools})
 
 
+@pytest.mark.slow
 def test_without_triton_all_but_the_kernels_can_be_imported() -> None:
     program = "import sys; sys.modules['triton'] = None; from kv_kernels import host, int8, pools, reference"
     subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATH}, timeout=120, check=True)

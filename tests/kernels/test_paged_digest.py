@@ -44,6 +44,7 @@ def test_lengths_at_the_edges(slice_bytes: int) -> None:
     assert found_in(payload, 4096, slice_bytes, 2) == wanted_of(payload, 4096, slice_bytes, 2)
 
 
+@pytest.mark.slow
 @given(words=st.integers(31, 500), blocks=st.integers(1, 3), slices=st.integers(1, 3), at=st.integers(0, 9))
 @settings(max_examples=25, deadline=None)
 def test_any_length(words: int, blocks: int, slices: int, at: int) -> None:

@@ -203,6 +203,7 @@ def test_along_the_wrong_axis_a_biased_channel_would_be_lost() -> None:
     assert error(value, value_back) > 0.2 > 0.006 > error(value, dequantize(*quantize(value, Axis.CHANNEL), key.dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, about numbers that are meant to be wrong
 @pytest.mark.parametrize("codec", [KC64, TH])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -234,6 +235,7 @@ def test_what_cannot_be_written_is_reported_by_block(codec: str, dtype: str) -> 
         assert torch.equal(got[block].cpu(), payloads[block])
 
 
+@pytest.mark.slow
 def test_every_scale_is_rounded_up_as_the_twin_does() -> None:
     """From fp32's smallest number to fp16's largest, beside every kind of boundary between two fp16."""
     case = Case("token-major", "float32", 64, 64, 1, (4, 1), layers=1, blocks=1)

@@ -217,6 +217,7 @@ class Story:
         return pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", [False, True], ids=["page-locked", "refused"])
 def test_every_legal_order_gives_the_right_bytes(refused: bool) -> None:
     loaded = saved = detours = 0
@@ -244,11 +245,13 @@ HAZARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HAZARDS)
 def test_a_wait_that_is_missing_is_found(name: str) -> None:
     _all_are_found(name, lambda seed, no_wait: Story(Engine(seed, no_wait)).run(120), NoWait(*HAZARDS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zeroed", [0.0, 1.0], ids=["read", "zeroed"])
 def test_a_load_over_pages_in_use_is_found(zeroed: float) -> None:
     def run(seed: int, no_wait: NoWait) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,6 +145,7 @@ class Disk:
         return None
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 10**9), blocks=st.integers(1, 40), most=st.sampled_from([1, 2, 4, 8, 1000]))
 @settings(max_examples=400, deadline=None)
 def test_one_slab_is_chosen_and_what_follows_it(seed: int, blocks: int, most: int) -> None:

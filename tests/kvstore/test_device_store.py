@@ -55,6 +55,7 @@ def both(a: Bench, layout: Layout, codec: str, route: ChaosRoute) -> tuple[Names
     return NamespaceHandle(a.door(), here.namespace, codec_named(codec, route)), here
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_a_device_stores_the_host_loads_and_the_other_way_round(codec: str, route: ChaosRoute) -> None:
     a = bench()
@@ -76,6 +77,7 @@ def test_what_a_device_stores_the_host_loads_and_the_other_way_round(codec: str,
     a.store.check()
 
 
+@pytest.mark.slow
 def test_a_put_ends_before_a_block_that_cannot_be_written(route: ChaosRoute) -> None:
     a = bench()
     there, _ = both(a, SHARDED, "int8-kc64", route)
@@ -86,6 +88,7 @@ def test_a_put_ends_before_a_block_that_cannot_be_written(route: ChaosRoute) -> 
     a.store.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 3])
 def test_a_damaged_frame_ends_a_load_and_is_reported(part: int, route: ChaosRoute) -> None:
     a = bench()
@@ -107,6 +110,7 @@ def test_a_damaged_frame_ends_a_load_and_is_reported(part: int, route: ChaosRout
 GROUPS = Layout((full("full", (0, 2)), sliding("sliding", (1, 3), 100)), layer_shards=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 def test_windows_and_layers_are_read_as_on_the_host(codec: str, route: ChaosRoute) -> None:
     """Pages of groups lie all over; of the sliding one those of the window are there, in the middle of a block."""
@@ -134,6 +138,7 @@ def test_windows_and_layers_are_read_as_on_the_host(codec: str, route: ChaosRout
     a.store.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["raw", "int8-th"])
 def test_through_a_sidecar(codec: str, route: ChaosRoute, tmp_path: Path) -> None:
     """Blocks enough that the first ones are committed while later ones are under way."""

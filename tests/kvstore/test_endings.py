@@ -192,6 +192,7 @@ def test_a_short_end_gives_way_to_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
     assert is_at_rest(a)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])  # a seed has no smaller one
 @given(seed=st.integers(0, 1 << 32), most=st.integers(1, 40))
 def test_however_leases_end_they_leave_the_pins_as_they_were(seed: int, most: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import pytest
 from xxhash import xxh3_128_digest
 
 from kvstore.block.codec import codec_named
@@ -89,6 +90,7 @@ class Tenant:
         self._door.release(self._door.lease(self._number, self._random.choice(self._chains), 0, 100).lease)
 
 
+@pytest.mark.slow
 def test_no_table_grows_for_ever(tmp_path: Path) -> None:
     seed = 7
     random = Random(seed)

@@ -146,6 +146,7 @@ ONCE, LASTING = False, True
 NO_SPACE, FULL, BAD = TierUnavailable("no space left"), TierFull("full"), IndexDoubtful("a page is bad")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "code", "lasting"),
     [
@@ -167,6 +168,7 @@ def test_a_call_to_the_disk_fails(call: str, code: int, lasting: bool) -> None:
     assert totals["lives"] and totals["blocks compared"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error", "lasting"),
     [

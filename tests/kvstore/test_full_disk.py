@@ -67,6 +67,7 @@ class Filler:
         self.path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_bytes", [0, 3 * 4096, 300 << 10])
 def test_a_disk_gets_full_and_has_room_again(disk: Path, left_bytes: int) -> None:
     real = RealDisk(disk / "kv")

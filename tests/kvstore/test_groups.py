@@ -388,6 +388,7 @@ def last_first_page(group: KvGroup, first_token: int, stop_token: int, page_toke
     return (max(first_token, stop_token - group.window + 1) - first_token) // page_tokens
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(layout=layouts(), page_tokens=st.sampled_from([16, 32, 64, 128]), data=st.data())
 def test_right_bytes_exactly_where_they_are_promised(layout: Layout, page_tokens: int, data: st.DataObject) -> None:

@@ -415,6 +415,7 @@ def test_digests_are_equal_exactly_where_fields_are(mine: Namespace, theirs: Nam
     assert bool(mine.difference(theirs)) == (mine.fields() != theirs.fields())
 
 
+@pytest.mark.slow
 @given(st.text(max_size=6), st.text(max_size=6), st.integers(0, 6))
 @settings(max_examples=60)
 def test_moving_a_letter_from_a_name_to_its_value_is_seen(name: str, value: str, at: int) -> None:

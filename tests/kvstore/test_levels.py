@@ -64,6 +64,7 @@ def put(handle: NamespaceHandle, number: int, **options: Any) -> Any:
     return handle.put(prompt(number), pages(number, handle), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, {"layer_shards": 2}])
 def test_more_than_dram_holds_is_all_there_and_still_there_after_a_restart(tmp_path: Path, layout: Any) -> None:
     with opened(tmp_path) as store:
@@ -314,6 +315,7 @@ def test_what_it_says_of_bad_options(tmp_path: Path) -> None:
         assert store.usage().blocks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_chains_wander_between_small_tiers(tmp_path: Path, seed: int) -> None:
     """Prompts that share beginnings, far more than both tiers hold: what is found is right, and nothing gets stuck."""

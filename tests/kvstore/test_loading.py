@@ -299,6 +299,7 @@ def _crash(tmp_path: Path, cut: int) -> None:
     shutil.rmtree(tmp_path / "crashed" / "nvme" / "index")
 
 
+@pytest.mark.slow
 def test_what_is_stored_meanwhile_is_not_evicted_before_all_is_known(tmp_path: Path, monkeypatch: Any) -> None:
     """Durable puts would have to evict each other: what is found on disk may hang below any of them."""
     options = {"nvme": "1MiB", "dram": "2MiB", "slab": "256KiB"}

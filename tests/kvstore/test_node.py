@@ -84,6 +84,7 @@ def test_only_keys_and_lock_are_on_disk(tmp_path: Path) -> None:
     assert {stat.S_IMODE((tmp_path / "kv" / name).stat().st_mode) for name in ("keys", "lock")} == {0o600}
 
 
+@pytest.mark.slow
 def test_a_closed_store_leaves_no_descriptor(tmp_path: Path) -> None:
     opened(tmp_path).close()
     before = open_files()
@@ -249,6 +250,7 @@ with kvstore.open("embedded:" + sys.argv[1], dram="1MiB") as store:
 """
 
 
+@pytest.mark.slow
 def test_the_same_prompt_has_the_same_names_in_a_new_process(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         mine = keys_in(store)
@@ -431,6 +433,7 @@ os._exit(0)  # the parent goes without closing; its child must not keep the dire
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_finds_the_store_closed_and_holds_no_lock(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -74,6 +74,7 @@ def opened(path: Path, **options: object) -> EmbeddedStore:
     return kvstore.embedded(str(path), dram="1MiB", nvme="256MiB", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_comes_back_is_written_and_what_does_not_is_not(tmp_path: Path) -> None:
     with opened(tmp_path, nvme_writes="learned") as store:
         load = Load(store)
@@ -88,6 +89,7 @@ def test_what_comes_back_is_written_and_what_does_not_is_not(tmp_path: Path) -> 
         store.check()
 
 
+@pytest.mark.slow
 def test_blocks_that_are_used_all_the_time_keep_nobody_from_being_looked_at(tmp_path: Path) -> None:
     """They stay in DRAM and are on NVMe; what comes and goes beside them is still chosen from."""
     with opened(tmp_path, nvme_writes="learned") as store:
@@ -105,6 +107,7 @@ def test_blocks_that_are_used_all_the_time_keep_nobody_from_being_looked_at(tmp_
         store.check()
 
 
+@pytest.mark.slow
 def test_by_itself_everything_is_written(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         load = Load(store)
@@ -127,6 +130,7 @@ def an_hour_of(blocks: int, path: Path) -> float:
         return blocks * 24 * Load(store).store._store._blocks.spaces[0].block_bytes / (256 << 20)
 
 
+@pytest.mark.slow
 def test_an_end_in_order_writes_what_waits(tmp_path: Path) -> None:
     """And not what was declined."""
     with opened(tmp_path, nvme_writes="learned") as store:
@@ -169,6 +173,7 @@ def declined_of(store: EmbeddedStore) -> int:
     return len(store._store._blocks.dirty.declined())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all", "learned", "number"])
 @pytest.mark.parametrize(("prompts", "wish"), [(1, {"ttl": 3600}), (3, {"ttl": 3600}), (1, {"priority": 100})])
 def test_what_is_to_be_kept_is_there_after_a_restart(
@@ -190,6 +195,7 @@ def test_what_is_to_be_kept_is_there_after_a_restart(
     assert found_after_a_restart(tmp_path, writes, kept) == [20] * prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["learned", "number"])
 def test_who_asks_after_it_was_declined_gets_it_written(name: str, tmp_path: Path) -> None:
     writes = setting(name, tmp_path)
@@ -232,6 +238,7 @@ def test_what_is_to_be_kept_is_written_beyond_the_budget_and_nothing_else_is(tmp
         assert 40 <= load.counters()["demoted_blocks"] - before <= 60
 
 
+@pytest.mark.slow
 def test_to_keep_everything_is_to_keep_no_more_than_the_disk_may(tmp_path: Path) -> None:
     """Which is 436 blocks here; of the others it is chosen."""
     limits = kvstore.Limits(retained_fraction=0.02)
@@ -245,6 +252,7 @@ def test_to_keep_everything_is_to_keep_no_more_than_the_disk_may(tmp_path: Path)
         store.check()
 
 
+@pytest.mark.slow
 def test_a_kept_block_whose_time_is_over_is_as_any_other(tmp_path: Path) -> None:
     writes = an_hour_of(5, tmp_path)
     with opened(tmp_path, nvme_writes=writes) as store:

@@ -77,6 +77,7 @@ def test_every_path_of_the_command_line_may_begin_with_a_tilde(home: Path, comma
     assert str(home / "none") in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_directory_whose_name_is_not_utf_8_is_served_and_checked(tmp_path: Path) -> None:
     directory = tmp_path / NOT_TEXT
     directory.mkdir()
@@ -110,6 +111,7 @@ with kvstore.open(sys.argv[1]) as store:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["unix", "embedded"])
 def test_without_torch_a_store_can_be_opened_and_the_extra_is_named_where_it_is_needed(
     tmp_path: Path, scheme: str

@@ -67,6 +67,7 @@ def test_who_waited_for_a_thread_has_less_time_left() -> None:
     assert [round(ms) for ms in store.given_ms] == [100] * LEASE_THREADS + [40] and not store.released
 
 
+@pytest.mark.slow
 def test_what_is_cancelled_or_forgotten_is_given_back_before_and_after_it_is_granted() -> None:
     for is_granted_first in (False, True):
         store = SlowStore()

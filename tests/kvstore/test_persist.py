@@ -88,6 +88,7 @@ def test_what_went_is_said_to_be_durable_up_to_there(store: EmbeddedStore) -> No
     assert put(handle, 3, durability="disk").stopped_at is None
 
 
+@pytest.mark.slow
 def test_what_is_being_written_down_while_its_old_frames_are_found_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -286,6 +286,7 @@ def test_elsewhere_never_looks_at_another_tenant() -> None:
 BLOCKS = 200_000
 
 
+@pytest.mark.slow
 def test_two_hundred_thousand_blocks_cost_at_most_300_bytes_each() -> None:
     names = np.random.default_rng(1).integers(0, 256, (BLOCKS, 32), dtype=np.uint8)
     gc.collect()

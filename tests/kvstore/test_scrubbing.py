@@ -583,6 +583,7 @@ def run_workers(rig: Rig, monkeypatch: pytest.MonkeyPatch, seed: int, meanwhile:
     return looks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEED, SEED + 2))
 def test_many_threads_and_tiny_tiers_make_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Far more than both tiers hold, so that slots change hands all the time."""
@@ -595,6 +596,7 @@ def test_many_threads_and_tiny_tiers_make_no_damage(tmp_path: Path, monkeypatch:
         rig.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEED, SEED + 2))
 def test_damage_under_many_threads_is_found_and_the_tables_stay_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -704,6 +706,7 @@ def test_an_unreadable_frame_of_a_block_in_dram_is_replaced(tmp_path: Path) -> N
         assert read(rig.namespace(), 0) == BLOCKS
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_gone_is_left_alone_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_disk(tmp_path)
     steps = counted_steps(monkeypatch)

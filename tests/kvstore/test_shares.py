@@ -220,6 +220,7 @@ def fill_disk(world: Tenants) -> int:
     return prompts
 
 
+@pytest.mark.slow
 def test_on_disk_one_slab_goes_and_not_all_that_is_old(tmp_path: Path) -> None:
     """What was used at the same time stands in many slabs: leaf by leaf, most of all would go before one is empty."""
     world = Tenants(tmp_path, {}, nvme="8MiB")
@@ -421,6 +422,7 @@ ACTS = st.lists(st.one_of(PUTS, PUTS, PUTS, HOLDS, RELEASES), min_size=20, max_s
 GUARANTEES = st.tuples(*[st.sampled_from([0.0625, 0.2, 0.25, 0.33])] * 3)
 
 
+@pytest.mark.slow
 def test_a_tenant_that_reads_is_not_idle_on_disk(tmp_path: Path) -> None:
     world = Tenants(tmp_path, {"reader": Share(0.1), "writer": Share(0.1)}, nvme="3MiB")
     with world.store:
@@ -509,6 +511,7 @@ def live(
     return world.evicted
 
 
+@pytest.mark.slow
 @given(parts=GUARANTEES, acts=ACTS)
 @settings(deadline=None, max_examples=25)
 def test_within_its_guarantee_a_tenant_loses_no_block_to_others(
@@ -518,6 +521,7 @@ def test_within_its_guarantee_a_tenant_loses_no_block_to_others(
         live(Path(directory), parts, acts, None)
 
 
+@pytest.mark.slow
 @given(parts=GUARANTEES, acts=ACTS)
 @settings(deadline=None, max_examples=15)
 def test_nor_on_nvme(parts: tuple[float, ...], acts: list[tuple[str, str, int, int, str]]) -> None:
@@ -525,6 +529,7 @@ def test_nor_on_nvme(parts: tuple[float, ...], acts: list[tuple[str, str, int, i
         live(Path(directory), parts, acts, "3MiB")
 
 
+@pytest.mark.slow
 def test_long_floods(tmp_path: Path) -> None:
     """The same over a long life, in which room is made often."""
     acts = [("put", NAMES[at * 7 % 4], at * 5 % 13, 1 + at * 11 % 40, MODELS[at % 2]) for at in range(150)]

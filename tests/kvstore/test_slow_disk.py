@@ -268,6 +268,7 @@ def test_what_is_to_be_kept_is_written_first_at_a_close(tmp_path: Path, monkeypa
     assert all(mine == 4 or not theirs for mine, theirs in found), found
 
 
+@pytest.mark.slow
 def test_writes_that_hang_do_not_stop_puts_or_reads(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle, "DURABLE_SECONDS", 0.1)
     room.disk.hanging.add("write")

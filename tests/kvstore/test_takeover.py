@@ -359,6 +359,7 @@ def test_memory_of_a_tenant_without_keys_is_used_for_others() -> None:
         store.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_a_random_life_over_many_processes(seed: int) -> None:
     """Each process ends at a random moment; the next one has a part of what was readable, right to the byte, and every

@@ -143,6 +143,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_client_that_is_stopped_keeps_nobody_waiting_for_long(sidecar: Sidecar) -> None:
     """It maps nearly all memory, and lets go of it when it runs again."""
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
@@ -240,6 +241,7 @@ def test_a_lease_that_waits_for_the_disk_has_it_rung(tmp_path: Path) -> None:
 # What a bell costs, and what it cannot do -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bells_are_closed_with_their_connections_and_for_others(sidecar: Sidecar) -> None:
     before = open_files("pipe:")
     listener = Listener(sidecar)
@@ -312,6 +314,7 @@ def test_an_answer_without_its_bell_is_no_bell(sidecar: Sidecar) -> None:
     wire.close()
 
 
+@pytest.mark.slow
 def test_a_descriptor_of_something_else_is_no_bell(sidecar: Sidecar) -> None:
     wire = FramedSocket(str(sidecar.path), "test", b"", SystemClock(), 10.0)
     receive, before = wire._receive_piece, open_files("/dev/null")
@@ -434,6 +437,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_a_bell_of_its_own(sidecar: Sidecar) -> None:
     paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'tests'}"}
     command = [sys.executable, "-c", FORKING, str(sidecar.path)]

@@ -111,6 +111,7 @@ def lease_of(handle: NamespaceHandle, **options: Any) -> Any:
     return lease
 
 
+@pytest.mark.slow
 def test_workers_read_what_the_scheduler_leased_and_a_killed_one_holds_nothing(tmp_path: Path) -> None:
     with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
         scheduler = store.namespace(model=MODEL, layout=LAYOUT)
@@ -137,6 +138,7 @@ def test_workers_read_what_the_scheduler_leased_and_a_killed_one_holds_nothing(t
             assert sidecar.store.evict(100) == 8
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_in_the_middle_of_a_copy_keeps_its_slots(tmp_path: Path) -> None:
     with Sidecar(tmp_path, dram="1MiB") as sidecar, sidecar.client() as store:
         scheduler = store.namespace(model=MODEL, layout=LAYOUT)
@@ -153,6 +155,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_copy_keeps_its_slots(tmp_pa
             wait_until(lambda: sidecar.store.usage().leases == 0)
 
 
+@pytest.mark.slow
 def test_one_ticket_of_a_session_is_good_across_restarts_of_the_sidecar(tmp_path: Path) -> None:
     flags = ["--nvme", "64MiB"]
     with serving(tmp_path, *flags) as (process, said):
@@ -204,6 +207,7 @@ def test_a_forked_child_is_of_the_same_session(tmp_path: Path) -> None:
 # Polls that never wait ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_poll_never_waits_for_a_sidecar_that_is_stopped(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as (_, said):
         store = kvstore.open(f"unix:{said['serving'][0]}")
@@ -245,6 +249,7 @@ def test_a_poll_never_waits_for_a_sidecar_that_is_stopped(tmp_path: Path) -> Non
         store.close()
 
 
+@pytest.mark.slow
 def test_nothing_that_is_submitted_waits_for_a_sidecar_that_is_not_there(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "64MiB") as (_, said):
         store = kvstore.open(f"unix:{said['serving'][0]}")
@@ -285,6 +290,7 @@ def test_a_lease_that_comes_after_its_deadline_is_given_back(tmp_path: Path) -> 
         sidecar.store.check()
 
 
+@pytest.mark.slow
 def test_blocking_calls_and_polls_share_a_connection_while_it_breaks(tmp_path: Path) -> None:
     """Nobody hangs, nobody raises."""
     over, faults = threading.Event(), []

@@ -78,6 +78,7 @@ def got(handle: NamespaceHandle, number: int) -> int:
     return loaded.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nvme", ["off", "64MiB"])
 def test_what_memory_held_is_there_after_a_crash(tmp_path: Path, nvme: str) -> None:
     with serving(tmp_path, "--nvme", nvme) as (process, said), connected(said) as (_, handle):
@@ -98,6 +99,7 @@ def test_what_memory_held_is_there_after_a_crash(tmp_path: Path, nvme: str) -> N
         assert [line["blocks"] for line in taken] == [BLOCKS * count for count in (5, 6, 7)]
 
 
+@pytest.mark.slow
 def test_all_of_memory_is_there_before_anybody_asks_for_it(tmp_path: Path) -> None:
     def shared_bytes(pid: int) -> int:
         paths = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
@@ -109,6 +111,7 @@ def test_all_of_memory_is_there_before_anybody_asks_for_it(tmp_path: Path) -> No
         until(lambda: shared_bytes(said["pid"]) == 32 << 20)
 
 
+@pytest.mark.slow
 def test_an_upgrade_keeps_memory_and_ends_in_order(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as (process, said), connected(said) as (_, handle):
         assert stored(handle, 1).stored == BLOCKS
@@ -121,6 +124,7 @@ def test_an_upgrade_keeps_memory_and_ends_in_order(tmp_path: Path) -> None:
         assert [line["message"] for line in log].count("stopped") == 2
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_memory_that_was_taken_over_is_a_miss(tmp_path: Path) -> None:
     """Nobody has read it since the crash: it is verified when it is leased for the first time."""
     with serving(tmp_path, "--nvme", "off") as (process, said), connected(said) as (_, handle):
@@ -144,6 +148,7 @@ def test_a_flipped_bit_in_memory_that_was_taken_over_is_a_miss(tmp_path: Path) -
         assert got(handle, 1) == TOKENS
 
 
+@pytest.mark.slow
 def test_an_idle_client_lets_go_of_what_is_gone(tmp_path: Path) -> None:
     """Nobody asks it for anything: the sidecar that came back must not wait for it all the same."""
     gc.collect()
@@ -167,6 +172,7 @@ AGAIN_AT_TERM = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('
 DIES_OF_TERM = "print('up', flush=True); time.sleep(600)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "status"),
     [(AGAIN_AT_TERM, 0), (DIES_OF_TERM, 0), (IGNORES, 128 + signal.SIGKILL)],
@@ -236,6 +242,7 @@ def test_the_pause_before_a_start_is_bounded() -> None:
     assert max(pause_before_start(failures, failures) for failures in range(1, 2000)) == LONGEST_PAUSE_SECONDS
 
 
+@pytest.mark.slow
 def test_what_clients_of_an_earlier_run_still_map_is_told(tmp_path: Path) -> None:
     """A process stopped over the crash still maps it; once it is gone nothing is guarded."""
     with serving(tmp_path, "--nvme", "off") as (process, said):

@@ -201,6 +201,7 @@ def a_holder(sidecar: Sidecar) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_killed_client_leaves_nothing(sidecar: Sidecar) -> None:
     with a_holder(sidecar) as process:
         usage = sidecar.store.usage()
@@ -210,6 +211,7 @@ def test_a_killed_client_leaves_nothing(sidecar: Sidecar) -> None:
     assert sidecar.store.usage().dram.used == 8 and len(sidecar.sessions) == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_client_keeps_what_it_may_still_read_from_any_other_use(tmp_path: Path) -> None:
     with Sidecar(tmp_path, dram="1MiB", limits=Limits(lease_seconds=0.2)) as sidecar, sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
@@ -692,6 +694,7 @@ def test_messages_of_a_connection_are_served_in_their_order(tmp_path: Path) -> N
         wait_until(lambda: is_at_rest(sidecar))
 
 
+@pytest.mark.slow
 def test_a_long_message_counts_for_many(tmp_path: Path) -> None:
     """Its connection waits for the rate; others do not wait for it."""
     limits = DoorLimits(rate=20.0, burst=40)

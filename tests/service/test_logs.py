@@ -28,6 +28,7 @@ for name in (*ours, "numba.core.ssa", "asyncio", ""):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
 def test_the_level_is_that_of_our_own_loggers(level: str) -> None:
     done = subprocess.run(
@@ -47,6 +48,7 @@ def test_the_level_is_that_of_our_own_loggers(level: str) -> None:
     }
 
 
+@pytest.mark.slow
 def test_debug_says_who_came_and_what_moved_and_tells_nothing_of_prompts(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text('[store]\npolicy = "adaptive"\nextent = "256KiB"\n[log]\nlevel = "debug"\n')

@@ -61,6 +61,7 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
         yield sidecar
 
 
+@pytest.mark.slow
 def test_long_and_short_prompts_of_one_connection(tmp_path: Path) -> None:
     """All of them are found, leased and loaded whole: how long that takes is for `make torture` to say."""
     with Sidecar(tmp_path, dram="256MiB") as sidecar, sidecar.client() as store:
@@ -142,6 +143,7 @@ def test_a_sidecar_that_takes_fewer_blocks_is_not_asked_for_more(sidecar: Sideca
         assert not run.wire.closed
 
 
+@pytest.mark.slow
 def test_ten_long_prompts_that_are_submitted_together(sidecar: Sidecar) -> None:
     """More bytes than a socket takes: each is found and leased whole, though all but the first one wait for others."""
     with sidecar.client() as store:
@@ -193,6 +195,7 @@ def test_memory_that_is_handed_over_slowly_does_not_end_a_lease_that_was_granted
         lease.release()
 
 
+@pytest.mark.slow
 def test_whoever_reads_no_answers_is_served_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what was asked before: each of 64 leases under way may have an answer of many megabytes."""
     monkeypatch.setattr("kvstore.core.store.LOCKED_BLOCKS", 1)  # none is granted by the door's own thread

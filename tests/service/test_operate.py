@@ -70,6 +70,7 @@ def sidecar(tmp_path: Path) -> Iterator[Running]:
 Running = tuple[str, kvstore.SidecarStore, "tuple[subprocess.Popen[str], dict[str, Any]]"]
 
 
+@pytest.mark.slow
 def test_stat_and_namespaces(sidecar: Running) -> None:
     data, store, (_, said) = sidecar
     handle = store.namespace(model=MODEL, layout=small_layout())
@@ -90,6 +91,7 @@ def test_stat_and_namespaces(sidecar: Running) -> None:
     assert one["id"] in shown.stdout and "2 layers x 2 heads x (8 + 8) bfloat16, 64 tokens" in shown.stdout
 
 
+@pytest.mark.slow
 def test_a_tenant_keeps_its_share_and_stat_shows_it(tmp_path: Path) -> None:
     other = tmp_path / "other.sock"
     config = tmp_path / "config.toml"
@@ -116,6 +118,7 @@ def test_a_tenant_keeps_its_share_and_stat_shows_it(tmp_path: Path) -> None:
         assert head == ["tenant", "share", "weight", "dram", "guaranteed", "nvme", "guaranteed"]
 
 
+@pytest.mark.slow
 def test_stat_shows_what_decides_what_is_worth_holding(tmp_path: Path) -> None:
     """The policy, what is written to NVMe and how much still may be, and what is kept for a time beside its budget."""
     config = tmp_path / "config.toml"
@@ -150,6 +153,7 @@ def test_stat_shows_what_decides_what_is_worth_holding(tmp_path: Path) -> None:
     assert line[-2:] == ["20.0", "MiB"]
 
 
+@pytest.mark.slow
 def test_stat_without_nvme_has_no_writes(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as _:
         found = told("stat", "--data", str(tmp_path / "kv"))
@@ -184,6 +188,7 @@ def test_a_table_of_namespaces_cuts_no_id_and_no_figure(width: int) -> None:
     assert shown.count("645350dde047") == (2 if width == 80 else 1)
 
 
+@pytest.mark.slow
 def test_watch_draws_again_and_again(sidecar: Running) -> None:
     data, store, _ = sidecar
     command = [*CLI, "stat", "--data", data]
@@ -229,6 +234,7 @@ def test_watch_draws_again_and_again(sidecar: Running) -> None:
     os.close(terminal)
 
 
+@pytest.mark.slow
 def test_warm_promotes_what_is_on_disk(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "64MiB") as (process, _):
         with client(tmp_path) as store:
@@ -288,6 +294,7 @@ def test_a_wrong_line_is_named(line: str, fragment: str) -> None:
     assert one_line(wrong.value, "f.jsonl line 3: ", fragment)
 
 
+@pytest.mark.slow
 def test_drop_and_purge(sidecar: Running, tmp_path: Path) -> None:
     data, store, (process, said) = sidecar
     handle = store.namespace(model=MODEL, layout=small_layout())
@@ -315,6 +322,7 @@ def test_drop_and_purge(sidecar: Running, tmp_path: Path) -> None:
         assert json.loads((tmp_path / "kv" / "keys").read_text())["tenants"]["default"]["secret"] != secret
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answer", "is_purged"), [(b"n\n", False), (b"y\n", True)])
 def test_a_purge_asks_at_a_terminal(sidecar: Running, answer: bytes, is_purged: bool) -> None:
     data, store, _ = sidecar
@@ -343,6 +351,7 @@ def test_without_a_sidecar_there_is_one_line(tmp_path: Path, arguments: tuple[st
     assert "kvstore serve" in line and "--admin-socket" in line and "--data" in line
 
 
+@pytest.mark.slow
 def test_other_wrong_things_are_one_line(sidecar: Running, tmp_path: Path) -> None:
     data, _, _ = sidecar
     (tmp_path / "f").write_text("[1]\n")

@@ -85,6 +85,7 @@ def slabs(directory: Path) -> int:
     return len(list((directory / "nvme").glob("*.slab"))) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at_any_step_it_leaves_the_old_key_with_nothing_or_no_key(
     children: Nursery, tmp_path: Path, point: str

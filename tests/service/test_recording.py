@@ -108,6 +108,7 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(monkeypatch: pytest.M
     assert len(noted.recording.take(token)[0]) == 1
 
 
+@pytest.mark.slow
 def test_a_sidecars_traffic_is_written_and_replayed(tmp_path: Path) -> None:
     """Two engines, one after the other; the file says what was asked and nothing of it."""
     out = tmp_path / "trace.jsonl"
@@ -176,6 +177,7 @@ def recording_of(data: str, out: Path, handle: NamespaceHandle, before: str = "p
     return writing
 
 
+@pytest.mark.slow
 def test_a_job_in_the_background_is_ended_by_sigterm(tmp_path: Path) -> None:
     """What was looked up just before is in the file, and the next recording may begin at once."""
     out = tmp_path / "trace.jsonl"
@@ -196,6 +198,7 @@ def test_a_job_in_the_background_is_ended_by_sigterm(tmp_path: Path) -> None:
         assert told("record", str(tmp_path / "next"), "--data", data, "--seconds", "0")["requests"] == 0
 
 
+@pytest.mark.slow
 def test_a_sidecar_that_goes_away_leaves_what_was_written(tmp_path: Path) -> None:
     out = tmp_path / "trace.jsonl"
     with serving(tmp_path, "--nvme", "off") as (process, said), client(tmp_path) as store:
@@ -209,6 +212,7 @@ def test_a_sidecar_that_goes_away_leaves_what_was_written(tmp_path: Path) -> Non
         assert line.startswith(f"kvstore: {count} requests are in {out}, and then: {tmp_path}/kv/admin.sock: ")
 
 
+@pytest.mark.slow
 def test_without_a_namespace_there_is_nothing_to_record(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as _:
         out = tmp_path / "trace.jsonl"

@@ -90,6 +90,7 @@ def client(socket: str, what: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_two_processes_share_blocks_and_a_third_finds_them_after_a_restart(tmp_path: Path) -> None:
     flags = ["--nvme", "64MiB"]
     with serving(tmp_path, *flags) as (process, said):
@@ -106,6 +107,7 @@ def test_two_processes_share_blocks_and_a_third_finds_them_after_a_restart(tmp_p
         assert client(said["serving"][0], "get") == "640 True"
 
 
+@pytest.mark.slow
 def test_a_sidecar_that_learns_what_to_keep_serves_right_bytes(tmp_path: Path) -> None:
     """Eviction and writing by what was learned: more than DRAM has room for, put and asked for again, and a restart."""
     config = tmp_path / "config.toml"
@@ -138,6 +140,7 @@ def test_a_sidecar_that_learns_what_to_keep_serves_right_bytes(tmp_path: Path) -
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_client_outlives_its_sidecar(tmp_path: Path, end: signal.Signals) -> None:
     flags = ["--nvme", "64MiB"]
@@ -182,6 +185,7 @@ def test_nobody_waits_long_for_a_sidecar_that_is_not_there(tmp_path: Path) -> No
     assert 0.2 <= time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 def test_a_socket_that_this_user_may_not_open_is_told_as_that(tmp_path: Path) -> None:
     nobody = 65534
     socket = tmp_path / "kv" / "kvstore.sock"
@@ -205,6 +209,7 @@ except kvstore.Unreachable as error:
     assert f"{socket} cannot be opened (Permission denied)" in done.stdout and "door.mode" in done.stdout, done
 
 
+@pytest.mark.slow
 def test_a_directory_that_another_sidecar_has_is_told_as_that_and_not_as_a_shortage(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as (process, _):
         config = tmp_path / "other.toml"
@@ -229,6 +234,7 @@ def test_a_line_of_text_in_the_log_says_what_one_of_json_does() -> None:
     assert TextLines().format(record).endswith(" INFO a.b: serving data=./kv bytes=5")
 
 
+@pytest.mark.slow
 def test_each_tenant_comes_in_by_a_socket_of_its_own(tmp_path: Path) -> None:
     config = tmp_path / "kvstore.toml"
     config.write_text(f'[tenants.other]\nsocket = "{tmp_path / "other.sock"}"\n[log]\nlevel = "warning"\n')
@@ -254,6 +260,7 @@ def page(port: int, name: str) -> tuple[int, dict[str, Any]]:
         return error.code, json.load(error)
 
 
+@pytest.mark.slow
 def test_it_says_that_it_lives_and_when_it_is_ready(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "64MiB", "--http", "127.0.0.1:0") as (process, said):
         assert page(said["http_port"], "livez") == (200, {"alive": True})
@@ -264,6 +271,7 @@ def test_it_says_that_it_lives_and_when_it_is_ready(tmp_path: Path) -> None:
         assert ended(process)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "flags", "fragments"),
     [
@@ -306,6 +314,7 @@ def test_wrong_settings_are_one_clear_line(
     assert all(fragment in line for fragment in fragments), line
 
 
+@pytest.mark.slow
 def test_a_socket_that_is_in_use_is_not_taken_over_and_one_that_was_left_is(tmp_path: Path) -> None:
     with serving(tmp_path, "--nvme", "off") as (process, said):
         command = [*SERVE, "--data", str(tmp_path / "kv2"), "--nvme", "off", "--dram", "16MiB"]

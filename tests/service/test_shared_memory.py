@@ -35,6 +35,7 @@ os.execv(sys.executable, [sys.executable, "-m", "kvstore", "serve", *sys.argv[2:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() not in MEMFD_CREATE, reason="the number of the call is not known here")
 @pytest.mark.parametrize("flags", [[], ["--config", "config.toml"]])
 def test_without_shared_memory_it_does_not_start(tmp_path: Path, flags: list[str]) -> None:

@@ -94,6 +94,7 @@ def fill(disk: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_while_it_lasts_and_that_it_is_over(disk: Path) -> None:
     with serving(disk, "--nvme", "16MiB", "--http", "127.0.0.1:0") as (process, said), opened(said) as handle:
         until(lambda: stat(disk).state == "ready")
@@ -126,6 +127,7 @@ def test_a_full_disk_is_said_while_it_lasts_and_that_it_is_over(disk: Path) -> N
     assert len(lines) <= 2 * len({line.split(" failed")[0] for line in lines}), lines
 
 
+@pytest.mark.slow
 def test_without_descriptors_the_operator_is_let_in_and_told(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, said):
         until(lambda: stat(tmp_path).state == "ready")
@@ -149,6 +151,7 @@ def test_without_descriptors_the_operator_is_let_in_and_told(tmp_path: Path) -> 
     assert len(fault_lines(log)) <= 8
 
 
+@pytest.mark.slow
 def test_memory_that_cannot_be_had_is_said(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text('[store]\nprefault = false\nextent = "4MiB"\n')
@@ -215,6 +218,7 @@ def started(
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("descriptors", "keeper"), [(12, False), (16, True), (20, False), (28, False), (28, True)])
 def test_a_start_with_few_descriptors_serves_or_says_why_not(tmp_path: Path, descriptors: int, keeper: bool) -> None:
     config = tmp_path / "c.toml"
@@ -229,6 +233,7 @@ def test_a_start_with_few_descriptors_serves_or_says_why_not(tmp_path: Path, des
     assert len(said) == 1 and said[0].startswith("kvstore: ") and "ulimit -n" in said[0], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mib", "keeper"), [(210, False), (260, True), (275, False), (300, True), (400, False)])
 def test_a_start_with_little_address_space_serves_or_says_why_not(tmp_path: Path, mib: int, keeper: bool) -> None:
     config = tmp_path / "c.toml"
@@ -243,6 +248,7 @@ def test_a_start_with_little_address_space_serves_or_says_why_not(tmp_path: Path
     assert len(said) == 1 and said[0].startswith("kvstore: ") and "address space" in said[0], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 3, 6, 40])
 def test_a_start_with_few_threads_serves_or_says_why_not(tmp_path: Path, threads: int) -> None:
     if os.getuid() != 0 or shutil.which("setpriv") is None:
@@ -262,6 +268,7 @@ def test_a_start_with_few_threads_serves_or_says_why_not(tmp_path: Path, threads
     assert "no threads" in errors.splitlines()[-1] and "ulimit -u" in errors.splitlines()[-1], errors
 
 
+@pytest.mark.slow
 def test_a_start_on_a_full_disk_says_why_not(disk: Path) -> None:
     fill(disk)
     status, output, errors = started(disk, {}, "--nvme", "8MiB")
@@ -272,6 +279,7 @@ def test_a_start_on_a_full_disk_says_why_not(disk: Path) -> None:
 # Who reads what it prints ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unread", ["stdout", "both", "full"])
 def test_nobody_reads_what_it_prints_and_it_comes_back_after_a_crash(tmp_path: Path, unread: str) -> None:
     directory = tmp_path / "kv"
@@ -314,6 +322,7 @@ def test_nobody_reads_what_it_prints_and_it_comes_back_after_a_crash(tmp_path: P
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
 def test_no_slab_and_no_socket_gets_the_number_of_an_output_that_was_closed(
     tmp_path: Path, closed: tuple[int, ...]

@@ -83,6 +83,7 @@ def held(said: dict[str, Any]) -> tuple[int, int]:
     return facts.leases, facts.reservations
 
 
+@pytest.mark.slow
 def test_after_one_time_out_every_verb_misses_at_once_until_a_ping_is_answered(said: dict[str, Any]) -> None:
     with client(said) as handle:
         match, lease, other = handle.match(ids(512)), lease_of(handle), lease_of(handle)
@@ -118,6 +119,7 @@ def test_after_one_time_out_every_verb_misses_at_once_until_a_ping_is_answered(s
         wait_until(lambda: held(said) == (0, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["lease", "put", "attach", "submit_lease"])
 def test_whatever_is_late_first_nobody_waits_behind_it(said: dict[str, Any], verb: str) -> None:
     """What may be long on its way does not tell a silent sidecar from a slow one: the ping that follows does."""
@@ -143,6 +145,7 @@ def test_whatever_is_late_first_nobody_waits_behind_it(said: dict[str, Any], ver
         wait_until(lambda: held(said) == (0, 0))
 
 
+@pytest.mark.slow
 def test_a_sidecar_that_nobody_asks_is_found_to_be_silent_by_its_ping(said: dict[str, Any]) -> None:
     with client(said, match=LONG) as handle, stopped(said["pid"]):
         wait_until(lambda: handle.door._run.breaker.is_open)  # type: ignore[attr-defined]
@@ -199,6 +202,7 @@ def test_a_put_whose_commit_is_late_says_so_and_leaves_nothing(said: dict[str, A
         wait_until(lambda: held(said) == (0, 0))
 
 
+@pytest.mark.slow
 def test_a_new_connection_that_nobody_answers_costs_one_verb(tmp_path: Path, said: dict[str, Any]) -> None:
     """The listener of a sidecar that hangs takes connections all the same."""
     path = tmp_path / "silent.sock"
@@ -291,6 +295,7 @@ def test_what_nobody_waits_for_any_more_is_not_decoded_and_still_given_back(
         assert not any(isinstance(answer, m.Leased) for answer in decoded)
 
 
+@pytest.mark.slow
 def test_a_namespace_is_opened_at_the_sidecar_that_follows_one_that_hung(tmp_path: Path) -> None:
     """The one that hangs is killed while somebody waits for it."""
     with serving(tmp_path, "--nvme", "off") as (_, said), kvstore.open(f"unix:{said['serving'][0]}") as store:

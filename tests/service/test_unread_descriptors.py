@@ -336,6 +336,7 @@ def test_an_answer_that_the_kernel_does_not_send_waits_and_others_are_served(
         peer.close()
 
 
+@pytest.mark.slow
 def test_who_has_had_most_unread_for_long_is_hung_up_on(
     sidecar: Sidecar, hoard: Hoard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

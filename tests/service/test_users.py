@@ -55,6 +55,7 @@ def test_those_who_are_named_come_in_and_nobody_else(
     assert isinstance(answer(sidecar.path), m.Welcome), "the other socket's users are its own"
 
 
+@pytest.mark.slow
 def test_a_sidecar_that_is_told_to_let_nobody_in_does_not(tmp_path: Path) -> None:
     """Through the settings: an empty list is not the same as none."""
     config = tmp_path / "kv.toml"

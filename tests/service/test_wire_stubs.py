@@ -465,6 +465,7 @@ def _name(kind: Any) -> str:
 # --- who imports them ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["kvstore.service.serve", "kvstore.client.sidecar_store"])
 def test_neither_the_sidecar_nor_its_client_imports_grpc(module: str, tmp_path: Path) -> None:
     foreign = ("grpc", "google.protobuf", "kvstore.wire")

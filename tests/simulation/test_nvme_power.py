@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+import pytest
+
 from simulation.machine import CLASSES, MAC_KEY, STAMPS, Frame, Machine
 from simulation.power import PowerLoss
 from tiering.errors import TierFull
@@ -197,6 +199,7 @@ def live(seeds: range, make: Callable[..., NvmeTier] = NvmeTier) -> dict[str, in
     return sums
 
 
+@pytest.mark.slow
 def test_power_losses() -> None:
     sums = live(range(60))
     assert sums["losses"] > 100 and sums["rebuilds"] > 10 and sums["frames"] > 500, sums

@@ -117,6 +117,7 @@ def names_of_syncs() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_with_nothing_left_out_nothing_is_found() -> None:
     make = made_of(ast.parse(SOURCE))
     for seed in range(200):

@@ -138,6 +138,7 @@ def test_it_has_no_name_in_any_file_system() -> None:
         assert not [name for name in named if "kv" in name]
 
 
+@pytest.mark.slow
 def test_closing_gives_the_descriptor_back_and_leaves_readers_alone() -> None:
     before = open_files("kv-extent")
     extent = Extent(64 * KIB)
@@ -291,6 +292,7 @@ def test_memory_that_another_process_maps_stays_within_the_budget() -> None:
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_closed_pool_waits_for_no_other_process() -> None:
     before = open_files("kv-extent")
     pool = ExtentPool(2 * MIB, MIB)
@@ -326,6 +328,7 @@ def test_a_pool_hands_out_its_budget_and_no_more() -> None:
     assert pool.taken_bytes == 0
 
 
+@pytest.mark.slow
 def test_one_that_is_forgotten_gives_its_memory_back() -> None:
     before = open_files("kv-extent")
     extent: Extent | None = Extent(64 * KIB)
@@ -334,6 +337,7 @@ def test_one_that_is_forgotten_gives_its_memory_back() -> None:
     assert extent is None and extents_alive_since(before) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepares", [False, True])
 def test_many_threads_never_exceed_the_budget(prepares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     limit, rounds = 4, 40
@@ -395,6 +399,7 @@ def test_many_threads_never_exceed_the_budget(prepares: bool, monkeypatch: pytes
     wait_until(lambda: extents_alive_since(before) == 0)
 
 
+@pytest.mark.slow
 def test_the_next_extent_is_ready_before_it_is_asked_for() -> None:
     before = open_files("kv-extent")
     pool = ExtentPool(3 * MIB, MIB)
@@ -416,6 +421,7 @@ def test_the_next_extent_is_ready_before_it_is_asked_for() -> None:
     assert extents_alive_since(before) == 0
 
 
+@pytest.mark.slow
 def test_several_may_be_ready_and_never_more_than_the_budget_allows() -> None:
     before = open_files("kv-extent")
     pool = ExtentPool(4 * MIB, MIB)
@@ -460,6 +466,7 @@ def test_one_that_is_being_made_is_waited_for_and_comes_to_one_caller(monkeypatc
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["while it is made", "before anybody asks"])
 def test_a_closed_pool_keeps_no_extent_that_was_made_ahead(moment: str, monkeypatch: Any) -> None:
     before = open_files("kv-extent")
@@ -495,6 +502,7 @@ def test_a_closed_pool_makes_nothing() -> None:
     assert pool.taken_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_kernel_that_has_no_memory_leaves_no_trace() -> None:
     pool = ExtentPool(4 * MIB, MIB)
     before = open_files("kv-extent")

@@ -309,6 +309,7 @@ def traces(directory: Path) -> dict[str, tuple[int, int]]:
     return {path: (facts.st_mtime_ns, facts.st_ctime_ns) for path, facts in found.items()}
 
 
+@pytest.mark.slow
 def test_a_lock_for_reading_keeps_others_out_and_writes_nothing(tmp_path: Path) -> None:
     DirectoryLock(tmp_path).release()
     (tmp_path / "lock").write_text("999999\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +51,7 @@ def test_leading_counts_from_the_first_key_and_changes_nothing() -> None:
     assert pool.leading([b"a"]) == 0, "looking did not make `a` recent"
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(
     st.integers(0, 5),

@@ -81,6 +81,7 @@ def test_a_new_index_that_nothing_was_applied_to_is_opened(tmp_path: Path) -> No
         index.close()
 
 
+@pytest.mark.slow
 def test_a_file_that_ends_early_after_a_batch_is_made_longer(memory: Path) -> None:
     # A batch that takes pages from the end and gives them back leaves an intact file shorter than its meta page says.
     for seed in range(8):
@@ -247,6 +248,7 @@ def test_without_permission_there_is_one_clear_error(mode: int, tmp_path: Path) 
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_was_synced_outlives_a_kill(tmp_path: Path) -> None:
     chance = random.Random(20)
     directory = tmp_path / "index"
@@ -388,6 +390,7 @@ def test_an_impossible_meta_page_is_not_mapped(
         open_index(tmp_path, MAP_BYTES, clean=True)
 
 
+@pytest.mark.slow
 def test_damage_is_found_or_harmless(sound: Path, memory: Path) -> None:
     """Whatever gets past checks and probe is read and written to the end without a crash; values may be wrong."""
     found = json.loads(run_program("damage", str(sound), str(memory), str(len(SEEDS))))

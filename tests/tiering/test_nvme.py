@@ -1586,6 +1586,7 @@ def test_entries_are_as_large_as_they_are_said_to_be() -> None:
 # Processes that are killed --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_five_processes_are_killed() -> None:
     sums = kill(5, SEED)
     assert sums["kills"] == 5 and sums["stored"] > 0, sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -250,4 +251,5 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = Lives.TestCase
+TestLives.pytestmark = [pytest.mark.slow]
 TestLives.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,6 +79,7 @@ def test_within_its_guarantee_nobody_loses_to_another_and_everybody_gets_it(
         assert givers and givers[0] != asker
 
 
+@pytest.mark.slow
 @given(tier=tiers(), askers=st.lists(st.integers(0, 4), min_size=200, max_size=200))
 @settings(deadline=None)
 def test_those_who_want_more_end_with_what_their_weights_say(

@@ -180,6 +180,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
+TestBooks.pytestmark = [pytest.mark.slow]
 TestBooks.settings = settings(max_examples=60, stateful_step_count=40)
 
 

@@ -265,7 +265,7 @@ def clients(count: int, seed: int, report: Report | None = None) -> dict[str, in
             verbs: dict[str, Callable[[], Any]] = {
                 "read": read,
                 "put": lambda: handle.put(prompt, pages).reason,
-                "durable": lambda: handle.put(prompt, pages, durability="disk").reason,
+                "durable": lambda: handle.put(prompt, pages, durability="disk", deadline_ms=500).reason,
                 "drop": lambda: store.drop(handle),
                 "open": lambda: store.namespace(model="m", layout=LAYOUT),
             }

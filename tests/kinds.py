@@ -1,0 +1,129 @@
+"""Which kind each file of tests is of, so that people can run what they have time for.
+
+    pure      computes: no process, no sleep, no torch. On all cores at once, in a minute
+    drawn     histories and shapes drawn at random, damage and kills at random places
+    process   all others: stores with pages, sidecars, commands, kernels
+
+    slow      takes long, or needs a model or a compiler first: `make test-all` has it, `make test` has not
+    alone     looks at a clock, or counts what the whole process has: never beside other tests
+
+A file has one of the first three, and may have the others; a single test may be marked slow where it stands.
+`test_kinds.py` holds the table against the tree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+PURE, DRAWN, PROCESS, SLOW, ALONE = "pure", "drawn", "process", "slow", "alone"
+
+PURE_FILES = frozenset(
+    """
+    adapters/test_audit.py
+    adapters/test_chunk_layout.py
+    adapters/test_costmodel.py
+    adapters/test_load_choice.py
+    adapters/test_model_files.py
+    adapters/test_save_patience.py
+    adapters/test_save_plan.py
+    adapters/test_speeds.py
+    kvstore/test_catalogue.py
+    kvstore/test_door.py
+    kvstore/test_lease.py
+    kvstore/test_miss.py
+    kvstore/test_numbers.py
+    kvstore/test_prefix_index.py
+    kvstore/test_ticket.py
+    kvstore/test_unmapped.py
+    kvstore/test_unwritten.py
+    service/test_breaker.py
+    service/test_lasting.py
+    service/test_rate_limited.py
+    test_house.py
+    test_mutants.py
+    tiering/test_admission.py
+    tiering/test_frame.py
+    tiering/test_further_parts.py
+    tiering/test_header_scan.py
+    tiering/test_keeping.py
+    tiering/test_lazy_memory.py
+    tiering/test_retention.py
+    tiering/test_shares.py
+    tiering/test_slab.py
+    """.split()
+)
+DRAWN_FILES = (
+    "attack/test_bit_flips.py",
+    "attack/test_client_kills.py",
+    "attack/test_copied_directory.py",
+    "attack/test_index_damage.py",
+    "attack/test_nested_fuzz.py",
+    "attack/test_nvme_damage.py",
+    "attack/test_sharing.py",
+    "attack/test_store_kills.py",
+    "contract/test_codec.py",
+    "contract/test_eviction_policy.py",
+    "contract/test_frame_index.py",
+    "contract/test_tier.py",
+    "insight/",
+    "kvstore/test_getting.py",
+    "kvstore/test_groups.py",
+    "kvstore/test_joint.py",
+    "model/",
+    "service/test_tensor_parallel.py",
+    "simulation/",
+    "tiering/test_adaptive.py",
+)
+"""Files, and folders with their slash."""
+
+SLOW_FILES = (
+    "adapters/test_audit_blocks.py",
+    "adapters/test_hf_matrix.py",
+    "adapters/test_hf_state.py",
+    "adapters/test_paged_engine.py",
+    "attack/test_bit_flips.py",
+    "attack/test_client_kills.py",
+    "attack/test_index_damage.py",
+    "bench/test_bench.py",
+    "bench/test_codec.py",
+    "bench/test_door_rows.py",
+    "bench/test_gpu_list.py",
+    "bench/test_kernels_bench.py",
+    "bench/test_lookup_door.py",
+    "bench/test_restart.py",
+    "bench/test_restart_sidecar.py",
+    "bench/test_ttft.py",
+    "demo/",
+    "insight/test_replay_plot.py",
+    "kernels/test_ahead_of_time.py",
+    "kernels/test_device_copy.py",
+    "model/",
+    "service/test_tensor_parallel.py",
+    "tiering/test_adaptive.py",
+)
+"""With all of their tests: `make test` does not even read them."""
+ALONE_FILES = (
+    "attack/test_door_attack.py",
+    "kvstore/test_entries.py",
+    "kvstore/test_slow_disk.py",
+    "service/test_long_prompts.py",
+    "service/test_silent_sidecar.py",
+    "service/test_slow_extents.py",
+    "test_files_passed.py",
+)
+ENGINES = "engines/"
+"""They have an environment of their own."""
+
+
+def marks_of(path: str) -> list[str]:
+    """Of a test's file, from the folder of all tests."""
+    if path.startswith(ENGINES):
+        return [PROCESS]
+    kind = PURE if path in PURE_FILES else DRAWN if path.startswith(DRAWN_FILES) else PROCESS
+    marks = [kind]
+    if path.startswith(SLOW_FILES):
+        marks.append(SLOW)
+    if path.startswith(ALONE_FILES):
+        marks.append(ALONE)
+    return marks
