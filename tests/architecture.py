@@ -117,7 +117,9 @@ EXEMPTIONS = (
         "kvstore/node.py", ALL_KINDS, "the composition root: here the real clock, randomness and disk are chosen"
     ),
     Exemption("tiering/clock.py", frozenset({CLOCK}), "the real clock, for those who choose what is handed in"),
-    Exemption("kvstore/block/key_file.py", frozenset({RANDOMNESS}), "a new tenant's secret, which nobody may foresee"),
+    Exemption(
+        "kvstore/block/key_file.py", frozenset({RANDOMNESS}), "a new tenant's secret, which must not be foreseen"
+    ),
     Exemption("kvstore/cli/", ALL_KINDS, "a person's entrance, above the service edge"),
     Exemption("kvstore/protocol/notify_pipe.py", frozenset({DISK}), "reads and writes a pipe, which is on no disk"),
     Exemption("kvstore/service/keeper.py", frozenset({CLOCK}), "a program of its own, of the standard library alone"),

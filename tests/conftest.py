@@ -7,7 +7,7 @@ out of the environment of a process of its own (kernels/test_ahead_of_time.py).
 """
 
 import os
-import sys
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +17,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import kinds
-from kvstore.client.handle import NamespaceHandle
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One process for each core: torch and its like take no more than that core.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
-    # Beside other tests 50 ms may pass before a thread has its turn. A test of a deadline names one.
-    for verb in (NamespaceHandle.lease, NamespaceHandle.submit_lease, NamespaceHandle.submit_match):
-        verb.__defaults__ = tuple(10_000 if default == 50 else default for default in verb.__defaults__ or ())
 
 settings.register_profile(
     "kvstore",
@@ -66,29 +62,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(mark)
 
 
-_pure: list[str] = []
-"""The pure test that runs."""
-
-
-def _no_process(event: str, arguments: tuple[Any, ...]) -> None:
-    if _pure and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec"):
-        raise AssertionError(f"{_pure[0]} is called pure in tests/kinds.py, and starts a process")
-
-
-sys.addaudithook(_no_process)
-
-
 @pytest.fixture(autouse=True)
-def kept_pure(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kept_pure(request: pytest.FixtureRequest) -> None:
     """A pure test starts no process and does not sleep."""
     if request.node.get_closest_marker(kinds.PURE) is None:
-        yield
         return
 
-    def sleep(seconds: float) -> NoReturn:
-        raise AssertionError(f"{request.node.nodeid} is called pure in tests/kinds.py, and sleeps")
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError(f"{request.node.nodeid} is called pure in tests/kinds.py, and sleeps or starts a process")
 
-    monkeypatch.setattr(time, "sleep", sleep)
-    _pure.append(request.node.nodeid)
-    yield
-    _pure.clear()
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    for owner, name in ((time, "sleep"), (subprocess, "Popen"), (os, "fork"), (os, "posix_spawn")):
+        monkeypatch.setattr(owner, name, refuse)

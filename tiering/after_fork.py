@@ -1,7 +1,7 @@
 """What a forked child closes before anything else runs in it.
 
 A child has its parent's memory and none of its threads: locks may be held for ever, and connections, files and shared
-memory are the parent's. Whoever owns such things is registered here, and is closed in each child.
+memory are the parent's. An owner of such things is registered here, and is closed in each child.
 """
 
 from __future__ import annotations

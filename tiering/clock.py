@@ -1,4 +1,4 @@
-"""Time. Whoever needs it is handed a `Clock`; `SystemClock` is the machine's own, which entrances hand in."""
+"""Time. What needs it is handed a `Clock`; `SystemClock` is the machine's own, which entrances hand in."""
 
 from __future__ import annotations
 

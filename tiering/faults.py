@@ -11,7 +11,7 @@ import errno
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -68,6 +68,11 @@ _MOST_CAUSES = 8
 class FaultReports(Protocol):
     """Who is told. Thread-safe; cheap where nothing is wrong."""
 
+    @property
+    def failing(self) -> Collection[str]:
+        """What does not work now: only there has `worked` anything to do."""
+        ...
+
     def failed(self, what: str, kind: FaultKind, detail: str) -> None:
         """It did not work. detail: for people, without anything of a client's."""
         ...
@@ -78,7 +83,9 @@ class FaultReports(Protocol):
 
 
 class Unheard:
-    """`FaultReports` where nobody listens."""
+    """`FaultReports` that are thrown away."""
+
+    failing: Collection[str] = frozenset()
 
     def failed(self, what: str, kind: FaultKind, detail: str) -> None:
         """Nothing."""
@@ -217,7 +224,7 @@ class Faults:
         self._clock = clock
         self._lines = RateLimitedLog(_log, clock)
         self._lock = threading.Lock()
-        self._failing: dict[str, dict[FaultKind, _Failing]] = {}  # by what it is that does not work
+        self.failing: dict[str, dict[FaultKind, _Failing]] = {}  # by what it is that does not work
         self._counts: Counter[FaultKind] = Counter()
 
     def failed(self, what: str, kind: FaultKind, detail: str) -> None:
@@ -228,17 +235,17 @@ class Faults:
     def _count(self, what: str, kind: FaultKind, detail: str) -> None:
         at = self._clock.monotonic_seconds()
         with self._lock:
-            one = self._failing.setdefault(what, {}).setdefault(kind, _Failing(at, at, 0, detail))
+            one = self.failing.setdefault(what, {}).setdefault(kind, _Failing(at, at, 0, detail))
             one.last, one.count, one.detail = at, one.count + 1, detail
             self._counts[kind] += 1
         self._lines.warn(f"{what}: {kind}", "%s: %s failed: %s", kind, what, detail)
 
     def worked(self, what: str) -> None:
         """As in the contract. Without the lock where nothing is wrong."""
-        if what not in self._failing:
+        if what not in self.failing:
             return
         with self._lock:
-            over = self._failing.pop(what, {})
+            over = self.failing.pop(what, {})
         if not over:
             return
         with suppress(MemoryError):
@@ -252,7 +259,7 @@ class Faults:
         with self._lock:
             found = [
                 MachineFault(what, kind, one.count, at - one.since, at - one.last, one.detail)
-                for what, kinds in self._failing.items()
+                for what, kinds in self.failing.items()
                 for kind, one in kinds.items()
             ]
         return sorted(found, key=lambda one: one.last_seconds_ago)

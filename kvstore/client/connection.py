@@ -1,7 +1,7 @@
 """What holds on one connection to the sidecar: numbers that it gave, leases, memory as it is mapped here.
 
 A verb that takes several questions (a lease, then the memory that it is in) is written as a generator of them. Whoever
-waits has it walked through by `walk`; whoever must not wait polls an `PendingCall`, which goes on as answers come.
+waits has it walked through by `walk`; a caller that must not wait polls a `PendingCall`, which goes on as answers come.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
 from kvstore.service.dispatch import Handlers, Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock
-from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultKind, FaultReports, RateLimitedLog, Unheard, kind_of
+from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
 
 _TOKEN_SECONDS = 0.001
@@ -110,7 +110,6 @@ class LocalDoor:
         self._failed = failed
         self._log = RateLimitedLog(_log, clock)
         self._faults = faults or Unheard()
-        self._failing: set[str] = set()  # of what this door has reported
         self._selector = selectors.DefaultSelector()
         self._listeners: list[Listener] = []
         self._connections: set[Connection] = set()
@@ -419,7 +418,7 @@ class LocalDoor:
         except BlockingIOError:  # gone again
             return
         except OSError as error:  # no descriptors left: others are served on, and he is let in later
-            self._tell_failed(CONNECTIONS, kind_of(error), f"nobody is let in: {error.strerror}")
+            self._faults.failed(CONNECTIONS, kind_of(error), f"nobody is let in: {error.strerror}")
             self._pause_accept(listener)
             return
         if listener.admin is None or self._spare is not None:
@@ -459,7 +458,7 @@ class LocalDoor:
         except OSError as error:
             if listener.admin is None or self._spare is None or error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            self._tell_failed(CONNECTIONS, kind_of(error), "only the operator is let in")
+            self._faults.failed(CONNECTIONS, kind_of(error), "only the operator is let in")
             self._spare.close()
             self._spare = None
             return listener.socket.accept()[0]
@@ -706,7 +705,7 @@ class LocalDoor:
             self._tell_worked(DOOR_THREADS)
         except (RuntimeError, MemoryError) as error:
             if not self._closing:
-                self._tell_failed(DOOR_THREADS, kind_of(error), "a request has no thread")
+                self._faults.failed(DOOR_THREADS, kind_of(error), "a request has no thread")
             try:
                 unbegun.pop()
             except IndexError:
@@ -826,19 +825,14 @@ class LocalDoor:
             if error.errno != errno.ETOOMANYREFS:
                 raise
             connection.is_refused = True
-            self._tell_failed(SENT, kind_of(error), "too many are under way that no client has read")
+            self._faults.failed(SENT, kind_of(error), "too many are under way that no client has read")
             self._hang_up_on_the_worst(connection)
             return
         if has_descriptors and not connection.unsent:
             self._tell_worked(SENT)
 
-    def _tell_failed(self, what: str, kind: FaultKind, detail: str) -> None:
-        self._failing.add(what)
-        self._faults.failed(what, kind, detail)
-
     def _tell_worked(self, what: str) -> None:
-        if what in self._failing:
-            self._failing.discard(what)
+        if what in self._faults.failing:
             self._faults.worked(what)
 
     def _try_again(self, connection: Connection) -> None:

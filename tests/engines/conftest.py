@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 240 + 2 * int(os.environ.get("ENGINE_PROMPTS", "12"))
+SECONDS = 240 + 2 * int(os.environ.get("ENGINE_PROMPTS", "20"))
 """That one run may take."""
 
 

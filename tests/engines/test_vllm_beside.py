@@ -15,7 +15,7 @@ from engines import models
 from engines.session import named, prompts
 
 pytestmark = pytest.mark.slow
-COUNT = int(os.environ.get("ENGINE_PROMPTS", "12"))
+COUNT = int(os.environ.get("ENGINE_PROMPTS", "20"))
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 PAGE = 128
 OURS, THEIRS = "ours first", "theirs first"

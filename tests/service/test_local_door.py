@@ -255,7 +255,8 @@ def test_a_lease_is_held_by_all_who_attached_to_it(sidecar: Sidecar) -> None:
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
         handle.put(ids(512), random_pages(handle.layout, 8))
-        lease = handle.lease(handle.match(ids(512)))
+        lease = handle.lease(handle.match(ids(512)), deadline_ms=10_000)
+        assert lease.blocks == 8, lease.detail
         (session,) = sidecar.sessions.sessions()
         number = number_of(lease)
         worker, stranger = (sidecar.sessions.join(tenant, token, "test") for token in (session.token, b"x" * 16))

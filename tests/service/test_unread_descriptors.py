@@ -288,6 +288,10 @@ class Told:
         self.failures: list[FaultKind] = []
         self.lasts = False
 
+    @property
+    def failing(self) -> tuple[str, ...]:
+        return (SENT,) if self.lasts else ()
+
     def failed(self, what: str, kind: FaultKind, detail: str) -> None:
         if what == SENT:
             self.failures.append(kind)
