@@ -195,10 +195,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MachineFault:
-    """What does not work now. count: failures since it last worked. detail: of the last one."""
+    """What does not work now. count: failures since it last worked. kind: a `FaultKind`, or one that only another
+    version knows. detail: of the last one. Published as it is, as `tiering.tier` says."""
 
     what: str
-    kind: FaultKind
+    kind: str
     count: int
     since_seconds_ago: float
     last_seconds_ago: float

@@ -22,7 +22,7 @@ from enum import Enum, IntEnum
 from tiering.clock import Clock
 from tiering.errors import BlockCorrupt, BlockMissing, TierError, TierFull
 from tiering.faults import MOVE_THREADS, FaultKind, FaultReports, Unheard, kind_of
-from tiering.tier import TierMiss
+from tiering.tier import MoveCounts, TierMiss
 
 MOST_PASSES = 64
 """Moves of higher priorities that may pass a priority with waiting moves before one of those is due."""
@@ -76,19 +76,6 @@ class QueueLimits:
             raise ValueError(f"{self}; waiting_moves, attempts and breaker_faults are at least 1")
         if not min(self.breaker_seconds, self.stall_seconds) >= 0:
             raise ValueError(f"{self}; breaker_seconds and stall_seconds are at least 0")
-
-
-@dataclass(frozen=True, slots=True)
-class MoveCounts:
-    """Moves of one tier and priority: waiting and running now, and how they ended since the start. A refused one has
-    ended in `failed`."""
-
-    tier: str
-    priority: Priority
-    waiting: int
-    running: int
-    done: int
-    failed: int
 
 
 class Move:
@@ -286,7 +273,10 @@ class MoveQueue:
             running = Counter((task.tier, task.priority) for task in self._running)
             kinds = sorted({*waiting, *running, *self._done, *self._failed_moves})
             columns = (waiting, running, self._done, self._failed_moves)
-            return [MoveCounts(*kind, *(column[kind] for column in columns)) for kind in kinds]
+            return [
+                MoveCounts(tier, priority.name.lower(), *(column[tier, priority] for column in columns))
+                for tier, priority in kinds
+            ]
 
     def bugs(self) -> list[str]:
         """The last `BUGS_KEPT` stack traces of what moves and callbacks raised that is no `TierError`.

@@ -8,6 +8,7 @@ others. A *place* is a slot's address in a tier, one integer: extent number in t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -74,6 +75,10 @@ class SlotClass(NamedTuple):
     frame_bytes: int
 
 
+# What operators are shown of tiers and of those who work for them. The dataclasses are published as they are, under the
+# names of their fields: fields may only be appended, with defaults.
+
+
 class Usage(NamedTuple):
     """Slots by state, and bytes taken from the tier's budget."""
 
@@ -86,6 +91,48 @@ class Usage(NamedTuple):
     capacity: int
     taken_bytes: int
     budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCounts:
+    """Moves of one kind, which is a tier or a direction of one, and priority: waiting and running now, and how they
+    ended since the start. A move that was refused, or given up before it began, counts as failed."""
+
+    kind: str
+    priority: str
+    waiting: int
+    running: int
+    done: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubUsage:
+    """What a scrub did since the start. frames, bytes: verified, good or damaged. unreadable: times that a frame could
+    not be read. mended: damaged blocks that were written down again. last_pass_ended: Unix time; the two of the last
+    pass are None before the first one ended."""
+
+    bytes_per_second: int
+    passes: int
+    frames: int
+    bytes: int
+    damaged: int
+    unreadable: int
+    mended: int
+    in_pass: bool
+    last_pass_seconds: float | None
+    last_pass_ended: float | None
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened, under the names that a store counts it by; what never did is left out."""
+        counts = {
+            "scrubbed_frames": self.frames,
+            "scrub_damaged_frames": self.damaged,
+            "scrub_unreadable_frames": self.unreadable,
+            "scrub_mended_blocks": self.mended,
+        }
+        return {name: count for name, count in counts.items() if count}
 
 
 class Tier(Protocol):

@@ -6,7 +6,7 @@ Text that clients gave is printed as it is, never as markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -83,9 +83,8 @@ class StatReport:
             yield namespace_table(facts.namespaces, facts.at)
         if facts.hidden_namespaces:
             yield Text(f"and {facts.hidden_namespaces:,} more namespaces")
-        moves = [(one.kind, one.priority, one.waiting, one.running, one.done, one.failed) for one in facts.moves]
-        if moves:
-            yield _table("moves|priority|*waiting|*running|*done|*failed", moves)
+        if facts.moves:
+            yield _table("moves|priority|*waiting|*running|*done|*failed", map(astuple, facts.moves))
         yield from self._session_parts()
         door = facts.door
         yield Text(

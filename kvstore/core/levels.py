@@ -26,9 +26,9 @@ from tiering.clock import Clock
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.faults import NVME_READS, NVME_WRITES
 from tiering.frame import HEADER_BYTES, MacKeys, digest, verify_frame
-from tiering.move_queue import Move, MoveCounts, MoveQueue, Priority
+from tiering.move_queue import Move, MoveQueue, Priority
 from tiering.nvme.tier import NvmeTier
-from tiering.tier import TierMiss
+from tiering.tier import MoveCounts, TierMiss
 
 LOADING_LOOK_SECONDS = 0.05
 """How often a durable put looks whether what was on disk is taken in, where that keeps it from making room."""

@@ -18,13 +18,14 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvstore.block.about import unpack_about
 from kvstore.block.identity import TenantKeys, root_key
@@ -32,6 +33,7 @@ from kvstore.config import MAX_NAMESPACES
 from kvstore.core.index import NO_ROW, Column, RowState
 from kvstore.core.recovery_order import AT_ROOT, ELSEWHERE, RecoveryOrder, recovery_order, split_keys
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
+from kvstore.protocol.status import RecoveryStatus
 from tiering.errors import BlockCorrupt, TierError, TierUnavailable
 from tiering.faults import SHORTAGES, kind_of
 from tiering.files import private_pages
@@ -51,20 +53,6 @@ VERIFIED_AT_ONCE = 64
 """Frames that a thread verifies between two reports of progress."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveryProgress:
-    """How far it has come: slots looked at, of how many; blocks that can be found by now.
-
-    verified, to_verify: bytes of frames, where a crash took the index and they have to be read before they count.
-    """
-
-    slots: int = 0
-    all_slots: int = 0
-    blocks: int = 0
-    verified_bytes: int = 0
-    to_verify_bytes: int = 0
 
 
 class _RecoveryCheck(IntEnum):
@@ -105,7 +93,7 @@ class NvmeRecovery:
         self._succeeded = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._progress = RecoveryProgress()
+        self._progress = RecoveryStatus()
         self._left: dict[int, list[int]] = {}  # by namespace: places of what is left for the next start to decide
         blocks.is_loading, blocks.all_known = True, False
 
@@ -122,7 +110,7 @@ class NvmeRecovery:
         return self._over.is_set() and not self._succeeded
 
     @property
-    def progress(self) -> RecoveryProgress:
+    def progress(self) -> RecoveryStatus:
         """How far it has come."""
         return self._progress
 

@@ -30,9 +30,9 @@ from tiering.clock import Clock
 from tiering.errors import BlockCorrupt, BlockMissing, TierUnavailable
 from tiering.frame import ALIGNMENT, HEADER_BYTES, MacKeys, Stamp, open_header, verify_payload
 from tiering.move_queue import Move, MoveQueue, Priority
-from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits, ScrubUsage
+from tiering.nvme.scrub import CheckResult, Scrub, ScrubLimits
 from tiering.nvme.tier import NvmeTier, Resident, slab_name
-from tiering.tier import extent_of, slot_of
+from tiering.tier import ScrubUsage, extent_of, slot_of
 
 RECHECKS = 3
 """How often a frame that fails is read again, where evictions in its slab keep it from being judged."""

@@ -30,24 +30,25 @@ from kvstore.core.dram_recovery import DramRecovery
 from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.leases import ENDED_PLACES, Endings, LeaseRecord, LeaseTable, ReservationRecord, flat
 from kvstore.core.levels import Levels, SlotRequest
-from kvstore.core.nvme_recovery import NvmeRecovery, RecoveryProgress
+from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
 from kvstore.core.unmap_wait import COLLECTIVE_LOOKS, LOOKS_SECONDS, PUT_SECONDS, Unmapped, UnmapWait, look
-from kvstore.core.usage import NamespaceUsage, TenantUsage, occupancy, tenancy
+from kvstore.core.usage import NamespaceUsage, occupancy, tenancy
 from kvstore.protocol.door import Collective, Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.status import RecoveryStatus, TenantStatus
 from tiering.clock import Clock
 from tiering.dram.extents import Extent
 from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.frame import frame_bytes
-from tiering.move_queue import MoveCounts, MoveQueue
-from tiering.nvme.scrub import ScrubLimits, ScrubUsage
+from tiering.move_queue import MoveQueue
+from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.tier import NvmeTier
 from tiering.policies.admission import WriteBudget
 from tiering.residency import Evict, Grow, Residency, Vacate
 from tiering.slab_header import PAGE_BYTES
-from tiering.tier import Column, FrameSpan, SlotClass, Usage, extent_of
+from tiering.tier import Column, FrameSpan, MoveCounts, ScrubUsage, SlotClass, Usage, extent_of
 
 SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
 RUN_OUT_AT_ONCE = 1024
@@ -78,17 +79,16 @@ _ASK_AGAIN = "ask again, or give it more time"
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """What a store holds: slots and bytes of each tier, readable blocks, live leases, and event counts since the start.
+    """What a store holds. What `SidecarStatus` has under the same name is published as it is.
 
     nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
-    guarded_bytes: of DRAM that was taken over and that clients of an earlier process still map: readable, and not used
-    for anything else before they let go. dram_retained_bytes, nvme_retained_bytes: of what is kept for a time, and the
-    budgets for it: retained_fraction of each tier. write_budget: for NVMe, where there is one.
+    guarded_bytes: of DRAM that clients of an earlier process still map: readable, and not used again before they let
+    go. retained: what is kept for a time, and the budget for it, retained_fraction of each tier.
     """
 
     dram: Usage
     nvme: Usage | None
-    loading: RecoveryProgress | None
+    loading: RecoveryStatus | None
     blocks: int
     leases: int
     reservations: int
@@ -1152,10 +1152,10 @@ class Store:
         with self._lock:
             return occupancy(self._blocks) if not self._closed else []
 
-    def tenants(self, tenants: Iterable[bytes]) -> list[TenantUsage]:
-        """What these tenants have taken of each tier."""
+    def tenants(self, names: Mapping[bytes, str]) -> list[TenantStatus]:
+        """What these tenants have taken of each tier, under their names."""
         with self._lock:
-            return tenancy(self._blocks, tenants) if not self._closed else []
+            return tenancy(self._blocks, names) if not self._closed else []
 
     def moves(self) -> list[MoveCounts]:
         """Moves between the tiers."""

@@ -6,27 +6,21 @@ be more than can be found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import mul
 
 from kvstore.block.identity import Namespace
 from kvstore.core.table import BlockTable
-from tiering.policies.shares import Share, Shares
+from kvstore.protocol.status import TenantStatus, printable
+from tiering.policies.shares import Shares
 from tiering.residency import Residency
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a namespace has in one tier."""
-
-    blocks: int
-    frame_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class NamespaceUsage:
-    """A namespace, its readable blocks, and what it has in each tier. payload_bytes: of each part. nvme: None without
-    such a tier."""
+    """A namespace, its readable blocks, and what it has in each tier: blocks, and bytes of frames. payload_bytes: of
+    each part. nvme: None without such a tier."""
 
     number: int
     tenant: bytes
@@ -34,40 +28,26 @@ class NamespaceUsage:
     digest: bytes
     payload_bytes: tuple[int, ...]
     blocks: int
-    dram: Held
-    nvme: Held | None
-
-
-@dataclass(frozen=True, slots=True)
-class TenantUsage:
-    """What a tenant has taken of each tier, in whole extents and slabs, and what nobody takes from it. share: what was
-    said of it, if anything was. nvme: None without such a tier. retained: what is kept for a time, and retained_budget
-    how much may be; None for one of whom nothing was said, whose budget all such tenants have together."""
-
-    tenant: bytes
-    share: Share | None
+    dram_blocks: int
     dram_bytes: int
-    dram_guaranteed_bytes: int
+    nvme_blocks: int | None
     nvme_bytes: int | None
-    nvme_guaranteed_bytes: int | None
-    dram_retained_bytes: int | None
-    dram_retained_budget_bytes: int | None
-    nvme_retained_bytes: int | None
-    nvme_retained_budget_bytes: int | None
 
 
-def tenancy(blocks: BlockTable, tenants: Iterable[bytes]) -> list[TenantUsage]:
-    """Of these tenants, in their order."""
+def tenancy(blocks: BlockTable, names: Mapping[bytes, str]) -> list[TenantStatus]:
+    """Of these tenants, in their order, under their names."""
     dram, lower, shares = blocks.dram, blocks.lower.tier if blocks.lower is not None else None, blocks.shares
     above, below = dram.held(), lower.held() if lower is not None else {}
     found = []
-    for tenant in tenants:
+    for tenant, name in names.items():
+        share = shares.share_of(tenant) if shares is not None else None
         of_dram = shares.guaranteed_to(tenant, dram.pieces()) if shares is not None else 0
         of_nvme = shares.guaranteed_to(tenant, lower.pieces()) if shares is not None and lower is not None else 0
         found.append(
-            TenantUsage(
-                tenant,
-                shares.share_of(tenant) if shares is not None else None,
+            TenantStatus(
+                printable(name),
+                share.guaranteed if share is not None else None,
+                share.weight if share is not None else None,
                 above.get(tenant, 0) * dram.piece_bytes,
                 of_dram * dram.piece_bytes,
                 below.get(tenant, 0) * lower.piece_bytes if lower is not None else None,
@@ -104,12 +84,10 @@ def occupancy(blocks: BlockTable) -> list[NamespaceUsage]:
                 space.classes[0].namespace,
                 tuple(sealer.stamp.payload_bytes for sealer in space.sealers),
                 blocks.index.visible_blocks(space.number),
-                _held(live, sizes),
-                _held(below, sizes) if below is not None else None,
+                live[0],
+                sum(map(mul, live, sizes)),
+                below[0] if below is not None else None,
+                sum(map(mul, below, sizes)) if below is not None else None,
             )
         )
     return found
-
-
-def _held(frames: list[int], sizes: list[int]) -> Held:
-    return Held(frames[0], sum(count * size for count, size in zip(frames, sizes, strict=True)))

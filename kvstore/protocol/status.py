@@ -12,6 +12,9 @@ import msgspec
 
 from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
+from tiering.faults import MachineFault
+from tiering.policies.admission import WriteBudget
+from tiering.tier import MoveCounts, ScrubUsage
 
 MAX_TEXT = 128
 ID_DIGITS = 12
@@ -46,14 +49,6 @@ class TenantStatus(msgspec.Struct, frozen=True):
     dram_retained_budget_bytes: int | None = None
     nvme_retained_bytes: int | None = None
     nvme_retained_budget_bytes: int | None = None
-
-
-class WriteBudgetStatus(msgspec.Struct, frozen=True):
-    """What may be written to NVMe. left_bytes: now; most_bytes: that is ever left."""
-
-    bytes_per_second: float
-    left_bytes: float
-    most_bytes: float
 
 
 class LookupCounts(msgspec.Struct, frozen=True):
@@ -97,17 +92,6 @@ class NamespaceStatus(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class MoveStatus(msgspec.Struct, frozen=True):
-    """failed: refused, given up before it began, or failed."""
-
-    kind: str
-    priority: str
-    waiting: int
-    running: int
-    done: int
-    failed: int
-
-
 class SessionStatus(msgspec.Struct, frozen=True):
     """One engine. since: when it came. wait_ms_p50, wait_ms_p99: of all requests of the connections that it has, from
     the moment that one may have been there until it was begun; rounded up, by at most an eighth."""
@@ -138,39 +122,15 @@ class DoorStatus(msgspec.Struct, frozen=True):
 
 
 class RecoveryStatus(msgspec.Struct, frozen=True):
-    """What an earlier run left on disk, as far as it was taken in."""
+    """What an earlier run left on disk, as far as it was taken in: slots looked at, of how many; blocks that can be
+    found by now. verified_bytes, to_verify_bytes: of frames, where a crash took the index and they have to be read
+    before they count."""
 
-    slots: int
-    all_slots: int
-    blocks: int
-    verified_bytes: int
-    to_verify_bytes: int
-
-
-class ScrubStatus(msgspec.Struct, frozen=True):
-    """Since the start."""
-
-    bytes_per_second: int
-    passes: int
-    frames: int
-    bytes: int
-    damaged: int
-    unreadable: int
-    mended: int
-    in_pass: bool
-    last_pass_seconds: float | None
-    last_pass_ended: float | None
-
-
-class FaultStatus(msgspec.Struct, frozen=True):
-    """What does not work at the moment. count: since it last worked; detail: of the last time."""
-
-    what: str
-    kind: str
-    count: int
-    since_seconds_ago: float
-    last_seconds_ago: float
-    detail: str
+    slots: int = 0
+    all_slots: int = 0
+    blocks: int = 0
+    verified_bytes: int = 0
+    to_verify_bytes: int = 0
 
 
 class SidecarStatus(msgspec.Struct, frozen=True):
@@ -192,13 +152,13 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     pinned_bytes: int
     looked: LookupCounts
     namespaces: list[NamespaceStatus]
-    moves: list[MoveStatus]
+    moves: list[MoveCounts]
     sessions: list[SessionStatus]
     departed: int
     counters: dict[str, int]
     door: DoorStatus
     loading: RecoveryStatus | None
-    scrub: ScrubStatus | None
+    scrub: ScrubUsage | None
     hidden_namespaces: int = 0
     hidden_sessions: int = 0
     guarded_bytes: int = 0
@@ -207,12 +167,12 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     nvme_retained_bytes: int | None = None
     policy: str = ""
     nvme_writes: str | float | None = None
-    write_budget: WriteBudgetStatus | None = None
+    write_budget: WriteBudget | None = None
     retained_fraction: float | None = None
     dram_retained_budget_bytes: int = 0
     nvme_retained_budget_bytes: int | None = None
     health: str = ""
-    faults: list[FaultStatus] = []
+    faults: list[MachineFault] = []
     fault_counts: dict[str, int] = {}
     policy_note: str = ""
 

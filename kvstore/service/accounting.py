@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.protocol.door import LeaseReply, MatchReply
@@ -48,17 +48,7 @@ class NamespaceCounts:
 
     def copy(self) -> NamespaceCounts:
         """As it is now."""
-        return NamespaceCounts(
-            self.block_tokens,
-            self.asked,
-            self.found,
-            self.lookups,
-            self.leases,
-            self.reports,
-            Counter(self.hits),
-            Counter(self.misses),
-            self.last_used,
-        )
+        return replace(self, hits=Counter(self.hits), misses=Counter(self.misses))
 
 
 @dataclass(slots=True)
@@ -180,33 +170,37 @@ def _add(counter: Counter[HitTier] | Counter[MissReason], name: HitTier | MissRe
 
 def looked(all_counts: list[NamespaceCounts]) -> LookupCounts:
     """Counts of several namespaces in sum."""
-    totals: dict[str, int] = dict.fromkeys(("asked", "found", "lookups", "leases", "reports", "granted"), 0)
-    tokens: dict[str, dict[str, int]] = {"hits": {}, "misses": {}}
-    blocks: dict[str, dict[str, int]] = {"hits": {}, "misses": {}}
-    asked_tokens = found_tokens = 0
-    for counts in all_counts:
-        for name in ("asked", "found", "lookups", "leases", "reports"):
-            totals[name] += getattr(counts, name)
-        asked_tokens += counts.asked * counts.block_tokens
-        found_tokens += counts.found * counts.block_tokens
-        for kind, counter in (("hits", counts.hits), ("misses", counts.misses)):
-            for origin, count in (+counter).items():  # those above 0
-                name = str(origin)
-                blocks[kind][name] = blocks[kind].get(name, 0) + count
-                tokens[kind][name] = tokens[kind].get(name, 0) + count * counts.block_tokens
-    granted = sum(count for name, count in tokens["hits"].items() if name != "engine")
+
+    def total(name: str) -> int:
+        return sum(getattr(one, name) for one in all_counts)
+
+    def tokens(name: str) -> int:
+        return sum(getattr(one, name) * one.block_tokens for one in all_counts)
+
+    def by_origin(name: str) -> tuple[dict[str, int], dict[str, int]]:
+        """Tokens and blocks of `hits` or `misses`, where there are any."""
+        in_tokens, in_blocks = Counter[str](), Counter[str]()
+        for one in all_counts:
+            for origin, count in (+getattr(one, name)).items():
+                in_tokens[str(origin)] += count * one.block_tokens
+                in_blocks[str(origin)] += count
+        return dict(in_tokens), dict(in_blocks)
+
+    asked_tokens = tokens("asked")
+    (hit_tokens, hit_blocks), (miss_tokens, miss_blocks) = by_origin("hits"), by_origin("misses")
+    granted = sum(count for origin, count in hit_tokens.items() if origin != HitTier.ENGINE)
     return LookupCounts(
         asked_tokens,
-        tokens["hits"],
-        tokens["misses"],
-        found_tokens,
-        totals["asked"],
-        blocks["hits"],
-        blocks["misses"],
-        totals["found"],
-        totals["lookups"],
-        totals["leases"],
-        totals["reports"],
+        hit_tokens,
+        miss_tokens,
+        tokens("found"),
+        total("asked"),
+        hit_blocks,
+        miss_blocks,
+        total("found"),
+        total("lookups"),
+        total("leases"),
+        total("reports"),
         granted,
         granted / asked_tokens if asked_tokens else None,
     )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import fields, replace
 
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.config import DEFAULT_POLICY
@@ -19,24 +18,16 @@ from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import (
     ID_DIGITS,
-    DoorStatus,
-    FaultStatus,
-    LookupCounts,
-    MoveStatus,
     NamespaceStatus,
-    RecoveryStatus,
-    ScrubStatus,
     SessionStatus,
     SidecarStatus,
-    TenantStatus,
     TierStatus,
-    WriteBudgetStatus,
     checked_seconds,
     layout_in_words,
     pick,
     printable,
 )
-from kvstore.service.accounting import Counting, looked
+from kvstore.service.accounting import Counting, NamespaceCounts, looked
 from kvstore.service.connections import AdminCaller, percentile_ms
 from kvstore.service.dispatch import Response, version_in_common
 from kvstore.service.local_door import LocalDoor
@@ -47,6 +38,7 @@ from tiering.tier import Usage
 
 MAX_NAMESPACES, MAX_SESSIONS = 4096, 1024
 """In one answer; the others are counted."""
+_FACTS = frozenset(SidecarStatus.__struct_fields__)
 _STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
 
 
@@ -158,93 +150,58 @@ class Admin:
     def facts(self) -> SidecarStatus:
         """What `kvstore stat` shows."""
         usage, spaces, counts = self._store.usage(), self._spaces(), self._counting.all()
-        tiers = [_tier("dram", usage.dram)] + ([_tier("nvme", usage.nvme)] if usage.nvme is not None else [])
+        of_store = {one.name: getattr(usage, one.name) for one in fields(usage) if one.name in _FACTS}
         sessions = self._session_facts()
-        now = self._counting.now()
+        now, reasons = self._counting.now(), self._reasons()
         return SidecarStatus(
             run=self._run.hex(),
             pid=os.getpid(),
             state=self._state(),
             at=now,
             up_seconds=now - self._began_at,
-            tiers=tiers,
-            blocks=usage.blocks,
-            leases=usage.leases,
-            reservations=usage.reservations,
-            pinned_bytes=usage.pinned_bytes,
-            guarded_bytes=usage.guarded_bytes,
+            tiers=[_tier("dram", usage.dram)] + ([_tier("nvme", usage.nvme)] if usage.nvme is not None else []),
             looked=looked(list(counts.values())),
-            namespaces=[
-                _namespace(
-                    name,
-                    one,
-                    looked([counts[one.number]] if one.number in counts else []),
-                    used_at,
-                    self._store.names.get(one.tenant, one.digest) if self._store.names is not None else "",
-                )
-                for name, one in spaces[:MAX_NAMESPACES]
-                for used_at in [counts[one.number].last_used if one.number in counts else None]
-            ],
-            moves=[
-                MoveStatus(one.tier, one.priority.name.lower(), one.waiting, one.running, one.done, one.failed)
-                for one in self._store.core.moves()
-            ],
+            namespaces=[self._namespace(name, one, counts.get(one.number)) for name, one in spaces[:MAX_NAMESPACES]],
+            moves=self._store.core.moves(),
             sessions=sessions[:MAX_SESSIONS],
             departed=self._sessions.departed,
-            counters=usage.counters,
-            door=self._door_facts(),
-            loading=RecoveryStatus(**asdict(usage.loading)) if usage.loading is not None else None,
-            scrub=ScrubStatus(**asdict(usage.scrub)) if usage.scrub is not None else None,
-            tenants=self._tenant_facts(),
-            dram_retained_bytes=usage.dram_retained_bytes,
-            nvme_retained_bytes=usage.nvme_retained_bytes,
+            door=self._door.usage(),
+            tenants=self._store.core.tenants(self._store.tenant_names()),
             policy=DEFAULT_POLICY if self._why_not_policy else self._chosen.policy,
             policy_note=printable(self._why_not_policy),
             nvme_writes=self._chosen.nvme_writes if usage.nvme is not None else None,
-            write_budget=WriteBudgetStatus(**asdict(usage.write_budget)) if usage.write_budget is not None else None,
-            retained_fraction=usage.retained_fraction,
-            dram_retained_budget_bytes=usage.dram_retained_budget_bytes,
-            nvme_retained_budget_bytes=usage.nvme_retained_budget_bytes,
             hidden_namespaces=max(0, len(spaces) - MAX_NAMESPACES),
             hidden_sessions=max(0, len(sessions) - MAX_SESSIONS),
-            **self._health(),
+            health=f"degraded ({'; '.join(reasons)})" if reasons else "ok",
+            faults=[replace(one, detail=printable(one.detail)) for one in self._store.faults.now()],
+            fault_counts=self._store.faults.counts(),
+            **of_store,
         )
 
-    def _health(self) -> dict[str, Any]:
-        reasons = self._reasons()
-        return {
-            "health": f"degraded ({'; '.join(reasons)})" if reasons else "ok",
-            "faults": [
-                FaultStatus(
-                    one.what, one.kind, one.count, one.since_seconds_ago, one.last_seconds_ago, printable(one.detail)
-                )
-                for one in self._store.faults.now()
-            ],
-            "fault_counts": self._store.faults.counts(),
-        }
-
-    def _tenant_facts(self) -> list[TenantStatus]:
-        names = self._store.tenant_names()
-        return [
-            TenantStatus(
-                printable(names[one.tenant]),
-                one.share.guaranteed if one.share is not None else None,
-                one.share.weight if one.share is not None else None,
-                one.dram_bytes,
-                one.dram_guaranteed_bytes,
-                one.nvme_bytes,
-                one.nvme_guaranteed_bytes,
-                one.dram_retained_bytes,
-                one.dram_retained_budget_bytes,
-                one.nvme_retained_bytes,
-                one.nvme_retained_budget_bytes,
-            )
-            for one in self._store.core.tenants(names)
-        ]
+    def _namespace(self, tenant: str, usage: NamespaceUsage, counts: NamespaceCounts | None) -> NamespaceStatus:
+        namespace, digest = usage.namespace, usage.digest.hex()
+        return NamespaceStatus(
+            digest[:ID_DIGITS],
+            digest,
+            printable(tenant),
+            printable(namespace.model),
+            layout_in_words(namespace.layout),
+            printable(namespace.codec),
+            namespace.weights_epoch,
+            namespace.layout.block_tokens,
+            usage.blocks,
+            usage.dram_blocks,
+            usage.dram_bytes,
+            usage.nvme_blocks,
+            usage.nvme_bytes,
+            counts.last_used if counts is not None else None,
+            looked([counts] if counts is not None else []),
+            self._store.names.get(usage.tenant, usage.digest) if self._store.names is not None else "",
+        )
 
     def _session_facts(self) -> list[SessionStatus]:
         names, reservations = self._store.tenant_names(), self._sessions.reservations()
-        waited = self._door.usage().waited
+        waited = self._door.waited()
         return [
             SessionStatus(
                 printable(one.engine),
@@ -261,19 +218,6 @@ class Admin:
             for waits in [[waited[number] for number in list(one.connections) if number in waited]]
         ]
 
-    def _door_facts(self) -> DoorStatus:
-        usage = self._door.usage()
-        waits = sorted(usage.waits)
-        return DoorStatus(
-            usage.connections,
-            usage.admin_connections,
-            usage.refused,
-            usage.malformed,
-            usage.served,
-            _percentile_ms(waits, 50),
-            _percentile_ms(waits, 99),
-        )
-
 
 def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: str) -> NamespaceUsage:
     """The one namespace whose digest begins so. Raises `BadInput` with what there is."""
@@ -285,36 +229,6 @@ def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: 
     return mine[pick(id, digests, words, whose, "give --tenant" if is_shared else "give more digits")][1]
 
 
-def _namespace(
-    tenant: str, usage: NamespaceUsage, asked: LookupCounts, used_at: float | None, name: str
-) -> NamespaceStatus:
-    namespace, digest = usage.namespace, usage.digest.hex()
-    return NamespaceStatus(
-        digest[:ID_DIGITS],
-        digest,
-        printable(tenant),
-        printable(namespace.model),
-        layout_in_words(namespace.layout),
-        printable(namespace.codec),
-        namespace.weights_epoch,
-        namespace.layout.block_tokens,
-        usage.blocks,
-        usage.dram.blocks,
-        usage.dram.frame_bytes,
-        usage.nvme.blocks if usage.nvme is not None else None,
-        usage.nvme.frame_bytes if usage.nvme is not None else None,
-        used_at,
-        asked,
-        name,
-    )
-
-
 def _tier(name: str, usage: Usage) -> TierStatus:
     slots = {state: getattr(usage, state) for state in _STATES}
     return TierStatus(name, usage.budget_bytes, usage.taken_bytes, slots)
-
-
-def _percentile_ms(waits: Sequence[float], percent: int) -> float | None:
-    if not waits:
-        return None
-    return round(1000 * waits[min(len(waits) - 1, len(waits) * percent // 100)], 3)

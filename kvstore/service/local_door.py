@@ -24,12 +24,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
+from kvstore.protocol.status import DoorStatus
 from kvstore.service.connections import (
     LARGE_BYTES,
     AdminVerbs,
@@ -72,21 +72,6 @@ IDLE_LOOK_SECONDS = 0.5
 the processor to himself."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DoorUsage:
-    """Connections now; since the start: those that were refused, messages that were none, and requests by verb. waits:
-    of the last requests, in seconds, from the moment one may have been there until it was begun. waited: the same of
-    all requests of a connection, by its number."""
-
-    connections: int
-    admin_connections: int
-    refused: int
-    malformed: int
-    served: dict[str, int]
-    waits: list[float]
-    waited: dict[int, Waits]
 
 
 class LocalDoor:
@@ -181,19 +166,19 @@ class LocalDoor:
         self._wake()
         return done.wait(SHOW_OUT_SECONDS)
 
-    def usage(self) -> DoorUsage:
+    def usage(self) -> DoorStatus:
         """Who is here, and what was done since the start."""
         there = [one for one in list(self._connections) if one.refusal is None]
         admin = sum(one.admin is not None for one in there)
-        return DoorUsage(
-            len(there) - admin,
-            admin,
-            self.refused_connections,
-            self.malformed_messages,
-            dict(self._served),
-            list(self._waits),
-            {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)},
-        )
+        waits = sorted(self._waits)
+        p50, p99 = [round(1000 * waits[len(waits) * one // 100], 3) for one in (50, 99)] if waits else (None, None)
+        refused, malformed = self.refused_connections, self.malformed_messages
+        return DoorStatus(len(there) - admin, admin, refused, malformed, dict(self._served), p50, p99)
+
+    def waited(self) -> dict[int, Waits]:
+        """How long the requests of each connection that is here waited to be begun, by its number."""
+        there = [one for one in list(self._connections) if one.refusal is None]
+        return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
 
     def start(self) -> None:
         """Serve in a thread of its own."""

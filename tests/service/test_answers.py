@@ -15,6 +15,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import Grant, LeaseReply, MatchReply, ReserveReply
 from service.sidecar import patient
 from tiering.dram.extents import Extent, MappedExtent
+from tiering.faults import MachineFault
 from tiering.tier import place_of
 from torture.nested import FACTS
 from torture.nested_door import EXTENT_BYTES, FRAME_BYTES, LAYOUT, OddSidecar
@@ -114,6 +115,15 @@ def test_facts_that_do_not_add_up_are_not_printed() -> None:
     ):
         with pytest.raises(ValueError):
             checked_facts(msgspec.structs.replace(FACTS, **changes))
+
+
+def test_facts_of_a_later_version_are_read() -> None:
+    """What tiers say of themselves travels as they made it, whatever more a sidecar knows."""
+    fault = {"what": "a thing", "kind": "of tomorrow", "count": 1, "since_seconds_ago": 2.0, "last_seconds_ago": 1.0}
+    facts = {**msgspec.to_builtins(FACTS), "faults": [{**fault, "detail": "why", "more": 1}]}
+    facts["scrub"]["more"] = facts["moves"][0]["more"] = facts["write_budget"]["more"] = 1
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(facts), type=type(FACTS))
+    assert read == msgspec.structs.replace(FACTS, faults=[MachineFault(**fault, detail="why")])
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

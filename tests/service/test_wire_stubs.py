@@ -28,7 +28,10 @@ from kvstore.cli.ask import Warmed, WarmPrompt
 from kvstore.protocol import messages as m
 from kvstore.protocol import status
 from kvstore.protocol.door import MatchReply
+from tiering.faults import MachineFault
 from tiering.frame import KEY_BYTES
+from tiering.policies.admission import WriteBudget
+from tiering.tier import MoveCounts, ScrubUsage
 
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed (extra: server)")
 pytest.importorskip("grpc_tools.protoc", reason="grpcio-tools is not installed (extra: test)")
@@ -63,6 +66,10 @@ PUBLISHED: dict[type, tuple[str, ...]] = {
     Warmed: ("WarmResponse",),
     WarmPrompt: ("Prompt",),
     ExtraKey: ("ExtraKey",),
+    MoveCounts: ("MoveStatus",),
+    ScrubUsage: ("ScrubStatus",),
+    WriteBudget: ("WriteBudgetStatus",),
+    MachineFault: ("FaultStatus",),
     **{
         one: (one.__name__,)
         for one in vars(status).values()

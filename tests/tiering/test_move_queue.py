@@ -839,8 +839,8 @@ def test_what_waits_runs_and_ended_is_counted(queues: Queues) -> None:
     late = queue.submit("c", DISK, Priority.SCRUB, lambda: None)
     assert late.cancel()
     counts = {one.priority: (one.waiting, one.running, one.done, one.failed) for one in queue.counts()}
-    assert counts == {Priority.WAITING: (0, 1, 0, 0), Priority.SAVE: (1, 0, 0, 1), Priority.SCRUB: (0, 0, 0, 1)}
+    assert counts == {"waiting": (0, 1, 0, 0), "save": (1, 0, 0, 1), "scrub": (0, 0, 0, 1)}
     gate.opened.set()
     assert finished(waiting, joined) == [None, None]
     counts = {one.priority: (one.waiting, one.running, one.done, one.failed) for one in queue.counts()}
-    assert counts == {Priority.WAITING: (0, 0, 1, 0), Priority.SAVE: (0, 0, 1, 1), Priority.SCRUB: (0, 0, 0, 1)}
+    assert counts == {"waiting": (0, 0, 1, 0), "save": (0, 0, 1, 1), "scrub": (0, 0, 0, 1)}

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from tiering.clock import Clock
 from tiering.nvme.tier import Resident
-from tiering.tier import place_of
+from tiering.tier import ScrubUsage, place_of
 
 LEAST_CHARGE_BYTES = 64 << 10
 """A smaller frame is paid for as one of this size: it costs about as much time to look at."""
@@ -72,35 +72,6 @@ class ScrubLimits:
             raise ValueError(f"{self}; rate, window, unreadable passes and suspects are at least 1")
         if not all(seconds >= 0 for seconds in (self.first_seconds, self.pass_seconds, self.pause_seconds)):
             raise ValueError(f"{self}; seconds are at least 0")
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubUsage:
-    """What a scrub did since the start. frames, bytes: verified, good or damaged. unreadable: times that a frame could
-    not be read. mended: damaged blocks that were written down again. last_pass_ended: Unix time; the two of the last
-    pass are None before the first one ended."""
-
-    bytes_per_second: int
-    passes: int
-    frames: int
-    bytes: int
-    damaged: int
-    unreadable: int
-    mended: int
-    in_pass: bool
-    last_pass_seconds: float | None
-    last_pass_ended: float | None
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """What happened, under the names that a store counts it by; what never did is left out."""
-        counts = {
-            "scrubbed_frames": self.frames,
-            "scrub_damaged_frames": self.damaged,
-            "scrub_unreadable_frames": self.unreadable,
-            "scrub_mended_blocks": self.mended,
-        }
-        return {name: count for name, count in counts.items() if count}
 
 
 class Scrub:

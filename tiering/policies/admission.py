@@ -53,7 +53,8 @@ _LOOK_BACK_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class WriteBudget:
-    """What may be written. left_bytes: now, of at most most_bytes, which is what is kept of what was not spent."""
+    """Bytes that may be written to NVMe. left_bytes: now, of at most most_bytes, which is what is kept of what was not
+    spent. Published as it is, as `tiering.tier` says."""
 
     bytes_per_second: float
     left_bytes: float
