@@ -15,6 +15,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from kvstore.block.account import Account, HitTier, MissReason
@@ -33,17 +34,17 @@ from kvstore.block.layout import Attention, KvGroup, Layout
 from kvstore.block.pages import Codec, GroupPages, Pages
 from kvstore.client.sidecar_store import SidecarStore, open_sidecar
 from kvstore.config import (
+    DEFAULT_DRAM,
     DEFAULT_POLICY,
     DEFAULT_SCRUB,
     DEFAULT_TENANT,
     DEFAULT_WRITES,
     Limits,
-    check_writes_are_below,
+    Size,
+    StoreOptions,
+    TierOptions,
     checked_policy,
-    checked_share,
-    checked_shares,
     expanded,
-    parse_writes,
 )
 from kvstore.protocol.messages import MIN_SESSION_BYTES
 from tiering.clock import SystemClock
@@ -98,13 +99,13 @@ def __getattr__(name: str) -> Any:
 def open(
     url: str,
     *,
-    dram: str | int = "1GiB",
-    nvme: str | int | None = None,
-    slab: str | int | None = None,
-    extent: str | int | None = None,
+    dram: Size = DEFAULT_DRAM,
+    nvme: Size | None = None,
+    slab: Size | None = None,
+    extent: Size | None = None,
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
-    scrub: str | int = DEFAULT_SCRUB,
+    scrub: Size = DEFAULT_SCRUB,
     policy: str = DEFAULT_POLICY,
     nvme_writes: str | float = DEFAULT_WRITES,
     shares: Mapping[str, Share] | None = None,
@@ -137,8 +138,7 @@ def open(
     given |= {"limits": limits, "scrub": scrub, "policy": policy, "nvme_writes": nvme_writes, "shares": shares}
     rest = expanded(rest, scheme)
     if scheme == "unix":
-        usual = {"dram": "1GiB", "tenant": DEFAULT_TENANT, "scrub": DEFAULT_SCRUB, "policy": DEFAULT_POLICY}
-        usual |= {"nvme_writes": DEFAULT_WRITES}
+        usual = {"tenant": DEFAULT_TENANT} | {one.name: one.default for one in fields(TierOptions)}
         for name, value in given.items():
             if value != usual.get(name):
                 raise BadInput(f"{name}={value!r} is the sidecar's to know; give it to kvstore serve, and not to open")
@@ -157,20 +157,26 @@ def open(
 def embedded(
     directory: str,
     *,
-    dram: str | int = "1GiB",
-    nvme: str | int | None = None,
-    slab: str | int | None = None,
-    extent: str | int | None = None,
+    dram: Size = DEFAULT_DRAM,
+    nvme: Size | None = None,
+    slab: Size | None = None,
+    extent: Size | None = None,
     tenant: str = DEFAULT_TENANT,
     limits: Limits | None = None,
-    scrub: str | int = DEFAULT_SCRUB,
+    scrub: Size = DEFAULT_SCRUB,
     policy: str = DEFAULT_POLICY,
     nvme_writes: str | float = DEFAULT_WRITES,
     shares: Mapping[str, Share] | None = None,
 ) -> EmbeddedStore:
     """Open a store in this process: `open("embedded:DIRECTORY", ...)` for whoever needs to know its type."""
-    from kvstore.node import open_embedded  # a client of a sidecar has no store in its process
+    from kvstore.node import StoreParts, open_embedded  # a client of a sidecar has no store in its process
 
+    options = StoreOptions(
+        TierOptions(dram, nvme, extent, slab, scrub, policy, nvme_writes),
+        tenant,
+        limits if limits is not None else Limits(),
+        shares if shares is not None else {},
+    )
     indexes = None
     if nvme is not None:
         try:
@@ -178,27 +184,9 @@ def embedded(
         except ImportError:
             raise BadInput("nvme= needs the package lmdb; run in a checkout: pip install '.[server]'") from None
         indexes = LmdbMaker
-    chosen = policy_named(policy)
-    writes = parse_writes(nvme_writes, "nvme_writes")
-    if nvme is None:
-        check_writes_are_below(writes, nvme_writes, "nvme_writes")
     codecs = _Codecs()
-    return open_embedded(
-        expanded(directory, "directory"),
-        codecs=codecs,
-        dram=dram,
-        nvme=nvme,
-        slab=slab,
-        extent=extent,
-        tenant=tenant,
-        limits=limits,
-        scrub=scrub,
-        indexes=indexes,
-        before_close=codecs.close,
-        policy=chosen,
-        writes=writes,
-        shares=_checked_shares(shares) if shares is not None else None,
-    )
+    parts = StoreParts(codecs, policy_named(policy), indexes, before_close=codecs.close)
+    return open_embedded(expanded(directory, "directory"), options, parts)
 
 
 class _Codecs:
@@ -230,20 +218,6 @@ class _Codecs:
         """End what they have going on GPUs."""
         if self._loaded is not None:
             self._loaded.close()
-
-
-def _checked_shares(shares: Mapping[str, Share]) -> Mapping[str, Share]:
-    if not isinstance(shares, Mapping) or not all(isinstance(share, Share) for share in shares.values()):
-        raise BadInput(
-            f"shares={shares!r}; give a kvstore.Share for each tenant's name, such as "
-            'shares={"default": kvstore.Share(guaranteed=0.5)}'
-        )
-    return checked_shares(
-        {
-            name: checked_share(share, (f"shares: {name}: guaranteed", f"shares: {name}: weight"))
-            for name, share in shares.items()
-        }
-    )
 
 
 def policy_named(name: str) -> PolicyMaker:

@@ -1,17 +1,19 @@
-"""Configuration: frozen dataclasses, checked when they are built.
+"""Configuration: `StoreOptions`, one tree of frozen dataclasses, checked when they are built.
 
-Sizes are given as people write them ("2GiB", "512MB", a number of bytes) and kept as bytes. What the machine allows is
-read once, when a store is opened, and judged by `memory_limit`.
+`kvstore.open` builds the tree from keywords, a sidecar from its settings, of which [store] and [limits] are branches.
+Sizes are given as people write them ("2GiB", "512MB", a number of bytes). What the machine allows is read once, when a
+store is opened, and judged by `memory_limit`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil, inf, nan
 from numbers import Real
+from types import MappingProxyType
 
 from kvstore.block.errors import BadInput
 from tiering.policies.shares import Share
@@ -35,9 +37,14 @@ _UNITS = {
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 _PAGE_BYTES = 4096
 
+Size = str | int
+"""As people write one: "2GiB", or a number of bytes. In a file of settings it is text."""
+
 POLICIES = ("lru", "s3-fifo", "adaptive")
 """How DRAM chooses what goes first."""
 DEFAULT_POLICY = "lru"
+AUTO, OFF = "auto", "off"
+"""In a sidecar's settings: a budget that is chosen from what the machine has, and no NVMe."""
 DEFAULT_WRITES, LEARNED_WRITES = "all", "learned"
 """What of that which leaves DRAM is written to NVMe."""
 LEAST_WRITES, MOST_WRITES = 0.001, 10_000.0
@@ -55,6 +62,7 @@ MAX_SLAB_BYTES = 1 << 30
 SLABS_PER_BUDGET = 16
 MIN_RATE_BYTES = 64 << 10
 DEFAULT_TENANT = "default"
+DEFAULT_DRAM = "1GiB"
 MAX_SOCKET_BYTES = 107
 """What the kernel takes for a socket's path (unix(7))."""
 DEFAULT_SCRUB = "8MiB/s"
@@ -122,16 +130,6 @@ def parse_writes(given: str | float, name: str) -> float | None:
     return written
 
 
-def check_writes_are_below(writes: float | None, given: str | float, name: str) -> None:
-    """There is no NVMe. Raises `BadInput` where what is written to it was chosen. `name` is the option."""
-    if writes is not None:
-        nvme = name.removesuffix("_writes")
-        raise BadInput(
-            f"{name}={given!r} is about what is written to NVMe, and there is none; give {nvme} a size, or leave "
-            f"{name} out"
-        )
-
-
 def checked_policy(given: str, name: str) -> str:
     """One of `POLICIES`. Raises `BadInput`. `name` is the option, for the message."""
     if given not in POLICIES:
@@ -155,7 +153,14 @@ def checked_share(given: Share, names: tuple[str, str]) -> Share:
 
 
 def checked_shares(shares: Mapping[str, Share]) -> Mapping[str, Share]:
-    """Of all tenants, that there is as much. Raises `BadInput`."""
+    """Of all tenants, each as a share, and that there is as much. Raises `BadInput`."""
+    if not isinstance(shares, Mapping) or not all(isinstance(share, Share) for share in shares.values()):
+        raise BadInput(
+            f"shares={shares!r}; give a kvstore.Share for each tenant's name, such as "
+            'shares={"default": kvstore.Share(guaranteed=0.5)}'
+        )
+    for name, share in shares.items():
+        checked_share(share, (f"shares: {name}: guaranteed", f"shares: {name}: weight"))
     total = sum(share.guaranteed for share in shares.values())
     if total > 1 + 1e-9:
         given = ", ".join(f"{name} {share.guaranteed}" for name, share in shares.items() if share.guaranteed)
@@ -257,6 +262,59 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What a store's tiers have, in bytes and bytes per second, and what goes where; `kvstore.open` explains each."""
+
+    dram: Size = DEFAULT_DRAM
+    nvme: Size | None = None
+    extent: Size | None = None
+    slab: Size | None = None
+    scrub: Size = DEFAULT_SCRUB
+    policy: str = DEFAULT_POLICY
+    nvme_writes: str | float = DEFAULT_WRITES
+
+    def check(self, section: str = "", words: Mapping[str, Sequence[str]] = MappingProxyType({})) -> None:
+        """What can be told without the machine. section: that names of options begin with, for messages. words: that
+        may be given in place of a size, by option. Raises `BadInput`."""
+        for key in ("dram", "nvme", "extent", "slab"):
+            size, others = getattr(self, key), words.get(key, ())
+            if size is None or size in others:
+                continue
+            try:
+                parse_size(size, section + key)
+            except BadInput as error:
+                raise BadInput(str(error) + "".join(f", or {word}" for word in others)) from None
+        parse_rate(self.scrub, f"{section}scrub")
+        checked_policy(self.policy, f"{section}policy")
+        name = f"{section}nvme_writes"
+        if parse_writes(self.nvme_writes, name) is not None and self.nvme in (None, OFF):
+            raise BadInput(
+                f"{name}={self.nvme_writes!r} is about what is written to NVMe, and there is none; give {section}nvme "
+                f"a size, or leave {name} out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """All that is chosen of a store, as `kvstore.open` explains it. Raises `BadInput`."""
+
+    tiers: TierOptions = TierOptions()
+    tenant: str = DEFAULT_TENANT
+    limits: Limits = Limits()
+    shares: Mapping[str, Share] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tiers.check()
+        checked_shares(self.shares)
+        if self.tiers.nvme is None and self.tiers.slab is not None:
+            raise BadInput(
+                f"slab={self.tiers.slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out"
+            )
+        if not isinstance(self.limits, Limits):
+            raise BadInput(f"limits={self.limits!r}; give kvstore.Limits(...), or leave limits= out")
+
+
+@dataclass(frozen=True, slots=True)
 class DramConfig:
     """The DRAM tier's budget and the size of its extents, both in bytes, both whole pages."""
 
@@ -264,11 +322,9 @@ class DramConfig:
     extent_bytes: int
 
     @staticmethod
-    def of(dram: str | int, extent: str | int | None, available_bytes: int) -> DramConfig:
+    def of(dram: Size, extent: Size | None, available_bytes: int) -> DramConfig:
         """From what the user wrote; `available_bytes`: what the cgroup and the machine allow."""
-        budget = parse_size(dram, "dram")
-        if budget < MIN_DRAM_BYTES:
-            raise BadInput(f"dram={dram} is too small; give at least {format_size(MIN_DRAM_BYTES)}")
+        budget = _budget(dram, "dram", MIN_DRAM_BYTES)
         if budget > available_bytes:
             raise BadInput(
                 f"dram={dram} is more than the {format_size(available_bytes)} of memory that this machine or its "
@@ -280,12 +336,7 @@ class DramConfig:
             while budget // size > MOST_EXTENTS and size < MAX_EXTENT_BYTES:
                 size *= 2
         else:
-            size = parse_size(extent, "extent")
-            if not MIN_EXTENT_BYTES <= size <= min(MAX_EXTENT_BYTES, budget) or size % _PAGE_BYTES:
-                raise BadInput(
-                    f"extent={extent} is not possible: give a multiple of 4 KiB between "
-                    f"{format_size(MIN_EXTENT_BYTES)} and {format_size(min(MAX_EXTENT_BYTES, budget))}"
-                )
+            size = _piece(extent, "extent", MIN_EXTENT_BYTES, min(MAX_EXTENT_BYTES, budget))
         return DramConfig(budget // _PAGE_BYTES * _PAGE_BYTES, size)
 
 
@@ -297,11 +348,9 @@ class NvmeConfig:
     slab_bytes: int
 
     @staticmethod
-    def of(nvme: str | int, slab: str | int | None, available_bytes: int) -> NvmeConfig:
+    def of(nvme: Size, slab: Size | None, available_bytes: int) -> NvmeConfig:
         """From what the user wrote; `available_bytes`: free on the disk, and what this tier has taken of it already."""
-        budget = parse_size(nvme, "nvme")
-        if budget < MIN_NVME_BYTES:
-            raise BadInput(f"nvme={nvme} is too small; give at least {format_size(MIN_NVME_BYTES)}")
+        budget = _budget(nvme, "nvme", MIN_NVME_BYTES)
         if budget > available_bytes:
             raise BadInput(
                 f"nvme={nvme} is more than the {format_size(available_bytes)} that the disk has for it; give less, or "
@@ -311,13 +360,25 @@ class NvmeConfig:
             share = max(MIN_NVME_BYTES // 4, budget // SLABS_PER_BUDGET)
             size = min(MAX_SLAB_BYTES, 1 << share.bit_length() - 1)
         else:
-            size = parse_size(slab, "slab")
-            if not MIN_SLAB_BYTES <= size <= budget or size % _PAGE_BYTES:
-                raise BadInput(
-                    f"slab={slab} is not possible: give a multiple of 4 KiB between {format_size(MIN_SLAB_BYTES)} and "
-                    f"{format_size(budget)}"
-                )
+            size = _piece(slab, "slab", MIN_SLAB_BYTES, budget)
         return NvmeConfig(budget // _PAGE_BYTES * _PAGE_BYTES, size)
+
+
+def _budget(given: Size, name: str, least_bytes: int) -> int:
+    budget = parse_size(given, name)
+    if budget < least_bytes:
+        raise BadInput(f"{name}={given} is too small; give at least {format_size(least_bytes)}")
+    return budget
+
+
+def _piece(given: Size, name: str, least_bytes: int, most_bytes: int) -> int:
+    size = parse_size(given, name)
+    if not least_bytes <= size <= most_bytes or size % _PAGE_BYTES:
+        raise BadInput(
+            f"{name}={given} is not possible: give a multiple of 4 KiB between {format_size(least_bytes)} and "
+            f"{format_size(most_bytes)}"
+        )
+    return size
 
 
 def memory_limit_files(cgroups: str) -> list[str]:

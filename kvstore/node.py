@@ -9,10 +9,11 @@ import logging
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import msgspec
 
@@ -26,16 +27,17 @@ from kvstore.block.pages import Codec
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.pending import LeaseThreads, ReadyReply
 from kvstore.config import (
-    DEFAULT_SCRUB,
     DEFAULT_TENANT,
     DramConfig,
     Limits,
     NvmeConfig,
+    StoreOptions,
     check_pieces,
     format_size,
     memory_limit,
     memory_limit_files,
     parse_rate,
+    parse_writes,
 )
 from kvstore.core.index import PrefixIndex
 from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
@@ -364,52 +366,46 @@ class EmbeddedStore:
         self.close()
 
 
-def open_embedded(
-    directory: str,
-    *,
-    codecs: Callable[[str], Codec],
-    dram: str | int = "1GiB",
-    nvme: str | int | None = None,
-    slab: str | int | None = None,
-    extent: str | int | None = None,
-    tenant: str = DEFAULT_TENANT,
-    limits: Limits | None = None,
-    scrub: str | int | ScrubLimits = DEFAULT_SCRUB,
-    indexes: Callable[[Path], IndexMaker] | None = None,
-    files: Callable[[Path], Files] | None = None,
-    gone: Callable[[int, bytes], None] | None = None,
-    reach: Reach = go_on,
-    numbers_key: bytes | None = None,
-    keeper: MemoryKeeper | None = None,
-    kept: Sequence[KeptExtent] = (),
-    guard: int = 0,
-    before_close: Callable[[], object] = lambda: None,
-    policy: PolicyMaker = LeafFirstLru,
-    writes: float | None = None,
-    shares: Mapping[str, Share] | None = None,
-) -> EmbeddedStore:
-    """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
-    `KeysUnusable`, each with one line that says what to do.
+def _no_codec(name: str) -> NoReturn:
+    raise AssertionError("a store that was given no codecs encodes nothing")
 
-    scrub: how fast the NVMe tier is read and verified again in the background, or all its limits. indexes: makes the
-    index of an NVMe tier; needed with `nvme` only. files, gone, reach: for tests; what holds the
-    slabs, who is told of every block that NVMe gives up (see `BlockTable`), and who is told of failpoints. numbers_key,
-    keeper, kept, guard: as in `build_store`. before_close: ends what the codecs have going with this store's memory.
-    policy: which blocks go first when DRAM is full. writes: what of that is written to NVMe, as `config.parse_writes`
-    says. shares: of tenants, by their names, checked without the tiers.
+
+@dataclass(frozen=True, slots=True)
+class StoreParts:
+    """What a store is built of, besides its options.
+
+    codecs: finds one by its name. dram_policy: which blocks go first there; what leaves NVMe is what was used there
+    longest ago. indexes: makes the index of an NVMe tier; needed with one only. files: makes what holds its slabs.
+    before_close: ends what the codecs have going with this store's memory. keeper: holds DRAM for the next process.
+    kept: what it held of the one before, and guard: holders below that may be clients of that one
+    (`DramTier.take_over`). numbers_key: of the permutations by which extents, leases and reservations are numbered, so
+    that tenants cannot count each other's, and what a client of an earlier run remembers names nothing in this one;
+    random if not given. scrub_limits: all bounds of the scrub, in place of the rate in the options. gone: told of every
+    block that NVMe gives up (see `BlockTable`). reach: told of failpoints.
     """
-    if nvme is None and slab is not None:
-        raise BadInput(f"slab={slab} is a size on NVMe, and there is no nvme=; give both, or leave slab= out")
+
+    codecs: Callable[[str], Codec] = _no_codec
+    dram_policy: PolicyMaker = LeafFirstLru
+    indexes: Callable[[Path], IndexMaker] | None = None
+    files: Callable[[Path], Files] = DirectFiles
+    before_close: Callable[[], object] = lambda: None
+    keeper: MemoryKeeper | None = None
+    kept: Sequence[KeptExtent] = ()
+    guard: int = 0
+    numbers_key: bytes | None = None
+    scrub_limits: ScrubLimits | None = None
+    gone: Callable[[int, bytes], None] | None = None
+    reach: Reach = go_on
+
+
+def open_embedded(directory: str, options: StoreOptions, parts: StoreParts) -> EmbeddedStore:
+    """Open a store in this process on a directory, which is made if need be. Raises `BadInput`, `DirectoryInUse` and
+    `KeysUnusable`, each with one line that says what to do."""
+    tiers, shares = options.tiers, options.shares
     cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
-    dram_config = DramConfig.of(dram, extent, memory_limit(read_text_files(memory_limit_files(cgroups))))
-    limits = limits if limits is not None else Limits()
-    if not isinstance(limits, Limits):
-        raise BadInput(f"limits={limits!r}; give kvstore.Limits(...), or leave limits= out")
-    if not isinstance(scrub, ScrubLimits):
-        rate = parse_rate(scrub, "scrub")
-        scrub_limits = ScrubLimits(rate) if rate else None
-    else:
-        scrub_limits = scrub
+    memory_bytes = memory_limit(read_text_files(memory_limit_files(cgroups)))
+    dram_config = DramConfig.of(tiers.dram, tiers.extent, memory_bytes)
+    rate = parse_rate(tiers.scrub, "scrub")
     path = Path(directory)
     try:
         make_directory(path)
@@ -422,34 +418,23 @@ def open_embedded(
         raise BadInput(f"{path} cannot be used as a store's directory: {error.strerror}; give another one") from None
     faults = Faults(SystemClock())
     try:
-        keys = KeyFile(path / "keys", reach)
+        keys = KeyFile(path / "keys", parts.reach)
         if not keys.is_there:
             _refuse_new_keys(path)
         ring = KeyRing()
-        ring.add(keys.tenant(tenant))
+        ring.add(keys.tenant(options.tenant))
         known = keys.tenants()
         for one in known:
             ring.add(one)
-        shares = shares or {}
         dram_pieces = dram_config.budget_bytes // dram_config.extent_bytes
         check_pieces(shares, dram_pieces, dram_config.extent_bytes, "dram")
-        tier = None
-        if nvme is not None:
-            assert indexes is not None
-            tier = _open_nvme(path / "nvme", nvme, slab, indexes, files or DirectFiles, ring, shares, faults)
         store = build_store(
             dram_config,
-            limits,
+            options.limits,
             ring,
-            tier=tier,
-            gone=gone,
-            scrub=scrub_limits,
-            numbers_key=numbers_key,
-            keeper=keeper,
-            kept=kept,
-            guard=guard,
-            policy=policy,
-            admission=_admission_of(writes),
+            tier=_open_nvme(path / "nvme", options, parts, ring, faults) if tiers.nvme is not None else None,
+            parts=replace(parts, scrub_limits=parts.scrub_limits or (ScrubLimits(rate) if rate else None)),
+            admission=_admission_of(parse_writes(tiers.nvme_writes, "nvme_writes")),
             shares={keys.tenant(name).tenant: share for name, share in shares.items()},
             faults=faults,
         )
@@ -459,7 +444,10 @@ def open_embedded(
         raise
     close_in_children(store, lock)
     names = DisplayNames(path / "names", faults)
-    return EmbeddedStore(store, ring, keys, lock, codecs, tenant, before_close=before_close, faults=faults, names=names)
+    codecs, before_close = parts.codecs, parts.before_close
+    return EmbeddedStore(
+        store, ring, keys, lock, codecs, options.tenant, before_close=before_close, faults=faults, names=names
+    )
 
 
 def _refuse_new_keys(path: Path) -> None:
@@ -488,24 +476,19 @@ def new_uid() -> bytes:
 
 
 def _open_nvme(
-    directory: Path,
-    nvme: str | int,
-    slab: str | int | None,
-    indexes: Callable[[Path], IndexMaker],
-    files: Callable[[Path], Files],
-    ring: KeyRing,
-    shares: Mapping[str, Share],
-    faults: FaultReports,
+    directory: Path, options: StoreOptions, parts: StoreParts, ring: KeyRing, faults: FaultReports
 ) -> NvmeTier:
     """The tier on disk, its frames not loaded yet."""
+    nvme, slab = options.tiers.nvme, options.tiers.slab
+    assert nvme is not None and parts.indexes is not None
     try:
         make_directory(directory)
         config = NvmeConfig.of(nvme, slab, disk_room(directory))
         # Before the index is open, which whoever is refused here would leave so.
-        check_pieces(shares, config.budget_bytes // config.slab_bytes, config.slab_bytes, "nvme")
+        check_pieces(options.shares, config.budget_bytes // config.slab_bytes, config.slab_bytes, "nvme")
         tier = NvmeTier(
-            files(directory),
-            indexes(directory / "index"),
+            parts.files(directory),
+            parts.indexes(directory / "index"),
             ring,
             config.budget_bytes,
             config.slab_bytes,
@@ -556,39 +539,29 @@ def build_store(
     ring: KeyRing,
     clock: Clock | None = None,
     tier: NvmeTier | None = None,
-    gone: Callable[[int, bytes], None] | None = None,
-    scrub: ScrubLimits | None = None,
-    numbers_key: bytes | None = None,
-    keeper: MemoryKeeper | None = None,
-    kept: Sequence[KeptExtent] = (),
-    guard: int = 0,
-    policy: PolicyMaker = LeafFirstLru,
+    parts: StoreParts = StoreParts(),
     admission: AdmissionMaker = lambda names, clock, nvme_bytes: AdmitAll(),
     shares: Mapping[bytes, Share] | None = None,
     faults: FaultReports | None = None,
 ) -> Store:
-    """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `BlockTable`. scrub: None for none.
+    """Put the parts together: memory, tiers, policies, tables, movers.
 
-    numbers_key: of the permutations by which extents, leases and reservations are numbered, so that tenants cannot
-    count each other's, and what a client of an earlier run remembers names nothing in this one; random if not given.
-    keeper: holds DRAM for the next process. kept: what it held of the one before, and guard: holders below that may be
-    clients of that one (`DramTier.take_over`). policy: of DRAM; what leaves NVMe is what was used there longest ago.
-    admission: says what of that which leaves DRAM is written there. shares: of tenants, by their opaque ids; if not
-    given, whatever is worst goes first, whosoever it is. faults: told of what the machine has none of. Raises
-    `BadInput` where the tier's directory cannot be written.
+    parts: without `scrub_limits` nothing is scrubbed. admission: says what of that which leaves DRAM is written to
+    NVMe. shares: of tenants, by their opaque ids; if not given, whatever is worst goes first, whosoever it is. faults:
+    told of what the machine has none of. Raises `BadInput` where the tier's directory cannot be written.
     """
     clock = clock or SystemClock()
-    numbers_key = numbers_key or secrets.token_bytes(NUMBER_KEY_BYTES)
+    numbers_key = parts.numbers_key or secrets.token_bytes(NUMBER_KEY_BYTES)
     pool = ExtentPool(
         dram_config.budget_bytes,
         dram_config.extent_bytes,
-        keeper,
+        parts.keeper,
         faults,
         clock.monotonic_seconds,
         clock.thread_seconds,
     )
-    dram = DramTier(pool, Numbers(numbers_key, EXTENT_BITS), keeper)
-    taken_over = dram.take_over(kept, guard)
+    dram = DramTier(pool, Numbers(numbers_key, EXTENT_BITS), parts.keeper)
+    taken_over = dram.take_over(parts.kept, parts.guard)
     pins = Pins()
     session = _session(tier, dram)
     index = PrefixIndex(limits.forgotten)
@@ -600,26 +573,28 @@ def build_store(
             ByGroup(made, lambda row: groups.of_namespace[index.namespace_of(row)]) if groups is not None else made[0]
         )
 
-    residency = Residency(policies(policy), pins)
+    residency = Residency(policies(parts.dram_policy), pins)
     lower = None
     if tier is not None:
         chooses = admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
         lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses)
-    blocks = BlockTable(index, residency, dram, ring, lower, lambda: _first_generation(session), gone, groups)
+    blocks = BlockTable(index, residency, dram, ring, lower, lambda: _first_generation(session), parts.gone, groups)
     wishes = IndexRetentionHints(index, blocks.spaces, groups.of_namespace if groups is not None else None)
-    parts = groups.parts() if groups is not None else [1.0]
+    fractions = groups.parts() if groups is not None else [1.0]
     for here, budget_bytes in (
         (residency, dram.budget_bytes),
         *([(lower.residency, lower.tier.budget_bytes)] if lower is not None else []),
     ):
-        budgets = [int(part * limits.retained_fraction * budget_bytes) for part in parts]
+        budgets = [int(part * limits.retained_fraction * budget_bytes) for part in fractions]
         here.retention = Retention(wishes, here.is_listed, clock.wall_seconds, budgets)
     # Writes that hang leave a thread for reads.
     queue = None
     if tier is not None:
         queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}, faults)
     new_number = Numbers(numbers_key, LEASE_BITS)
-    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, new_number, taken_over, new_uid(), lower)
+    return Store(
+        blocks, Mover(dram, ring), clock, limits, queue, parts.scrub_limits, new_number, taken_over, new_uid(), lower
+    )
 
 
 def _session(tier: NvmeTier | None, dram: DramTier) -> int:

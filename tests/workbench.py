@@ -6,7 +6,8 @@ Nothing here stands in for code of the house: stores are made by the real compos
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from kvstore.block.identity import KeyRing, Namespace, TenantKeys
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
-from kvstore.config import DramConfig, Limits
+from kvstore.config import DramConfig, Limits, StoreOptions, TierOptions
 from kvstore.core.store import Store
-from kvstore.node import TenantDoor, build_store
+from kvstore.node import EmbeddedStore, StoreParts, TenantDoor, build_store, open_embedded
 from tiering.frame import FrameHeader, open_header
 from tiering.tier import SlotClass
 
@@ -176,6 +177,16 @@ def bench(*, dram: int = 1 << 20, extent: int = 64 * KIB, limits: Limits | None 
     """A store of its own: by default sixteen extents of 64 KiB, which hold five frames of the small layout each."""
     clock, ring = FakeClock(), KeyRing()
     return Bench(build_store(DramConfig(dram, extent), limits or Limits(), ring, clock), clock, ring)
+
+
+def open_at(directory: Path | str, **given: Any) -> EmbeddedStore:
+    """A store on a directory. given: options of it, and parts that it is built of, by their names."""
+    tiers, parts = (
+        {one.name: given.pop(one.name) for one in fields(kind) if one.name in given}
+        for kind in (TierOptions, StoreParts)
+    )
+    options = StoreOptions(TierOptions(**tiers), **given)
+    return open_embedded(str(directory), options, StoreParts(**{"codecs": codec_named, **parts}))
 
 
 def one_line(error: BaseException, *fragments: str) -> bool:

@@ -24,8 +24,8 @@ from kvstore.bench.rig import BlockShape, PagePool
 from kvstore.block.codec import codec_named
 from kvstore.block.identity import PrefixHasher, root_key, token_bytes
 from kvstore.client.handle import NamespaceHandle
-from kvstore.config import MAX_SLAB_BYTES
-from kvstore.node import SESSION_BITS, open_embedded
+from kvstore.config import MAX_SLAB_BYTES, StoreOptions, TierOptions
+from kvstore.node import SESSION_BITS, StoreParts, open_embedded
 from tiering.files import DirectFiles
 from tiering.frame import frame_bytes
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -69,16 +69,9 @@ class Plan:
 
 def build(directory: Path, plan: Plan, say: Callable[[str], None]) -> None:
     """Make the directory."""
-    with open_embedded(
-        str(directory),
-        codecs=codec_named,
-        dram=DRAM_BYTES,
-        nvme=plan.budget_bytes,
-        slab=plan.slab_bytes,
-        indexes=LmdbMaker,
-        files=_FilesWithHoles,
-        scrub="off",
-    ) as store:
+    tiers = TierOptions(DRAM_BYTES, plan.budget_bytes, slab=plan.slab_bytes, scrub="off")
+    parts = StoreParts(codec_named, indexes=LmdbMaker, files=_FilesWithHoles)
+    with open_embedded(str(directory), StoreOptions(tiers), parts) as store:
         handle = store.namespace(model=MODEL, layout=SHAPE.layout)
         pages = PagePool(SHAPE, REAL_BLOCKS, 0, prompts=1).take()
         for planes in pages.planes.values():

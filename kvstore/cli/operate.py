@@ -76,15 +76,13 @@ def stat(
     With --watch and --json it prints one object per line.
     """
     from kvstore.cli import ask, report
-    from kvstore.node import SystemClock
-    from kvstore.service.settings import ADMIN_SOCKET, default_socket
 
     if watch is not None and not 0.1 <= watch <= 86400:
         raise typer.BadParameter(f"--watch {watch:g}: give 0.1 to 86400 seconds")
-    clock = SystemClock()
+    path, clock = _admin(data, socket)
 
     def found() -> report.StatReport:
-        return report.StatReport(ask.stat(socket or default_socket(data, ADMIN_SOCKET), clock))
+        return report.StatReport(ask.stat(path, clock))
 
     if watch is None:
         return print_result(found(), as_json)
@@ -109,11 +107,8 @@ def stat(
 def namespaces(data: Data = "./kv", socket: AdminSocket = None, as_json: Json = False) -> int:
     """The namespaces of a running sidecar: whose, of which model, layout and codec, and what they take up."""
     from kvstore.cli import ask, report
-    from kvstore.node import SystemClock
-    from kvstore.service.settings import ADMIN_SOCKET, default_socket
 
-    facts = ask.stat(socket or default_socket(data, ADMIN_SOCKET), SystemClock())
-    return print_result(report.NamespacesReport(facts), as_json)
+    return print_result(report.NamespacesReport(ask.stat(*_admin(data, socket))), as_json)
 
 
 @app.command()
@@ -127,11 +122,8 @@ def drop(
 ) -> int:
     """Evict a namespace from every tier of a running sidecar."""
     from kvstore.cli import ask, report
-    from kvstore.node import SystemClock
-    from kvstore.service.settings import ADMIN_SOCKET, default_socket
 
-    path = socket or default_socket(data, ADMIN_SOCKET)
-    blocks = ask.drop(path, SystemClock(), namespace, tenant, seconds)
+    blocks = ask.drop(*_admin(data, socket), namespace, tenant, seconds)
     return print_result(report.GoneReport(f"Namespace {namespace} is gone", "namespace", namespace, blocks), as_json)
 
 
@@ -149,8 +141,6 @@ def purge(
     The tenant's connections end; when it comes again it gets a new key.
     """
     from kvstore.cli import ask, report
-    from kvstore.node import SystemClock
-    from kvstore.service.settings import ADMIN_SOCKET, default_socket
 
     if not yes:
         if not sys.stdin.isatty():
@@ -159,7 +149,7 @@ def purge(
         print(f"Void all blocks of tenant {tenant} and retire its key? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise typer.Abort()
-    blocks = ask.purge(socket or default_socket(data, ADMIN_SOCKET), SystemClock(), tenant, seconds)
+    blocks = ask.purge(*_admin(data, socket), tenant, seconds)
     done = report.GoneReport(f"Tenant {tenant} is purged and its key retired", "tenant", tenant, blocks)
     return print_result(done, as_json)
 
@@ -184,8 +174,8 @@ def warm(
 ) -> int:
     """Bring the stored prefixes of prompts up to DRAM, before engines ask for them."""
     from kvstore.cli import ask, report
-    from kvstore.node import SystemClock
     from kvstore.service.settings import TENANT_SOCKET, default_socket
+    from tiering.clock import SystemClock
 
     with open(file, encoding="utf-8", errors="replace") as lines:
         prompts = ask.read_prompts(file, lines)
@@ -217,10 +207,8 @@ def record(
     The salt is drawn anew for each recording and never leaves the sidecar. SIGINT and SIGTERM end it in order.
     """
     from kvstore.cli import ask, report
-    from kvstore.node import SystemClock
-    from kvstore.service.settings import ADMIN_SOCKET, default_socket
 
-    path = socket or default_socket(data, ADMIN_SOCKET)
+    path, clock = _admin(data, socket)
     if os.path.exists(file):
         raise typer.BadParameter(f"{file} is there already; give another name")
     if Path(file).suffix.lower() == ".gz":
@@ -229,11 +217,19 @@ def record(
     with open(file, "x", encoding="utf-8", buffering=1) as out:
         try:
             with shown_progress() as show, _ended() as is_ended:
-                recorded = ask.record(path, SystemClock(), namespace, tenant, seconds, file, out.write, show, is_ended)
+                recorded = ask.record(path, clock, namespace, tenant, seconds, file, out.write, show, is_ended)
         finally:
             if not os.path.getsize(file):
                 os.remove(file)
     return print_result(report.RecordReport(recorded), as_json)
+
+
+def _admin(data: str, socket: str | None) -> tuple[str, Any]:
+    """The operator's socket, and the clock by which a sidecar is asked."""
+    from kvstore.service.settings import ADMIN_SOCKET, default_socket
+    from tiering.clock import SystemClock
+
+    return socket or default_socket(data, ADMIN_SOCKET), SystemClock()
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from engine_adapter.hf_cache import PrefixCache
 from kvstore.block.codec import RawCodec
 from kvstore.block.layout import Layout, Part
 from kvstore.block.pages import Coder, Digest, Encoded, Pages
+from kvstore.config import StoreOptions, TierOptions
 from kvstore.demo.passes import TEMPERATURE, PassResult, Progress, draws_of
-from kvstore.node import open_embedded
+from kvstore.node import StoreParts, open_embedded
 from tiering.tier import FrameSpan
 
 REVERSED_DRAM = "128MiB"
@@ -137,7 +138,8 @@ def changed_by_reversing(
     """
     changed: list[bool] = []
     compared_tokens = max(answer_tokens, LEAST_COMPARED_TOKENS)
-    with open_embedded(str(directory), codecs=lambda _: ReversedCodec(), dram=REVERSED_DRAM) as store:
+    options, parts = StoreOptions(TierOptions(REVERSED_DRAM)), StoreParts(lambda _: ReversedCodec())
+    with open_embedded(str(directory), options, parts) as store:
         cache = PrefixCache(closed.model, store, codec="raw")
         for number, prompt in prompts.items():
             progress("answering from reversed blocks", len(changed), len(prompts))

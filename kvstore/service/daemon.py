@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.block.errors import BadInput
-from kvstore.config import memory_limit, memory_limit_files
+from kvstore.config import AUTO, OFF, Size, memory_limit, memory_limit_files
 from kvstore.insight.recording import Recording
 from kvstore.node import EmbeddedStore
 from kvstore.service.accounting import Counting
@@ -25,7 +25,7 @@ from kvstore.service.dispatch import Handlers, set_aside
 from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
-from kvstore.service.settings import AUTO, OFF, Settings, socket_key
+from kvstore.service.settings import Settings, socket_key
 from tiering.clock import Clock
 from tiering.files import disk_room, make_directory, read_text_files
 
@@ -136,10 +136,9 @@ class Daemon:
         _log.info("stopped")
 
 
-def budgets(settings: Settings) -> tuple[str | int, str | int | None]:
+def budgets(settings: Settings) -> tuple[Size, Size | None]:
     """DRAM and NVMe as they are set, or from what the cgroup and the disk allow. Raises `BadInput`."""
-    dram: str | int = settings.store.dram
-    nvme: str | int | None = settings.store.nvme
+    dram, nvme = settings.store.dram, settings.store.nvme
     if dram == AUTO:
         cgroups = "".join(read_text_files(["/proc/self/cgroup"]).values())
         dram = int(DRAM_SHARE * memory_limit(read_text_files(memory_limit_files(cgroups))))

@@ -9,13 +9,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from kvstore.block.errors import BadInput, DirectoryInUse, OutOfResources, StoreError
-from kvstore.config import DEFAULT_POLICY, parse_writes
-from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.config import DEFAULT_POLICY, StoreOptions
+from kvstore.node import EmbeddedStore, StoreParts, open_embedded
 from kvstore.service.daemon import Daemon, budgets
 from kvstore.service.kept import KeeperWire
 from kvstore.service.settings import Settings, host_and_port, shares_of
@@ -172,27 +172,19 @@ def _usable_policy(name: str, policies: Callable[[str], PolicyMaker]) -> tuple[P
 
 def _open(settings: Settings, outside: Outside, policy: PolicyMaker) -> EmbeddedStore:
     dram, nvme = budgets(settings)
+    tiers = replace(settings.store, dram=dram, nvme=nvme, slab=settings.store.slab if nvme is not None else None)
+    limits, keeper = settings.limits.shared_by(len(settings.sockets())), outside.keeper
     return open_embedded(
         settings.store.data,
-        codecs=_no_codec,
-        dram=dram,
-        nvme=nvme,
-        slab=settings.store.slab if nvme is not None else None,
-        extent=settings.store.extent,
-        limits=settings.limits.shared_by(len(settings.sockets())),
-        scrub=settings.store.scrub,
-        indexes=outside.indexes if nvme is not None else None,
-        policy=policy,
-        writes=parse_writes(settings.store.nvme_writes, "store.nvme_writes"),
-        shares=shares_of(settings),
-        keeper=outside.keeper,
-        kept=outside.keeper.receive() if outside.keeper is not None else (),
-        guard=outside.first_number,
+        StoreOptions(tiers, limits=limits, shares=shares_of(settings)),
+        StoreParts(
+            dram_policy=policy,
+            indexes=outside.indexes,
+            keeper=keeper,
+            kept=keeper.receive() if keeper is not None else (),
+            guard=outside.first_number,
+        ),
     )
-
-
-def _no_codec(name: str) -> NoReturn:
-    raise AssertionError("a sidecar encodes nothing")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

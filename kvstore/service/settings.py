@@ -1,7 +1,7 @@
 """What an operator may set: one TOML file, and the flags of `kvstore serve`, which override it.
 
-    [store]    data dram nvme extent slab scrub          [limits]  see `kvstore.config.Limits`
-               prefault keeper policy nvme_writes
+    [store]    dram nvme extent slab scrub policy        [limits]  see `kvstore.config.Limits`
+               nvme_writes data prefault keeper
     [door]     socket mode users share weight, and see `DoorLimits`
     [tenants.NAME]  socket users share weight
     [admin]    socket                                    [http]    listen
@@ -24,29 +24,26 @@ from typing import Any, TypeVar
 
 from kvstore.block.errors import BadInput
 from kvstore.config import (
-    DEFAULT_POLICY,
+    AUTO,
+    DEFAULT_TENANT,
     DEFAULT_WRITES,
     LEARNED_WRITES,
     MAX_SECONDS,
     MAX_SOCKET_BYTES,
+    OFF,
     POLICIES,
     Limits,
-    check_writes_are_below,
-    checked_policy,
+    Size,
+    TierOptions,
     checked_share,
     checked_shares,
     expanded,
-    parse_rate,
-    parse_size,
-    parse_writes,
 )
-from kvstore.node import DEFAULT_TENANT
 from kvstore.service.connections import DoorLimits
 from tiering.files import Unfit, read_file
 from tiering.policies.shares import Share
 
 T = TypeVar("T")
-AUTO, OFF = "auto", "off"
 TENANT_SOCKET, ADMIN_SOCKET = "kvstore.sock", "admin.sock"
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
@@ -67,25 +64,18 @@ MOST_CONFIGURATION_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSettings:
-    """data: the directory of keys and slabs. dram, nvme: budgets; "auto" is half of the memory that this process may
-    have, and four fifths of what the disk has free. nvme: "off" for none. extent, slab: sizes of the pieces; chosen
-    from the budgets if not given. scrub: how fast what is on disk is verified again. prefault: whether all of dram is
-    taken from the machine at the start, behind what is served. keeper: whether a parent process holds the memory, and
-    starts the sidecar again after a crash. policy: which blocks go first when dram is full. nvme_writes: what of that
-    is written to nvme.
+class StoreSettings(TierOptions):
+    """A sidecar's tiers. dram, nvme: "auto" is half of the memory that this process may have, and four fifths of what
+    the disk has free; "off" is no nvme. data: the directory of keys and slabs. prefault: whether all of dram is taken
+    from the machine at the start, behind what is served. keeper: whether a parent process holds the memory, and starts
+    the sidecar again after a crash.
     """
 
+    dram: Size = AUTO
+    nvme: Size | None = AUTO
     data: str = "./kv"
-    dram: str = AUTO
-    nvme: str = AUTO
-    extent: str | None = None
-    slab: str | None = None
-    scrub: str = "8MiB/s"
     prefault: bool = True
     keeper: bool = True
-    policy: str = DEFAULT_POLICY
-    nvme_writes: str | float = DEFAULT_WRITES
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,11 +262,7 @@ def _check(settings: Settings) -> None:
             raise BadInput(f"log.{key}={value!r}; allowed: {', '.join(allowed)}")
     if settings.http.listen is not None:
         host_and_port(settings.http.listen)
-    _check_sizes(settings.store)
-    checked_policy(settings.store.policy, "store.policy")
-    writes = parse_writes(settings.store.nvme_writes, "store.nvme_writes")
-    if settings.store.nvme == OFF:
-        check_writes_are_below(writes, settings.store.nvme_writes, "store.nvme_writes")
+    settings.store.check("store.", {"dram": (AUTO,), "nvme": (AUTO, OFF)})
     for one in fields(DoorLimits):
         value = getattr(settings.door.limits, one.name)
         most = {"sweep_seconds": MAX_SWEEP_SECONDS, "silence_seconds": MAX_SECONDS}.get(one.name, math.inf)
@@ -292,19 +278,6 @@ def _check(settings: Settings) -> None:
             raise BadInput(f"{section}.users={ids!r}: {wrong[0]} is no user id; give numbers from 0 to {MAX_USER}")
     settings.sockets()
     shares_of(settings)
-
-
-def _check_sizes(store: StoreSettings) -> None:
-    """What can be told of them without the machine."""
-    for key, words in (("dram", (AUTO,)), ("nvme", (AUTO, OFF)), ("extent", ()), ("slab", ())):
-        value = getattr(store, key)
-        if value is None or value in words:
-            continue
-        try:
-            parse_size(value, f"store.{key}")
-        except BadInput as error:
-            raise BadInput(f"{error}" + "".join(f", or {word}" for word in words)) from None
-    parse_rate(store.scrub, "store.scrub")
 
 
 def _check_socket(key: str, path: str) -> None:
@@ -381,6 +354,7 @@ def _checked(kind: type[Any], given: Mapping[str, Any], prefix: str) -> dict[str
 def _check_type(value: Any, wanted: str, name: str) -> None:
     kinds: dict[str, tuple[tuple[type, ...], str]] = {
         "str": ((str,), "text in quotes, not empty and without NUL"),
+        "Size": ((str,), "text in quotes, not empty and without NUL"),
         "int": ((int,), "a whole number"),
         "float": ((int, float), "a number"),
         "str | float": ((str, int, float), "a word in quotes, or a number"),

@@ -23,12 +23,11 @@ from typing import Any, Protocol
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvstore.block.codec import codec_named
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.client.framing import FramedSocket
 from kvstore.config import Limits
-from kvstore.node import EmbeddedStore, TenantDoor, open_embedded
+from kvstore.node import EmbeddedStore, TenantDoor
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Grant, LeaseReply, MatchReply, ReserveReply
 from service.sidecar import Sidecar
@@ -36,6 +35,7 @@ from tiering.clock import SystemClock
 from tiering.dram.extents import MAX_HOLDER, MappedExtent
 from tiering.frame import HEADER_BYTES, parse_header
 from tiering.tier import extent_of, slot_of
+from workbench import open_at
 
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 PAYLOAD_BYTES = 2048
@@ -323,9 +323,7 @@ LIMITS = Limits(namespaces=4096, leases=1 << 16)
 
 @contextmanager
 def embedded(directory: Path) -> Iterator[tuple[Eyes, Eyes]]:
-    with open_embedded(
-        str(directory), codecs=codec_named, dram="32MiB", extent="64KiB", limits=LIMITS, numbers_key=bytes(16)
-    ) as store:
+    with open_at(directory, dram="32MiB", extent="64KiB", limits=LIMITS, numbers_key=bytes(16)) as store:
         yield DoorEyes(store.for_tenant("mine")), DoorEyes(store.for_tenant("theirs"))
         store.check()
 
@@ -378,7 +376,7 @@ def _bare(one: Any) -> Any:
 
 def test_what_is_remembered_of_evicted_blocks_is_each_tenants_own(tmp_path: Path) -> None:
     limits = Limits(forgotten=8)
-    with open_embedded(str(tmp_path), codecs=codec_named, dram="1MiB", extent="64KiB", limits=limits) as store:
+    with open_at(tmp_path, dram="1MiB", extent="64KiB", limits=limits) as store:
         mine, theirs = (Tenant(DoorEyes(store.for_tenant(name)), name) for name in ("mine", "theirs"))
         keys = [mine.key() for _ in range(4)]
         mine.eyes.commit(mine.eyes.reserve(mine.number, keys))
@@ -394,7 +392,7 @@ def test_a_limit_of_all_tenants_does_not_say_how_much_the_others_have(tmp_path: 
     texts = []
     for others in (2, 5):
         limits = Limits(namespaces=8)
-        with open_embedded(str(tmp_path / str(others)), codecs=codec_named, dram="4MiB", limits=limits) as store:
+        with open_at(tmp_path / str(others), dram="4MiB", limits=limits) as store:
             mine, theirs = (DoorEyes(store.for_tenant(name)) for name in ("mine", "theirs"))
             for at in range(others):
                 theirs.open(f"{at}")

@@ -12,8 +12,7 @@ from random import Random
 
 import pytest
 
-from kvstore.block.codec import codec_named
-from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.node import EmbeddedStore
 from model.store_model import Prompt, block_kv
 from tiering.nvme.lmdb_index import LmdbMaker
 from torture.campaign import nursery, points, stores
@@ -21,6 +20,7 @@ from torture.child import LETTERS, SIZES, Space
 from torture.nursery import Nursery
 from torture.points import POINTS
 from torture.witness import Witness
+from workbench import open_at
 
 SEED = 1
 WHOLE = "default/whole"
@@ -57,9 +57,7 @@ def witness(tmp_path: Path) -> Iterator[Witness]:
 
 
 def opened(witness: Witness, **options: object) -> EmbeddedStore:
-    return open_embedded(
-        str(witness.store_directory), codecs=codec_named, dram="2MiB", indexes=LmdbMaker, **{**SIZES, **options}
-    )
+    return open_at(witness.store_directory, dram="2MiB", indexes=LmdbMaker, **{**SIZES, **options})
 
 
 def stored(witness: Witness, *letters: int, name: str = WHOLE) -> None:

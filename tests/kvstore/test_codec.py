@@ -17,9 +17,8 @@ from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.sidecar_store import open_sidecar
-from kvstore.node import open_embedded
 from tiering.clock import SystemClock
-from workbench import bench, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
+from workbench import bench, blank_pages, ids, one_line, open_at, random_pages, same_tokens, small_layout
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -116,9 +115,7 @@ def test_a_way_to_a_gpu_is_made_once_and_when_it_is_needed(caplog: pytest.LogCap
 
 def test_a_store_ends_the_ways_before_its_memory_goes(tmp_path: Path) -> None:
     seen: list[bool] = []
-    store = open_embedded(
-        str(tmp_path), codecs=codec_named, dram="16MiB", before_close=lambda: seen.append(store.closed)
-    )
+    store = open_at(tmp_path, dram="16MiB", before_close=lambda: seen.append(store.closed))
     other = open_sidecar(
         str(tmp_path / "none.sock"),
         codecs=codec_named,

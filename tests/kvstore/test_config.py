@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvstore
 from kvstore.block.errors import BadInput
-from kvstore.config import DramConfig, Limits, format_size, memory_limit, memory_limit_files, parse_size
+from kvstore.config import (
+    DramConfig,
+    Limits,
+    StoreOptions,
+    TierOptions,
+    format_size,
+    memory_limit,
+    memory_limit_files,
+    parse_size,
+)
 from workbench import one_line
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -198,3 +211,29 @@ def test_limits_stand_at_every_level_of_a_group() -> None:
         "/sys/fs/cgroup/memory/memory.limit_in_bytes",
     ]
     assert memory_limit_files("") == ["/proc/meminfo"]
+
+
+@pytest.mark.parametrize("opener", [kvstore.open, kvstore.embedded])
+def test_whoever_opens_a_store_gives_the_options_of_the_tree(opener: Callable[..., Any]) -> None:
+    defaults = {name: one.default for name, one in signature(opener).parameters.items()}
+    assert {one.name: one.default for one in fields(TierOptions)}.items() <= defaults.items()
+    assert {one.name for one in fields(StoreOptions)} - {"tiers"} <= defaults.keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dram": "lots"}, "in.dram='lots' is not a size"),
+        ({"dram": "auto", "nvme": "lots"}, "in.nvme='lots' is not a size"),
+        ({"extent": "auto"}, "in.extent='auto' is not a size"),
+        ({"scrub": "fast"}, "in.scrub='fast' is not a rate"),
+        ({"policy": "fifo"}, "in.policy='fifo'"),
+        ({"nvme_writes": 0}, "in.nvme_writes=0"),
+        ({"nvme_writes": "learned"}, "in.nvme_writes='learned' is about what is written to NVMe, and there is none"),
+    ],
+)
+def test_what_is_wrong_is_said_under_its_full_name(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        TierOptions(**given).check("in.", {"dram": ("auto",), "nvme": ("auto", "off")})
+    assert one_line(caught.value, said)
+    assert str(caught.value).endswith(", or auto, or off") == ("nvme" in given)

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvstore.block.codec import codec_named
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.config import Limits
 from kvstore.core.store import Store
-from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.node import EmbeddedStore
 from tiering.frame import HEADER_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker
+from workbench import open_at
 
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 PAYLOAD_BYTES = 2048
@@ -96,9 +96,7 @@ def test_no_table_grows_for_ever(tmp_path: Path) -> None:
     random = Random(seed)
     limits = Limits(forgotten=FORGOTTEN)
     sizes = {"dram": "1MiB", "extent": "64KiB", "nvme": "2MiB", "slab": "128KiB"}
-    with open_embedded(
-        str(tmp_path), codecs=codec_named, indexes=LmdbMaker, limits=limits, scrub="off", **sizes
-    ) as store:
+    with open_at(tmp_path, indexes=LmdbMaker, limits=limits, scrub="off", **sizes) as store:
         tenants = [Tenant(store, name, random) for name in ("one", "two")]
         totals, evicted = [], []
         for _ in range(ROUNDS):

@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.block.account import MissReason
-from kvstore.block.codec import codec_named
 from kvstore.config import Limits
-from kvstore.node import open_embedded
 from tiering.dram.extents import ExtentPool
 from tiering.errors import TierUnavailable
 from tiering.faults import (
@@ -34,7 +32,7 @@ from tiering.faults import (
 from tiering.files import DirectFiles
 from tiering.move_queue import MoveQueue, Priority, QueueLimits
 from tiering.nvme.lmdb_index import LmdbMaker
-from workbench import MODEL, FakeClock, blank_pages, ids, random_pages, small_layout
+from workbench import MODEL, FakeClock, blank_pages, ids, open_at, random_pages, small_layout
 
 
 @pytest.fixture
@@ -188,9 +186,8 @@ def test_a_disk_that_fails_is_told_and_so_is_that_it_works_again(
         return made[0]
 
     layout = small_layout()
-    with open_embedded(
-        str(tmp_path / "kv"),
-        codecs=codec_named,
+    with open_at(
+        tmp_path / "kv",
         dram="1MiB",
         nvme="4MiB",
         slab="1MiB",

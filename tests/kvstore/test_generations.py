@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvstore.block.codec import codec_named
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
-from kvstore.node import SESSION_BITS, EmbeddedStore, open_embedded
+from kvstore.node import SESSION_BITS, EmbeddedStore
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
 from tiering.frame import HEADER_BYTES, parse_header
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.nvme.slab import STAMP_PAGES, STAMP_SLAB, latest_stamp
 from tiering.nvme.tier import slab_name
 from tiering.slab_header import PAGE_BYTES
+from workbench import open_at
 
 LAYOUT = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16")
 PAYLOAD_BYTES = 2048
@@ -103,7 +103,7 @@ class Tenant:
 
 @contextmanager
 def opened(directory: Path, **options: Any) -> Iterator[EmbeddedStore]:
-    store = open_embedded(str(directory), codecs=codec_named, dram="2MiB", extent="64KiB", **options)
+    store = open_at(directory, dram="2MiB", extent="64KiB", **options)
     try:
         assert store.warmed(30)
         yield store

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput
 from kvstore.config import POLICIES
-from kvstore.node import build_replay, open_embedded
+from kvstore.node import build_replay
 from learned_policy import by_worth
 from recorded import made_of
 from tiering.policies.adaptive import Adaptive
 from tiering.policies.lru import LeafFirstLru
 from tiering.policies.policy import PolicyMaker
 from tiering.policies.s3_fifo import S3Fifo
-from workbench import MODEL, one_line, random_pages, small_layout
+from workbench import MODEL, one_line, open_at, random_pages, small_layout
 
 SEED = 11
 
@@ -45,7 +44,7 @@ def test_a_replay_tells_what_the_store_does(name: str, tmp_path: Path) -> None:
     seeded = partial(_seeded, maker)
     asked = prompts(Random(SEED), 400)
     hits = []
-    with open_embedded(str(tmp_path), codecs=codec_named, dram="1MiB", extent="1MiB", policy=seeded) as store:
+    with open_at(tmp_path, dram="1MiB", extent="1MiB", dram_policy=seeded) as store:
         ns = store.namespace(model=MODEL, layout=small_layout())
         room = (1 << 20) // store.core._blocks.spaces[0].block_bytes
         pages = random_pages(ns.layout, 14, seed=SEED)
@@ -125,7 +124,7 @@ def test_each_use_is_told_once(tmp_path: Path) -> None:
         def used(self, chain: Sequence[int], count: int) -> None:
             told.append((len(chain), count))
 
-    with open_embedded(str(tmp_path), codecs=codec_named, dram="1MiB", policy=Told) as store:
+    with open_at(tmp_path, dram="1MiB", dram_policy=Told) as store:
         ns = store.namespace(model=MODEL, layout=small_layout())
         tokens, pages = list(range(320)), random_pages(ns.layout, 5)
         ns.put(tokens[:192], pages)

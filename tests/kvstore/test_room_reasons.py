@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvstore.block.account import MissReason
-from kvstore.block.codec import codec_named
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.config import Limits
-from kvstore.node import open_embedded
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import ReserveReply
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.tier import extent_of
-from workbench import MODEL, Bench, bench, blank_pages, ids, random_pages, same_tokens, small_layout
+from workbench import MODEL, Bench, bench, blank_pages, ids, open_at, random_pages, same_tokens, small_layout
 
 FULL = 80
 """Blocks of the small layout that a bench has room for."""
@@ -127,11 +125,7 @@ def test_where_nothing_was_found_there_is_a_detail_for_each_reason(a: Bench) -> 
 def test_a_lease_for_which_all_of_memory_is_being_stored_into(tmp_path: Path) -> None:
     """It is called late, not pinned, and nothing is read past DRAM."""
     with ExitStack() as stack:
-        store = stack.enter_context(
-            open_embedded(
-                str(tmp_path), codecs=codec_named, dram="1MiB", extent="64KiB", nvme="4MiB", indexes=LmdbMaker
-            )
-        )
+        store = stack.enter_context(open_at(tmp_path, dram="1MiB", extent="64KiB", nvme="4MiB", indexes=LmdbMaker))
         ns, other = (store.namespace(model=model, layout=small_layout()) for model in (MODEL, "other"))
         pages = random_pages(ns.layout, 6)
         assert ns.put(ids(64 * 6), pages, durability="disk").stored == 6

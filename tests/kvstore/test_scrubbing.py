@@ -18,14 +18,13 @@ import torch
 
 import kvstore
 from kvstore.block.account import HitTier, MissReason
-from kvstore.block.codec import codec_named
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import Limits, parse_rate
 from kvstore.core.levels import READS
 from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.scrub import Scrubbing
-from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.node import EmbeddedStore
 from tiering.files import DirectFiles
 from tiering.move_queue import BreakerState, Priority, QueueLimits
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -33,7 +32,7 @@ from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.tier import slab_name
 from tiering.residency import FrameState
 from tiering.tier import extent_of, slot_of
-from workbench import MODEL, blank_planes, ids, one_line, random_pages, small_layout
+from workbench import MODEL, blank_planes, ids, one_line, open_at, random_pages, small_layout
 
 SEED = 20261120
 BLOCKS = 20
@@ -71,9 +70,8 @@ class Rig:
 
         self.path = path
         options = {"dram": "1MiB", "nvme": "64MiB", **options}
-        self.store = open_embedded(
-            str(path), codecs=codec_named, indexes=LmdbMaker, files=files, scrub=scrub, **options
-        )
+        name = "scrub_limits" if isinstance(scrub, ScrubLimits) else "scrub"
+        self.store = open_at(path, indexes=LmdbMaker, files=files, **{name: scrub}, **options)
         assert self.store.warmed(20)
         core = self.store._store
         assert core._levels is not None and core._blocks.lower is not None

@@ -18,7 +18,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.config import DramConfig, Limits
 from kvstore.core.nvme_recovery import space_of
 from kvstore.core.table import OpenedNamespace
-from kvstore.node import build_store
+from kvstore.node import StoreParts, build_store
 from simulation.two_tiers import Disk
 from tiering.dram.extents import MappedExtent
 from tiering.dram.keeping import NAME_BYTES, KeptExtent
@@ -79,11 +79,15 @@ def take_over(made: Bench) -> None:
     assert made.store.warmed(10)
 
 
+def parts_of(holder: Holder, guard: int) -> StoreParts:
+    return StoreParts(keeper=holder, kept=holder.handed_over(), guard=guard)
+
+
 def opened(holder: Holder, run: int, ring: KeyRing | None = None, **options: Any) -> Bench:
     """The same before anything was taken over."""
     clock, ring = FakeClock(), ring or KeyRing()
     dram = DramConfig(options.get("dram", 1 << 20), options.get("extent", 64 << 10))
-    store = build_store(dram, Limits(), ring, clock, keeper=holder, kept=holder.handed_over(), guard=GUARD * run)
+    store = build_store(dram, Limits(), ring, clock, parts=parts_of(holder, GUARD * run))
     made = Bench(store, clock, ring)
     ring.add(made.keys)
     return made
@@ -299,7 +303,7 @@ def on_disk(disk: Disk, holder: Holder, run: int) -> Bench:
     ring.add(keys)
     tier = NvmeTier(disk.process(), disk, ring, 4 << 20, 1 << 20, disk.new_uid)
     dram = DramConfig(1 << 20, 64 << 10)
-    store = build_store(dram, Limits(), ring, clock, tier, keeper=holder, kept=holder.handed_over(), guard=GUARD * run)
+    store = build_store(dram, Limits(), ring, clock, tier, parts_of(holder, GUARD * run))
     store.start_loading({keys.tenant: keys})
     assert store.warmed(20)
     return Bench(store, clock, ring)
@@ -353,7 +357,7 @@ def test_memory_of_a_tenant_without_keys_is_used_for_others() -> None:
         assert stored(before.namespace(), 1) == BLOCKS
         clock, ring = FakeClock(), KeyRing()
         dram = DramConfig(1 << 20, 64 << 10)
-        store = build_store(dram, Limits(), ring, clock, keeper=keeper, kept=keeper.handed_over(), guard=2)
+        store = build_store(dram, Limits(), ring, clock, parts=parts_of(keeper, 2))
         store.start_loading({})
         assert store.warmed(10) and store.usage().dram.used == 0
         store.check()

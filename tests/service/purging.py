@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvstore.block.codec import codec_named
-from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.node import EmbeddedStore
 from torture.nursery import Voice
 from torture.points import PointedFiles, PointedMaker, Trigger
-from workbench import MODEL, ids, random_pages, small_layout
+from workbench import MODEL, ids, open_at, random_pages, small_layout
 
 SIZES: dict[str, Any] = {"dram": "2MiB", "nvme": "2MiB", "slab": "64KiB", "extent": "64KiB"}
 BLOCKS = 12
@@ -36,9 +35,8 @@ def fill(store: EmbeddedStore, tenant: str, seed: int) -> None:
 def live(say: Voice, directory: str, point: str) -> None:
     """Until the failpoint is reached."""
     trigger = Armed(point, 1, 60.0, say)
-    store = open_embedded(
+    store = open_at(
         directory,
-        codecs=codec_named,
         **SIZES,
         indexes=lambda path: PointedMaker(path, trigger),
         files=lambda path: PointedFiles(path, trigger),

@@ -11,7 +11,7 @@ from kvstore.client.handle import Lease
 from kvstore.client.sidecar_store import SidecarStore, open_sidecar
 from kvstore.client.socket_door import CallLimits
 from kvstore.insight.recording import Recording
-from kvstore.node import EmbeddedStore, SystemClock, open_embedded
+from kvstore.node import EmbeddedStore, SystemClock
 from kvstore.service.accounting import Counting
 from kvstore.service.admin import Admin
 from kvstore.service.connections import DoorLimits
@@ -19,6 +19,7 @@ from kvstore.service.descriptors import SlowExtents
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
+from workbench import open_at
 
 
 def patient(store: SidecarStore) -> SidecarStore:
@@ -38,7 +39,7 @@ class Sidecar:
     def __init__(self, directory: Path, door: DoorLimits | None = None, **options: Any) -> None:
         self.path = directory / "kvstore.sock"
         given = {"dram": "16MiB", **options}
-        self.store: EmbeddedStore = open_embedded(str(directory / "kv"), codecs=codec_named, **given)
+        self.store: EmbeddedStore = open_at(directory / "kv", **given)
         self.core = self.store._store
         clock = SystemClock()
         self.sessions = Sessions(self.core, 1, secrets.token_bytes)

@@ -14,15 +14,14 @@ import pytest
 
 import kvstore
 from kvstore.block.account import MissReason
-from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, KeysUnusable
 from kvstore.fsck import check as fsck
-from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.node import EmbeddedStore
 from service.purging import BLOCKS, SIZES, fill
 from tiering.errors import TierUnavailable
 from tiering.nvme.lmdb_index import LmdbMaker
 from torture.nursery import Nursery
-from workbench import MODEL, blank_pages, ids, one_line, random_pages, same_tokens, small_layout
+from workbench import MODEL, blank_pages, ids, one_line, open_at, random_pages, same_tokens, small_layout
 
 AFTER_VOIDING = (
     "batch that retires: to be applied",
@@ -57,7 +56,7 @@ def children() -> Iterator[Nursery]:
 
 
 def opened(directory: Path) -> EmbeddedStore:
-    store = open_embedded(str(directory), codecs=codec_named, **SIZES, indexes=LmdbMaker)
+    store = open_at(directory, **SIZES, indexes=LmdbMaker)
     assert store.warmed(60)
     return store
 

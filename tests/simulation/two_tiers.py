@@ -22,7 +22,7 @@ from kvstore.block.identity import KeyRing
 from kvstore.block.key_file import KeyFile
 from kvstore.config import DramConfig, Limits
 from kvstore.core.store import Store
-from kvstore.node import EmbeddedStore, build_store
+from kvstore.node import EmbeddedStore, StoreParts, build_store
 from model.store_model import BLOCK_TOKENS, OpenStore, Owned, Prompt
 from simulation.disk import SimulatedFiles
 from simulation.index import SimulatedIndex
@@ -234,7 +234,13 @@ def open_two_tiers(
             _interrupt(tier, while_loading)
         clock = clock or FakeClock()
         core = build_store(
-            DramConfig(sizes.dram, sizes.extent), limits, ring, clock, tier, gone, policy=policy, admission=admission
+            DramConfig(sizes.dram, sizes.extent),
+            limits,
+            ring,
+            clock,
+            tier,
+            StoreParts(gone=gone, dram_policy=policy),
+            admission,
         )
         core.start_loading({one.tenant: one for one in keys.tenants()})
     except BaseException:

@@ -22,17 +22,18 @@ from random import Random
 from typing import Any
 
 from kvstore.block.account import MissReason
-from kvstore.block.codec import codec_named
 from kvstore.block.errors import StoreClosed
 from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
-from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.node import EmbeddedStore
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, PagedKv, Prompt, block_kv
 from tiering.errors import TierUnavailable
 from tiering.failpoint import go_on
+from tiering.files import DirectFiles
 from tiering.nvme.lmdb_index import LmdbMaker, discard
 from torture.nursery import Voice
 from torture.points import ONCE_A_SESSION, PointedFiles, PointedMaker, Trigger
+from workbench import open_at
 
 THREADS = 3
 STEPS, FEW_STEPS = 20, 4
@@ -144,13 +145,12 @@ class Life:
 
     def open(self) -> EmbeddedStore:
         trigger = self.trigger
-        store = open_embedded(
-            str(self.directory),
-            codecs=codec_named,
+        store = open_at(
+            self.directory,
             dram=self.random.choice(DRAM),
             **SIZES,
             indexes=LmdbMaker if trigger is None else lambda path: PointedMaker(path, trigger),
-            files=None if trigger is None else lambda path: PointedFiles(path, trigger),
+            files=DirectFiles if trigger is None else lambda path: PointedFiles(path, trigger),
             gone=self.gone,
             reach=self.reach,
         )

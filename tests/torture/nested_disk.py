@@ -19,10 +19,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvstore.block.codec import codec_named
 from kvstore.block.errors import StoreError
 from kvstore.block.identity import TenantKeys
-from kvstore.node import EmbeddedStore, open_embedded
+from kvstore.node import EmbeddedStore
 from tiering.errors import IndexDoubtful, TierError
 from tiering.frame import HEADER_BYTES, MAC_BYTES, parse_header
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -39,7 +38,7 @@ from tiering.nvme.slab import (
 from tiering.slab_header import PAGE_BYTES, SlabHeader, parse_slab_header
 from torture.mutate import as_json, mutated
 from torture.nested import IDENTITY_FIELDS, SLAB, STAMP_FIELDS
-from workbench import blank_pages, ids, random_pages, same_tokens, small_layout
+from workbench import blank_pages, ids, open_at, random_pages, same_tokens, small_layout
 
 Report = Callable[[int], None]
 LAYOUT = small_layout()
@@ -50,7 +49,7 @@ WARM_SECONDS = 60.0
 
 
 def opened(path: Path) -> EmbeddedStore:
-    return open_embedded(str(path), codecs=codec_named, indexes=LmdbMaker, scrub="off", **SIZES)
+    return open_at(path, indexes=LmdbMaker, scrub="off", **SIZES)
 
 
 def stock(path: Path) -> None:

@@ -15,11 +15,10 @@ from random import Random
 from typing import NamedTuple
 
 from kvstore.block.account import MissReason
-from kvstore.block.codec import codec_named
-from kvstore.node import open_embedded
 from model.store_model import Prompt
 from tiering.nvme.lmdb_index import LmdbMaker, discard
 from torture.child import DRAM, LETTERS, SIZES, SPACES, Space
+from workbench import open_at
 
 LOADED_WITHIN_SECONDS = 60
 LEASE_DEADLINE_MS = 60_000
@@ -159,9 +158,8 @@ class Witness:
         if self.random.random() < 0.25:
             discard(self.store_directory / "nvme" / "index")
         gone: list[tuple[int, bytes]] = []
-        store = open_embedded(
-            str(self.store_directory),
-            codecs=codec_named,
+        store = open_at(
+            self.store_directory,
             dram=self.random.choice(DRAM),
             **SIZES,
             indexes=LmdbMaker,
