@@ -9,11 +9,11 @@ import logging
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeVar, cast
 
 import msgspec
 
@@ -46,7 +46,9 @@ from kvstore.core.store import DROP_SECONDS, Store, StoreUsage
 from kvstore.core.table import BlockTable, IndexRetentionHints, Lower
 from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.replay import Replay
-from kvstore.protocol.door import Collective, Grant, LeaseReply, MatchReply, ReserveReply, Submitted
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import AttachLease, NamedLease, Request, Submitted
+from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock, SystemClock
@@ -79,8 +81,9 @@ from tiering.policies.retention import Retention
 from tiering.policies.shares import Share, Shares
 from tiering.residency import Pins, Residency
 from tiering.slab_header import UID_BYTES
-from tiering.tier import EXTENT_BITS
+from tiering.tier import EXTENT_BITS, FrameSpan
 
+A = TypeVar("A")
 MOVE_THREADS = 4
 DISK_THREADS = 4
 DAY_SECONDS = 86_400
@@ -92,8 +95,19 @@ is used again after a restart."""
 _log = logging.getLogger(__name__)
 
 
-class TenantDoor:
-    """A store as one tenant sees it, in this process: `Door` with that tenant's keys."""
+@dataclass(frozen=True, slots=True)
+class _EmbeddedClient:
+    """A tenant of a store in this process."""
+
+    keys: TenantKeys
+    session_name: bytes = b""
+    named: dict[int, int] = field(default_factory=dict)
+
+
+class EmbeddedDoor:
+    """A store of this process as one tenant sees it: `Door` with that tenant's keys."""
+
+    commits_early = False
 
     def __init__(
         self,
@@ -107,104 +121,58 @@ class TenantDoor:
         for leases that are submitted, shared by doors to one store. names: told what models are called."""
         self._store = store
         self._names = names
-        self._keys = keys
+        self._client = _EmbeddedClient(keys)
         self.requests = requests if requests is not None else Requests()
         self._threads = threads or LeaseThreads(store.clock)
-        self._named: dict[int, int] = {}  # the tenant's numbers of namespaces -> the store's
-        self.now = store.clock.monotonic_seconds
-        self.release = store.release
-        self.release_later = store.release_later
-        self.report = store.report
-        self.commit = store.commit
-        self.commits_early = False
-        self.abort = store.abort
-        self.spans = self.spans_to_fill = store.spans
+        self.clock = store.clock
+        self.forgotten = store.forgotten
 
-    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
-        """As `Door.match`."""
-        return self._store.match(self._named[number], keys)
+    def call(self, request: Request, kind: type[A], seconds: float | None = None) -> A:
+        """As `Door.call`."""
+        answer: object
+        if isinstance(request, AttachLease):
+            answer = self._attach(request)
+        else:
+            answer = self._store.handle(self._client, request, seconds)
+        if isinstance(answer, m.Leased):
+            answer = NamedLease(answer.reply, self._store.name, answer.reply.lease)
+        elif isinstance(request, m.OpenNamespace) and self._names is not None and request.name:
+            namespace = Namespace.unpack(request.packed)
+            self._names.note(self._client.keys.tenant, namespace.digest(), request.name)
+        assert isinstance(answer, kind), "the store answers what it was asked"
+        return answer
 
-    def present(self, number: int, keys: Sequence[bytes], seconds: float | None = None) -> int:
-        """As `Door.present`."""
-        return self._store.present(self._named[number], keys, seconds)
+    def submit(self, request: Request, kind: type[A], seconds: float) -> Submitted[A]:
+        """As `Door.submit`: a lease waits in a thread, the rest is answered at once."""
+        if not isinstance(request, m.LeasePrefix) or self._store.closed:
+            return ReadyReply(self.call(request, kind))
 
-    def lease(
-        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
-    ) -> LeaseReply:
-        """As `Door.lease`."""
-        return self._store.lease(self._named[number], keys, first_block, deadline_ms)
+        def lease(remaining_ms: float) -> NamedLease:
+            return self.call(msgspec.structs.replace(request, deadline_ms=remaining_ms), NamedLease)
 
-    def submit_match(self, number: int, keys: Sequence[bytes], deadline_ms: float) -> Submitted[MatchReply]:
-        """As `Door.submit_match`: tables in memory answer at once."""
-        return ReadyReply(self.match(number, keys))
+        return cast(Submitted[A], self._threads.submit(lease, self._release, self.forgotten.append, request))
 
-    def submit_lease(
-        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
-    ) -> Submitted[LeaseReply]:
-        """As `Door.submit_lease`, in a thread."""
-        if self._store.closed:
-            return ReadyReply(self.lease(number, keys, first_block, 0))
-
-        def lease(remaining_ms: float) -> LeaseReply:
-            return self.lease(number, keys, first_block, remaining_ms)
-
-        return self._threads.submit(lease, self.release, self.release_later, first_block, deadline_ms, len(keys))
-
-    def reserve(
-        self,
-        number: int,
-        keys: Sequence[bytes],
-        first_block: int,
-        priority: int,
-        ttl_seconds: float | None,
-        collective: Collective | None = None,
-        seconds: float | None = None,
-    ) -> ReserveReply:
-        """As `Door.reserve`."""
-        return self._store.reserve(self._named[number], keys, first_block, priority, ttl_seconds, collective, seconds)
-
-    def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
-        """As `Door.persist`."""
-        return self._store.persist(self._named[number], keys, seconds)
-
-    def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
-        """As `Door.post_commit`."""
-        self._store.commit(reservation, part, first, digests)
-
-    def named(self, lease: int) -> tuple[bytes, int]:
-        """As `Door.named`."""
-        return self._store.name, lease
-
-    def attach(self, run: bytes, reply: LeaseReply) -> LeaseReply:
-        """As `Door.attach`."""
-        if run == self._store.name and self._store.attach(reply.lease):
-            return reply
-        return LeaseReply(0, reply.first_block, 0, reason=MissReason.STALE_HINT, detail="nobody holds it any more")
-
-    def is_within_reach(self, lease: int) -> bool:
-        """As `Door.is_within_reach`."""
-        return not self._store.closed
+    def memory(self, held: int, places: Sequence[int], *, writable: bool = False) -> list[FrameSpan]:
+        """As `Door.memory`."""
+        return self._store.spans(places)
 
     def leads_to(self, store: Store, keys: TenantKeys) -> bool:
         """Whether this is that tenant's door to that store."""
-        return self._store is store and self._keys.tenant == keys.tenant
-
-    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int], name: str = "") -> Grant:
-        """Make a namespace known to this tenant."""
-        grant = self._store.open_namespace(self._keys, namespace, payload_bytes)
-        if self._names is not None and name:
-            self._names.note(self._keys.tenant, namespace.digest(), name)
-        own = self._store.own_number(grant.number)
-        self._named[own] = grant.number
-        return msgspec.structs.replace(grant, number=own)
+        return self._store is store and self._client.keys.tenant == keys.tenant
 
     def number_in_store(self, number: int) -> int:
         """By which the store knows a namespace."""
-        return self._named[number]
+        return self._client.named[number]
 
-    def drop(self, number: int, seconds: float = DROP_SECONDS) -> int:
-        """Forget every block of a namespace, as `Store.drop`."""
-        return self._store.drop(self._named[number], seconds)
+    def _attach(self, request: AttachLease) -> NamedLease:
+        reply = request.reply
+        if request.run == self._store.name and self._store.attach(reply.lease):
+            return NamedLease(reply, request.run, reply.lease)
+        no_lease = LeaseReply(0, reply.first_block, 0, reason=MissReason.STALE_HINT, detail="nobody holds it any more")
+        return NamedLease(no_lease)
+
+    def _release(self, lease: int) -> None:
+        self._store.release(lease)
 
 
 class EmbeddedStore:
@@ -262,8 +230,8 @@ class EmbeddedStore:
         namespace = Namespace(model, layout, codec, weights_epoch, dict(config or {}))
         return NamespaceHandle(self._door(), namespace, chosen, shard=shard, name=checked_name(name))
 
-    def _door(self) -> TenantDoor:
-        return TenantDoor(self._store, self.tenant_keys(self.tenant), self._requests, self._threads, self.names)
+    def _door(self) -> EmbeddedDoor:
+        return EmbeddedDoor(self._store, self.tenant_keys(self.tenant), self._requests, self._threads, self.names)
 
     def tenant_keys(self, tenant: str) -> TenantKeys:
         """A tenant's keys, made and kept if it is new: for doors to other processes."""
@@ -319,9 +287,9 @@ class EmbeddedStore:
         """Evict a namespace of this store and tenant from every tier; returns how many blocks it had. Raises
         `TierUnavailable` where that was not over in time."""
         door = namespace.door if isinstance(namespace, NamespaceHandle) else None
-        if not isinstance(door, TenantDoor) or not door.leads_to(self._store, self._keys.tenant(self.tenant)):
+        if not isinstance(door, EmbeddedDoor) or not door.leads_to(self._store, self._keys.tenant(self.tenant)):
             raise BadInput("give a namespace that this store opened for this tenant; drop others where they are from")
-        return door.drop(namespace.number, seconds)
+        return door.call(m.Drop(namespace.number, seconds), m.Counted).blocks
 
     def evict(self, blocks: int) -> int:
         """Evict that many of the worst blocks; returns how many could go."""

@@ -19,7 +19,7 @@ from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.config import DramConfig, Limits, StoreOptions, TierOptions
 from kvstore.core.store import Store
-from kvstore.node import EmbeddedStore, StoreParts, TenantDoor, build_store, open_embedded
+from kvstore.node import EmbeddedDoor, EmbeddedStore, StoreParts, build_store, open_embedded
 from tiering.frame import FrameHeader, open_header
 from tiering.tier import SlotClass
 
@@ -149,11 +149,11 @@ class Bench:
     ring: KeyRing
     keys: TenantKeys = field(default_factory=lambda: TenantKeys.derive(SECRET))
 
-    def door(self, keys: TenantKeys | None = None) -> TenantDoor:
+    def door(self, keys: TenantKeys | None = None) -> EmbeddedDoor:
         """The store as a tenant sees it."""
         keys = keys or self.keys
         self.ring.add(keys)
-        return TenantDoor(self.store, keys)
+        return EmbeddedDoor(self.store, keys)
 
     def namespace(
         self,

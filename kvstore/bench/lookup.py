@@ -34,7 +34,7 @@ from kvstore.config import Limits
 from kvstore.core.index import NO_ROW, PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
-from kvstore.node import SystemClock, TenantDoor
+from kvstore.node import EmbeddedDoor, SystemClock
 from tiering.dram.extents import ExtentPool
 from tiering.dram.mover import Mover
 from tiering.dram.tier import DramTier
@@ -244,7 +244,7 @@ class _Filled:
         self._residency = Residency(self._policy, Pins())
         store = Store(BlockTable(self._index, self._residency, dram, ring), Mover(dram, ring), SystemClock(), Limits())
         layout = Layout.gqa(layers=1, kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=options.block_tokens)
-        self.handle = NamespaceHandle(TenantDoor(store, keys), Namespace("0" * 40, layout, "raw"), RawCodec())
+        self.handle = NamespaceHandle(EmbeddedDoor(store, keys), Namespace("0" * 40, layout, "raw"), RawCodec())
         self._hasher = PrefixHasher(keys.identity, options.block_tokens)
         for rows in self._fill():
             say(f"filling an index of {blocks:,} blocks: {rows:,}")

@@ -33,7 +33,7 @@ from kvstore.block.pages import Digest, Pages
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.config import MIN_DRAM_BYTES, MIN_EXTENT_BYTES, DramConfig, Limits, format_size
-from kvstore.node import TenantDoor, build_store
+from kvstore.node import EmbeddedDoor, build_store
 from tiering.dram.extents import Extent
 from tiering.frame import DIGEST_BYTES, digest, frame_bytes
 
@@ -142,7 +142,9 @@ class Side(Traffic):
         extents = -(-PROMPTS * blocks * size // extent)
         self.store = build_store(DramConfig(extents * extent, extent), Limits(), KeyRing([keys]))
         namespace = Namespace("0" * 40, shape.layout, RawCodec.name)
-        handles = [NamespaceHandle(TenantDoor(self.store, keys), namespace, RawCodec(), digest) for _ in range(threads)]
+        handles = [
+            NamespaceHandle(EmbeddedDoor(self.store, keys), namespace, RawCodec(), digest) for _ in range(threads)
+        ]
         super().__init__(shape, blocks, pool, handles)
         while not self.store.usage().counters.get("evicted_blocks"):
             self.put(0)

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import isfinite
 from typing import Generic, TypeVar
@@ -23,8 +24,8 @@ from kvstore.client.breaker import Breaker
 from kvstore.client.framing import AnsweredCall, Backpressure, FramedSocket, TimedOut, TooLong
 from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.notify_pipe import NotifyPipeEnd
+from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import SidecarStatus
 from tiering.clock import Clock
 from tiering.dram.extents import MappedExtent
@@ -138,12 +139,17 @@ class SidecarConnection:
         self.check()
         asked_at = self._clock.monotonic_seconds()
         try:
-            answered = _named(lambda: self.wire.call(verb, seconds))
+            answered = _named(lambda: self.wire.call(verb, seconds, partial(self._look, asked_at)))
         except Unavailable as away:
             if away.reason is MissReason.DEADLINE:
                 self.was_late(asked_at, is_quick=is_quick(verb) and seconds >= QUICK_SECONDS)
             raise
         return self.believed(verb, answered)
+
+    def _look(self, asked_at: float) -> None:
+        """An answer is long on its way: a ping tells whether the sidecar is silent. Raises `Unavailable` if so."""
+        self.was_late(asked_at, is_quick=False)
+        self.check()
 
     def believed(self, verb: m.Verb, answered: AnsweredCall) -> AnsweredCall:
         """An answer that can be one to that question. Raises `Unavailable`, and undoes any other."""
@@ -170,14 +176,14 @@ class SidecarConnection:
         except Unreachable:
             pass
 
-    def walk(self, steps: Exchange[R], first_seconds: float, further_seconds: float) -> R:
+    def walk(self, steps: Exchange[R], first_seconds: float, further_seconds: Callable[[], float]) -> R:
         """Ask, and wait, question by question. Raises `Unavailable`."""
         seconds = first_seconds
         try:
             verb = next(steps)
             while True:
                 verb = steps.send(self.answer(verb, seconds))
-                seconds = further_seconds
+                seconds = further_seconds()
         except StopIteration as done:
             result: R = done.value
             return result
@@ -215,7 +221,7 @@ class SidecarConnection:
             answered = _named(lambda: self.wire.wait(number, seconds))
             is_held = lease in taken(answered, m.Attached).leases
             if is_held:
-                self.walk(self.mapping(places, writable=False), map_seconds, map_seconds)
+                self.walk(self.mapping(places, writable=False), map_seconds, lambda: map_seconds)
         except BaseException as error:
             self.let_go(lease)
             if isinstance(error, Unavailable) and error.reason is MissReason.DEADLINE:
@@ -541,11 +547,3 @@ def matched_up_to(reply: MatchReply, blocks: int, most: int) -> MatchReply:
         return reply
     text = f"a prompt of {blocks} blocks; the sidecar keeps and finds the first {most}: use larger blocks"
     return msgspec.structs.replace(reply, reason=MissReason.UNSUPPORTED, detail=text)
-
-
-def no_match(reason: MissReason, detail: str) -> MatchReply:
-    return MatchReply(0, reason=reason, detail=detail)
-
-
-def no_lease(first_block: int, reason: MissReason, detail: str) -> LeaseReply:
-    return LeaseReply(0, first_block, 0, reason=reason, detail=detail)

@@ -16,7 +16,7 @@ import stat
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -30,6 +30,8 @@ _READ_BYTES = 256 << 10
 MAX_UNSENT_BYTES = 64 << 20
 """Submitted, and not taken by the socket yet: beyond it the sidecar is taken to be stuck. Thirty prompts of 65,536
 blocks."""
+LOOK_SECONDS = 0.5
+"""How often a long wait looks whether the sidecar is still there."""
 _DESCRIPTOR = struct.Struct("i")
 _MAX_ANSWER_BYTES = 64 << 20
 """More than the sidecar ever sends; a length beyond it means that the two do not understand each other."""
@@ -130,8 +132,9 @@ class FramedSocket:
             raise Rejected(f"{path} refused: {answer.text if isinstance(answer, m.Failed) else 'not a welcome'}")
         self.welcome = answer
 
-    def call(self, verb: m.Verb, seconds: float) -> AnsweredCall:
-        """Ask, and wait for the answer. Raises `TimedOut`."""
+    def call(self, verb: m.Verb, seconds: float, look: Callable[[], None] = lambda: None) -> AnsweredCall:
+        """Ask, and wait for the answer. look: called every `LOOK_SECONDS` meanwhile; what it raises ends the wait.
+        Raises `TimedOut`."""
         deadline = self._clock.monotonic_seconds() + seconds
         number = self._new_number()
         frame = _OutgoingFrame(number, verb)
@@ -139,7 +142,15 @@ class FramedSocket:
             self._asked[number] = None
         try:
             self._send(frame, deadline)
-            kept = self._await(number, deadline)
+            while True:
+                look_at = self._clock.monotonic_seconds() + LOOK_SECONDS
+                try:
+                    kept = self._await(number, min(deadline, look_at))
+                    break
+                except TimedOut:
+                    if deadline <= look_at:
+                        raise
+                look()
         except BaseException:
             self.cancel(number)
             raise

@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvstore.block.account import Account, MissReason
-from kvstore.block.errors import LayoutMismatch, StoreClosed
+from kvstore.block.errors import LayoutMismatch, StoreClosed, Unreachable
 from kvstore.block.layout import KvGroup, Layout, Part
 from kvstore.block.pages import Codec, Coder, Digest, Pages
 from kvstore.client.lease import Lease
-from kvstore.protocol.door import Door, Grant
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import Door
+from kvstore.protocol.replies import Grant
 from tiering.frame import HEADER_BYTES, digest, names_block, split_digests
 from tiering.tier import FrameSpan
 
@@ -208,7 +210,7 @@ class GetOperation:
             source = self._source
             good = column.coder.decode(payloads[:count], tokens, skip, expected[:count], source.digest)
             if good < count:
-                source.door.report(self._lease.reply.lease, first + good, column.part.index)
+                self._report(first + good, column.part)
                 self._cut(first + good, MissReason.CORRUPT)
 
     def _within(self, column: _Column, blocks: range) -> range:
@@ -225,22 +227,23 @@ class GetOperation:
         opened = _OpenedFrames(column, mine.start, [], [])
         if not mine:
             return opened
-        reply, keys, door = self._lease.reply, self._lease.keys, self._source.door
+        reply, keys = self._lease.reply, self._lease.keys
         part, known = column.part, column.known
         pinned = slice(mine.start - reply.first_block, mine.stop - reply.first_block)
         wanted, stamp = reply.header_digests[part.index][pinned], self._source.grant.stamps[part.index]
         at, size = HEADER_BYTES + column.at, column.size
         try:
-            spans = door.spans(reply.places[part.index][pinned])
-        except StoreClosed:
-            self._cut(mine.start, MissReason.DISABLED)
+            spans = self._source.door.memory(reply.lease, reply.places[part.index][pinned])
+        except (StoreClosed, Unreachable) as error:
+            gone = MissReason.UNREACHABLE if isinstance(error, Unreachable) else MissReason.DISABLED
+            self._cut(mine.start, gone)
             return opened
         for block, (address, view, memory), want in zip(mine, spans, wanted, strict=False):
             found = known.get(block) if known is not None else None
             if found is None:
                 raw = bytes(view[:HEADER_BYTES])
                 if digest(raw) != want or not names_block(raw, stamp, keys[block]):
-                    door.report(reply.lease, block, part.index)
+                    self._report(block, part)
                     self._cut(block, MissReason.CORRUPT)
                     return opened
                 found = split_digests(raw, len(part.layers))
@@ -248,10 +251,14 @@ class GetOperation:
                     known[block] = found
             opened.payloads.append(FrameSpan(address + at, view[at : at + size], memory))
             opened.digests.append(found[column.layers])
-        if len(spans) < len(mine):  # quarantined meanwhile, and its extent given back; or the sidecar is another one
-            is_there = door.is_within_reach(reply.lease)
-            self._cut(mine.start + len(spans), MissReason.CORRUPT if is_there else MissReason.UNREACHABLE)
+        if len(spans) < len(mine):  # quarantined meanwhile, and its extent given back
+            self._cut(mine.start + len(spans), MissReason.CORRUPT)
         return opened
+
+    def _report(self, block: int, part: Part) -> None:
+        """A frame failed its check: the store looks at its own copy."""
+        request = m.ReportFrame(self._lease.reply.lease, block, part.index)
+        self._source.door.call(request, m.Done)
 
     # The end, and what it needs ------------------------------------------------------------------------------------
 

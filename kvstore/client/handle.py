@@ -10,12 +10,14 @@ a socket. A miss is never an exception: the account of a match, a lease or a loa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Integral, Real
 from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from kv_kernels.flaws import Flaw
 from kvstore.block.account import REASON_OF_FLAW, Account, HitTier, MissReason
@@ -27,22 +29,23 @@ from kvstore.client.get import GetOperation, GetSource, Loaded
 from kvstore.client.lease import Lease
 from kvstore.client.pending import PendingReply
 from kvstore.config import MAX_SECONDS
+from kvstore.protocol import messages as m
 from kvstore.protocol.door import (
     MAX_PRIORITY,
+    AttachLease,
     Door,
-    Grant,
-    LeaseReply,
-    MatchReply,
+    NamedLease,
+    Request,
     ReservationLost,
-    ReserveReply,
     check_collective,
     collective_of,
 )
+from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.ticket import LeaseTicket
 from tiering.frame import HEADER_BYTES, digest
 
-T = TypeVar("T")
+A = TypeVar("A")
 DURABILITIES = ("volatile", "disk")
 DURABLE_SECONDS = 30.0
 """How long a put waits for the disk before it says that it was too slow."""
@@ -138,7 +141,8 @@ class NamespaceHandle:
         self._digest = digest
         payload_bytes = [codec.payload_bytes(part) for part in namespace.layout.parts]
         codec.prepare(namespace.layout)  # which may take long, and needs no store
-        self._grant: Grant = door.open_namespace(namespace, payload_bytes, name)
+        opening = m.OpenNamespace(namespace.pack(), payload_bytes, name)
+        self._grant: Grant = door.call(opening, m.Granted).grant
         self._hasher = PrefixHasher(self._grant.identity_key, self.block_tokens)
         self._source = GetSource(door, self._grant, codec, digest, namespace.layout, self._parts)
 
@@ -179,7 +183,7 @@ class NamespaceHandle:
         `Prompt` has them already.
         """
         tokens, keys = self._hashed(token_ids, extra_keys)
-        return self._matched(tokens, keys, self._door.match(self.number, keys))
+        return self._matched(tokens, keys, self._door.call(m.MatchPrefix(self.number, keys), m.Matched))
 
     def submit_match(
         self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), deadline_ms: float = 50
@@ -190,8 +194,8 @@ class NamespaceHandle:
         """
         _check_deadline(deadline_ms)
         tokens, keys = self._hashed(token_ids, extra_keys)
-        submitted = self._door.submit_match(self.number, keys, deadline_ms)
-        cancelled = MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled")
+        submitted = self._door.submit(m.MatchPrefix(self.number, keys), m.Matched, float(deadline_ms) / 1000)
+        cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
         return PendingReply(
             submitted, partial(self._matched, tokens, keys), partial(self._matched, tokens, keys, cancelled)
         )
@@ -204,7 +208,7 @@ class NamespaceHandle:
         for what this serves; `release_request` of the store ends all leases of that name.
         """
         wanted = self._wanted(match, first_token, deadline_ms, request)
-        return self._leased(match, request, self._door.lease(self.number, *wanted))
+        return self._leased(match, request, self._door.call(wanted, NamedLease))
 
     def submit_lease(
         self, match: Match, first_token: int = 0, deadline_ms: float = 50, request: str = ""
@@ -215,8 +219,10 @@ class NamespaceHandle:
         granted after it was cancelled or forgotten is given back.
         """
         wanted = self._wanted(match, first_token, deadline_ms, request)
-        submitted = self._door.submit_lease(self.number, *wanted)
-        cancelled = LeaseReply(0, wanted[1], 0, reason=MissReason.DISABLED, detail="it was cancelled")
+        submitted = self._door.submit(wanted, NamedLease, wanted.deadline_ms / 1000)
+        cancelled = NamedLease(
+            LeaseReply(0, wanted.first_block, 0, reason=MissReason.DISABLED, detail="it was cancelled")
+        )
         pending = PendingReply(
             submitted, partial(self._leased, match, request), partial(self._leased, match, "", cancelled)
         )
@@ -232,13 +238,15 @@ class NamespaceHandle:
         try:
             opened = LeaseTicket.open(ticket, self._grant)
         except ValueError as error:
-            reply = LeaseReply(0, 0, 0, reason=MissReason.STALE_HINT, detail=str(error))
-            return Lease(self._door, reply, [], Account.of([]), self.block_tokens, grant=self._grant)
+            stale = NamedLease(LeaseReply(0, 0, 0, reason=MissReason.STALE_HINT, detail=str(error)))
+            return Lease(self._door, stale, [], Account.of([]), self.block_tokens, grant=self._grant)
         granted = opened.reply()
-        reply = self._door.attach(opened.run, granted) if opened.lease else granted
+        asked = AttachLease(opened.run, granted)
+        leased = self._door.call(asked, NamedLease) if opened.lease else NamedLease(granted)
+        reply = leased.reply
         lost = reply.reason if reply.blocks < granted.blocks else granted.reason
         account = opened.account().cut(reply.blocks * self.block_tokens, lost or MissReason.EVICTED)
-        lease = Lease(self._door, reply, opened.prompt_keys(), account, self.block_tokens, opened.request, self._grant)
+        lease = Lease(self._door, leased, opened.prompt_keys(), account, self.block_tokens, opened.request, self._grant)
         self._door.requests.add(opened.request, lease)
         return lease
 
@@ -328,15 +336,6 @@ class NamespaceHandle:
                 f"pages cover the prompt up to token {first_token + pages.tokens}, its full blocks go up to "
                 f"{len(keys) * self.block_tokens}; give more pages or fewer token ids"
             )
-        if collective:  # the same windows for all, whatever is there by the time that each of them asks
-            present, start = len(keys), _first_window(first_block, len(keys))
-        else:
-            start = present = wait.of(partial(self._door.present, self.number, keys))
-        if start == len(keys) and (ttl or priority > 0) and keys:  # they are to be kept for longer
-            reply = wait.of(partial(self._door.reserve, self.number, keys, len(keys), priority, ttl, None))
-            start = present = reply.present
-        if start == len(keys):
-            return self._made_durable(PutResult(len(keys), 0, None, None), keys, durability, wait)
         # Unusable pages must show before anything is evicted for them.
         pages.check_groups(self.layout)
         coders = [self._codec.bind(pages, self.layout, part) for part in self._parts]
@@ -345,11 +344,18 @@ class NamespaceHandle:
         bases = [first_token + tokens for tokens in given]
         complete = -(-max(bases) // self.block_tokens)
         stored: set[int] = set()
-        for window in range(start, len(keys), WINDOW_BLOCKS):
+        present = len(keys)
+        # The same windows for all processes of a collective put, whatever is there by the time that each of them asks.
+        for window in range(_first_window(first_block, len(keys)), len(keys), WINDOW_BLOCKS):
             stop = min(window + WINDOW_BLOCKS, len(keys))
             wanted = min(max(complete, window) if collective else complete, stop)
-            named = collective_of(collective, stop, [part.index for part in self._parts]) if collective else None
-            reply = wait.of(partial(self._door.reserve, self.number, keys[:stop], wanted, priority, ttl, named))
+            reserve = m.Reserve(
+                self.number, keys[:stop], wanted, int(priority), float(ttl) if ttl is not None else None
+            )
+            if collective:
+                named = collective_of(collective, stop, [part.index for part in self._parts])
+                reserve = msgspec.structs.replace(reserve, collective=named.name, parts=list(named.parts))
+            reply = wait.of(reserve, m.Reserved).reply
             present = min(present, reply.present) if reply.present < stop else present
             filled, flaw, lost = 0, None, None
             if reply.reservation:
@@ -383,24 +389,25 @@ class NamespaceHandle:
             )
         return prompt.tokens, prompt.keys
 
-    def _matched(self, tokens: int, keys: list[bytes], reply: MatchReply) -> Match:
+    def _matched(self, tokens: int, keys: list[bytes], matched: m.Matched) -> Match:
+        reply = matched.reply
         account = self._account(tokens, len(keys), reply)
         found = reply.blocks * self.block_tokens
         return Match(keys, reply.blocks, found, reply.tiers, account, reply.reason, reply.detail)
 
-    def _wanted(
-        self, match: Match, first_token: int, deadline_ms: float, request: str
-    ) -> tuple[list[bytes], int, float, str]:
-        """What a lease asks for: keys, first block, milliseconds, request. Raises `BadInput`."""
+    def _wanted(self, match: Match, first_token: int, deadline_ms: float, request: str) -> m.LeasePrefix:
+        """What a lease asks for. Raises `BadInput`."""
         _check_kind("match", match, Match, "what `match` or `submit_match(...).poll` returned")
         if first_token < 0:
             raise BadInput(f"first_token={first_token}; give 0 or more")
         _check_deadline(deadline_ms)
         check_request(request)
         first_block = min(first_token // self.block_tokens, match.blocks)
-        return match.keys[: match.blocks], first_block, min(float(deadline_ms), 1000 * MAX_SECONDS), request
+        wait_ms = min(float(deadline_ms), 1000 * MAX_SECONDS)
+        return m.LeasePrefix(self.number, match.keys[: match.blocks], first_block, wait_ms, request)
 
-    def _leased(self, match: Match, request: str, reply: LeaseReply) -> Lease:
+    def _leased(self, match: Match, request: str, leased: NamedLease) -> Lease:
+        reply = leased.reply
         parts: list[tuple[HitTier | MissReason, int]] = [
             (tier, blocks * self.block_tokens) for tier, blocks in reply.tiers
         ]
@@ -408,7 +415,7 @@ class NamespaceHandle:
         parts.append((reply.reason or MissReason.EVICTED, lost))
         parts += [(part.origin, part.tokens) for part in match.account.segments if isinstance(part.origin, MissReason)]
         account = Account.of(parts)
-        lease = Lease(self._door, reply, match.keys, account, self.block_tokens, request, self._grant)
+        lease = Lease(self._door, leased, match.keys, account, self.block_tokens, request, self._grant)
         self._door.requests.add(request, lease)
         return lease
 
@@ -418,10 +425,10 @@ class NamespaceHandle:
             return result
         left = wait.left()
         seconds = DURABLE_SECONDS if left is None else min(DURABLE_SECONDS, left)
-        done, reason = self._door.persist(self.number, keys, seconds)
-        if reason is None:
+        kept = self._door.call(m.Persist(self.number, list(keys), seconds), m.Persisted)
+        if kept.reason is None:
             return result
-        return PutResult(result.present, result.stored, done, reason)
+        return PutResult(result.present, result.stored, kept.blocks, kept.reason)
 
     def _fill(
         self,
@@ -437,7 +444,7 @@ class NamespaceHandle:
 
         Those that are filled are sealed while the next ones are being filled: only the last few are waited for.
         """
-        committed, count = 0, len(reply.blocks)
+        committed, count, reservation = 0, len(reply.blocks), reply.reservation
         flaw: Flaw | None = None
         cuts = set(range(count - LAST_BLOCKS, 0, -EARLY_BLOCKS)) if self._door.commits_early else set()
         try:
@@ -445,7 +452,8 @@ class NamespaceHandle:
                 if not reply.places[part]:  # another process fills it
                     continue
                 size = self._grant.payload_bytes[part]
-                spans = [cut(span, HEADER_BYTES, size) for span in self._door.spans_to_fill(reply.places[part])]
+                frames = self._door.memory(reservation, reply.places[part], writable=True)
+                spans = [cut(span, HEADER_BYTES, size) for span in frames]
                 tokens = [block * self.block_tokens - base for block in reply.blocks[:count]]
                 first = 0
                 digests: list[Sequence[bytes]] = []
@@ -461,18 +469,19 @@ class NamespaceHandle:
                                 break
                             digests.append(encoded)
                             if at in cuts:
-                                self._door.post_commit(reply.reservation, part, first, digests)
+                                self._door.submit(m.Commit(reservation, part, first, digests), m.Counted, 0.0)
                                 first, digests = at, []
                 finally:
                     if reading is not None:
                         reading.end()
-                committed = wait.of(partial(self._door.commit, reply.reservation, part, first, digests))
+                committed = wait.of(m.Commit(reservation, part, first, digests), m.Counted).blocks
         except ReservationLost as lost:
             return 0, None, lost.reason
         except StoreClosed:
             return 0, None, None
         finally:
-            self._door.abort(reply.reservation)
+            if committed < len(reply.blocks):  # else it ended with its last block
+                self._door.call(m.Abort(reservation), m.Done)
         return committed, flaw if committed == count else None, None
 
     def _account(self, asked: int, full_blocks: int, reply: MatchReply) -> Account:
@@ -515,15 +524,16 @@ class _Wait:
         """Seconds; None where nothing was said."""
         return self._left
 
-    def of(self, ask: Callable[..., T]) -> T:
-        """What is asked, in the time that is left, which is its last argument."""
+    def of(self, request: Request, kind: type[A]) -> A:
+        """The answer, in the time that is left."""
         if self._left is None:
-            return ask()
-        asked_at = self._door.now()
+            return self._door.call(request, kind)
+        now = self._door.clock.monotonic_seconds
+        asked_at = now()
         try:
-            return ask(self._left)
+            return self._door.call(request, kind, self._left)
         finally:
-            self._left = max(0.0, self._left - (self._door.now() - asked_at))
+            self._left = max(0.0, self._left - (now() - asked_at))
 
 
 def _first_window(first_block: int, blocks: int) -> int:

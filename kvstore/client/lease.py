@@ -13,7 +13,9 @@ from types import TracebackType
 
 from kvstore.block.account import Account
 from kvstore.block.errors import BadInput
-from kvstore.protocol.door import Door, Grant, LeaseReply
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import Door, NamedLease
+from kvstore.protocol.replies import Grant
 from kvstore.protocol.ticket import LeaseTicket
 
 
@@ -27,14 +29,15 @@ class Lease:
     def __init__(
         self,
         door: Door,
-        reply: LeaseReply,
+        leased: NamedLease,
         keys: list[bytes],
         account: Account,
         block_tokens: int,
         request: str = "",
         grant: Grant | None = None,
     ) -> None:
-        self.reply = reply
+        self.reply = reply = leased.reply
+        self._store_name = leased.run, leased.number
         self.keys = keys
         self.blocks = reply.blocks
         self.tokens = self.blocks * block_tokens
@@ -48,18 +51,18 @@ class Lease:
         self._grant = grant
         self._guard = threading.Lock()
         self._readers = 0
-        self._release_later = weakref.finalize(self, door.release_later, reply.lease)
-        self._release_later.atexit = False
+        self._forget = weakref.finalize(self, door.forgotten.append, reply.lease)
+        self._forget.atexit = False
 
     @property
     def released(self) -> bool:
         """Whether its frames may be gone."""
-        return not self._release_later.alive
+        return not self._forget.alive
 
     def release(self) -> None:
         """Unpin, once no get is under way. Safe to call again."""
         with self._guard:
-            was_held = self._release_later.detach() is not None
+            was_held = self._forget.detach() is not None
             is_free = not self._readers
         if was_held and is_free:
             self._let_go()
@@ -76,13 +79,13 @@ class Lease:
         """
         if self._grant is None:
             raise BadInput("a lease of this kind cannot be handed on; take it with ns.lease")
-        run, number = self._door.named(self.reply.lease) if not self.released else (b"", 0)
+        run, number = self._store_name if not self.released else (b"", 0)
         return LeaseTicket.of(run, number, self.reply, self.keys, self.account, self.request).seal(self._grant)
 
     def begin_read(self) -> bool:
         """A get begins; False where it was released before."""
         with self._guard:
-            if not self._release_later.alive:
+            if not self._forget.alive:
                 return False
             self._readers += 1
             return True
@@ -91,12 +94,12 @@ class Lease:
         """A get is over."""
         with self._guard:
             self._readers -= 1
-            was_last = not self._readers and not self._release_later.alive
+            was_last = not self._readers and not self._forget.alive
         if was_last:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._door.release(self.reply.lease)
+        self._door.call(m.Release([self.reply.lease]), m.Done)
 
     def __enter__(self) -> Lease:
         return self

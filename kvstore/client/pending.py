@@ -17,7 +17,9 @@ from typing import Generic, TypeVar
 
 from kvstore.block.account import MissReason
 from kvstore.client.lease import Lease
-from kvstore.protocol.door import LeaseReply, Submitted
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import NamedLease, Submitted
+from kvstore.protocol.replies import LeaseReply
 from tiering.clock import Clock
 
 R = TypeVar("R")
@@ -108,19 +110,16 @@ class LeaseThreads:
 
     def submit(
         self,
-        lease: Callable[[float], LeaseReply],
+        lease: Callable[[float], NamedLease],
         release: Callable[[int], None],
         release_later: Callable[[int], None],
-        first_block: int,
-        deadline_ms: float,
-        blocks: int = 0,
-    ) -> Submitted[LeaseReply]:
-        """lease: asks the store, for at most that many milliseconds. release, release_later: as in `Door`. blocks: of
-        the chain."""
-        asked = ThreadedReply(lease, release, release_later, first_block, deadline_ms, blocks, self._clock)
+        request: m.LeasePrefix,
+    ) -> Submitted[NamedLease]:
+        """lease: asks the store, for at most that many milliseconds. release: a lease; release_later: called by a
+        finalizer, at any point of any thread."""
+        asked = ThreadedReply(lease, release, release_later, request, self._clock)
         if not self._under_way.acquire(blocking=False):
-            text = f"{MAX_SUBMITTED} leases are under way, which is the limit"
-            return ReadyReply(LeaseReply(0, first_block, 0, reason=MissReason.BUSY, detail=text))
+            return ReadyReply(_no_lease(request, MissReason.BUSY, f"{MAX_SUBMITTED} leases are under way, the limit"))
         unbegun = [asked]
         try:
             self._pool.submit(self._run, unbegun)
@@ -128,10 +127,9 @@ class LeaseThreads:
             if self._taken(unbegun) is None:
                 return asked
             self._under_way.release()
-            reason, text = MissReason.BUSY, "the machine has no thread for it"
             if self._is_closed:
-                reason, text = MissReason.DISABLED, "the store is closed"
-            return ReadyReply(LeaseReply(0, first_block, 0, reason=reason, detail=text))
+                return ReadyReply(_no_lease(request, MissReason.DISABLED, "the store is closed"))
+            return ReadyReply(_no_lease(request, MissReason.BUSY, "the machine has no thread for it"))
         return asked
 
     @staticmethod
@@ -163,22 +161,20 @@ class ThreadedReply:
 
     def __init__(
         self,
-        lease: Callable[[float], LeaseReply],
+        lease: Callable[[float], NamedLease],
         release: Callable[[int], None],
         release_later: Callable[[int], None],
-        first_block: int,
-        deadline_ms: float,
-        blocks: int,
+        request: m.LeasePrefix,
         clock: Clock,
     ) -> None:
         self._lease = lease
         self._release = release
         self._release_later = release_later
-        self._first_block = first_block
+        self._request = request
         self._clock = clock
-        self._deadline = clock.monotonic_seconds() + deadline_ms / 1000
-        self._given_up_at = self._deadline + GRACE_SECONDS + BLOCK_SECONDS * blocks
-        self._reply: LeaseReply | None = None
+        self._deadline = clock.monotonic_seconds() + request.deadline_ms / 1000
+        self._given_up_at = self._deadline + GRACE_SECONDS + BLOCK_SECONDS * len(request.keys)
+        self._reply: NamedLease | None = None
         self._is_unwanted = False
 
     def run(self) -> None:
@@ -187,20 +183,24 @@ class ThreadedReply:
         remaining = self._deadline - self._clock.monotonic_seconds()
         self._reply = reply = self._lease(max(0.0, remaining) * 1000)
         if self._is_unwanted:
-            self._release(reply.lease)
+            self._release(reply.reply.lease)
 
-    def poll(self) -> LeaseReply | None:
+    def poll(self) -> NamedLease | None:
         if self._reply is not None or self._clock.monotonic_seconds() < self._given_up_at:
             return self._reply
         self.cancel()
-        return LeaseReply(0, self._first_block, 0, reason=MissReason.DEADLINE, detail="it was not there in time")
+        return _no_lease(self._request, MissReason.DEADLINE, "it was not there in time")
 
     def cancel(self) -> None:
         self._is_unwanted = True
         if self._reply is not None:
-            self._release(self._reply.lease)
+            self._release(self._reply.reply.lease)
 
     def cancel_from_finalizer(self) -> None:
         self._is_unwanted = True
         if self._reply is not None:
-            self._release_later(self._reply.lease)
+            self._release_later(self._reply.reply.lease)
+
+
+def _no_lease(request: m.LeasePrefix, reason: MissReason, detail: str) -> NamedLease:
+    return NamedLease(LeaseReply(0, request.first_block, 0, reason=reason, detail=detail))

@@ -18,6 +18,7 @@ from kvstore.block.pages import Codec
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.socket_door import CallLimits, SocketDoor
 from kvstore.config import MAX_SOCKET_BYTES
+from kvstore.protocol import messages as m
 from kvstore.protocol.messages import MAX_SESSION_BYTES, MIN_SESSION_BYTES
 from tiering.clock import Clock
 
@@ -52,7 +53,7 @@ class SidecarStore:
         """Evict a namespace from every tier; returns how many blocks it had."""
         if not isinstance(namespace, NamespaceHandle) or namespace.door is not self._door:
             raise BadInput("give a namespace that this store opened; drop others where they are from")
-        return self._door.drop(namespace.number)
+        return self._door.call(m.Drop(namespace.number), m.Counted).blocks
 
     @property
     def session(self) -> str:

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, NotReady, Rejected, StoreClosed, Unreachable
-from kvstore.block.identity import Namespace
 from kvstore.client.connection import (
     CallLimits,
     Exchange,
@@ -33,8 +31,6 @@ from kvstore.client.connection import (
     Unavailable,
     VerbTime,
     matched_up_to,
-    no_lease,
-    no_match,
     spans,
     taken,
 )
@@ -42,13 +38,14 @@ from kvstore.client.framing import FramedSocket, Silent, drained
 from kvstore.client.in_touch import InTouch
 from kvstore.client.pending import ReadyReply
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import Collective, Grant, LeaseReply, MatchReply, ReservationLost, ReserveReply, Submitted
+from kvstore.protocol.door import AttachLease, NamedLease, Request, ReservationLost, Submitted, missed
+from kvstore.protocol.replies import Grant, LeaseReply
 from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock
 from tiering.tier import FrameSpan
 
-R = TypeVar("R")
+A = TypeVar("A")
 MAX_DEADLINE_MS = 60_000.0
 SENT_BLOCKS = 1024
 """Of a longer chain that is put in pieces, a message names so many blocks, the last ones: those before are there."""
@@ -60,10 +57,8 @@ MOVING_SHARE = 10
 class _OpenedHere:
     """A namespace as this client opened it first."""
 
-    namespace: Namespace
-    payload_bytes: tuple[int, ...]
+    request: m.OpenNamespace
     grant: Grant
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +78,7 @@ class SocketDoor:
         self.requests = Requests()
         self._path = path
         self._engine = engine
-        self._clock = clock
+        self.clock = clock
         self._limits = limits
         self._lock = threading.Lock()
         self._run: SidecarConnection | None = None
@@ -92,7 +87,7 @@ class SocketDoor:
         self._next_call_at = 0.0
         self._numbers = count(1)
         self._held: dict[int, _Held] = {}  # by this client's own numbers, which never name anything else
-        self._released_later: deque[int] = deque()
+        self.forgotten: deque[int] = deque()
         self._forsaken: deque[PendingCall[Any]] = deque()
         self._touch = InTouch(clock)
         self._why = ""  # the last call failed, if it did
@@ -103,265 +98,238 @@ class SocketDoor:
 
     # The contract --------------------------------------------------------------------------------------------------
 
-    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int], name: str = "") -> Grant:
+    commits_early = True
+    """The sidecar seals them while the next ones are being filled."""
+
+    def call(self, request: Request, kind: type[A], seconds: float | None = None) -> A:
+        """As `Door.call`."""
+        answer: object
+        match request:
+            case m.OpenNamespace():
+                answer = m.Granted(self._open_here(request))
+            case m.Release():
+                answer = self._release(request.leases)
+            case m.Abort():
+                answer = self._abort(request.reservation)
+            case m.ReportFrame():
+                answer = self._report(request)
+            case _:
+                time = self._time(self._usual_seconds(request), seconds)
+                try:
+                    answer = self._ask(request, time)
+                except Unavailable as away:
+                    if isinstance(request, m.Drop):
+                        raise Unreachable(f"{self._path}: {away.detail}") from None
+                    answer = missed(request, away.reason, away.detail)
+        assert isinstance(answer, kind), "each request has its kind of answer"
+        return answer
+
+    def submit(self, request: Request, kind: type[A], seconds: float) -> Submitted[A]:
+        """As `Door.submit`. Waits for nothing: without a connection it is a miss, and one is made meanwhile."""
+        run = self._run
+        if isinstance(request, m.Commit):
+            if run is not None and request.reservation in run.reservations:
+                run.post(request)  # the sidecar takes the messages of a connection in their order
+            return cast(Submitted[A], ReadyReply(m.Counted(0)))
+        assert isinstance(request, m.MatchPrefix | m.LeasePrefix), "other requests are called"
+
+        def late(reason: MissReason, detail: str) -> A:
+            return cast(A, missed(request, reason, detail))
+
+        if self.closed:
+            return ReadyReply(late(MissReason.DISABLED, "the store is closed"))
+        number = run.namespaces.get(request.namespace) if run is not None and not run.wire.closed else None
+        if run is None or number is None:
+            self._have_it_called()
+            return ReadyReply(late(*self._why_not(run)))
+        try:
+            run.check()
+            self._settle(run)
+            most = min(seconds, MAX_DEADLINE_MS / 1000) + self._allowance(run, request.keys)
+            most += self._limits.lease if isinstance(request, m.LeasePrefix) else 0.0
+            # What is leased is there; only its memory has to be mapped here, which is done once.
+            steps = cast(Exchange[A], self._exchange(run, request, number))
+            return PendingCall(run, steps, self.clock, most, self._limits.mapping, late, self._forsaken)
+        except Unavailable as away:
+            return ReadyReply(late(away.reason, away.detail))
+
+    def memory(self, held: int, places: Sequence[int], *, writable: bool = False) -> list[FrameSpan]:
+        """As `Door.memory`."""
+        run = self._run
+        if writable:
+            found = spans(run.writable, places) if run is not None and held in run.reservations else []
+            if len(found) < len(places):  # or the sidecar went on without waiting
+                reason = MissReason.DISABLED if self.closed else MissReason.UNREACHABLE
+                raise ReservationLost(reason, "the memory of the reservation is gone")
+            return found
+        if self.closed:
+            raise StoreClosed("the store is closed")
+        lease = self._held.get(held)
+        if lease is None or lease.run is not run or run.wire.closed:
+            raise Unreachable("the connection on which it was leased is gone")
+        return spans(run.readable, places)
+
+    # One request ---------------------------------------------------------------------------------------------------
+
+    def _usual_seconds(self, request: Request) -> float:
+        """That a request may take where its caller says nothing."""
+        limits = self._limits
+        match request:
+            case m.LeasePrefix():
+                return min(request.deadline_ms, MAX_DEADLINE_MS) / 1000 + limits.lease
+            case m.MatchPrefix() | AttachLease():
+                return limits.match
+            case m.Drop():
+                return limits.connect
+            case _:
+                return limits.fill
+
+    def _ask(self, request: Request, time: VerbTime) -> object:
+        """The answer of the sidecar. Raises `Unavailable`."""
+        if isinstance(request, m.Commit):
+            return self._commit(request, time)
+        run = self._running(time)
+        match request:
+            case AttachLease():
+                return self._attach(run, request, time)
+            case m.MatchPrefix() | m.LeasePrefix():
+                time.extend(self._allowance(run, request.keys))
+                steps = self._exchange(run, request, self._number(run, request.namespace, time))
+                return run.walk(steps, time.left(), lambda: self._limits.mapping)
+            case m.Reserve():
+                return run.walk(
+                    self._reserving(run, request, self._number(run, request.namespace, time)), time.left(), time.left
+                )
+            case m.Persist():
+                return self._persist(run, request, self._number(run, request.namespace, time))
+            case m.Drop():
+                verb = m.Drop(self._number(run, request.namespace, time), self._limits.drop)
+                return run.ask(verb, m.Counted, self._limits.drop + self._limits.fill)
+            case _:
+                raise AssertionError(f"{type(request).__name__} is asked by no handle")
+
+    def _exchange(
+        self, run: SidecarConnection, request: m.MatchPrefix | m.LeasePrefix, number: int
+    ) -> Exchange[m.Matched | NamedLease]:
+        """A look-up, or a lease and the memory that it is in. number: the sidecar's, of the namespace."""
+        keys = list(request.keys)
+        if isinstance(request, m.MatchPrefix):
+            verb = msgspec.structs.replace(request, namespace=number, keys=keys[: run.max_keys])
+            reply = taken((yield verb), m.Matched).reply
+            return m.Matched(matched_up_to(reply, len(keys), run.max_keys))
+        if len(keys) > run.max_keys:  # they were found on another connection
+            raise Unavailable(MissReason.UNSUPPORTED, f"{len(keys)} blocks; this sidecar takes {run.max_keys}")
+        wait_ms = min(float(request.deadline_ms), MAX_DEADLINE_MS)
+        asked = msgspec.structs.replace(
+            request, namespace=number, keys=keys, first_block=int(request.first_block), deadline_ms=wait_ms
+        )
+        leased = yield from run.leasing(asked)
+        return self._hold(run, leased) if leased.lease else NamedLease(leased)
+
+    def _attach(self, run: SidecarConnection, request: AttachLease, time: VerbTime) -> NamedLease:
+        reply = request.reply
+        if run.name != request.run:
+            raise Unavailable(MissReason.STALE_HINT, "it is of another run of the sidecar")
+        if not run.attach(reply.lease, reply.places, time.left(), self._limits.mapping):
+            raise Unavailable(MissReason.STALE_HINT, "nobody of this session holds it any more")
+        return self._hold(run, reply)
+
+    def _reserving(self, run: SidecarConnection, request: m.Reserve, number: int) -> Exchange[m.Reserved]:
+        """Slots, and the memory that they are in."""
+        sent = list(request.keys[: run.max_keys])
+        first = min(int(request.first_block), len(sent))
+        verb = msgspec.structs.replace(request, namespace=number, keys=sent, first_block=first)
+        skipped = len(sent) - SENT_BLOCKS
+        is_plain = not request.collective and request.ttl_seconds is None and request.priority <= 0
+        reply = None
+        if run.may_skip and is_plain and skipped > 0:
+            first = max(first, skipped)
+            short = msgspec.structs.replace(verb, keys=sent[skipped:], first_block=first, skipped=skipped)
+            reply = taken((yield short), m.Reserved).reply
+            if not reply.reservation and reply.present <= skipped:  # what was skipped is not there any more
+                reply = None
+        if reply is None:
+            reply = taken((yield verb), m.Reserved).reply
+        if len(request.keys) > len(sent) and reply.reason is None:
+            reply = msgspec.structs.replace(reply, stopped_at=len(sent), reason=MissReason.UNSUPPORTED)
+        if reply.reservation:
+            run.reservations[reply.reservation] = reply
+            try:
+                yield from run.mapping(reply.places, writable=True, namespace=number)
+            except BaseException:
+                self._abort(reply.reservation)
+                raise
+        return m.Reserved(reply)
+
+    def _commit(self, request: m.Commit, time: VerbTime) -> m.Counted:
+        run = self._run
+        reply = run.reservations.get(request.reservation) if run is not None else None
+        if run is None or reply is None:
+            raise Unavailable(MissReason.UNREACHABLE, "the connection on which it was reserved is gone")
+        committed = min(run.ask(request, m.Counted, time.left()).blocks, len(reply.blocks))
+        if committed == len(reply.blocks):  # it ended with its last block
+            run.reservations.pop(request.reservation, None)
+        return m.Counted(committed)
+
+    def _persist(self, run: SidecarConnection, request: m.Persist, number: int) -> m.Persisted:
+        verb = msgspec.structs.replace(request, namespace=number, keys=list(request.keys[: run.max_keys]))
+        answer = run.ask(verb, m.Persisted, request.seconds + self._limits.mapping)
+        is_cut = answer.reason is None and len(request.keys) > run.max_keys
+        return m.Persisted(answer.blocks, MissReason.UNSUPPORTED if is_cut else answer.reason)
+
+    def _release(self, leases: Iterable[int]) -> m.Done:
+        """Posted: the caller does not wait for it."""
+        for lease in leases:
+            held = self._held.pop(lease, None)
+            if held is not None:
+                held.run.let_go(held.lease)
+        return m.Done()
+
+    def _abort(self, reservation: int) -> m.Done:
+        """Posted: the caller does not wait for it."""
+        run = self._run
+        if run is not None and run.reservations.pop(reservation, None) is not None:
+            run.post(m.Abort(reservation))
+        return m.Done()
+
+    def _report(self, request: m.ReportFrame) -> m.Done:
+        """Waits for the answer: the lease must not be released before it is looked at. A sidecar that is silent is not
+        told."""
+        held = self._held.get(request.lease)
+        if held is not None:
+            try:
+                verb = msgspec.structs.replace(request, lease=held.lease)
+                held.run.ask(verb, m.Done, self._limits.connect)
+            except Unavailable:
+                pass
+        return m.Done()
+
+    def _open_here(self, request: m.OpenNamespace) -> Grant:
         """Raises `Unreachable` and what the sidecar says of it."""
-        payloads = tuple(payload_bytes)
         time = self._time(self._limits.open)
         run = None
         try:
             run = self._running(time, waits=True)
             while run.breaker.is_open and time.left():
-                self._clock.sleep(self._limits.first_pause)
+                self.clock.sleep(self._limits.first_pause)
                 run = self._running(time, waits=True)  # it may be another sidecar's by now
-            grant = self._open(run, namespace, payloads, max(self._limits.connect, time.left()), name)
+            grant = self._open(run, request, max(self._limits.connect, time.left()))
         except Unavailable as away:
             if run is None and not self._rejected:
                 raise Unreachable(f"{away.detail}; start the sidecar (kvstore serve), or check the path") from None
             is_slow = run is not None and away.reason in (MissReason.DEADLINE, MissReason.BUSY)
             raise (NotReady if is_slow else Unreachable)(f"{self._path}: {away.detail}") from None
+        payloads = tuple(request.payload_bytes)
         if grant.payload_bytes != payloads:
             raise BadInput(f"the sidecar knows this namespace with payloads of {grant.payload_bytes}, not {payloads}")
         with self._lock:
             number = len(self._opened)
-            self._opened.append(_OpenedHere(namespace, payloads, grant, name))
+            self._opened.append(_OpenedHere(request, grant))
             run.namespaces[number] = grant.number
             self._keep_in_touch()
-        return Grant(number, grant.identity_key, grant.stamps, grant.payload_bytes, grant.durable)
-
-    def now(self) -> float:
-        """As `Door.now`."""
-        return self._clock.monotonic_seconds()
-
-    commits_early = True
-    """The sidecar seals them while the next ones are being filled."""
-
-    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
-        """As `Door.match`; a sidecar that does not answer has nothing."""
-        time = self._time(self._limits.match)
-        try:
-            run = self._running(time)
-            time.extend(self._allowance(run, keys))
-            verb = m.MatchPrefix(self._number(run, number, time), list(keys[: run.max_keys]))
-            return matched_up_to(run.ask(verb, m.Matched, time.left()).reply, len(keys), run.max_keys)
-        except Unavailable as away:
-            return MatchReply(0, reason=away.reason, detail=away.detail)
-
-    def present(self, number: int, keys: Sequence[bytes], seconds: float | None = None) -> int:
-        """As `Door.present`."""
-        time = self._time(self._limits.match, seconds)
-        try:
-            run = self._running(time)
-            if seconds is None:
-                time.extend(self._allowance(run, keys))
-            verb = m.MatchPrefix(self._number(run, number, time), list(keys[: run.max_keys]), counts=False)
-            return run.ask(verb, m.Matched, time.left()).reply.blocks
-        except Unavailable:
-            return 0
-
-    def lease(
-        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
-    ) -> LeaseReply:
-        """As `Door.lease`."""
-        wait_ms = min(float(deadline_ms), MAX_DEADLINE_MS)
-        time = self._time(wait_ms / 1000 + self._limits.lease)
-        try:
-            run = self._running(time)
-            time.extend(self._allowance(run, keys))
-            verb = m.LeasePrefix(self._number(run, number, time), list(keys), int(first_block), wait_ms, request)
-            return run.walk(self._leasing(run, verb), time.left(), self._limits.mapping)
-        except Unavailable as away:
-            return no_lease(first_block, away.reason, away.detail)
-
-    def submit_match(self, number: int, keys: Sequence[bytes], deadline_ms: float) -> Submitted[MatchReply]:
-        """As `Door.submit_match`. Waits for nothing: without a connection it is a miss, and one is made meanwhile."""
-
-        def steps(run: SidecarConnection, known: int) -> Exchange[MatchReply]:
-            reply = taken((yield m.MatchPrefix(known, list(keys[: run.max_keys]))), m.Matched).reply
-            return matched_up_to(reply, len(keys), run.max_keys)
-
-        seconds = min(float(deadline_ms), MAX_DEADLINE_MS) / 1000
-        return self._submit(number, keys, steps, seconds, no_match)
-
-    def submit_lease(
-        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
-    ) -> Submitted[LeaseReply]:
-        """As `Door.submit_lease`; see `submit_match`."""
-        wait_ms = min(float(deadline_ms), MAX_DEADLINE_MS)
-
-        def steps(run: SidecarConnection, known: int) -> Exchange[LeaseReply]:
-            return self._leasing(run, m.LeasePrefix(known, list(keys), int(first_block), wait_ms, request))
-
-        seconds = wait_ms / 1000 + self._limits.lease
-        return self._submit(number, keys, steps, seconds, partial(no_lease, first_block))
-
-    def named(self, lease: int) -> tuple[bytes, int]:
-        """As `Door.named`."""
-        held = self._held.get(lease)
-        return (held.run.name, held.lease) if held is not None else (b"", 0)
-
-    def attach(self, run: bytes, reply: LeaseReply) -> LeaseReply:
-        """As `Door.attach`."""
-        time = self._time(self._limits.match)
-        try:
-            here = self._running(time)
-            if here.name != run:
-                return no_lease(reply.first_block, MissReason.STALE_HINT, "it is of another run of the sidecar")
-            if not here.attach(reply.lease, reply.places, time.left(), self._limits.mapping):
-                return no_lease(reply.first_block, MissReason.STALE_HINT, "nobody of this session holds it any more")
-            return self._hold(here, reply)
-        except Unavailable as away:
-            return no_lease(reply.first_block, away.reason, away.detail)
-
-    def release(self, lease: int) -> None:
-        """As `Door.release`; nobody waits for it."""
-        held = self._held.pop(lease, None)
-        if held is not None:
-            held.run.let_go(held.lease)
-
-    def release_later(self, lease: int) -> None:
-        """As `Door.release_later`."""
-        self._released_later.append(lease)
-
-    def is_within_reach(self, lease: int) -> bool:
-        """As `Door.is_within_reach`: whether the connection on which it was leased is there."""
-        held = self._held.get(lease)
-        return held is not None and held.run is self._run and not held.run.wire.closed
-
-    def report(self, lease: int, block: int, part: int) -> None:
-        """As `Door.report`. Waits for the answer: the lease must not be released before it is looked at. A sidecar that
-        is silent is not told."""
-        held = self._held.get(lease)
-        if held is not None:
-            try:
-                held.run.ask(m.ReportFrame(held.lease, block, part), m.Done, self._limits.connect)
-            except Unavailable:
-                pass
-
-    def reserve(
-        self,
-        number: int,
-        keys: Sequence[bytes],
-        first_block: int,
-        priority: int,
-        ttl_seconds: float | None,
-        collective: Collective | None = None,
-        seconds: float | None = None,
-    ) -> ReserveReply:
-        """As `Door.reserve`."""
-        time = self._time(self._limits.fill, seconds)
-        try:
-            run = self._running(time)
-            ttl = float(ttl_seconds) if ttl_seconds is not None else None
-            known = self._number(run, number, time)
-            name, parts = (collective.name, list(collective.parts)) if collective is not None else ("", [])
-            sent = list(keys[: run.max_keys])
-            first = min(int(first_block), len(sent))
-            verb = m.Reserve(known, sent, first, int(priority), ttl, name, parts)
-            skipped = len(sent) - SENT_BLOCKS
-            is_plain = collective is None and ttl is None and priority <= 0
-            if run.may_skip and is_plain and skipped > 0:
-                first = max(first, skipped)
-                short = msgspec.structs.replace(verb, keys=sent[skipped:], first_block=first, skipped=skipped)
-                reply = run.ask(short, m.Reserved, time.left()).reply
-                if not reply.reservation and reply.present <= skipped:  # what was skipped is not there any more
-                    reply = run.ask(verb, m.Reserved, time.left()).reply
-            else:
-                reply = run.ask(verb, m.Reserved, time.left()).reply
-            if len(keys) > len(sent) and reply.reason is None:
-                reason = MissReason.UNSUPPORTED
-                reply = msgspec.structs.replace(reply, stopped_at=len(sent), reason=reason)
-            if reply.reservation:
-                run.reservations[reply.reservation] = reply
-                try:
-                    mapping = run.mapping(reply.places, writable=True, namespace=known)
-                    run.walk(mapping, time.left(), time.left())
-                except BaseException:
-                    self.abort(reply.reservation)
-                    raise
-            return reply
-        except Unavailable as away:
-            return ReserveReply(0, 0, stopped_at=0, reason=away.reason)
-
-    def commit(
-        self,
-        reservation: int,
-        part: int,
-        first: int,
-        digests: Sequence[Sequence[bytes]],
-        seconds: float | None = None,
-    ) -> int:
-        """As `Door.commit`."""
-        run = self._run
-        reply = run.reservations.get(reservation) if run is not None else None
-        if run is None or reply is None:
-            raise ReservationLost(MissReason.UNREACHABLE, "the connection on which it was reserved is gone")
-        time = self._time(self._limits.fill, seconds)
-        try:
-            verb = m.Commit(reservation, part, first, [list(block) for block in digests])
-            committed = min(run.ask(verb, m.Counted, time.left()).blocks, len(reply.blocks))
-        except Unavailable as away:
-            raise ReservationLost(away.reason, away.detail) from None
-        if committed == len(reply.blocks):  # it ended with its last block
-            run.reservations.pop(reservation, None)
-        return committed
-
-    def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
-        """As `Door.post_commit`. The sidecar takes the messages of a connection in their order."""
-        run = self._run
-        if run is not None and reservation in run.reservations:
-            run.post(m.Commit(reservation, part, first, [list(block) for block in digests]))
-
-    def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
-        """As `Door.persist`."""
-        try:
-            run = self._running(self._time(self._limits.fill))
-            known = self._number(run, number, self._time(self._limits.fill))
-            verb = m.Persist(known, list(keys[: run.max_keys]), seconds)
-            answer = run.ask(verb, m.Persisted, seconds + self._limits.mapping)
-            is_cut = answer.reason is None and len(keys) > run.max_keys
-            return answer.blocks, MissReason.UNSUPPORTED if is_cut else answer.reason
-        except Unavailable as away:
-            return 0, away.reason
-
-    def abort(self, reservation: int) -> None:
-        """As `Door.abort`."""
-        run = self._run
-        if run is not None and reservation in run.reservations:
-            del run.reservations[reservation]
-            run.post(m.Abort(reservation))
-
-    def spans(self, places: Sequence[int]) -> list[FrameSpan]:
-        """As `Door.spans`; none where the connection is gone. Raises `StoreClosed` where this door was closed."""
-        run = self._run
-        if self.closed:
-            raise StoreClosed("the store is closed")
-        return spans(run.readable, places) if run is not None else []
-
-    def spans_to_fill(self, places: Sequence[int]) -> list[FrameSpan]:
-        """As `Door.spans_to_fill`; see `spans`."""
-        run = self._run
-        held = (
-            [column for reply in list(run.reservations.values()) for column in reply.places] if run is not None else []
-        )
-        # Those very lists: what was reserved on another connection may be another put's by now, with the same places.
-        is_held = any(places is column for column in held)
-        found = spans(run.writable, places) if run is not None and is_held else []
-        if len(found) < len(places):  # or the sidecar went on without waiting
-            reason = MissReason.DISABLED if self.closed else MissReason.UNREACHABLE
-            raise ReservationLost(reason, "the memory of the reservation is gone")
-        return found
+        return msgspec.structs.replace(grant, number=number)
 
     # Beyond it -----------------------------------------------------------------------------------------------------
-
-    def drop(self, number: int) -> int:
-        """Forget every block of a namespace. Raises `Unreachable`, also where that was not over in time."""
-        time = self._time(self._limits.connect)
-        try:
-            run = self._running(time)
-            verb = m.Drop(self._number(run, number, time), self._limits.drop)
-            return run.ask(verb, m.Counted, self._limits.drop + self._limits.fill).blocks
-        except Unavailable as away:
-            raise Unreachable(f"{self._path}: {away.detail}") from None
 
     def close(self) -> None:
         """Hang up; every further question is a miss."""
@@ -375,10 +343,10 @@ class SocketDoor:
     def close_after_fork(self) -> None:
         """In a forked child: connection and leases are the parent's, memory is let go of."""
         self._lock = threading.Lock()
-        self._touch = InTouch(self._clock)
+        self._touch = InTouch(self.clock)
         run, self._run = self._run, None
         self._held.clear()
-        self._released_later.clear()
+        self.forgotten.clear()
         self._next_call_at = 0.0
         self._is_silent = False
         if run is not None:
@@ -389,7 +357,7 @@ class SocketDoor:
 
     def _time(self, most: float, given: float | None = None) -> VerbTime:
         """Of a verb that may take so long, or as long as its caller says."""
-        return VerbTime(self._clock, most if given is None else min(most, given))
+        return VerbTime(self.clock, most if given is None else min(most, given))
 
     def _running(self, time: VerbTime, *, waits: bool = False) -> SidecarConnection:
         """The connection, made anew if need be. Raises `Unavailable`."""
@@ -408,54 +376,20 @@ class SocketDoor:
 
     def _settle(self, run: SidecarConnection) -> None:
         """Give back what was forgotten, or came too late. Waits for nothing."""
-        for lease in drained(self._released_later):
-            self.release(lease)
+        self._release(drained(self.forgotten))
         for asked in drained(self._forsaken):
             asked.cancel()
         run.settle()
 
-    def _submit(
-        self,
-        number: int,
-        keys: Sequence[bytes],
-        steps: Callable[[SidecarConnection, int], Exchange[R]],
-        seconds: float,
-        missed: Callable[[MissReason, str], R],
-    ) -> Submitted[R]:
-        """Ask without waiting for anything."""
-        run = self._run
-        if self.closed:
-            return ReadyReply(missed(MissReason.DISABLED, "the store is closed"))
-        known = run.namespaces.get(number) if run is not None and not run.wire.closed else None
-        if run is None or known is None:
-            self._have_it_called()
-            return ReadyReply(missed(*self._why_not(run)))
-        try:
-            run.check()
-            self._settle(run)
-            seconds += self._allowance(run, keys)
-            # What is leased is there; only its memory has to be mapped here, which is done once.
-            return PendingCall(
-                run, steps(run, known), self._clock, seconds, self._limits.mapping, missed, self._forsaken
-            )
-        except Unavailable as away:
-            return ReadyReply(missed(away.reason, away.detail))
-
     def _allowance(self, run: SidecarConnection, keys: Sequence[bytes]) -> float:
         """Seconds more, for a chain of that many blocks."""
-        return run.allowance(len(keys), self._clock.monotonic_seconds())
+        return run.allowance(len(keys), self.clock.monotonic_seconds())
 
-    def _leasing(self, run: SidecarConnection, verb: m.LeasePrefix) -> Exchange[LeaseReply]:
-        if len(verb.keys) > run.max_keys:  # they were found on another connection
-            raise Unavailable(MissReason.UNSUPPORTED, f"{len(verb.keys)} blocks; this sidecar takes {run.max_keys}")
-        reply = yield from run.leasing(verb)
-        return self._hold(run, reply) if reply.lease else reply
-
-    def _hold(self, run: SidecarConnection, reply: LeaseReply) -> LeaseReply:
+    def _hold(self, run: SidecarConnection, reply: LeaseReply) -> NamedLease:
         """A lease that the connection holds, as one of this client's."""
         number = next(self._numbers)
         self._held[number] = _Held(run, reply.lease)
-        return msgspec.structs.replace(reply, lease=number)
+        return NamedLease(msgspec.structs.replace(reply, lease=number), run.name, reply.lease)
 
     def _have_it_called(self) -> bool:
         """By the thread in the background; whether there is one."""
@@ -492,8 +426,8 @@ class SocketDoor:
             left = time.left() if waits else 0.0
             if not left:
                 raise Unavailable(MissReason.UNREACHABLE, self._why or "it is being called")
-            until_next = self._next_call_at - self._clock.monotonic_seconds()
-            self._clock.sleep(max(limits.first_pause, min(until_next, left)))
+            until_next = self._next_call_at - self.clock.monotonic_seconds()
+            self.clock.sleep(max(limits.first_pause, min(until_next, left)))
 
     def _connect_once(self, seconds: float) -> SidecarConnection | None:
         """The connection, called for at most that long if it is time for it. One thread calls, others do not wait."""
@@ -508,11 +442,11 @@ class SocketDoor:
             if run is not None:
                 self._run = None
                 run.close()
-            if self._clock.monotonic_seconds() < self._next_call_at:
+            if self.clock.monotonic_seconds() < self._next_call_at:
                 return None
             try:
-                wire = FramedSocket(self._path, self._engine, self.session, self._clock, seconds)
-                self._run = run = SidecarConnection(wire, self._clock, self._ping_soon)
+                wire = FramedSocket(self._path, self._engine, self.session, self.clock, seconds)
+                self._run = run = SidecarConnection(wire, self.clock, self._ping_soon)
                 self._why, self._is_silent = "", False
                 self._pause = self._limits.first_pause
                 self._keep_in_touch()
@@ -521,7 +455,7 @@ class SocketDoor:
             except Unreachable as error:
                 self._why, self._is_silent = str(error), isinstance(error, Silent)
                 self._rejected = isinstance(error, Rejected)
-                self._next_call_at = self._clock.monotonic_seconds() + self._pause
+                self._next_call_at = self.clock.monotonic_seconds() + self._pause
                 self._pause = min(2 * self._pause, self._limits.longest_pause)
                 return None
         finally:
@@ -538,7 +472,7 @@ class SocketDoor:
         opened = self._opened[number]
         try:
             seconds = min(time.left(), self._limits.connect)
-            grant = self._open(run, opened.namespace, opened.payload_bytes, seconds, opened.name)
+            grant = self._open(run, opened.request, seconds)
         except Unavailable as away:
             if away.reason is MissReason.DEADLINE and not run.breaker.is_open:
                 self._have_it_called()  # which takes the time that there is not here
@@ -551,11 +485,8 @@ class SocketDoor:
         run.namespaces[number] = grant.number
         return grant.number
 
-    def _open(
-        self, run: SidecarConnection, namespace: Namespace, payload_bytes: Sequence[int], seconds: float, name: str
-    ) -> Grant:
-        verb = m.OpenNamespace(namespace.pack(), list(payload_bytes), name)
-        answered = run.answer(verb, seconds)
+    def _open(self, run: SidecarConnection, request: m.OpenNamespace, seconds: float) -> Grant:
+        answered = run.answer(request, seconds)
         if isinstance(answered.answer, m.Failed) and answered.answer.fault is m.RequestFault.BAD_INPUT:
             raise BadInput(answered.answer.text)
         return taken(answered, m.Granted).grant
@@ -584,7 +515,7 @@ class SocketDoor:
         if not self._touch.wanted:
             return self._limits.ping / MOVING_SHARE if self._touch.is_moving else self._limits.ping
         return min(
-            self._limits.ping, max(self._limits.first_pause, self._next_call_at - self._clock.monotonic_seconds())
+            self._limits.ping, max(self._limits.first_pause, self._next_call_at - self.clock.monotonic_seconds())
         )
 
     def _hang_up(self, run: SidecarConnection) -> None:

@@ -28,7 +28,7 @@ import msgspec
 
 from kvstore.block.account import MissReason
 from kvstore.core.leases import ReservationRecord
-from kvstore.protocol.door import ReserveReply
+from kvstore.protocol.replies import ReserveReply
 
 MAX_UNDER_WAY = 256
 """Collective puts of one session at a time; the next one is told `quota`."""

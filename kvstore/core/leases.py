@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.block.account import HitTier, MissReason
+from kvstore.protocol.replies import LeaseReply
 from tiering.dram.tier import DramTier
 from tiering.residency import Residency
 from tiering.tier import NO_PLACE
@@ -382,3 +385,68 @@ class Numbers:
             state.update(lower.to_bytes(_WORD_BYTES, "little"))
             upper, lower = lower, upper ^ int.from_bytes(state.digest(), "little") & mask
         return counted >> self._bits << self._bits | upper << half | lower
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a lease's answer is made of.
+
+
+TierRuns = tuple[tuple[HitTier, int], ...]
+"""Of a chain's blocks, in which tier they lie: runs of (tier, blocks)."""
+
+
+class LeasedFrames:
+    """What a lease says of its blocks' frames, by part."""
+
+    def __init__(self, parts: int) -> None:
+        self.places: list[list[int]] = [[] for _ in range(parts)]
+        self.header_digests: list[list[bytes]] = [[] for _ in range(parts)]
+        self.generations: list[int] = []
+        self.flat: array[int] | None = None
+        """The places as a lease's record has them, where it was made already."""
+
+    def add(self, residency: Residency, rows: Sequence[int]) -> None:
+        """Of some more rows."""
+        for part, (places, digests) in enumerate(zip(self.places, self.header_digests, strict=True)):
+            places += residency.places_of(rows, part)
+            digests += residency.header_digests_of(rows, part)
+        self.generations += residency.generations_of(rows)
+
+
+class LeaseEnd(NamedTuple):
+    """Why a lease leads no further; as in `LeaseReply`."""
+
+    reason: MissReason | None
+    detail: str
+    lacks_room: bool = False
+
+
+def no_lease(first_block: int, blocks: int, tiers: TierRuns, end: LeaseEnd) -> LeaseReply:
+    """What lies before `first_block` is there, and nothing is pinned."""
+    return LeaseReply(
+        0, first_block, blocks, tiers=tiers, reason=end.reason, detail=end.detail, lacks_room=end.lacks_room
+    )
+
+
+def cut_runs(tiers: TierRuns, blocks: int) -> TierRuns:
+    """The runs of the first blocks."""
+    runs = []
+    for tier, length in tiers:
+        if blocks > 0:
+            runs.append((tier, min(length, blocks)))
+        blocks -= length
+    return tuple(runs)
+
+
+def join_runs(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int]]) -> list[tuple[HitTier, int]]:
+    """Runs, and those that follow them."""
+    for tier, length in more:
+        if runs and runs[-1][0] is tier:
+            runs[-1] = tier, runs[-1][1] + length
+        else:
+            runs.append((tier, length))
+    return runs
+
+
+def dram_runs(blocks: int) -> TierRuns:
+    return ((HitTier.DRAM, blocks),) if blocks else ()

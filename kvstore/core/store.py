@@ -9,15 +9,14 @@ that a reader reports as bad). A put runs: reserve
 from __future__ import annotations
 
 import threading
-from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as counted_from
 from itertools import groupby, islice, pairwise
 from numbers import Integral
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvstore.block.about import check_can_be_kept
@@ -28,14 +27,30 @@ from kvstore.config import Limits
 from kvstore.core.collective import ANSWER_SECONDS, Chain, CollectivePut, CollectivePuts, chain_of
 from kvstore.core.dram_recovery import DramRecovery
 from kvstore.core.index import NO_ROW, RowState
-from kvstore.core.leases import ENDED_PLACES, Endings, LeaseRecord, LeaseTable, ReservationRecord, flat
+from kvstore.core.leases import (
+    ENDED_PLACES,
+    Endings,
+    LeasedFrames,
+    LeaseEnd,
+    LeaseRecord,
+    LeaseTable,
+    ReservationRecord,
+    TierRuns,
+    cut_runs,
+    dram_runs,
+    flat,
+    join_runs,
+    no_lease,
+)
 from kvstore.core.levels import Levels, SlotRequest
 from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
 from kvstore.core.unmap_wait import COLLECTIVE_LOOKS, LOOKS_SECONDS, PUT_SECONDS, Unmapped, UnmapWait, look
-from kvstore.core.usage import NamespaceUsage, occupancy, tenancy
-from kvstore.protocol.door import Collective, Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.core.usage import NamespaceUsage, occupancy, retained_budget, tenancy
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import Collective, StoreClient
+from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import RecoveryStatus, TenantStatus
 from tiering.clock import Clock
 from tiering.dram.extents import Extent
@@ -46,7 +61,7 @@ from tiering.move_queue import MoveQueue
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.tier import NvmeTier
 from tiering.policies.admission import WriteBudget
-from tiering.residency import Evict, Grow, Residency, Vacate
+from tiering.residency import Evict, Grow, Vacate
 from tiering.slab_header import PAGE_BYTES
 from tiering.tier import Column, FrameSpan, MoveCounts, ScrubUsage, SlotClass, Usage, extent_of
 
@@ -121,37 +136,11 @@ class _ExtentMove:
     copies: list[FrameCopy]
 
 
-class _Frames:
-    """What a lease says of its blocks' frames, by part."""
-
-    def __init__(self, parts: int) -> None:
-        self.places: list[list[int]] = [[] for _ in range(parts)]
-        self.header_digests: list[list[bytes]] = [[] for _ in range(parts)]
-        self.generations: list[int] = []
-        self.flat: array[int] | None = None
-        """The places as a lease's record has them, where it was made already."""
-
-    def add(self, residency: Residency, rows: Sequence[int]) -> None:
-        """Of some more rows."""
-        for part, (places, digests) in enumerate(zip(self.places, self.header_digests, strict=True)):
-            places += residency.places_of(rows, part)
-            digests += residency.header_digests_of(rows, part)
-        self.generations += residency.generations_of(rows)
-
-
 @dataclass(frozen=True, slots=True)
 class _Awaited:
     """Memory that was given back, and that others map still."""
 
     mapped: list[int]
-
-
-class _End(NamedTuple):
-    """Why a lease leads no further; as in `LeaseReply`."""
-
-    reason: MissReason | None
-    detail: str
-    lacks_room: bool = False
 
 
 class Store:
@@ -195,7 +184,8 @@ class Store:
         self._collective = CollectivePuts(limits.joint_seconds)
         self._new_reservation = new_number
         self._pinned_bytes = 0
-        self._released_later: deque[int] = deque()
+        self.forgotten: deque[int] = deque()
+        """As `Door.forgotten`: a finalizer may run inside this store's very lock."""
         self._to_abort: deque[int] = deque()  # reservations that no producer writes into any more
         self._emptied: dict[int, None] = {}  # namespaces that may have extents which hold nothing
         self._drops: set[int] = set()  # namespaces that are being dropped
@@ -240,7 +230,50 @@ class Store:
         self._closed = False
         self._closer: threading.Thread | None = None
 
+    def handle(self, client: StoreClient, request: m.Verb, seconds: float | None = None) -> m.Answer:
+        """Serve a tenant's client. Its request is trusted: a door to another process checks it first. seconds: for a
+        put, how long room may be made. Raises `BadInput`, `StoreClosed`, `TierError`."""
+        match request:
+            case m.MatchPrefix():
+                return m.Matched(self.match(client.named[request.namespace], request.keys))
+            case m.LeasePrefix():
+                number = client.named[request.namespace]
+                return m.Leased(self.lease(number, request.keys, request.first_block, request.deadline_ms))
+            case m.Attach():
+                return m.Attached([lease for lease in request.leases if self.attach(lease)])
+            case m.Release():
+                for lease in request.leases:
+                    self.release(lease)
+            case m.ReportFrame():
+                self.report(request.lease, request.block, request.part)
+            case m.Reserve():
+                return m.Reserved(self._reserve_for(client, request, seconds))
+            case m.Commit():
+                return m.Counted(self.commit(request.reservation, request.part, request.first, request.digests))
+            case m.Abort():
+                self.abort(request.reservation)
+            case m.Persist():
+                number = client.named[request.namespace]
+                return m.Persisted(*self.persist(number, request.keys, request.seconds))
+            case m.OpenNamespace():
+                return m.Granted(self._open(client, request))
+            case m.Drop():
+                return m.Counted(self.drop(client.named[request.namespace], request.seconds))
+            case _:
+                raise BadInput(f"{m.name_of(request)} is for a sidecar; this is a store")
+        return m.Done()
+
     # Namespaces ----------------------------------------------------------------------------------------------------
+
+    def _open(self, client: StoreClient, request: m.OpenNamespace) -> Grant:
+        try:
+            namespace = Namespace.unpack(request.packed)
+        except ValueError as error:
+            raise BadInput(f"not a namespace: {error}") from None
+        grant = self.open_namespace(client.keys, namespace, request.payload_bytes)
+        own = self.own_number(grant.number)
+        client.named[own] = grant.number
+        return msgspec.structs.replace(grant, number=own)
 
     def open_namespace(self, keys: TenantKeys, namespace: Namespace, payload_bytes: Sequence[int]) -> Grant:
         """Make a namespace known to a tenant; the same one again gives the same number. Raises `BadInput`."""
@@ -441,18 +474,12 @@ class Store:
                 return MatchReply(0, reason=MissReason.DISABLED, detail="it is being dropped")
             if self._levels is None:
                 blocks = self._blocks.index.matched(number, keys)
-                tiers = _dram(blocks)
+                tiers: TierRuns = ((HitTier.DRAM, blocks),) if blocks else ()
             else:
                 rows = self._blocks.index.match(number, keys)
                 blocks, tiers = len(rows), self._tiers(rows)
             reason, detail = self._why(number, keys, blocks)
             return MatchReply(blocks, tiers, reason, detail)
-
-    def present(self, number: int, keys: Sequence[bytes], seconds: float | None = None) -> int:
-        """How many leading blocks are readable. Waits for nothing."""
-        with self._lock:
-            is_found = not self._closed and number not in self._unfound
-            return self._blocks.index.matched(number, keys) if is_found else 0
 
     def lease(self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float) -> LeaseReply:
         """Pin the longest readable prefix, brought up to DRAM as far as that can be done before the deadline."""
@@ -491,17 +518,17 @@ class Store:
                 return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="it is being dropped")
             self._expire_due()
             rows = self._blocks.index.match(number, keys)
-            end = _End(*self._why(number, keys, len(rows)))
+            end = LeaseEnd(*self._why(number, keys, len(rows)))
             wanted = rows[first_block:]
             affordable, limit = self._affordable(number, wanted)
             if affordable < len(wanted):
                 if len(self._endings) and not takes_what_there_is:
                     return None
-                end = _End(MissReason.PINNED_FULL, limit, lacks_room=True)
+                end = LeaseEnd(MissReason.PINNED_FULL, limit, lacks_room=True)
                 wanted = wanted[:affordable]
             if not wanted:  # nothing to pin: what lies before `first_block` is the caller's already
                 blocks = min(first_block, len(rows))
-                return _no_lease(first_block, blocks, self._tiers(rows[:blocks]), end)
+                return no_lease(first_block, blocks, self._tiers(rows[:blocks]), end)
             chain = rows[: first_block + len(wanted)]
             tiers = self._tiers(chain)  # where they were found: a block that has to be brought up is a hit of its tier
             missing = [row for row in wanted if not self._blocks.is_above(row)] if self._levels is not None else []
@@ -561,11 +588,11 @@ class Store:
             if ready < len(wanted):
                 end = self._end_of_what_is_up(late)
                 blocks = first_block + ready
-                tiers = _cut(tiers, blocks)
+                tiers = cut_runs(tiers, blocks)
                 del wanted[ready:]
             if not wanted:
                 blocks = min(first_block, blocks)
-                return _no_lease(first_block, blocks, _cut(tiers, blocks), end)
+                return no_lease(first_block, blocks, cut_runs(tiers, blocks), end)
             reply = self._granted(number, first_block, blocks, wanted, found, tiers, end)
             chain = self._blocks.index.chain(wanted[-1])
             self._blocks.counted(chain, ready)
@@ -579,7 +606,7 @@ class Store:
 
     def _pin_long(
         self, waiting: tuple[int, list[int]], keys: Sequence[bytes], first_block: int
-    ) -> tuple[int, tuple[tuple[HitTier, int], ...], _End]:
+    ) -> tuple[int, TierRuns, LeaseEnd]:
         """Pin what is readable of a long chain. Returns how many blocks are, in which tiers they were found, and why
         there are no more. waiting: pinned so far."""
         number, wanted = waiting
@@ -591,9 +618,9 @@ class Store:
             first = 0
             while first < len(keys):
                 if self._closed:
-                    return blocks, tuple(tiers), _End(MissReason.DISABLED, "the store is closed")
+                    return blocks, tuple(tiers), LeaseEnd(MissReason.DISABLED, "the store is closed")
                 if number in self._blocks.dropping:
-                    return blocks, tuple(tiers), _End(MissReason.DISABLED, "it is being dropped")
+                    return blocks, tuple(tiers), LeaseEnd(MissReason.DISABLED, "it is being dropped")
                 self._expire_due()
                 asked = keys[first : first + LOCKED_BLOCKS]
                 rows = self._blocks.index.match(number, asked)
@@ -608,18 +635,18 @@ class Store:
                 self._pin(number, rows[own:])
                 wanted += rows[own:]
                 blocks += len(rows)
-                tiers = _joined(tiers, self._tiers(rows))
+                tiers = join_runs(tiers, self._tiers(rows))
                 if is_cut:
-                    return blocks, tuple(tiers), _End(MissReason.PINNED_FULL, limit, lacks_room=True)
+                    return blocks, tuple(tiers), LeaseEnd(MissReason.PINNED_FULL, limit, lacks_room=True)
                 if len(rows) < len(asked):
                     break
                 first += LOCKED_BLOCKS
                 self._moves_done.wait(GIVE_WAY_SECONDS)
-            return blocks, tuple(tiers), _End(*self._why(number, keys, blocks))
+            return blocks, tuple(tiers), LeaseEnd(*self._why(number, keys, blocks))
 
-    def _found_long(self, number: int, rows: Sequence[int]) -> _Frames:
+    def _found_long(self, number: int, rows: Sequence[int]) -> LeasedFrames:
         """Where pinned blocks are, up to the first that is not in DRAM."""
-        found = _Frames(len(self._blocks.spaces[number].classes))
+        found = LeasedFrames(len(self._blocks.spaces[number].classes))
         blocks, state = self._blocks, self._blocks.index.state
         most = self._locked_blocks(number)
         with self._lock:
@@ -739,10 +766,6 @@ class Store:
             self._expire_due()
             return self._leases.is_live(lease, self._clock.monotonic_seconds())
 
-    def release_later(self, lease: int) -> None:
-        """Release at the next call: a finalizer may run inside this very lock."""
-        self._released_later.append(lease)
-
     def report(self, lease: int, block: int, part: int) -> None:
         """A reader's check failed: verify the frame here, and quarantine the block if that fails too."""
         with self._lock:
@@ -759,6 +782,22 @@ class Store:
                 self._blocks.quarantine(row)
 
     # Put -----------------------------------------------------------------------------------------------------------
+
+    def _reserve_for(self, client: StoreClient, request: m.Reserve, seconds: float | None) -> ReserveReply:
+        number, collective = client.named[request.namespace], None
+        if request.collective:
+            parts = tuple(request.parts) or tuple(range(len(self._blocks.spaces[number].classes)))
+            collective = Collective(request.collective, parts, client.session_name)
+        return self.reserve(
+            number,
+            request.keys,
+            request.first_block,
+            request.priority,
+            request.ttl_seconds,
+            collective,
+            seconds,
+            skipped=request.skipped,
+        )
 
     def reserve(
         self,
@@ -874,14 +913,7 @@ class Store:
             record.detail,
         )
 
-    def commit(
-        self,
-        reservation: int,
-        part: int,
-        first: int,
-        digests: Sequence[Sequence[bytes]],
-        seconds: float | None = None,
-    ) -> int:
+    def commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
         """Seal the next blocks of a part and publish what is complete; returns how many blocks are committed in all
         parts that are filled under this number."""
         done = 0
@@ -1141,8 +1173,8 @@ class Store:
                 guarded_bytes=self._blocks.dram.guarded_bytes(),
                 dram_retained_bytes=self._blocks.residency.retained_bytes(),
                 nvme_retained_bytes=lower.residency.retained_bytes() if lower is not None else None,
-                dram_retained_budget_bytes=_retained_budget(self._blocks.residency),
-                nvme_retained_budget_bytes=_retained_budget(lower.residency) if lower is not None else None,
+                dram_retained_budget_bytes=retained_budget(self._blocks.residency),
+                nvme_retained_budget_bytes=retained_budget(lower.residency) if lower is not None else None,
                 retained_fraction=self._limits.retained_fraction,
                 write_budget=lower.admission.budget() if lower is not None else None,
             )
@@ -1151,6 +1183,10 @@ class Store:
         """Every namespace and what it takes up. What is on disk is among them once it was taken in."""
         with self._lock:
             return occupancy(self._blocks) if not self._closed else []
+
+    def namespace_of(self, number: int) -> Namespace:
+        """That it was opened as."""
+        return self._blocks.spaces[number].namespace
 
     def tenants(self, names: Mapping[bytes, str]) -> list[TenantStatus]:
         """What these tenants have taken of each tier, under their names."""
@@ -1326,12 +1362,12 @@ class Store:
         first_block: int,
         chain: list[int],
         rows: list[int],
-        tiers: tuple[tuple[HitTier, int], ...],
-        end: _End,
+        tiers: TierRuns,
+        end: LeaseEnd,
     ) -> LeaseReply:
         """Blocks that are pinned already, and in DRAM."""
         self._blocks.used(chain[::-1], len(rows))
-        found = _Frames(len(self._blocks.spaces[number].classes))
+        found = LeasedFrames(len(self._blocks.spaces[number].classes))
         found.add(self._blocks.residency, rows)
         return self._granted(number, first_block, len(chain), rows, found, tiers, end)
 
@@ -1341,9 +1377,9 @@ class Store:
         first_block: int,
         blocks: int,
         rows: list[int],
-        found: _Frames,
-        tiers: tuple[tuple[HitTier, int], ...],
-        end: _End,
+        found: LeasedFrames,
+        tiers: TierRuns,
+        end: LeaseEnd,
     ) -> LeaseReply:
         """A lease of them is noted. found: of these rows."""
         now, tenant = self._clock.monotonic_seconds(), self._blocks.spaces[number].tenant
@@ -1357,8 +1393,8 @@ class Store:
         first_block: int,
         chain: list[int],
         rows: list[int],
-        tiers: tuple[tuple[HitTier, int], ...],
-        end: _End,
+        tiers: TierRuns,
+        end: LeaseEnd,
         late: MissReason | None,
     ) -> LeaseReply:
         """The part of the pinned blocks that is in DRAM by now."""
@@ -1374,20 +1410,20 @@ class Store:
         if ready < len(rows):
             end = self._end_of_what_is_up(late)
             chain = chain[: first_block + ready]
-            tiers = _cut(tiers, len(chain))
+            tiers = cut_runs(tiers, len(chain))
         if not ready:
-            return _no_lease(first_block, len(chain), tiers, end)
+            return no_lease(first_block, len(chain), tiers, end)
         return self._grant(number, first_block, chain, rows[:ready], tiers, end)
 
-    def _end_of_what_is_up(self, late: MissReason | None) -> _End:
+    def _end_of_what_is_up(self, late: MissReason | None) -> LeaseEnd:
         if late is MissReason.PINNED_FULL:
-            return _End(*self._who_has_the_room(None), lacks_room=True)
-        return _End(late or MissReason.CORRUPT, "not all blocks could be brought up to DRAM in time")
+            return LeaseEnd(*self._who_has_the_room(None), lacks_room=True)
+        return LeaseEnd(late or MissReason.CORRUPT, "not all blocks could be brought up to DRAM in time")
 
-    def _tiers(self, rows: Sequence[int]) -> tuple[tuple[HitTier, int], ...]:
+    def _tiers(self, rows: Sequence[int]) -> TierRuns:
         """Runs of the tiers that these readable blocks are in."""
         if self._levels is None:
-            return _dram(len(rows))
+            return dram_runs(len(rows))
         is_above = self._blocks.is_above
         if len(rows) <= LOCKED_BLOCKS:
             runs = groupby(HitTier.DRAM if is_above(row) else HitTier.NVME for row in rows)
@@ -1432,8 +1468,8 @@ class Store:
     def _expire_due(self) -> None:
         """Leases that were abandoned, and what is past its time; called before anything that needs room or pins. What
         it has begun and not finished, a put or lease that lacks the room finishes."""
-        while self._released_later:
-            record = self._leases.take(self._released_later.popleft())
+        while self.forgotten:
+            record = self._leases.take(self.forgotten.popleft())
             if record is not None:
                 self._endings.begin(record)
         for record in islice(self._leases.expire_due(self._clock.monotonic_seconds()), RUN_OUT_AT_ONCE):
@@ -1830,39 +1866,3 @@ class Store:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosed("the store is closed")
-
-
-def _no_lease(first_block: int, blocks: int, tiers: tuple[tuple[HitTier, int], ...], end: _End) -> LeaseReply:
-    """What lies before `first_block` is there, and nothing is pinned."""
-    return LeaseReply(
-        0, first_block, blocks, tiers=tiers, reason=end.reason, detail=end.detail, lacks_room=end.lacks_room
-    )
-
-
-def _cut(tiers: tuple[tuple[HitTier, int], ...], blocks: int) -> tuple[tuple[HitTier, int], ...]:
-    """The runs of the first blocks."""
-    runs = []
-    for tier, count in tiers:
-        if blocks > 0:
-            runs.append((tier, min(count, blocks)))
-        blocks -= count
-    return tuple(runs)
-
-
-def _joined(runs: list[tuple[HitTier, int]], more: Sequence[tuple[HitTier, int]]) -> list[tuple[HitTier, int]]:
-    """Runs, and those that follow them."""
-    for tier, count in more:
-        if runs and runs[-1][0] is tier:
-            runs[-1] = tier, runs[-1][1] + count
-        else:
-            runs.append((tier, count))
-    return runs
-
-
-def _retained_budget(residency: Residency) -> int:
-    """Bytes that may be kept for a time, of all tenants."""
-    return sum(residency.retention.budgets()) if residency.retention is not None else 0
-
-
-def _dram(blocks: int) -> tuple[tuple[HitTier, int], ...]:
-    return ((HitTier.DRAM, blocks),) if blocks else ()

@@ -91,3 +91,8 @@ def occupancy(blocks: BlockTable) -> list[NamespaceUsage]:
             )
         )
     return found
+
+
+def retained_budget(residency: Residency) -> int:
+    """Bytes that may be kept for a time, of all tenants."""
+    return sum(residency.retention.budgets()) if residency.retention is not None else 0

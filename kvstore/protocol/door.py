@@ -1,84 +1,33 @@
-"""The contract between what a user holds (`handle`) and a store, wherever that runs.
+"""The contract between what a user holds (`handle`) and a store, wherever that runs: requests are data, a door carries
+them.
 
-Keys, places and digests cross it; token ids, prompts and payload bytes never do. The same messages are method calls in
-one process and, through a local door, frames on a socket: `spans` are then the client's own mapping of an extent.
+    in this process    call > Store.handle
+    a sidecar          call > bytes on a socket > request > checks > Store.handle
+    memory             of leased and reserved frames: the store's own, or the client's mapping of the same extents
+
+Keys, places and digests cross a door; token ids, prompts and payload bytes never do.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvstore.block.account import HitTier, MissReason
+from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, StoreClosed
-from kvstore.block.identity import Namespace
+from kvstore.block.identity import TenantKeys
+from kvstore.protocol import messages as m
+from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import Requests
+from tiering.clock import Clock
 from tiering.tier import FrameSpan
 
+A = TypeVar("A")
 R_co = TypeVar("R_co", covariant=True)
-
-
-class Grant(msgspec.Struct, frozen=True):
-    """A namespace as opened: its number in this store, the tenant's identity key, and the packed stamp of each part.
-
-    durable: whether there is a disk to keep blocks on.
-    """
-
-    number: int
-    identity_key: bytes
-    stamps: tuple[bytes, ...]
-    payload_bytes: tuple[int, ...]
-    durable: bool = False
-
-    def __repr__(self) -> str:
-        return f"Grant(number={self.number})"  # the key must not reach a log
-
-
-class MatchReply(msgspec.Struct, frozen=True):
-    """How many leading blocks are there, in which tier (runs of blocks), and why it ended there."""
-
-    blocks: int
-    tiers: tuple[tuple[HitTier, int], ...] = ()
-    reason: MissReason | None = None
-    detail: str = ""
-
-
-class LeaseReply(msgspec.Struct, frozen=True):
-    """Pinned frames of the blocks first_block .. blocks - 1, each list in that order, one list per part.
-
-    `lease` is 0 where nothing was pinned. header_digests: xxh3_128 of each frame's header as it was committed.
-    lacks_room: whether it ended because DRAM had no room for more.
-    """
-
-    lease: int
-    first_block: int
-    blocks: int
-    places: tuple[list[int], ...] = ()
-    header_digests: tuple[list[bytes], ...] = ()
-    generations: list[int] = []
-    tiers: tuple[tuple[HitTier, int], ...] = ()
-    reason: MissReason | None = None
-    detail: str = ""
-    lacks_room: bool = False
-
-
-class ReserveReply(msgspec.Struct, frozen=True):
-    """Which blocks of the offered chain are to be filled (`blocks`, ascending) and where, one list of places per part.
-
-    present: offered blocks that were there before. stopped_at: the first block that will not be held, and why. detail:
-    of the reason, for people.
-    """
-
-    reservation: int
-    present: int
-    blocks: list[int] = []
-    places: tuple[list[int], ...] = ()
-    stopped_at: int | None = None
-    reason: MissReason | None = None
-    detail: str = ""
 
 
 class ReservationLost(StoreClosed):
@@ -102,6 +51,27 @@ class Collective:
     session: bytes = b""
 
 
+class AttachLease(msgspec.Struct, frozen=True):
+    """Hold a lease that another process of the engine holds; it ends with the last of its holders. run, reply: of the
+    store that granted it, as a ticket names them."""
+
+    run: bytes
+    reply: LeaseReply
+
+
+class NamedLease(msgspec.Struct, frozen=True):
+    """Answers `LeasePrefix` and `AttachLease`. reply: its `lease` is the door's own number, 0 where nothing is pinned.
+    run, number: by which the store itself knows the lease, for a ticket."""
+
+    reply: LeaseReply
+    run: bytes = b""
+    number: int = 0
+
+
+Request = m.Verb | AttachLease
+"""What a door is asked."""
+
+
 class Submitted(Protocol[R_co]):
     """An answer that is on its way. Nothing here waits for anything."""
 
@@ -119,130 +89,83 @@ class Submitted(Protocol[R_co]):
 
 
 class Door(Protocol):
-    """A store as one tenant's client sees it."""
+    """A store as one tenant's client sees it. Thread-safe."""
 
-    @property
-    def requests(self) -> Requests:
-        """What this process holds for each request of its engine."""
-        ...
+    requests: Requests
+    """What this process holds for each request of its engine."""
 
-    def open_namespace(self, namespace: Namespace, payload_bytes: Sequence[int], name: str = "") -> Grant:
-        """Make a namespace known; payload_bytes: of each part, after the codec. name: of the model, for people."""
-        ...
+    clock: Clock
+    """By which waits are counted."""
 
-    def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
-        """The longest readable prefix. Pins and changes nothing."""
-        ...
-
-    def now(self) -> float:
-        """The store's clock, in seconds: what a caller may wait for is counted by it."""
-        ...
-
-    def present(self, number: int, keys: Sequence[bytes], seconds: float | None = None) -> int:
-        """How many leading blocks a put need not bring. No look-up, which would be counted. seconds: that it waits at
-        most, here and below, where its caller has less time than the store would take."""
-        ...
-
-    def lease(
-        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
-    ) -> LeaseReply:
-        """Pin the longest readable prefix; frames of the blocks from `first_block` on."""
-        ...
-
-    def submit_match(self, number: int, keys: Sequence[bytes], deadline_ms: float) -> Submitted[MatchReply]:
-        """`match`, without waiting for its answer."""
-        ...
-
-    def submit_lease(
-        self, number: int, keys: Sequence[bytes], first_block: int, deadline_ms: float, request: str = ""
-    ) -> Submitted[LeaseReply]:
-        """`lease`, without waiting for its answer."""
-        ...
-
-    def named(self, lease: int) -> tuple[bytes, int]:
-        """The run of the store that granted a lease, and its number there; ("", 0) where it means nothing any more."""
-        ...
-
-    def attach(self, run: bytes, reply: LeaseReply) -> LeaseReply:
-        """Hold a lease that is held already, by the number that it has in the store's run; it ends with the last of its
-        holders. The reply is the same under a number of this door, or empty with a reason."""
-        ...
-
-    def release(self, lease: int) -> None:
-        """Give a lease back. Unknown ones are ignored: it may have been released before."""
-        ...
-
-    def release_later(self, lease: int) -> None:
-        """Release a lease that its holder forgot: at once or at the next call, without waiting for anything.
-
-        A finalizer calls this, at any point of any thread.
-        """
-        ...
-
-    def is_within_reach(self, lease: int) -> bool:
-        """Whether the store that gave a lease is still the one behind this door: if not, its memory is gone."""
-        ...
-
-    def report(self, lease: int, block: int, part: int) -> None:
-        """A frame under this lease failed a check at the reader."""
-        ...
-
-    def reserve(
-        self,
-        number: int,
-        keys: Sequence[bytes],
-        first_block: int,
-        priority: int,
-        ttl_seconds: float | None,
-        collective: Collective | None = None,
-        seconds: float | None = None,
-    ) -> ReserveReply:
-        """Slots for the blocks from `first_block` on that are not there yet.
-
-        collective: the first who asks under a name reserves, and all others are told the same. Each is given a number
-        of its own, and the places of those of its parts that nobody fills already; the other lists are empty.
-        """
-        ...
-
-    def commit(
-        self,
-        reservation: int,
-        part: int,
-        first: int,
-        digests: Sequence[Sequence[bytes]],
-        seconds: float | None = None,
-    ) -> int:
-        """Digests of every layer slice of the next reserved blocks, in their order; returns the blocks of which all
-        that was to be filled under this number is committed: they are visible, or will be once the others of a
-        collective put have committed theirs. 0 where the reservation has ended. Raises `ReservationLost` where that is
-        not known.
-
-        first: of these blocks, as the reservation counts them, which is how many of the part were committed before.
-        """
-        ...
+    forgotten: deque[int]
+    """Leases that their holders forgot: a finalizer appends them, at any point of any thread, and the door releases
+    them with a later call."""
 
     commits_early: bool
     """Whether a put gains by committing blocks while it fills the next ones."""
 
-    def post_commit(self, reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> None:
-        """The same, and wait for nothing: what came of it, the next `commit` says."""
+    def call(self, request: Request, kind: type[A], seconds: float | None = None) -> A:
+        """The answer, of the kind that the request has: `Matched`, `NamedLease`, `Reserved`, `Counted`, ...
+
+        seconds: that it waits at most, where its caller has less time than the store would take. A store that cannot be
+        asked, or is late, answers `missed`: a miss with its reason. `Release`, `Abort` and `ReportFrame` never fail.
+        Raises `ReservationLost` for a `Commit` of what is gone, `Unreachable` for a namespace that cannot be opened or
+        dropped, and `BadInput`.
+        """
         ...
 
-    def persist(self, number: int, keys: Sequence[bytes], seconds: float) -> tuple[int, MissReason | None]:
-        """Wait until blocks are durable: how many are, from the first on, after at most that long, and why not all."""
+    def submit(self, request: Request, kind: type[A], seconds: float) -> Submitted[A]:
+        """The same, without waiting: the answer is polled for, and after so many seconds it is a miss. Of a `Commit`
+        nothing is to be polled for: the next one that is called says how far it came."""
         ...
 
-    def abort(self, reservation: int) -> None:
-        """End a reservation; what is not visible by now never will be, in a collective put for nobody."""
+    def memory(self, held: int, places: Sequence[int], *, writable: bool = False) -> list[FrameSpan]:
+        """The bytes of frames in this process: to be read under a lease, up to the first whose memory was given back,
+        or to be filled under a reservation. held: the number of the lease or the reservation.
+
+        Raises `StoreClosed` where the store was closed, `Unreachable` where the store that granted the lease is not the
+        one behind this door any more, and `ReservationLost` where a reservation is not there.
+        """
         ...
 
-    def spans(self, places: Sequence[int]) -> list[FrameSpan]:
-        """The bytes of leased frames in this process, up to the first whose memory was given back; only to be read."""
+
+class StoreClient(Protocol):
+    """Whose requests are handled. named: the namespaces that it opened, by its tenant's numbers for them. session_name:
+    which of all tenants' sessions it belongs to."""
+
+    @property
+    def named(self) -> dict[int, int]:
+        """Store numbers by the tenant's."""
         ...
 
-    def spans_to_fill(self, places: Sequence[int]) -> list[FrameSpan]:
-        """The same of reserved frames, for their producer."""
+    @property
+    def keys(self) -> TenantKeys:
+        """The tenant's."""
         ...
+
+    @property
+    def session_name(self) -> bytes:
+        """Empty in the store's own process."""
+        ...
+
+
+def missed(request: Request, reason: MissReason, detail: str) -> object:
+    """The answer to a request that no store answered. Total over what `Door.call` answers without raising."""
+    match request:
+        case m.MatchPrefix():
+            return m.Matched(MatchReply(0, reason=reason, detail=detail))
+        case m.LeasePrefix():
+            return NamedLease(LeaseReply(0, request.first_block, 0, reason=reason, detail=detail))
+        case AttachLease():
+            return NamedLease(LeaseReply(0, request.reply.first_block, 0, reason=reason, detail=detail))
+        case m.Reserve():
+            return m.Reserved(ReserveReply(0, 0, stopped_at=0, reason=reason))
+        case m.Persist():
+            return m.Persisted(0, reason)
+        case m.Commit():
+            raise ReservationLost(reason, detail)
+        case _:
+            return m.Done()
 
 
 MAX_COLLECTIVE_CHARACTERS = 256

@@ -13,6 +13,7 @@ Must never carry token ids or payload bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Union
 
@@ -21,7 +22,7 @@ from msgspec import Meta
 
 from kvstore.block.account import MissReason
 from kvstore.block.layout import MAX_PARTS
-from kvstore.protocol.door import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import SidecarStatus
 
 OLDEST_VERSION, NEWEST_VERSION = 1, 1
@@ -53,7 +54,7 @@ RECORDING_BYTES = 16
 
 Keys = Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(max_length=MAX_KEYS)]
 Numbers = Annotated[list[int], Meta(max_length=MAX_LEASES)]
-Digests = Annotated[list[Annotated[bytes, Meta(max_length=16)]], Meta(max_length=1024)]
+Digests = Annotated[Sequence[Annotated[bytes, Meta(max_length=16)]], Meta(max_length=1024)]
 
 
 class RequestFault(StrEnum):

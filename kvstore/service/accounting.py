@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.protocol.door import LeaseReply, MatchReply
+from kvstore.protocol.replies import LeaseReply, MatchReply
 from kvstore.protocol.status import LookupCounts
 from tiering.clock import Clock
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -19,12 +19,13 @@ import msgspec
 from kvstore.block.account import MissReason
 from kvstore.block.display_names import DisplayNames
 from kvstore.block.errors import BadInput, StoreClosed
-from kvstore.block.identity import Namespace, TenantKeys
+from kvstore.block.identity import TenantKeys
 from kvstore.config import MAX_SECONDS
 from kvstore.core.store import SEALED_BLOCKS, SharedExtent, Store
 from kvstore.insight.recording import Recording
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, Collective, LeaseReply
+from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS
+from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import printable
 from kvstore.service.accounting import Counting
@@ -66,8 +67,17 @@ class Response:
     descriptors: Sequence[int] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _OpeningClient:
+    """A client while it opens a namespace."""
+
+    keys: TenantKeys
+    session_name: bytes = b""
+    named: dict[int, int] = field(default_factory=dict)
+
+
 class Handlers:
-    """The verbs for connections. Thread-safe."""
+    """Checks what connections ask, has the store handle it, and keeps their books. Thread-safe."""
 
     def __init__(
         self,
@@ -170,7 +180,7 @@ class Handlers:
         self, handler: Callable[[ClientState, Any], Response | m.Answer | None], caller: ClientState, verb: m.Verb
     ) -> Response | None:
         try:
-            answer = handler(caller, _as_known_here(caller, verb))
+            answer = handler(caller, verb)
         except BadInput as error:
             return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
         except StoreClosed:
@@ -182,70 +192,74 @@ class Handlers:
     # Looking up ----------------------------------------------------------------------------------------------------
 
     def _open_namespace(self, caller: ClientState, verb: m.OpenNamespace) -> m.Answer:
-        try:
-            namespace = Namespace.unpack(verb.packed)
-        except ValueError as error:
-            raise BadInput(f"not a namespace: {error}") from None
-        slices = tuple(len(part.layers) for part in namespace.layout.parts)
-        grant = self._store.open_namespace(caller.session.tenant, namespace, verb.payload_bytes)
+        opening = _OpeningClient(caller.keys)  # the caller knows it only when all that is said of it is there
+        granted = self._store.handle(opening, verb)
+        assert isinstance(granted, m.Granted)
+        own = granted.grant.number
+        number = opening.named[own]
+        namespace = self._store.namespace_of(number)
         if verb.name and self._names is not None:
-            self._names.note(caller.session.tenant.tenant, namespace.digest(), verb.name)
-        if grant.number not in caller.namespaces:
-            named = {
-                "namespace": grant.number,
-                "model": printable(namespace.model),
-                "codec": printable(namespace.codec),
-            }
+            self._names.note(caller.keys.tenant, namespace.digest(), verb.name)
+        if number not in caller.namespaces:
+            named = {"namespace": number, "model": printable(namespace.model), "codec": printable(namespace.codec)}
             _log.debug("namespace opened", extra={"connection": caller.number, **named})
-        caller.namespaces[grant.number] = slices
+        slices = tuple(len(part.layers) for part in namespace.layout.parts)
+        caller.namespaces[number] = slices
         self._lasting.opened(len(slices))
-        self._counting.opened(grant.number, namespace.layout.block_tokens)
-        own = self._store.own_number(grant.number)
-        caller.named[own] = grant.number
-        return m.Granted(msgspec.structs.replace(grant, number=own))
+        self._counting.opened(number, namespace.layout.block_tokens)
+        caller.named[own] = number
+        return granted
 
     def _match(self, caller: ClientState, verb: m.MatchPrefix) -> m.Answer:
-        _check_asked(caller, verb.namespace, verb.keys)
-        reply = self._store.match(verb.namespace, verb.keys)
+        number, _ = _check_asked(caller, verb.namespace, verb.keys)
+        matched = self._store.handle(caller, verb)
+        assert isinstance(matched, m.Matched)
         if verb.counts:
-            self._counting.looked_up(verb.namespace, verb.keys, reply)
-            self._recording.looked_up(verb.namespace, verb.keys)
-        return m.Matched(reply)
+            self._counting.looked_up(number, verb.keys, matched.reply)
+            self._recording.looked_up(number, verb.keys)
+        return matched
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
-        deadline_ms = min(verb.deadline_ms, MAX_DEADLINE_MS)
-        answer = self._lease_by(
-            caller, verb, lambda number, keys, first: self._store.lease(number, keys, first, deadline_ms)
-        )
+        answer = self._lease_by(caller, verb, self._lease_waiting)
         assert answer is not None
         return answer
 
+    def _lease_waiting(self, caller: ClientState, verb: m.LeasePrefix) -> LeaseReply:
+        leased = self._store.handle(caller, verb)
+        assert isinstance(leased, m.Leased)
+        return leased.reply
+
     def _lease_at_once(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer | None:
-        return self._lease_by(caller, verb, self._store.lease_at_once)
+        def lease(caller: ClientState, verb: m.LeasePrefix) -> LeaseReply | None:
+            return self._store.lease_at_once(caller.named[verb.namespace], verb.keys, verb.first_block)
+
+        return self._lease_by(caller, verb, lease)
 
     def _lease_by(
-        self, caller: ClientState, verb: m.LeasePrefix, lease: Callable[[int, Sequence[bytes], int], LeaseReply | None]
+        self,
+        caller: ClientState,
+        verb: m.LeasePrefix,
+        lease: Callable[[ClientState, m.LeasePrefix], LeaseReply | None],
     ) -> m.Answer | None:
-        """lease: of the store; None is passed on. Raises `BadInput`."""
-        refused = self._check_lease(caller, verb)
+        """lease: asks the store; None is passed on. Raises `BadInput`."""
+        number, slices = _check_asked(caller, verb.namespace, verb.keys)
+        refused = self._check_lease(caller, number, verb)
         if refused is not None:
             return refused
-        keys, detail = _as_fits_an_answer(caller, verb)
-        parts = len(caller.namespaces[verb.namespace])
-        with self._sessions.asking(caller, (len(keys) - verb.first_block) * parts) as is_granted:
+        verb, detail = _as_fits_an_answer(verb, len(slices))
+        with self._sessions.asking(caller, (len(verb.keys) - verb.first_block) * len(slices)) as is_granted:
             if not is_granted:
                 text = (
                     f"the session's leases name {caller.session.leased_places} places (blocks times parts), and its "
                     f"tenant's may name {MAX_LEASED_PLACES}, which its sessions share; release some first"
                 )
                 full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
-                return self._leased(caller, verb, full)
-            reply = lease(verb.namespace, keys, verb.first_block)
-            return self._leased(caller, verb, _ended_by(reply, detail)) if reply is not None else None
+                return self._leased(caller, number, verb, full)
+            reply = lease(caller, verb)
+            return self._leased(caller, number, verb, _ended_by(reply, detail)) if reply is not None else None
 
-    def _check_lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer | None:
+    def _check_lease(self, caller: ClientState, number: int, verb: m.LeasePrefix) -> m.Answer | None:
         """The answer where the session holds as much as it may. Raises `BadInput`."""
-        _check_asked(caller, verb.namespace, verb.keys)
         if not 0 <= verb.first_block <= len(verb.keys) or not verb.deadline_ms >= 0:
             raise BadInput(
                 f"first_block={verb.first_block}, deadline_ms={verb.deadline_ms}: give a block of the chain, 0 or more"
@@ -257,14 +271,14 @@ class Handlers:
             text = f"the session holds {len(caller.session.leases)} leases of {held} blocks; release some first"
             text = f"{text} (at most {MAX_LEASES}, of {MAX_LEASED_BLOCKS})"
             full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
-            return self._leased(caller, verb, full)
+            return self._leased(caller, number, verb, full)
         return None
 
-    def _leased(self, caller: ClientState, verb: m.LeasePrefix, reply: LeaseReply) -> m.Answer:
+    def _leased(self, caller: ClientState, number: int, verb: m.LeasePrefix, reply: LeaseReply) -> m.Answer:
         if verb.counts:
-            self._counting.leased(verb.namespace, verb.keys, reply)
+            self._counting.leased(number, verb.keys, reply)
         if reply.lease:
-            parts = len(caller.namespaces[verb.namespace])
+            parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
         return m.Leased(reply)
 
@@ -282,13 +296,13 @@ class Handlers:
     def _report(self, caller: ClientState, verb: m.ReportFrame) -> m.Answer:
         if self._sessions.holds(caller, verb.lease):
             self._counting.reported(verb.lease, verb.block)
-            self._store.report(verb.lease, verb.block, verb.part)
+            self._store.handle(caller, verb)
         return m.Done()
 
     # Storing -------------------------------------------------------------------------------------------------------
 
     def _reserve(self, caller: ClientState, verb: m.Reserve) -> m.Answer:
-        slices = _check_asked(caller, verb.namespace, verb.keys)
+        number, slices = _check_asked(caller, verb.namespace, verb.keys)
         ttl = verb.ttl_seconds
         skipped = verb.skipped
         if not 0 <= skipped <= MAX_SKIPPED or (skipped and (verb.collective or not verb.keys)):
@@ -307,18 +321,16 @@ class Handlers:
             raise BadInput(f"ttl_seconds={ttl}; give seconds above 0 and below 2**40, or nothing")
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.RequestFault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
-        collective = _collective_of(caller, verb, len(slices))
-        reply = self._store.reserve(
-            verb.namespace, verb.keys, verb.first_block, verb.priority, ttl, collective, skipped=skipped
-        )
-        self._counting.stored(verb.namespace)
+        _check_collective(verb, len(slices))
+        reserved = self._store.handle(caller, verb)
+        assert isinstance(reserved, m.Reserved)
+        self._counting.stored(number)
+        reply = reserved.reply
         if reply.reservation:
             parts = frozenset(part for part, places in enumerate(reply.places) if places)
-            progress = ReservationProgress(
-                verb.namespace, len(reply.blocks), [0] * len(slices), parts, collective is not None
-            )
+            progress = ReservationProgress(number, len(reply.blocks), [0] * len(slices), parts, bool(verb.collective))
             self._sessions.reserved(caller, reply.reservation, progress)
-        return m.Reserved(reply)
+        return reserved
 
     def _commit(self, caller: ClientState, verb: m.Commit) -> m.Answer:
         progress = caller.reservations.get(verb.reservation)
@@ -338,20 +350,21 @@ class Handlers:
             )
         if not self._sessions.claim(progress, verb.part, verb.first, len(verb.digests)):
             raise wrong
-        committed = self._store.commit(verb.reservation, verb.part, verb.first, verb.digests)
-        if committed == progress.blocks:
+        committed = self._store.handle(caller, verb)
+        assert isinstance(committed, m.Counted)
+        if committed.blocks == progress.blocks:
             self._sessions.ended(caller, verb.reservation)
-        return m.Counted(committed)
+        return committed
 
     def _abort(self, caller: ClientState, verb: m.Abort) -> m.Answer:
         if verb.reservation in caller.reservations:
-            self._store.abort(verb.reservation)
+            self._store.handle(caller, verb)
             self._sessions.ended(caller, verb.reservation)
         return m.Done()
 
     def _persist(self, caller: ClientState, verb: m.Persist) -> m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
-        return m.Persisted(*self._store.persist(verb.namespace, verb.keys, checked_seconds(verb.seconds)))
+        return self._store.handle(caller, msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds)))
 
     # Memory and the rest -------------------------------------------------------------------------------------------
 
@@ -410,7 +423,7 @@ class Handlers:
 
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
         _check_asked(caller, verb.namespace, ())
-        return m.Counted(self._store.drop(verb.namespace, checked_seconds(verb.seconds)))
+        return self._store.handle(caller, msgspec.structs.replace(verb, seconds=checked_seconds(verb.seconds)))
 
     def _namespaces(self, caller: ClientState, verb: m.Namespaces) -> m.Answer:
         mine = [one for one in self._store.namespaces() if one.tenant == caller.session.tenant.tenant]
@@ -441,25 +454,24 @@ def checked_seconds(seconds: float) -> float:
     return min(seconds, MAX_DEADLINE_MS / 1000)
 
 
-def _collective_of(caller: ClientState, verb: m.Reserve, parts: int) -> Collective | None:
-    """The put that the caller makes together with others of its session, if it does. Raises `BadInput`."""
-    if not verb.collective:
-        return None
+def _check_collective(verb: m.Reserve, parts: int) -> None:
+    """Of a put that several connections of a session make together. Raises `BadInput`."""
     most = MAX_COLLECTIVE_CHARACTERS + WINDOW_CHARACTERS
     if len(verb.collective) > most:
         raise BadInput(f"a collective put's name of {len(verb.collective)} characters; at most {most}")
-    if len(set(verb.parts)) != len(verb.parts) or not {*range(parts)}.issuperset(verb.parts):
+    if verb.collective and (len(set(verb.parts)) != len(verb.parts) or not {*range(parts)}.issuperset(verb.parts)):
         raise BadInput(f"{len(verb.parts)} parts to fill; give distinct ones, from 0 to {parts - 1}")
-    return Collective(verb.collective, tuple(verb.parts) or tuple(range(parts)), caller.session.name)
 
 
-def _as_fits_an_answer(caller: ClientState, verb: m.LeasePrefix) -> tuple[Sequence[bytes], str]:
-    """The keys of a lease whose frames one answer has room for, and what to say where that is not all."""
-    most = MAX_LEASED_FRAMES // len(caller.namespaces[verb.namespace])
+def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, str]:
+    """A lease whose frames one answer has room for, waiting no longer than it may, and what to say where that is not
+    all."""
+    most = MAX_LEASED_FRAMES // parts
+    wait_ms = min(verb.deadline_ms, MAX_DEADLINE_MS)
     if len(verb.keys) - verb.first_block <= most:
-        return verb.keys, ""
+        return msgspec.structs.replace(verb, deadline_ms=wait_ms), ""
     text = f"one lease names at most {MAX_LEASED_FRAMES} frames, {most} blocks of this namespace; lease the rest then"
-    return verb.keys[: verb.first_block + most], text
+    return msgspec.structs.replace(verb, keys=verb.keys[: verb.first_block + most], deadline_ms=wait_ms), text
 
 
 def _ended_by(reply: LeaseReply, detail: str) -> LeaseReply:
@@ -469,19 +481,12 @@ def _ended_by(reply: LeaseReply, detail: str) -> LeaseReply:
     return msgspec.structs.replace(reply, reason=MissReason.PINNED_FULL, detail=detail)
 
 
-def _as_known_here(caller: ClientState, verb: m.Verb) -> m.Verb:
-    """The same with the store's number of the namespace in place of the client's. Raises `BadInput`."""
-    if not isinstance(verb, m.MatchPrefix | m.LeasePrefix | m.Reserve | m.Persist | m.Drop):
-        return verb
-    number = caller.named.get(verb.namespace)
+def _check_asked(caller: ClientState, namespace: int, keys: Sequence[bytes]) -> tuple[int, tuple[int, ...]]:
+    """namespace: by the client's number. Returns the store's number and the layer slices of each part. Raises
+    `BadInput`."""
+    number = caller.named.get(namespace)
     if number is None:
-        raise BadInput(f"namespace {verb.namespace} was not opened on this connection; open it first")
-    return msgspec.structs.replace(verb, namespace=number)
-
-
-def _check_asked(caller: ClientState, namespace: int, keys: Sequence[bytes]) -> tuple[int, ...]:
-    """namespace: as the store knows it. Returns the layer slices of each part. Raises `BadInput`."""
-    slices = caller.namespaces[namespace]
+        raise BadInput(f"namespace {namespace} was not opened on this connection; open it first")
     distinct: set[bytes] = set()
     for first in range(0, len(keys), _CHECKED_AT_ONCE):
         some = keys[first : first + _CHECKED_AT_ONCE]
@@ -490,7 +495,7 @@ def _check_asked(caller: ClientState, namespace: int, keys: Sequence[bytes]) -> 
         distinct.update(some)
     if len(distinct) != len(keys):
         raise BadInput("a prefix key that is there twice; give the keys of one prompt, in their order")
-    return slices
+    return number, caller.namespaces[number]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -102,6 +102,16 @@ class ClientState:
     notify_pipe: NotifyPipe | None = None
     is_rung: bool = False
 
+    @property
+    def keys(self) -> TenantKeys:
+        """The tenant's."""
+        return self.session.tenant
+
+    @property
+    def session_name(self) -> bytes:
+        """See `Session.name`."""
+        return self.session.name
+
     def parts_of(self, named: int) -> int:
         """Of a namespace by the client's number; 1 where it is none."""
         return len(self.namespaces.get(self.named.get(named, -1), (0,)))

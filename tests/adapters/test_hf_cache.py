@@ -17,7 +17,7 @@ from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
-from kvstore.node import EmbeddedStore, TenantDoor
+from kvstore.node import EmbeddedDoor, EmbeddedStore
 from workbench import bench
 
 transformers = pytest.importorskip("transformers")
@@ -398,25 +398,21 @@ def test_a_corrupt_block_is_computed_again(llama: Any, block: int, restored: int
     assert cache.generate(prompt, max_new_tokens=1).report.restored_tokens == 512, "it was stored anew"
 
 
-class DyingDoor(TenantDoor):
+class DyingDoor(EmbeddedDoor):
     """A door whose connection breaks at the n-th call and stays broken."""
 
-    def __init__(self, door: TenantDoor) -> None:
+    def __init__(self, door: EmbeddedDoor) -> None:
         self._door = door
         self.calls_left = 1 << 30
-        verbs = "match present lease release report reserve commit abort spans spans_to_fill is_within_reach"
-        for verb in verbs.split():
-            setattr(self, verb, self._counted(getattr(door, verb)))
-        self.release_later, self.requests = door.release_later, door.requests
-        self.commits_early, self.now = door.commits_early, door.now  # type: ignore[method-assign]
-        self.open_namespace = door.open_namespace  # type: ignore[method-assign]
+        self.call, self.memory = self._counted(door.call), self._counted(door.memory)  # type: ignore[method-assign]
+        self.forgotten, self.requests, self.clock = door.forgotten, door.requests, door.clock
 
     def _counted(self, call: Any) -> Any:
-        def counted(*given: Any) -> Any:
+        def counted(*given: Any, **named: Any) -> Any:
             self.calls_left -= 1
             if self.calls_left < 0:
                 raise ConnectionResetError("the store is gone")
-            return call(*given)
+            return call(*given, **named)
 
         return counted
 
@@ -582,7 +578,7 @@ def test_prompts_in_any_form_are_the_same_prompt(llama: Any, store: EmbeddedStor
     assert salted.report.restored_tokens == 0
 
 
-def _namespace(model: Any, door: TenantDoor, chunk: str = "256") -> NamespaceHandle:
+def _namespace(model: Any, door: EmbeddedDoor, chunk: str = "256") -> NamespaceHandle:
     """The model's own namespace, on a door of the test's."""
     from engine_adapter.hf.model import fingerprint, layout_of
 

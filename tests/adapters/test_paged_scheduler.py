@@ -22,6 +22,7 @@ from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
+from kvstore.protocol.messages import MatchPrefix
 from paged_engine import Request, SharedStore
 from tiering.frame import KEY_BYTES
 from workbench import FakeClock, ids, plausible_pages
@@ -70,12 +71,9 @@ class _LateDoor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._door, name)
 
-    def submit_match(self, *given: Any) -> Any:
-        self._late.asked += 1
-        return _LateAnswer(self._door.submit_match(*given), self._late)
-
-    def submit_lease(self, *given: Any) -> Any:
-        return _LateAnswer(self._door.submit_lease(*given), self._late)
+    def submit(self, request: Any, *given: Any) -> Any:
+        self._late.asked += isinstance(request, MatchPrefix)
+        return _LateAnswer(self._door.submit(request, *given), self._late)
 
 
 class _LateAnswer:

@@ -163,15 +163,15 @@ def test_a_codec_is_prepared_before_anything_is_asked_of_the_store() -> None:
             return getattr(codec, name)
 
     class Door:
-        def open_namespace(self, *given: Any) -> Any:
-            order.append("opened")
-            return door.open_namespace(*given)
+        def call(self, request: Any, *given: Any) -> Any:
+            order.append(type(request).__name__)
+            return door.call(request, *given)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(door, name)
 
     NamespaceHandle(Door(), Namespace(MODEL, layout, "raw", 0, {}), Codec())  # type: ignore[arg-type]
-    assert order == ["prepared", "opened"]
+    assert order == ["prepared", "OpenNamespace"]
 
 
 def test_a_connection_that_was_made_anew_is_warming_until_its_namespaces_are_open(tmp_path: Path) -> None:

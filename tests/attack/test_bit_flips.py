@@ -17,6 +17,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.layout import Layout
 from kvstore.client.handle import Lease
 from kvstore.config import Limits
+from kvstore.protocol.door import NamedLease
 from model.store_model import (
     BLOCK_TOKENS,
     LATENT,
@@ -309,7 +310,7 @@ def crossed(lease: Lease, keys: Sequence[bytes], parts: Sequence[int]) -> Lease:
         places=tuple(lease.reply.places[part] for part in parts),
         header_digests=tuple(lease.reply.header_digests[part] for part in parts),
     )
-    return Lease(lease._door, reply, list(keys), lease.account, BLOCK_TOKENS)
+    return Lease(lease._door, NamedLease(reply), list(keys), lease.account, BLOCK_TOKENS)
 
 
 def test_a_lease_on_the_frames_of_another_block(opened: OpenStore) -> None:

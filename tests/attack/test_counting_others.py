@@ -23,13 +23,14 @@ from typing import Any, Protocol
 import pytest
 from xxhash import xxh3_128_digest
 
+from asking import Asking
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.client.framing import FramedSocket
 from kvstore.config import Limits
-from kvstore.node import EmbeddedStore, TenantDoor
+from kvstore.node import EmbeddedDoor, EmbeddedStore
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from service.sidecar import Sidecar
 from tiering.clock import SystemClock
 from tiering.dram.extents import MAX_HOLDER, MappedExtent
@@ -102,34 +103,36 @@ class DoorEyes:
 
     def __init__(self, store: EmbeddedStore) -> None:
         self._door = store._door()
-        assert isinstance(self._door, TenantDoor)
+        assert isinstance(self._door, EmbeddedDoor)
 
     def open(self, name: str) -> Grant:
-        return self._door.open_namespace(Namespace(name, LAYOUT, "raw"), [PAYLOAD_BYTES])
+        return Asking(self._door).open_namespace(Namespace(name, LAYOUT, "raw"), [PAYLOAD_BYTES])
 
     def reserve(self, number: int, keys: Sequence[bytes]) -> ReserveReply:
-        return self._door.reserve(number, keys, 0, 0, None)
+        return Asking(self._door).reserve(number, keys, 0, 0, None)
 
     def commit(self, reply: ReserveReply) -> int:
-        return self._door.commit(reply.reservation, 0, 0, [[DIGEST]] * len(reply.blocks))
+        return Asking(self._door).commit(reply.reservation, 0, 0, [[DIGEST]] * len(reply.blocks))
 
     def abort(self, reply: ReserveReply) -> None:
-        self._door.abort(reply.reservation)
+        Asking(self._door).abort(reply.reservation)
 
     def match(self, number: int, keys: Sequence[bytes]) -> MatchReply:
-        return self._door.match(number, keys)
+        return Asking(self._door).match(number, keys)
 
     def lease(self, number: int, keys: Sequence[bytes]) -> LeaseReply:
-        return self._door.lease(number, keys, 0, 1000)
+        return Asking(self._door).lease(number, keys, 0, 1000)
 
     def headers(self, reply: LeaseReply) -> list[bytes]:
-        return [bytes(span.view[:HEADER_BYTES]) for span in self._door.spans(reply.places[0])] if reply.places else []
+        return (
+            [bytes(span.view[:HEADER_BYTES]) for span in self._door.memory(0, reply.places[0])] if reply.places else []
+        )
 
     def release(self, lease: int) -> None:
-        self._door.release(lease)
+        Asking(self._door).release(lease)
 
     def drop(self, number: int) -> int:
-        return self._door.drop(number, SECONDS)
+        return Asking(self._door).drop(number, SECONDS)
 
     def more(self, seen: Seen) -> None:
         """There is nothing else."""

@@ -16,12 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asking import Asking
 from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.identity import ExtraKey, Namespace
 from kvstore.block.layout import KvGroup, Layout
 from kvstore.client.handle import Match, NamespaceHandle
-from kvstore.node import TenantDoor
+from kvstore.node import EmbeddedDoor
 from model.store_model import OpenStore, PagedKv, block_kv, open_store
 
 BLOCK_TOKENS = 64
@@ -45,11 +46,11 @@ class Sharing:
     def handle(self, namespace: Namespace = BASE, tenant: str = "default") -> NamespaceHandle:
         keys = self.opened.keys.tenant(tenant)
         self.opened.ring.add(keys)
-        return NamespaceHandle(TenantDoor(self.opened.core, keys), namespace, codec_named("raw"))
+        return NamespaceHandle(EmbeddedDoor(self.opened.core, keys), namespace, codec_named("raw"))
 
     def drop(self, handle: NamespaceHandle) -> None:
-        assert isinstance(handle.door, TenantDoor)
-        handle.door.drop(handle.number)
+        assert isinstance(handle.door, EmbeddedDoor)
+        Asking(handle.door).drop(handle.number)
 
     def salt(self) -> ExtraKey:
         return ExtraKey(b"example %d" % next(self._salts))
@@ -234,6 +235,6 @@ def test_keys_of_another_tenant_open_nothing(sharing: Sharing) -> None:
     mine, theirs = sharing.handle(), sharing.handle(tenant="other")
     sharing.put(mine, "mine", tokens, ())
     stolen = sharing.look(mine, tokens, ()).keys
-    reply = theirs.door.match(theirs.number, stolen)
+    reply = Asking(theirs.door).match(theirs.number, stolen)
     assert reply.blocks == 0 and reply.reason is MissReason.ABSENT and not reply.detail
-    assert theirs.door.lease(theirs.number, stolen, 0, 0).blocks == 0
+    assert Asking(theirs.door).lease(theirs.number, stolen, 0, 0).blocks == 0

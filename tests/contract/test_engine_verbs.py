@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import kvstore
+from asking import Asking
 from groups import full, sliding
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, LeaseExpired
@@ -274,18 +275,18 @@ class EngineVerbs:
         ranks = engine.ranks()
         keys = ranks[0].match(ids(512)).keys
         replies = [
-            handle.door.reserve(handle.number, keys, 0, 0, None, Collective("j", (rank,)))
+            Asking(handle.door).reserve(handle.number, keys, 0, 0, None, Collective("j", (rank,)))
             for rank, handle in enumerate(ranks)
         ]
         assert [reply.blocks for reply in replies] == [list(range(8))] * 2
         assert engine.core.usage().reservations == 1 and engine.core.usage().dram.reserved == 16
         digests = [[bytes(16)] * 2] * 8
-        assert ranks[0].door.commit(replies[0].reservation, 0, 0, digests[:3]) == 3
-        ranks[0].door.abort(replies[0].reservation)
+        assert Asking(ranks[0].door).commit(replies[0].reservation, 0, 0, digests[:3]) == 3
+        Asking(ranks[0].door).abort(replies[0].reservation)
         ranks[0].match(ids(64))
-        assert ranks[1].door.commit(replies[1].reservation, 1, 0, digests) == 0
+        assert Asking(ranks[1].door).commit(replies[1].reservation, 1, 0, digests) == 0
         assert engine.core.usage().reservations == 1, "the other one might still write"
-        ranks[1].door.abort(replies[1].reservation)
+        Asking(ranks[1].door).abort(replies[1].reservation)
         ranks[1].match(ids(64))
         usage = engine.core.usage()
         assert (usage.reservations, usage.dram.reserved) == (0, 0) and ranks[0].match(ids(512)).blocks == 0

@@ -87,7 +87,7 @@ def test_nothing_of_it_is_found_or_stored_from_the_first_piece_on() -> None:
             match = a.store.match(handle.number, keys)
             lease = a.store.lease(handle.number, keys, 0, 0)
             reply = a.store.reserve(handle.number, keys, 0, 0, None)
-            seen.append((match.blocks, a.store.present(handle.number, keys), lease.lease, reply.reservation))
+            seen.append((match.blocks, reply.present, lease.lease, reply.reservation))
             assert match.reason is lease.reason is reply.reason is MissReason.DISABLED
 
     watched(a.store, meanwhile)

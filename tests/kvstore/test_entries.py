@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_digest
 
+from asking import Asking
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.config import Limits
@@ -67,7 +68,7 @@ class Tenant:
 
     def __init__(self, store: EmbeddedStore, name: str, random: Random) -> None:
         self._door = store.for_tenant(name)._door()
-        self._number = self._door.open_namespace(Namespace("m", LAYOUT, "raw"), [PAYLOAD_BYTES]).number
+        self._number = Asking(self._door).open_namespace(Namespace("m", LAYOUT, "raw"), [PAYLOAD_BYTES]).number
         self._random = random
         self._chains: deque[list[bytes]] = deque([[]], maxlen=50)
 
@@ -75,19 +76,21 @@ class Tenant:
         before = self._random.choice(self._chains)
         kept = before[: self._random.randint(0, len(before) // 2)]
         chain = kept + [self._random.randbytes(32) for _ in range(self._random.randint(1, MOST_BLOCKS))]
-        reply = self._door.reserve(self._number, chain, 0, 0, None)
+        reply = Asking(self._door).reserve(self._number, chain, 0, 0, None)
         if reply.reservation:
             digests = []
-            for span in self._door.spans(reply.places[0]):
+            for span in self._door.memory(0, reply.places[0]):
                 span.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = bytes(PAYLOAD_BYTES)
                 digests.append([xxh3_128_digest(bytes(PAYLOAD_BYTES))])
-            assert self._door.commit(reply.reservation, 0, 0, digests) == len(reply.blocks)
+            assert Asking(self._door).commit(reply.reservation, 0, 0, digests) == len(reply.blocks)
             if self._random.random() < 0.1:
-                self._door.persist(self._number, chain, 10)
+                Asking(self._door).persist(self._number, chain, 10)
         self._chains.append(chain)
 
     def get(self) -> None:
-        self._door.release(self._door.lease(self._number, self._random.choice(self._chains), 0, 100).lease)
+        Asking(self._door).release(
+            Asking(self._door).lease(self._number, self._random.choice(self._chains), 0, 100).lease
+        )
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from xxhash import xxh3_128_digest
 
+from asking import Asking
 from kvstore.block.identity import Namespace
 from kvstore.block.layout import Layout
 from kvstore.node import SESSION_BITS, EmbeddedStore
@@ -68,37 +69,38 @@ class Tenant:
 
     def __init__(self, store: EmbeddedStore, name: str) -> None:
         self._door = store.for_tenant(name)._door()
-        self._number = self._door.open_namespace(Namespace("m", LAYOUT, "raw"), [PAYLOAD_BYTES]).number
+        self._number = Asking(self._door).open_namespace(Namespace("m", LAYOUT, "raw"), [PAYLOAD_BYTES]).number
 
     def put(self, *keys: bytes) -> list[int]:
-        reply = self._door.reserve(self._number, [_key(one) for one in keys], 0, 0, None)
+        reply = Asking(self._door).reserve(self._number, [_key(one) for one in keys], 0, 0, None)
         assert len(reply.blocks) + reply.present == len(keys)
         digests = []
-        for span in self._door.spans(reply.places[0]):
+        for span in self._door.memory(0, reply.places[0]):
             payload = span.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
             payload[:] = bytes(PAYLOAD_BYTES)
             digests.append([xxh3_128_digest(payload)])
-        assert self._door.commit(reply.reservation, 0, 0, digests) == len(reply.blocks)
+        assert Asking(self._door).commit(reply.reservation, 0, 0, digests) == len(reply.blocks)
         return self.read(*keys)[reply.present :]
 
     def read(self, *keys: bytes) -> list[int]:
-        reply = self._door.lease(self._number, [_key(one) for one in keys], 0, 30_000)
+        reply = Asking(self._door).lease(self._number, [_key(one) for one in keys], 0, 30_000)
         try:
             assert reply.blocks == len(keys), reply.reason
             headers = [
-                parse_header(bytes(span.view[:HEADER_BYTES])).generation for span in self._door.spans(reply.places[0])
+                parse_header(bytes(span.view[:HEADER_BYTES])).generation
+                for span in self._door.memory(0, reply.places[0])
             ]
             assert headers == reply.generations
             return headers
         finally:
-            self._door.release(reply.lease)
+            Asking(self._door).release(reply.lease)
 
     def drop(self) -> None:
-        self._door.drop(self._number, 30)
+        Asking(self._door).drop(self._number, 30)
 
     def count_from(self, generation: int) -> None:
         """As a version did that numbered the generations of all tenants in one row."""
-        self._door._store._blocks._next_generations[self._door._keys.tenant] = generation
+        self._door._store._blocks._next_generations[self._door._client.keys.tenant] = generation
 
 
 @contextmanager

@@ -98,17 +98,17 @@ class Watched:
         self.opened: list[int] = []
         self.digests = 0
         door = a.door()
-        spans = door.spans
+        memory = door.memory
 
-        def watched_spans(places: Any) -> Any:
+        def watched_memory(held: int, places: Any, *, writable: bool = False) -> Any:
             self.opened += places
-            return spans(places)
+            return memory(held, places, writable=writable)
 
         def watched_digest(*buffers: Any) -> bytes:
             self.digests += 1
             return digest(*buffers)
 
-        door.spans = watched_spans  # type: ignore[method-assign]
+        door.memory = watched_memory  # type: ignore[method-assign]
         self.ns = NamespaceHandle(door, a.namespace(layout).namespace, codec_named("raw"), watched_digest)
 
     def blocks_opened(self, lease: Lease) -> list[set[int]]:

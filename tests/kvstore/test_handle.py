@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asking import stand_in
 from kvstore import HitTier, Limits, MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
@@ -20,6 +21,7 @@ from kvstore.block.identity import ExtraKey, Prompt, TenantKeys
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.handle import WINDOW_BLOCKS, NamespaceHandle, PutResult
+from kvstore.protocol import messages as m
 from tiering.frame import HEADER_BYTES, digest
 from workbench import (
     OTHER_SECRET,
@@ -420,14 +422,13 @@ def test_a_long_put_is_stored_in_pieces_that_others_see_early() -> None:
     ns = a.namespace()
     seen = []
     door = a.door()
-    commit = door.commit
 
-    def watched(reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
-        visible = commit(reservation, part, first, digests)
+    def watched(request: m.Commit, commit: Callable[[], Any]) -> Any:
+        visible = commit()
         seen.append(a.store.usage().blocks)
         return visible
 
-    door.commit = watched
+    stand_in(door, m.Commit, watched)
     watched_ns = NamespaceHandle(door, ns.namespace, codec_named("raw"))
     pages = random_pages(ns.layout, blocks)
     assert watched_ns.put(ids(blocks * 64), pages) == PutResult(0, blocks, None, None)
@@ -446,16 +447,15 @@ def test_a_block_that_is_found_damaged_between_two_pieces_of_a_put_is_stored_by_
     ns = a.namespace()
     put(ns, 128)
     door = a.door()
-    commit = door.commit
 
-    def watched(reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
-        if first == 0 and len(digests) == WINDOW_BLOCKS:
+    def watched(request: m.Commit, commit: Callable[[], Any]) -> Any:
+        if len(request.digests) == WINDOW_BLOCKS - 2:  # of the first piece, of which two blocks are there
             with ns.lease(ns.match(ids(128))) as lease:
                 a.store.spans([lease.reply.places[0][1]])[0].view[5000] ^= 1
                 assert ns.get(lease, blank_pages(ns.layout, 2)).reason is MissReason.CORRUPT
-        return commit(reservation, part, first, digests)
+        return commit()
 
-    door.commit = watched
+    stand_in(door, m.Commit, watched)
     pages = random_pages(ns.layout, blocks)
     watched_ns = NamespaceHandle(door, ns.namespace, codec_named("raw"))
     assert watched_ns.put(ids(blocks * 64), pages) == PutResult(1, blocks - 1, None, None)

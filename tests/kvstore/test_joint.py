@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from asking import stand_in
 from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, LayoutMismatch
@@ -27,7 +29,9 @@ from kvstore.core.collective import (
     CollectivePuts,
 )
 from kvstore.core.leases import ReservationRecord
-from kvstore.protocol.door import Collective, ReserveReply
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import Collective
+from kvstore.protocol.replies import ReserveReply
 from tiering.frame import HEADER_BYTES
 from workbench import (
     KIB,
@@ -250,16 +254,15 @@ def test_a_long_prompt_goes_in_windows_and_no_rank_waits_for_another(
     one, two = ranks.ranks
     done = [0, 0]
     gate, passed = threading.Event(), threading.Semaphore(0)
-    reserve = one.door.reserve
 
-    def reserved(*given: Any) -> ReserveReply:
+    def reserved(request: m.Reserve, reserve: Callable[[], Any]) -> Any:
         if done[0] == ahead:
             gate.wait(20)
         done[0] += 1
         passed.release()
-        return reserve(*given)
+        return reserve()
 
-    one.door.reserve = reserved  # type: ignore[method-assign]
+    stand_in(one.door, m.Reserve, reserved)
     thread = threading.Thread(target=lambda: ranks.put(0, pages, 64 * blocks, "j"))
     thread.start()
     for _ in range(ahead):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kvstore
+from asking import Asking
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
@@ -245,12 +246,12 @@ def test_a_durable_put_that_stops_has_made_durable_what_it_holds(tmp_path: Path)
         handle = namespace(store)
         keys = handle.match(prompt(0)).keys
         assert handle.put(prompt(0, 7), pages(0, handle, 7)).stored == 7
-        reply = handle.door.reserve(handle.number, keys[:9], 0, 0, None)  # somebody else is storing two blocks
+        reply = Asking(handle.door).reserve(handle.number, keys[:9], 0, 0, None)  # somebody else is storing two blocks
         result = put(handle, 0, durability="disk")
         assert (result.stopped_at, result.reason) == (7, MissReason.IN_FLIGHT)
         rows = store._store._blocks.index.match(handle.number, keys)
         assert len(rows) == 7 and all(store._store._blocks.is_below(row) for row in rows)
-        handle.door.abort(reply.reservation)
+        Asking(handle.door).abort(reply.reservation)
 
 
 @pytest.mark.parametrize("is_refilled", [False, True])
@@ -272,7 +273,7 @@ def test_a_reader_finds_damage_before_the_write_does(
             core.report(lease.reply.lease, 3, 0)
             assert core.usage().counters["quarantined_blocks"] == 1
             if is_refilled:
-                repairs.append(handle.door.reserve(handle.number, handle.match(prompt(0)).keys, 0, 0, None))
+                repairs.append(Asking(handle.door).reserve(handle.number, handle.match(prompt(0)).keys, 0, 0, None))
 
         if when == "before":
             real_room = core._levels._make_room
@@ -287,11 +288,11 @@ def test_a_reader_finds_damage_before_the_write_does(
 
             monkeypatch.setattr(core._blocks, "verify", verify)
         keys = handle.match(prompt(0)).keys
-        durable, reason = handle.door.persist(handle.number, keys, 20)
+        durable, reason = Asking(handle.door).persist(handle.number, keys, 20)
         assert durable == 3 and reason is MissReason.CORRUPT, "up to the block that is not readable any more"
         lease.release()
         for reply in repairs:
-            handle.door.abort(reply.reservation)
+            Asking(handle.door).abort(reply.reservation)
         store.check()
         assert core._levels._queue.bugs() == []
         result = put(handle, 0, durability="disk")

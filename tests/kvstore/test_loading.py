@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kvstore
+from asking import Asking
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.pages import Pages
 from kvstore.client.handle import NamespaceHandle
@@ -128,17 +129,17 @@ def test_what_is_being_stored_meanwhile_is_left_to_the_next_start(
         handle = namespace(store)
         keys = handle.match(prompt(0)).keys
         assert put(handle, 0, blocks=2).stored == 2
-        reply = handle.door.reserve(handle.number, keys[:4], 0, 0, None)
+        reply = Asking(handle.door).reserve(handle.number, keys[:4], 0, 0, None)
         assert len(reply.blocks) == 2
         go_on()
         assert store.warmed(20)
         store.check()
         assert handle.match(prompt(0)).blocks == 2
         if outcome == "abort":
-            handle.door.abort(reply.reservation)
+            Asking(handle.door).abort(reply.reservation)
         else:
             digests = [[b"d" * 16] * len(handle.layout.parts[0].layers)] * 2
-            assert handle.door.commit(reply.reservation, 0, 0, digests) == 2
+            assert Asking(handle.door).commit(reply.reservation, 0, 0, digests) == 2
             assert store.drop(handle) == 2 * BLOCKS + 4
             put(handle, 0, blocks=4, durability="disk")
         store.check()
@@ -154,15 +155,15 @@ def test_loading_waits_for_what_is_being_stored(directory: Path, outcome: str, m
     with held_back(monkeypatch) as go_on, opened(directory) as store:
         handle = namespace(store)
         keys = handle.match(prompt(0)).keys
-        reply = handle.door.reserve(handle.number, keys[:2], 0, 0, None)
+        reply = Asking(handle.door).reserve(handle.number, keys[:2], 0, 0, None)
         go_on()
         assert not store.warmed(0.2)
         assert handle.match(prompt(0)).reason is MissReason.IN_FLIGHT
         if outcome == "abort":
-            handle.door.abort(reply.reservation)
+            Asking(handle.door).abort(reply.reservation)
         else:
             digests = [[b"d" * 16] * len(handle.layout.parts[0].layers)] * 2
-            assert handle.door.commit(reply.reservation, 0, 0, digests) == 2
+            assert Asking(handle.door).commit(reply.reservation, 0, 0, digests) == 2
         assert store.warmed(20)
         store.check()
         usage = store.usage()
@@ -332,10 +333,10 @@ def test_an_older_copy_ends_with_the_newer_one(directory: Path, is_evicted: bool
     used = sum(3 * BLOCKS * count for count in PARTS)
     with held_back(monkeypatch) as go_on, opened(directory) as store:
         handle, core = namespace(store), store._store
-        reply = handle.door.reserve(handle.number, handle.match(prompt(0)).keys[:2], 0, 0, None)
+        reply = Asking(handle.door).reserve(handle.number, handle.match(prompt(0)).keys[:2], 0, 0, None)
         go_on()
         assert store.warmed(20)
-        handle.door.abort(reply.reservation)
+        Asking(handle.door).abort(reply.reservation)
         assert put(handle, 0, durability="disk").reason is None
         core._blocks.lower.tier.settle()
         usage = store.usage()

@@ -18,7 +18,9 @@ from kvstore.client.pending import BLOCK_SECONDS, GRACE_SECONDS, LeaseThreads
 from kvstore.config import Limits
 from kvstore.core import store as store_module
 from kvstore.core.store import Store
-from kvstore.protocol.door import LeaseReply
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import NamedLease
+from kvstore.protocol.replies import LeaseReply
 from simulation.two_tiers import put
 from tiering.tier import extent_of, slot_of
 from workbench import Bench, FakeClock, bench, ids, random_pages
@@ -258,19 +260,20 @@ def test_a_submitted_lease_has_more_time_the_longer_it_is() -> None:
     threads = LeaseThreads(clock)
     begun, go_on = threading.Event(), threading.Event()
 
-    def lease(remaining_ms: float) -> LeaseReply:
+    def lease(remaining_ms: float) -> NamedLease:
         begun.set()
         assert go_on.wait(20)
-        return LeaseReply(7, 0, 15_625)
+        return NamedLease(LeaseReply(7, 0, 15_625))
 
     released: list[int] = []
-    asked = [threads.submit(lease, released.append, released.append, 0, 50.0, blocks) for blocks in (0, 15_625)]
+    requests = [m.LeasePrefix(0, [bytes(32)] * blocks, 0, 50.0) for blocks in (0, 15_625)]
+    asked = [threads.submit(lease, released.append, released.append, one) for one in requests]
     assert begun.wait(20)
     clock.advance(0.05 + GRACE_SECONDS + 0.001)
     short, long = [one.poll() for one in asked]
-    assert short is not None and short.reason is MissReason.DEADLINE and long is None
+    assert short is not None and short.reply.reason is MissReason.DEADLINE and long is None
     clock.advance(BLOCK_SECONDS * 15_625)
     late = asked[1].poll()
-    assert late is not None and late.reason is MissReason.DEADLINE
+    assert late is not None and late.reply.reason is MissReason.DEADLINE
     go_on.set()
     threads.close()

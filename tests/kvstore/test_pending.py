@@ -11,7 +11,9 @@ import pytest
 
 from kvstore.block.account import MissReason
 from kvstore.client.pending import GRACE_SECONDS, LEASE_THREADS, MAX_SUBMITTED, LeaseThreads, PendingReply
-from kvstore.protocol.door import LeaseReply, Submitted
+from kvstore.protocol import messages as m
+from kvstore.protocol.door import NamedLease, Submitted
+from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import SWEEP_REQUESTS, Requests
 from workbench import FakeClock
 
@@ -34,14 +36,15 @@ class SlowStore:
         self.released: list[int] = []
         self.given_ms: list[float] = []
 
-    def lease(self, remaining_ms: float) -> LeaseReply:
+    def lease(self, remaining_ms: float) -> NamedLease:
         self.given_ms.append(remaining_ms)
         assert self.may_grant.wait(20)
         self.granted.append(len(self.granted) + 1)
-        return LeaseReply(self.granted[-1], 0, 1)
+        return NamedLease(LeaseReply(self.granted[-1], 0, 1))
 
-    def submit(self, deadline_ms: float = 10) -> Submitted[LeaseReply]:
-        return self.threads.submit(self.lease, self.released.append, self.released.append, 0, deadline_ms)
+    def submit(self, deadline_ms: float = 10) -> Submitted[NamedLease]:
+        asked = m.LeasePrefix(0, [], 0, deadline_ms)
+        return self.threads.submit(self.lease, self.released.append, self.released.append, asked)
 
 
 def test_a_lease_that_is_late_is_a_miss_and_given_back() -> None:
@@ -51,8 +54,8 @@ def test_a_lease_that_is_late_is_a_miss_and_given_back() -> None:
     store.clock.advance(0.01 + GRACE_SECONDS / 2)
     assert asked.poll() is None, "the store may be about to cut it short"
     store.clock.advance(GRACE_SECONDS)
-    reply = asked.poll()
-    assert reply is not None and (reply.lease, reply.reason) == (0, MissReason.DEADLINE)
+    late = asked.poll()
+    assert late is not None and (late.reply.lease, late.reply.reason) == (0, MissReason.DEADLINE)
     store.may_grant.set()
     wait_until(lambda: store.released == [1])
 
@@ -89,13 +92,15 @@ def test_so_many_at_a_time_and_none_when_it_is_closed() -> None:
     store = SlowStore()
     asked = [store.submit() for _ in range(MAX_SUBMITTED)]
     refused = store.submit().poll()
-    assert refused is not None and refused.reason is MissReason.BUSY and str(MAX_SUBMITTED) in refused.detail
+    assert (
+        refused is not None and refused.reply.reason is MissReason.BUSY and str(MAX_SUBMITTED) in refused.reply.detail
+    )
     store.may_grant.set()
     wait_until(lambda: all(one.poll() is not None for one in asked))
     wait_until(lambda: store.submit().poll() is None)
     store.threads.close()
     closed = store.submit().poll()
-    assert closed is not None and closed.reason is MissReason.DISABLED
+    assert closed is not None and closed.reply.reason is MissReason.DISABLED
 
 
 def test_where_the_machine_has_no_thread_it_is_busy_and_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +110,8 @@ def test_where_the_machine_has_no_thread_it_is_busy_and_not_closed(monkeypatch: 
         patched.setattr(threading.Thread, "start", _no_thread)
         for _ in range(MAX_SUBMITTED + 1):  # and none of them counts as under way
             refused = store.submit().poll()
-            assert refused is not None and refused.reason is MissReason.BUSY and "no thread" in refused.detail
+            assert refused is not None and refused.reply.reason is MissReason.BUSY
+            assert "no thread" in refused.reply.detail
     asked = [store.submit() for _ in range(10)]
     wait_until(lambda: all(one.poll() is not None for one in asked))
     assert len(store.granted) == 10 and not store.released, "what was refused is not asked for later"

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from asking import Asking
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle, PutResult
 from kvstore.config import Limits
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import ReserveReply
+from kvstore.protocol.replies import ReserveReply
 from tiering.nvme.lmdb_index import LmdbMaker
 from tiering.tier import extent_of
 from workbench import MODEL, Bench, bench, blank_pages, ids, open_at, random_pages, same_tokens, small_layout
@@ -36,7 +37,7 @@ def put(ns: NamespaceHandle, blocks: int, start: int = 0) -> PutResult:
 
 def reserve(ns: NamespaceHandle, blocks: int, start: int = 0) -> ReserveReply:
     """A put that has slots and fills none."""
-    return ns.door.reserve(ns.number, ns.match(ids(64 * blocks, start)).keys, 0, 0, None)
+    return Asking(ns.door).reserve(ns.number, ns.match(ids(64 * blocks, start)).keys, 0, 0, None)
 
 
 def test_what_others_lease(a: Bench) -> None:
@@ -81,7 +82,7 @@ def test_what_others_are_storing_into(a: Bench) -> None:
     assert len(filling.blocks) == FULL
     refused = put(other, 1)
     assert refused.reason is MissReason.DEADLINE and "stored" in refused.detail
-    ns.door.abort(filling.reservation)
+    Asking(ns.door).abort(filling.reservation)
     assert put(other, 1).reason is None
 
 
@@ -89,7 +90,7 @@ def test_what_others_are_storing_into_of_the_same_namespace(a: Bench) -> None:
     ns = a.namespace()
     filling = reserve(ns, FULL)
     assert put(ns, 1, start=9000).reason is MissReason.DEADLINE
-    ns.door.abort(filling.reservation)
+    Asking(ns.door).abort(filling.reservation)
 
 
 def test_what_others_lease_and_are_storing_into(a: Bench) -> None:
@@ -102,7 +103,7 @@ def test_what_others_lease_and_are_storing_into(a: Bench) -> None:
     assert put(other, 1).reason is MissReason.PINNED_FULL
     lease.release()
     assert put(other, 1).reason is None
-    ns.door.abort(filling.reservation)
+    Asking(ns.door).abort(filling.reservation)
 
 
 @pytest.mark.parametrize("blocks", [FULL + 1, 2 * FULL, 400])
@@ -119,7 +120,7 @@ def test_where_nothing_was_found_there_is_a_detail_for_each_reason(a: Bench) -> 
     filling = reserve(ns, 4, start=5000)
     result = put(ns, 4, start=5000)
     assert (result.reason, result.detail) == (MissReason.IN_FLIGHT, "")
-    ns.door.abort(filling.reservation)
+    Asking(ns.door).abort(filling.reservation)
 
 
 def test_a_lease_for_which_all_of_memory_is_being_stored_into(tmp_path: Path) -> None:
@@ -133,13 +134,13 @@ def test_a_lease_for_which_all_of_memory_is_being_stored_into(tmp_path: Path) ->
         filling = reserve(other, FULL)
         assert len(filling.blocks) == FULL
         match = ns.match(ids(64 * 6))
-        reply = ns.door.lease(ns.number, match.keys, 0, 1000)
+        reply = Asking(ns.door).lease(ns.number, match.keys, 0, 1000)
         assert (reply.lease, reply.reason, reply.lacks_room) == (0, MissReason.DEADLINE, True) and reply.detail
         with ns.lease(match, deadline_ms=1000) as lease:
             assert (lease.tokens, lease.reason) == (0, MissReason.DEADLINE)
             assert lease.account.misses == {MissReason.DEADLINE: 64 * 6}
             assert ns.get(lease, blank_pages(ns.layout, 6)).tokens == 0
-        other.door.abort(filling.reservation)
+        Asking(other.door).abort(filling.reservation)
         with ns.lease(match, deadline_ms=10_000) as lease:
             into = blank_pages(ns.layout, 6)
             assert ns.get(lease, into).tokens == 64 * 6 and same_tokens(pages, into, range(64 * 6))

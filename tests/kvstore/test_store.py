@@ -14,7 +14,7 @@ from kvstore.client.handle import NamespaceHandle
 from kvstore.core.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
-from kvstore.protocol.door import ReserveReply
+from kvstore.protocol.replies import ReserveReply
 from tiering.dram.extents import Extent, ExtentPool
 from tiering.dram.mover import FrameCopy, MoveDone, Mover
 from tiering.dram.tier import DramTier

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asking import stand_in
 from kvstore.block.codec import codec_named
 from kvstore.block.identity import KeyRing, Namespace, TenantKeys
 from kvstore.block.key_file import KeyFile
@@ -31,8 +32,8 @@ from kvstore.config import DramConfig, Limits
 from kvstore.core.index import PrefixIndex
 from kvstore.core.store import Store
 from kvstore.core.table import BlockTable
-from kvstore.node import EmbeddedStore, TenantDoor
-from kvstore.protocol.door import ReserveReply
+from kvstore.node import EmbeddedDoor, EmbeddedStore
+from kvstore.protocol import messages as m
 from tiering.dram.extents import ExtentPool
 from tiering.dram.mover import FrameCopy, MoveDone, Mover
 from tiering.dram.tier import DramTier
@@ -235,7 +236,7 @@ def _call(interruptions: list[Interruption], copies: Sequence[FrameCopy]) -> Non
         interruption(copies)
 
 
-class WatchedDoor(TenantDoor):
+class WatchedDoor(EmbeddedDoor):
     """A tenant's door that says at once which block a put has made readable.
 
     on_stored: who is told, the innermost put last; one put may run in the middle of another.
@@ -245,22 +246,23 @@ class WatchedDoor(TenantDoor):
         super().__init__(store, keys)
         self.on_stored: list[Callable[[int], None]] = []
         self._fillings: dict[int, tuple[list[int], Callable[[int], None]]] = {}
-        self._reserve, self.reserve = self.reserve, self._watch_reserve  # type: ignore[method-assign]
-        self._commit, self.commit = self.commit, self._watch_commit  # type: ignore[method-assign]
+        stand_in(self, m.Reserve, self._watch_reserve)
+        stand_in(self, m.Commit, self._watch_commit)
 
-    def _watch_reserve(self, *arguments: Any) -> ReserveReply:
-        reply = self._reserve(*arguments)
+    def _watch_reserve(self, request: m.Reserve, reserve: Callable[[], m.Reserved]) -> m.Reserved:
+        reserved = reserve()
+        reply = reserved.reply
         if reply.reservation and self.on_stored:
             self._fillings[reply.reservation] = (list(reply.blocks), self.on_stored[-1])
-        return reply
+        return reserved
 
-    def _watch_commit(self, reservation: int, *arguments: Any) -> int:
-        visible = self._commit(reservation, *arguments)
-        if visible and reservation in self._fillings:
-            blocks, tell = self._fillings.pop(reservation)
-            for block in blocks[:visible]:  # all of them: a handle commits each part as a whole
+    def _watch_commit(self, request: m.Commit, commit: Callable[[], m.Counted]) -> m.Counted:
+        committed = commit()
+        if committed.blocks and request.reservation in self._fillings:
+            blocks, tell = self._fillings.pop(request.reservation)
+            for block in blocks[: committed.blocks]:  # all of them: a handle commits each part as a whole
                 tell(block)
-        return visible
+        return committed
 
 
 @dataclass
@@ -348,7 +350,7 @@ class Owned:
     def frames(self, lease: Any, block: int) -> list[FrameSpan]:
         """The whole frames of a leased block, one per part; fewer where memory was given back since."""
         position = block - lease.reply.first_block
-        return [span for places in lease.reply.places for span in self.door.spans([places[position]])]
+        return [span for places in lease.reply.places for span in self.door.memory(0, [places[position]])]
 
 
 def open_store(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from asking import Asking
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import StoreClosed
 from kvstore.client import get as getting
@@ -135,9 +136,9 @@ class Worker:
 
     def half_a_put(self, space: Owned, prompt: Prompt) -> None:
         """A producer that gives up."""
-        reply = space.door.reserve(space.handle.number, space.match(prompt).keys, 0, 0, None)
+        reply = Asking(space.door).reserve(space.handle.number, space.match(prompt).keys, 0, 0, None)
         if reply.reservation:
-            space.door.abort(reply.reservation)
+            Asking(space.door).abort(reply.reservation)
 
     def evict(self, space: Owned, prompt: Prompt) -> None:
         try:

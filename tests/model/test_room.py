@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from asking import Asking
 from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import StoreClosed
 from kvstore.config import Limits
-from kvstore.protocol.door import ReserveReply
+from kvstore.protocol.replies import ReserveReply
 from model.store_model import BLOCK_TOKENS, LATENT, SHARDED, WHOLE, OpenStore, Owned, Prompt, open_store
 from tiering.frame import HEADER_BYTES
 from tiering.tier import FrameSpan
@@ -76,7 +77,7 @@ def fill_part(space: Owned, prompt: Prompt, reply: ReserveReply, part: int) -> l
     coder = codec_named("raw").bind(pages.pages, space.layout, space.layout.parts[part])
     digests = []
     for block, place in zip(reply.blocks, reply.places[part], strict=True):
-        span, size = space.door.spans([place])[0], space.layout.parts[part].raw_bytes
+        span, size = space.door.memory(0, [place])[0], space.layout.parts[part].raw_bytes
         payload = FrameSpan(span.address + HEADER_BYTES, span.view[HEADER_BYTES : HEADER_BYTES + size])
         digests += coder.encode([block * BLOCK_TOKENS], [payload], space.handle._digest)
     return digests
@@ -233,8 +234,8 @@ UNDER_WAY = Prompt((7,))
 def half_stored(opened: OpenStore) -> tuple[Owned, ReserveReply]:
     """The first of four parts of a block is committed."""
     sharded = opened.namespace("b", SHARDED)
-    reply = sharded.door.reserve(sharded.handle.number, sharded.match(UNDER_WAY).keys, 0, 0, None)
-    assert sharded.door.commit(reply.reservation, 0, 0, fill_part(sharded, UNDER_WAY, reply, 0)) == 0
+    reply = Asking(sharded.door).reserve(sharded.handle.number, sharded.match(UNDER_WAY).keys, 0, 0, None)
+    assert Asking(sharded.door).commit(reply.reservation, 0, 0, fill_part(sharded, UNDER_WAY, reply, 0)) == 0
     return sharded, reply
 
 
@@ -263,13 +264,13 @@ def wide(tmp_path: Path) -> Iterator[OpenStore]:
 def test_a_part_of_a_block_under_way_is_left_where_it_is(wide: OpenStore, damaged: bool) -> None:
     sharded, reply = half_stored(wide)
     if damaged:
-        sharded.door.spans([reply.places[0][0]])[0].view[HEADER_BYTES] ^= 1
+        sharded.door.memory(0, [reply.places[0][0]])[0].view[HEADER_BYTES] ^= 1
     kept = thin_out(wide, sharded)
     assert wide.namespace("a", WHOLE).put(single(0)).stored == 1
     wide.core.check()
     assert wide.core.usage().counters["moved_frames"] == 2 and "quarantined_blocks" not in wide.core.usage().counters
     for part in (1, 2, 3):
-        visible = sharded.door.commit(reply.reservation, part, 0, fill_part(sharded, UNDER_WAY, reply, part))
+        visible = Asking(sharded.door).commit(reply.reservation, part, 0, fill_part(sharded, UNDER_WAY, reply, part))
     assert visible == 1
     assert sharded.holds(UNDER_WAY) == (0 if damaged else 1)
     assert [sharded.holds(prompt) for prompt in kept] == [1, 1]
@@ -284,7 +285,7 @@ def test_a_frame_that_was_orphaned_is_nobodys(wide: OpenStore) -> None:
     wide.core.check()
     assert wide.core.usage().counters["moved_frames"] == 2
     assert [sharded.holds(prompt) for prompt in kept] == [1, 1]
-    sharded.door.abort(reply.reservation)
+    Asking(sharded.door).abort(reply.reservation)
     assert wide.core.usage().dram.reserved == 0
     assert [sharded.holds(prompt) for prompt in kept] == [1, 1]
 

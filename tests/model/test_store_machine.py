@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from asking import Asking
 from kvstore.block.account import MissReason
 from kvstore.block.codec import codec_named
 from kvstore.client import get as getting
@@ -276,7 +277,7 @@ class StoreMachine(RuleBasedStateMachine):
         match = self._look(owned, prompt)
         self.interrupted = False
         self.opening.append(_names(owned, prompt))
-        reply = owned.door.reserve(owned.handle.number, match.keys, 0, 0, None)
+        reply = Asking(owned.door).reserve(owned.handle.number, match.keys, 0, 0, None)
         self.opening.pop()
         assert reply.present == match.blocks
         if reply.reason is MissReason.IN_FLIGHT:
@@ -309,11 +310,11 @@ class StoreMachine(RuleBasedStateMachine):
         for position in range(open_.done[index], min(open_.done[index] + count, len(open_.blocks))):
             block = open_.blocks[position]
             pages.write(block * BLOCK_TOKENS, owned.kv(open_.prompt, block, open_.version))
-            span = owned.door.spans([open_.places[index][position]])[0]
+            span = owned.door.memory(0, [open_.places[index][position]])[0]
             size = owned.layout.parts[index].raw_bytes
             payload = FrameSpan(span.address + HEADER_BYTES, span.view[HEADER_BYTES : HEADER_BYTES + size])
             digests += coder.encode([block * BLOCK_TOKENS], [payload], owned.handle._digest)
-        visible = owned.door.commit(open_.number, index, open_.done[index], digests)
+        visible = Asking(owned.door).commit(open_.number, index, open_.done[index], digests)
         if open_.cancelled:
             assert visible == 0
             return
@@ -330,9 +331,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chosen=which)
     def abort(self, chosen: int) -> None:
         open_ = self.reservations.pop(chosen % len(self.reservations))
-        open_.space.door.abort(open_.number)
-        open_.space.door.abort(open_.number)
-        assert open_.space.door.commit(open_.number, 0, 0, []) == 0
+        Asking(open_.space.door).abort(open_.number)
+        Asking(open_.space.door).abort(open_.number)
+        assert Asking(open_.space.door).commit(open_.number, 0, 0, []) == 0
         self._look(open_.space, open_.prompt)
 
     # What else happens ------------------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ class StoreMachine(RuleBasedStateMachine):
         position = block % len(reply.generations)
         index = part % len(reply.places)
         place = reply.places[index][position]
-        spans = owned.door.spans([place])
+        spans = owned.door.memory(0, [place])
         if not spans:  # quarantined before, and its extent is gone
             assert self._is_damaged(record.lease, reply.first_block + position)
             return

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from asking import Asking
 from kvstore.block.account import MissReason
 from kvstore.block.errors import StoreClosed
 from kvstore.client import get as getting
@@ -101,11 +102,11 @@ class Worker:
 
     def half_a_put(self, space: Owned, prompt: Prompt) -> None:
         """A producer that gives up."""
-        reply = space.door.reserve(space.handle.number, space.match(prompt).keys, 0, 0, None)
+        reply = Asking(space.door).reserve(space.handle.number, space.match(prompt).keys, 0, 0, None)
         if reply.reservation:
             for place in reply.places[0]:
-                space.door.spans([place])[0].view[-1] = 1
-            space.door.abort(reply.reservation)
+                space.door.memory(0, [place])[0].view[-1] = 1
+            Asking(space.door).abort(reply.reservation)
 
     def evict(self, space: Owned, prompt: Prompt) -> None:
         self.opened.store.evict(3)

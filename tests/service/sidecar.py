@@ -30,7 +30,7 @@ def patient(store: SidecarStore) -> SidecarStore:
 
 def number_of(lease: Lease) -> int:
     """The sidecar's number of a client's lease."""
-    return lease._door.named(lease.reply.lease)[1]
+    return lease._store_name[1]
 
 
 class Sidecar:

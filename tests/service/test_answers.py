@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 import kvstore
+from asking import Asking
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.connection import check_answer, checked_facts, spans
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from service.sidecar import patient
 from tiering.dram.extents import Extent, MappedExtent
 from tiering.faults import MachineFault
@@ -161,6 +162,6 @@ def test_frames_of_another_size_than_the_namespaces_are_neither_read_nor_filled(
             assert match.blocks == 3
             lease = handle.lease(match, deadline_ms=1000)
             assert lease.blocks == 0 and lease.reply.reason is MissReason.UNREACHABLE
-            assert handle.put(prompt, random_pages(LAYOUT, 3)).reason is None, "all of it is there, it says"
-            reserved = handle.door.reserve(handle.number, match.keys, 0, 0, None)
+            assert handle.put(prompt, random_pages(LAYOUT, 3)).reason is MissReason.UNREACHABLE
+            reserved = Asking(handle.door).reserve(handle.number, match.keys, 0, 0, None)
             assert not reserved.reservation and reserved.reason is MissReason.UNREACHABLE

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.client.handle import NamespaceHandle
-from kvstore.protocol.door import LeaseReply, MatchReply
+from kvstore.protocol.replies import LeaseReply, MatchReply
 from kvstore.protocol.status import LookupCounts
 from kvstore.service.accounting import OPEN_LOOKUPS, Counting, looked
 from service.sidecar import Sidecar

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from asking import Asking, stand_in
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import StoreClosed, Unreachable
 from kvstore.block.identity import Namespace
@@ -136,7 +137,7 @@ def test_what_is_leased_can_not_be_written(sidecar: Sidecar) -> None:
         handle = store.namespace(model=MODEL, layout=small_layout())
         handle.put(ids(64), random_pages(handle.layout, 1))
         with handle.lease(handle.match(ids(64))) as lease:
-            (span,) = handle.door.spans(lease.reply.places[0])
+            (span,) = handle.door.memory(lease.reply.lease, lease.reply.places[0])
             with pytest.raises(TypeError, match="read-only"):
                 span.view[0] = 1
 
@@ -161,6 +162,7 @@ def test_room_for_one_block_costs_others_no_more_than_an_extent(tmp_path: Path) 
 
 HOLD = """
 import sys
+from asking import Asking
 from kvstore.block.codec import codec_named
 from kvstore.node import SystemClock
 from kvstore.client.sidecar_store import open_sidecar
@@ -173,9 +175,9 @@ store = patient(open_sidecar(sys.argv[1], codecs=codec_named, clock=SystemClock(
 handle = store.namespace(model=MODEL, layout=small_layout())
 handle.put(ids(512), random_pages(handle.layout, 8))
 lease = handle.lease(handle.match(ids(512)))
-views = [span.view for span in handle.door.spans(lease.reply.places[0])]
-reply = handle.door.reserve(handle.number, handle.match(ids(512, 7)).keys, 0, 0, None)
-slots = [span.view for span in handle.door.spans_to_fill(reply.places[0])]
+views = [span.view for span in handle.door.memory(lease.reply.lease, lease.reply.places[0])]
+reply = Asking(handle.door).reserve(handle.number, handle.match(ids(512, 7)).keys, 0, 0, None)
+slots = [span.view for span in handle.door.memory(reply.reservation, reply.places[0], writable=True)]
 for slot in slots:
     slot[-1] = 1
 print(lease.blocks, len(reply.blocks), flush=True)
@@ -234,7 +236,7 @@ def test_a_client_that_hangs_up_and_still_maps_what_it_had(sidecar: Sidecar) -> 
     pages = random_pages(handle.layout, 8)
     handle.put(ids(512), pages)
     lease = handle.lease(handle.match(ids(512)))
-    views: list[Any] = [span.view for span in handle.door.spans(lease.reply.places[0])]
+    views: list[Any] = [span.view for span in handle.door.memory(lease.reply.lease, lease.reply.places[0])]
     before = [bytes(view) for view in views]
     store.close()
     wait_until(lambda: sidecar.sessions.departed == 1)
@@ -248,6 +250,25 @@ def test_a_client_that_hangs_up_and_still_maps_what_it_had(sidecar: Sidecar) -> 
         views.clear()
         wait_until(lambda: is_at_rest(sidecar))
     lease.release()
+
+
+def test_memory_of_a_lease_goes_with_its_connection(sidecar: Sidecar) -> None:
+    """Also where the same memory is mapped anew: its slots may hold another block by now."""
+    with sidecar.client() as store:
+        handle, door = store.namespace(model=MODEL, layout=small_layout()), store._door
+        handle.put(ids(512), random_pages(handle.layout, 8))
+        lease = handle.lease(handle.match(ids(512)), deadline_ms=10_000)
+        places = lease.reply.places[0]
+        assert len(door.memory(lease.reply.lease, places)) == 8
+        assert door._run is not None
+        door._run.wire.close()
+        again = handle.lease(handle.match(ids(512)), deadline_ms=10_000)
+        assert len(door.memory(again.reply.lease, places)) == 8
+        with pytest.raises(Unreachable):
+            door.memory(lease.reply.lease, places)
+        loaded = handle.get(lease, blank_pages(handle.layout, 8))
+        assert (loaded.tokens, loaded.reason) == (0, MissReason.UNREACHABLE)
+        assert handle.get(again, blank_pages(handle.layout, 8)).tokens == 512
 
 
 def test_a_lease_is_held_by_all_who_attached_to_it(sidecar: Sidecar) -> None:
@@ -339,12 +360,12 @@ def test_keys_that_are_no_chain_store_nothing_and_harm_nothing(sidecar: Sidecar)
             handle.get(lease, blank_pages(handle.layout, 3))
         wait_until(lambda: sidecar.store.usage().counters.get("quarantined_blocks") == 1)
         for wrong in ([keys[0]] * 3, [keys[1], keys[5]], [keys[0], keys[2], keys[1]], [keys[4], keys[4]]):
-            reply = handle.door.reserve(handle.number, wrong, 0, 0, None)
+            reply = Asking(handle.door).reserve(handle.number, wrong, 0, 0, None)
             assert len(reply.blocks) <= 1 and reply.reason is not None
-            handle.door.abort(reply.reservation)
-            leased = handle.door.lease(handle.number, wrong, 0, 50)
+            Asking(handle.door).abort(reply.reservation)
+            leased = Asking(handle.door).lease(handle.number, wrong, 0, 50)
             assert leased.blocks <= 1
-            handle.door.release(leased.lease)
+            Asking(handle.door).release(leased.lease)
             handle.match(ids(64))
             sidecar.store.check()
         assert handle.put(ids(192), random_pages(handle.layout, 3)).stored == 1
@@ -358,22 +379,22 @@ def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
         handle = store.namespace(model=MODEL, layout=layout)
         handle.put(ids(64), random_pages(layout, 1))
         lease = handle.lease(handle.match(ids(64)))
-        reservation = handle.door.reserve(handle.number, handle.match(ids(128)).keys, 0, 0, None)
+        reservation = Asking(handle.door).reserve(handle.number, handle.match(ids(128)).keys, 0, 0, None)
         assert reservation.reservation
         number = number_of(lease)
     with Sidecar(tmp_path, numbers_key=bytes(16)) as sidecar, sidecar.client() as other:  # the very same numbers
         theirs = other.namespace(model=MODEL, layout=layout)
         theirs.put(ids(64, 9), random_pages(layout, 1, seed=9))
         held = theirs.lease(theirs.match(ids(64, 9)))
-        progress = theirs.door.reserve(theirs.number, theirs.match(ids(128, 9)).keys, 0, 0, None)
+        progress = Asking(theirs.door).reserve(theirs.number, theirs.match(ids(128, 9)).keys, 0, 0, None)
         assert (number_of(held), progress.reservation) == (number, reservation.reservation)
         wait_until(lambda: handle.match(ids(64)).reason is not MissReason.UNREACHABLE)
         with pytest.raises(StoreClosed):
-            handle.door.spans_to_fill(reservation.places[0])
+            handle.door.memory(reservation.reservation, reservation.places[0], writable=True)
         with pytest.raises(ReservationLost):
-            handle.door.commit(reservation.reservation, 0, 0, [[b"x" * 16] * 2])
-        handle.door.abort(reservation.reservation)
-        handle.door.report(lease.reply.lease, 0, 0)
+            Asking(handle.door).commit(reservation.reservation, 0, 0, [[b"x" * 16] * 2])
+        Asking(handle.door).abort(reservation.reservation)
+        Asking(handle.door).report(lease.reply.lease, 0, 0)
         lease.release()
         handle.match(ids(64))
         usage = sidecar.store.usage()
@@ -381,7 +402,7 @@ def test_numbers_of_an_earlier_run_name_nothing(tmp_path: Path) -> None:
         blank = blank_pages(layout, 1)
         assert theirs.get(held, blank).tokens == 64 and same_tokens(random_pages(layout, 1, seed=9), blank, range(64))
         held.release()
-        theirs.door.abort(progress.reservation)
+        Asking(theirs.door).abort(progress.reservation)
         store.close()
 
 
@@ -410,10 +431,10 @@ def test_an_answer_that_comes_too_late_leaves_nothing(sidecar: Sidecar) -> None:
         limits = handle.door._limits
         handle.door._limits = replace(limits, lease=0.0, fill=0.0)
         for _ in range(20):
-            leased = handle.door.lease(handle.number, keys, 0, 0)
+            leased = Asking(handle.door).lease(handle.number, keys, 0, 0)
             assert leased.reason in (None, MissReason.DEADLINE)
-            handle.door.release(leased.lease)  # now and then it was there in time
-            handle.door.abort(handle.door.reserve(handle.number, unknown, 0, 0, None).reservation)
+            Asking(handle.door).release(leased.lease)  # now and then it was there in time
+            Asking(handle.door).abort(Asking(handle.door).reserve(handle.number, unknown, 0, 0, None).reservation)
         handle.door._limits = limits
         wait_until(lambda: bool(handle.match(ids(64)).blocks) and is_at_rest(sidecar))
 
@@ -631,14 +652,13 @@ def test_a_put_is_committed_while_it_is_being_filled(sidecar: Sidecar) -> None:
         handle = store.namespace(model=MODEL, layout=small_layout())
         blocks = LAST_BLOCKS + EARLY_BLOCKS + 3
         seen: list[int] = []
-        commit = store._door.commit
 
-        def watched(reservation: int, part: int, first: int, digests: Sequence[Sequence[bytes]]) -> int:
-            wait_until(lambda: sidecar.store.usage().blocks == first)  # by what was posted
-            seen.append(first)
-            return commit(reservation, part, first, digests)
+        def watched(request: m.Commit, commit: Callable[[], Any]) -> Any:
+            wait_until(lambda: sidecar.store.usage().blocks == request.first)  # by what was posted
+            seen.append(request.first)
+            return commit()
 
-        store._door.commit = watched  # type: ignore[method-assign]
+        stand_in(store._door, m.Commit, watched)
         pages = random_pages(handle.layout, blocks)
         assert handle.put(ids(64 * blocks), pages) == PutResult(0, blocks, None, None)
         assert seen == [EARLY_BLOCKS + 3] and sidecar.door.usage().served["commit"] == 3
@@ -654,18 +674,20 @@ def test_what_was_reserved_on_a_connection_that_broke_is_not_filled(sidecar: Sid
         handle, door = store.namespace(model=MODEL, layout=small_layout()), store._door
         keys = [number.to_bytes(KEY_BYTES, "big") for number in range(2)]
         assert handle.put(ids(64), random_pages(handle.layout, 1)).stored == 1  # in the same memory, which stays
-        before = door.reserve(handle.number, keys[:1], 0, 0, None)
-        assert len(door.spans_to_fill(before.places[0])) == 1
+        before = Asking(door).reserve(handle.number, keys[:1], 0, 0, None)
+        assert len(door.memory(before.reservation, before.places[0], writable=True)) == 1
         assert door._run is not None
         door._run.wire.close()
         wait_until(lambda: is_at_rest(sidecar))
-        after = door.reserve(handle.number, keys[1:], 0, 0, None)
-        assert after.places == before.places and len(door.spans_to_fill(after.places[0])) == 1
+        after = Asking(door).reserve(handle.number, keys[1:], 0, 0, None)
+        assert (
+            after.places == before.places and len(door.memory(after.reservation, after.places[0], writable=True)) == 1
+        )
         with pytest.raises(StoreClosed):
-            door.spans_to_fill(before.places[0])
-        door.abort(after.reservation)
+            door.memory(before.reservation, before.places[0], writable=True)
+        Asking(door).abort(after.reservation)
         with pytest.raises(StoreClosed):
-            door.spans_to_fill(after.places[0])
+            door.memory(after.reservation, after.places[0], writable=True)
         wait_until(lambda: is_at_rest(sidecar))
 
 
@@ -778,7 +800,7 @@ def test_what_is_left_behind_at_a_door_that_rests_is_looked_after(
         handle = store.namespace(model=MODEL, layout=small_layout())
         assert handle.put(ids(512), random_pages(handle.layout, 8)).stored == 8
         lease = handle.lease(handle.match(ids(512)))
-        views = [span.view for span in handle.door.spans(lease.reply.places[0])]
+        views = [span.view for span in handle.door.memory(lease.reply.lease, lease.reply.places[0])]
         time.sleep(4 * DoorLimits().sweep_seconds)
         store.close()
         wait_until(lambda: sidecar.sessions.departed == 1)
@@ -823,5 +845,5 @@ def test_who_has_as_much_under_way_as_he_may_is_told_so(
 def test_what_the_sidecar_cannot_take_is_unsupported(sidecar: Sidecar, keys: list[bytes]) -> None:
     with sidecar.client() as store:
         handle = store.namespace(model=MODEL, layout=small_layout())
-        reply = handle.door.match(handle.number, keys)
+        reply = Asking(handle.door).match(handle.number, keys)
         assert reply.reason is MissReason.UNSUPPORTED and "prefix key" in reply.detail

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from asking import Asking
 from kvstore.block.account import MissReason
 from kvstore.block.identity import Namespace
 from kvstore.block.pages import Pages
@@ -20,7 +21,7 @@ from kvstore.client.handle import PutResult
 from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS, PendingReply
 from kvstore.client.socket_door import CallLimits
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import ReserveReply
+from kvstore.protocol.replies import ReserveReply
 from kvstore.service import dispatch as handlers
 from kvstore.service.connections import DoorLimits
 from service.sidecar import Sidecar
@@ -120,7 +121,10 @@ def test_a_prompt_of_more_blocks_than_a_message_takes(sidecar: Sidecar, monkeypa
             assert match.account.misses == {MissReason.UNSUPPORTED: 6400, MissReason.PARTIAL_BLOCK: 5}
             with handle.lease(match, deadline_ms=10_000) as lease:
                 assert handle.get(lease, blank(200 * 64)).tokens == 200 * 64
-        assert store._door.persist(handle.number, handle.hashed(tokens).keys, 1.0) == (0, MissReason.UNSUPPORTED)
+        assert Asking(store._door).persist(handle.number, handle.hashed(tokens).keys, 1.0) == (
+            0,
+            MissReason.UNSUPPORTED,
+        )
         elsewhere = handle.match(prompt(300 * 64, 2))
         assert (elsewhere.blocks, elsewhere.reason) == (0, MissReason.ABSENT), "the store's own reason comes first"
 
@@ -277,14 +281,14 @@ def test_a_put_of_a_long_prompt_names_its_last_blocks_only(sidecar: Sidecar, mon
         assert sidecar.store.evict(100) == 100  # the last ones
         asked.clear()
         assert handle.put(tokens, pages) == PutResult(500, 100, None, None)
-        assert asked == [(150, 450, 450)]
+        assert asked == [(128, 0, 0), (150, 106, 106), (150, 234, 234), (150, 362, 362), (150, 450, 450)]
         asked.clear()
         assert handle.put(tokens, pages, ttl=60.0).present == 600
-        assert asked == [(600, 600, 0)]
+        assert asked[-1] == (600, 0, 0)
         door, keys = handle.door, handle.hashed(tokens).keys
         assert sidecar.store.evict(300) == 300
         asked.clear()
-        gone = door.reserve(handle.number, keys, 600, 0, None)  # block 450 is gone, and so is its parent
+        gone = Asking(door).reserve(handle.number, keys, 600, 0, None)  # block 450 is gone, and so is its parent
         assert (gone.present, gone.stopped_at) == (300, 300) and gone.reason is MissReason.EVICTED
         assert asked == [(150, 600, 450), (600, 600, 0)]
         assert handle.put(tokens, pages) == PutResult(300, 300, None, None)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
+from asking import Asking
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput, KeysUnusable
 from kvstore.fsck import check as fsck
@@ -125,7 +126,7 @@ def test_nothing_of_it_is_left_and_the_tenant_comes_again_with_another_key(tmp_p
         assert handle.match(ids(64)).blocks == 0
         assert handle.put(ids(64), random_pages(handle.layout, 1)).reason is MissReason.DISABLED
         with pytest.raises(BadInput, match="its key was retired"):
-            handle.door.open_namespace(handle.namespace, [8192])
+            Asking(handle.door).open_namespace(handle.namespace, [8192])
         with pytest.raises(BadInput) as wrong:
             store.purge("guest")
         assert one_line(wrong.value, "'guest' has no keys here", "default")

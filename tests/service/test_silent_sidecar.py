@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import kvstore
+from asking import Asking
 from kvstore.block.account import MissReason
 from kvstore.cli import ask
 from kvstore.client.framing import FramedSocket, TimedOut
@@ -107,7 +108,7 @@ def test_after_one_time_out_every_verb_misses_at_once_until_a_ping_is_answered(s
             assert missed.account.to_dict()["misses"] == {"unreachable": 512, "partial_block": 18}
             assert "has not answered" in missed.detail
             with pytest.raises(kvstore.Unreachable):
-                handle.door.drop(handle.number)  # type: ignore[attr-defined]
+                Asking(handle.door).drop(handle.number)  # type: ignore[attr-defined]
             blank = blank_pages(LAYOUT, 8)
             assert handle.get(lease, blank).tokens == 512, "its memory is mapped"
             assert same_tokens(PAGES, blank, range(512))
@@ -172,11 +173,22 @@ def test_a_reservation_that_came_too_late_is_given_back(said: dict[str, Any]) ->
     with client(said) as handle:
         keys = handle.hashed(ids(512, 7)).keys
         with stopped(said["pid"]):
-            reply = handle.door.reserve(handle.number, keys, 0, 0, None, None, 0.1)
+            reply = Asking(handle.door).reserve(handle.number, keys, 0, 0, None, None, 0.1)
             assert reply.reason is MissReason.DEADLINE and not reply.reservation
         wait_until(lambda: is_back(handle))
         wait_until(lambda: held(said) == (0, 0))
         assert handle.put(ids(512, 7), PAGES).stored == 8, "and not `in_flight` for half a minute"
+
+
+def test_a_put_does_not_wait_long_for_a_sidecar_that_is_silent(said: dict[str, Any]) -> None:
+    with client(said, fill=20.0) as handle:
+        stop(said["pid"])
+        try:
+            result = handle.put(ids(512, 5), PAGES)
+            assert (result.present, result.stored, result.reason) == (0, 0, MissReason.UNREACHABLE)
+        finally:
+            os.kill(said["pid"], signal.SIGCONT)
+        wait_until(lambda: is_back(handle))
 
 
 def test_a_put_whose_commit_is_late_says_so_and_leaves_nothing(said: dict[str, Any]) -> None:
@@ -194,6 +206,7 @@ def test_a_put_whose_commit_is_late_says_so_and_leaves_nothing(said: dict[str, A
         try:
             result = handle.put(ids(512, 5), PAGES, reading=StopsIt())
             assert (result.stored, result.reason) == (0, MissReason.DEADLINE)
+            wait_until(lambda: handle.door._run.breaker.is_open)  # a ping told
             result = handle.put(ids(512, 6), PAGES)
             assert result.reason is MissReason.UNREACHABLE
         finally:
@@ -229,7 +242,7 @@ def test_a_request_that_is_slow_does_not_keep_others_from_a_sidecar_that_answers
         handle.match(ids(512))
         lock = sidecar.core._lock
         with lock:  # verbs of the store wait, and a ping is answered
-            reply = door.reserve(handle.number, handle.hashed(ids(512, 2)).keys, 0, 0, None, None, 0.05)
+            reply = Asking(door).reserve(handle.number, handle.hashed(ids(512, 2)).keys, 0, 0, None, None, 0.05)
             assert reply.reason is MissReason.DEADLINE
             before = door._run.wire.heard_at
             wait_until(lambda: door._run.wire.heard_at > before)

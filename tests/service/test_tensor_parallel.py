@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import kvstore
+from asking import Asking
 from kvstore.block.account import MissReason
 from kvstore.block.layout import Layout
 from kvstore.cli import ask
@@ -292,7 +293,8 @@ def test_two_ranks_of_one_process_have_a_share_each(sidecar: Sidecar) -> None:
         keys = ranks[0].match(ids(TOKENS)).keys
         collective = [Collective("j", (rank,)) for rank in range(2)]
         one, two = (
-            ranks[rank].door.reserve(ranks[rank].number, keys, 0, 0, None, collective[rank]) for rank in range(2)
+            Asking(ranks[rank].door).reserve(ranks[rank].number, keys, 0, 0, None, collective[rank])
+            for rank in range(2)
         )
         assert one.reservation != two.reservation and one.blocks == two.blocks == list(range(BLOCKS))
         assert [len(column) for column in (*one.places, *two.places)] == [BLOCKS, 0, 0, BLOCKS]
@@ -300,10 +302,10 @@ def test_two_ranks_of_one_process_have_a_share_each(sidecar: Sidecar) -> None:
         assert list(sidecar.sessions.reservations().values()) == [1]
         digests = [[bytes(16)] * 2] * BLOCKS
         with pytest.raises(ReservationLost, match="the caller's to fill"):  # it is no part of that share
-            ranks[0].door.commit(two.reservation, 0, 0, digests)
-        assert ranks[0].door.commit(one.reservation, 0, 0, digests) == BLOCKS
-        ranks[0].door.abort(one.reservation)
-        assert ranks[1].door.commit(two.reservation, 1, 0, digests) == BLOCKS
+            Asking(ranks[0].door).commit(two.reservation, 0, 0, digests)
+        assert Asking(ranks[0].door).commit(one.reservation, 0, 0, digests) == BLOCKS
+        Asking(ranks[0].door).abort(one.reservation)
+        assert Asking(ranks[1].door).commit(two.reservation, 1, 0, digests) == BLOCKS
         assert ranks[0].match(ids(TOKENS)).blocks == BLOCKS
 
 
@@ -331,9 +333,9 @@ def test_other_sessions_and_nonsense_have_no_part_in_a_joint_put(sidecar: Sideca
     with sidecar.client() as store, sidecar.client() as stranger:
         handle, other = (one.namespace(model=MODEL, layout=TWO, shard=0) for one in (store, stranger))
         keys = handle.match(ids(TOKENS)).keys
-        reply = handle.door.reserve(handle.number, keys, 0, 0, None, Collective("j", (0,)))
+        reply = Asking(handle.door).reserve(handle.number, keys, 0, 0, None, Collective("j", (0,)))
         assert reply.blocks
-        theirs = other.door.reserve(other.number, keys, 0, 0, None, Collective("j", (1,)))
+        theirs = Asking(other.door).reserve(other.number, keys, 0, 0, None, Collective("j", (1,)))
         assert (theirs.reservation, theirs.reason) == (0, MissReason.IN_FLIGHT)
         run = other.door._run
         assert run is not None
@@ -348,7 +350,7 @@ def test_other_sessions_and_nonsense_have_no_part_in_a_joint_put(sidecar: Sideca
         for verb in wrong:
             answer = run.wire.call(verb, 10).answer
             assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT, verb
-        handle.door.abort(reply.reservation)
+        Asking(handle.door).abort(reply.reservation)
         handle.match(ids(64))
         wait_until(lambda: not sidecar.store.usage().reservations)
 

@@ -27,7 +27,7 @@ from kvstore.block.identity import ExtraKey, Namespace
 from kvstore.cli.ask import Warmed, WarmPrompt
 from kvstore.protocol import messages as m
 from kvstore.protocol import status
-from kvstore.protocol.door import MatchReply
+from kvstore.protocol.replies import MatchReply
 from tiering.faults import MachineFault
 from tiering.frame import KEY_BYTES
 from tiering.policies.admission import WriteBudget

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+from asking import Asking
 from kvstore.protocol import messages as m
 from service.sidecar import number_of
 from tiering.frame import KEY_BYTES
@@ -47,7 +48,7 @@ class Victim(Household):
         self.turn()
         self.lease = self.hold()
         keys = self.handle.match(range(1000, 1000 + 64 * 2)).keys
-        self.reserved = self.handle.door.reserve(self.handle.number, keys, 0, 0, None)
+        self.reserved = Asking(self.handle.door).reserve(self.handle.number, keys, 0, 0, None)
         assert len(self.reserved.blocks) == 2
         run = self.handle.door._run  # type: ignore[attr-defined]
         self.booty = Booty(
@@ -63,7 +64,7 @@ class Victim(Household):
 
     def settle(self) -> None:
         """What it began to store can be finished still."""
-        visible = self.handle.door.commit(self.reserved.reservation, 0, 0, [[bytes(16)] * 2] * 2)
+        visible = Asking(self.handle.door).commit(self.reserved.reservation, 0, 0, [[bytes(16)] * 2] * 2)
         assert visible == 2, f"{visible} of 2 blocks of the other tenant's reservation are there"
 
 

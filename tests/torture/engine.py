@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 import kvstore
+from asking import Asking
 from kvstore.block.account import MissReason
-from kvstore.block.errors import StoreClosed, StoreError
+from kvstore.block.errors import StoreClosed, StoreError, Unreachable
 from kvstore.block.layout import Layout
 from kvstore.block.pages import Pages
 from kvstore.client.connection import SidecarConnection
@@ -246,11 +247,13 @@ class Client:
         """Write nonsense into slots that were reserved, and commit none of it; some hang up before."""
         space = self.spaces[self.random.choice(self.scratch)]
         keys = space.handle.match(Prompt(self.random.choice(LETTERS)).token_ids).keys
-        reply = self.door.reserve(space.handle.number, keys, 0, 0, None)
+        reply = Asking(self.door).reserve(space.handle.number, keys, 0, 0, None)
         if not reply.reservation:
             return
         try:
-            spans = [span for column in reply.places for span in self.door.spans_to_fill(column)]
+            spans = [
+                span for column in reply.places for span in self.door.memory(reply.reservation, column, writable=True)
+            ]
         except StoreClosed:
             spans = []
         self.say("scribbling")
@@ -261,7 +264,7 @@ class Client:
             for span in spans:
                 for first in range(0, len(span.view), PIECE_BYTES):
                     span.view[first : first + PIECE_BYTES] = nonsense[: len(span.view) - first]
-        self.door.abort(reply.reservation)
+        Asking(self.door).abort(reply.reservation)
 
     def hang_up(self) -> None:
         """The connection breaks off; what is mapped is read on for a while."""
@@ -299,8 +302,8 @@ class Client:
             lease.release()
             return None
         try:
-            spans = [span for column in lease.reply.places for span in self.door.spans(column)]
-        except StoreClosed:
+            spans = [span for column in lease.reply.places for span in self.door.memory(lease.reply.lease, column)]
+        except (StoreClosed, Unreachable):
             spans = []
         if self.door._run is not held.run or len(spans) < sum(map(len, lease.reply.places)):
             lease.release()
