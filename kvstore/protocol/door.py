@@ -159,7 +159,7 @@ def missed(request: Request, reason: MissReason, detail: str) -> object:
         case AttachLease():
             return NamedLease(LeaseReply(0, request.reply.first_block, 0, reason=reason, detail=detail))
         case m.Reserve():
-            return m.Reserved(ReserveReply(0, 0, stopped_at=0, reason=reason))
+            return m.Reserved(ReserveReply(0, 0, stopped_at=0, reason=reason, detail=detail))
         case m.Persist():
             return m.Persisted(0, reason)
         case m.Commit():

@@ -146,7 +146,8 @@ class _Bench:
     # Parts -----------------------------------------------------------------------------------------------------------
 
     def ttft(self) -> None:
-        """Turn by turn through all engines and paths, in another order each time."""
+        """Turn by turn through all engines and paths, in another order each time. Cold prompts come behind all
+        hits: one takes as long as a hundred hits, and what a hit reads would leave every cache meanwhile."""
         options = self._options
         prefix = self._tokens(options.prefix_tokens)
         with ExitStack() as stack:
@@ -173,6 +174,11 @@ class _Bench:
                         self._check(engine.name, path, answer, options.prefix_tokens)
                         if turn >= 0:
                             samples.setdefault((engine.name, path), []).append(_sample(answer))
+            for turn in range(options.turns):
+                self._say(f"TTFT, cold, turn {turn + 1} of {options.turns}")
+                answer = self._ask(engines[PLAIN], self._tokens(options.prefix_tokens))
+                self._check(PLAIN, COLD, answer, options.prefix_tokens)
+                samples.setdefault((PLAIN, COLD), []).append(_sample(answer))
         self.result.rows += ttft_rows(samples)
 
     def itl(self) -> None:
@@ -332,7 +338,6 @@ class _Bench:
         """The prefix is in the engine's cache before and after."""
         if engine.name == PLAIN:
             yield OWN, self._ask(engine, prefix)
-            yield COLD, self._ask(engine, self._tokens(len(prefix)))
             return
         for path in (OWN, EXTERNAL) if is_own_first else (EXTERNAL, OWN):
             if path == EXTERNAL and not engine.do("forget"):
