@@ -15,6 +15,7 @@ from kvstore.block.account import MissReason
 from kvstore.block.errors import StoreClosed
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
+from kvstore.protocol.messages import LeasePrefix, MatchPrefix
 from workbench import FakeClock, ids
 
 SECONDS = 30
@@ -189,16 +190,20 @@ def test_giving_back_lets_go_of_everything_and_may_be_done_again(store: Embedded
     ("error", "reason"),
     [(RuntimeError("no\nmore"), MissReason.UNREACHABLE), (StoreClosed("closed"), MissReason.DISABLED)],
 )
-@pytest.mark.parametrize("verb", ["submit_match", "submit_lease"])
+@pytest.mark.parametrize("kind", [MatchPrefix, LeasePrefix])
 def test_a_fault_of_the_store_is_a_miss_and_one_line(
-    store: EmbeddedStore, verb: str, error: Exception, reason: MissReason, caplog: pytest.LogCaptureFixture
+    store: EmbeddedStore, kind: type, error: Exception, reason: MissReason, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = Asked(store)
 
-    def fails(*given: Any) -> Any:
-        raise error
+    submit = asked.handle._door.submit
 
-    setattr(asked.handle._door, verb, fails)
+    def fails(request: Any, *given: Any) -> Any:
+        if isinstance(request, kind):
+            raise error
+        return submit(request, *given)
+
+    asked.handle._door.submit = fails  # type: ignore[method-assign]
     with caplog.at_level(logging.INFO, "engine_adapter"):
         lookup = PrefixLookup(asked.handle, asked.lookup.prompt, "r", float, match_deadline_ms=20, lease_deadline_ms=50)
         assert lookup.matched(0, 320, GRID) == 0 and lookup.is_over
