@@ -23,13 +23,13 @@ STAGE  ?=
 
 # Tests share the cores, one worker for each; those that look at a clock run by themselves behind them. A test that hangs is
 # ended and named after this time. tests/kinds.py says which file is of which kind.
-TEST_LIMIT_SECONDS := 300
+TEST_LIMIT_SECONDS := 600
 PYTEST := $(VENV)/bin/python -m pytest -rs --timeout $(TEST_LIMIT_SECONDS)
 TOGETHER := -n auto --dist loadfile
 
 # Engines run in an environment of their own: they name versions of torch and of much else.
 ENGINE_TESTS := tests/engines
-ENGINE_LIMIT_SECONDS := 600
+ENGINE_LIMIT_SECONDS := 1200
 ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt | cksum | tr ' ' '-')
 
 # What computes rather than talks: kernels in Triton's interpreter and in its compiler, codecs on a model, adapters.
@@ -47,7 +47,7 @@ SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in (
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
-	@echo 'make test    the tests that everybody runs, on all cores: some five minutes of two; skips are listed'
+	@echo 'make test    the tests that everybody runs, on all cores: less than four minutes of two; skips are listed'
 	@echo 'make test-pure     those of them that only compute: a minute'
 	@echo 'make test-all      every test but those in an engine: also the long ones, which draw histories and damage at random'
 	@echo '                   (in four parts: test-pure, test-kernels, test-drawn, test-rest)'
