@@ -23,13 +23,13 @@ STAGE  ?=
 
 # Tests share the cores, one worker for each; those that look at a clock run by themselves behind them. A test that hangs is
 # ended and named after this time. tests/kinds.py says which file is of which kind.
-TEST_LIMIT_SECONDS := 300
+TEST_LIMIT_SECONDS := 600
 PYTEST := $(VENV)/bin/python -m pytest -rs --timeout $(TEST_LIMIT_SECONDS)
 TOGETHER := -n auto --dist loadfile
 
 # Engines run in an environment of their own: they name versions of torch and of much else.
 ENGINE_TESTS := tests/engines
-ENGINE_LIMIT_SECONDS := 600
+ENGINE_LIMIT_SECONDS := 1200
 ENGINE_STAMP := $(ENGINES)/.installed-$(shell cat pyproject.toml engines.txt | cksum | tr ' ' '-')
 
 # What computes rather than talks: kernels in Triton's interpreter and in its compiler, codecs on a model, adapters.
@@ -47,10 +47,10 @@ SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in (
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
-	@echo 'make test    the tests that everybody runs, on all cores: some five minutes of two; skips are listed'
+	@echo 'make test    the tests that everybody runs, on all cores: less than four minutes of two; skips are listed'
 	@echo 'make test-pure     those of them that only compute: a minute'
 	@echo 'make test-all      every test but those in an engine: also the long ones, which draw histories and damage at random'
-	@echo '                   (or in three parts, one test after the other: test-kernels, test-drawn, test-rest)'
+	@echo '                   (in four parts: test-pure, test-kernels, test-drawn, test-rest)'
 	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB), without the slow tests'
 	@echo 'make test-vllm-matrix  all of these, with 200 prompts for each configuration, on every vLLM that is served: hours'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
@@ -102,22 +102,23 @@ test: $(STAMP)
 	$(PYTEST) $(TOGETHER) -m 'not slow and not alone' --ignore=$(ENGINE_TESTS) $(ARGS)
 	$(PYTEST) -m 'alone and not slow' --ignore=$(ENGINE_TESTS) $(ARGS)
 
-test-pure: $(STAMP)
-	$(PYTEST) $(TOGETHER) -m pure $(ARGS)
-
 test-all: $(STAMP)
 	$(PYTEST) $(TOGETHER) -m 'not alone' --ignore=$(ENGINE_TESTS) $(ARGS)
 	$(PYTEST) -m alone --ignore=$(ENGINE_TESTS) $(ARGS)
 
-# The same in three parts, one test after the other.
+# The same in four parts, of which no two have a test in common.
+test-pure: $(STAMP)
+	$(PYTEST) $(TOGETHER) -m pure $(ARGS)
+
 test-kernels: $(STAMP)
-	$(PYTEST) -m 'not drawn' $(KERNEL_TESTS) $(ARGS)
+	$(PYTEST) $(TOGETHER) -m process $(KERNEL_TESTS) $(ARGS)
 
 test-drawn: $(STAMP)
-	$(PYTEST) -m drawn --ignore=$(ENGINE_TESTS) $(ARGS)
+	$(PYTEST) $(TOGETHER) -m drawn --ignore=$(ENGINE_TESTS) $(ARGS)
 
 test-rest: $(STAMP)
-	$(PYTEST) -m 'not drawn' $(addprefix --ignore=,$(KERNEL_TESTS) $(ENGINE_TESTS)) $(ARGS)
+	$(PYTEST) $(TOGETHER) -m 'process and not alone' $(addprefix --ignore=,$(KERNEL_TESTS) $(ENGINE_TESTS)) $(ARGS)
+	$(PYTEST) -m alone --ignore=$(ENGINE_TESTS) $(ARGS)
 
 test-engines: $(STAMP) $(ENGINE_STAMP)
 	$(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider --timeout $(ENGINE_LIMIT_SECONDS) -m 'not slow' $(ENGINE_TESTS) $(ARGS)

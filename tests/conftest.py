@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from _pytest.mark.expression import Expression
 from hypothesis import HealthCheck, settings
 
 import kinds
+import patience
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One process for each core: torch and its like take no more than that core.
@@ -30,6 +32,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.differing_executors],  # a contract's tests are run by every implementation
 )
 settings.load_profile("kvstore")
+
+patience.wait_for_leases()
 
 if not any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -48,11 +52,13 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files that are slow as a whole are not read where slow tests are left out: they import engines and compilers."""
-    if "not slow" not in config.option.markexpr or kinds.TESTS not in collection_path.parents:
+    """Files of which no test is wanted are not read: some import engines and compilers."""
+    if not config.option.markexpr or not collection_path.name.startswith("test_"):
+        return None
+    if kinds.TESTS not in collection_path.parents:
         return None
     path = collection_path.relative_to(kinds.TESTS).as_posix()
-    return True if collection_path.name.startswith("test_") and path.startswith(kinds.SLOW_FILES) else None
+    return None if kinds.may_want(path, Expression.compile(config.option.markexpr).evaluate) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,9 @@ A file has one of the first three, and may have the others; a single test may be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 PURE, DRAWN, PROCESS, SLOW, ALONE = "pure", "drawn", "process", "slow", "alone"
@@ -127,3 +129,10 @@ def marks_of(path: str) -> list[str]:
     if path.startswith(ALONE_FILES):
         marks.append(ALONE)
     return marks
+
+
+def may_want(path: str, is_wanted: Callable[[Any], bool]) -> bool:
+    """Whether a test of this file may be wanted. is_wanted: a question about marks, as `-m` puts it. A single test may
+    be slow where its file is not."""
+    marks = marks_of(path)
+    return any(is_wanted(having.__contains__) for having in (marks, [*marks, SLOW]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 import kinds
 
@@ -77,3 +79,33 @@ def test_the_table_names_what_is_there() -> None:
 def test_each_file_is_of_one_kind() -> None:
     both = [path for path in kinds.PURE_FILES if path.startswith(kinds.DRAWN_FILES)]
     assert both == [], "a file is pure or drawn"
+
+
+def test_the_parts_of_all_tests_have_no_test_in_common() -> None:
+    """Those of files that are read alone come in a part of their own (`test-rest` of the Makefile)."""
+    kernels = re.search(r"^KERNEL_TESTS := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert kernels is not None
+    folders = [path.removeprefix("tests/") for path in kernels[1].replace("\\\n", " ").split()]
+    assert len(folders) > 3 and all((kinds.TESTS / folder).exists() for folder in folders)
+    alone = [path for path in files_of_tests() if path.startswith(kinds.ALONE_FILES)]
+    assert [path for path in alone if kinds.PROCESS not in kinds.marks_of(path)] == []
+    assert [path for path in alone if path.startswith(tuple(folders))] == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "read", "unread"),
+    [
+        ("not slow and not alone", "kvstore/test_store.py test_house.py", "model/test_room.py test_files_passed.py"),
+        ("alone and not slow", "test_files_passed.py", "test_house.py kvstore/test_store.py demo/test_demo.py"),
+        ("pure", "test_house.py tiering/test_slab.py", "kvstore/test_store.py contract/test_tier.py"),
+        ("drawn", "contract/test_tier.py model/test_room.py", "test_house.py test_files_passed.py"),
+        ("slow", "model/test_room.py kvstore/test_store.py", ""),
+        ("process", "kvstore/test_store.py engines/test_vllm.py", "test_house.py"),
+    ],
+)
+def test_files_of_which_no_test_is_wanted_are_not_read(expression: str, read: str, unread: str) -> None:
+    """A single test may be slow in any file."""
+    wanted = Expression.compile(expression).evaluate
+    assert [path for path in read.split() if not kinds.may_want(path, wanted)] == []
+    assert [path for path in unread.split() if kinds.may_want(path, wanted)] == []
+    assert set(read.split() + unread.split()) <= set(files_of_tests())

@@ -387,6 +387,7 @@ class TestInt8Kc64OnDevice(OnDevice, Int8Contract):
         return codec_named("int8-kc64", self.route())
 
 
+@pytest.mark.slow  # `make test` has the other scheme's
 class TestInt8ThOnDevice(OnDevice, Int8Contract):
     def make(self) -> Codec:
         return codec_named("int8-th", self.route())

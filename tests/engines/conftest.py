@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,13 +13,19 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from select import select
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 240 + 2 * int(os.environ.get("ENGINE_PROMPTS", "20"))
+SECONDS = 500 + 2 * int(os.environ.get("ENGINE_PROMPTS", "20"))
 """That one run may take."""
+
+
+WAITS_ASLEEP = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+"""Of an engine's threads that wait for each other. Small models meet after each few operations: threads that spin
+meanwhile take the cores from the sidecar, and from each other where a core has more than one, and a prompt takes ten
+times as long."""
 
 
 def sidecar_python() -> str:
@@ -79,13 +86,6 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def shared_sidecar(request: pytest.FixtureRequest) -> Iterator[Sidecar]:
-    """Of the tests of one file that ask one engine."""
-    with started(request.path.stem) as made:
-        yield made
-
-
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Random models, each made once."""
@@ -110,7 +110,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 
 class Nursery:
-    """Runs of engines, one after the other. A context."""
+    """Runs of engines, one after the other. An engine of which a plan says that it is `kept` follows the next plan that
+    names the same model, connector and options, too."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -134,7 +135,7 @@ class Nursery:
                 start_new_session=True,
             )
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{given} {outcome} {log}\n")
+        self._process.stdin.write(f"{_engine_of(plan)} {given} {outcome} {log}\n")
         self._process.stdin.flush()
         ended, _, _ = select([self._process.stdout], [], [], SECONDS)
         status = self._process.stdout.readline().strip() if ended else f"still there after {SECONDS} s"
@@ -171,14 +172,79 @@ class Nursery:
             process.wait()
 
 
+def _engine_of(plan: dict[str, Any]) -> str:
+    """Its name in the nursery."""
+    if not plan.get("kept"):
+        return "-"
+    told = [plan["model"], plan.get("transfer"), plan.get("options")]
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
 def _environment() -> dict[str, str]:
     path = [ROOT / "tests", ROOT, ROOT / "kernels", os.environ.get("ENGINE_PATH", "")]
-    return {**os.environ, "PYTHONPATH": ":".join(map(str, path))}
+    return {**os.environ, **WAITS_ASLEEP, "PYTHONPATH": ":".join(map(str, path))}
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[dict[str, Any]], list[Any]]]:
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Of all tests."""
+    made = Nursery(tmp_path_factory.mktemp("runs"))
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="session")
+def run(nursery: Nursery) -> Callable[[dict[str, Any]], list[Any]]:
     """A plan's outcome, step by step."""
-    nursery = Nursery(tmp_path_factory.mktemp("runs"))
-    yield nursery.run
-    nursery.end()
+    return nursery.run
+
+
+class Pair:
+    """Two engines that agree in everything but the store, and are asked by all tests that need no others. With each
+    plan they begin anew; the one with the store does wrong what a test wants it to (`ChangingConnector`)."""
+
+    OPTIONS: ClassVar[dict[str, Any]] = dict(
+        dtype="float32",
+        max_model_len=2048,
+        max_num_seqs=100,
+        max_num_batched_tokens=1024,
+        enable_lora=True,
+        max_lora_rank=8,
+        enable_prompt_embeds=True,
+    )
+
+    def __init__(self, model: str, sidecar: Sidecar, run: Callable[[dict[str, Any]], list[Any]]) -> None:
+        self._model = model
+        self._sidecar = sidecar
+        self._run = run
+        self.events = f"ipc://{sidecar.directory}/events"
+        """Where the engine with the store publishes KV events."""
+
+    def alone(self, steps: list[dict[str, Any]]) -> list[Any]:
+        """What the engine without a store answers."""
+        return self._run({"model": self._model, "options": self.OPTIONS, "kept": True, "steps": steps})
+
+    def with_store(self, steps: list[dict[str, Any]], options: dict[str, Any] | None = None) -> list[Any]:
+        """What the other one answers. options: an engine of that kind which has these instead, and is kept likewise."""
+        from engines import models
+
+        transfer = models.connector(self._sidecar.url, codec="raw", **models.PATIENT)
+        transfer |= {"kv_connector": "ChangingConnector", "kv_connector_module_path": "engines.wrong_connectors"}
+        events = dict(enable_kv_cache_events=True, publisher="zmq", endpoint=self.events)
+        return self._run(
+            {
+                "model": self._model,
+                "transfer": transfer,
+                "options": options or {**self.OPTIONS, "kv_events_config": events},
+                "kept": True,
+                "steps": steps,
+            }
+        )
+
+
+@pytest.fixture(scope="session")
+def pair(saved: Callable[..., str], nursery: Nursery) -> Iterator[Pair]:
+    """Of all tests."""
+    with started("pair") as sidecar:
+        yield Pair(saved(), sidecar, nursery.run)
+        nursery.end()  # its engines hang up before their sidecar ends

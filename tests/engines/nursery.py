@@ -1,8 +1,9 @@
 """Runs of a real vLLM, each in a process of its own that has imported it already: python -m engines.nursery
 
-A line on standard input names a plan's file, the one for the outcome and the one for what the engine logs; once that
-run has ended its exit status is a line on standard output. Importing vLLM takes as long as everything else that a
-short run does, and a process that has only imported it can be forked.
+A line on standard input names an engine, a plan's file, the one for the outcome and the one for what the engine logs;
+once that plan is done its exit status is a line on standard output. Importing vLLM takes as long as everything else
+that a short run does, and a process that has only imported it can be forked. An engine that has a name is kept for the
+next plan that names it, until one fails; one that has none ends with its plan.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import sys
 import traceback
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
+NAMELESS = "-"
 IMPORTED = ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
 
 
@@ -24,24 +27,82 @@ def wanted_version() -> None:
     assert vllm.__version__.startswith(wanted), f"vLLM {vllm.__version__} runs, {wanted} was asked for"
 
 
-def run(plan: str, outcome: str, log: str) -> None:
+def log_to(path: str) -> None:
+    """From here on."""
+    logged = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(logged, 1)
+    os.dup2(logged, 2)
+    os.close(logged)
+
+
+def run(plan: str, outcome: str, log: str) -> NoReturn:
     """In the forked process. It does not return."""
     from engines import session
 
     status = 1
     try:
         os.setpgid(0, 0)
-        logged = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(logged, 1)
-        os.dup2(logged, 2)
+        log_to(log)
         Path(outcome).write_text(session.outcome_of(Path(plan).read_text()))
         status = 0
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # what vLLM leaves running is not waited for
+        end(status)
+
+
+def end(status: int) -> NoReturn:
+    """What vLLM leaves running is not waited for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class KeptEngine:
+    """In a forked process of its own, which takes one plan after the other."""
+
+    def __init__(self) -> None:
+        plans, self._plans = os.pipe()
+        self._done, done = os.pipe()
+        self._process = os.fork()
+        if not self._process:
+            os.close(self._plans)
+            os.close(self._done)
+            self._serve(plans, done)
+        os.close(plans)
+        os.close(done)
+
+    def run(self, *files: str) -> int:
+        """Exit status; any but 0 ends it."""
+        try:
+            os.write(self._plans, f"{' '.join(files)}\n".encode())
+            if os.read(self._done, 1):
+                return 0
+        except BrokenPipeError:
+            pass
+        os.close(self._plans)
+        os.close(self._done)
+        return os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1]) or 1
+
+    @staticmethod
+    def _serve(plans: int, done: int) -> NoReturn:
+        from engines import session
+
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            kept = session.KeptSession()
+            for line in os.fdopen(plans):
+                plan, outcome, log = line.split()
+                log_to(log)
+                Path(outcome).write_text(kept.outcome_of(Path(plan).read_text()))
+                sys.stdout.flush()
+                os.write(done, b".")
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            end(status)
 
 
 def main() -> None:
@@ -51,12 +112,22 @@ def main() -> None:
     for name in IMPORTED:
         import_module(name)
     wanted_version()
+    kept: dict[str, KeptEngine] = {}
     for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            run(*line.split())
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), file=out, flush=True)
+        name, *files = line.split()
+        if name == NAMELESS:
+            child = os.fork()
+            if not child:
+                run(*files)
+            _, ended = os.waitpid(child, 0)
+            status = os.waitstatus_to_exitcode(ended)
+        else:
+            if name not in kept:
+                kept[name] = KeptEngine()
+            status = kept[name].run(*files)
+            if status:
+                del kept[name]
+        print(status, file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A plan says which model, how the engine is started, and what is asked of it, step by step; the outcome has for each step
 the tokens, how many of each prompt's were cached, and what the connector told. A step may have a name ("as").
-Processes are not reused: an engine is never quite gone from the one that made it.
+No process has two engines, since one is never quite gone from the process that made it. An engine may be kept for more
+plans; each begins with nothing cached, nothing stored and nothing counted.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import patience
+from engine_adapter.paged.settings import LoadMode
 from engines import models
 from engines.nursery import wanted_version
+
+SAVE_SECONDS = 60.0
+OURS = "kvstore:"
+"""Begins the names of what the connector counted, among the engine's counters."""
 
 
 def prompts(count: int, seed: int, *, vocab: int = 999, page: int = 64, longest: int = 1200) -> list[list[int]]:
@@ -34,9 +41,9 @@ def prompts(count: int, seed: int, *, vocab: int = 999, page: int = 64, longest:
     return made
 
 
-def named(plan: dict[str, Any], outcome: list[Any]) -> dict[str, Any]:
+def named(steps: list[dict[str, Any]], outcome: list[Any]) -> dict[str, Any]:
     """What the steps that have names told."""
-    return {step["as"]: told for step, told in zip(plan["steps"], outcome, strict=True) if "as" in step}
+    return {step["as"]: told for step, told in zip(steps, outcome, strict=True) if "as" in step}
 
 
 def _lead(token: int, logprobs: dict[int, Any]) -> float:
@@ -50,12 +57,31 @@ class Session:
     def __init__(self, plan: dict[str, Any]) -> None:
         options = plan.get("options", {})
         models.prepare(multiprocessing=plan.get("multiprocessing", False), ranks=options.get("tensor_parallel_size", 1))
+        patience.wait_for_sidecars()
         model = Path(plan["model"])
         started = time.perf_counter()
         self.llm = models.start(model, plan.get("transfer"), **options)
         self.started_seconds = time.perf_counter() - started
         self.asked: dict[str, list[list[int]]] = {}
         self._listener: Any = None
+        self._before: dict[str, float] = {}
+
+    def begin_again(self) -> None:
+        """As if the engine were new: it has forgotten everything, the store has nothing under its names, and what was
+        counted until now does not count."""
+        from engines.wrong_connectors import ChangingConnector
+
+        self.asked = {}
+        ChangingConnector.become(None, LoadMode.AUTO)
+        self.settle({})
+        assert self.reset({"connector": bool(ChangingConnector.halves)}) and ChangingConnector.wait_open()
+        self.generate({"prompts": [[1, 2, 3]], "max_tokens": 1})  # brings the last reports
+        self._before = self._totals()
+
+    def follow(self, steps: list[dict[str, Any]]) -> str:
+        """One after the other. What each told, as JSON."""
+        told = [getattr(self, step["do"])(step) for step in steps]
+        return json.dumps({"started_seconds": self.started_seconds, "steps": told})
 
     def generate(self, step: dict[str, Any]) -> list[dict[str, Any]]:
         """All prompts of the step; `at_once` of them are in the engine together.
@@ -207,28 +233,59 @@ class Session:
         return False
 
     def settle(self, step: dict[str, Any]) -> bool:
-        """Let what is being saved be saved."""
+        """Let what is being saved be saved, however long a busy machine takes for it, and all else for a while."""
+        give_up_at = time.monotonic() + SAVE_SECONDS
+        while self._is_saving():
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
         time.sleep(step.get("seconds", 0.5))
         return True
+
+    @staticmethod
+    def _is_saving() -> bool:
+        """What cannot be seen where the connector's worker is in another process, or is one of several."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+        return worker is not None and bool(worker._saves or worker._saving)
 
     def run(self, step: dict[str, Any]) -> Any:
         """Another process's turn: it ends with its answer."""
         return os.system(step["command"])
 
+    def become(self, step: dict[str, Any]) -> bool:
+        """A `ChangingConnector`: do this wrong from here on."""
+        from engines.wrong_connectors import ChangingConnector
+
+        ChangingConnector.become(step.get("wrong"), step.get("load", LoadMode.AUTO))
+        return bool(ChangingConnector.halves)
+
     def metrics(self, step: dict[str, Any]) -> dict[str, float]:
-        """Counters of the engine."""
-        return {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
+        """Counters of the engine, since the plan began."""
+        return {
+            name: total - self._before.get(name, 0.0)
+            for name, total in self._totals().items()
+            if not name.startswith(OURS)
+        }
 
     def counted(self, step: dict[str, Any]) -> dict[str, float]:
-        """The connector's own, by origin and by event."""
+        """The connector's own, by origin and by event, since the plan began: what was counted at all."""
+        counts = {
+            name.removeprefix(OURS): total - self._before.get(name, 0.0)
+            for name, total in self._totals().items()
+            if name.startswith(OURS)
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    def _totals(self) -> dict[str, float]:
         from prometheus_client import REGISTRY
 
-        return {
-            sample.labels.get("origin") or sample.labels["event"]: sample.value
-            for family in REGISTRY.collect()
-            for sample in family.samples
-            if sample.name.startswith("kvstore:") and sample.name.endswith("_total")
-        }
+        totals = {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                if sample.name.startswith("kvstore:") and sample.name.endswith("_total"):
+                    totals[OURS + (sample.labels.get("origin") or sample.labels["event"])] = sample.value
+        return totals
 
     def adapter(self, step: dict[str, Any]) -> bool:
         """Write an adapter, over what is there."""
@@ -267,12 +324,25 @@ class Session:
         return heard
 
 
+class KeptSession:
+    """An engine that follows plans which agree in all but their steps."""
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+
+    def outcome_of(self, text: str) -> str:
+        """Follow a plan. Both are JSON."""
+        plan = json.loads(text)
+        if self._session is None:
+            self._session = Session(plan)
+        self._session.begin_again()
+        return self._session.follow(plan["steps"])
+
+
 def outcome_of(text: str) -> str:
-    """Follow a plan. Both are JSON."""
+    """Follow a plan with an engine of its own. Both are JSON."""
     plan = json.loads(text)
-    session = Session(plan)
-    outcome = [getattr(session, step["do"])(step) for step in plan["steps"]]
-    return json.dumps({"started_seconds": session.started_seconds, "steps": outcome})
+    return Session(plan).follow(plan["steps"])
 
 
 def main() -> None:

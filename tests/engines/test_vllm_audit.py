@@ -76,7 +76,7 @@ def audited(saved: Any, run: Any, url: str, **model: Any) -> dict[str, Any]:
             {"do": "counted", "as": "counted"},
         ],
     }
-    told = named(plan, run(plan))
+    told = named(plan["steps"], run(plan))
     for one in asked(told):
         assert one["kvstore"]["hits"] == {} and one["cached"] == 0
         assert one["kvstore"]["misses"] == {"audit": 448, "partial_block": 2}
@@ -103,7 +103,7 @@ def test_every_hit_is_compared_and_drift_ends_the_use_of_what_is_stored(sidecar:
             {"do": "counted", "as": "counted"},
         ],
     }
-    after = named(plan, run(plan))
+    after = named(plan["steps"], run(plan))
     for one in after["alone"]:
         assert one["cached"] == 0
     assert all(old != new for old, new in zip(tokens(before["first"]), tokens(after["alone"]), strict=True))

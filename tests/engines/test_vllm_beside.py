@@ -61,7 +61,7 @@ def test_beside_another_connector_hits_are_counted_once_and_tokens_are_right(
             {"do": "metrics", "as": "metrics"},
         ],
     }
-    told = named(plan, run(plan))
+    told = named(plan["steps"], run(plan))
     for name in ("first", "own", "outside", "longer"):
         for one in told[name]:
             account = one["kvstore"]

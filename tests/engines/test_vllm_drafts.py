@@ -54,9 +54,9 @@ def test_a_conversation_goes_on_from_what_was_stored_of_it_with_drafts(sidecar: 
             {"do": "metrics", "as": "metrics"},
         ],
     }
-    told = named(plan, run(plan))
+    told = named(plan["steps"], run(plan))
     plan = {"model": saved(), "options": options, "steps": [begin, {**go_on, "as": "gone_on"}]}
-    alone = named(plan, run(plan))
+    alone = named(plan["steps"], run(plan))
 
     for name, reference in (
         ("begun", "begun"),

@@ -44,7 +44,7 @@ def test_an_external_hit_in_8_bits_reads_text_as_the_engines_own_does(sidecar: A
             {**ask, "as": "outside", "reset_before_each": True},
         ],
     }
-    told = named(plan, run(plan))
+    told = named(plan["steps"], run(plan))
     squares, count, diverged = 0.0, 0, 0
     for own, outside in zip(told["own"], told["outside"], strict=True):
         assert outside["kvstore"]["hits"] == {"dram": outside["cached"]}

@@ -15,41 +15,32 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
-from engines import models
-
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 PREFIX = 512
 
 
 @pytest.mark.parametrize("arrives", ["with it", "after it"])
-def test_nobody_shares_pages_that_a_failed_load_left_behind(arrives: str, sidecar: Any, saved: Any, run: Any) -> None:
+def test_nobody_shares_pages_that_a_failed_load_left_behind(arrives: str, pair: Any) -> None:
     print(f"seed {SEED}")
     rng = random.Random(SEED)
     prefix, first, second = ([rng.randrange(999) for _ in range(tokens)] for tokens in (PREFIX, 20, 20))
-    options = {"dtype": "float32", "block_size": 32}
-    transfer = models.connector(sidecar.url, codec="raw", load="sync", **models.PATIENT)
-    transfer |= {"kv_connector": "HalvingConnector", "kv_connector_module_path": "engines.wrong_connectors"}
     ask = {"do": "generate", "prompts": [prefix + second], "max_tokens": 24}
-    (alone,) = run({"model": saved(), "options": options, "steps": [ask]})
-    _, _, _, shared, again = run(
-        {
-            "model": saved(),
-            "transfer": transfer,
-            "options": options,
-            "steps": [
-                {"do": "generate", "prompts": [prefix + first], "max_tokens": 1},
-                {"do": "settle"},
-                {"do": "reset"},
-                {
-                    "do": "given_up",
-                    "prompt": prefix + first,
-                    "other": prefix + second,
-                    "together": arrives == "with it",
-                    "max_tokens": 24,
-                },
-                ask,
-            ],
-        }
+    (alone,) = pair.alone([ask])
+    _, _, _, _, shared, again = pair.with_store(
+        [
+            {"do": "become", "wrong": "HalvingConnector", "load": "sync"},
+            {"do": "generate", "prompts": [prefix + first], "max_tokens": 1},
+            {"do": "settle"},
+            {"do": "reset"},
+            {
+                "do": "given_up",
+                "prompt": prefix + first,
+                "other": prefix + second,
+                "together": arrives == "with it",
+                "max_tokens": 24,
+            },
+            ask,
+        ]
     )
     assert shared["tokens"] == alone[0]["tokens"]
     assert again[0]["tokens"] == alone[0]["tokens"]

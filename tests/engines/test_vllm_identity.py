@@ -10,11 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
-from engines import models
 from engines.session import named
 
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
-OPTIONS = dict(dtype="float32", enable_lora=True, max_lora_rank=8, enable_prompt_embeds=True)
 FIRST, SECOND = 1, 2
 """The numbers that the engine gives the adapter."""
 
@@ -37,81 +35,72 @@ def save_and_ask(name: str, **how: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def told(shared_sidecar: Any, saved: Any, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One engine's story."""
     print(f"seed {SEED}")
     path = str(tmp_path_factory.mktemp("adapters") / "mine")
     first = {"adapter": FIRST, "path": path}
     anew = {**first, "anew": True}
     second = {"adapter": SECOND, "path": path}
-    plan = {
-        "model": saved(),
-        "transfer": models.connector(shared_sidecar.url, codec="raw", **models.PATIENT),
-        "options": OPTIONS,
-        "steps": [
-            *save_and_ask("plain"),
-            {**ASK, "as": "own"},
-            {"do": "reset"},
-            {**ASK, "as": "not_read", "skip_reading": True},
-            *save_and_ask("salted", salt="one"),
-            {**ASK, "as": "other_salt", "salt": "another"},
-            {"do": "adapter", "path": path, "seed": 1},
-            {"do": "generate", "prompts": SHORT, "as": "being_read", **first},  # whose files are read meanwhile
-            {"do": "settle"},
-            *save_and_ask("adapted", **first),
-            {"do": "adapter", "path": path, "seed": 2},
-            {"do": "reset"},
-            {**ASK, "as": "changed", **first},
-            {"do": "generate", "prompts": SHORT, **anew},
-            {"do": "settle"},
-            *save_and_ask("anew", **anew),
-            {
-                "do": "overtaken",
-                "prompt": LAST,
-                "max_tokens": 80,
-                "after": 20,
-                "seed": 3,
-                **anew,
-                "as": "overtaken",
-            },
-            {"do": "adapter", "path": path, "seed": 2},
-            {"do": "generate", "prompts": SHORT, **anew},
-            {"do": "settle"},
-            {"do": "reset"},
-            {"do": "generate", "prompts": "overtaken", "as": "after_overtaken", **anew},
-            {"do": "generate", "prompts": SHORT, **second},
-            {"do": "settle"},
-            {"do": "reset"},
-            {**ASK, "as": "renumbered", **second},
-            {"do": "run", "command": f"rm -r {path}"},
-            {"do": "reset"},
-            {**ASK, "as": "gone", **second},
-            {"do": "generate", "prompts": PROMPTS[:1], "as": "embedded", "embeddings": True},
-            {"do": "settle"},
-            {"do": "generate", "prompts": PROMPTS[:1], "as": "embedded_again", "embeddings": True},
-        ],
-    }
-    return named(plan, run(plan))
+    steps = [
+        *save_and_ask("plain"),
+        {**ASK, "as": "own"},
+        {"do": "reset"},
+        {**ASK, "as": "not_read", "skip_reading": True},
+        *save_and_ask("salted", salt="one"),
+        {**ASK, "as": "other_salt", "salt": "another"},
+        {"do": "adapter", "path": path, "seed": 1},
+        {"do": "generate", "prompts": SHORT, "as": "being_read", **first},  # whose files are read meanwhile
+        {"do": "settle"},
+        *save_and_ask("adapted", **first),
+        {"do": "adapter", "path": path, "seed": 2},
+        {"do": "reset"},
+        {**ASK, "as": "changed", **first},
+        {"do": "generate", "prompts": SHORT, **anew},
+        {"do": "settle"},
+        *save_and_ask("anew", **anew),
+        {
+            "do": "overtaken",
+            "prompt": LAST,
+            "max_tokens": 80,
+            "after": 20,
+            "seed": 3,
+            **anew,
+            "as": "overtaken",
+        },
+        {"do": "adapter", "path": path, "seed": 2},
+        {"do": "generate", "prompts": SHORT, **anew},
+        {"do": "settle"},
+        {"do": "reset"},
+        {"do": "generate", "prompts": "overtaken", "as": "after_overtaken", **anew},
+        {"do": "generate", "prompts": SHORT, **second},
+        {"do": "settle"},
+        {"do": "reset"},
+        {**ASK, "as": "renumbered", **second},
+        {"do": "run", "command": f"rm -r {path}"},
+        {"do": "reset"},
+        {**ASK, "as": "gone", **second},
+        {"do": "generate", "prompts": PROMPTS[:1], "as": "embedded", "embeddings": True},
+        {"do": "settle"},
+        {"do": "generate", "prompts": PROMPTS[:1], "as": "embedded_again", "embeddings": True},
+    ]
+    return named(steps, pair.with_store(steps))
 
 
 @pytest.fixture(scope="module")
-def alone(saved: Any, run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(pair: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same of an engine without a connector: an adapter that was written anew has a number of its own there."""
     path = str(tmp_path_factory.mktemp("adapters") / "theirs")
-    plan = {
-        "model": saved(),
-        "options": OPTIONS,
-        "steps": [
-            {**ASK, "as": "plain"},
-            {"do": "adapter", "path": path, "seed": 1},
-            {"do": "reset"},
-            {**ASK, "as": "adapted", "adapter": FIRST, "path": path},
-            {"do": "adapter", "path": path, "seed": 2},
-            {"do": "reset"},
-            {**ASK, "as": "anew", "adapter": SECOND, "path": path},
-        ],
-    }
-    return named(plan, run(plan))
+    steps = [
+        {**ASK, "as": "plain"},
+        {"do": "adapter", "path": path, "seed": 1},
+        {"do": "reset"},
+        {**ASK, "as": "adapted", "adapter": FIRST, "path": path},
+        {"do": "adapter", "path": path, "seed": 2},
+        {"do": "reset"},
+        {**ASK, "as": "anew", "adapter": SECOND, "path": path},
+    ]
+    return named(steps, pair.alone(steps))
 
 
 def external(told: list[dict[str, Any]]) -> list[int]:

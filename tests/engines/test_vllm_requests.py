@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
-from engines import models
 from engines.session import named
 
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
@@ -32,45 +31,36 @@ MISTAKES = {"kvstore": {"stroe": True, "store": "no", "ttl": -1, "priority": 101
 
 
 @pytest.fixture(scope="module")
-def told(shared_sidecar: Any, saved: Any, run: Any) -> dict[str, Any]:
+def told(pair: Any) -> dict[str, Any]:
     """One engine's story."""
     print(f"seed {SEED}")
-    endpoint = f"ipc://{shared_sidecar.directory}/events"
     wait = [{"do": "settle"}, {"do": "reset"}]
     tell = {"do": "generate", "prompts": [[1, 2, 3]]}  # reports of saves come with a step
-    plan = {
-        "model": saved(),
-        "transfer": models.connector(shared_sidecar.url, codec="raw", **models.PATIENT),
-        "options": dict(
-            dtype="float32",
-            kv_events_config=dict(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint),
-        ),
-        "steps": [
-            {"do": "listen", "endpoint": endpoint},
-            # What is generated completes a block.
-            {"do": "generate", "prompts": [LONG], "max_tokens": 140, "as": "long"},
-            {"do": "settle"},
-            tell,
-            {"do": "events", "as": "events"},
-            {"do": "generate", "prompts": [KEPT], "hints": TELLS, "as": "kept_first"},
-            *wait,
-            {"do": "generate", "prompts": [KEPT], "as": "kept"},
-            {"do": "generate", "prompts": [REFUSED], "hints": NOT_SAVED, "as": "refused_first"},
-            *wait,
-            {"do": "generate", "prompts": [REFUSED], "hints": NOT_SAVED, "as": "refused"},
-            {"do": "generate", "prompts": [WRONG], "hints": MISTAKES, "as": "wrong_first"},
-            *wait,
-            {"do": "generate", "prompts": [WRONG], "hints": {"kvstore": 7}, "as": "wrong"},
-            {"do": "generate", "prompts": [[4, 5, 6]], "hints": {"somebody": "else"}, "as": "others"},
-            {"do": "counted", "as": "counted"},
-            {"do": "reset", "connector": True},
-            {"do": "settle"},
-            {"do": "generate", "prompts": [KEPT], "as": "renamed_first"},
-            *wait,
-            {"do": "generate", "prompts": [KEPT], "as": "renamed"},
-        ],
-    }
-    return named(plan, run(plan))
+    steps = [
+        {"do": "listen", "endpoint": pair.events},
+        # What is generated completes a block.
+        {"do": "generate", "prompts": [LONG], "max_tokens": 140, "as": "long"},
+        {"do": "settle"},
+        tell,
+        {"do": "events", "as": "events"},
+        {"do": "generate", "prompts": [KEPT], "hints": TELLS, "as": "kept_first"},
+        *wait,
+        {"do": "generate", "prompts": [KEPT], "as": "kept"},
+        {"do": "generate", "prompts": [REFUSED], "hints": NOT_SAVED, "as": "refused_first"},
+        *wait,
+        {"do": "generate", "prompts": [REFUSED], "hints": NOT_SAVED, "as": "refused"},
+        {"do": "generate", "prompts": [WRONG], "hints": MISTAKES, "as": "wrong_first"},
+        *wait,
+        {"do": "generate", "prompts": [WRONG], "hints": {"kvstore": 7}, "as": "wrong"},
+        {"do": "generate", "prompts": [[4, 5, 6]], "hints": {"somebody": "else"}, "as": "others"},
+        {"do": "counted", "as": "counted"},
+        {"do": "reset", "connector": True},
+        {"do": "settle"},
+        {"do": "generate", "prompts": [KEPT], "as": "renamed_first"},
+        *wait,
+        {"do": "generate", "prompts": [KEPT], "as": "renamed"},
+    ]
+    return named(steps, pair.with_store(steps))
 
 
 def one(told: list[dict[str, Any]]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def asked(sidecar: Any, model: str, run: Any, options: dict[str, Any] = OPTIONS,
             {"do": "counted", "as": "counted"},
         ],
     }
-    return named(plan, run(plan))
+    return named(plan["steps"], run(plan))
 
 
 def check_unused(told: dict[str, Any]) -> None:

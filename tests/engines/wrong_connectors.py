@@ -1,14 +1,16 @@
-"""Connectors that do something wrong on purpose: too late, with other numbers, or half of it."""
+"""Connectors that do something wrong on purpose: too late, with other numbers, or half of it; and one that does any of
+these, or nothing wrong, as a test wants it."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from engine_adapter.paged import worker as paged_worker
+from engine_adapter.paged.settings import LoadMode
 from engine_adapter.paged.step_plan import LoadOrder, LoadReport
 from engine_adapter.vllm_connector import KvStoreConnector
 from kvstore.block.account import MissReason
@@ -17,14 +19,26 @@ from kvstore.block.pages import Pages
 DELAY_SECONDS = 0.05
 
 
-class SlowConnector(KvStoreConnector):
-    """Every load and every save is delayed, so that whatever may happen meanwhile does: before the first byte, and
-    between the last one and the report."""
+class WrongConnector(KvStoreConnector):
+    """What it does wrong is one method of the worker or another, in place of the right one."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         worker = self._worker
         assert isinstance(worker, paged_worker.PagedWorker)
+        self.spoil(worker)
+
+    @classmethod
+    def spoil(cls, worker: paged_worker.PagedWorker) -> None:
+        raise NotImplementedError
+
+
+class SlowConnector(WrongConnector):
+    """Every load and every save is delayed, so that whatever may happen meanwhile does: before the first byte, and
+    between the last one and the report."""
+
+    @classmethod
+    def spoil(cls, worker: paged_worker.PagedWorker) -> None:
         load, begin, end = worker._load, worker.begin_reading, worker.end_reading
 
         def slow_load(*args: Any) -> Any:
@@ -45,14 +59,12 @@ class SlowConnector(KvStoreConnector):
         worker._load, worker.begin_reading, worker.end_reading = slow_load, slow_begin, slow_end
 
 
-class ReversingConnector(KvStoreConnector):
+class ReversingConnector(WrongConnector):
     """Saves every block with the numbers of each token in reverse: digests and names are right, the numbers are not.
     (Whole tokens in another order would not show: attention asks for a set of them.)"""
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        worker = self._worker
-        assert isinstance(worker, paged_worker.PagedWorker)
+    @classmethod
+    def spoil(cls, worker: paged_worker.PagedWorker) -> None:
         save, pages = worker._save, worker.pages.pages
 
         def reversed_pages(*args: Any, **kwargs: Any) -> Pages:
@@ -71,20 +83,18 @@ class ReversingConnector(KvStoreConnector):
         worker._save = save_reversed  # type: ignore[method-assign]
 
 
-class FailingConnector(KvStoreConnector):
+class FailingConnector(WrongConnector):
     """Every third load brings half of its blocks, and leaves numbers in the pages of the others that mean nothing."""
 
     FIRST, EVERY = 1, 3
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        worker = self._worker
-        assert isinstance(worker, paged_worker.PagedWorker)
+    @classmethod
+    def spoil(cls, worker: paged_worker.PagedWorker) -> None:
         load, loads = worker._load, iter(range(1 << 30))
 
         def fails(order: LoadOrder, *args: Any) -> LoadReport:
             report: LoadReport = load(order, *args)
-            if next(loads) % self.EVERY != self.FIRST or report.tokens < order.stop_token:
+            if next(loads) % cls.EVERY != cls.FIRST or report.tokens < order.stop_token:
                 return report
             page = worker.pages.facts.page_tokens
             tokens = (order.first_token + order.stop_token) // 2 // page * page
@@ -101,3 +111,33 @@ class HalvingConnector(FailingConnector):
     """Every load does."""
 
     FIRST, EVERY = 0, 1
+
+
+class ChangingConnector(KvStoreConnector):
+    """Nothing is wrong with it until a test says what. Tests of different faults share an engine with it."""
+
+    OPEN_SECONDS = 60.0
+    halves: ClassVar[list[ChangingConnector]] = []
+    """Both, in an engine of one process."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.halves.append(self)
+
+    @classmethod
+    def become(cls, wrong: str | None, load: str) -> None:
+        """wrong: the connector whose fault it has from here on. load: when loads are done, as in the settings."""
+        for half in cls.halves:
+            if half._worker is not None:
+                for name in ("_load", "_save", "begin_reading", "end_reading"):
+                    vars(half._worker).pop(name, None)
+                if wrong is not None:
+                    globals()[wrong].spoil(half._worker)
+            if half._scheduler is not None:
+                planner = half._scheduler.half
+                planner.settings = replace(planner.settings, load=LoadMode(load))
+
+    @classmethod
+    def wait_open(cls) -> bool:
+        """Once it was given another namespace: whether the store has opened that."""
+        return all(half._scheduler.half.wait_open(cls.OPEN_SECONDS) for half in cls.halves if half._scheduler)

@@ -6,6 +6,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import patience
 from kvstore.block.codec import codec_named
 from kvstore.client.handle import Lease
 from kvstore.client.sidecar_store import SidecarStore, open_sidecar
@@ -23,7 +24,9 @@ from workbench import open_at
 
 
 def patient(store: SidecarStore) -> SidecarStore:
-    """A store whose answers may be as late as a busy machine makes them; a test of deadlines sets its own."""
+    """A store whose answers may be as late as a busy machine makes them; a test of deadlines sets its own. Also in a
+    process that a test starts: nothing else is patient there."""
+    patience.wait_for_leases()
     store._door._limits = CallLimits(match=10.0, lease=10.0)
     return store
 
