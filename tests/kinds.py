@@ -28,8 +28,10 @@ PURE_FILES = frozenset(
     adapters/test_save_patience.py
     adapters/test_save_plan.py
     adapters/test_speeds.py
+    insight/test_divergence.py
     insight/test_models.py
     insight/test_plan.py
+    insight/test_prompts.py
     kvstore/test_catalogue.py
     kvstore/test_door.py
     kvstore/test_lease.py

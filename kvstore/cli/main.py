@@ -30,6 +30,7 @@ from typing import Annotated, Any
 import kvstore
 import kvstore.cli.bench
 import kvstore.cli.insight
+import kvstore.cli.lint
 import kvstore.cli.operate
 import kvstore.cli.plan
 from kvstore.block.errors import OutOfResources, StoreError
