@@ -241,11 +241,12 @@ def compare_prompts(
     """
     place = shared_start(earlier.tokens, prompt.tokens)
     if prompt.fields != earlier.fields or prompt.salt != earlier.salt:
-        if place < block_tokens:
+        lost = place // block_tokens * block_tokens - stored_tokens
+        if lost <= 0:
             return None
         what = _other_field(earlier.fields, prompt.fields)
         kind = PromptChange.NAMESPACE if what else PromptChange.SALTED
-        return Divergence(kind, 0, None, None, place // block_tokens * block_tokens, what=what)
+        return Divergence(kind, 0, None, None, lost, what=what)
     if place == min(len(earlier.tokens), len(prompt.tokens)):
         return None
     found = _behind(earlier.tokens, prompt.tokens, place, shingler, stored_tokens)

@@ -136,7 +136,8 @@ _CHUNKS = KvLayers(KvKind.CHUNK, 36, 8, (128, 128), 8192)
 _MIMO = (KvLayers(KvKind.FULL, 9, 4, (192, 128)), _window(39, 8, 192, 128, 128))
 _NOT_COUNTED = "keys of its indexer are not counted: their width was not found"
 
-# name, whose config.json has it, layers and states
+# Name, the repository whose config.json has it, layers and states. Shapes were read in copies of these files (litgpt,
+# aiconfigurator); a state follows from its heads. Not read: Llama 4's split into full and chunked layers.
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("llama-2-7b", "meta-llama/Llama-2-7b-hf", _full(32, 32, 128)),
     ("llama-2-70b", "meta-llama/Llama-2-70b-hf", _full(80, 8, 128)),

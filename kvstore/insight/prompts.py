@@ -48,6 +48,7 @@ SAME_PLACE_TOKENS = 32
 """Prompts that part within so many tokens of each other part at one place of their template."""
 SHOWN_GROUPS = 10
 _MOST_STARTS = 4
+"""Prompts that later ones of the same start are held against, and as many more that are kept apart from all of them."""
 _BEFORE_CHARACTERS = 24
 """Shown of the text before the place."""
 
@@ -438,7 +439,9 @@ class _Judge:
         self._index.add(number, sketch)
         if len(seen.tokens) >= LEAST_START_TOKENS:
             starts = self._starts.setdefault(self._start(seen), [])
-            if len(starts) < _MOST_STARTS or all(self._is_kept_apart(number, one) for one in starts):
+            if len(starts) < _MOST_STARTS or (
+                len(starts) < 2 * _MOST_STARTS and all(self._is_kept_apart(number, one) for one in starts)
+            ):
                 starts.append(number)
 
     def _judge(self, number: int, hit: int, near: Sequence[int]) -> None:

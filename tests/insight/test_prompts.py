@@ -88,6 +88,15 @@ def test_a_salt_and_a_namespace() -> None:
     assert again.hit_tokens == 2 * 2944 and again.groups[0].prompts == 1
 
 
+def test_a_salt_for_each_user_costs_each_of_them_and_nobody_twice() -> None:
+    result = judged(*({"token_ids": SYSTEM, "cache_salt": str(user % 60)} for user in range(120)))
+    group = only(result)
+    assert (group.kind, group.prompts, group.lost_tokens) == (PromptChange.SALTED, 59, 59 * 2944)
+    assert result.hit_tokens == 60 * 2944
+    goes_on = [{"token_ids": SYSTEM[:length], "cache_salt": salt} for salt in "ab" for length in (1000, 3000)]
+    assert sum(one.lost_tokens for one in judged(*goes_on).groups) == 960 + (2944 - 960), "what b has itself is no loss"
+
+
 def test_a_start_that_fills_no_block() -> None:
     result = judged(*(SYSTEM[:40] + tokens(500, seed) for seed in range(5)))
     group = only(result)
