@@ -488,8 +488,9 @@ class _Parts:
         yield Figure(
             f"{tier.name}_least_bandwidth", "pays from, at a prompt's start", token * rate, "bytes/second", formula
         )
-        deep = token * rate / (1 + 2 * depth / quadratic)
-        formula = f"the same / (1 + 2 x {depth:,} / {quadratic:,})"
+        behind = self._loaded_bytes(depth + 1, tier) - self._loaded_bytes(depth, tier)
+        deep = behind * rate / (1 + 2 * depth / quadratic)
+        formula = f"{behind:,.0f} B per token x {rate:,.0f} / (1 + 2 x {depth:,} / {quadratic:,})"
         yield Figure(
             f"{tier.name}_least_bandwidth_deep", f"pays from, behind {depth:,} tokens", deep, "bytes/second", formula
         )

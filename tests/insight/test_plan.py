@@ -122,6 +122,10 @@ def test_of_a_window_a_load_brings_its_end_and_blocks_have_all() -> None:
     assert value(request, "context_bytes") > 102_400 * (81_920 + 425_984)
     loaded = (value(request, "dram_load_seconds") - 0.002) * 12e9
     assert loaded == pytest.approx(102_400 * 81_920 + 1024 * 425_984, rel=0.01)
+    deep = 81_920 * 10_000 / (1 + 2 * 102_400 / 61_000)
+    assert value(request, "dram_least_bandwidth_deep") == pytest.approx(deep, rel=0.01), (
+        "one token more is full layers'"
+    )
 
 
 def test_a_state_costs_more_than_kv_if_it_is_kept_often() -> None:
