@@ -30,6 +30,10 @@ PURE_FILES = frozenset(
     adapters/test_save_patience.py
     adapters/test_save_plan.py
     adapters/test_speeds.py
+    insight/test_divergence.py
+    insight/test_models.py
+    insight/test_plan.py
+    insight/test_prompts.py
     kvstore/test_catalogue.py
     kvstore/test_door.py
     kvstore/test_lease.py
@@ -68,7 +72,11 @@ DRAWN_FILES = (
     "contract/test_eviction_policy.py",
     "contract/test_frame_index.py",
     "contract/test_tier.py",
-    "insight/",
+    "insight/test_optimum.py",
+    "insight/test_replay.py",
+    "insight/test_replay_plot.py",
+    "insight/test_trace.py",
+    "insight/test_two_tiers.py",
     "kvstore/test_getting.py",
     "kvstore/test_groups.py",
     "kvstore/test_joint.py",

@@ -19,7 +19,7 @@ import torch
 
 from engine_adapter.paged.step_plan import GroupSpec, PageRun, WorkerSpec
 from engine_adapter.paged.stream import EngineStream
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Flaw
 from kvstore.block.codec import codec_named
 from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import DTYPE_BYTES, Attention, KvGroup, Layout

@@ -1,15 +1,23 @@
 """The contract of what moves blocks between pages and payloads.
 
 A copy is bound to pages and one part. Everything is told for many blocks at once, so that a device can have all of them
-under way. Must never say that a block is good whose digests it has not compared.
+under way. Must never say that a block is good whose digests it has not compared. Imports no torch: clients
+import it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from enum import Enum
 from typing import Protocol
 
-from kv_kernels.flaws import Flaw
+
+class Flaw(Enum):
+    """Why an encoder cannot write a block. Loops and kernels tell the value, or 0."""
+
+    NONFINITE = 1  # a NaN or an infinity
+    OUT_OF_RANGE = 2  # numbers too far apart for a scale in fp16
+
 
 Digest = Callable[..., bytes]
 """Of one or several buffers taken as one: 16 bytes."""

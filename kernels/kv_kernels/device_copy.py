@@ -22,10 +22,9 @@ import numpy as np
 import torch
 
 from kv_kernels import paged, paged_int8
-from kv_kernels.copies import BlockCopy, Digest, Encoded
+from kv_kernels.copies import BlockCopy, Digest, Encoded, Flaw
 from kv_kernels.device import Device, Direction, Region, Stream
 from kv_kernels.device_tables import DIGEST_BYTES, Findings, TableMemory, Tables, TableShape
-from kv_kernels.flaws import Flaw
 from kv_kernels.paged_digest import SHORTEST_BYTES, digest_slices
 from kv_kernels.pinned import PinnedExtents
 from kv_kernels.pools import RAW_BYTES, PoolTable

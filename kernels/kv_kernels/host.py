@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kv_kernels.copies import Digest, Encoded, Span
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Digest, Encoded, Flaw, Span
 
 Array = np.ndarray[Any, Any]
 

@@ -32,79 +32,20 @@ denormals (`torch.set_flush_denormal`) that is 2**-118, and up to there its byte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Flaw
+from kv_kernels.int8_form import ALIGN_BYTES as ALIGN_BYTES
+from kv_kernels.int8_form import GROUP, Axis, PlaneForm, SliceForm
+from kv_kernels.int8_form import KC64 as KC64
+from kv_kernels.int8_form import SCALE_BYTES as SCALE_BYTES
+from kv_kernels.int8_form import TH as TH
+from kv_kernels.int8_form import slice_form as slice_form
 
-KC64, TH = "int8-kc64", "int8-th"
-GROUP = 64
-"""Tokens of a group of K's, or numbers along a latent's width."""
-ALIGN_BYTES = 16
-SCALE_BYTES = 2
 LARGEST = {torch.float16: 65504.0}
 """Of the dtypes in which a decoded number could be beyond what the block held: half a scale above fp16's largest."""
-
-
-class Axis(IntEnum):
-    """Over what a plane's numbers share a scale."""
-
-    CHANNEL = 0  # 64 tokens of a channel; with a zero point
-    TOKEN = 1  # the width of a token
-    LATENT = 2  # 64 numbers along the width of a token
-
-
-class PlaneForm(NamedTuple):
-    """Of one plane in a layer slice: offsets in bytes. zeros_at: 0 without zero points. groups: scales of a head."""
-
-    axis: Axis
-    width: int
-    codes_at: int
-    scales_at: int
-    zeros_at: int
-    groups: int
-
-
-class SliceForm(NamedTuple):
-    """A layer slice: its planes, its bytes, and the two runs (first, stop) of it that are zeros, if not empty: before
-    K's zero points, and at the end."""
-
-    heads: int
-    tokens: int
-    planes: tuple[PlaneForm, ...]
-    size_bytes: int
-    gap: tuple[int, int]
-    padding: tuple[int, int]
-
-
-def slice_form(codec: str, heads: int, tokens: int, widths: Sequence[int], element_bytes: int) -> SliceForm:
-    """widths: of each plane. element_bytes: of a number of the pool, which is 2 or 4. tokens: a multiple of 64."""
-    assert codec in (KC64, TH) and tokens % GROUP == 0 and element_bytes in (2, 4)
-    axes = _axes(codec, len(widths))
-    codes_at = [sum(widths[:index]) * heads * tokens for index in range(len(widths))]
-    at = sum(widths) * heads * tokens
-    planes = []
-    gap = (0, 0)
-    for axis, width, codes in zip(axes, widths, codes_at, strict=True):
-        groups = {Axis.CHANNEL: tokens // GROUP * width, Axis.TOKEN: tokens, Axis.LATENT: tokens * -(-width // GROUP)}[
-            axis
-        ]
-        scales_at, at = at, at + heads * groups * SCALE_BYTES
-        zeros_at = 0
-        if axis is Axis.CHANNEL:
-            zeros_at = -(-at // element_bytes) * element_bytes
-            gap, at = (at, zeros_at), zeros_at + heads * groups * element_bytes
-        planes.append(PlaneForm(axis, width, codes, scales_at, zeros_at, groups))
-    size_bytes = -(-at // ALIGN_BYTES) * ALIGN_BYTES
-    return SliceForm(heads, tokens, tuple(planes), size_bytes, gap, (at, size_bytes))
-
-
-def _axes(codec: str, planes: int) -> tuple[Axis, ...]:
-    if planes == 1:
-        return (Axis.LATENT,)
-    return (Axis.CHANNEL if codec == KC64 else Axis.TOKEN, Axis.TOKEN)
 
 
 class Unwritable(ValueError):

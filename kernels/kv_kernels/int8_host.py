@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kv_kernels.copies import Digest, Span
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Digest, Flaw, Span
 from kv_kernels.host import UNWRITABLE_PAGES, BlockByBlock, are_writable
 from kv_kernels.int8 import SliceForm
 

@@ -18,7 +18,7 @@ import numpy as np
 from numba import carray, config, float32, int8, int16, int32, int64, njit, types, uint32, uint64
 from numba.extending import intrinsic, overload
 
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Flaw
 from kv_kernels.int8_host import Field, Int8Loops
 
 _log = getLogger(__name__)

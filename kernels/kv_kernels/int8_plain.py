@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from kv_kernels import int8, reference
-from kv_kernels.copies import Digest, Span
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Digest, Flaw, Span
 from kv_kernels.host import UNWRITABLE_PAGES, BlockByBlock
 from kv_kernels.int8 import SliceForm, Unwritable
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from kv_kernels.copies import Digest, Span
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Digest, Flaw, Span
 from kv_kernels.host import BlockByBlock
 from kv_kernels.int8 import GROUP, Axis, Unwritable, dequantize, quantize, unpacked, write_packed
 from kv_kernels.pools import PoolTable, check_launch, check_status

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Flaw
 from kvstore.block.errors import BadInput, LeaseExpired, NotReady, StoreClosed
 from tiering.tier import TierMiss
 

@@ -21,12 +21,12 @@ from typing import Any, Protocol
 import torch
 
 from kv_kernels import host, int8, routes
+from kvstore.block import payload
 from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import Layout, Part
 from kvstore.block.pages import Codec, Coder, Pages, page_numbers
+from kvstore.block.payload import default_codec as default_codec
 
-INT8_DTYPES = ("bfloat16", "float16", "float32")
-"""Of the pools whose numbers an 8-bit codec writes."""
 CLOSE_SECONDS = 10.0
 """How long the close of a store waits for a GPU."""
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 class RawCodec:
     """The engine's numbers, bit for bit."""
 
-    name = "raw"
+    name = payload.RAW
     is_exact = True
 
     def __init__(self, devices: routes.Devices | None = None) -> None:
@@ -45,7 +45,7 @@ class RawCodec:
 
     def payload_bytes(self, part: Part) -> int:
         """All layer slices as they are."""
-        return part.raw_bytes
+        return payload.payload_bytes(self.name, part)
 
     def prepare(self, layout: Layout) -> None:
         """Nothing to do."""
@@ -68,7 +68,7 @@ class Int8Codec:
 
     def payload_bytes(self, part: Part) -> int:
         """Codes and parameters of all layer slices. Raises `BadInput` for numbers of other dtypes."""
-        return self._form(part).size_bytes * len(part.layers)
+        return payload.payload_bytes(self.name, part)
 
     def prepare(self, layout: Layout) -> None:
         """Compile what the layout's dtypes need: seconds, the first time on a machine."""
@@ -79,18 +79,11 @@ class Int8Codec:
         table, planes = _checked(pages, layout, part)
         try:
             dtype = part.group.dtype
-            return routes.int8_copy(self._form(part), planes, table, pages.page_tokens, dtype, self._devices)
+            return routes.int8_copy(
+                payload.int8_form(self.name, part), planes, table, pages.page_tokens, dtype, self._devices
+            )
         except ValueError as error:
             raise LayoutMismatch(f"layers {list(part.layers)}: {error}") from None
-
-    def _form(self, part: Part) -> int8.SliceForm:
-        group = part.group
-        if group.dtype not in INT8_DTYPES:
-            raise BadInput(
-                f"codec {self.name!r} cannot write KV of dtype {group.dtype} (group {group.name!r}); "
-                f"allowed: {', '.join(INT8_DTYPES)}; use codec='raw'"
-            )
-        return int8.slice_form(self.name, part.kv_heads, part.block_tokens, group.plane_widths, group.element_bytes)
 
 
 CODECS: dict[str, Callable[[routes.Devices | None], Codec]] = {
@@ -160,12 +153,6 @@ class Codecs:
             text = str(error).partition("\n")[0]
             _log.warning("pages on GPU %d go block by block through plain torch, which is slow: %s", index, text)
             return None
-
-
-def default_codec(layout: Layout) -> str:
-    """What adapters use where nothing else is said: `int8-kc64`, and `raw` for numbers that no 8-bit codec writes."""
-    is_writable = all(group.dtype in INT8_DTYPES for group in layout.groups)
-    return int8.KC64 if is_writable else RawCodec.name
 
 
 def _checked(pages: Pages, layout: Layout, part: Part) -> tuple[list[int], list[list[Any]]]:

@@ -1,7 +1,6 @@
 """The command `kvstore replay`: recorded requests through tables without memory."""
 
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,9 @@ from typing import Annotated, Any
 
 import kvstore
 from kvstore.cli.terminal import Json, app, check_folder, expanded_path, lines_of, print_result, shown_progress, typer
+from kvstore.cli.terminal import listed as _listed
+from kvstore.cli.terminal import real as _real
+from kvstore.cli.terminal import whole as _whole
 from kvstore.config import DEFAULT_POLICY, POLICIES, expanded
 
 
@@ -120,31 +122,6 @@ def replay(
         sys.stdout.flush()
         draw(result)
     return status
-
-
-def _listed(given: list[str], flag: str, allowed: str) -> list[str]:
-    """What stands between commas, without spaces."""
-    found = []
-    for one in given:
-        pieces = [piece.strip() for piece in one.split(",") if piece.strip()]
-        if not pieces:
-            raise typer.BadParameter(f"{flag} {one[:40]!r}; {allowed}")
-        found += pieces
-    return found
-
-
-def _whole(given: str, flag: str, least: int, most: int, allowed: str = "") -> int:
-    is_whole = re.fullmatch(r"\s*[+-]?[0-9]{1,40}\s*", given) is not None
-    if not is_whole or not least <= int(given) <= most:
-        raise typer.BadParameter(f"{flag} {given[:40]!r}; {allowed or f'give a whole number from {least} to {most}'}")
-    return int(given)
-
-
-def _real(given: str, flag: str, allowed: str) -> float:
-    try:
-        return float(given)
-    except ValueError:
-        raise typer.BadParameter(f"{flag} {given[:40]!r}; {allowed}") from None
 
 
 def _plotter(file: str) -> Callable[[Any], None]:

@@ -5,6 +5,7 @@
     stat, namespaces, drop, purge, warm      an operator and a sidecar that runs
     fsck                    a directory that nobody uses
     record, replay          requests of a sidecar that runs, and recorded ones through tables without memory
+    plan, lint              what a model's KV takes and what it is worth; where prompts part that need not
 
 Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was
 given, what is allowed and how to mend it. Long work shows its progress on a terminal and nowhere else.
@@ -29,7 +30,9 @@ from typing import Annotated, Any
 import kvstore
 import kvstore.cli.bench
 import kvstore.cli.insight
+import kvstore.cli.lint
 import kvstore.cli.operate
+import kvstore.cli.plan
 from kvstore.block.errors import OutOfResources, StoreError
 from kvstore.cli.standard_streams import flush_output, hold_standard_descriptors, let_go, say, show_any_text
 from kvstore.cli.terminal import (

@@ -6,6 +6,7 @@ Importing it ends the program with one line where the packages of the command li
 import gzip
 import io
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "serve
     "matplotlib": "plot",
     "torch": "hf",
     "transformers": "hf",
+    "tokenizers": "hf",
     "triton": "gpu",
 }
 
@@ -56,7 +58,21 @@ def expanded_path(path: str | None) -> str | None:
     return expanded(path) if path else path
 
 
-COMMANDS = ("demo", "fsck", "serve", "stat", "namespaces", "drop", "purge", "warm", "record", "replay", "bench")
+COMMANDS = (
+    "demo",
+    "fsck",
+    "serve",
+    "stat",
+    "namespaces",
+    "drop",
+    "purge",
+    "warm",
+    "record",
+    "replay",
+    "plan",
+    "lint",
+    "bench",
+)
 
 
 class InOrder(typer.core.TyperGroup):
@@ -130,6 +146,33 @@ def check_folder(given: str, file: str) -> None:
     folder = Path(file).parent
     if not folder.is_dir():
         raise typer.BadParameter(f"{given}: there is no folder {folder}; make it, or give another one")
+
+
+def listed(given: list[str], flag: str, allowed: str) -> list[str]:
+    """What stands between commas, without spaces."""
+    found = []
+    for one in given:
+        pieces = [piece.strip() for piece in one.split(",") if piece.strip()]
+        if not pieces:
+            raise typer.BadParameter(f"{flag} {one[:40]!r}; {allowed}")
+        found += pieces
+    return found
+
+
+def whole(given: str, flag: str, least: int, most: int, allowed: str = "") -> int:
+    """A whole number of an option. allowed: for the message."""
+    is_whole = re.fullmatch(r"\s*[+-]?[0-9]{1,40}\s*", given) is not None
+    if not is_whole or not least <= int(given) <= most:
+        raise typer.BadParameter(f"{flag} {given[:40]!r}; {allowed or f'give a whole number from {least} to {most}'}")
+    return int(given)
+
+
+def real(given: str, flag: str, allowed: str) -> float:
+    """A number of an option. allowed: for the message."""
+    try:
+        return float(given)
+    except ValueError:
+        raise typer.BadParameter(f"{flag} {given[:40]!r}; {allowed}") from None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Flaw
 from kvstore.block.account import REASON_OF_FLAW, Account, HitTier, MissReason
 from kvstore.block.errors import BadInput, LayoutMismatch, LeaseExpired, StoreClosed
 from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, Prompt, as_extra_keys, token_bytes

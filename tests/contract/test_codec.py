@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chaos_route import ChaosRoute, needs_interpreter
+from kv_kernels.copies import Flaw
 from kv_kernels.device_copy import DeviceCopy
-from kv_kernels.flaws import Flaw
 from kvstore.block.codec import RawCodec, codec_named
 from kvstore.block.errors import BadInput, LayoutMismatch
 from kvstore.block.layout import KvGroup, Layout, Part

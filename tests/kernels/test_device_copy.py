@@ -20,10 +20,9 @@ from chaos import ChaosEvent
 from chaos_route import ChaosRoute, needs_interpreter
 from happens_before import HazardError
 from kv_kernels import int8, int8_plain, reference
-from kv_kernels.copies import BlockCopy
+from kv_kernels.copies import BlockCopy, Flaw
 from kv_kernels.device import Region
 from kv_kernels.device_copy import DeviceCopy
-from kv_kernels.flaws import Flaw
 from kv_kernels.routes import int8_copy, raw_copy
 from paged_memory import kernels_can_run
 from small_engine import HastyStream, NoWait

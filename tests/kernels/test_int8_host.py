@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_kernels import int8, int8_host, int8_loops, int8_plain, routes
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Flaw
 from kv_kernels.int8 import Axis, SliceForm, slice_form
 from kv_kernels.int8_host import Field
 from tiering.frame import digest

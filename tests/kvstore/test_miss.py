@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_kernels.flaws import Flaw
+from kv_kernels.copies import Flaw
 from kvstore.block.account import REASON_OF_FINDING, REASON_OF_FLAW, Account, HitTier, MissReason, Segment
 from tiering.tier import TierMiss
 

@@ -1,0 +1,76 @@
+"""Where things lie in an 8-bit payload: the sizes and offsets of a layer slice, without torch.
+
+`int8` draws the slices and says what the numbers become; `kvstore plan`, which counts bytes alone, needs no more than
+this file. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+KC64, TH = "int8-kc64", "int8-th"
+GROUP = 64
+"""Tokens of a group of K's, or numbers along a latent's width."""
+ALIGN_BYTES = 16
+SCALE_BYTES = 2
+
+
+class Axis(IntEnum):
+    """Over what a plane's numbers share a scale."""
+
+    CHANNEL = 0  # 64 tokens of a channel; with a zero point
+    TOKEN = 1  # the width of a token
+    LATENT = 2  # 64 numbers along the width of a token
+
+
+class PlaneForm(NamedTuple):
+    """Of one plane in a layer slice: offsets in bytes. zeros_at: 0 without zero points. groups: scales of a head."""
+
+    axis: Axis
+    width: int
+    codes_at: int
+    scales_at: int
+    zeros_at: int
+    groups: int
+
+
+class SliceForm(NamedTuple):
+    """A layer slice: its planes, its bytes, and the two runs (first, stop) of it that are zeros, if not empty: before
+    K's zero points, and at the end."""
+
+    heads: int
+    tokens: int
+    planes: tuple[PlaneForm, ...]
+    size_bytes: int
+    gap: tuple[int, int]
+    padding: tuple[int, int]
+
+
+def slice_form(codec: str, heads: int, tokens: int, widths: Sequence[int], element_bytes: int) -> SliceForm:
+    """widths: of each plane. element_bytes: of a number of the pool, which is 2 or 4. tokens: a multiple of 64."""
+    assert codec in (KC64, TH) and tokens % GROUP == 0 and element_bytes in (2, 4)
+    axes = _axes(codec, len(widths))
+    codes_at = [sum(widths[:index]) * heads * tokens for index in range(len(widths))]
+    at = sum(widths) * heads * tokens
+    planes = []
+    gap = (0, 0)
+    for axis, width, codes in zip(axes, widths, codes_at, strict=True):
+        groups = {Axis.CHANNEL: tokens // GROUP * width, Axis.TOKEN: tokens, Axis.LATENT: tokens * -(-width // GROUP)}[
+            axis
+        ]
+        scales_at, at = at, at + heads * groups * SCALE_BYTES
+        zeros_at = 0
+        if axis is Axis.CHANNEL:
+            zeros_at = -(-at // element_bytes) * element_bytes
+            gap, at = (at, zeros_at), zeros_at + heads * groups * element_bytes
+        planes.append(PlaneForm(axis, width, codes, scales_at, zeros_at, groups))
+    size_bytes = -(-at // ALIGN_BYTES) * ALIGN_BYTES
+    return SliceForm(heads, tokens, tuple(planes), size_bytes, gap, (at, size_bytes))
+
+
+def _axes(codec: str, planes: int) -> tuple[Axis, ...]:
+    if planes == 1:
+        return (Axis.LATENT,)
+    return (Axis.CHANNEL if codec == KC64 else Axis.TOKEN, Axis.TOKEN)

@@ -1,0 +1,48 @@
+"""How many bytes a block takes: payload and frame by codec, without torch and without a page.
+
+One formula for those who write blocks (`codec`) and for those who only count them (`kvstore plan`). Pure.
+"""
+
+from __future__ import annotations
+
+from kv_kernels.int8_form import KC64, TH, SliceForm, slice_form
+from kvstore.block.errors import BadInput, shown
+from kvstore.block.layout import Layout, Part
+from tiering.frame import frame_bytes
+
+RAW = "raw"
+INT8_CODECS = (KC64, TH)
+CODEC_NAMES = (*INT8_CODECS, RAW)
+INT8_DTYPES = ("bfloat16", "float16", "float32")
+"""Of the pools whose numbers an 8-bit codec writes."""
+
+
+def int8_form(codec: str, part: Part) -> SliceForm:
+    """Where things lie in a layer slice of 8 bits. Raises `BadInput` for numbers that these codecs do not write."""
+    group = part.group
+    if group.dtype not in INT8_DTYPES:
+        raise BadInput(
+            f"codec {codec!r} cannot write KV of dtype {group.dtype} (group {group.name!r}); "
+            f"allowed: {', '.join(INT8_DTYPES)}; use codec='raw'"
+        )
+    return slice_form(codec, part.kv_heads, part.block_tokens, group.plane_widths, group.element_bytes)
+
+
+def payload_bytes(codec: str, part: Part) -> int:
+    """All layer slices of a part. Raises `BadInput` for a codec that is not known, and as `int8_form`."""
+    if codec == RAW:
+        return part.raw_bytes
+    if codec not in INT8_CODECS:
+        raise BadInput(f"codec {shown(codec)} is not known; allowed: {', '.join(CODEC_NAMES)}")
+    return int8_form(codec, part).size_bytes * len(part.layers)
+
+
+def block_bytes(codec: str, layout: Layout) -> int:
+    """What a tier gives a whole block: of each part a header, the payload, and padding. Raises as `payload_bytes`."""
+    return sum(frame_bytes(payload_bytes(codec, part)) for part in layout.parts)
+
+
+def default_codec(layout: Layout) -> str:
+    """What adapters use where nothing else is said: `int8-kc64`, and `raw` for numbers that no 8-bit codec writes."""
+    is_writable = all(group.dtype in INT8_DTYPES for group in layout.groups)
+    return KC64 if is_writable else RAW

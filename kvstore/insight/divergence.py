@@ -1,0 +1,326 @@
+"""Where prompts part that are the same again behind, and how: what a chain of blocks cannot tell.
+
+    tokens  > every run of 32 has a keyed hash, the same wherever it stands > one in 64 is kept: the prompt's sketch
+    sketches > an inverted index finds the prompt that shares most > compared behind the block where the chains part
+    tokens of both, where they are at hand > the exact place, and how many tokens stand there for how many
+
+A sketch is of 12 bytes for each 64 tokens, so it can be kept where prompts may not. Its key is a secret of those who
+sketch: without it fingerprints say nothing of a prompt. Pure: no clock, no file; keeps no tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from kvstore.insight.trace import Column
+
+SHINGLE_TOKENS = 32
+"""Of a run that is hashed; also: that many equal tokens mean that two prompts are the same again."""
+SKETCH_EVERY = 64
+"""One fingerprint of so many is kept; a power of two."""
+LEAST_EQUAL_TOKENS = 256
+"""Equal behind the place where two prompts part: fewer are not worth a word."""
+LEAST_SHARED = 4
+"""Fingerprints: what so many tokens leave in a sketch, about."""
+LEAST_START_TOKENS = 16
+"""A shared start of fewer tokens is chance, or a begin-of-text token."""
+NEAR_TOKENS = 512
+"""Where two prompts are the same again within so many tokens, that place is looked for first."""
+MOST_PAIRS = 4096
+"""Runs whose order is compared; of more, every so many-th."""
+MOST_OWNERS = 8
+"""Sketches that are found by one fingerprint: a phrase that all have finds a few of them."""
+
+_U64 = np.uint64
+
+
+class PromptChange(StrEnum):
+    """How a prompt differs from an earlier one. INSERTED: tokens stand in one that the other has not. SHORT: the shared
+    start fills no block."""
+
+    CHANGED = "changed"
+    INSERTED = "inserted"
+    REORDERED = "reordered"
+    SHORT = "shorter than a block"
+    SALTED = "other salt"
+    NAMESPACE = "other namespace"
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Of a prompt against an earlier one. In tokens.
+
+    place: the first token that differs; is_exact: whether it is that, or the block's start before it. earlier_tokens,
+    tokens: of the earlier prompt and of this one, between there and where they are the same again; None where that has
+    no one place. equal_tokens: of this prompt behind there, that the earlier one has as well. what: the field of a
+    namespace that differs.
+    """
+
+    kind: PromptChange
+    place: int
+    earlier_tokens: int | None
+    tokens: int | None
+    equal_tokens: int
+    is_exact: bool = True
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PromptSketch:
+    """tokens: of the prompt. fingerprints: uint64, in the order of their places (uint32, where each run begins)."""
+
+    tokens: int
+    fingerprints: Column
+    places: Column
+
+    @property
+    def size_bytes(self) -> int:
+        """Of both columns."""
+        return int(self.fingerprints.nbytes + self.places.nbytes)
+
+
+class Shingler:
+    """Hashes runs of tokens under one key. Equal runs have equal hashes under equal keys, and only then.
+
+    With t_i = a keyed number of token i, B odd and all modulo 2**64, the run at i has sum(t_(i+k) * B**k): one running
+    sum of t_i * B**i, two of its elements subtracted, and divided by B**i, which an odd number allows. R. M. Karp and
+    M. O. Rabin, IBM J. Res. Dev. 31 (2), 1987; sampling by value: U. Manber, USENIX Winter 1994.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        """key: 1 to 64 bytes: a secret of the tenant's, or any where sketches stay in this process. One thread at a
+        time: scratch memory is kept, since new memory would cost more than the sums."""
+        digest = blake2b(digest_size=32, key=key, person=b"kv-shingles-v1").digest()
+        token, xor, base, final = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8, 16, 24))
+        self._token, self._xor, self._final = _U64(token | 1), _U64(xor), _U64(final | 1)
+        self._base = base | 5
+        self._inverse = pow(self._base, -1, 1 << 64)
+        self._powers = self._inverses = self._scratch = self._sums = np.zeros(0, _U64)
+
+    def hashes(self, tokens: Column) -> Column:
+        """Of every run, by its first token: uint64, len(tokens) - 31 of them. tokens: uint32."""
+        return self._hashes(tokens).copy()
+
+    def sketch(self, tokens: Column) -> PromptSketch:
+        """One run in 64, chosen by its hash: 0.1 ms for 32,768 tokens."""
+        found = self._hashes(tokens)
+        places = np.flatnonzero(found < _U64((1 << 64) // SKETCH_EVERY))
+        kept = found[places]
+        kept ^= kept >> _U64(29)
+        kept *= self._final
+        kept ^= kept >> _U64(32)
+        return PromptSketch(len(tokens), kept, places.astype(np.uint32))
+
+    def _hashes(self, tokens: Column) -> Column:
+        """As `hashes`, in memory that the next call writes."""
+        count = len(tokens)
+        if count < SHINGLE_TOKENS:
+            return np.zeros(0, _U64)
+        if len(self._powers) < count:
+            size = 1 << (count - 1).bit_length()
+            self._powers = _powers(self._base, size)
+            self._inverses = _powers(self._inverse, size) * self._final
+            self._scratch, self._sums = np.zeros(size, _U64), np.zeros(size + 1, _U64)
+        numbers, sums = self._scratch[:count], self._sums[: count + 1]
+        np.multiply(tokens, self._token, out=numbers, dtype=_U64)
+        numbers ^= self._xor
+        numbers *= self._powers[:count]
+        np.cumsum(numbers, out=sums[1:])
+        found = numbers[: count - SHINGLE_TOKENS + 1]
+        np.subtract(sums[SHINGLE_TOKENS:], sums[:-SHINGLE_TOKENS], out=found)
+        found *= self._inverses[: len(found)]
+        return found
+
+
+def _powers(base: int, count: int) -> Column:
+    powers = np.full(count, base, _U64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)
+
+
+class SketchIndex:
+    """Sketches by number, found by what they share. The oldest goes when there are too many."""
+
+    def __init__(self, most: int = 1024) -> None:
+        self._most = most
+        self._sketches: dict[int, PromptSketch] = {}
+        self._order: deque[int] = deque()
+        self._owners: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sketches)
+
+    def add(self, number: int, sketch: PromptSketch) -> None:
+        """number: not in here yet."""
+        assert number not in self._sketches
+        if len(self._order) >= self._most:
+            self._forget(self._order.popleft())
+        self._sketches[number] = sketch
+        self._order.append(number)
+        for one in np.unique(sketch.fingerprints).tolist():
+            owners = self._owners.setdefault(one, [])
+            if len(owners) < MOST_OWNERS:
+                owners.append(number)
+
+    def get(self, number: int) -> PromptSketch:
+        """Raises `KeyError`."""
+        return self._sketches[number]
+
+    def nearest(self, sketch: PromptSketch, first_token: int, most: int = 4) -> list[int]:
+        """Those that share most with what a prompt has from first_token on, the nearest first; none that shares less
+        than half as much as that one, or hardly anything."""
+        votes: Counter[int] = Counter()
+        for one in sketch.fingerprints[np.searchsorted(sketch.places, first_token) :].tolist():
+            votes.update(self._owners.get(one, ()))
+        best = max(votes.values(), default=0)
+        least = max(LEAST_SHARED, (best + 1) // 2)
+        return [number for number, count in votes.most_common(most) if count >= least]
+
+    def _forget(self, number: int) -> None:
+        for one in np.unique(self._sketches.pop(number).fingerprints).tolist():
+            owners = self._owners[one]
+            if number in owners:
+                owners.remove(number)
+            if not owners:
+                del self._owners[one]
+
+
+# Comparing -------------------------------------------------------------------------------------------------------
+
+
+def compare_sketches(earlier: PromptSketch, sketch: PromptSketch, fork_token: int) -> Divergence | None:
+    """Behind the block where two chains part, from what is kept of both; None where they share hardly anything there.
+
+    fork_token: the first one of that block. The place is that one, and lengths are not known: what was changed for
+    more or fewer tokens is called inserted.
+    """
+    old, new = (
+        (one.fingerprints[at:], one.places[at:])
+        for one in (earlier, sketch)
+        for at in [np.searchsorted(one.places, fork_token)]
+    )
+    pairs = _unique_pairs(old[0], new[0])
+    if len(pairs) < LEAST_SHARED:
+        return None
+    was, stands = old[1][pairs[:, 0]].astype(np.int64), new[1][pairs[:, 1]].astype(np.int64)
+    equal = min(len(pairs) * SKETCH_EVERY, sketch.tokens - fork_token)
+    if _out_of_order(was, LEAST_SHARED):
+        kind = PromptChange.REORDERED
+    else:
+        # Before the change, within the block, runs stand where they stood: so what most do decides, not the first one.
+        ((shift, _),) = Counter((stands - was).tolist()).most_common(1)
+        kind = PromptChange.INSERTED if shift else PromptChange.CHANGED
+    return Divergence(kind, fork_token, None, None, equal, is_exact=False)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SeenPrompt:
+    """tokens: uint32. salt: what it may share with others is kept apart by. fields: of its namespace."""
+
+    tokens: Column
+    salt: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+def compare_prompts(
+    earlier: SeenPrompt, prompt: SeenPrompt, block_tokens: int, shingler: Shingler, stored_tokens: int = 0
+) -> Divergence | None:
+    """How a prompt differs from one that came before, from the tokens of both.
+
+    None where they have too little in common for a word, where nothing is lost (one goes on where the other ends), and
+    where they part for good behind a shared block. stored_tokens: of the prompt, that are found whatever it shares with
+    this one; equal_tokens counts those behind them.
+    """
+    place = shared_start(earlier.tokens, prompt.tokens)
+    if prompt.fields != earlier.fields or prompt.salt != earlier.salt:
+        lost = place // block_tokens * block_tokens - stored_tokens
+        if lost <= 0:
+            return None
+        what = _other_field(earlier.fields, prompt.fields)
+        kind = PromptChange.NAMESPACE if what else PromptChange.SALTED
+        return Divergence(kind, 0, None, None, lost, what=what)
+    if place == min(len(earlier.tokens), len(prompt.tokens)):
+        return None
+    found = _behind(earlier.tokens, prompt.tokens, place, shingler, stored_tokens)
+    if found is None and LEAST_START_TOKENS <= place < block_tokens and not stored_tokens:
+        return Divergence(PromptChange.SHORT, place, None, None, 0)
+    return found
+
+
+def shared_start(one: Column, other: Column) -> int:
+    """How many tokens are equal from the first one on."""
+    count = min(len(one), len(other))
+    differs = one[:count] != other[:count]
+    at = int(differs.argmax()) if count else 0
+    return at if count and differs[at] else count
+
+
+def _other_field(earlier: Mapping[str, str], fields: Mapping[str, str]) -> str:
+    for name in sorted(earlier.keys() | fields.keys()):
+        if earlier.get(name) != fields.get(name):
+            return f"{name} is {earlier.get(name, 'not set')} in one and {fields.get(name, 'not set')} in the other"
+    return ""
+
+
+def _behind(old: Column, new: Column, place: int, shingler: Shingler, stored_tokens: int) -> Divergence | None:
+    old_hashes, new_hashes = shingler.hashes(old[place:]), shingler.hashes(new[place:])
+    equal = _covered(np.isin(new_hashes, old_hashes), len(new) - place, stored_tokens - place)
+    if equal < LEAST_EQUAL_TOKENS:
+        return None
+    pairs = _unique_pairs(old_hashes, new_hashes)
+    if _out_of_order(pairs[:, 0], SHINGLE_TOKENS):
+        return Divergence(PromptChange.REORDERED, place, None, None, equal)
+    near = NEAR_TOKENS + 1
+    first = _first_again(old_hashes[:near], new_hashes[:near]) or _first_again(old_hashes, new_hashes)
+    assert first is not None  # some run is equal, or nothing were
+    kind = PromptChange.CHANGED if min(first) else PromptChange.INSERTED
+    return Divergence(kind, place, *first, equal)
+
+
+def _covered(is_equal: Any, tokens: int, skipped: int) -> int:
+    """How many of so many tokens lie in a run that is equal, those before `skipped` left out."""
+    edges = np.zeros(tokens + 1, np.int64)
+    edges[: len(is_equal)] += is_equal
+    edges[SHINGLE_TOKENS : SHINGLE_TOKENS + len(is_equal)] -= is_equal
+    return int((np.cumsum(edges)[max(skipped, 0) : tokens] > 0).sum())
+
+
+def _unique_pairs(old: Column, new: Column) -> Column:
+    """Where hashes stand that each side has once: [pairs, 2], in the order of the new ones."""
+    old_values, old_at, old_counts = np.unique(old, return_index=True, return_counts=True)
+    new_values, new_at, new_counts = np.unique(new, return_index=True, return_counts=True)
+    once = old_values[old_counts == 1], new_values[new_counts == 1]
+    _, first, second = np.intersect1d(*once, assume_unique=True, return_indices=True)
+    pairs = np.stack([old_at[old_counts == 1][first], new_at[new_counts == 1][second]], 1)
+    ordered: Column = pairs[np.argsort(pairs[:, 1])]
+    return ordered
+
+
+def _out_of_order(places: Column, least: int) -> bool:
+    """Whether so many have moved against the others: what the longest rising sequence leaves out."""
+    if (places[1:] >= places[:-1]).all():
+        return False
+    step = -(-len(places) // MOST_PAIRS)
+    tails: list[int] = []  # of rising sequences of each length, the least last place
+    looked = places[::step].tolist()
+    for one in looked:
+        at = bisect_right(tails, one)
+        tails[at : at + 1] = [one]
+    return (len(looked) - len(tails)) * step >= least
+
+
+def _first_again(old: Column, new: Column) -> tuple[int, int] | None:
+    """Where runs are equal first, counted in the tokens of both before it."""
+    _, was, stands = np.intersect1d(old, new, return_indices=True)
+    if not len(was):
+        return None
+    at = int(np.argmin((was + stands) * (NEAR_TOKENS * 4) + np.abs(was - stands)))
+    return int(was[at]), int(stands[at])

@@ -1,0 +1,542 @@
+"""The KV of models, layer by layer: a table of known ones, and what a Hugging Face `config.json` says.
+
+    full      K and V of every token                     latent    one row for all heads (MLA), the same on each rank
+    window    the engine keeps the last `tokens` alone   index     keys of a sparse attention's indexer, beside a latent
+    chunk     the same, of a chunk of `tokens`           state     per sequence, whatever its length; no KV at all
+
+A model that is not understood is refused by name, never guessed. Pure: reads text, opens no file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from itertools import cycle, islice
+from typing import Any
+
+from kvstore.block.errors import BadInput, shown
+from kvstore.block.layout import DTYPE_BYTES, MAX_KV_HEADS, MAX_LAYERS, MAX_PLANE_WIDTH, MAX_WINDOW, is_whole
+
+DEFAULT_DTYPE = "bfloat16"
+_MIB = 1 << 20
+_INDEX_BYTES = 132
+"""Of one token's key in one layer of an indexer: 128 numbers of fp8 and a scale of 4 bytes (DeepSeek-V3.2)."""
+
+
+class KvKind(StrEnum):
+    """How layers keep what they have seen."""
+
+    FULL = "full"
+    WINDOW = "window"
+    CHUNK = "chunk"
+    LATENT = "latent"
+    INDEX = "index"
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayers:
+    """Layers with equal KV. widths: of K and V, or of one latent. tokens: of a window or chunk, else 0. dtype: where it
+    is not the model's."""
+
+    kind: KvKind
+    layers: int
+    kv_heads: int
+    widths: tuple[int, ...]
+    tokens: int = 0
+    dtype: str = ""
+
+    def bytes_per_token(self, dtype: str) -> int:
+        """Of all these layers. dtype: the pool's."""
+        return self.layers * self.kv_heads * sum(self.widths) * DTYPE_BYTES[self.dtype or dtype]
+
+    def kept_tokens(self, context_tokens: int) -> int:
+        """Of a context, those that an engine keeps."""
+        return min(context_tokens, self.tokens) if self.tokens else context_tokens
+
+    def formula(self, dtype: str) -> str:
+        """`bytes_per_token` in words."""
+        heads = "" if self.kind in (KvKind.LATENT, KvKind.INDEX) else f" x {self.kv_heads} KV heads"
+        if len(set(self.widths)) == 1 and len(self.widths) == 2:
+            numbers = f"2 x {self.widths[0]}"
+        else:
+            numbers = f"({' + '.join(map(str, self.widths))})" if len(self.widths) > 1 else str(self.widths[0])
+        return f"{self.layers} layers{heads} x {numbers} x {DTYPE_BYTES[self.dtype or dtype]} B"
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayers:
+    """Layers that keep a state of fixed size per sequence: Mamba, linear attention."""
+
+    layers: int
+    bytes_each: int
+
+    @property
+    def bytes(self) -> int:
+        """Of one sequence."""
+        return self.layers * self.bytes_each
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKv:
+    """source: where the numbers are from. notes: what is not counted."""
+
+    name: str
+    source: str
+    layers: tuple[KvLayers, ...]
+    states: tuple[StateLayers, ...] = ()
+    dtype: str = DEFAULT_DTYPE
+    notes: tuple[str, ...] = ()
+
+    def bytes_per_token(self, dtype: str, *kinds: KvKind) -> int:
+        """Of layers of these kinds; of all where none is named."""
+        return sum(one.bytes_per_token(dtype) for one in self.layers if not kinds or one.kind in kinds)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence."""
+        return sum(one.bytes for one in self.states)
+
+
+# The table -------------------------------------------------------------------------------------------------------
+
+
+def _full(layers: int, kv_heads: int, head_dim: int) -> KvLayers:
+    return KvLayers(KvKind.FULL, layers, kv_heads, (head_dim, head_dim))
+
+
+def _window(layers: int, kv_heads: int, head_dim: int, tokens: int, v_width: int = 0) -> KvLayers:
+    return KvLayers(KvKind.WINDOW, layers, kv_heads, (head_dim, v_width or head_dim), tokens)
+
+
+def _latent(layers: int, rank: int = 512, rope: int = 64) -> KvLayers:
+    return KvLayers(KvKind.LATENT, layers, 1, (rank + rope,))
+
+
+def _index(layers: int) -> KvLayers:
+    return KvLayers(KvKind.INDEX, layers, 1, (_INDEX_BYTES,), dtype="uint8")
+
+
+def _delta(layers: int, v_heads: int, k_heads: int = 16, k_dim: int = 128, v_dim: int = 128, kernel: int = 4) -> Any:
+    """Gated DeltaNet: a float32 matrix per value head, and the last inputs of a convolution in 16 bits."""
+    convolved = 2 * k_heads * k_dim + v_heads * v_dim
+    return StateLayers(layers, 4 * v_heads * k_dim * v_dim + 2 * convolved * (kernel - 1))
+
+
+def _mamba2(layers: int, heads: int, state: int, groups: int = 8, head_dim: int = 64, kernel: int = 4) -> StateLayers:
+    """Mamba-2: a float32 matrix per head, and the last inputs of a convolution in 16 bits."""
+    convolved = heads * head_dim + 2 * groups * state
+    return StateLayers(layers, 4 * heads * head_dim * state + 2 * convolved * (kernel - 1))
+
+
+_CHUNKS = KvLayers(KvKind.CHUNK, 36, 8, (128, 128), 8192)
+_MIMO = (KvLayers(KvKind.FULL, 9, 4, (192, 128)), _window(39, 8, 192, 128, 128))
+_NOT_COUNTED = "keys of its indexer are not counted: their width was not found"
+
+# Name, the repository whose config.json has it, layers and states. Shapes were read in copies of these files (litgpt,
+# aiconfigurator); a state follows from its heads. Not read: Llama 4's split into full and chunked layers.
+_ROWS: tuple[tuple[Any, ...], ...] = (
+    ("llama-2-7b", "meta-llama/Llama-2-7b-hf", _full(32, 32, 128)),
+    ("llama-2-70b", "meta-llama/Llama-2-70b-hf", _full(80, 8, 128)),
+    ("llama-3.2-1b", "meta-llama/Llama-3.2-1B", _full(16, 8, 64)),
+    ("llama-3.2-3b", "meta-llama/Llama-3.2-3B", _full(28, 8, 128)),
+    ("llama-3.1-8b", "meta-llama/Llama-3.1-8B", _full(32, 8, 128)),
+    ("llama-3.1-70b", "meta-llama/Llama-3.1-70B", _full(80, 8, 128)),
+    ("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct", _full(80, 8, 128)),
+    ("llama-3.1-405b", "meta-llama/Llama-3.1-405B", _full(126, 8, 128)),
+    ("llama-4-scout", "meta-llama/Llama-4-Scout-17B-16E", _full(12, 8, 128), _CHUNKS),
+    ("llama-4-maverick", "meta-llama/Llama-4-Maverick-17B-128E", _full(12, 8, 128), _CHUNKS),
+    ("mistral-7b", "mistralai/Mistral-7B-v0.3", _full(32, 8, 128)),
+    ("mistral-large-2", "mistralai/Mistral-Large-Instruct-2407", _full(88, 8, 128)),
+    ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1", _full(32, 8, 128)),
+    ("mixtral-8x22b", "mistralai/Mixtral-8x22B-v0.1", _full(56, 8, 128)),
+    ("phi-4-mini", "microsoft/Phi-4-mini-instruct", _full(32, 8, 128)),
+    ("phi-4", "microsoft/phi-4", _full(40, 10, 128)),
+    ("nemotron-super-49b", "nvidia/Llama-3_3-Nemotron-Super-49B-v1", _full(49, 8, 128)),
+    ("qwen2.5-7b", "Qwen/Qwen2.5-7B", _full(28, 4, 128)),
+    ("qwen2.5-14b", "Qwen/Qwen2.5-14B", _full(48, 8, 128)),
+    ("qwen2.5-32b", "Qwen/Qwen2.5-32B", _full(64, 8, 128)),
+    ("qwen2.5-72b", "Qwen/Qwen2.5-72B", _full(80, 8, 128)),
+    ("qwen3-8b", "Qwen/Qwen3-8B", _full(36, 8, 128)),
+    ("qwen3-32b", "Qwen/Qwen3-32B", _full(64, 8, 128)),
+    ("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", _full(48, 4, 128)),
+    ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", _full(94, 4, 128)),
+    ("qwen3-coder-480b-a35b", "Qwen/Qwen3-Coder-480B-A35B-Instruct", _full(62, 8, 128)),
+    ("qwen3-next-80b-a3b", "Qwen/Qwen3-Next-80B-A3B-Instruct", _full(12, 2, 256), _delta(36, 32)),
+    ("qwen3.5-27b", "Qwen/Qwen3.5-27B", _full(16, 4, 256), _delta(48, 48)),
+    ("qwen3.6-27b", "Qwen/Qwen3.6-27B", _full(16, 4, 256), _delta(48, 48)),
+    ("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", _full(10, 2, 256), _delta(30, 32)),
+    ("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", _full(10, 2, 256), _delta(30, 32)),
+    ("qwen3.5-122b-a10b", "Qwen/Qwen3.5-122B-A10B", _full(12, 2, 256), _delta(36, 64)),
+    ("qwen3.5-397b-a17b", "Qwen/Qwen3.5-397B-A17B", _full(15, 2, 256), _delta(45, 64)),
+    ("gemma-2-9b", "google/gemma-2-9b", _full(21, 8, 256), _window(21, 8, 256, 4096)),
+    ("gemma-2-27b", "google/gemma-2-27b", _full(23, 16, 128), _window(23, 16, 128, 4096)),
+    ("gemma-3-4b", "google/gemma-3-4b-pt", _full(5, 4, 256), _window(29, 4, 256, 1024)),
+    ("gemma-3-12b", "google/gemma-3-12b-pt", _full(8, 8, 256), _window(40, 8, 256, 1024)),
+    ("gemma-3-27b", "google/gemma-3-27b-pt", _full(10, 16, 128), _window(52, 16, 128, 1024)),
+    ("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", _full(5, 2, 512), _window(25, 8, 256, 1024)),
+    ("gemma-4-31b", "google/gemma-4-31B", _full(10, 4, 512), _window(50, 16, 256, 1024)),
+    ("gpt-oss-20b", "openai/gpt-oss-20b", _full(12, 8, 64), _window(12, 8, 64, 128)),
+    ("gpt-oss-120b", "openai/gpt-oss-120b", _full(18, 8, 64), _window(18, 8, 64, 128)),
+    ("deepseek-v3", "deepseek-ai/DeepSeek-V3", _latent(61)),
+    ("deepseek-r1", "deepseek-ai/DeepSeek-R1", _latent(61)),
+    ("deepseek-v3.1", "deepseek-ai/DeepSeek-V3.1", _latent(61)),
+    ("deepseek-v3.2", "deepseek-ai/DeepSeek-V3.2", _latent(61), _index(61)),
+    ("kimi-k2", "moonshotai/Kimi-K2-Instruct", _latent(61)),
+    ("kimi-k2.5", "moonshotai/Kimi-K2.5", _latent(61)),
+    ("kimi-k2.7", "moonshotai/Kimi-K2.7", _latent(61)),
+    ("kimi-k3", "moonshotai/Kimi-K3", _latent(24), StateLayers(69, 6 * _MIB)),
+    ("glm-4.5", "zai-org/GLM-4.5", _full(92, 8, 128)),
+    ("glm-4.7", "zai-org/GLM-4.7", _full(92, 8, 128)),
+    ("glm-4.7-flash", "zai-org/GLM-4.7-Flash", _latent(47)),
+    ("glm-5", "zai-org/GLM-5", _latent(78), _index(78)),
+    ("glm-5.1", "zai-org/GLM-5.1", _latent(78), _index(78)),
+    ("glm-5.2", "zai-org/GLM-5.2", _latent(78), _index(21)),
+    ("minimax-m2.5", "MiniMaxAI/MiniMax-M2.5", _full(62, 8, 128)),
+    ("minimax-m2.7", "MiniMaxAI/MiniMax-M2.7", _full(62, 8, 128)),
+    ("minimax-m3", "MiniMaxAI/MiniMax-M3", _full(60, 4, 128), _NOT_COUNTED),
+    ("nemotron-3-nano", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B", _full(6, 2, 128), _mamba2(23, 64, 128)),
+    ("nemotron-3-super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B", _full(8, 2, 128), _mamba2(40, 128, 128)),
+    ("nemotron-3-ultra", "nvidia/NVIDIA-Nemotron-3-Ultra", _full(12, 2, 128), _mamba2(48, 256, 128)),
+    ("nemotron-h-56b", "nvidia/Nemotron-H-56B-Base-8K", _full(10, 8, 128), _mamba2(54, 256, 256)),
+    ("mimo-v2-flash", "XiaomiMiMo/MiMo-V2-Flash", *_MIMO),
+    ("step-3.7-flash", "stepfun-ai/Step-3.7-Flash", _full(12, 8, 128), _window(33, 8, 128, 512)),
+)
+
+
+def _model(name: str, repository: str, *pieces: Any) -> ModelKv:
+    return ModelKv(
+        name,
+        f"config.json of {repository}",
+        tuple(one for one in pieces if isinstance(one, KvLayers)),
+        tuple(one for one in pieces if isinstance(one, StateLayers)),
+        notes=tuple(one for one in pieces if isinstance(one, str)),
+    )
+
+
+MODELS: dict[str, ModelKv] = {row[0]: _model(*row) for row in _ROWS}
+
+_REFUSED = {
+    "deepseek-v4": "its KV is compressed 4:1 and 128:1, and layers share it",
+    "deepseek-v4.1": "its KV is compressed 4:1 and 128:1, and layers share it",
+}
+_SUFFIXES = ("-instruct", "-it", "-pt", "-chat", "-base", "-thinking", "-hf")
+"""Of a name: they change no KV."""
+_NAME_SHOWN = 80
+
+
+def model_named(given: str) -> ModelKv:
+    """A model of the table, by its name with or without an owner before it and `-Instruct` or the like behind.
+
+    Raises `BadInput` for a model that is refused, and for one that is not there: with those whose names are near.
+    """
+    name = given.strip().lower().rpartition("/")[2].removeprefix("meta-")
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    for refused, why in _REFUSED.items():
+        if name == refused or name.startswith(f"{refused}-"):
+            raise BadInput(f"model {shown(given[:_NAME_SHOWN])}: {why}; this store does not plan for it")
+    if name not in MODELS:
+        near = get_close_matches(name[:_NAME_SHOWN], MODELS, 3, 0.6)
+        near_ones = f"near it: {', '.join(near)}; " if near else ""
+        raise BadInput(
+            f"model {shown(given[:_NAME_SHOWN])} is not in the table; {near_ones}see kvstore plan --models, or give "
+            "--config FILE (its config.json), or --layers, --kv-heads and --head-dim"
+        )
+    return MODELS[name]
+
+
+def described(layers: int, kv_heads: int, head_dim: int, dtype: str = DEFAULT_DTYPE) -> ModelKv:
+    """A model with K and V of every token in all layers. Raises `BadInput`."""
+    for flag, given, most in (
+        ("--layers", layers, MAX_LAYERS),
+        ("--kv-heads", kv_heads, MAX_KV_HEADS),
+        ("--head-dim", head_dim, MAX_PLANE_WIDTH),
+    ):
+        if not is_whole(given, 1, most):
+            raise BadInput(f"{flag} {shown(given)}; give a whole number from 1 to {most}")
+    return ModelKv("as described", "the command line", (_full(layers, kv_heads, head_dim),), (), dtype)
+
+
+# config.json -----------------------------------------------------------------------------------------------------
+
+MOST_CONFIG_BYTES = 1 << 20
+
+_FULL, _SLIDING, _CHUNKED, _LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+_IN_WINDOW_IF_SHORT = ("mistral", "mixtral", "phi3", "starcoder2")
+"""All layers have `sliding_window`, where it is set and shorter than the longest context."""
+_PATTERNS: dict[str, Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
+    # Where `layer_types` is missing: what the layers are, again and again.
+    "gemma2": lambda config: (_SLIDING, _FULL),
+    "gemma3": lambda config: _every(config.get("sliding_window_pattern", 6), _SLIDING),
+    "gemma4": lambda config: _every(6, _SLIDING),
+    "gpt_oss": lambda config: (_SLIDING, _FULL),
+    "cohere2": lambda config: _every(config.get("sliding_window_pattern", 4), _SLIDING),
+    "llama4": lambda config: _every(4, _CHUNKED),
+    "qwen3_next": lambda config: _every(config.get("full_attention_interval", 4), _LINEAR),
+    "qwen3_5": lambda config: _every(config.get("full_attention_interval", 4), _LINEAR),
+    "qwen3_5_moe": lambda config: _every(config.get("full_attention_interval", 4), _LINEAR),
+}
+_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
+_INDEXED = ("deepseek_v32", "glm_moe_dsa")
+_BY_OPTION = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""`use_sliding_window` says whether layers from `max_window_layers` on have a window."""
+_PLAIN = (
+    *("llama", "gemma", "olmo2", "olmo3", "granite", "granitemoe", "cohere", "smollm3", "ministral", "ministral3"),
+    *("glm4", "glm4_moe", "minimax_m2", "step3p7", "mimo_v2_flash", "nemotron-nas", "deci"),
+)
+KNOWN_TYPES = tuple(sorted({*_PLAIN, *_IN_WINDOW_IF_SHORT, *_PATTERNS, *_LATENTS, *_BY_OPTION, "nemotron_h"}))
+
+
+def _every(pattern: Any, other: str) -> tuple[str, ...]:
+    """The last of so many layers is full."""
+    if not is_whole(pattern, 1, MAX_LAYERS):
+        raise BadInput(f"a pattern of {shown(pattern)} layers; give a whole number from 1 to {MAX_LAYERS}")
+    return (*[other] * (int(pattern) - 1), _FULL)
+
+
+def model_of_config(name: str, text: str) -> ModelKv:
+    """What a `config.json` says. name: of the file, for messages.
+
+    Raises `BadInput` for text that is no such file, for fields that are missing or cannot be, and for a `model_type`
+    that is not known: what its layers keep is never guessed.
+    """
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadInput(f"{name}: no JSON; give the config.json of a model of Hugging Face") from None
+    if not isinstance(whole, dict):
+        raise BadInput(f"{name}: {type(whole).__name__} in place of an object; give a model's config.json")
+    inner = whole.get("text_config")
+    config = {**whole, **inner} if isinstance(inner, dict) else whole
+    try:
+        return _ConfigReader(name, config).model()
+    except BadInput as error:
+        raise BadInput(f"{name}: {error}") from None
+
+
+class _ConfigReader:
+    """One file. The text model's own fields go before those around it."""
+
+    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
+        given = config.get("model_type")
+        self._name = name
+        self._config = config
+        self._type = str(given).removesuffix("_text") if isinstance(given, str) else ""
+        if self._type.startswith("deepseek_v4"):
+            raise BadInput(f"model_type {shown(given)}: {_REFUSED['deepseek-v4']}; this store does not plan for it")
+        if self._type not in KNOWN_TYPES:
+            raise BadInput(
+                f"model_type {shown(given)} is not known, and what its layers keep is not guessed; allowed: "
+                f"{', '.join(KNOWN_TYPES)}; give --layers, --kv-heads and --head-dim"
+            )
+
+    def model(self) -> ModelKv:
+        states: tuple[StateLayers, ...] = ()
+        if self._type in _LATENTS:
+            kinds = self._latents()
+        elif self._type == "nemotron_h":
+            kinds, states = self._nemotron()
+        elif self._config.get("block_configs") is not None:
+            kinds = self._blocks()
+        else:
+            kinds, states = self._by_type()
+        if not kinds:
+            raise BadInput("none of its layers has KV, so there is nothing to store")
+        layers = tuple(KvLayers(kind[0], count, *kind[1:]) for kind, count in kinds.items())
+        return ModelKv(
+            str(self._config.get("_name_or_path") or self._type),
+            self._name,
+            layers,
+            states,
+            self._dtype(),
+            self._notes(),
+        )
+
+    def _number(self, field: str, most: int, default: int | None = None) -> int:
+        given = self._config.get(field)
+        if given is None and default is not None:
+            return default
+        if not is_whole(given, 1, most):
+            raise BadInput(f"{field}={shown(given)}; it has to be a whole number from 1 to {most}")
+        return int(given)  # type: ignore[arg-type]
+
+    def _dtype(self) -> str:
+        for field in ("dtype", "torch_dtype"):
+            given = self._config.get(field)
+            if isinstance(given, str) and given in DTYPE_BYTES:
+                return given
+        return DEFAULT_DTYPE
+
+    def _notes(self) -> tuple[str, ...]:
+        for field in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+            count = self._config.get(field)
+            if is_whole(count, 1, MAX_LAYERS):
+                return (f"{count} layers for drafts ({field}) add KV where drafting is on; they are not counted",)
+        return ()
+
+    def _layers(self) -> int:
+        return self._number("num_hidden_layers", MAX_LAYERS)
+
+    def _head_dim(self) -> int:
+        if self._config.get("head_dim") is not None:
+            return self._number("head_dim", MAX_PLANE_WIDTH)
+        hidden, heads = self._number("hidden_size", 1 << 24), self._number("num_attention_heads", 1 << 16)
+        if hidden % heads:
+            raise BadInput(f"no head_dim, and hidden_size={hidden} is no multiple of num_attention_heads={heads}")
+        return hidden // heads
+
+    def _heads(self) -> int:
+        return self._number("num_key_value_heads", MAX_KV_HEADS, self._config.get("num_attention_heads"))
+
+    def _types(self) -> list[str]:
+        """Of each layer."""
+        count, config = self._layers(), self._config
+        given = config.get("layer_types")
+        if given is not None:
+            if not isinstance(given, list) or len(given) < count:
+                raise BadInput(f"layer_types={shown(given)}; it has to name each of {count} layers")
+            wrong = next((one for one in given if one not in (_FULL, _SLIDING, _CHUNKED, _LINEAR)), None)
+            if wrong is not None:
+                raise BadInput(f"layer_types has {shown(wrong)}, and what such a layer keeps is not guessed")
+            types: list[str] = given[:count]
+        elif self._type == "mimo_v2_flash":
+            pattern = config.get("hybrid_layer_pattern")
+            if not isinstance(pattern, list) or len(pattern) < count or set(pattern) - {0, 1}:
+                raise BadInput(f"hybrid_layer_pattern={shown(pattern)}; it has to be 0 or 1 for each of {count} layers")
+            types = [_SLIDING if one else _FULL for one in pattern[:count]]
+        elif self._type == "llama4" and isinstance(config.get("no_rope_layers"), list) and config["no_rope_layers"]:
+            types = [_CHUNKED if one else _FULL for one in config["no_rope_layers"][:count]]
+        elif self._type in _PATTERNS:
+            types = list(islice(cycle(_PATTERNS[self._type](config)), count))
+            if self._type == "gemma4":
+                types[-1] = _FULL
+        elif self._type in _BY_OPTION:
+            first = config.get("max_window_layers", count) if config.get("use_sliding_window") else count
+            if not is_whole(first, 0, MAX_LAYERS):
+                raise BadInput(f"max_window_layers={shown(first)}; it has to be a whole number")
+            types = [_FULL if at < first else _SLIDING for at in range(count)]
+        else:
+            types = [self._only_type()] * count
+        shared = config.get("num_kv_shared_layers") or 0
+        if not is_whole(shared, 0, count - 1):
+            raise BadInput(f"num_kv_shared_layers={shown(shared)}; it has to be a whole number below {count}")
+        return types[: count - shared]
+
+    def _only_type(self) -> str:
+        window = self._config.get("sliding_window")
+        if window is None:
+            return _FULL
+        if self._type not in _IN_WINDOW_IF_SHORT:
+            raise BadInput(f"sliding_window={shown(window)} and no layer_types: which layers have it is not guessed")
+        longest = self._number("max_position_embeddings", MAX_WINDOW)
+        return _SLIDING if self._number("sliding_window", MAX_WINDOW) < longest else _FULL
+
+    def _by_type(self) -> tuple[Counter[Any], tuple[StateLayers, ...]]:
+        types = self._types()
+        heads, head_dim = self._heads(), self._head_dim()
+        full = heads, (head_dim, head_dim)
+        window = full
+        if self._type == "gemma4":
+            wide = self._number("global_head_dim", MAX_PLANE_WIDTH, 512)
+            is_shared = bool(self._config.get("attention_k_eq_v"))
+            few = self._number("num_global_key_value_heads", MAX_KV_HEADS, heads) if is_shared else heads
+            full = few, (wide, wide)
+        elif self._type == "mimo_v2_flash":
+            full = heads, (head_dim, self._number("v_head_dim", MAX_PLANE_WIDTH, head_dim))
+            window = (
+                self._number("swa_num_key_value_heads", MAX_KV_HEADS, heads),
+                (
+                    self._number("swa_head_dim", MAX_PLANE_WIDTH, head_dim),
+                    self._number("swa_v_head_dim", MAX_PLANE_WIDTH, full[1][1]),
+                ),
+            )
+        kinds: Counter[Any] = Counter()
+        linear = 0
+        for one in types:
+            if one == _FULL:
+                kinds[KvKind.FULL, *full] += 1
+            elif one == _SLIDING:
+                kinds[KvKind.WINDOW, *window, self._number("sliding_window", MAX_WINDOW)] += 1
+            elif one == _CHUNKED:
+                kinds[KvKind.CHUNK, *full, self._number("attention_chunk_size", MAX_WINDOW)] += 1
+            else:
+                linear += 1
+        return kinds, (self._linear(linear),) if linear else ()
+
+    def _linear(self, layers: int) -> StateLayers:
+        if self._type not in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+            raise BadInput(f"layers of linear attention in a {self._type}, and what they keep is not guessed")
+        state = _delta(
+            layers,
+            self._number("linear_num_value_heads", 1 << 16),
+            self._number("linear_num_key_heads", 1 << 16),
+            self._number("linear_key_head_dim", MAX_PLANE_WIDTH),
+            self._number("linear_value_head_dim", MAX_PLANE_WIDTH),
+            self._number("linear_conv_kernel_dim", 1 << 16),
+        )
+        assert isinstance(state, StateLayers)
+        return state
+
+    def _latents(self) -> Counter[Any]:
+        layers = self._layers()
+        width = self._number("kv_lora_rank", MAX_PLANE_WIDTH) + self._number("qk_rope_head_dim", MAX_PLANE_WIDTH)
+        kinds: Counter[Any] = Counter({(KvKind.LATENT, 1, (width,)): layers})
+        if self._type in _INDEXED:
+            owned = self._indexed(layers)
+            keys = self._number("index_head_dim", MAX_PLANE_WIDTH, 128) + 4
+            kinds[KvKind.INDEX, 1, (keys,), 0, "uint8"] += owned
+        return kinds
+
+    def _indexed(self, layers: int) -> int:
+        """How many layers have an indexer; the others use one above them."""
+        pattern = self._config.get("indexer_types") or self._config.get("index_topk_pattern")
+        if isinstance(pattern, list | str):
+            return sum(one in ("full", "F") for one in pattern[:layers])
+        if pattern is not None:
+            raise BadInput(f"indexer_types={shown(pattern)}; it has to name each of {layers} layers")
+        every = self._number("index_topk_freq", MAX_LAYERS, 1)
+        skipped = self._number("index_skip_topk_offset", MAX_LAYERS, 2)
+        return sum(max(at - skipped + 1, 0) % every == 0 for at in range(layers))
+
+    def _blocks(self) -> Counter[Any]:
+        """Of a model from an architecture search: layers without attention among others."""
+        blocks = self._config["block_configs"]
+        if not isinstance(blocks, list) or len(blocks) != self._layers():
+            raise BadInput(f"block_configs={shown(blocks)}; it has to describe each of {self._layers()} layers")
+        head_dim, heads = self._head_dim(), self._number("num_attention_heads", 1 << 16)
+        kinds: Counter[Any] = Counter()
+        for at, block in enumerate(blocks):
+            attention = block.get("attention") if isinstance(block, dict) else None
+            if not isinstance(attention, dict):
+                raise BadInput(f"block_configs has no attention for layer {at}")
+            if attention.get("no_op") or attention.get("replace_with_linear"):
+                continue
+            group: Any = attention.get("n_heads_in_group")
+            if not is_whole(group, 1, heads) or heads % group:
+                raise BadInput(f"n_heads_in_group={shown(group)} of layer {at} does not divide {heads} heads")
+            kinds[KvKind.FULL, heads // group, (head_dim, head_dim)] += 1
+        return kinds
+
+    def _nemotron(self) -> tuple[Counter[Any], tuple[StateLayers, ...]]:
+        pattern = self._config.get("layers_block_type") or self._config.get("hybrid_override_pattern")
+        words = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe", _FULL: "attention"}
+        found = [words.get(one, one) for one in pattern] if isinstance(pattern, list | str) else []
+        wrong = next((one for one in found if one not in words.values()), None)
+        if not found or wrong is not None:
+            raise BadInput(f"hybrid_override_pattern={shown(pattern)}; it has to name each layer as M, *, - or E")
+        kinds: Counter[Any] = Counter()
+        head_dim = self._head_dim()
+        kinds[KvKind.FULL, self._heads(), (head_dim, head_dim)] += found.count("attention")
+        state = _mamba2(
+            found.count("mamba"),
+            self._number("mamba_num_heads", 1 << 16),
+            self._number("ssm_state_size", MAX_PLANE_WIDTH),
+            self._number("n_groups", 1 << 16),
+            self._number("mamba_head_dim", MAX_PLANE_WIDTH),
+            self._number("conv_kernel", 1 << 16),
+        )
+        return +kinds, (state,) if state.layers else ()

@@ -1,0 +1,541 @@
+"""Prompts in a file: what a prefix cache without an end would find of them, and where they part that need not.
+
+    line > tokens (given, by a tokenizer, or bytes as a stand-in) > chain of blocks > found so far? counted
+         > what was missed is sketched > the earlier prompt that shares most > how the two differ (`divergence`)
+         > alike ones together > a sentence that says what to do
+
+Prompts go in the order of the file. Everything is bounded; a line that cannot be read is named. Pure: lines come in,
+text is given to a tokenizer that was handed in, and nothing is kept of it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.text import Text
+
+from kvstore.block.errors import BadInput, shown
+from kvstore.block.identity import ExtraKey, PrefixHasher, token_bytes
+from kvstore.block.layout import MAX_BLOCK_TOKENS
+from kvstore.insight.divergence import (
+    LEAST_EQUAL_TOKENS,
+    LEAST_START_TOKENS,
+    Divergence,
+    PromptChange,
+    SeenPrompt,
+    Shingler,
+    SketchIndex,
+    compare_prompts,
+    shared_start,
+)
+from kvstore.insight.trace import Column
+
+MOST_LINE_CHARACTERS = 1 << 24
+MOST_PROMPT_TOKENS = 1 << 20
+MOST_TOKENS = 1 << 26
+"""Of all prompts together: 256 MiB."""
+MOST_PROMPTS = 1 << 20
+MOST_SKETCHES = 1 << 16
+"""Prompts that later ones are compared with: the last ones."""
+SAME_PLACE_TOKENS = 32
+"""Prompts that part within so many tokens of each other part at one place of their template."""
+SHOWN_GROUPS = 10
+_MOST_STARTS = 4
+"""Prompts that later ones of the same start are held against, and as many more that are kept apart from all of them."""
+_BEFORE_CHARACTERS = 24
+"""Shown of the text before the place."""
+
+_FORMS = (
+    'give a list of token ids, a text, or an object with "token_ids", "prompt" (either) or "messages", and perhaps '
+    '"cache_salt" and "namespace"'
+)
+
+
+class Tokenised(NamedTuple):
+    """Token ids, and where in the text each begins, in characters."""
+
+    ids: Sequence[int]
+    starts: Sequence[int]
+
+
+Tokenise = Callable[[str], Tokenised]
+Progress = Callable[[str, int, int], object]
+
+
+def bytes_as_tokens(text: str) -> Tokenised:
+    """A stand-in where there is no tokenizer: a token is a byte of UTF-8."""
+    raw = text.encode()
+    starts = np.cumsum((np.frombuffer(raw, np.uint8) & 0xC0) != 0x80) - 1
+    return Tokenised(list(raw), starts.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Where a message, or what stands in for one, begins in a prompt's text."""
+
+    start: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class FilePrompt:
+    """A prompt of the file. text: empty where token ids were given. pieces: of chats."""
+
+    line: int
+    seen: SeenPrompt
+    text: str = ""
+    pieces: tuple[TextPiece, ...] = ()
+
+
+# Reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_file_prompts(
+    name: str, lines: Iterable[str], tokenise: Tokenise | None, progress: Progress = lambda doing, done, steps: None
+) -> list[FilePrompt]:
+    """JSON lines: a list of token ids, a text, or an object with one of "token_ids", "prompt", "text" and "messages".
+
+    "cache_salt" and "namespace" (an object of texts; "model" is one of them) say what keeps prompts apart; other fields
+    are passed over, and "body" is looked into, as requests of a batch have it. Messages are written one after another,
+    each behind its role: not your model's own template, but the same places. Empty lines are skipped. Raises `BadInput`
+    that names the line.
+    """
+    found: list[FilePrompt] = []
+    total = 0
+    for number, line in enumerate(lines, 1):
+        if len(line) > MOST_LINE_CHARACTERS:
+            raise BadInput(f"{name} line {number}: more than {MOST_LINE_CHARACTERS} characters; give shorter prompts")
+        if not line.strip():
+            continue
+        try:
+            prompt = _prompt_of(number, line, tokenise)
+        except BadInput as error:
+            raise BadInput(f"{name} line {number}: {error}") from None
+        total += len(prompt.seen.tokens)
+        if total > MOST_TOKENS or len(found) >= MOST_PROMPTS:
+            raise BadInput(
+                f"{name} line {number}: more than {MOST_TOKENS} tokens or {MOST_PROMPTS} prompts up to here; "
+                "give a part of the file"
+            )
+        found.append(prompt)
+        if len(found) % 100 == 1:
+            progress(f"reading line {number:,}", 0, 0)
+    if not found:
+        raise BadInput(f"{name} has no prompt in it; on each line {_FORMS}")
+    return found
+
+
+def _prompt_of(number: int, line: str, tokenise: Tokenise | None) -> FilePrompt:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError):
+        raise BadInput(f"no JSON; {_FORMS}") from None
+    if isinstance(given, dict) and isinstance(given.get("body"), dict):
+        given = given["body"]
+    if not isinstance(given, dict):
+        given = {"prompt": given}
+    salt = given.get("cache_salt") or ""
+    if not isinstance(salt, str):
+        raise BadInput(f"cache_salt={shown(salt)}; give text")
+    content = next((given[one] for one in ("token_ids", "prompt", "text") if given.get(one) is not None), None)
+    pieces: tuple[TextPiece, ...] = ()
+    if content is None and isinstance(given.get("messages"), list):
+        content, pieces = _chat(given["messages"], given.get("tools"))
+    fields = _fields(given)
+    if isinstance(content, list):
+        if any(isinstance(one, bool) for one in content):
+            raise BadInput("token ids must be integers from 0 to 4294967295, and one is true or false")
+        tokens = np.frombuffer(token_bytes(content), np.uint32)
+        return FilePrompt(number, SeenPrompt(_bounded(tokens), salt, fields))
+    if not isinstance(content, str):
+        raise BadInput(f"{shown(content)[:60]} is no prompt; {_FORMS}")
+    if tokenise is None:
+        raise BadInput(
+            "it has text, and no tokenizer was given; give --tokenizer with a model's folder or its tokenizer.json, or "
+            "--bytes to take bytes for tokens"
+        )
+    if any("\ud800" <= one <= "\udfff" for one in content):
+        raise BadInput("half of a surrogate pair, which is no text; mend it")
+    tokens = np.array(tokenise(content).ids, np.uint32)
+    return FilePrompt(number, SeenPrompt(_bounded(tokens), salt, fields), content, pieces)
+
+
+def _bounded(tokens: Column) -> Column:
+    if len(tokens) > MOST_PROMPT_TOKENS:
+        raise BadInput(f"{len(tokens)} tokens; give at most {MOST_PROMPT_TOKENS} in one prompt")
+    return tokens
+
+
+def _fields(given: Mapping[str, Any]) -> dict[str, str]:
+    namespace = given.get("namespace") or {}
+    if isinstance(namespace, str):
+        namespace = {"namespace": namespace}
+    if not isinstance(namespace, dict):
+        raise BadInput(f"namespace={shown(namespace)}; give text, or an object of texts")
+    fields = {str(name)[:64]: str(value)[:64] for name, value in namespace.items()}
+    if isinstance(given.get("model"), str):
+        fields.setdefault("model", given["model"][:64])
+    return fields
+
+
+def _chat(messages: Sequence[Any], tools: Any) -> tuple[str, tuple[TextPiece, ...]]:
+    """Text, and where its messages begin."""
+    parts, pieces = [], []
+    at = 0
+    written = [("tools", json.dumps(tools))] if tools else []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise BadInput(f"message {number} is {shown(message)[:60]}; give an object with role and content")
+        written.append((f"message {number} ({str(message.get('role', '-'))[:20]})", _content(message)))
+    for label, content in written:
+        head = f"<|{label.partition('(')[2].rstrip(')') or label}|>\n"
+        parts.append(f"{head}{content}\n")
+        pieces.append(TextPiece(at + len(head), label))
+        at += len(parts[-1])
+    return "".join(parts), tuple(pieces)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if not isinstance(content, list):
+        text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+    else:
+        text = "".join(
+            one["text"] if isinstance(one, dict) and isinstance(one.get("text"), str) else json.dumps(one)
+            for one in content
+        )
+    calls = message.get("tool_calls")
+    return text + json.dumps(calls) if calls else text
+
+
+# Judging ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LintOptions:
+    """block_tokens: of the cache. min_hit_rate: below it the check has failed; None for no check."""
+
+    block_tokens: int = 64
+    min_hit_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
+            raise BadInput(f"--block {self.block_tokens}; give 1 to {MAX_BLOCK_TOKENS} tokens, 64 as this store's")
+        if self.min_hit_rate is not None and not 0 <= self.min_hit_rate <= 1:
+            raise BadInput(f"--min-hit-rate {self.min_hit_rate:g}; give a share of the tokens, 0 to 1, such as 0.6")
+
+
+@dataclass(frozen=True, slots=True)
+class LintGroup:
+    """Prompts that part in one way at one place. Counts of tokens are medians. lines: of an earlier prompt of the file,
+    and of one that parts from it. where: what stands there in the latter, where there is text. lost_tokens: of all of
+    them, computed though they had been stored."""
+
+    kind: PromptChange
+    prompts: int
+    first_place: int
+    last_place: int
+    earlier_tokens: int | None
+    tokens: int | None
+    equal_tokens: int
+    lost_tokens: int
+    lines: tuple[int, int]
+    where: str
+    what: str
+    block_tokens: int
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, and what to do."""
+        is_one = self.prompts == 1
+        many, s = ("1 prompt", "s") if is_one else (f"{self.prompts:,} prompts", "")
+        have, are = ("has", "is") if is_one else ("have", "are")
+        place = f"token {self.first_place:,}"
+        if self.last_place != self.first_place:
+            place = f"tokens {self.first_place:,} to {self.last_place:,}"
+        lost = f"{_count(self.lost_tokens)} tokens computed that were stored"
+        again = f"and {are} the same again for {self.equal_tokens:,}: {lost}"
+        if self.kind is PromptChange.CHANGED:
+            differ = f"{self.tokens:,} token{'s' * (self.tokens != 1)}"
+            if self.tokens != self.earlier_tokens:
+                differ += f" (where an earlier one has {self.earlier_tokens:,})"
+            return f"{many} part{s} at {place}, differ{s} for {differ}, {again}. Move what changes to the end."
+        if self.kind is PromptChange.INSERTED:
+            count, word = (self.tokens, "more") if self.tokens else (self.earlier_tokens, "fewer")
+            return (
+                f"{many} part{s} at {place}, {have} {count:,} token{'s' * (count != 1)} {word} there, {again}. "
+                "Put what only some prompts have behind what all share."
+            )
+        if self.kind is PromptChange.REORDERED:
+            return (
+                f"{many} part{s} at {place}, and {have} {self.equal_tokens:,} equal tokens behind it in another order: "
+                f"{lost}. Write these parts in one order, such as by name."
+            )
+        if self.kind is PromptChange.SHORT:
+            return (
+                f"{many} share{s} {self.first_place:,} tokens at the start, which fill no block of "
+                f"{self.block_tokens}: none of them is found. Begin with at least {self.block_tokens} tokens that all "
+                "share, or take smaller blocks."
+            )
+        if self.kind is PromptChange.SALTED:
+            return (
+                f"{many} begin{s} with {self.equal_tokens:,} tokens of an earlier one under another cache_salt: "
+                f"{lost}. Give prompts that may share one salt, or none."
+            )
+        return (
+            f"{many} begin{s} with {self.equal_tokens:,} tokens of an earlier one in another namespace ({self.what}): "
+            f"{lost}. KV of one is no KV of the other: send what shares a start to one of them."
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {
+            "kind": str(self.kind),
+            "prompts": self.prompts,
+            "first_place": self.first_place,
+            "last_place": self.last_place,
+            "earlier_tokens": self.earlier_tokens,
+            "tokens": self.tokens,
+            "equal_tokens": self.equal_tokens,
+            "lost_tokens": self.lost_tokens,
+            "lines": list(self.lines),
+            "where": self.where,
+            "what": self.what,
+            "sentence": self.sentence,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LintResult:
+    """What a cache without an end finds of a file, and the groups that lose most first. unit: what a token is here."""
+
+    name: str
+    options: LintOptions
+    unit: str
+    prompts: int
+    tokens: int
+    hit_tokens: int
+    groups: tuple[LintGroup, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all tokens, those of full blocks that stood in an earlier prompt behind the same start."""
+        return self.hit_tokens / self.tokens if self.tokens else 0.0
+
+    @property
+    def possible_hit_rate(self) -> float:
+        """If nothing were lost to any group."""
+        lost = sum(one.lost_tokens for one in self.groups)
+        return min(1.0, (self.hit_tokens + lost) / self.tokens) if self.tokens else 0.0
+
+    @property
+    def is_below(self) -> bool:
+        """Whether it has failed the check."""
+        return self.options.min_hit_rate is not None and self.hit_rate < self.options.min_hit_rate
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {
+            "file": self.name,
+            "block_tokens": self.options.block_tokens,
+            "unit": self.unit,
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "hit_tokens": self.hit_tokens,
+            "hit_rate": self.hit_rate,
+            "possible_hit_rate": self.possible_hit_rate,
+            "min_hit_rate": self.options.min_hit_rate,
+            "is_below": self.is_below,
+            "groups": [one.to_dict() for one in self.groups],
+        }
+
+    def render(self, console: Any) -> None:
+        """For people."""
+
+        def say(text: str) -> None:
+            console.print(Text(text), soft_wrap=True)
+
+        say(
+            f"{self.name}: {self.prompts:,} prompts, {self.tokens:,} {self.unit}; of these a prefix cache without an "
+            f"end finds {100 * self.hit_rate:.1f} % (blocks of {self.options.block_tokens})"
+        )
+        for number, group in enumerate(self.groups[:SHOWN_GROUPS], 1):
+            say(f"{number}. {group.sentence}")
+            where = f" {group.where}." if group.where else ""
+            say(f"   Compare lines {group.lines[0]} and {group.lines[1]}.{where}")
+        if len(self.groups) > SHOWN_GROUPS:
+            rest = sum(one.lost_tokens for one in self.groups[SHOWN_GROUPS:])
+            say(f"and {len(self.groups) - SHOWN_GROUPS:,} more places, {rest:,} tokens; see --json")
+        if self.groups:
+            say(f"Without these, up to {100 * self.possible_hit_rate:.1f} % would be found.")
+        else:
+            say("No prompts were found that part and are the same again.")
+        if self.is_below:
+            say(f"Below --min-hit-rate {self.options.min_hit_rate:g}.")
+
+
+def lint(
+    name: str,
+    prompts: Sequence[FilePrompt],
+    options: LintOptions,
+    tokenise: Tokenise | None = None,
+    unit: str = "tokens",
+    progress: Progress = lambda doing, done, steps: None,
+) -> LintResult:
+    """Judge the prompts of a file, in their order. tokenise: that they were read with, for places in their text."""
+    judge = _Judge(prompts, options)
+    for number in range(len(prompts)):
+        if number % 20 == 0:
+            progress(f"comparing {name}", number, len(prompts))
+        judge.take(number)
+    progress(f"comparing {name}", len(prompts), len(prompts))
+    groups = sorted(
+        (_group(prompts, together, options, tokenise) for together in _together(prompts, judge.found)),
+        key=lambda one: (-one.lost_tokens, -one.prompts, one.lines),
+    )
+    tokens = sum(len(one.seen.tokens) for one in prompts)
+    return LintResult(name, options, unit, len(prompts), tokens, judge.hit_tokens, tuple(groups))
+
+
+class _Parting(NamedTuple):
+    number: int
+    earlier: int
+    divergence: Divergence
+
+
+class _Judge:
+    """Takes prompts one by one."""
+
+    def __init__(self, prompts: Sequence[FilePrompt], options: LintOptions) -> None:
+        self.hit_tokens = 0
+        self.found: list[_Parting] = []
+        self._prompts = prompts
+        self._block_tokens = options.block_tokens
+        self._stored: set[bytes] = set()
+        self._starts: dict[bytes, list[int]] = {}
+        self._shingler = Shingler(b"kvstore lint")
+        self._index = SketchIndex(MOST_SKETCHES)
+        self._hashers: dict[str, PrefixHasher] = {}
+
+    def take(self, number: int) -> None:
+        """The next one."""
+        seen = self._prompts[number].seen
+        keys = self._keys(seen)
+        blocks = next((at for at, key in enumerate(keys) if key not in self._stored), len(keys))
+        hit = blocks * self._block_tokens
+        self.hit_tokens += hit
+        self._stored.update(keys[blocks:])
+        sketch = self._shingler.sketch(seen.tokens)
+        if len(seen.tokens) - hit >= min(LEAST_EQUAL_TOKENS, self._block_tokens):
+            near = self._index.nearest(sketch, hit) if len(seen.tokens) - hit >= LEAST_EQUAL_TOKENS else []
+            self._judge(number, hit, near)
+        self._index.add(number, sketch)
+        if len(seen.tokens) >= LEAST_START_TOKENS:
+            starts = self._starts.setdefault(self._start(seen), [])
+            if len(starts) < _MOST_STARTS or (
+                len(starts) < 2 * _MOST_STARTS and all(self._is_kept_apart(number, one) for one in starts)
+            ):
+                starts.append(number)
+
+    def _judge(self, number: int, hit: int, near: Sequence[int]) -> None:
+        """Against those that share most, and where nothing was found against those that begin alike."""
+        seen = self._prompts[number].seen
+        alike = self._starts.get(self._start(seen), ()) if not hit else ()
+        candidates = [*near, *(one for one in alike if one not in near)]
+        candidates.sort(key=lambda one: -shared_start(self._prompts[one].seen.tokens, seen.tokens))
+        for earlier in candidates:
+            found = compare_prompts(self._prompts[earlier].seen, seen, self._block_tokens, self._shingler, hit)
+            if found is not None:
+                self.found.append(_Parting(number, earlier, found))
+                return
+
+    def _keys(self, seen: SeenPrompt) -> list[bytes]:
+        fields = json.dumps(sorted(seen.fields.items()))
+        if fields not in self._hashers:
+            identity = blake2b(fields.encode("utf-8", "replace"), digest_size=32).digest()
+            self._hashers[fields] = PrefixHasher(identity, self._block_tokens)
+        extra = [ExtraKey(seen.salt.encode("utf-8", "replace"))] if seen.salt else []
+        return self._hashers[fields].keys(seen.tokens.tobytes(), extra)
+
+    def _start(self, seen: SeenPrompt) -> bytes:
+        return seen.tokens[:LEAST_START_TOKENS].tobytes()
+
+    def _is_kept_apart(self, number: int, other: int) -> bool:
+        one, two = self._prompts[number].seen, self._prompts[other].seen
+        return one.salt != two.salt or one.fields != two.fields
+
+
+def _together(prompts: Sequence[FilePrompt], found: Sequence[_Parting]) -> list[list[_Parting]]:
+    """Those of one kind whose places are near each other, behind the same start."""
+    alike: defaultdict[tuple[str, str, bytes], list[_Parting]] = defaultdict(list)
+    for one in found:
+        head = prompts[one.number].seen.tokens[: min(LEAST_START_TOKENS, one.divergence.place)]
+        is_deep = len(head) == LEAST_START_TOKENS
+        alike[one.divergence.kind, one.divergence.what, head.tobytes() if is_deep else b""].append(one)
+    groups = []
+    for members in alike.values():
+        members.sort(key=lambda one: (one.divergence.place, one.number))
+        group = [members[0]]
+        for one in members[1:]:
+            if one.divergence.place - group[-1].divergence.place > SAME_PLACE_TOKENS:
+                groups.append(group)
+                group = []
+            group.append(one)
+        groups.append(group)
+    return groups
+
+
+def _group(
+    prompts: Sequence[FilePrompt], together: Sequence[_Parting], options: LintOptions, tokenise: Tokenise | None
+) -> LintGroup:
+    divergences = [one.divergence for one in together]
+    example = min(together, key=lambda one: one.number)
+    lengths = [(one.earlier_tokens, one.tokens) for one in divergences if one.tokens is not None]
+    middle = sorted(lengths, key=lambda one: ((one[1] or 0), (one[0] or 0)))[len(lengths) // 2] if lengths else None
+    places = [one.place for one in divergences]
+    earlier, tokens = middle or (None, None)
+    return LintGroup(
+        divergences[0].kind,
+        len(together),
+        min(places),
+        max(places),
+        earlier,
+        tokens,
+        sorted(one.equal_tokens for one in divergences)[len(divergences) // 2],
+        sum(one.equal_tokens for one in divergences),
+        (prompts[example.earlier].line, prompts[example.number].line),
+        _where(prompts[example.number], example.divergence, tokenise),
+        divergences[0].what,
+        options.block_tokens,
+    )
+
+
+def _where(prompt: FilePrompt, divergence: Divergence, tokenise: Tokenise | None) -> str:
+    """The part of the text in which the place lies."""
+    if not prompt.text or tokenise is None or divergence.kind in (PromptChange.SALTED, PromptChange.NAMESPACE):
+        return ""
+    starts = tokenise(prompt.text).starts
+    at = starts[divergence.place] if divergence.place < len(starts) else len(prompt.text)
+    begins, label = 0, ""
+    if prompt.pieces:
+        piece = prompt.pieces[max(0, bisect_right([one.start for one in prompt.pieces], at) - 1)]
+        begins, label = piece.start, f"{piece.label}, "
+    text = prompt.text[begins : max(at, begins)]
+    line = text.count("\n") + 1
+    before = text.rpartition("\n")[2][-_BEFORE_CHARACTERS:]
+    behind = f", behind {before!r}" if before.strip() else ", at its start"
+    return f"They part in {label}line {line} of the text{behind}"
+
+
+def _count(tokens: int) -> str:
+    for size, unit in ((10**9, " G"), (10**6, " M")):
+        if tokens >= size:
+            return f"{tokens / size:.1f}{unit}"
+    return f"{tokens:,}"

@@ -1,0 +1,230 @@
+"""Where prompts part: planted changes are each named right and found at their place, and nothing is found by chance."""
+
+from __future__ import annotations
+
+from timeit import repeat
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.insight.divergence import (
+    SHINGLE_TOKENS,
+    PromptChange,
+    SeenPrompt,
+    Shingler,
+    SketchIndex,
+    compare_prompts,
+    compare_sketches,
+    shared_start,
+)
+from kvstore.insight.trace import Column
+
+BLOCK = 64
+SEEDS = range(20)
+TEXT, OTHER = 30_000, 60_000
+"""Token ids of a prompt are below the first; what is planted lies above it, so that its place is no matter of luck."""
+
+
+def drawn(seed: int, tokens: int = 10_000) -> tuple[np.random.Generator, Column]:
+    generator = np.random.default_rng(seed)
+    return generator, generator.integers(0, TEXT, tokens).astype(np.uint32)
+
+
+def planted(generator: np.random.Generator, tokens: int) -> Column:
+    return generator.integers(TEXT, OTHER, tokens).astype(np.uint32)
+
+
+def joined(*pieces: Column) -> Column:
+    return np.concatenate(pieces)
+
+
+SHINGLER = Shingler(b"a tenant's secret")
+
+
+# Planted ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_time_in_a_prompt(seed: int) -> None:
+    generator, first = drawn(seed)
+    place, length = int(generator.integers(0, 2000)), int(generator.integers(1, 30))
+    earlier, second = first.copy(), first.copy()
+    earlier[place : place + length] = planted(generator, length)
+    second[place : place + length] = earlier[place : place + length] + OTHER
+    found = compare_prompts(SeenPrompt(earlier), SeenPrompt(second), BLOCK, SHINGLER)
+    assert found is not None
+    assert (found.kind, found.place, found.earlier_tokens, found.tokens) == (
+        PromptChange.CHANGED,
+        place,
+        length,
+        length,
+    )
+    assert found.equal_tokens == 10_000 - place - length
+    fork = place // BLOCK * BLOCK
+    seen = compare_sketches(SHINGLER.sketch(earlier), SHINGLER.sketch(second), fork)
+    assert seen is not None and (seen.kind, seen.place, seen.is_exact) == (PromptChange.CHANGED, fork, False)
+    assert seen.equal_tokens == pytest.approx(found.equal_tokens, rel=0.35)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_an_insertion(seed: int, is_removed: bool) -> None:
+    generator, first = drawn(seed)
+    place, length = int(generator.integers(0, 2000)), int(generator.integers(1, 700))
+    with_it = joined(first[:place], planted(generator, length), first[place:])
+    earlier, second = (with_it, first) if is_removed else (first, with_it)
+    found = compare_prompts(SeenPrompt(earlier), SeenPrompt(second), BLOCK, SHINGLER)
+    assert found is not None
+    lengths = (length, 0) if is_removed else (0, length)
+    assert (found.kind, found.place, found.earlier_tokens, found.tokens) == (PromptChange.INSERTED, place, *lengths)
+    assert found.equal_tokens == 10_000 - place
+    seen = compare_sketches(SHINGLER.sketch(earlier), SHINGLER.sketch(second), place // BLOCK * BLOCK)
+    assert seen is not None and seen.kind is PromptChange.INSERTED
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_documents_in_another_order(seed: int) -> None:
+    generator, system = drawn(seed, int(np.random.default_rng(seed).integers(0, 500)))
+    documents = [generator.integers(0, TEXT, int(size)).astype(np.uint32) for size in generator.integers(400, 2000, 5)]
+    order = generator.permutation(5)
+    while order[0] == 0:
+        order = generator.permutation(5)
+    earlier, second = joined(system, *documents), joined(system, *(documents[one] for one in order))
+    place = shared_start(earlier, second)
+    assert len(system) <= place < len(system) + 3
+    found = compare_prompts(SeenPrompt(earlier), SeenPrompt(second), BLOCK, SHINGLER)
+    assert found is not None
+    assert (found.kind, found.place, found.tokens) == (PromptChange.REORDERED, place, None)
+    assert found.equal_tokens == len(second) - place
+    seen = compare_sketches(SHINGLER.sketch(earlier), SHINGLER.sketch(second), place // BLOCK * BLOCK)
+    assert seen is not None and seen.kind is PromptChange.REORDERED
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_salt_and_another_namespace(seed: int) -> None:
+    generator, first = drawn(seed)
+    second = joined(first[: int(generator.integers(BLOCK, 9000))], planted(generator, 100))
+    salted = compare_prompts(SeenPrompt(first), SeenPrompt(second, f"user {seed}"), BLOCK, SHINGLER)
+    assert salted is not None and (salted.kind, salted.place) == (PromptChange.SALTED, 0)
+    assert salted.equal_tokens == (len(second) - 100) // BLOCK * BLOCK
+    earlier = SeenPrompt(first, fields={"model": "a", "weights": "1"})
+    named = compare_prompts(earlier, SeenPrompt(second, fields={"model": "a", "weights": "2"}), BLOCK, SHINGLER)
+    assert named is not None and (named.kind, named.place) == (PromptChange.NAMESPACE, 0)
+    assert named.what == "weights is 1 in one and 2 in the other"
+    missing = compare_prompts(earlier, SeenPrompt(second, fields={"model": "a"}), BLOCK, SHINGLER)
+    assert missing is not None and missing.what == "weights is 1 in one and not set in the other"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_start_that_fills_no_block(seed: int) -> None:
+    generator, first = drawn(seed)
+    place = int(generator.integers(16, BLOCK))
+    found = compare_prompts(
+        SeenPrompt(first), SeenPrompt(joined(first[:place], planted(generator, 5000))), BLOCK, SHINGLER
+    )
+    assert found is not None and (found.kind, found.place, found.equal_tokens) == (PromptChange.SHORT, place, 0)
+    is_filled = joined(first[:BLOCK], planted(generator, 5000))
+    assert compare_prompts(SeenPrompt(first), SeenPrompt(is_filled), BLOCK, SHINGLER) is None
+
+
+def test_nothing_is_found_in_a_thousand_random_prompts() -> None:
+    generator = np.random.default_rng(7)
+    index = SketchIndex(1024)
+    prompts: list[SeenPrompt] = []
+    reported = 0
+    for number in range(1000):
+        tokens = joined(np.zeros(1, np.uint32), generator.integers(0, TEXT, 2000).astype(np.uint32))
+        sketch = SHINGLER.sketch(tokens)
+        assert index.nearest(sketch, 0) == []
+        if prompts:
+            earlier = prompts[int(generator.integers(number))]
+            reported += compare_prompts(earlier, SeenPrompt(tokens), BLOCK, SHINGLER) is not None
+            reported += compare_sketches(SHINGLER.sketch(earlier.tokens), sketch, 0) is not None
+        prompts.append(SeenPrompt(tokens))
+        index.add(number, sketch)
+    assert reported == 0
+
+
+def test_what_goes_on_is_no_parting() -> None:
+    _, first = drawn(0)
+    for earlier, second in ((first, first), (first[:5000], first), (first, first[:5000])):
+        assert compare_prompts(SeenPrompt(earlier), SeenPrompt(second), BLOCK, SHINGLER) is None
+
+
+def test_what_is_stored_anyway_is_not_counted() -> None:
+    generator, first = drawn(0)
+    second = first.copy()
+    second[40:46] = planted(generator, 6)
+    assert compare_prompts(SeenPrompt(first), SeenPrompt(second), BLOCK, SHINGLER, 0).equal_tokens == 9954  # type: ignore[union-attr]
+    found = compare_prompts(SeenPrompt(first), SeenPrompt(second), BLOCK, SHINGLER, 9000)
+    assert found is not None and found.equal_tokens == 1000
+    assert compare_prompts(SeenPrompt(first), SeenPrompt(second), BLOCK, SHINGLER, 9900) is None
+
+
+# Sketches --------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1000), st.integers(0, 300), st.integers(SHINGLE_TOKENS, 400))
+def test_equal_runs_have_equal_hashes_wherever_they_stand(seed: int, before: int, count: int) -> None:
+    generator, run = drawn(seed, count)
+    alone = SHINGLER.hashes(run)
+    within = SHINGLER.hashes(joined(planted(generator, before), run, planted(generator, 50)))
+    assert len(alone) == count - SHINGLE_TOKENS + 1
+    assert (within[before : before + len(alone)] == alone).all()
+    assert len(np.unique(within)) == len(within), "and others have not"
+
+
+def test_another_key_has_other_fingerprints() -> None:
+    _, tokens = drawn(1)
+    one, other = SHINGLER.sketch(tokens), Shingler(b"another tenant's").sketch(tokens)
+    assert len(np.intersect1d(one.fingerprints, other.fingerprints)) == 0
+    assert compare_sketches(one, other, 0) is None
+
+
+@pytest.mark.parametrize("count", [0, 1, SHINGLE_TOKENS - 1, SHINGLE_TOKENS])
+def test_short_prompts_have_hardly_a_sketch(count: int) -> None:
+    tokens = np.arange(count, dtype=np.uint32)
+    assert len(SHINGLER.hashes(tokens)) == max(0, count - SHINGLE_TOKENS + 1)
+    assert SHINGLER.sketch(tokens).tokens == count
+
+
+def test_what_a_sketch_costs() -> None:
+    """-s prints it."""
+    _, tokens = drawn(2, 32_768)
+    best = min(repeat(lambda: SHINGLER.sketch(tokens), number=10, repeat=20)) / 10
+    sketch = SHINGLER.sketch(tokens)
+    print(f"\n{1000 * best:.3f} ms for 32,768 tokens, {len(sketch.places)} fingerprints, {sketch.size_bytes:,} bytes")
+    assert 400 < len(sketch.places) < 640 and sketch.size_bytes == 12 * len(sketch.places)
+    assert best < 0.05, "fifty milliseconds: no machine is that slow"
+
+
+def test_the_index_finds_what_shares_most_and_forgets_the_oldest() -> None:
+    index = SketchIndex(3)
+    prompts = [drawn(seed, 4000)[1] for seed in range(4)]
+    half = joined(prompts[1][:2000], prompts[2][2000:2600], drawn(9, 1000)[1])
+    for number, tokens in enumerate(prompts):
+        index.add(number, SHINGLER.sketch(tokens))
+    assert len(index) == 3 and index.nearest(SHINGLER.sketch(prompts[0]), 0) == []
+    assert index.nearest(SHINGLER.sketch(half), 0) == [1]
+    assert index.nearest(SHINGLER.sketch(half), 2000) == [2]
+    assert index.get(1).tokens == 4000
+    for number in range(4, 10):
+        index.add(number, SHINGLER.sketch(drawn(number + 100, 4000)[1]))
+    assert index.nearest(SHINGLER.sketch(half), 0) == []
+
+
+@given(st.integers(0, 10_000), st.integers(0, 3000), st.integers(0, 40), st.integers(0, 40))
+def test_any_single_change_is_at_its_place(seed: int, place: int, was: int, stands: int) -> None:
+    generator, first = drawn(seed, 4000)
+    earlier = joined(first[:place], planted(generator, was), first[place:])
+    second = joined(first[:place], planted(generator, stands) + OTHER, first[place:]).astype(np.uint32)
+    found = compare_prompts(SeenPrompt(earlier), SeenPrompt(second), BLOCK, SHINGLER)
+    if not was and not stands:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.place, found.earlier_tokens, found.tokens) == (place, was, stands)
+    assert found.kind is (PromptChange.CHANGED if was and stands else PromptChange.INSERTED)
+    assert found.equal_tokens == 4000 - place

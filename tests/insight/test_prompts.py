@@ -1,0 +1,250 @@
+"""Prompts in a file: read or refused with the line, the hit rate as a store would have it, and sentences that help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.block.errors import BadInput
+from kvstore.insight.divergence import PromptChange
+from kvstore.insight.prompts import (
+    MOST_LINE_CHARACTERS,
+    MOST_PROMPT_TOKENS,
+    LintOptions,
+    LintResult,
+    bytes_as_tokens,
+    lint,
+    read_file_prompts,
+)
+
+GENERATOR = np.random.default_rng(3)
+SYSTEM = GENERATOR.integers(0, 30_000, 3000).tolist()
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(30_000, 60_000, count).tolist()
+
+
+def judged(*lines: Any, block: int = 64, text: bool = False, **options: Any) -> LintResult:
+    tokenise = bytes_as_tokens if text else None
+    prompts = read_file_prompts("some.jsonl", [json.dumps(one) for one in lines], tokenise)
+    return lint("some.jsonl", prompts, LintOptions(block, **options), tokenise)
+
+
+def only(result: LintResult) -> Any:
+    (group,) = result.groups
+    return group
+
+
+# Kinds -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_time_near_the_start() -> None:
+    stamped = [SYSTEM[:40] + tokens(6, seed) + SYSTEM[40:] + tokens(10, 1000 + seed) for seed in range(21)]
+    result = judged(*stamped)
+    group = only(result)
+    assert (group.kind, group.prompts, group.first_place, group.last_place) == (PromptChange.CHANGED, 20, 40, 40)
+    assert (group.earlier_tokens, group.tokens, group.equal_tokens, group.lost_tokens) == (6, 6, 2960, 20 * 2960)
+    assert result.hit_tokens == 0 and group.lines == (1, 2)
+    assert group.sentence == (
+        "20 prompts part at token 40, differ for 6 tokens, and are the same again for 2,960: 59,200 tokens computed "
+        "that were stored. Move what changes to the end."
+    )
+    assert result.possible_hit_rate == pytest.approx(20 * 2960 / (21 * 3016))
+
+
+def test_without_it_they_are_found() -> None:
+    result = judged(*(SYSTEM + tokens(10, seed) for seed in range(21)))
+    assert result.groups == () and result.hit_tokens == 20 * (3000 // 64 * 64)
+
+
+def test_an_insertion_in_some() -> None:
+    group = only(judged(SYSTEM, SYSTEM[:700] + tokens(3, 1) + SYSTEM[700:]))
+    assert (group.kind, group.first_place, group.earlier_tokens, group.tokens) == (PromptChange.INSERTED, 700, 0, 3)
+    assert "1 prompt parts at token 700, has 3 tokens more there, and is the same again for 2,300" in group.sentence
+    group = only(judged(SYSTEM[:700] + tokens(1, 1) + SYSTEM[700:], SYSTEM))
+    assert "has 1 token fewer there" in group.sentence
+
+
+def test_documents_in_another_order() -> None:
+    one, two, three = (tokens(900, seed) for seed in (1, 2, 3))
+    group = only(judged(SYSTEM[:100] + one + two + three, SYSTEM[:100] + two + three + one))
+    assert (group.kind, group.first_place, group.equal_tokens) == (PromptChange.REORDERED, 100, 2700)
+    assert "Write these parts in one order" in group.sentence
+
+
+def test_a_salt_and_a_namespace() -> None:
+    group = only(judged({"token_ids": SYSTEM}, {"token_ids": SYSTEM, "cache_salt": "a"}))
+    assert (group.kind, group.equal_tokens) == (PromptChange.SALTED, 2944) and "one salt, or none" in group.sentence
+    group = only(judged({"token_ids": SYSTEM, "model": "a"}, {"token_ids": SYSTEM, "model": "b"}))
+    assert group.kind is PromptChange.NAMESPACE and "(model is a in one and b in the other)" in group.sentence
+    again = judged(*({"token_ids": SYSTEM, "cache_salt": one} for one in ("a", "b", "a", "b")))
+    assert again.hit_tokens == 2 * 2944 and again.groups[0].prompts == 1
+
+
+def test_a_salt_for_each_user_costs_each_of_them_and_nobody_twice() -> None:
+    result = judged(*({"token_ids": SYSTEM, "cache_salt": str(user % 60)} for user in range(120)))
+    group = only(result)
+    assert (group.kind, group.prompts, group.lost_tokens) == (PromptChange.SALTED, 59, 59 * 2944)
+    assert result.hit_tokens == 60 * 2944
+    goes_on = [{"token_ids": SYSTEM[:length], "cache_salt": salt} for salt in "ab" for length in (1000, 3000)]
+    assert sum(one.lost_tokens for one in judged(*goes_on).groups) == 960 + (2944 - 960), "what b has itself is no loss"
+
+
+def test_a_start_that_fills_no_block() -> None:
+    result = judged(*(SYSTEM[:40] + tokens(500, seed) for seed in range(5)))
+    group = only(result)
+    assert (group.kind, group.prompts, group.first_place, group.lost_tokens) == (PromptChange.SHORT, 4, 40, 0)
+    assert "4 prompts share 40 tokens at the start, which fill no block of 64" in group.sentence
+    assert judged(*(SYSTEM[:40] + tokens(500, seed) for seed in range(5)), block=16).groups == ()
+
+
+def test_nothing_is_said_of_prompts_that_have_nothing_in_common() -> None:
+    assert judged(*(tokens(1000, seed) for seed in range(200))).groups == ()
+
+
+def test_places_of_one_template_are_one_group_and_the_largest_is_first() -> None:
+    """A name of one to eight tokens before a time; and a few prompts with an insertion elsewhere."""
+    other = GENERATOR.integers(0, 30_000, 1000).tolist()
+    lines = [SYSTEM[:30] + tokens(1 + seed % 8, seed) + SYSTEM[30:] for seed in range(30)]
+    lines += [other[:500] + tokens(2 * seed, 99) + other[500:] for seed in range(3)]
+    result = judged(*lines)
+    assert result.groups[0].prompts == 29 and result.groups[0].first_place == 30
+    assert result.groups[-1].kind is PromptChange.INSERTED and result.groups[-1].first_place == 500
+
+
+# Hits ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=1, max_size=12), st.integers(1, 4))
+def test_hits_are_those_of_a_cache_without_an_end(prompts: list[list[int]], block: int) -> None:
+    known: set[tuple[int, ...]] = set()
+    hits = 0
+    for one in prompts:
+        starts = [tuple(one[: block * (at + 1)]) for at in range(len(one) // block)]
+        hits += block * next((at for at, start in enumerate(starts) if start not in known), len(starts))
+        known.update(starts)
+    assert judged(*prompts, block=block).hit_tokens == hits
+
+
+def test_the_check() -> None:
+    lines = [SYSTEM, SYSTEM]
+    rate = judged(*lines).hit_rate
+    assert rate == pytest.approx(2944 / 6000)
+    assert not judged(*lines).is_below and not judged(*lines, min_hit_rate=0.49).is_below
+    assert judged(*lines, min_hit_rate=0.5).is_below
+
+
+def test_an_object_for_scripts() -> None:
+    told = json.loads(json.dumps(judged(SYSTEM, SYSTEM[:40] + tokens(6, 1) + SYSTEM[46:]).to_dict()))
+    assert told["groups"][0]["kind"] == "changed" and told["prompts"] == 2 and told["hit_rate"] == 0
+
+
+# Text ------------------------------------------------------------------------------------------------------------
+
+RULES = "\n".join(f"Rule {number}: answer in {number} words and name the source of each." for number in range(60))
+
+
+def test_the_part_of_a_template_is_named() -> None:
+    chats: list[dict[str, Any]] = [
+        {
+            "messages": [
+                {"role": "system", "content": f"You help.\nToday is {day}.\n{RULES}"},
+                {"role": "user", "content": [{"type": "text", "text": f"question {day}"}]},
+            ]
+        }
+        for day in ("Monday, 3", "Tuesday, 4")
+    ]
+    group = only(judged(*chats, text=True))
+    assert group.kind is PromptChange.CHANGED
+    assert group.where == "They part in message 1 (system), line 2 of the text, behind 'Today is '"
+    batch = [{"custom_id": "1", "method": "POST", "body": one} for one in chats]
+    assert only(judged(*batch, text=True)) == group
+
+
+def test_tools_in_another_order_are_reordered() -> None:
+    tools = [
+        {"name": name, "description": f"{name}: {RULES.replace('Rule', name)}"} for name in ("find", "read", "send")
+    ]
+    chats = [{"messages": [{"role": "user", "content": "go"}], "tools": given} for given in (tools, tools[::-1])]
+    group = only(judged(*chats, text=True))
+    assert group.kind is PromptChange.REORDERED and group.where.startswith("They part in tools, line 1")
+
+
+def test_places_in_text_are_those_of_characters() -> None:
+    ids, starts = bytes_as_tokens("a\u00e9\u4e2d\U0001f600b")
+    assert list(ids) == list("a\u00e9\u4e2d\U0001f600b".encode())
+    assert list(starts) == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4]
+    assert bytes_as_tokens("") == ([], [])
+    lines = ["\u4e2d" * 30 + day + RULES for day in ("Monday", "Friday")]
+    before = repr("\u4e2d" * 24)
+    assert only(judged(*lines, text=True)).where == f"They part in line 1 of the text, behind {before}"
+
+
+# Errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "no JSON; give a list of token ids, a text, or an object"),
+        ("[" * 100_000, "no JSON"),
+        ("3", "3 is no prompt; give a list of token ids, a text"),
+        ("null", "None is no prompt"),
+        ('{"question": "x"}', "None is no prompt"),
+        ('"text"', "it has text, and no tokenizer was given; give --tokenizer"),
+        ("[1, true]", "one is true or false"),
+        ("[1, -1]", "token ids must be integers from 0 to 4294967295"),
+        ("[1, 4294967296]", "token ids must be integers from 0 to 4294967295"),
+        ("[1, 1e400]", "token ids must be integers"),
+        ('{"token_ids": [1], "cache_salt": 3}', "cache_salt=3; give text"),
+        ('{"token_ids": [1], "namespace": 3}', "namespace=3; give text, or an object of texts"),
+        ('{"messages": ["x"]}', "message 1 is 'x'; give an object with role and content"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(line: str, says: str) -> None:
+    with pytest.raises(BadInput) as raised:
+        read_file_prompts("some.jsonl", ["[1]", "", line], None)
+    assert str(raised.value).startswith("some.jsonl line 3: ") and says in str(raised.value)
+    assert len(str(raised.value)) < 400 and "\n" not in str(raised.value)
+
+
+def test_half_of_a_character_is_no_text() -> None:
+    with pytest.raises(BadInput, match="line 1: half of a surrogate pair"):
+        read_file_prompts("some.jsonl", ['"\\ud800"'], bytes_as_tokens)
+
+
+def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match="line 1: more than 16777216 characters"):
+        read_file_prompts("some.jsonl", ["x" * (MOST_LINE_CHARACTERS + 1)], None)
+    with pytest.raises(BadInput, match=f"line 1: {MOST_PROMPT_TOKENS + 1} tokens; give at most {MOST_PROMPT_TOKENS}"):
+        read_file_prompts("some.jsonl", ["[" + "1," * MOST_PROMPT_TOKENS + "1]"], None)
+    monkeypatch.setattr("kvstore.insight.prompts.MOST_TOKENS", 5)
+    with pytest.raises(BadInput, match="line 2: more than 5 tokens"):
+        read_file_prompts("some.jsonl", ["[1, 2, 3]"] * 3, None)
+    with pytest.raises(BadInput, match="has no prompt in it; on each line give"):
+        read_file_prompts("some.jsonl", ["", " "], None)
+
+
+@pytest.mark.parametrize("given", [{"block_tokens": 0}, {"block_tokens": 5000}, {"min_hit_rate": 1.5}])
+def test_options_are_checked(given: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="give"):
+        LintOptions(**given)
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+
+    def tell(doing: str, done: int, steps: int) -> None:
+        told.append((doing, done, steps))
+
+    lines: Sequence[str] = [json.dumps(tokens(100, seed)) for seed in range(50)]
+    prompts = read_file_prompts("some.jsonl", lines, None, tell)
+    lint("some.jsonl", prompts, LintOptions(), progress=tell)
+    assert told[0] == ("reading line 1", 0, 0) and told[-1] == ("comparing some.jsonl", 50, 50)

@@ -1,0 +1,133 @@
+"""`kvstore plan` as people and scripts see it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+from recorded import line
+from test_cli import NO_TORCH, error_line, run_cli, run_here
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+}
+
+
+@pytest.mark.slow
+def test_a_table_for_people_and_an_object_for_scripts() -> None:
+    given = ("llama-3.1-8b", "--gpu-memory", "80GB", "--weights", "16GB", "--new-tokens-per-second", "26500")
+    shown = run_cli("plan", *given, before=NO_TORCH)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "131,072 B per token  32 layers x 8 KV heads x 2 x 128 x 2 B" in shown.stdout
+    told = json.loads(run_cli("plan", *given, "--json", before=NO_TORCH).stdout)
+    assert told["codec"] == "int8-kc64" and told["refusals"] == []
+    assert told["figures"]["bytes_per_token"]["value"] == 131_072
+    assert told["figures"]["users"]["formula"] == "room / KV of a user, rounded down"
+
+
+def test_what_the_store_refuses_is_said_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = run_here(monkeypatch, capsys, "plan", "qwen3.5-27b").stdout
+    assert shown.startswith(
+        "This store refuses models with recurrent states today, and 48 layers of this one have them"
+    )
+
+
+def test_a_config_and_a_description(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    by_file = json.loads(run_here(monkeypatch, capsys, "plan", "--config", str(path), "--json").stdout)
+    given = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
+    described = json.loads(run_here(monkeypatch, capsys, "plan", *given, "--json").stdout)
+    assert by_file["figures"] == described["figures"]
+    assert by_file["source"] == str(path)
+
+
+def test_the_table_of_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = run_here(monkeypatch, capsys, "plan", "--models").stdout
+    assert "gemma-3-27b" in shown and "config.json of google/gemma-3-27b-pt" in shown
+    told = json.loads(run_here(monkeypatch, capsys, "plan", "--models", "--json").stdout)
+    assert {
+        "model": "phi-4",
+        "bytes_per_token": 204_800,
+        "state_bytes": 0,
+        "source": "config.json of microsoft/phi-4",
+    } in (told["models"])
+
+
+def test_a_recording_says_rates_and_hits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "some.jsonl"
+    asked = [[1, 2], [3, 4], [1, 2], [5, 6], [1, 2]]
+    path.write_text("".join(line(ids, timestamp=1000 * at) + "\n" for at, ids in enumerate(asked)))
+    given = ("plan", "llama-3.1-8b", "--trace", str(path), "--block-tokens", "16", "--window", "3s", "--json")
+    told = json.loads(run_here(monkeypatch, capsys, *given).stdout)["figures"]
+    assert told["new_tokens_per_second"]["value"] == 6 * 16 / 4
+    assert told["ceiling"]["value"] == told["reused_in_window"]["value"] == pytest.approx(0.4)
+    found = [told[key]["value"] for key in sorted(told) if key.startswith("found_with_")]
+    assert found == sorted(found) and found[-1] == pytest.approx(0.4), "more memory finds no less, and all is found"
+    small = json.loads(run_here(monkeypatch, capsys, *given, "--dram", "3MiB").stdout)["figures"]
+    assert small["found_with_0"]["value"] < 0.4
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((), "give a model, such as kvstore plan llama-3.1-8b, or --config FILE, or --layers"),
+        (("llama-3.1-8b", "--layers", "3"), "give a model, such as"),
+        (("--layers", "3"), "a described model needs all of --layers, --kv-heads and --head-dim"),
+        (("llama-9-8b",), "model 'llama-9-8b' is not in the table; near it: llama-3.1-8b"),
+        (("--config", "none.json"), "none.json: No such file or directory"),
+        (("llama-3.1-8b", "--context", "8k"), "--context '8k'; give a whole number from 1 to"),
+        (
+            ("llama-3.1-8b", "--window", "15 minutes"),
+            "--window '15 minutes'; give a time, such as 900s, 15m, 24h or 7d",
+        ),
+        (("llama-3.1-8b", "--dram", "much"), "--dram='much' is not a size; write a number with B, KiB"),
+        (("llama-3.1-8b", "--dram-speed", "fast"), "--dram-speed='fast' is not a rate"),
+        (("llama-3.1-8b", "--nvme-overhead", "x"), "--nvme-overhead 'x'; give milliseconds, 0 or more"),
+        (("llama-3.1-8b", "--prefill-rate", "x"), "--prefill-rate 'x'; give tokens per second"),
+        (("llama-3.1-8b", "--gpu-memory", "80GB"), "--gpu-memory is shared with the weights; give --weights"),
+        (("llama-3.1-8b", "--trace", "none.jsonl"), "none.jsonl: No such file or directory"),
+        (("llama-3.1-8b", "--trace", "/"), "--trace / is a folder; give a file in it"),
+        (
+            ("llama-3.1-8b", "--trace", "none.jsonl", "--new-tokens-per-second", "5"),
+            "--trace says how many new tokens come; leave --new-tokens-per-second out",
+        ),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_do(
+    given: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in error_line(run_here(monkeypatch, capsys, "plan", *given))
+
+
+def test_a_large_file_is_no_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b" " * ((1 << 20) + 1))
+    assert "more than 1048576 bytes" in error_line(run_here(monkeypatch, capsys, "plan", "--config", str(path)))
+
+
+def test_a_recording_without_a_rate_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "some.jsonl"
+    given = ("plan", "llama-3.1-8b", "--trace", str(path), "--block-tokens", "16")
+    path.write_text(line([1, 2]) + "\n" + line([1, 3]) + "\n")
+    assert "all its requests came at once" in error_line(run_here(monkeypatch, capsys, *given))
+    path.write_text(line([1], 3) + "\n")
+    assert "has no full block of 16 tokens" in error_line(run_here(monkeypatch, capsys, *given))
