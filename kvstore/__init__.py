@@ -16,6 +16,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvstore.block.account import Account, HitTier, MissReason
@@ -220,8 +221,9 @@ class _Codecs:
             self._loaded.close()
 
 
-def policy_named(name: str) -> PolicyMaker:
-    """What makes an eviction policy of that name. Raises `BadInput`, also where what it needs is not there."""
+def policy_named(name: str, thinned: float = 1.0) -> PolicyMaker:
+    """What makes an eviction policy of that name. thinned: the share of all blocks that it is told of, where a tier is
+    modelled by a part of its blocks. Raises `BadInput`, also where what it needs is not there."""
     simple: dict[str, PolicyMaker] = {"lru": LeafFirstLru, "s3-fifo": S3Fifo}
     if checked_policy(name, "policy") in simple:
         return simple[name]
@@ -242,7 +244,7 @@ def policy_named(name: str) -> PolicyMaker:
         prepare()
     except NotCompiled as error:
         raise BadInput(f"policy={name!r} is compiled by numba, which fails here ({error}); take lru") from None
-    return Adaptive
+    return Adaptive if thinned == 1 else partial(Adaptive, thinned=thinned)
 
 
 def _open_gpu(index: int) -> DeviceTransfers | None:

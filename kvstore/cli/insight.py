@@ -1,4 +1,5 @@
-"""The command `kvstore replay`: recorded requests through tables without memory."""
+"""The commands `kvstore replay` and `kvstore whatif`: recorded requests through tables without memory, and estimates
+of what those would say."""
 
 import os
 import sys
@@ -11,7 +12,7 @@ from kvstore.cli.terminal import Json, app, check_folder, expanded_path, lines_o
 from kvstore.cli.terminal import listed as _listed
 from kvstore.cli.terminal import real as _real
 from kvstore.cli.terminal import whole as _whole
-from kvstore.config import DEFAULT_POLICY, POLICIES, expanded
+from kvstore.config import DEFAULT_POLICY, POLICIES, expanded, parse_size
 
 
 @app.command()
@@ -71,12 +72,7 @@ def replay(
     from kvstore.insight.trace import MOST_TOKENS, read_trace
     from kvstore.node import build_replay
 
-    paths = [Path(expanded(one)) for one in traces]
-    for path in paths:
-        if not path.exists():
-            raise typer.BadParameter(f"{path}: No such file; give a trace, as kvstore record writes one")
-        if path.is_dir():
-            raise typer.BadParameter(f"{path} is a folder; give the files in it")
+    paths = [_trace_file(one) for one in traces]
     most = replays.MOST_BLOCKS
     allowed = f"give {', '.join(POLICIES)}, or several with commas between them"
     for name in (names := _listed(policy or [DEFAULT_POLICY], "--policy", allowed)):
@@ -88,8 +84,7 @@ def replay(
         raise typer.BadParameter("--admission is to NVMe; give --nvme-blocks, too")
     sizes = []
     for given, flag in ((blocks, "--blocks"), (dram_blocks, "--dram-blocks")):
-        several = f"give whole numbers from 1 to {most}, with commas between them and not in them, as 1000,10000"
-        sizes += [_whole(size, flag, 1, most, several) for size in _listed(given or [], flag, several)]
+        sizes += _sizes(given, flag, most)
     allowed = f"give {', '.join(replays.ADMISSIONS)}, or several with commas between them"
     admitting = _listed(admission or [replays.LEARNED], "--admission", allowed)
     of_writes = "give shares of what is written without a choice, 0.01 to 1, as 0.5,0.8"
@@ -108,7 +103,12 @@ def replay(
         admitting,
         shares,
     )
-    draw = _plotter(plot) if plot is not None else None
+    draw = None
+    if plot is not None:
+        file = _checked_picture("--plot", plot, ".png", ".svg", ".pdf")
+        from kvstore.insight.plots import draw_replay
+
+        draw = _plotter(draw_replay, file)
     is_short = len({path.name for path in paths}) == len(paths)
     with shown_progress() as show:
         read = []
@@ -124,17 +124,110 @@ def replay(
     return status
 
 
-def _plotter(file: str) -> Callable[[Any], None]:
-    """Draws a result there. What is missing for it is said before any work."""
-    from kvstore.insight.replay_plot import draw
+@app.command()
+def whatif(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help="JSON lines in Mooncake's form, gzip or not.")],
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="N,..", help="Blocks that there is room for. Ten sizes that fit the trace if left out."),
+    ] = None,
+    dram: Annotated[
+        list[str] | None, typer.Option(metavar="SIZE,..", help="The same in bytes, such as 64GiB,128GiB.")
+    ] = None,
+    policy: Annotated[str, typer.Option(metavar="NAME", help="lru or adaptive.")] = DEFAULT_POLICY,
+    names: Annotated[
+        str, typer.Option(metavar="N", help="Of the trace's blocks, that are followed at a time; more err less.")
+    ] = "4096",
+    seed: Annotated[str, typer.Option(metavar="N", help="Of which blocks are sampled.")] = "0",
+    block_tokens: Annotated[
+        str | None, typer.Option(metavar="N", help="Of the trace's blocks. Found out if left out.")
+    ] = None,
+    kv_bytes_per_token: Annotated[
+        str, typer.Option(metavar="N", help="For sizes in bytes. Those of an 8B model if left out.")
+    ] = str(128 << 10),
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Replay each size in full as well, and print by how much the estimate errs.")
+    ] = False,
+    svg: Annotated[
+        str | None, typer.Option(metavar="FILE", callback=expanded_path, help="Draw the curve there.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """What other sizes would have found of recorded requests, estimated from a few thousand of their blocks.
 
-    kind = Path(file).suffix.lower()
-    if kind not in (".png", ".svg", ".pdf"):
-        raise typer.BadParameter(f"--plot {file}: give a name that ends in .png, .svg or .pdf")
-    check_folder(f"--plot {file}", file)
+    For lru one pass gives all sizes, in a second for a hundred thousand blocks. For adaptive a tenth of the blocks or
+    more goes through the store's own tables, once for each size. Full blocks alone count. The ceiling is what no size
+    exceeds.
+    """
+    from kvstore.insight import whatif_trace
+    from kvstore.insight.lru_curve import LEAST_NAMES
+    from kvstore.insight.trace import MOST_TOKENS, read_trace
+    from kvstore.node import SystemClock, build_replay
+
+    path = _trace_file(trace)
+    if policy not in whatif_trace.ESTIMATED:
+        raise typer.BadParameter(f"--policy {policy[:40]!r}; give {' or '.join(whatif_trace.ESTIMATED)}")
+    most = whatif_trace.MOST_BLOCKS
+    several = "give sizes with commas between them, as 64GiB,128GiB"
+    options = whatif_trace.WhatIfOptions(
+        _sizes(sizes, "--sizes", most),
+        [parse_size(size, "--dram") for size in _listed(dram or [], "--dram", several)],
+        policy,
+        _whole(names, "--names", LEAST_NAMES, whatif_trace.MOST_NAMES),
+        _whole(seed, "--seed", 0, (1 << 31) - 1),
+        _whole(kv_bytes_per_token, "--kv-bytes-per-token", 1, (1 << 40) - 1),
+        exact,
+    )
+    block_size = _whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
+    draw = None
+    if svg is not None:
+        file = _checked_picture("--svg", svg, ".svg")
+        from kvstore.insight.plots import draw_whatif
+
+        draw = _plotter(draw_whatif, file)
+    kvstore.policy_named(policy)  # what is missing for it is said before any work
+    with shown_progress() as show:
+        show(f"reading {path}")
+        with lines_of(path) as lines:
+            read = read_trace(path.name, lines, block_size)
+        result = whatif_trace.run(
+            read, options, build_replay, lambda part: kvstore.policy_named(policy, part), SystemClock(), show
+        )
+    status = print_result(result, as_json)
+    if draw is not None:
+        sys.stdout.flush()
+        draw(result)
+    return status
+
+
+def _trace_file(given: str) -> Path:
+    path = Path(expanded(given))
+    if not path.exists():
+        raise typer.BadParameter(f"{path}: No such file; give a trace, as kvstore record writes one")
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; give the files in it")
+    return path
+
+
+def _sizes(given: list[str] | None, flag: str, most: int) -> list[int]:
+    several = f"give whole numbers from 1 to {most}, with commas between them and not in them, as 1000,10000"
+    return [_whole(size, flag, 1, most, several) for size in _listed(given or [], flag, several)]
+
+
+def _checked_picture(flag: str, file: str, *kinds: str) -> str:
+    """What is wrong with it is said before any work."""
+    if Path(file).suffix.lower() not in kinds:
+        allowed = f"{', '.join(kinds[:-1])} or {kinds[-1]}" if kinds[1:] else kinds[0]
+        raise typer.BadParameter(f"{flag} {file}: give a name that ends in {allowed}")
+    check_folder(f"{flag} {file}", file)
     is_new = not os.path.lexists(file)
     with open(file, "ab"):  # else it would be said behind all the work that it cannot be written
         pass
     if is_new:
         os.unlink(file)
-    return lambda result: draw(result).savefig(file, dpi=150, format=kind[1:])
+    return file
+
+
+def _plotter(draw: Callable[[Any], Any], file: str) -> Callable[[Any], None]:
+    """Draws a result there."""
+    return lambda result: draw(result).savefig(file, dpi=150, format=Path(file).suffix.lower()[1:])

@@ -4,7 +4,7 @@
     serve                   a store for all engines of a host
     stat, namespaces, drop, purge, warm      an operator and a sidecar that runs
     fsck                    a directory that nobody uses
-    record, replay          requests of a sidecar that runs, and recorded ones through tables without memory
+    record, replay, whatif  requests of a sidecar that runs; these through tables without memory; estimates of that
     plan, lint              what a model's KV takes and what it is worth; where prompts part that need not
 
 Results go to stdout, with `--json` as one object and nothing else. An error is one line on stderr that says what was

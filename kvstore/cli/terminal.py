@@ -58,21 +58,7 @@ def expanded_path(path: str | None) -> str | None:
     return expanded(path) if path else path
 
 
-COMMANDS = (
-    "demo",
-    "fsck",
-    "serve",
-    "stat",
-    "namespaces",
-    "drop",
-    "purge",
-    "warm",
-    "record",
-    "replay",
-    "plan",
-    "lint",
-    "bench",
-)
+COMMANDS = tuple("demo fsck serve stat namespaces drop purge warm record replay whatif plan lint bench".split())
 
 
 class InOrder(typer.core.TyperGroup):

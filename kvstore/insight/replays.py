@@ -17,10 +17,9 @@ from rich.text import Text
 
 from kvstore.block.errors import BadInput
 from kvstore.config import format_size
-from kvstore.insight.optimum import optimal_hits
 from kvstore.insight.replay import Replay, Replayed
 from kvstore.insight.trace import Column, Trace
-from kvstore.insight.yardsticks import CoinAdmission, OracleAdmission, requests_of, share_that_writes
+from kvstore.insight.yardsticks import CoinAdmission, OracleAdmission, optimal_hits, requests_of, share_that_writes
 from tiering.policies.admission import Admission, LearnedAdmission
 from tiering.policies.policy import PolicyMaker
 

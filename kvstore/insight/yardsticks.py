@@ -1,7 +1,13 @@
-"""Admissions to hold others against: a coin, and one that knows what is asked for later.
+"""What policies and admissions are held against: the offline optimum, a coin, and one that knows what is asked for later.
 
-Neither is of use in a store. A coin that is thrown for each block which leaves takes its ancestors along, as every
-admission does; so it writes the beginnings of prompts more often than their ends, which is better than it sounds.
+The optimum is how many blocks any policy could have found, had it known the future: MIN with bypass. The block whose next
+use is furthest away goes first, also if it is the one that just came. In a chain an ancestor's next use is never later
+than its descendant's, and ties go to the deeper block, so what is kept is always whole prefixes: the optimum for single
+blocks is the optimum for prefixes. L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
+Systems Journal 5 (2), 1966.
+
+Neither admission is of use in a store. A coin that is thrown for each block which leaves takes its ancestors along, as
+every admission does; so it writes the beginnings of prompts more often than their ends, which is better than it sounds.
 """
 
 from __future__ import annotations
@@ -9,14 +15,62 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvstore.insight.trace import Trace
+from kvstore.insight.trace import Column, Trace
 from tiering.policies.admission import AdmitAll
 
+NEVER = 1 << 62
 BISECTIONS = 8
 """Replays until a coin writes as much as it is to, within some percent."""
+
+
+def next_uses(trace: Trace) -> Column:
+    """For each block of each request, the number of the next request that has it, or `NEVER`."""
+    count = len(trace.blocks)
+    requests = np.repeat(np.arange(trace.requests), np.diff(trace.starts))
+    order = np.argsort(trace.blocks, kind="stable")
+    sorted_blocks = trace.blocks[order]
+    following = np.full(count, NEVER, np.int64)
+    is_same = sorted_blocks[1:] == sorted_blocks[:-1]
+    following[order[:-1][is_same]] = requests[order[1:][is_same]]
+    return following
+
+
+def optimal_hits(trace: Trace, capacity_blocks: int) -> Column:
+    """How many blocks of each request, from the first on, that optimum finds."""
+    following = next_uses(trace).tolist()
+    hits = np.zeros(trace.requests, np.int64)
+    held: dict[int, int] = {}  # block -> its next use
+    worst: list[tuple[int, int, int]] = []  # (-next use, -depth, block); stale where `held` says another next use
+    at = 0
+    for request, chain in enumerate(trace.chains()):
+        is_prefix = True
+        for depth, block in enumerate(chain):
+            found = block in held
+            is_prefix = is_prefix and found
+            hits[request] += is_prefix
+            use = following[at]
+            at += 1
+            if use == NEVER:
+                held.pop(block, None)
+                continue
+            held[block] = use
+            heappush(worst, (-use, -depth, block))
+            if found or len(held) <= capacity_blocks:
+                continue
+            while True:
+                next_use, _, gone = heappop(worst)
+                if held.get(gone) == -next_use:
+                    del held[gone]
+                    break
+        if len(worst) > 4 * capacity_blocks + 1024:
+            worst = [one for one in worst if held.get(one[2]) == -one[0]]
+            heapify(worst)
+    return hits
 
 
 class CoinAdmission(AdmitAll):

@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from kvstore.insight import replays
-from kvstore.insight.replay_plot import colours_of, draw
+from kvstore.insight.plots import colours_of, draw_replay
 from kvstore.insight.replays import COIN, LEARNED, ORACLE, ReplayOptions
 from kvstore.node import build_replay
 from recorded import made_of
@@ -29,7 +29,7 @@ def picture(policies: int, **options: Any) -> tuple[Figure, replays.ReplayResult
     trace = made_of(*(random.integers(0, 4, random.integers(1, 6)).tolist() for _ in range(300)))
     makers = dict.fromkeys((f"policy {number}" for number in range(policies)), LeafFirstLru)
     result = replays.run([trace], makers, ReplayOptions(**options), build_replay, lambda *_: None)  # type: ignore[arg-type]
-    return draw(result), result
+    return draw_replay(result), result
 
 
 def the_axes(figure: Figure) -> Any:

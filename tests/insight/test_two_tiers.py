@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 import kvstore
 from kvstore.block.errors import BadInput
 from kvstore.insight import replays
-from kvstore.insight.optimum import optimal_hits
 from kvstore.insight.replay import Replay
 from kvstore.insight.replays import ALL, COIN, LEARNED, ORACLE, ReplayOptions
 from kvstore.insight.trace import Trace
-from kvstore.insight.yardsticks import CoinAdmission, OracleAdmission, requests_of
+from kvstore.insight.yardsticks import CoinAdmission, OracleAdmission, optimal_hits, requests_of
 from kvstore.node import build_replay
 from recorded import made_of, recorded
 from tiering.policies.adaptive import Adaptive

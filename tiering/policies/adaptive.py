@@ -61,9 +61,12 @@ WRONG_EVENT = "a row was inserted twice, or touched or removed where it is not"
 class Adaptive:
     """`EvictionPolicy`: learned worth under the guard of LRU."""
 
-    def __init__(self, names: array[int], seed: int = 0) -> None:
-        """names: of the block in each row, the same whenever that block comes; it may grow. seed: of what is drawn."""
+    def __init__(self, names: array[int], seed: int = 0, thinned: float = 1.0) -> None:
+        """names: of the block in each row, the same whenever that block comes; it may grow. seed: of what is drawn.
+        thinned: the share of all blocks that it is told of, where a tier is modelled by a part of its blocks; what is
+        said in uses or names and not in room is as much less."""
         self._names = names
+        self._thinned = thinned
         self._loops = loops.prepare()
         self._stop = self._flushed = 0
         self._make_buffer(EVENTS)
@@ -95,7 +98,7 @@ class Adaptive:
         if blocks <= self._numbers[loops.NODES]:
             return
         self._catch_up(blocks=1 << 62)
-        names = max(HISTORY_PER_BLOCK * blocks, HISTORY_LEAST)
+        names = max(HISTORY_PER_BLOCK * blocks, int(HISTORY_LEAST * self._thinned))
         ghosts = [part for at in (0, 2) for part in self._grown(self._ghosts[at], blocks)]
         history = self._grown(self._history[0], names)
         own_leaves = LazyRecords(blocks + 1, loops.LEAF_ENTRY).array
@@ -104,7 +107,7 @@ class Adaptive:
         self._ghosts, self._history, self._own_leaves = ghosts, history, own_leaves
         self._numbers[[loops.NODES, loops.ROOM]] = blocks
         self._numbers[loops.NAMES + loops.MOST] = names
-        half_life = max(SCORE_HALF_LIFE_PER_BLOCK * blocks, SCORE_HALF_LIFE_LEAST)
+        half_life = max(SCORE_HALF_LIFE_PER_BLOCK * blocks, SCORE_HALF_LIFE_LEAST * self._thinned)
         self._settings = np.array(
             [HALF_LIFE_PER_NAME * names, half_life, LEAD, FLOOR, self._at_once, self._most_learned]
         )

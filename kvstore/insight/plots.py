@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from kvstore.insight.replays import ADMISSIONS, OPTIMUM, ReplayResult, ReplayRow
+from kvstore.insight.whatif_trace import WhatIfResult
 
 TIB = 1 << 40
 MARKS = "osD^vP*X"
@@ -25,7 +26,7 @@ _INCHES_A_LINE = 0.21
 """Of the legend."""
 
 
-def draw(result: ReplayResult) -> Figure:
+def draw_replay(result: ReplayResult) -> Figure:
     """Hit rates over sizes, a panel for each trace; the optimum is dashed. With a tier below DRAM: over what was
     written to that, a colour for each policy and size of DRAM, a mark for each admission."""
     draw_panel = _draw_admissions if result.options.nvme_blocks else _draw_sizes
@@ -125,3 +126,34 @@ def _style(at: int, count: int) -> dict[str, Any]:
         "linewidth": LARGEST_LINE * part,
         "alpha": 0.8,
     }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# An estimated curve: hit rate over size, the ceiling as a line, what the full replay found as marks.
+
+
+GIB = 1 << 30
+
+
+def draw_whatif(result: WhatIfResult) -> Figure:
+    """Sizes in GiB, on a logarithmic scale where there are several."""
+    figure = Figure(figsize=(8.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    sizes = [row.size_bytes / GIB for row in result.rows]
+    rates = [row.hit_rate for row in result.rows]
+    axes.plot(sizes, rates, marker="o", fillstyle="none", label=f"{result.options.policy}, estimated")
+    exact = [row.exact_hit_rate for row in result.rows if row.exact_hit_rate is not None]
+    if exact:
+        axes.plot(sizes, exact, linestyle="", marker="x", color="black", label="replayed in full")
+    axes.axhline(result.rows[0].ceiling, color="black", linestyle="--", linewidth=1, label="ceiling")
+    if len(sizes) > 1:
+        axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:,.3g}" for size in sizes], rotation=45, minor=False)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"size, GiB ({result.options.kv_bytes_per_token:,} bytes per token)")
+    axes.set_ylabel("hit rate, blocks")
+    axes.set_title(result.trace.name, parse_math=False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1))
+    return figure

@@ -1,0 +1,446 @@
+"""LRU's hit rate at every size at once, estimated from a few thousand sampled names in one pass.
+
+    request   each block is judged against the requests before it    > the blocks are used, the deepest first
+    sample    a name is taken if its mark is below a threshold; more names than there is room for lower the threshold
+    hot       names with a large share of all references are always taken, and counted apart
+    ceiling   references that are first ones are counted over a fourth of all names, in a table of flags; the sample
+              says which part of the others a size finds
+
+The distance of a block is the weight of all that was used since its own last use, and its own: a store finds it exactly
+if it has room for that much. An ancestor is used after its descendants, so it is never further away than they are, and
+what is found is always a whole prefix: the same blocks that leaf-first LRU finds.
+
+Sampling by a hash of the name, and the threshold that falls: C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad,
+"Efficient MRC construction with SHARDS", FAST 2015. The two strata beside the sample are not in it: one system prompt
+is 4 % of all references of a chat, and whether the sample has it bends every rate; and the share of first references
+among 4,096 names is off by 0.01 of all references. Distinct names by a table of flags: K.-Y. Whang, B. Vander-Zanden,
+H. Taylor, "A linear-time probabilistic counting algorithm for database applications", ACM TODS 15 (2), 1990.
+
+Pure: no clock, no randomness, no thread. Marks come in, uniform over 64 bits; whatever makes them hides them from those
+who choose keys. Memory is bounded by the number of names.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from math import ceil, floor, inf, log2
+from typing import Any
+
+import numpy as np
+
+Marks = np.ndarray[Any, np.dtype[np.uint64]]
+"""One number for each block of a request, the first block first."""
+
+NAMES = 4096
+"""Sampled names: off by less than 0.01 on average on both public traces (docs/policies.md)."""
+LEAST_NAMES = 16
+MARKS = 1 << 64
+"""How many marks there are. The share of them below the threshold is the sample's ratio."""
+BINS_PER_DOUBLING = 32
+BINS = 64 * BINS_PER_DOUBLING
+"""Of distances: the last one ends at 2**64."""
+
+HOT_SHARE = 0.002
+"""Of all references, from which on a name is always taken. It stays until it has less than half of that."""
+HOT_NAMES = 64
+HOT_DEPTH = 64
+"""Blocks from a request's first on that can be hot."""
+CANDIDATES = 1024
+"""Names whose references are counted to find out which are hot."""
+COUNTED_REQUESTS = 16
+"""One request of so many is counted for that."""
+LEAST_COUNTED = 4
+LOOKED_AT_REQUESTS = 256
+"""After so many requests names are looked at that may not be hot any more."""
+FLAGS = 1 << 19
+"""Of the table of names that were seen."""
+FLAGGED_NAMES = 4
+"""One name of so many has a place there: so the table is good for 3.3 million names."""
+_FLAGGED_BITS = np.uint64(2)
+FULLEST = 0.8
+"""The share of its flags from which on the table says nothing, and the sample has to."""
+
+TOKENS, SIZE = MEASURES = (0, 1)
+"""What hits are counted in: tokens, and the unit of the sizes."""
+
+
+class LruCurve:
+    """One estimator. Not thread-safe."""
+
+    def __init__(self, names: int = NAMES, threshold: int = MARKS) -> None:
+        """names: that are sampled at a time, `LEAST_NAMES` or more; about 170 bytes each, beside 0.7 MiB. threshold: to
+        begin with, where it is known that all names would soon be too many."""
+        assert names >= LEAST_NAMES and 0 < threshold <= MARKS
+        self.threshold = threshold
+        """Marks below it are taken. It only falls."""
+        self.count = 0
+        """Requests so far."""
+        self.asked_blocks = 0
+        self.worked_blocks = 0
+        """Of these, blocks that took more than a comparison: sampled ones, and hot ones."""
+        self.sampled_references = 0
+        self._most = names
+        self._used_at: dict[int, int] = {}  # sampled name > when it was used last
+        self._highest: list[int] = []  # a heap of the same names, negative; some are gone
+        self._hot: OrderedDict[int, tuple[int, float]] = OrderedDict()  # name > when, weight; the oldest first
+        self._hot_weight = 0.0
+        self._counts: dict[int, float] = {}  # references of candidates and hot names, of the requests that count
+        self._weights = _Weights(4 * names)
+        self._seen = _SeenNames()
+        self._now = 0
+        self._blocks = 0.0  # asked for, faded
+        # By measure: all that was asked for, and of it cold names; of those that are first ones, by the table; sampled
+        # references of cold names, all and by distance; references of hot names by distance. All of it fades.
+        self._asked, self._asked_cold, self._first, self._sampled = (array("d", (0.0, 0.0)) for _ in range(4))
+        self._bins, self._hot_bins = ([array("d", bytes(8 * (BINS + 1))) for _ in MEASURES] for _ in range(2))
+
+    @property
+    def names(self) -> int:
+        """How many are followed at present, hot ones included."""
+        return len(self._used_at) + len(self._hot)
+
+    @property
+    def hot_names(self) -> int:
+        """How many are always taken."""
+        return len(self._hot)
+
+    @property
+    def sample_ratio(self) -> float:
+        """The share of names that are followed, hot ones left out."""
+        return self.threshold / MARKS
+
+    def asked(self, measure: int = SIZE) -> float:
+        """What was asked for; what faded counts less."""
+        return self._asked[measure]
+
+    def requests(self, marks: Marks, lengths: Sequence[int], size: float, tokens: float) -> None:
+        """Some requests, in their order. marks: of all their blocks, one request behind the other. lengths: how many
+        blocks each has. size, tokens: of each block, the same in each request that has it. size: bytes, or 1 where
+        sizes are blocks; at least 1."""
+        assert len(marks) == sum(lengths) and size >= 1 and tokens >= 0
+        first_ones = self._seen.first_ones(marks)
+        self._make_way(marks)
+        names: list[int] = marks.tolist()
+        passing: list[int] = np.flatnonzero(marks <= np.uint64(self.threshold - 1)).tolist()
+        passing.append(len(names))
+        batch = _BatchCounts()
+        start = at = 0
+        for length in lengths:
+            stop = start + length
+            behind_hot = start
+            while behind_hot < stop and names[behind_hot] in self._hot:  # behind these are no hot ones
+                behind_hot += 1
+            taken = []
+            while (place := passing[at]) < stop:
+                at += 1
+                if place >= behind_hot and names[place] < self.threshold:  # it may have fallen since
+                    taken.append(names[place])
+            if length:
+                batch.cold_blocks += stop - behind_hot
+                self.count += 1
+                hot = names[start:behind_hot]
+                self._judge(hot, taken, size, batch)
+                self._blocks += length
+                if self.count % COUNTED_REQUESTS == 1:
+                    hot = self._count(names[start : min(stop, start + HOT_DEPTH)], len(hot), size)
+                if self.count % LOOKED_AT_REQUESTS == 0:
+                    self._cool_down()
+                    hot = [name for name in hot if name in self._hot]
+                self._use(hot, taken, size)
+            start = stop
+        self.asked_blocks += len(names)
+        for measure, amount in ((TOKENS, tokens), (SIZE, size)):
+            self._first[measure] += first_ones * amount
+            self._asked[measure] += len(names) * amount
+            self._asked_cold[measure] += batch.cold_blocks * amount
+            self._sampled[measure] += batch.sampled * amount
+            cold_bins, hot_bins = self._bins[measure], self._hot_bins[measure]
+            for bin_, weight in batch.cold_found:
+                cold_bins[bin_] += weight * amount
+            for bin_ in batch.hot_found:
+                hot_bins[bin_] += amount
+
+    def fade(self, factor: float) -> None:
+        """What was counted so far counts so much less from now on. Names and their order stay."""
+        for column in self._counted():
+            np.frombuffer(column)[:] *= factor
+        self._blocks *= factor
+        counts = {name: count * factor for name, count in self._counts.items()}
+        self._counts = {name: count for name, count in counts.items() if count > 0.01 or name in self._hot}
+
+    def start_counting(self) -> None:
+        """Forget what was counted so far, and neither names nor their order."""
+        for column in self._counted():
+            np.frombuffer(column)[:] = 0.0
+        self.sampled_references = 0
+
+    def hit_rates(self, sizes: Sequence[float], measure: int = SIZE) -> list[float]:
+        """The share of what was asked for that a store of each size would have found; `inf` for the ceiling. 0 where
+        nothing was asked for. Between two edges of a bin it is a straight line."""
+        if not self._asked[measure]:
+            return [0.0] * len(sizes)
+        cold, hot = (np.cumsum(np.frombuffer(bins[measure])) for bins in (self._bins, self._hot_bins))
+        found = self._found_again(measure)
+        if cold[-1] > 0:
+            cold = cold * (found / cold[-1])
+        hits = np.minimum((cold + hot) / self._asked[measure], 1.0)
+        return [_between(hits, size) for size in sizes]
+
+    def edges(self) -> list[float]:
+        """Sizes up to which distances are counted, from the last one that nothing is found at to the first one at which
+        all is. At these `hit_rates` is what the sample says, without a line between."""
+        counted = np.flatnonzero(np.frombuffer(self._bins[SIZE]) + np.frombuffer(self._hot_bins[SIZE]))
+        if not len(counted):
+            return []
+        return [_edge(at) for at in range(max(0, int(counted[0]) - 1), int(counted[-1]) + 1)]
+
+    def check(self) -> None:
+        """Verify what has to hold between two requests."""
+        assert len(self._used_at) <= self._most and len(self._hot) <= HOT_NAMES and len(self._counts) <= CANDIDATES
+        assert all(name < self.threshold for name in self._used_at) and not self._used_at.keys() & self._hot.keys()
+        assert (
+            not self._used_at.keys() - {-one for one in self._highest}
+            and len(self._highest) <= 2 * self._most + HOT_NAMES
+        )
+        when = [*self._used_at.values(), *(at for at, _ in self._hot.values())]
+        assert len(dict.fromkeys(when)) == len(when) and max(when, default=-1) < self._now <= self._weights.room
+        hot = [at for at, _ in self._hot.values()]
+        assert hot == sorted(hot), "the oldest first"
+        self._weights.check(self._used_at.values())
+
+    # Inside ---------------------------------------------------------------------------------------------------------
+
+    def _counted(self) -> Iterable[array[float]]:
+        return (self._asked, self._asked_cold, self._first, self._sampled, *self._bins, *self._hot_bins)
+
+    def _found_again(self, measure: int) -> float:
+        """How much of what was asked for, hot names apart, is not asked for the first time. Of all names by the table;
+        by the sample, where that is all names, or where the table is full."""
+        asked, sampled = self._asked_cold[measure], self._sampled[measure]
+        again = float(np.frombuffer(self._bins[measure]).sum())
+        if self.threshold < MARKS and not self._seen.is_full:
+            return max(0.0, asked - self._first[measure])
+        return again / sampled * asked if sampled else 0.0
+
+    def _judge(self, hot: Sequence[int], taken: Sequence[int], size: float, batch: _BatchCounts) -> None:
+        scale = MARKS / self.threshold  # names that a sampled one stands for
+        behind = self._weights.behind
+        for name in hot:
+            last, weight = self._hot[name]
+            batch.hot_found.append(_bin(behind(last) * scale + self._hot_behind(last) + weight))
+        for name in taken:
+            used_at = self._used_at.get(name)
+            if used_at is not None:
+                distance = behind(used_at) * scale + self._hot_behind(used_at) + size
+                batch.cold_found.append((_bin(distance), scale))
+        batch.sampled += len(taken) * scale
+        self.worked_blocks += len(hot) + len(taken)
+        self.sampled_references += len(taken)
+
+    def _hot_behind(self, at: int) -> float:
+        """The weight of hot names that were used later: nearly always that of all."""
+        older = 0.0
+        for last, weight in self._hot.values():
+            if last > at:
+                break
+            older += weight
+        return self._hot_weight - older
+
+    def _use(self, hot: Sequence[int], taken: Sequence[int], size: float) -> None:
+        """The deepest first."""
+        if self._now + len(hot) + len(taken) >= self._weights.room:
+            self._renumber(len(hot) + len(taken))
+        for name in reversed(taken):
+            if name in self._hot:  # since this request
+                continue
+            last = self._used_at.get(name)
+            if last is not None:
+                self._weights.take(last)
+            else:
+                heappush(self._highest, -name)
+            self._used_at[name] = self._now
+            self._weights.put(self._now, size)
+            self._now += 1
+        for name in reversed(hot):
+            self._hot[name] = (self._now, size)
+            self._hot.move_to_end(name)
+            self._now += 1
+        while len(self._used_at) > self._most:
+            self._lower_threshold()
+
+    def _count(self, head: list[int], first: int, size: float) -> list[int]:
+        """This request counts for what is hot. Returns the hot names that it begins with now."""
+        counts = self._counts
+        for name in head:
+            if name not in counts and len(counts) >= CANDIDATES:
+                self._make_room()
+                if len(counts) >= CANDIDATES:
+                    break
+            counts[name] = counts.get(name, 0.0) + 1
+        least = max(LEAST_COUNTED, HOT_SHARE * self._blocks / COUNTED_REQUESTS)
+        while first < len(head) and len(self._hot) < HOT_NAMES and counts.get(head[first], 0.0) >= least:
+            last = self._used_at.pop(head[first], None)
+            if last is not None:
+                self._weights.take(last)
+            self._hot[head[first]] = (self._now, size)  # used a moment later
+            self._hot_weight += size
+            first += 1
+        return head[:first]
+
+    def _make_room(self) -> None:
+        """Among candidates: one less of each, and those go of which nothing is left. J. Misra, D. Gries, "Finding
+        repeated elements", Science of Computer Programming 2 (2), 1982."""
+        for name in [*self._counts]:
+            if name not in self._hot:
+                self._counts[name] -= 1
+                if self._counts[name] <= 0:
+                    del self._counts[name]
+
+    def _cool_down(self) -> None:
+        """Names that lost half of what made them hot are as all others. A parent is counted whenever its child is."""
+        least = HOT_SHARE * self._blocks / COUNTED_REQUESTS / 2
+        for name in [name for name in self._hot if self._counts.get(name, 0.0) < least]:
+            last, weight = self._hot.pop(name)
+            self._hot_weight -= weight
+            if name < self.threshold:
+                self._used_at[name] = last
+                self._weights.put(last, weight)
+                heappush(self._highest, -name)
+        if len(self._highest) > 2 * self._most:  # those that became hot, or stand there twice
+            self._highest = [-name for name in self._used_at]
+            heapify(self._highest)
+
+    def _make_way(self, marks: Marks) -> None:
+        """For requests that alone have more names than there is room for: those go at once that would not stay."""
+        passing = marks[marks <= np.uint64(self.threshold - 1)]
+        if len(passing) > self._most:
+            passing = np.unique(passing)
+            if len(passing) > self._most:
+                threshold = int(passing[self._most])
+                while self._highest and -self._highest[0] >= threshold:
+                    self._lower_threshold()
+                self.threshold = threshold
+
+    def _lower_threshold(self) -> None:
+        name = -heappop(self._highest)
+        last = self._used_at.pop(name, None)
+        if last is not None:  # else it is hot, or stood there twice
+            self.threshold = name
+            self._weights.take(last)
+
+    def _renumber(self, more: int) -> None:
+        """Times from 0 on again, in the same order; and room for a request of so many blocks."""
+        names = sorted([*self._used_at, *self._hot], key=self._when)
+        weights = _Weights(max(4 * self._most, len(names) + more + 1))
+        for at, name in enumerate(names):
+            if name in self._hot:
+                self._hot[name] = (at, self._hot[name][1])
+            else:
+                weights.put(at, self._weights.weight(self._used_at[name]))
+                self._used_at[name] = at
+        self._weights, self._now = weights, len(names)
+
+    def _when(self, name: int) -> int:
+        return self._hot[name][0] if name in self._hot else self._used_at[name]
+
+
+class _BatchCounts:
+    """What is counted of requests whose blocks are alike, in blocks."""
+
+    def __init__(self) -> None:
+        self.cold_blocks = 0
+        self.sampled = 0.0
+        self.cold_found: list[tuple[int, float]] = []  # bin of the distance, and names that this one stands for
+        self.hot_found: list[int] = []
+
+
+class _Weights:
+    """Weights by time, and their sum behind a time: of a part of the weights, of the sums of parts, and of theirs. A
+    weight changes three times as often as a sum is wanted, and Python sums a slice as fast as it changes two numbers:
+    so this is faster than a tree with a level for each power of two."""
+
+    def __init__(self, room: int) -> None:
+        self._width = width = ceil(room ** (1 / 3)) + 1
+        self.room = room
+        self._weights, self._parts, self._large = (array("d", bytes(8 * width**power)) for power in (3, 2, 1))
+
+    def weight(self, at: int) -> float:
+        return self._weights[at]
+
+    def put(self, at: int, weight: float) -> None:
+        self._weights[at] = weight
+        part = at // self._width
+        self._parts[part] += weight
+        self._large[part // self._width] += weight
+
+    def take(self, at: int) -> None:
+        weight = self._weights[at]
+        self._weights[at] = 0.0
+        part = at // self._width
+        self._parts[part] -= weight
+        self._large[part // self._width] -= weight
+
+    def behind(self, at: int) -> float:
+        """The sum of what is later."""
+        width = self._width
+        part = at // width
+        large = part // width
+        return (
+            sum(self._large[large + 1 :])
+            + sum(self._parts[part + 1 : (large + 1) * width])
+            + sum(self._weights[at + 1 : (part + 1) * width])
+        )
+
+    def check(self, there: Iterable[int]) -> None:
+        """there: the times that have a weight."""
+        assert {at for at, weight in enumerate(self._weights) if weight} == {*there}
+        total = sum(self._weights)
+        for at in (0, self._width, self.room // 2, self.room - 1):
+            assert abs(self.behind(at) - sum(self._weights[at + 1 :])) <= 1e-9 * total
+
+
+class _SeenNames:
+    """Which of every fourth name were seen, a flag for each; several may share one, which is made up for."""
+
+    def __init__(self) -> None:
+        self._flags = np.zeros(FLAGS, bool)
+        self._set = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Too many share a flag."""
+        return self._set > FULLEST * FLAGS
+
+    def first_ones(self, marks: Marks) -> float:
+        """How many of these names were not seen before; they are from now on."""
+        if self.is_full:
+            return 0.0
+        places = (marks[(marks & np.uint64(FLAGGED_NAMES - 1)) == 0] >> _FLAGGED_BITS) & np.uint64(FLAGS - 1)
+        new = np.unique(places[~self._flags[places]])
+        self._flags[new] = True
+        unset = 1 - (self._set + len(new) / 2) / FLAGS
+        self._set += len(new)
+        return FLAGGED_NAMES * len(new) / unset
+
+
+def _bin(distance: float) -> int:
+    """It ends at the first edge that is not below the distance."""
+    return min(BINS, ceil(BINS_PER_DOUBLING * log2(distance))) if distance > 1 else 0
+
+
+def _edge(bin_: int) -> float:
+    return float(2 ** (bin_ / BINS_PER_DOUBLING))
+
+
+def _between(hits: Any, size: float) -> float:
+    """hits: at each edge."""
+    if size < 1:
+        return 0.0
+    if size == inf or (at := BINS_PER_DOUBLING * log2(size)) >= BINS:
+        return float(hits[BINS])
+    below = floor(at)
+    part = (size - _edge(below)) / (_edge(below + 1) - _edge(below))
+    return float(hits[below] + part * (hits[below + 1] - hits[below]))

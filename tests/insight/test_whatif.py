@@ -1,0 +1,267 @@
+"""The live side: look-ups are offered without waiting, worked through elsewhere, and read as a curve."""
+
+from __future__ import annotations
+
+import threading
+import time
+import tracemalloc
+from collections.abc import Sequence
+from hashlib import blake2b
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvstore.insight.lru_curve
+import kvstore.insight.whatif
+from kvstore.insight.lru_curve import LEAST_NAMES
+from kvstore.insight.whatif import (
+    HALF_LIFE_SECONDS,
+    MOST_QUEUED_BLOCKS,
+    MOST_QUEUED_LOOKUPS,
+    SCALES,
+    TURN_SECONDS,
+    WhatIf,
+    marks_of,
+)
+from recorded import recorded
+from stack_distances import by_list, rates
+
+SALT = 0x1234_5678_9ABC_DEF0
+BLOCK_BYTES, BLOCK_TOKENS = 2 << 20, 64
+MOST_MIB = 4
+PROMPTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.sampled_from((1, 2))), min_size=1, max_size=30
+)
+
+
+class HandClock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def monotonic_seconds(self) -> float:
+        return self.now
+
+
+def key(*name: object) -> bytes:
+    return blake2b(repr(name).encode(), digest_size=32).digest()
+
+
+def chain(ids: Sequence[object]) -> list[bytes]:
+    return [key(*ids[: at + 1]) for at in range(len(ids))]
+
+
+def work_through(whatif: WhatIf) -> None:
+    while whatif.step():
+        pass
+
+
+@given(prompts=PROMPTS, times=st.integers(1, 6))
+@settings(max_examples=50, deadline=None)
+def test_with_nothing_sampled_out_the_curve_is_exact(prompts: list[tuple[list[int], int]], times: int) -> None:
+    """Of two namespaces with blocks of two sizes; equal keys in both are two blocks."""
+    whatif = WhatIf(HandClock(), SALT)
+    requests = []
+    for ids, namespace in prompts * times:
+        assert whatif.offer(namespace, chain(ids), namespace * BLOCK_BYTES, BLOCK_TOKENS)
+        work_through(whatif)  # at once: look-ups that are worked through together are put together by namespace
+        names = [(namespace, *ids[: at + 1]) for at in range(len(ids))]
+        requests.append((names, namespace * BLOCK_BYTES))
+    whatif.check()
+    found = by_list(requests)
+    told = whatif.snapshot(BLOCK_BYTES)
+    ceiling = told.points[-1]
+    assert [point.scale for point in told.points] == list(SCALES) and ceiling.size_bytes == inf
+    for point in (*told.curve, ceiling):
+        (exact,) = rates(requests, found, [point.size_bytes])
+        assert point.byte_hit_rate == pytest.approx(exact, abs=1e-12)
+    blocks = [(names, 1) for names, _ in requests]
+    (exact,) = rates(blocks, found, [inf])
+    assert ceiling.token_hit_rate == pytest.approx(exact, abs=1e-12)
+    assert told.asked_bytes == sum(len(names) * weight for names, weight in requests)
+    assert told.asked_tokens == BLOCK_TOKENS * sum(len(names) for names, _ in requests) and told.sample_ratio == 1
+
+
+def test_a_full_queue_drops_and_counts() -> None:
+    whatif = WhatIf(HandClock(), SALT)
+    half = chain(range(8)) * (MOST_QUEUED_BLOCKS // 16)
+    assert whatif.offer(1, half, BLOCK_BYTES, BLOCK_TOKENS) and whatif.offer(1, half, BLOCK_BYTES, BLOCK_TOKENS)
+    assert not whatif.offer(1, half[:1], BLOCK_BYTES, BLOCK_TOKENS), "as many blocks wait as may"
+    whatif.check()
+    told = whatif.snapshot(1e9)
+    assert (told.lookups, told.dropped_lookups, told.dropped_blocks) == (3, 1, 1)
+    work_through(whatif)
+    assert whatif.offer(1, half[:1], BLOCK_BYTES, BLOCK_TOKENS), "there is room again"
+    assert not whatif.offer(1, [bytes(32)] * (MOST_QUEUED_BLOCKS + 1), BLOCK_BYTES, BLOCK_TOKENS), "never fits"
+    work_through(whatif)
+    taken = sum(whatif.offer(1, [key(at)], BLOCK_BYTES, BLOCK_TOKENS) for at in range(MOST_QUEUED_LOOKUPS + 7))
+    assert taken == MOST_QUEUED_LOOKUPS
+    whatif.check()
+    work_through(whatif)
+    assert "came too fast and are left out" in whatif.snapshot(1e9).words
+    assert whatif.offer(1, [], BLOCK_BYTES, BLOCK_TOKENS), "nothing is no look-up"
+    assert whatif.step() == 0
+
+
+def test_an_offer_does_not_wait_for_work() -> None:
+    """The clock is read in the middle of a step; here it stands still there."""
+    reads, goes_on = threading.Event(), threading.Event()
+
+    class SlowClock(HandClock):
+        def monotonic_seconds(self) -> float:
+            if threading.current_thread() is not threading.main_thread():
+                reads.set()
+                assert goes_on.wait(30)
+            return self.now
+
+    whatif = WhatIf(SlowClock(), SALT)
+    worker = threading.Thread(target=whatif.step)
+    worker.start()
+    assert reads.wait(30)
+    assert whatif.offer(1, chain(range(4)), BLOCK_BYTES, BLOCK_TOKENS), "in this thread, which would hang"
+    goes_on.set()
+    worker.join(30)
+    assert not worker.is_alive() and whatif.step() == 4
+
+
+def test_it_runs_until_it_is_stopped() -> None:
+    whatif, stop = WhatIf(HandClock(), SALT), threading.Event()
+    worker = threading.Thread(target=whatif.run, args=(stop,))
+    for _ in range(50):
+        whatif.offer(1, chain(range(4)), BLOCK_BYTES, BLOCK_TOKENS)
+    worker.start()
+    while whatif.snapshot(1e9).asked_tokens < 200 * BLOCK_TOKENS:
+        assert worker.is_alive()
+    stop.set()
+    worker.join(30)
+    assert not worker.is_alive()
+    assert whatif.snapshot(1e9).points[-1].token_hit_rate == pytest.approx(49 / 50)
+
+
+def test_what_was_counted_half_an_hour_ago_counts_half() -> None:
+    clock = HandClock()
+    whatif = WhatIf(clock, SALT)
+    whatif.offer(1, chain(range(100)), BLOCK_BYTES, BLOCK_TOKENS)
+    work_through(whatif)
+    before = whatif.snapshot(1e9)
+    clock.now += HALF_LIFE_SECONDS
+    after = whatif.snapshot(1e9)
+    assert after.asked_tokens == pytest.approx(before.asked_tokens / 2)
+    assert after.asked_bytes == pytest.approx(before.asked_bytes / 2)
+
+
+def test_estimators_take_turns_of_an_hour() -> None:
+    """Each learns for an hour before it answers, and goes after two: what was before that is forgotten. What is asked
+    for the first time since it began is not counted in its first half hour."""
+    clock = HandClock()
+    whatif = WhatIf(clock, SALT)
+
+    def an_hour(*name: object) -> None:
+        for at in range(60):
+            whatif.offer(1, chain([*name, at % 6]), BLOCK_BYTES, BLOCK_TOKENS)
+            work_through(whatif)
+            clock.now += TURN_SECONDS / 60
+        whatif.check()
+
+    an_hour("old")
+    assert whatif.snapshot(1e9).seconds == pytest.approx(TURN_SECONDS)
+    an_hour("new")
+    assert whatif.snapshot(1e9).seconds == pytest.approx(TURN_SECONDS), "the second one, which began an hour ago"
+    an_hour("new")
+    told = whatif.snapshot(1e9)
+    assert told.seconds == pytest.approx(TURN_SECONDS)
+    assert told.sampled_names <= 7, "those that were asked for in the last two hours"
+    assert told.points[-1].token_hit_rate == pytest.approx(1.0), "each was asked for an hour ago as well"
+    clock.now += 10 * TURN_SECONDS
+    assert whatif.snapshot(1e9).asked_tokens == pytest.approx(0, abs=1)
+
+
+def test_nobody_without_the_salt_can_tell_what_is_sampled() -> None:
+    """Neither by keys that differ little, nor in another namespace, nor with another salt."""
+    keys = b"".join(at.to_bytes(8, "little") + bytes(24) for at in range(4_096))
+    marks = marks_of(keys, SALT, 1)
+    assert len(np.unique(marks)) == len(marks)
+    for others in (marks_of(keys, SALT, 2), marks_of(keys, SALT + 1, 1)):
+        assert not np.isin(marks, others).any()
+        both = ((marks < 1 << 60) & (others < 1 << 60)).sum()
+        assert both < 60, "a sixteenth of a sixteenth: 16"
+    assert 180 < (marks < 1 << 60).sum() < 340, "a sixteenth: 256"
+
+
+def test_the_words_say_how_far_to_trust_it() -> None:
+    whatif = WhatIf(HandClock(), SALT, LEAST_NAMES)
+    assert whatif.snapshot(1e9).words == "nothing was looked up yet"
+    assert whatif.snapshot(0).curve == ()
+    for at in range(100):
+        whatif.offer(1, chain([at, at]), BLOCK_BYTES, BLOCK_TOKENS)
+    work_through(whatif)
+    words = whatif.snapshot(1e9).words
+    assert words.startswith("estimated for LRU from 16 names") and "sampled references only" in words
+
+
+def test_memory_is_bounded_with_two_estimators_and_a_full_queue() -> None:
+    random = np.random.default_rng(1)
+    clock = HandClock()
+    tracemalloc.start()
+    try:
+        whatif = WhatIf(clock, SALT)
+        most = 0
+        for at in range(120):
+            raw = random.bytes(32 * (MOST_QUEUED_BLOCKS if at % 40 == 0 else 300))
+            whatif.offer(1, [raw[start : start + 32] for start in range(0, len(raw), 32)], BLOCK_BYTES, BLOCK_TOKENS)
+            del raw
+            tracemalloc.reset_peak()
+            work_through(whatif)
+            clock.now += TURN_SECONDS / 55
+            most = max(most, _held(tracemalloc.take_snapshot())) if at % 40 == 39 else most
+        while whatif.offer(1, [random.bytes(32) for _ in range(16)], BLOCK_BYTES, BLOCK_TOKENS):
+            pass
+        most = max(most, _held(tracemalloc.take_snapshot()))
+    finally:
+        tracemalloc.stop()
+    whatif.check()
+    assert whatif.snapshot(1e9).sampled_names >= 4_096
+    print(f"{most / (1 << 20):.2f} MiB with two estimators and a full queue")
+    assert most <= MOST_MIB << 20
+
+
+def _held(snapshot: tracemalloc.Snapshot) -> int:
+    files = [kvstore.insight.lru_curve.__file__, kvstore.insight.whatif.__file__]
+    own = snapshot.filter_traces([tracemalloc.Filter(True, file) for file in files])
+    return sum(one.size for one in own.statistics("filename"))
+
+
+@pytest.mark.slow
+def test_few_blocks_take_work() -> None:
+    """What it costs is printed, and how many blocks take more than a comparison is bounded: the rest is the machine."""
+    trace = recorded("mooncake_conversation").without_partial()
+    clock = HandClock()
+    whatif = WhatIf(clock, SALT)
+    chains, seconds = list(trace.chains()), (trace.timestamps_ms / 1000).tolist()
+    for lap in range(3):
+        keys = [key(block, lap if block else 0) for block in range(trace.distinct_blocks)]
+        offered = worked = 0.0
+        blocks = waiting = 0
+        for names, second in zip(chains, seconds, strict=True):
+            clock.now = 1_000 + lap * TURN_SECONDS + second
+            look_up = [keys[name] for name in names]
+            before = time.thread_time()
+            assert whatif.offer(1, look_up, BLOCK_BYTES, BLOCK_TOKENS)
+            offered += time.thread_time() - before
+            blocks += len(names)
+            waiting += len(names)
+            if waiting >= 2_000:
+                before = time.thread_time()
+                work_through(whatif)
+                worked += time.thread_time() - before
+                waiting = 0
+        per_block = [1e6 * one / blocks for one in (offered, worked)]
+        print(f"hour {lap + 1}: {per_block[0]:.2f} us a block to offer, {per_block[1]:.2f} us behind the answer")
+    whatif.check()
+    told = whatif.snapshot(1e12)
+    print(told.words)
+    assert told.dropped_lookups == 0 and told.sample_ratio < 0.03
