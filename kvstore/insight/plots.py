@@ -1,4 +1,4 @@
-"""The curves of a replay as a picture.
+"""The curves of a replay, and an estimated one, as pictures.
 
 Equal curves lie upon each other, so each has hollow marks of its own form and size: all can be seen. The legend stands
 beside the axes, where it covers nothing.

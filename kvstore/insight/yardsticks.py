@@ -1,10 +1,10 @@
-"""What policies and admissions are held against: the offline optimum, a coin, and one that knows what is asked for later.
+"""What policies and admissions are held against: the offline optimum, a coin, and one that knows what comes later.
 
-The optimum is how many blocks any policy could have found, had it known the future: MIN with bypass. The block whose next
-use is furthest away goes first, also if it is the one that just came. In a chain an ancestor's next use is never later
-than its descendant's, and ties go to the deeper block, so what is kept is always whole prefixes: the optimum for single
-blocks is the optimum for prefixes. L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM
-Systems Journal 5 (2), 1966.
+The optimum is how many blocks any policy could have found, had it known the future: MIN with bypass. The block whose
+next use is furthest away goes first, also if it is the one that just came. In a chain an ancestor's next use is never
+later than its descendant's, and ties go to the deeper block, so what is kept is always whole prefixes: the optimum for
+single blocks is the optimum for prefixes. L. A. Belady, "A study of replacement algorithms for a virtual-storage
+computer", IBM Systems Journal 5 (2), 1966.
 
 Neither admission is of use in a store. A coin that is thrown for each block which leaves takes its ancestors along, as
 every admission does; so it writes the beginnings of prompts more often than their ends, which is better than it sounds.
