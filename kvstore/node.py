@@ -37,11 +37,11 @@ from kvstore.config import (
     memory_limit_files,
     parse_rate,
 )
-from kvstore.core.index import PrefixIndex
+from kvstore.core.index import IndexRetentionHints, PrefixIndex
 from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
 from kvstore.core.levels import WRITES
 from kvstore.core.store import DROP_SECONDS, Store, StoreUsage
-from kvstore.core.table import BlockTable, IndexRetentionHints, Lower
+from kvstore.core.table import BlockTable, Lower
 from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.replay import Replay
 from kvstore.protocol.door import Collective, Grant, LeaseReply, MatchReply, ReserveReply, Submitted
@@ -569,13 +569,11 @@ def build_store(
 ) -> Store:
     """Put the parts together: memory, tiers, policies, tables, movers. gone: as in `BlockTable`. scrub: None for none.
 
-    numbers_key: of the permutations by which extents, leases and reservations are numbered, so that tenants cannot
-    count each other's, and what a client of an earlier run remembers names nothing in this one; random if not given.
-    keeper: holds DRAM for the next process. kept: what it held of the one before, and guard: holders below that may be
-    clients of that one (`DramTier.take_over`). policy: of DRAM; what leaves NVMe is what was used there longest ago.
-    admission: says what of that which leaves DRAM is written there. shares: of tenants, by their opaque ids; if not
-    given, whatever is worst goes first, whosoever it is. faults: told of what the machine has none of. Raises
-    `BadInput` where the tier's directory cannot be written.
+    numbers_key: of the permutations by which extents, leases and reservations are numbered, so that no tenant counts
+    another's and numbers of earlier runs name nothing; random if not given. keeper: holds DRAM for the next process.
+    kept: what it held of the one before, and guard: holders below may be its clients (`DramTier.take_over`). policy: of
+    DRAM; NVMe gives up what was used longest ago. admission: what of that which leaves DRAM is written there. shares:
+    of tenants, by opaque id. faults: told of what the machine lacks. Raises `BadInput` where NVMe cannot be written.
     """
     clock = clock or SystemClock()
     numbers_key = numbers_key or secrets.token_bytes(NUMBER_KEY_BYTES)
@@ -605,7 +603,9 @@ def build_store(
     if tier is not None:
         chooses = admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
         lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses)
-    blocks = BlockTable(index, residency, dram, ring, lower, lambda: _first_generation(session), gone, groups)
+    blocks = BlockTable(
+        index, residency, dram, ring, lower, lambda: _first_generation(session), gone, groups, clock.monotonic_seconds
+    )
     wishes = IndexRetentionHints(index, blocks.spaces, groups.of_namespace if groups is not None else None)
     parts = groups.parts() if groups is not None else [1.0]
     for here, budget_bytes in (
@@ -618,8 +618,8 @@ def build_store(
     queue = None
     if tier is not None:
         queue = MoveQueue(clock, QueueLimits(), MOVE_THREADS, {WRITES: MOVE_THREADS - 1}, faults)
-    new_number = Numbers(numbers_key, LEASE_BITS)
-    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, new_number, taken_over, new_uid(), lower)
+    numbers = Numbers(numbers_key, LEASE_BITS)
+    return Store(blocks, Mover(dram, ring), clock, limits, queue, scrub, numbers, taken_over, new_uid(), lower)
 
 
 def _session(tier: NvmeTier | None, dram: DramTier) -> int:

@@ -28,6 +28,8 @@ PURE_FILES = frozenset(
     adapters/test_save_patience.py
     adapters/test_save_plan.py
     adapters/test_speeds.py
+    console/test_exposition.py
+    console/test_pages.py
     kvstore/test_catalogue.py
     kvstore/test_door.py
     kvstore/test_lease.py

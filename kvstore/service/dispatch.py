@@ -27,7 +27,7 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, Collective, LeaseReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import printable
-from kvstore.service.accounting import Counting
+from kvstore.service.accounting import Counting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from tiering.errors import BlockMissing, TierError, TierUnavailable
@@ -199,16 +199,22 @@ class Handlers:
             _log.debug("namespace opened", extra={"connection": caller.number, **named})
         caller.namespaces[grant.number] = slices
         self._lasting.opened(len(slices))
-        self._counting.opened(grant.number, namespace.layout.block_tokens)
+        tenant, digest = caller.session.tenant.tenant, namespace.digest()
+        name = self._names.get(tenant, digest) if self._names is not None else ""
+        model, codec = printable(name or namespace.model), printable(namespace.codec)
+        tokens = namespace.layout.block_tokens
+        self._counting.opened(grant.number, tokens, NamespaceInfo(digest, tenant, model, codec, tokens))
         own = self._store.own_number(grant.number)
         caller.named[own] = grant.number
         return m.Granted(msgspec.structs.replace(grant, number=own))
 
     def _match(self, caller: ClientState, verb: m.MatchPrefix) -> m.Answer:
         _check_asked(caller, verb.namespace, verb.keys)
+        began_at = self._store.clock.monotonic_seconds()
         reply = self._store.match(verb.namespace, verb.keys)
         if verb.counts:
-            self._counting.looked_up(verb.namespace, verb.keys, reply)
+            seconds = self._store.clock.monotonic_seconds() - began_at
+            self._counting.looked_up(verb.namespace, verb.keys, reply, seconds)
             self._recording.looked_up(verb.namespace, verb.keys)
         return m.Matched(reply)
 
@@ -240,8 +246,10 @@ class Handlers:
                 )
                 full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
                 return self._leased(caller, verb, full)
+            began_at = self._store.clock.monotonic_seconds()
             reply = lease(verb.namespace, keys, verb.first_block)
-            return self._leased(caller, verb, _ended_by(reply, detail)) if reply is not None else None
+            seconds = self._store.clock.monotonic_seconds() - began_at
+            return self._leased(caller, verb, _ended_by(reply, detail), seconds) if reply is not None else None
 
     def _check_lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer | None:
         """The answer where the session holds as much as it may. Raises `BadInput`."""
@@ -260,9 +268,9 @@ class Handlers:
             return self._leased(caller, verb, full)
         return None
 
-    def _leased(self, caller: ClientState, verb: m.LeasePrefix, reply: LeaseReply) -> m.Answer:
+    def _leased(self, caller: ClientState, verb: m.LeasePrefix, reply: LeaseReply, seconds: float = 0.0) -> m.Answer:
         if verb.counts:
-            self._counting.leased(verb.namespace, verb.keys, reply)
+            self._counting.leased(verb.namespace, verb.keys, reply, seconds)
         if reply.lease:
             parts = len(caller.namespaces[verb.namespace])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
@@ -308,14 +316,15 @@ class Handlers:
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.RequestFault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
         collective = _collective_of(caller, verb, len(slices))
+        began_at = self._store.clock.monotonic_seconds()
         reply = self._store.reserve(
             verb.namespace, verb.keys, verb.first_block, verb.priority, ttl, collective, skipped=skipped
         )
-        self._counting.stored(verb.namespace)
+        self._counting.offered(verb.namespace, len(verb.keys), skipped, reply)
         if reply.reservation:
             parts = frozenset(part for part, places in enumerate(reply.places) if places)
             progress = ReservationProgress(
-                verb.namespace, len(reply.blocks), [0] * len(slices), parts, collective is not None
+                verb.namespace, len(reply.blocks), [0] * len(slices), parts, collective is not None, began_at
             )
             self._sessions.reserved(caller, reply.reservation, progress)
         return m.Reserved(reply)
@@ -341,6 +350,7 @@ class Handlers:
         committed = self._store.commit(verb.reservation, verb.part, verb.first, verb.digests)
         if committed == progress.blocks:
             self._sessions.ended(caller, verb.reservation)
+            self._counting.filled(self._store.clock.monotonic_seconds() - progress.began_at)
         return m.Counted(committed)
 
     def _abort(self, caller: ClientState, verb: m.Abort) -> m.Answer:
