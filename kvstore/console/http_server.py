@@ -39,7 +39,7 @@ ACCEPTS_PER_SECOND, ACCEPT_BURST = 50.0, 50.0
 """New connections. The others wait in the kernel, which has room for as many as `BACKLOG`, and costs nobody else."""
 BACKLOG = 64
 LOOK_SECONDS = 0.25
-"""How often it is looked for connections that are late."""
+"""How often it is looked for connections that are late, while there are any."""
 PLAIN, JSON = "text/plain; charset=utf-8", "application/json"
 
 _log = logging.getLogger(__name__)
@@ -137,13 +137,15 @@ class HttpServer:
         if self._thread.is_alive():
             self._thread.join(seconds)
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._socket.close()
+        for one in (self._socket, self._woken, self._waker):
+            one.close()
 
     # The loop ------------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select(LOOK_SECONDS):
+            is_idle = not self._connections and self._is_accepting
+            for key, _ in self._selector.select(None if is_idle else LOOK_SECONDS):
                 if key.fileobj is self._socket:
                     self._accept()
                 elif key.fileobj is self._woken:
