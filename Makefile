@@ -140,7 +140,8 @@ gpu: $(if $(PYTHON),,$(STAMP))
 torture: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m torture $(ARGS)
 
-# For tests of deploy/prometheus, which skip without it. Debian's package, on a machine that has apt.
+# For tests of deploy/prometheus, which skip without it. Debian's package, on a machine that has apt; KVSTORE_PROMTOOL names
+# another one, and PATH is searched as well.
 promtool: $(VENV)/bin/promtool
 
 $(VENV)/bin/promtool: | $(STAMP)

@@ -35,9 +35,11 @@ EXCHANGE_SECONDS = 5.0
 LINGER_SECONDS, LINGER_BYTES = 1.0, 64 << 10
 """For which, and of which, a client that was answered may go on sending: a connection that is closed with unread bytes
 loses the answer."""
-ACCEPTS_PER_SECOND, ACCEPT_BURST = 50.0, 50.0
-"""New connections. The others wait in the kernel, which has room for as many as `BACKLOG`, and costs nobody else."""
-BACKLOG = 64
+ACCEPTS_PER_SECOND, ACCEPT_BURST = 200.0, 200.0
+"""New connections: those of a flood take a few hundredths of a processor, and delay no engine."""
+BACKLOG = 512
+"""Connections that wait in the kernel, in the order in which they came: a scraper among them for `BACKLOG /
+ACCEPTS_PER_SECOND` seconds at most, less than it has patience."""
 LOOK_SECONDS = 0.25
 """How often it is looked for connections that are late, while there are any."""
 PLAIN, JSON = "text/plain; charset=utf-8", "application/json"
