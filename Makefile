@@ -43,7 +43,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-engines test-vllm-matrix check bench gpu torture mutants clean
+.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-engines test-vllm-matrix check bench gpu torture mutants promtool clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
@@ -58,6 +58,7 @@ help:
 	@echo 'make gpu     test and measure on a GPU, at most 8 minutes; results in benchmarks/results (benchmarks/gpu.py)'
 	@echo 'make torture damage, power losses, kills and attacks for as long as ARGS say (tests/torture/)'
 	@echo 'make mutants put small bugs into a copy of the tree, one at a time: the tests must find each (tests/mutants/)'
+	@echo 'make promtool  fetch promtool of Prometheus into $(VENV), for the tests of its rules and of the dashboard'
 	@echo 'make env     make $(VENV), or bring it up to date (each target above does so itself)'
 	@echo 'make engines make $(ENGINES), or bring it up to date'
 	@echo 'make clean   remove $(VENV) and everything built or cached'
@@ -139,6 +140,15 @@ gpu: $(if $(PYTHON),,$(STAMP))
 
 torture: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m torture $(ARGS)
+
+# For tests of deploy/prometheus, which skip without it. Debian's package, on a machine that has apt; KVSTORE_PROMTOOL names
+# another one, and PATH is searched as well.
+promtool: $(VENV)/bin/promtool
+
+$(VENV)/bin/promtool: | $(STAMP)
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && cd "$$folder" && \
+	    apt-get -q download prometheus && dpkg-deb -x prometheus_*.deb . && cd - >/dev/null && \
+	    cp "$$folder/usr/bin/promtool" $@ && $@ --version
 
 mutants: $(STAMP)
 	PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)

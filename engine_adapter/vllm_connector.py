@@ -48,10 +48,11 @@ except ImportError:
 import kvstore
 from engine_adapter.adapter import chosen_codec
 from engine_adapter.adapter_digests import AdapterDigests
+from engine_adapter.connector_metrics import ConnectorSeries
 from engine_adapter.model_files import adapter_digest
 from engine_adapter.paged.load_choice import StepWork
 from engine_adapter.paged.pages import is_opaque, layout_of
-from engine_adapter.paged.requests import NEVER, SAVING, Computed, RequestSpec
+from engine_adapter.paged.requests import LOAD_SECONDS, NEVER, SAVING, Computed, RequestSpec
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings, LoadMode
 from engine_adapter.paged.step_plan import NamespaceSpec, StepPlan, StepReports, WorkerSpec
@@ -116,12 +117,13 @@ class ConnectorCounts(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """The sum, and of what is as it is now the latter."""
         for name, count in other.data.items():
-            self.data[name] = count if name.startswith(SAVING) else self.data.get(name, 0) + count
+            is_new = name not in self.data or name.startswith(SAVING)
+            self.data[name] = count if is_new else self.data[name] + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """For the engine's log line."""
-        return {name: round(count, 2) for name, count in self.data.items()}
+        return {name: round(count, 2) for name, count in self.data.items() if name != LOAD_SECONDS}
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
@@ -129,36 +131,15 @@ class ConnectorCounts(KVConnectorStats):
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
-    """The same as counters of Prometheus: tokens by origin, and what moved."""
+    """The same in Prometheus, as `connector_metrics` says."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._tokens = self._counter_cls(
-            name="kvstore:prompt_tokens_total",
-            documentation="Prompt tokens by origin: hit_TIER, or miss_REASON. A load that failed is a miss.",
-            labelnames=[*labelnames, "origin"],
-        )
-        self._events = self._counter_cls(
-            name="kvstore:events_total",
-            documentation="Loads, saves, audited blocks by outcome, and decisions how far to load by what they cost.",
-            labelnames=[*labelnames, "event"],
-        )
-        self._saving = self._gauge_cls(
-            name="kvstore:ttft_saved_ms",
-            documentation="What a hit saves of the time to the first token, beside hits computed all the same.",
-            labelnames=[*labelnames, "statistic"],
-            multiprocess_mode="mostrecent",
-        )
+        self._series = ConnectorSeries(self._counter_cls, self._gauge_cls, self._histogram_cls, labelnames)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what was counted."""
-        labels = self.per_engine_labelvalues[engine_idx]
-        for name, count in transfer_stats_data.items():
-            if name.startswith(SAVING):
-                self._saving.labels(*labels, name.removeprefix(SAVING)).set(count)
-                continue
-            counter = self._tokens if name.startswith(("hit_", "miss_")) else self._events
-            counter.labels(*labels, name).inc(count)
+        self._series.observe(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
 
 
 class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):

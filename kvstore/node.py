@@ -10,6 +10,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import TracebackType
@@ -39,11 +40,11 @@ from kvstore.config import (
     parse_rate,
     parse_writes,
 )
-from kvstore.core.index import PrefixIndex
+from kvstore.core.index import IndexRetentionHints, PrefixIndex
 from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
 from kvstore.core.levels import WRITES
 from kvstore.core.store import DROP_SECONDS, Store, StoreUsage
-from kvstore.core.table import BlockTable, IndexRetentionHints, Lower
+from kvstore.core.table import BlockTable, Lower
 from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.replay import Replay
 from kvstore.protocol import messages as m
@@ -546,7 +547,8 @@ def build_store(
     if tier is not None:
         chooses = admission(index.names, clock.monotonic_seconds, tier.budget_bytes)
         lower = Lower(tier, Residency(policies(LeafFirstLru), pins), chooses)
-    blocks = BlockTable(index, residency, dram, ring, lower, lambda: _first_generation(session), parts.gone, groups)
+    first = partial(_first_generation, session)
+    blocks = BlockTable(index, residency, dram, ring, lower, first, parts.gone, groups, clock.monotonic_seconds)
     wishes = IndexRetentionHints(index, blocks.spaces, groups.of_namespace if groups is not None else None)
     fractions = groups.parts() if groups is not None else [1.0]
     for here, budget_bytes in (

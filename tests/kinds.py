@@ -30,6 +30,8 @@ PURE_FILES = frozenset(
     adapters/test_save_patience.py
     adapters/test_save_plan.py
     adapters/test_speeds.py
+    console/test_exposition.py
+    console/test_pages.py
     insight/test_divergence.py
     insight/test_models.py
     insight/test_plan.py
@@ -57,6 +59,7 @@ PURE_FILES = frozenset(
     tiering/test_retention.py
     tiering/test_shares.py
     tiering/test_slab.py
+    tiering/test_tally.py
     """.split()
 )
 DRAWN_FILES = (

@@ -14,26 +14,26 @@ from kvstore.service.settings import Settings, TenantSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MOST_ROOMS, MOST_FLOORS = 26, 13
+MOST_ROOMS, MOST_FLOORS = 28, 13
 MOST_FILES, MOST_KERNEL_FILES, MOST_FLAT_FILES = 15, 24, 4
 MOST_LINES = 600
 LONGER_FILES = {
     "engine_adapter/paged/scheduler.py": 729,
     "engine_adapter/vllm_connector.py": 628,
     "kernels/kv_kernels/int8_loops.py": 604,
-    "kvstore/core/levels.py": 683,
-    "kvstore/core/store.py": 1868,
-    "kvstore/core/table.py": 840,
-    "kvstore/node.py": 626,
-    "kvstore/service/local_door.py": 939,
+    "kvstore/core/levels.py": 680,
+    "kvstore/core/store.py": 1872,
+    "kvstore/core/table.py": 818,
+    "kvstore/node.py": 628,
+    "kvstore/service/local_door.py": 938,
     "tiering/files.py": 633,
     "tiering/nvme/tier.py": 1033,
     "tiering/policies/adaptive_loops.py": 819,
     "tiering/residency.py": 621,
 }
 MOST_BROAD_HANDLERS = 43
-MOST_SETTINGS = 46
-MOST_NOBODIES = 280
+MOST_SETTINGS = 47
+MOST_NOBODIES = 281
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 from tiering.clock import Clock
+from tiering.counts.histogram import Histogram, HistogramCounts
 from tiering.errors import BlockCorrupt, BlockMissing, TierError, TierFull
 from tiering.faults import MOVE_THREADS, FaultKind, FaultReports, Unheard, kind_of
 from tiering.tier import MoveCounts, TierMiss
@@ -210,6 +211,7 @@ class MoveQueue:
         self._bugs: deque[str] = deque(maxlen=BUGS_KEPT)
         self._done: Counter[tuple[str, Priority]] = Counter()
         self._failed_moves: Counter[tuple[str, Priority]] = Counter()
+        self._seconds = {priority: Histogram() for priority in Priority}
         self._closed = False
 
     def submit(
@@ -277,6 +279,11 @@ class MoveQueue:
                 MoveCounts(tier, priority.name.lower(), *(column[tier, priority] for column in columns))
                 for tier, priority in kinds
             ]
+
+    def seconds(self) -> dict[Priority, HistogramCounts]:
+        """How long moves of each priority ran, from their beginning to their end, whatever came of them."""
+        with self._lock:
+            return {priority: histogram.now() for priority, histogram in self._seconds.items()}
 
     def bugs(self) -> list[str]:
         """The last `BUGS_KEPT` stack traces of what moves and callbacks raised that is no `TierError`.
@@ -485,7 +492,7 @@ class MoveQueue:
 
     def _finish(self, task: _Task, finding: TierMiss | None) -> None:
         with self._lock:
-            del self._running[task]
+            self._seconds[task.priority].add(self._clock.monotonic_seconds() - self._running.pop(task))
             calls = self._end(task, finding)
         self._make(calls)
 

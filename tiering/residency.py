@@ -268,6 +268,7 @@ class Residency:
         self.retention: Retention | None = None
         """What is kept here for a time; by whoever puts the parts together."""
         self._listed = bytearray()
+        self.blocks = 0  # that are listed
         self._children = array("i")  # that have a place here, or are about to
         self._generations = array("q")
         self._places = array("q")  # of the first part
@@ -293,6 +294,7 @@ class Residency:
 
     def listed(self, row: int) -> None:
         """The block is readable here: the policy knows it from now on."""
+        self.blocks += not self._listed[row]
         self._listed[row] = 1
         self.policy.inserted(row)
         if self._children[row]:
@@ -316,6 +318,7 @@ class Residency:
         """The block is not here any more, if it was."""
         if self._listed[row]:
             self._listed[row] = 0
+            self.blocks -= 1
             self.policy.removed(row)
             if self.retention is not None:
                 self.retention.left(row)
@@ -328,6 +331,7 @@ class Residency:
         self.grow_to(rows.stop - 1)
         first, stop = rows.start, rows.stop
         self._listed[first:stop] = bytes([1]) * len(rows)
+        self.blocks += len(rows)
         np.frombuffer(self._generations, "q")[first:stop] = generations
         self._place(rows, places)
         children = np.frombuffer(self._children, "i")
@@ -544,8 +548,7 @@ class Residency:
         return self.groups.victims_of(groups)
 
     def _victims_kept_last(self, groups: Sequence[int] | None) -> Iterator[int]:
-        """The same, but what is kept for a time comes behind all others. What was come upon becomes recent, once
-        whoever asks has enough, so that it is not walked past again and again."""
+        """The same, with what is kept for a time last. What was come upon becomes recent at the end."""
         retention = self.retention
         assert retention is not None
         proposed: set[int] = set()
@@ -571,14 +574,11 @@ class Residency:
             self.retention.check()
         self._further.check()
         leaves = {row for row, is_listed in enumerate(self._listed) if is_listed and not self._children[row]}
+        assert self.blocks == sum(self._listed), "the count is of what is listed"
         assert set(self.policy.victims()) == leaves, "the policy proposes exactly the leaves"
 
     def _vacate(self, wanted: Sequence[SlotClass], tier: TierRoom) -> Vacate | None:
-        """The extent with the fewest live frames that fit elsewhere in its class, and that nobody is using.
-
-        A wanted class keeps a free slot if it has one, else the parts of a block would take an extent from each other
-        for ever. One that has none can only lose an extent whose slots are all quarantined.
-        """
+        """A wanted class keeps a free slot if it has one, or a block's parts would take extents from each other."""
         best: ExtentRoom | None = None
         for slot_class in tier.reclaimable_classes():
             free = tier.free_slots(slot_class)

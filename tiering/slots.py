@@ -181,11 +181,8 @@ class SlotLedger(Generic[P]):
 
     def sums(self) -> list[int]:
         """Slots by state, over all pieces."""
-        sums = [0] * len(FrameState)
-        for piece in self.pieces.values():
-            for state, count in enumerate(piece.slots.counts):
-                sums[state] += count
-        return sums
+        columns = zip(*[piece.slots.counts for piece in self.pieces.values()], strict=True)
+        return [sum(column) for column in columns] or [0] * len(FrameState)
 
     def usage(self, taken_bytes: int, budget_bytes: int) -> Usage:
         """Slots by state, and the bytes that the tier says it has taken."""

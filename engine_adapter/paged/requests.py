@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine_adapter.audit.audits import AuditResult, HitSaving
 from engine_adapter.paged.lookup import PrefixLookup
@@ -170,14 +170,16 @@ class RequestState:
 
 SAVING = "ttft_saved_ms_"
 """What begins so in `RequestCounts.to_dict` is as it is now; of everything else there is more since the last time."""
+LOAD_SECONDS = "load_seconds"
+"""In `RequestCounts.to_dict`: a list."""
 
 
 @dataclass(slots=True)
 class RequestCounts:
     """In tokens unless named otherwise. hits, misses: by tier and by reason; their sum is what was asked for. A load
-    that failed is a miss. audited: blocks, by what became of them (`AuditPlan.take_outcomes`). costs: of the decisions
-    how far to load (`LoadChoice.take_costs`). saving: what a hit saves as far as is known, which is no sum; None where
-    nothing is new."""
+    that failed is a miss. load_seconds: of each load that ended whole. audited: blocks, by what became of them
+    (`AuditPlan.take_outcomes`). costs: of the decisions how far to load (`LoadChoice.take_costs`). saving: what a hit
+    saves as far as is known, which is no sum; None where nothing is new."""
 
     requests: int = 0
     asked: int = 0
@@ -187,6 +189,7 @@ class RequestCounts:
     failed_loads: int = 0
     saved_blocks: int = 0
     dropped_saves: int = 0
+    load_seconds: list[float] = field(default_factory=list)
     audited: dict[str, int] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
     saving: HitSaving | None = None
@@ -200,9 +203,16 @@ class RequestCounts:
         for reason, tokens in account.misses.items():
             self.misses[reason] = self.misses.get(reason, 0) + tokens
 
-    def to_dict(self) -> dict[str, int | float]:
-        """Flat, without those that are zero."""
-        flat: dict[str, int | float] = {
+    def load_ended(self, seconds: float, *, is_whole: bool) -> None:
+        """A load has ended, so long after its order."""
+        if is_whole:
+            self.load_seconds.append(seconds)
+        else:
+            self.failed_loads += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat, without those that are zero. Numbers, but for `LOAD_SECONDS`."""
+        flat: dict[str, Any] = {
             "requests": self.requests,
             "asked": self.asked,
             **{f"hit_{tier}": tokens for tier, tokens in self.hits.items()},
@@ -211,6 +221,7 @@ class RequestCounts:
             "failed_loads": self.failed_loads,
             "saved_blocks": self.saved_blocks,
             "dropped_saves": self.dropped_saves,
+            LOAD_SECONDS: list(self.load_seconds),
             **{f"audited_{outcome}": blocks for outcome, blocks in self.audited.items()},
             **{f"cost_{name}": count for name, count in self.costs.items()},
         }

@@ -583,7 +583,7 @@ class PagedScheduler:
         if load.lease is not None:
             load.lease.release()
         order, tokens, is_whole = load.order, load.end, load.is_whole
-        self._counts.failed_loads += not is_whole
+        self._counts.load_ended(load.seconds, is_whole=is_whole)
         if self.choice is not None:
             seconds = load.seconds if order.waits else None
             self.choice.ended(order.request, seconds, tokens - order.first_token, self._clock())

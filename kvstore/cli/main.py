@@ -174,7 +174,9 @@ def serve(
             metavar="PATH", callback=expanded_path, help="UNIX socket of the operator.  [default: DIR/admin.sock]"
         ),
     ] = None,
-    http: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Serve liveness and readiness there.")] = None,
+    http: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve liveness, readiness and metrics there.")
+    ] = None,
     kept_at: Annotated[
         int | None, typer.Option(hidden=True, help="For the keeper alone: where it can be told.")
     ] = None,
@@ -220,7 +222,7 @@ def serve(
         first_number,
         secrets.token_bytes,
         LmdbMaker,
-        _health_pages,
+        _console,
         kvstore.policy_named,
         wire,
     )
@@ -233,10 +235,10 @@ def serve(
     return keeper.AGAIN if begins_again else OK
 
 
-def _health_pages(host: str, port: int, daemon: Any) -> Any:
-    from kvstore.service.health import Health
+def _console(host: str, port: int, daemon: Any) -> Any:
+    from kvstore.console.sidecar_console import console_of
 
-    return Health(host, port, daemon.readiness, daemon.is_alive, daemon.reasons)
+    return console_of(host, port, daemon, kvstore.__version__)
 
 
 def _say_serving(sockets: list[str], port: int | None, keeper_pid: int | None, as_json: bool) -> None:

@@ -88,6 +88,10 @@ class DirtyBlocks:
         self.waiting_bytes -= size_bytes
         self._declined[row] = size_bytes
 
+    def was_declined(self, row: int) -> bool:
+        """Whether it is not to be written."""
+        return row in self._declined
+
     def declined(self) -> dict[int, int]:
         """Those that are not to be written, with the bytes of each."""
         return dict(self._declined)

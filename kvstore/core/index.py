@@ -16,7 +16,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class _Names:
 
     __slots__ = ("forgotten", "hidden", "inserted", "mark", "tenant", "visible")
 
-    def __init__(self, tenant: bytes, number: int, forgotten: OrderedDict[bytes, None]) -> None:
+    def __init__(self, tenant: bytes, number: int, forgotten: OrderedDict[bytes, int]) -> None:
         self.tenant = tenant
         self.forgotten = forgotten  # the tenant's: if it were one for all, each could count what others lose
         self.mark = number.to_bytes(2, "little")  # of this namespace, in what is remembered of keys
@@ -79,8 +79,9 @@ class PrefixIndex:
         self.has_hints = False  # whether anything was ever said of how long a block is to be kept
         self._free_rows = array("i")
         self._next_row = 0
-        # By tenant, in ordered dictionaries: a dict would walk over what went from its front.
-        self._forgotten: dict[bytes, OrderedDict[bytes, None]] = {}
+        # By tenant, in ordered dictionaries: a dict would walk over what went from its front. What they lead to is the
+        # stamp of each eviction, 0 once the block was asked for again.
+        self._forgotten: dict[bytes, OrderedDict[bytes, int]] = {}
         self._forgotten_limit = forgotten_limit
 
     def add_namespace(self, tenant: bytes) -> int:
@@ -127,6 +128,15 @@ class PrefixIndex:
         if parent != NO_ROW and self._children[parent]:
             return None
         return TierMiss.NEVER_SEEN
+
+    def stamp_of_eviction(self, namespace: int, key: bytes) -> int:
+        """The stamp that `remove` was given with an evicted key, the first time that it is asked for; 0 then."""
+        names = self._names[namespace]
+        name = key[:_REMEMBERED_BYTES] + names.mark
+        stamp = names.forgotten.get(name, 0)
+        if stamp:
+            names.forgotten[name] = 0  # its place in the order stays
+        return stamp
 
     def elsewhere(self, namespace: int, key: bytes) -> int:
         """Another namespace of the same tenant where this key is visible, or -1. Never another tenant's."""
@@ -289,8 +299,9 @@ class PrefixIndex:
         names.hidden[key] = row
         self._states[row] = RowState.LOST
 
-    def remove(self, row: int, *, remember: bool = False) -> int:
-        """Take a childless row out; returns its parent. `remember`: it was evicted, so that a miss can say so."""
+    def remove(self, row: int, *, remember: bool = False, stamp: int = 0) -> int:
+        """Take a childless row out; returns its parent. `remember`: it was evicted, so that a miss can say so. stamp:
+        of that, for `stamp_of_eviction`."""
         assert self._children[row] == 0, "a block goes before its parent"
         namespace, key, parent = self._owners[row], self._keys[row], self._parents[row]
         names = self._names[namespace]
@@ -301,7 +312,7 @@ class PrefixIndex:
         if parent != NO_ROW:
             self._children[parent] -= 1
         if remember:
-            names.forgotten[key[:_REMEMBERED_BYTES] + names.mark] = None
+            names.forgotten[key[:_REMEMBERED_BYTES] + names.mark] = stamp
             if len(names.forgotten) > self._forgotten_limit:
                 names.forgotten.popitem(last=False)
         return parent
@@ -402,3 +413,43 @@ class PrefixIndex:
         for column in columns:
             column.frombytes(bytes(column.itemsize * more))
         self._states.extend(bytes(more))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wished of blocks, for `tiering.policies.retention`: columns of the index, by row.
+
+
+class Sized(Protocol):
+    """A namespace, as far as it matters here."""
+
+    @property
+    def block_bytes(self) -> int:
+        """What one of its blocks takes."""
+        ...
+
+
+class IndexRetentionHints:
+    """`RetentionHints` of a store."""
+
+    def __init__(self, index: PrefixIndex, spaces: Sequence[Sized], groups: Sequence[int] | None) -> None:
+        """spaces, groups: by the namespace's number; groups: None where all tenants are one."""
+        self._index = index
+        self._spaces = spaces
+        self._groups = groups
+        self.hint = index.retention
+        self.hinted = index.hinted
+        self.parent = index.parent
+        self.depth = index.depth
+
+    @property
+    def is_any(self) -> bool:
+        """As `RetentionHints.is_any`."""
+        return self._index.has_hints
+
+    def size_bytes(self, row: int) -> int:
+        """As `RetentionHints.size_bytes`."""
+        return self._spaces[self._index.namespace_of(row)].block_bytes
+
+    def group(self, row: int) -> int:
+        """As `RetentionHints.group`."""
+        return self._groups[self._index.namespace_of(row)] if self._groups is not None else 0

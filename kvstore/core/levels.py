@@ -23,12 +23,13 @@ from kvstore.config import Limits, format_size
 from kvstore.core.index import NO_ROW, RowState
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
 from tiering.clock import Clock
+from tiering.counts.tally import CheckedAt
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
 from tiering.faults import NVME_READS, NVME_WRITES
 from tiering.frame import HEADER_BYTES, MacKeys, digest, verify_frame
 from tiering.move_queue import Move, MoveQueue, Priority
 from tiering.nvme.tier import NvmeTier
-from tiering.tier import MoveCounts, TierMiss
+from tiering.tier import TierMiss
 
 LOADING_LOOK_SECONDS = 0.05
 """How often a durable put looks whether what was on disk is taken in, where that keeps it from making room."""
@@ -100,7 +101,7 @@ class Levels:
     ) -> None:
         self._blocks = blocks
         self._lower = lower
-        self._queue = queue
+        self._queue = self.queue = queue
         self._keys = keys
         self._clock = clock
         self._limits = limits
@@ -218,6 +219,7 @@ class Levels:
                 verify_frame(target, self._keys, stamp, blocks.index.key(row), lower.residency.generation(row))
                 digests.append(digest(target[:HEADER_BYTES]))
             with self._lock:
+                blocks.tally.checked(CheckedAt.LOAD, blocks.spaces[promotion.number].block_bytes, is_sound=True)
                 if not self.is_over:
                     blocks.promoted(row, digests)
                 self._end(promotion)
@@ -232,6 +234,8 @@ class Levels:
                 if not self.is_over:
                     self._blocks.not_promoted(promotion.row)
                     if move.finding is TierMiss.CORRUPT:
+                        size_bytes = self._blocks.spaces[promotion.number].block_bytes
+                        self._blocks.tally.checked(CheckedAt.LOAD, size_bytes, is_sound=False)
                         self._blocks.quarantine_below(promotion.row)
                 self._end(promotion)
 
@@ -257,7 +261,6 @@ class Levels:
         move.then(lambda move: self._flushed(move, before))
 
     def _flushed(self, move: Move, before: int) -> None:
-        """Go on as long as that helps: a disk that takes nothing is asked again by the next put."""
         with self._lock:
             self._flushing = False
             helped = move.finding is None and len(self._dirty) < before
@@ -272,7 +275,6 @@ class Levels:
         return self._must_choose() or (self._dirty.is_any_prioritized and self._is_nearly_full())
 
     def _is_nearly_full(self) -> bool:
-        """Whether less than a part of DRAM can be had at once."""
         with self._lock:
             usage = self._blocks.dram.usage()
         free_share = usage.free / usage.capacity if usage.capacity else 1.0
@@ -368,7 +370,6 @@ class Levels:
         return len(self._dirty)
 
     def _demote_all(self, seconds: float) -> MissReason | None:
-        """The same; returns why the last ones that did not go did not."""
         deadline = self._clock.monotonic_seconds() + seconds
         vain = 0
         reason = None
@@ -433,7 +434,6 @@ class Levels:
                 return done, REASON_OF_FINDING[move.finding]
 
     def _demote(self, number: int, rows: Sequence[int]) -> None:
-        """Make blocks durable, in their order; what is durable already or under way is left out. Raises `TierError`."""
         blocks = self._blocks
         with self._lock:
             chosen: dict[int, int] = {}  # in their order, with the generation that is to be written
@@ -472,8 +472,11 @@ class Levels:
                 good = self._commit_good(number, {row: chosen[row] for row in placed}, columns, frames)
                 with self._lock:
                     written = True
+                    size_bytes = blocks.spaces[number].block_bytes
+                    blocks.tally.written_bytes += len(placed) * size_bytes
+                    blocks.tally.checked(CheckedAt.MOVE, len(good) * size_bytes, is_sound=True)
                     blocks.demoted(number, good, [chosen[row] for row in good])
-                    self._written.update(blocks=len(good), bytes=len(good) * blocks.spaces[number].block_bytes)
+                    self._written.update(blocks=len(good), bytes=len(good) * size_bytes)
                     _log.debug("written to nvme", extra={"namespace": number, "blocks": len(good), "of": len(placed)})
                     blocks.not_demoted(placed[len(good) :])
                 left = left[wanted:] if len(good) == wanted else []
@@ -518,8 +521,7 @@ class Levels:
         return good
 
     def _verified(self, number: int, generations: Mapping[int, int]) -> list[int]:
-        """The blocks up to the first whose frames in DRAM fail a check; that one is quarantined, unless a reader was
-        faster."""
+        """The blocks up to the first that fails a check, which is quarantined unless a reader was faster."""
         blocks = self._blocks
         good: list[int] = []
         for row, generation in generations.items():
@@ -531,6 +533,7 @@ class Levels:
                 if not is_right:
                     with self._lock:
                         if not self.is_over and self._stands(row, generation):
+                            blocks.tally.checked(CheckedAt.MOVE, 0, is_sound=False)
                             blocks.quarantine(row)
                     return good
             good.append(row)
@@ -576,7 +579,6 @@ class Levels:
         raise TierFull("no room on NVMe after as many steps as are allowed")
 
     def _has_new_slab(self, space: OpenedNamespace, part: int) -> bool:
-        """One more slab for a part; False where the disk has no room for it. Raises `TierUnavailable`."""
         stamp = space.sealers[part].stamp
         key = self._keys.mac_key(stamp.tenant, stamp.key_id, stamp.epoch)
         assert key is not None
@@ -620,13 +622,8 @@ class Levels:
         return self._done(retire, deadline)
 
     def _done(self, work: Callable[[], None], deadline: float) -> bool:
-        """In a thread of the queue, since a disk that hangs must not keep whoever waits."""
         move = self._queue.submit(("give up", next(self._numbers)), WRITES, Priority.SAVE, work)
         return move.wait(max(0.0, deadline - self._clock.monotonic_seconds())) and move.finding is None
-
-    def moves(self) -> list[MoveCounts]:
-        """What waits, runs and has ended."""
-        return self._queue.counts()
 
     # Ends ----------------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ from kvstore.protocol.door import Collective, StoreClient
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import RecoveryStatus, TenantStatus
 from tiering.clock import Clock
+from tiering.counts.tally import CheckedAt, TallyCounts
 from tiering.dram.extents import Extent
 from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
@@ -98,7 +99,8 @@ class StoreUsage:
 
     nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
     guarded_bytes: of DRAM that clients of an earlier process still map: readable, and not used again before they let
-    go. retained: what is kept for a time, and the budget for it, retained_fraction of each tier.
+    go. retained: what is kept for a time, and the budget for it, retained_fraction of each tier. pinned_budget_bytes:
+    may be pinned at once. dram_blocks: also damaged ones, until they are stored again or go. tally: what tiers did.
     """
 
     dram: Usage
@@ -117,6 +119,10 @@ class StoreUsage:
     nvme_retained_budget_bytes: int | None = None
     retained_fraction: float = 0.0
     write_budget: WriteBudget | None = None
+    pinned_budget_bytes: int = 0
+    dram_blocks: int = 0
+    nvme_blocks: int | None = None
+    tally: TallyCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +350,6 @@ class Store:
             raise
 
     def _serve_again(self, numbers: Iterable[int]) -> None:
-        """After a drop, unless another one is under way. Under the lock."""
         for number in numbers:
             if number not in self._drops and self._blocks.spaces[number].tenant not in self._leaving:
                 self._blocks.dropping.discard(number)
@@ -497,7 +502,6 @@ class Store:
         return self._lease(number, keys, first_block, None) if len(keys) <= self._locked_blocks(number) else None
 
     def _locked_blocks(self, number: int) -> int:
-        """How many blocks of a namespace are looked up at a time."""
         return max(1, min(LOCKED_BLOCKS, LOCKED_PLACES // len(self._blocks.spaces[number].classes)))
 
     def _lease(
@@ -645,7 +649,6 @@ class Store:
             return blocks, tuple(tiers), LeaseEnd(*self._why(number, keys, blocks))
 
     def _found_long(self, number: int, rows: Sequence[int]) -> LeasedFrames:
-        """Where pinned blocks are, up to the first that is not in DRAM."""
         found = LeasedFrames(len(self._blocks.spaces[number].classes))
         blocks, state = self._blocks, self._blocks.index.state
         most = self._locked_blocks(number)
@@ -692,6 +695,7 @@ class Store:
             with self._lock:
                 if row not in self._blocks.unverified:
                     continue  # somebody else was faster
+                self._blocks.tally.checked(CheckedAt.LEASE, self._blocks.spaces[number].block_bytes, is_sound=is_sound)
                 self._blocks.unverified.discard(row)
                 if not is_sound and self._blocks.is_above(row):
                     self._blocks.quarantine(row)
@@ -778,25 +782,28 @@ class Store:
             index, residency = self._blocks.index, self._blocks.residency
             if index.state(row) != RowState.VISIBLE or residency.place(row, part) != place:
                 return
-            if not self._blocks.verify(row, part):
+            is_sound = self._blocks.verify(row, part)
+            size_bytes = self._blocks.spaces[index.namespace_of(row)].classes[part].frame_bytes
+            self._blocks.tally.checked(CheckedAt.REPORT, size_bytes, is_sound=is_sound)
+            if not is_sound:
                 self._blocks.quarantine(row)
 
     # Put -----------------------------------------------------------------------------------------------------------
 
-    def _reserve_for(self, client: StoreClient, request: m.Reserve, seconds: float | None) -> ReserveReply:
-        number, collective = client.named[request.namespace], None
-        if request.collective:
-            parts = tuple(request.parts) or tuple(range(len(self._blocks.spaces[number].classes)))
-            collective = Collective(request.collective, parts, client.session_name)
+    def _reserve_for(self, client: StoreClient, verb: m.Reserve, seconds: float | None) -> ReserveReply:
+        number, collective = client.named[verb.namespace], None
+        if verb.collective:
+            parts = tuple(verb.parts) or tuple(range(len(self._blocks.spaces[number].classes)))
+            collective = Collective(verb.collective, parts, client.session_name)
         return self.reserve(
             number,
-            request.keys,
-            request.first_block,
-            request.priority,
-            request.ttl_seconds,
+            verb.keys,
+            verb.first_block,
+            verb.priority,
+            verb.ttl_seconds,
             collective,
             seconds,
-            skipped=request.skipped,
+            skipped=verb.skipped,
         )
 
     def reserve(
@@ -1177,6 +1184,10 @@ class Store:
                 nvme_retained_budget_bytes=retained_budget(lower.residency) if lower is not None else None,
                 retained_fraction=self._limits.retained_fraction,
                 write_budget=lower.admission.budget() if lower is not None else None,
+                pinned_budget_bytes=self._pinned_budget_bytes(),
+                dram_blocks=self._blocks.residency.blocks,
+                nvme_blocks=lower.residency.blocks if lower is not None else None,
+                tally=self._blocks.tally.now(),
             )
 
     def namespaces(self) -> list[NamespaceUsage]:
@@ -1195,7 +1206,12 @@ class Store:
 
     def moves(self) -> list[MoveCounts]:
         """Moves between the tiers."""
-        return self._levels.moves() if self._levels is not None else []
+        return self._levels.queue.counts() if self._levels is not None else []
+
+    @property
+    def move_queue(self) -> MoveQueue | None:
+        """Runs them; None without a tier below DRAM."""
+        return self._levels.queue if self._levels is not None else None
 
     def close(self) -> None:
         """Write down what DRAM alone holds, as far as there is time; then let nothing in any more and give the memory
@@ -1278,13 +1294,14 @@ class Store:
     # Inside: looking up --------------------------------------------------------------------------------------------
 
     def _why(self, number: int, keys: Sequence[bytes], blocks: int) -> tuple[MissReason | None, str]:
-        """Why the chain is not readable after so many blocks; the first missing one speaks for all behind it."""
         if blocks == len(keys):
             return None, ""
         key = keys[blocks]
         parent = self._blocks.index.find(number, keys[blocks - 1]) if blocks else NO_ROW
         finding = self._blocks.index.why_not(number, key, parent)
         reason = MissReason.DIVERGED if finding is None else REASON_OF_FINDING[finding]
+        if reason is MissReason.EVICTED:
+            self._blocks.tally.asked_again(self._blocks.index.stamp_of_eviction(number, key))
         if reason in (MissReason.DIVERGED, MissReason.ABSENT, MissReason.EVICTED):
             if self._is_recovering:
                 return MissReason.WARMING, "what was there before a restart is still being taken in"
@@ -1340,8 +1357,10 @@ class Store:
 
     # Inside: leases ------------------------------------------------------------------------------------------------
 
+    def _pinned_budget_bytes(self) -> int:
+        return int(self._limits.pinned_fraction * self._blocks.dram.budget_bytes)
+
     def _affordable(self, number: int, wanted: Sequence[int]) -> tuple[int, str]:
-        """How many of these may be pinned, and the limit that bites where that is not all."""
         if not wanted:
             return 0, ""
         limits, mine = self._limits, self._leases.count_of(self._blocks.spaces[number].tenant)
@@ -1349,7 +1368,7 @@ class Store:
             return 0, f"there are as many leases as limits.leases allows ({limits.leases})"
         if mine >= limits.most_leases:
             return 0, f"this tenant has as many leases as limits.tenant_leases allows ({limits.most_leases})"
-        budget = int(limits.pinned_fraction * self._blocks.dram.budget_bytes)
+        budget = self._pinned_budget_bytes()
         blocks = max(0, budget - self._pinned_bytes) // self._blocks.spaces[number].block_bytes
         return (
             self._blocks.residency.pins.affordable(wanted, blocks),
@@ -1365,7 +1384,6 @@ class Store:
         tiers: TierRuns,
         end: LeaseEnd,
     ) -> LeaseReply:
-        """Blocks that are pinned already, and in DRAM."""
         self._blocks.used(chain[::-1], len(rows))
         found = LeasedFrames(len(self._blocks.spaces[number].classes))
         found.add(self._blocks.residency, rows)
@@ -1381,7 +1399,6 @@ class Store:
         tiers: TierRuns,
         end: LeaseEnd,
     ) -> LeaseReply:
-        """A lease of them is noted. found: of these rows."""
         now, tenant = self._clock.monotonic_seconds(), self._blocks.spaces[number].tenant
         lease = self._leases.add(number, first_block, rows, found.flat or flat(found.places), now, tenant)
         places, digests = tuple(found.places), tuple(found.header_digests)
@@ -1397,7 +1414,6 @@ class Store:
         end: LeaseEnd,
         late: MissReason | None,
     ) -> LeaseReply:
-        """The part of the pinned blocks that is in DRAM by now."""
         if self._closed:
             return LeaseReply(0, first_block, 0, reason=MissReason.DISABLED, detail="the store is closed")
         index, blocks = self._blocks.index, self._blocks
@@ -1421,7 +1437,6 @@ class Store:
         return LeaseEnd(late or MissReason.CORRUPT, "not all blocks could be brought up to DRAM in time")
 
     def _tiers(self, rows: Sequence[int]) -> TierRuns:
-        """Runs of the tiers that these readable blocks are in."""
         if self._levels is None:
             return dram_runs(len(rows))
         is_above = self._blocks.is_above
@@ -1442,7 +1457,6 @@ class Store:
         self._moves_done.notify_all()
 
     def _finish(self, records: Iterable[LeaseRecord]) -> None:
-        """Leases are over. Under the lock, which others have between pieces."""
         spent, records = 0, list(records)
         for record in records:  # from now on those that lack room know of all of them
             if not self._closed:
@@ -1455,7 +1469,6 @@ class Store:
                     self._moves_done.wait(GIVE_WAY_SECONDS)
 
     def _finish_all(self) -> None:
-        """All leases that are over by now. Under the lock, which others have between pieces."""
         self._finish(self._endings.under_way())
 
     def _pin(self, number: int, rows: Sequence[int]) -> None:
@@ -1485,7 +1498,6 @@ class Store:
     # Inside: storing -----------------------------------------------------------------------------------------------
 
     def _stand(self, number: int, keys: Sequence[bytes], in_flight_rows: Mapping[int, int]) -> bool:
-        """Whether all these blocks are readable, or are stored by the same processes right now."""
         index = self._blocks.index
         rows = [index.find(number, key) for key in keys]
         return all(row in in_flight_rows or (row != NO_ROW and index.state(row) is RowState.VISIBLE) for row in rows)
@@ -1531,7 +1543,6 @@ class Store:
         return stopped
 
     def _find_slots(self, record: ReservationRecord | SlotRequest) -> MissReason | None:
-        """Slots for every row, or for as many as can be; why it stopped before the last one."""
         scarce = refused = False  # the machine had no memory for another extent: now, and the last time it was asked
         unmap_wait = PUT_SECONDS if isinstance(record, ReservationRecord) else 0.0  # a lease has an engine's deadline
         has_waited = False
@@ -1679,7 +1690,6 @@ class Store:
         return None, None
 
     def _shorten(self, record: ReservationRecord, reason: MissReason) -> tuple[int, MissReason]:
-        """Give up the rows that got no slots."""
         with self._lock:
             stopped_at = record.indexes[record.filled]
             if record.cancelled:
@@ -1709,7 +1719,6 @@ class Store:
                 self._publish_behind(record)
 
     def _publish_behind(self, record: ReservationRecord) -> None:
-        """All of a collective reservation is visible: so is, as far as it is complete, what was waiting for it."""
         for other in [one for one in self._reservations.values() if record.number in one.depends_on]:
             other.depends_on.discard(record.number)
             self._publish(other, min(other.done))
@@ -1726,7 +1735,6 @@ class Store:
             self._refreshing.append((chain, record.published))
 
     def _give_up(self, record: ReservationRecord, start: int) -> None:
-        """End the rows from `start` on, the deepest first."""
         for row in reversed(record.rows[start:]):
             if row in record.repairs:
                 record.repairs.discard(row)
@@ -1763,7 +1771,6 @@ class Store:
             self._moves_done.wait(GIVE_WAY_SECONDS)
 
     def _orphan(self, record: ReservationRecord, start: int) -> None:
-        """Rows from `start` on go, the deepest first; their slots stay taken."""
         for row in reversed(record.rows[start:]):
             if row in record.repairs:
                 record.repairs.discard(row)
@@ -1778,7 +1785,6 @@ class Store:
         record.filled = min(record.filled, start)
 
     def _abort_share(self, record: ReservationRecord) -> None:
-        """One process of a collective put writes no more, and did not commit all that it was to."""
         if self._closed:
             return
         if not record.cancelled:
@@ -1788,7 +1794,6 @@ class Store:
             self._free_cancelled(record)
 
     def _free_cancelled(self, record: ReservationRecord) -> None:
-        """Nobody writes into its slots any more."""
         self._reservations.pop(record.number, None)
         self._collective.freed(record)
         self._blocks.free_abandoned_slots(record.abandoned_slots)
@@ -1797,7 +1802,6 @@ class Store:
     # Inside: room --------------------------------------------------------------------------------------------------
 
     def _grow(self, slot_class: SlotClass) -> bool:
-        """One more extent for a class; False where the machine has no memory for it."""
         try:
             memory = self._blocks.dram.new_extent()
         except TierFull:
@@ -1811,7 +1815,6 @@ class Store:
         return True
 
     def _start_vacating(self, move: Vacate) -> _ExtentMove:
-        """Pin the frames that have to move and reserve places for them."""
         dram, residency = self._blocks.dram, self._blocks.residency
         part = dram.class_of(move.extent).part
         targets = dram.start_vacating(move.extent, len(move.rows))
@@ -1825,7 +1828,6 @@ class Store:
         return job
 
     def _vacate(self, job: _ExtentMove) -> None:
-        """Copy outside the lock, then switch the places over, unless a reader or a failed check was faster."""
         results = [MoveDone(copy, MoveOutcome.GONE) for copy in job.copies]  # if the mover is interrupted
         try:
             results = self._mover.run(job.copies)
@@ -1846,15 +1848,17 @@ class Store:
         self._moves_done.notify_all()
 
     def _settle(self, done: MoveDone) -> bool:
-        """Take over one finished copy; whether its source is free now."""
         blocks, residency, copy = self._blocks, self._blocks.residency, done.copy
         if self._closed:
             return False
         self._unpin(blocks.index.namespace_of(copy.row), [copy.row])
-        part = blocks.dram.class_of(extent_of(copy.source)).part
+        place_extent = extent_of(copy.source)
+        part = blocks.dram.class_of(place_extent).part
         here = residency.place(copy.row, part) == copy.source
         in_use = residency.pins.counts[copy.row] or residency.is_held(copy.source)
         if done.outcome is not MoveOutcome.GONE and here and not in_use:
+            is_sound = done.outcome is MoveOutcome.MOVED
+            blocks.tally.checked(CheckedAt.MOVE, blocks.dram.class_of(place_extent).frame_bytes, is_sound=is_sound)
             if done.outcome is MoveOutcome.MOVED and blocks.relocate(copy.row, part, copy.target):
                 blocks.counters["moved_frames"] += 1
                 return True

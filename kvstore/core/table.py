@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from kvstore.block.identity import Namespace, TenantKeys
 from kvstore.core.dirty import DirtyBlocks
 from kvstore.core.index import NO_ROW, Column, PrefixIndex, RowState
 from kvstore.core.reclaim import ExtentReclaim, SlabReclaim
+from tiering.counts.tally import CopyKind, EvictedTo, Tally, TierName
 from tiering.dram.extents import Extent
 from tiering.dram.tier import DramTier
 from tiering.errors import BlockCorrupt
@@ -84,9 +85,11 @@ class BlockTable:
         first_generation: Callable[[], int] = lambda: 1,
         gone: Callable[[int, bytes], None] | None = None,
         shares: Shares | None = None,
+        seconds: Callable[[], float] | None = None,
     ) -> None:
         """first_generation: a tenant's first one, above every one that a frame may have which was there before. shares:
-        of tenants, where something is said of one; the policies are by group then.
+        of tenants, where something is said of one; the policies are by group then. seconds: a clock for
+        the ages of what is evicted; None where they are not wanted.
 
         gone: told the namespace's number and the prefix key of each block that NVMe gives up, before its frames are; it
         runs under the lock and must not call the store. A block whose frames failed a check is not reported.
@@ -98,6 +101,7 @@ class BlockTable:
         self.shares = shares
         self.spaces: list[OpenedNamespace] = []
         self.counters: Counter[str] = Counter()
+        self.tally = Tally(seconds)
         self._rows = 0  # that there are columns for
         self._keys = keys
         self._first_generation = first_generation
@@ -196,6 +200,8 @@ class BlockTable:
                 residency.retention.came(row)
             if not self.is_below(row):
                 self._came_alone(row)
+        self.tally.used(rows)
+        self.tally.stored_tokens += len(rows) * self.spaces[number].namespace.layout.block_tokens
         for part in range(len(self.spaces[number].classes)):
             self.dram.own(residency.places_of(rows, part), rows)
 
@@ -220,6 +226,7 @@ class BlockTable:
                 residency.retention.used(chain)
             is_listed = residency.is_listed
             residency.policy.touched([row for row in chain if is_listed(row)])
+        self.tally.used(chain)
         if self.lower is not None:
             self.dirty.used(chain[:count])
 
@@ -329,10 +336,12 @@ class BlockTable:
             if below is not None and not self._may_go(row):
                 continue
             places += self.residency.left(row, self.index.parent(row))
+            to = EvictedTo.DECLINED if self.dirty.was_declined(row) else EvictedTo.NOTHING
+            self.tally.evicted(TierName.DRAM, EvictedTo.NVME if stays else to, row)
             self.dirty.missed += self.dirty.waits(row)
             self.dirty.discard(row)
             if not stays:
-                self.index.remove(row, remember=True)
+                self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.DRAM))
                 evicted += 1
             gone += 1
             if gone == blocks:
@@ -386,6 +395,7 @@ class BlockTable:
         else:
             self.index.mark_lost(row)
         self.counters["quarantined_blocks"] += 1
+        self.tally.quarantined[TierName.DRAM] += 1
 
     def relocate(self, row: int, part: int, target: int) -> bool:
         """A verified copy of a frame stands at `target`: take that place over, if it is a copy of what was committed.
@@ -399,6 +409,7 @@ class BlockTable:
         self.dram.commit([target], [raw])
         self.dram.own([target], [row])
         self.residency.moved(row, part, target)
+        self.tally.copied_bytes[CopyKind.COMPACT] += self.dram.class_of(extent_of(target)).frame_bytes
         self.dram.delete([source])
         return True
 
@@ -470,6 +481,7 @@ class BlockTable:
         for part in range(len(self.spaces[number].classes)):
             self.lower.tier.own(residency.places_of(kept, part), kept)
         self.counters["demoted_blocks"] += len(kept)
+        self.tally.copied_bytes[CopyKind.DEMOTE] += len(kept) * self.spaces[number].block_bytes
 
     def not_demoted(self, rows: Sequence[int]) -> None:
         """They could not be written: their places go back."""
@@ -523,6 +535,7 @@ class BlockTable:
         residency.listed(row)
         self.unverified.discard(row)
         self.counters["promoted_blocks"] += 1
+        self.tally.copied_bytes[CopyKind.PROMOTE] += self.spaces[self.index.namespace_of(row)].block_bytes
 
     def taken_over(self, row: int, generation: int, places: Sequence[int], header_digests: Sequence[bytes]) -> None:
         """A block's frames were found in the DRAM of an earlier process, one per part. Nobody read them yet.
@@ -545,6 +558,7 @@ class BlockTable:
         residency.listed(row)
         self.dram.own(places, [row] * len(places))
         self.unverified.add(row)
+        self.tally.found([row])
         if not self.is_below(row):
             self._came_alone(row)
 
@@ -612,8 +626,9 @@ class BlockTable:
             return None
         places = self._leave_below(row, claim=claim)
         self.counters["nvme_evicted_blocks"] += 1
+        self.tally.evicted(TierName.NVME, EvictedTo.DRAM if stays else EvictedTo.NOTHING, row)
         if not stays:
-            self.index.remove(row, remember=True)
+            self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.NVME))
             self.counters["evicted_blocks"] += 1
         return places
 
@@ -633,6 +648,7 @@ class BlockTable:
         elif self.index.state(row) is RowState.VISIBLE:
             self._came_alone(row)
         self.counters["quarantined_blocks"] += 1
+        self.tally.quarantined[TierName.NVME] += 1
 
     def _came_alone(self, row: int) -> None:
         """DRAM alone has it."""
@@ -672,6 +688,7 @@ class BlockTable:
     def give_up_unread(self, number: int, key: bytes) -> None:
         """A block that was on NVMe before a restart goes with an ancestor, before anybody could find it."""
         self._gives_up(number, key)
+        self.tally.evicted(TierName.NVME, EvictedTo.NOTHING, NO_ROW)
         self.counters["nvme_evicted_blocks"] += 1
         self.counters["evicted_blocks"] += 1
 
@@ -796,45 +813,6 @@ class BlockTable:
         """Have columns for this row."""
         self._rows = max(self._rows, row + 1)
         self.residency.grow_to(row)
+        self.tally.grow_to(row)
         if self.lower is not None:
             self.lower.residency.grow_to(row)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is wished of blocks, for `tiering.policies.retention`: columns of the index, by row.
-
-
-class Sized(Protocol):
-    """A namespace, as far as it matters here."""
-
-    @property
-    def block_bytes(self) -> int:
-        """What one of its blocks takes."""
-        ...
-
-
-class IndexRetentionHints:
-    """`RetentionHints` of a store."""
-
-    def __init__(self, index: PrefixIndex, spaces: Sequence[Sized], groups: Sequence[int] | None) -> None:
-        """spaces, groups: by the namespace's number; groups: None where all tenants are one."""
-        self._index = index
-        self._spaces = spaces
-        self._groups = groups
-        self.hint = index.retention
-        self.hinted = index.hinted
-        self.parent = index.parent
-        self.depth = index.depth
-
-    @property
-    def is_any(self) -> bool:
-        """As `RetentionHints.is_any`."""
-        return self._index.has_hints
-
-    def size_bytes(self, row: int) -> int:
-        """As `RetentionHints.size_bytes`."""
-        return self._spaces[self._index.namespace_of(row)].block_bytes
-
-    def group(self, row: int) -> int:
-        """As `RetentionHints.group`."""
-        return self._groups[self._index.namespace_of(row)] if self._groups is not None else 0

@@ -8,6 +8,9 @@
 
     asked == hits + misses + found          always, in every namespace and in sum
 
+Hits and `found` rise and fall, and what is scraped must never fall. So `TokenCounts` has each of them as two events
+that only add up: hits == granted - revoked, and found == found then - claimed.
+
 A lease that no look-up led to is asked for as well. Matches of puts are no look-ups. Counted is in whole blocks: a
 prompt's tail is no business of a sidecar. Keys lead from a lease to its look-up and are forgotten then; token ids
 never come here.
@@ -19,24 +22,117 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.protocol.replies import LeaseReply, MatchReply
+from kvstore.protocol.replies import LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import LookupCounts
 from tiering.clock import Clock
+from tiering.counts.histogram import Histogram, HistogramCounts
 
 OPEN_LOOKUPS = 4096
 """Look-ups of all namespaces that a lease may still come for; what older ones found stays `found`."""
 
 REMEMBERED_LEASES = 16384
 """So many of the last leases may be reported."""
+NAMED_TENANTS = 20
+"""Tenants that are counted by themselves: the first that came in this run. All later ones are counted as one, for good:
+if they changed places, the counts of both would fall."""
+NAMED_NAMESPACES = 32
+"""Namespaces that are described: those that were opened last."""
+
+
+class Outcome(StrEnum):
+    """What became of tokens: see `TokenCounts`."""
+
+    ASKED = "asked"
+    FOUND = "found"
+    CLAIMED = "claimed"
+    GRANTED = "granted"
+    REVOKED = "revoked"
+    MISSED = "missed"
+
+
+class OfferedTokens(StrEnum):
+    """What became of the tokens that a put offered and that were not there. (Those that were are not counted: a long put
+    names them with each of its pieces.)"""
+
+    RESERVED = "reserved"
+    REFUSED = "refused"
+
+
+class LeaseResult(StrEnum):
+    """How much of what a lease wanted it was granted."""
+
+    WHOLE = "whole"
+    PART = "part"
+    NONE = "none"
+
+
+LEASE_ENDS = (
+    ("dram", LeaseResult.WHOLE),
+    ("dram", LeaseResult.PART),
+    ("nvme", LeaseResult.WHOLE),
+    ("nvme", LeaseResult.PART),
+    ("none", LeaseResult.NONE),
+)
+"""The slowest tier that granted blocks came from, and how many of those wanted they were: every pair that there is."""
+
+
+class NamespaceInfo(NamedTuple):
+    """A namespace as people are told of it. tenant: its opaque id. model, codec: clients' text, printable. block: in
+    tokens."""
+
+    digest: bytes
+    tenant: bytes
+    model: str
+    codec: str
+    block_tokens: int
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Events since the start, in tokens but for the last three; none ever falls. found: by look-ups; claimed: of these,
+    leased then. granted: by leases, by tier; revoked: of these, what failed its reader's check. missed: by reason.
+
+        asked == (granted - revoked) + missed + (found - claimed)          each summed over its labels, at any moment
+
+    put: what puts offered, by what became of it; refused: of these, by reason. by_tenant: by the opaque id, those
+    beyond `NAMED_TENANTS` in sum under b"".
+    """
+
+    asked: int = 0
+    found: int = 0
+    claimed: int = 0
+    granted: Counter[HitTier] = field(default_factory=Counter)
+    revoked: Counter[HitTier] = field(default_factory=Counter)
+    missed: Counter[MissReason] = field(default_factory=Counter)
+    put: Counter[OfferedTokens] = field(default_factory=Counter)
+    put_refused: Counter[MissReason] = field(default_factory=Counter)
+    by_tenant: dict[bytes, Counter[Outcome]] = field(default_factory=dict)
+    lookups: int = 0
+    leases: int = 0
+    reports: int = 0
+
+
+class AccountingCounts(NamedTuple):
+    """All that is scraped of a `Counting`, of one moment. Seconds: of look-ups, of leases by `LEASE_ENDS`, of puts from
+    their reservation to the commit of their last block."""
+
+    tokens: TokenCounts
+    lookup_seconds: HistogramCounts
+    lease_seconds: dict[tuple[str, LeaseResult], HistogramCounts]
+    put_seconds: HistogramCounts
+    namespaces: list[NamespaceInfo]
 
 
 @dataclass(slots=True)
 class NamespaceCounts:
-    """Blocks of one namespace, and when it was used last."""
+    """Blocks of one namespace, and when it was used last. tenant: whose tokens are counted there."""
 
     block_tokens: int
+    tenant: Counter[Outcome]
     asked: int = 0
     found: int = 0
     lookups: int = 0
@@ -69,49 +165,75 @@ class Counting:
         # Namespace, last key found, how many keys that were -> how often, and no lease came for it yet.
         self._open: OrderedDict[tuple[int, bytes, int], int] = OrderedDict()
         self._granted: OrderedDict[int, _Granted] = OrderedDict()
+        self._tokens = TokenCounts()
+        self._lookup_seconds, self._put_seconds = Histogram(), Histogram()
+        self._lease_seconds = {end: Histogram() for end in LEASE_ENDS}
+        self._described: OrderedDict[bytes, NamespaceInfo] = OrderedDict()
 
     def now(self) -> float:
         """Unix time."""
         return self._clock.wall_seconds()
 
-    def opened(self, number: int, block_tokens: int) -> None:
-        """A namespace may be asked for from now on."""
+    def opened(self, number: int, block_tokens: int, info: NamespaceInfo | None = None) -> None:
+        """A namespace may be asked for from now on. info: for people."""
         with self._lock:
-            self._counts.setdefault(number, NamespaceCounts(block_tokens)).last_used = self.now()
+            tenant = self._tenant(info.tenant if info is not None else b"")
+            self._counts.setdefault(number, NamespaceCounts(block_tokens, tenant)).last_used = self.now()
+            if info is not None:
+                self._described[info.tenant + info.digest] = info
+                self._described.move_to_end(info.tenant + info.digest)
+                if len(self._described) > NAMED_NAMESPACES:
+                    self._described.popitem(last=False)
 
-    def looked_up(self, number: int, keys: Sequence[bytes], reply: MatchReply) -> None:
-        """Somebody asked how much of a prompt there is."""
+    def looked_up(self, number: int, keys: Sequence[bytes], reply: MatchReply, seconds: float = 0.0) -> None:
+        """A client asked how much of a prompt there is, and waited so long for the store."""
         with self._lock:
             counts = self._used(number)
             counts.lookups += 1
             counts.asked += len(keys)
             counts.found += reply.blocks
-            _add(counts.misses, reply.reason or MissReason.ABSENT, len(keys) - reply.blocks)
+            self._tokens.lookups += 1
+            self._tokens.asked += len(keys) * counts.block_tokens
+            self._tokens.found += reply.blocks * counts.block_tokens
+            counts.tenant[Outcome.ASKED] += len(keys) * counts.block_tokens
+            counts.tenant[Outcome.FOUND] += reply.blocks * counts.block_tokens
+            self._lookup_seconds.add(seconds)
+            self._miss(counts, reply.reason or MissReason.ABSENT, len(keys) - reply.blocks)
             if reply.blocks:
                 name = number, keys[reply.blocks - 1], reply.blocks
                 self._open[name] = self._open.get(name, 0) + 1
                 if len(self._open) > OPEN_LOOKUPS:
                     self._open.popitem(last=False)
 
-    def leased(self, number: int, keys: Sequence[bytes], reply: LeaseReply) -> None:
-        """Somebody wanted to have a prefix."""
+    def leased(self, number: int, keys: Sequence[bytes], reply: LeaseReply, seconds: float = 0.0) -> None:
+        """A client wanted to have a prefix, and waited so long for the store."""
         with self._lock:
             counts = self._used(number)
             if not keys:
                 return
             counts.leases += 1
+            self._tokens.leases += 1
+            tokens = len(keys) * counts.block_tokens
             name = number, keys[-1], len(keys)
             times = self._open.pop(name, 0)
             if times:
                 counts.found -= len(keys)
+                self._tokens.claimed += tokens
+                counts.tenant[Outcome.CLAIMED] += tokens
                 if times > 1:
                     self._open[name] = times - 1
             else:
                 counts.asked += len(keys)
+                self._tokens.asked += tokens
+                counts.tenant[Outcome.ASKED] += tokens
             runs = _runs(reply)
             for tier, blocks in runs:
                 _add(counts.hits, tier, blocks)
-            _add(counts.misses, reply.reason or MissReason.ABSENT, len(keys) - sum(blocks for _, blocks in runs))
+                self._tokens.granted[tier] += blocks * counts.block_tokens
+                counts.tenant[Outcome.GRANTED] += blocks * counts.block_tokens
+            granted = sum(blocks for _, blocks in runs)
+            self._miss(counts, reply.reason or MissReason.ABSENT, len(keys) - granted)
+            self._lease_seconds[_lease_end(runs, granted == len(keys))].add(seconds)
             if reply.lease:
                 self._granted[reply.lease] = _Granted(number, runs)
                 if len(self._granted) > REMEMBERED_LEASES:
@@ -125,6 +247,7 @@ class Counting:
                 return
             counts = self._used(granted.namespace)
             counts.reports += 1
+            self._tokens.reports += 1
             kept, left = [], max(0, block)
             for tier, blocks in granted.runs:
                 stays = min(blocks, left)
@@ -132,18 +255,70 @@ class Counting:
                 if stays:
                     kept.append((tier, stays))
                 _add(counts.hits, tier, stays - blocks)
-                _add(counts.misses, MissReason.CORRUPT, blocks - stays)
+                self._tokens.revoked[tier] += (blocks - stays) * counts.block_tokens
+                counts.tenant[Outcome.REVOKED] += (blocks - stays) * counts.block_tokens
+                self._miss(counts, MissReason.CORRUPT, blocks - stays)
             granted.runs = kept
 
-    def stored(self, number: int) -> None:
-        """Somebody stores in a namespace."""
+    def offered(self, number: int, blocks: int, skipped: int, reply: ReserveReply) -> None:
+        """A client asked to store so many blocks of a chain, those behind its first `skipped`."""
         with self._lock:
-            self._used(number)
+            counts = self._used(number)
+            refused = 0
+            if reply.stopped_at is not None:
+                refused = min(blocks, skipped + blocks - reply.stopped_at)
+                self._tokens.put_refused[reply.reason or MissReason.ABSENT] += refused * counts.block_tokens
+            for result, some in (
+                (OfferedTokens.REFUSED, refused),
+                (OfferedTokens.RESERVED, len(reply.blocks)),
+            ):
+                self._tokens.put[result] += some * counts.block_tokens
+
+    def filled(self, seconds: float) -> None:
+        """A client committed the last block of a reservation, so long after it had asked for it."""
+        with self._lock:
+            self._put_seconds.add(seconds)
 
     def all(self) -> dict[int, NamespaceCounts]:
         """Every namespace's counts now, by its number."""
         with self._lock:
             return {number: counts.copy() for number, counts in self._counts.items()}
+
+    def counts(self) -> AccountingCounts:
+        """What is scraped, all of one moment."""
+        with self._lock:
+            mine = self._tokens
+            tokens = TokenCounts(
+                mine.asked,
+                mine.found,
+                mine.claimed,
+                Counter(mine.granted),
+                Counter(mine.revoked),
+                Counter(mine.missed),
+                Counter(mine.put),
+                Counter(mine.put_refused),
+                {tenant: Counter(outcomes) for tenant, outcomes in mine.by_tenant.items()},
+                mine.lookups,
+                mine.leases,
+                mine.reports,
+            )
+            return AccountingCounts(
+                tokens,
+                self._lookup_seconds.now(),
+                {end: histogram.now() for end, histogram in self._lease_seconds.items()},
+                self._put_seconds.now(),
+                list(self._described.values()),
+            )
+
+    def _tenant(self, tenant: bytes) -> Counter[Outcome]:
+        by_tenant = self._tokens.by_tenant
+        name = tenant if tenant in by_tenant or len(by_tenant) - (b"" in by_tenant) < NAMED_TENANTS else b""
+        return by_tenant.setdefault(name, Counter())
+
+    def _miss(self, counts: NamespaceCounts, reason: MissReason, blocks: int) -> None:
+        _add(counts.misses, reason, blocks)
+        self._tokens.missed[reason] += blocks * counts.block_tokens
+        counts.tenant[Outcome.MISSED] += blocks * counts.block_tokens
 
     def _used(self, number: int) -> NamespaceCounts:
         counts = self._counts[number]
@@ -161,6 +336,14 @@ def _runs(reply: LeaseReply) -> list[tuple[HitTier, int]]:
         if blocks > skipped:
             runs.append((tier, blocks - skipped))
     return runs
+
+
+def _lease_end(runs: Sequence[tuple[HitTier, int]], is_whole: bool) -> tuple[str, LeaseResult]:
+    """The engine's own blocks come from nowhere; HBM and remote tiers are none of a sidecar's."""
+    tiers = {tier for tier, _ in runs}
+    if HitTier.NVME not in tiers and HitTier.DRAM not in tiers:
+        return "none", LeaseResult.NONE
+    return "nvme" if HitTier.NVME in tiers else "dram", LeaseResult.WHOLE if is_whole else LeaseResult.PART
 
 
 def _add(counter: Counter[HitTier] | Counter[MissReason], name: HitTier | MissReason, blocks: int) -> None:

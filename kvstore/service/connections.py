@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvstore.block.identity import TenantKeys
 from kvstore.protocol import messages as m
@@ -27,6 +28,7 @@ from kvstore.service.descriptors import TenantUnread, Unread
 from kvstore.service.dispatch import Response
 from kvstore.service.sessions import ClientState
 from tiering.clock import Clock
+from tiering.counts.histogram import HistogramCounts
 
 _READ_BYTES = 256 << 10
 COST_BYTES = 2 << 10
@@ -66,6 +68,27 @@ class DoorLimits:
     threads: int = 16
     long_threads: int = 8
     sweep_seconds: float = 0.05
+
+
+class Refusal(StrEnum):
+    """Why a connection was turned away. `DEPARTED`: too many of its tenant's are gone and not given back."""
+
+    USER = "user"
+    FULL = "full"
+    DEPARTED = "departed"
+    CLOSING = "closing"
+
+
+class DoorCounts(NamedTuple):
+    """Connections now; since the start: refused ones by reason, messages that were none, requests by verb, and how long
+    these waited, in seconds, from the moment that one may have been there until it was begun."""
+
+    connections: int
+    admin_connections: int
+    refused: dict[Refusal, int]
+    malformed: int
+    served: dict[str, int]
+    waits: HistogramCounts
 
 
 class AdminCaller:

@@ -54,11 +54,12 @@ class Daemon:
 
         Raises `BadInput` where a socket cannot be had.
         """
-        self._store = store
-        self._settings = settings
+        self.store = store
+        self.settings = settings
         self._stopping = False
-        sessions = Sessions(store.core, first_number, new_token)
+        sessions = self.sessions = Sessions(store.core, first_number, new_token)
         run, counting = new_token(RUN_BYTES), Counting(clock)
+        self.counting = counting
         recording = Recording(clock, new_token)
         slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
         handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow)
@@ -99,26 +100,26 @@ class Daemon:
         """Take connections."""
         set_aside()  # the program itself
         self.door.start()
-        if self._settings.store.prefault:
-            self._store.core.prefault()
-        usage = self._store.usage()
+        if self.settings.store.prefault:
+            self.store.core.prefault()
+        usage = self.store.usage()
         nvme = usage.nvme.budget_bytes if usage.nvme is not None else 0
         budgets = {"dram_bytes": usage.dram.budget_bytes, "nvme_bytes": nvme}
-        sockets = {"sockets": self.sockets, "admin_socket": self._settings.admin_socket}
-        _log.info("serving", extra={**sockets, "data": self._settings.store.data, **budgets})
+        sockets = {"sockets": self.sockets, "admin_socket": self.settings.admin_socket}
+        _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
 
     def readiness(self) -> Readiness:
         """Whether it serves all that it has."""
         if self._stopping:
             return Readiness.STOPPING
-        if not self._store.core.is_loaded:
+        if not self.store.core.is_loaded:
             return Readiness.WARMING
         return Readiness.DEGRADED if self.reasons() else Readiness.READY
 
     def reasons(self) -> list[str]:
         """Why it serves less than it has, a line for each."""
-        reasons = self._store.faults.reasons()
-        if self._store.core.is_loaded and not self._store.warmed(0):
+        reasons = self.store.faults.reasons()
+        if self.store.core.is_loaded and not self.store.warmed(0):
             reasons.append("some of what is on disk could not be taken in: kvstore fsck tells what")
         return reasons
 
@@ -130,9 +131,9 @@ class Daemon:
         """Serve no more. drained: called when no client is served, and memory is as the next process is to find it."""
         self._stopping = True
         _log.info("draining")
-        self.door.close(self._settings.limits.close_seconds)
+        self.door.close(self.settings.limits.close_seconds)
         drained()
-        self._store.close()
+        self.store.close()
         _log.info("stopped")
 
 

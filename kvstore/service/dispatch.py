@@ -28,7 +28,7 @@ from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDO
 from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import printable
-from kvstore.service.accounting import Counting
+from kvstore.service.accounting import Counting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from tiering.errors import BlockMissing, TierError, TierUnavailable
@@ -206,16 +206,22 @@ class Handlers:
         slices = tuple(len(part.layers) for part in namespace.layout.parts)
         caller.namespaces[number] = slices
         self._lasting.opened(len(slices))
-        self._counting.opened(number, namespace.layout.block_tokens)
+        tenant, digest = caller.keys.tenant, namespace.digest()
+        name = self._names.get(tenant, digest) if self._names is not None else ""
+        model, codec = printable(name or namespace.model), printable(namespace.codec)
+        tokens = namespace.layout.block_tokens
+        self._counting.opened(number, tokens, NamespaceInfo(digest, tenant, model, codec, tokens))
         caller.named[own] = number
         return granted
 
     def _match(self, caller: ClientState, verb: m.MatchPrefix) -> m.Answer:
         number, _ = _check_asked(caller, verb.namespace, verb.keys)
+        began_at = self._store.clock.monotonic_seconds()
         matched = self._store.handle(caller, verb)
         assert isinstance(matched, m.Matched)
         if verb.counts:
-            self._counting.looked_up(number, verb.keys, matched.reply)
+            seconds = self._store.clock.monotonic_seconds() - began_at
+            self._counting.looked_up(number, verb.keys, matched.reply, seconds)
             self._recording.looked_up(number, verb.keys)
         return matched
 
@@ -255,8 +261,10 @@ class Handlers:
                 )
                 full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
                 return self._leased(caller, number, verb, full)
+            began_at = self._store.clock.monotonic_seconds()
             reply = lease(caller, verb)
-            return self._leased(caller, number, verb, _ended_by(reply, detail)) if reply is not None else None
+            seconds = self._store.clock.monotonic_seconds() - began_at
+            return self._leased(caller, number, verb, _ended_by(reply, detail), seconds) if reply is not None else None
 
     def _check_lease(self, caller: ClientState, number: int, verb: m.LeasePrefix) -> m.Answer | None:
         """The answer where the session holds as much as it may. Raises `BadInput`."""
@@ -274,9 +282,11 @@ class Handlers:
             return self._leased(caller, number, verb, full)
         return None
 
-    def _leased(self, caller: ClientState, number: int, verb: m.LeasePrefix, reply: LeaseReply) -> m.Answer:
+    def _leased(
+        self, caller: ClientState, number: int, verb: m.LeasePrefix, reply: LeaseReply, seconds: float = 0.0
+    ) -> m.Answer:
         if verb.counts:
-            self._counting.leased(number, verb.keys, reply)
+            self._counting.leased(number, verb.keys, reply, seconds)
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
@@ -322,13 +332,15 @@ class Handlers:
         if len(caller.reservations) >= MAX_RESERVATIONS:
             return m.Failed(m.RequestFault.BUSY, f"{MAX_RESERVATIONS} reservations are under way, which is the limit")
         _check_collective(verb, len(slices))
+        began_at = self._store.clock.monotonic_seconds()
         reserved = self._store.handle(caller, verb)
         assert isinstance(reserved, m.Reserved)
-        self._counting.stored(number)
         reply = reserved.reply
+        self._counting.offered(number, len(verb.keys), skipped, reply)
         if reply.reservation:
             parts = frozenset(part for part, places in enumerate(reply.places) if places)
-            progress = ReservationProgress(number, len(reply.blocks), [0] * len(slices), parts, bool(verb.collective))
+            done, is_collective = [0] * len(slices), bool(verb.collective)
+            progress = ReservationProgress(number, len(reply.blocks), done, parts, is_collective, began_at)
             self._sessions.reserved(caller, reply.reservation, progress)
         return reserved
 
@@ -354,6 +366,7 @@ class Handlers:
         assert isinstance(committed, m.Counted)
         if committed.blocks == progress.blocks:
             self._sessions.ended(caller, verb.reservation)
+            self._counting.filled(self._store.clock.monotonic_seconds() - progress.began_at)
         return committed
 
     def _abort(self, caller: ClientState, verb: m.Abort) -> m.Answer:

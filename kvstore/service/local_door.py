@@ -34,10 +34,12 @@ from kvstore.service.connections import (
     LARGE_BYTES,
     AdminVerbs,
     Connection,
+    DoorCounts,
     DoorLimits,
     Lines,
     Listener,
     QueuedRequest,
+    Refusal,
     Turns,
     Waits,
     close_all,
@@ -46,6 +48,7 @@ from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
 from kvstore.service.dispatch import Handlers, Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock
+from tiering.counts.histogram import Histogram
 from tiering.faults import CONNECTIONS, DOOR_THREADS, SENT, FaultReports, RateLimitedLog, Unheard, kind_of
 from tiering.files import listening_socket, remove_socket
 
@@ -129,6 +132,8 @@ class LocalDoor:
         self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
         self._served: Counter[str] = Counter()
         self.refused_connections = 0
+        self._refusals = dict.fromkeys(Refusal, 0)
+        self._wait_counts = Histogram()
         self.malformed_messages = 0
 
     # Life ----------------------------------------------------------------------------------------------------------
@@ -179,6 +184,13 @@ class LocalDoor:
         """How long the requests of each connection that is here waited to be begun, by its number."""
         there = [one for one in list(self._connections) if one.refusal is None]
         return {one.caller.number: one.waited for one in there if isinstance(one.caller, ClientState)}
+
+    def counts(self) -> DoorCounts:
+        """The same without what is known of single connections: cheap, however many there are."""
+        there = [one for one in list(self._connections) if one.refusal is None]
+        admin = sum(one.admin is not None for one in there)
+        served, waits = dict(self._served), self._wait_counts.now()
+        return DoorCounts(len(there) - admin, admin, dict(self._refusals), self.malformed_messages, served, waits)
 
     def start(self) -> None:
         """Serve in a thread of its own."""
@@ -369,7 +381,6 @@ class LocalDoor:
             sweep()
 
     def _rest_seconds(self) -> float:
-        """Until it looks around again, if nobody comes."""
         often = self._limits.sweep_seconds
         return often if self._is_watchful or self._accept_paused or self._closing else max(often, IDLE_LOOK_SECONDS)
 
@@ -389,7 +400,6 @@ class LocalDoor:
             self._pause_accept(listener)
 
     def _pause_accept(self, listener: Listener) -> None:
-        """Let nobody in there for a moment: whoever calls would be found again and again."""
         if listener not in self._accept_paused:
             self._selector.unregister(listener.socket)
             self._accept_paused.append(listener)
@@ -416,15 +426,17 @@ class LocalDoor:
             nameless = [one for one in self._like(listener) if one.caller is None]
             if nameless:  # whoever said nothing yet makes room first
                 self._disconnect(min(nameless, key=lambda one: one.heard_at))
-        refusal = None
+        refusal, why = None, Refusal.FULL
         if listener.users is not None and user not in listener.users:
-            text = f"user {user} may not use this socket; name it in the socket's `users`, or use another one"
+            why, text = Refusal.USER, f"user {user} may not use this socket; name it in its `users`, or use another one"
             refusal = m.Failed(m.RequestFault.BAD_INPUT, text)
         elif len(self._like(listener)) >= most or self._closing:
+            why = Refusal.CLOSING if self._closing else Refusal.FULL
             refusal = m.Failed(
                 m.RequestFault.BUSY, "there are as many connections as may be; end some, or raise door.connections"
             )
         elif self._departed_of(listener) + listener.unread.ended_count >= most:
+            why = Refusal.DEPARTED
             text = f"{most} connections of this tenant are gone whose processes still map memory, or have not read all"
             refusal = m.Failed(m.RequestFault.BUSY, f"{text}; end these processes, or raise door.connections")
         connection = Connection(sock, listener, self._clock.monotonic_seconds(), self._limits)
@@ -432,6 +444,7 @@ class LocalDoor:
         self._connections.add(connection)
         if refusal is not None:
             self.refused_connections += 1
+            self._refusals[why] += 1
             self._rejected.append(connection)
             if len(self._rejected) > TURNED_AWAY:
                 self._disconnect(self._rejected[0])
@@ -449,7 +462,6 @@ class LocalDoor:
             return listener.socket.accept()[0]
 
     def _departed_of(self, listener: Listener) -> int:
-        """Connections of a socket's tenant that are gone and may have memory mapped."""
         if listener.tenant is None:
             return 0
         tenant = listener.tenant.tenant
@@ -457,11 +469,9 @@ class LocalDoor:
         return leaving + self._sessions.departed_of(tenant)
 
     def _like(self, listener: Listener) -> list[Connection]:
-        """Connections of a socket."""
         return [one for one in self._connections if one.refusal is None and one.listener is listener]
 
     def _most(self, listener: Listener) -> int:
-        """How many those may be: each tenant has an equal share, which no other can take."""
         if listener.admin is not None:
             return ADMIN_CONNECTIONS
         return max(1, self._limits.connections // sum(one.admin is None for one in self._listeners))
@@ -491,7 +501,6 @@ class LocalDoor:
         self._watch(connection)
 
     def _give_up(self, connection: Connection, what: str, error: Exception) -> None:
-        """End one connection for a fault of ours, which whoever is there may cause again and again."""
         self._fault(connection, what, error)
         self._disconnect(connection)
 
@@ -522,7 +531,6 @@ class LocalDoor:
             self._take(asked)
 
     def _take(self, asked: QueuedRequest) -> None:
-        """What a message asks for, now or in a thread of the pool."""
         connection, request = asked.connection, asked.request
         assert request is not None
         if connection.refusal is not None:
@@ -573,7 +581,6 @@ class LocalDoor:
         )
 
     def _refuse(self, connection: Connection, text: str) -> None:
-        """Whoever sends what is no message."""
         self.malformed_messages += 1
         self._answer(connection, m.NO_NUMBER, Response(m.failed(m.RequestFault.MALFORMED, text)))
         connection.ending = True
@@ -584,12 +591,10 @@ class LocalDoor:
         return connection.listener.tenant is None or self._handlers.is_slow(verb)
 
     def _serve_at_once(self, connection: Connection, verb: m.Verb) -> Response | None:
-        """A request that may wait, where it need not."""
         caller = connection.caller
         return self._handlers.serve_at_once(caller, verb) if isinstance(caller, ClientState) else None
 
     def _serve_verb(self, connection: Connection, verb: m.Verb) -> Response:
-        """By whoever serves connections of that kind, in whatever thread."""
         caller, listener = connection.caller, connection.listener
         if isinstance(verb, m.Hello):
             if listener.admin is not None:
@@ -612,7 +617,6 @@ class LocalDoor:
         return self._long_pool if asked.is_long else self._pool
 
     def _put_off(self, asked: QueuedRequest, pool: ThreadPoolExecutor) -> None:
-        """To when a thread of these has time for it."""
         connection = asked.connection
         asked.pool = pool
         connection.in_flight += 1
@@ -717,7 +721,6 @@ class LocalDoor:
         self._wake()
 
     def _serve_slowly(self, asked: QueuedRequest) -> None:
-        """In a thread of a pool."""
         asked.waited = self._clock.monotonic_seconds() - asked.since
         assert asked.request is not None
         try:
@@ -775,10 +778,10 @@ class LocalDoor:
 
     def _waited(self, connection: Connection, seconds: float) -> None:
         self._waits.append(seconds)
+        self._wait_counts.add(seconds)
         connection.waited.add(seconds)
 
     def _answer(self, connection: Connection, number: int, served: Response, *, asks: bool = False) -> None:
-        """asks: he asked what there is to be told."""
         if connection.closed:
             close_all(served.descriptors)
             return
@@ -840,7 +843,6 @@ class LocalDoor:
         self._disconnect(worst)
 
     def _watch(self, connection: Connection) -> None:
-        """Have the selector say what can be done for a connection now."""
         if connection.closed:
             return
         if connection.ending and not connection.unsent and not connection.in_flight:
@@ -886,7 +888,6 @@ class LocalDoor:
             self._left(connection.caller)
 
     def _left(self, caller: ClientState) -> None:
-        """Any thread. What he left behind is looked after from now on."""
         _log.debug("client left", extra={"connection": caller.number})
         try:
             self._sessions.left(caller)
@@ -924,7 +925,6 @@ class LocalDoor:
 
 
 def _read(asked: QueuedRequest) -> None:
-    """A body as a request. Raises `ValueError`."""
     assert asked.body is not None
     request = m.unpack_request(asked.body)
     if (asked.connection.caller is None) is not isinstance(request.verb, m.Hello):
@@ -933,7 +933,6 @@ def _read(asked: QueuedRequest) -> None:
 
 
 def _descriptors_for(verb: m.Verb) -> int:
-    """How many an answer may have beside it."""
     if isinstance(verb, m.Extents):
         return len(verb.numbers)
     return int(isinstance(verb, m.Ping) and verb.wants_bell)

@@ -44,7 +44,7 @@ MEND = {
 
 
 class HealthServer(Protocol):
-    """Liveness and readiness, served; see `kvstore.service.health`."""
+    """Liveness, readiness and metrics, served; see `kvstore.console`."""
 
     port: int
 

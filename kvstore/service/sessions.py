@@ -75,13 +75,14 @@ class Session:
 @dataclass(slots=True)
 class ReservationProgress:
     """A reservation under way: how many blocks it has, and how many of them are committed, by part. parts: those that
-    the connection fills."""
+    the connection fills. began_at: when it was asked for, by the store's clock."""
 
     namespace: int
     blocks: int
     done: list[int]
     parts: frozenset[int]
     is_collective: bool = False
+    began_at: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -454,6 +455,11 @@ class Sessions:
             for caller in (*self._callers.values(), *self._departed.callers()):
                 counts[caller.session.token] += sum(not one.is_collective for one in caller.reservations.values())
             return counts
+
+    @property
+    def open_sessions(self) -> int:
+        """How many sessions there are, with or without connections."""
+        return len(self._sessions)
 
     @property
     def departed(self) -> int:

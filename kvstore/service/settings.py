@@ -4,7 +4,7 @@
                nvme_writes data prefault keeper
     [door]     socket mode users share weight, and see `DoorLimits`
     [tenants.NAME]  socket users share weight
-    [admin]    socket                                    [http]    listen
+    [admin]    socket                                    [http]    listen token_file
     [log]      level format
 
 Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
@@ -118,9 +118,11 @@ class AdminSettings:
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """listen: HOST:PORT of liveness and readiness; none if not given."""
+    """listen: HOST:PORT of liveness, readiness and metrics; none if not given. token_file: holds what a scraper has to
+    send for the metrics; without it they are served only where there is one tenant."""
 
     listen: str | None = None
+    token_file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,12 @@ def _read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | N
 
 def _expand_paths(given: dict[str, Any]) -> None:
     """Wherever ~ may stand for a home. What is no table, or no text, is refused later."""
-    tables = [(given, "store", "data"), (given, "door", "socket"), (given, "admin", "socket")]
+    tables = [
+        (given, "store", "data"),
+        (given, "door", "socket"),
+        (given, "admin", "socket"),
+        (given, "http", "token_file"),
+    ]
     tenants = given.get("tenants")
     if isinstance(tenants, dict):
         given["tenants"] = tenants = dict(tenants)

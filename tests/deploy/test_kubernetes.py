@@ -16,7 +16,10 @@ import pytest
 
 from deploy.sidecar_process import AROUND_SECONDS, DEPLOY, flags_in, known_flags
 from kvstore.config import parse_size
-from kvstore.service.health import Health, Readiness
+from kvstore.console.http_server import HttpServer
+from kvstore.console.pages import MetricsAccess, sidecar_pages
+from kvstore.node import SystemClock
+from kvstore.service.health import Readiness
 from kvstore.service.settings import Settings, host_and_port, read_settings
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; it comes with the extra test")
@@ -169,7 +172,9 @@ def test_the_directories_are_handed_over_once(tmp_path: Path) -> None:
 @contextmanager
 def health_pages() -> Iterator[Callable[[str], int]]:
     """The status that a sidecar's pages answer with."""
-    health = Health("127.0.0.1", 0, lambda: Readiness.READY, lambda: True)
+    access = MetricsAccess(None, is_shared=False)
+    pages = sidecar_pages(lambda: Readiness.READY, lambda: True, list, bytes, access)
+    health = HttpServer("127.0.0.1", 0, pages, SystemClock().monotonic_seconds)
     health.start()
 
     def status_of(path: str) -> int:

@@ -14,9 +14,18 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from engine_adapter.vllm_connector import ConnectorCounts, KvStoreConnector
 
 STEPS: list[dict[str, Any]] = [
-    {"asked": 100, "hit_dram": 64, "miss_absent": 36, "loads": 1, "cost_saved_ms": 12.3456, "ttft_saved_ms_mean": 50.0},
+    {
+        "asked": 100,
+        "hit_dram": 64,
+        "miss_absent": 36,
+        "loads": 1,
+        "load_seconds": [0.02],
+        "cost_saved_ms": 12.3456,
+        "ttft_saved_ms_mean": 50.0,
+    },
     {
         "asked": 50,
+        "load_seconds": [0.5],
         "miss_absent": 50,
         "cost_saved_ms": 1.0,
         "ttft_saved_ms_mean": 40.0,
@@ -43,6 +52,7 @@ def test_sums_are_added_up_and_what_is_so_now_is_the_last() -> None:
         "ttft_saved_ms_mean": 40.0,
         "ttft_saved_ms_standard_error": 3.0,
     }
+    assert counts.data["load_seconds"] == [0.02, 0.5] and STEPS[0]["load_seconds"] == [0.02]
     counts.reset()
     assert counts.is_empty()
 
@@ -60,3 +70,10 @@ def test_prometheus_has_tokens_events_and_what_a_hit_saves() -> None:
     assert value("kvstore:events_total", event="cost_saved_ms") == pytest.approx(13.3456)
     assert value("kvstore:ttft_saved_ms", statistic="mean") == 40.0
     assert value("kvstore:ttft_saved_ms", statistic="standard_error") == 3.0
+    assert value("kvstore_vllm_prompt_tokens_total", outcome="hit", origin="dram") == 64
+    assert value("kvstore_vllm_prompt_tokens_total", outcome="miss", origin="absent") == 86
+    assert value("kvstore_vllm_loads_total", result="begun") == 1
+    assert value("kvstore_vllm_load_wait_seconds_count") == 2
+    assert value("kvstore_vllm_prefill_saved_seconds_total") == pytest.approx(0.0133456)
+    assert value("kvstore_vllm_ttft_saved_seconds", statistic="mean") == pytest.approx(0.04)
+    assert value("kvstore_vllm_sidecar_up") == 1

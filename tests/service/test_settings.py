@@ -94,3 +94,12 @@ def test_what_is_no_toml_is_told_by_the_name_of_its_file() -> None:
 def test_nobody_may_be_let_in() -> None:
     """What shuts the default tenant's socket where only others are served."""
     assert read_settings("[door]\nusers = []\n").door.users == []
+
+
+def test_the_file_of_the_token_may_lie_in_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    settings = read_settings('[http]\nlisten = "127.0.0.1:9797"\ntoken_file = "~/token"\n')
+    assert settings.http.token_file == "/home/somebody/token"
+    assert read_settings('[http]\nlisten = "127.0.0.1:9797"\n').http.token_file is None
+    with pytest.raises(BadInput, match=r"http\.token_file=5"):
+        read_settings("[http]\ntoken_file = 5\n")

@@ -28,6 +28,7 @@ from kvstore.cli.ask import Warmed, WarmPrompt
 from kvstore.protocol import messages as m
 from kvstore.protocol import status
 from kvstore.protocol.replies import MatchReply
+from kvstore.service.health import Readiness
 from tiering.faults import MachineFault
 from tiering.frame import KEY_BYTES
 from tiering.policies.admission import WriteBudget
@@ -306,13 +307,12 @@ def test_the_words_are_listed_for_other_languages() -> None:
 
 
 def test_the_states_of_health_are_listed_too(described: dict[str, descriptor_pb2.FileDescriptorProto]) -> None:
-    health = pytest.importorskip("kvstore.service.health", reason="the extra `server` is not installed")
     file = described["kvstore/wire/admin.proto"]
     number = [one.name for one in file.message_type].index("HealthResponse")
     at = [one.name for one in file.message_type[number].field].index("state")
     (comment,) = [one for one in file.source_code_info.location if list(one.path) == [4, number, 2, at]]
     listed = re.findall(r"^   (\w+)  ", comment.leading_comments, re.MULTILINE)
-    assert listed == list(health.Readiness)
+    assert listed == list(Readiness)
 
 
 def test_a_chain_of_the_longest_keys_fits_into_a_message() -> None:

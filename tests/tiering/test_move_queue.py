@@ -24,6 +24,7 @@ import pytest
 from tiering.errors import BlockCorrupt, BlockMissing, IndexDoubtful, TierError, TierFull, TierUnavailable
 from tiering.move_queue import BUGS_KEPT, MOST_PASSES, BreakerState, Move, MoveQueue, Priority, QueueLimits
 from tiering.tier import TierMiss
+from waiting import wait_until
 from workbench import FakeClock, one_line
 
 DISK, FAR = "disk", "far"
@@ -288,6 +289,21 @@ def test_a_move_that_began_is_not_cancelled(queues: Queues) -> None:
     assert not move.cancel() and not move.done
     gate.opened.set()
     assert finished(move) == [None] and not move.cancel()
+
+
+def test_how_long_moves_ran_is_counted_by_priority_and_what_never_began_is_not(queues: Queues) -> None:
+    queue, gate = queues.new(), queues.gate()
+    move = queue.submit("x", DISK, Priority.SAVE, gate)
+    assert gate.begun.wait(HANGS_AFTER_SECONDS)
+    waiting = queue.submit("y", DISK, Priority.SCRUB, Work())
+    assert waiting.cancel()
+    queues.clock.advance(0.02)
+    gate.opened.set()
+    assert finished(move) == [None]
+    wait_until(lambda: sum(queue.seconds()[Priority.SAVE].counts) == 1)
+    seconds = queue.seconds()
+    assert seconds.keys() == set(Priority) and seconds[Priority.SAVE].sum == pytest.approx(0.02)
+    assert sum(sum(one.counts) for one in seconds.values()) == 1
 
 
 # Bounds ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,97 @@
+"""The pages that the sidecar serves over HTTP, and who may read them.
+
+    GET /livez     200 for as long as the process serves its door at all
+    GET /readyz    200 once everything on disk can be found; 503 with `warming` before, with `stopping` at the end;
+                   200 with `degraded` and the reasons while something does not work
+    GET /metrics   Prometheus's text format. Sums over tenants tell one tenant of another: where several are configured
+                   it takes a token, and so it does where there is a token at all
+
+`livez` and `readyz` tell nothing of tenants and blocks, and take no token.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+
+from kvstore.block.errors import BadInput
+from kvstore.console.exposition import CONTENT_TYPE
+from kvstore.console.http_server import HttpAnswer, HttpRequest, Page, as_json, in_one_line
+from kvstore.service.health import Readiness
+from tiering.files import Unfit, read_file
+
+LIVEZ, READYZ, METRICS_PATH = "/livez", "/readyz", "/metrics"
+LEAST_TOKEN, MOST_TOKEN = 16, 1024
+"""Characters of a token."""
+_REALM = ("WWW-Authenticate", 'Bearer realm="kvstore"')
+
+
+class MetricsAccess:
+    """Who may read the metrics. token: to be sent; None for none. is_shared: several tenants are configured."""
+
+    def __init__(self, token: str | None, *, is_shared: bool) -> None:
+        self._token = token.encode() if token is not None else None
+        self._is_shared = is_shared
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no client may."""
+        return self._token is None and self._is_shared
+
+    def refusal(self, request: HttpRequest) -> HttpAnswer | None:
+        """The answer to a client that may not; None for one that may."""
+        if self._token is None:
+            if not self._is_shared:
+                return None
+            text = "several tenants are configured, and the metrics tell one of another: set http.token_file"
+            return in_one_line(HTTPStatus.UNAUTHORIZED, text, _REALM)
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token)
+        if scheme.lower() == "bearer" and is_right:
+            return None
+        text = "the metrics take a token: send the header Authorization: Bearer TOKEN, with what is in http.token_file"
+        return in_one_line(HTTPStatus.UNAUTHORIZED, text, _REALM)
+
+
+def read_token(path: str) -> str:
+    """What stands in a file of a token, without the blanks around it. Raises `BadInput`."""
+    mend = f"give a file of {LEAST_TOKEN} to {MOST_TOKEN} printable ASCII characters without blanks"
+    try:
+        raw = read_file(Path(path), 2 * MOST_TOKEN)
+    except (OSError, Unfit) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise BadInput(f"http.token_file={path} cannot be read: {why}; {mend}") from None
+    token = raw.decode("latin-1").strip()
+    if not LEAST_TOKEN <= len(token) <= MOST_TOKEN or not all("!" <= one <= "~" for one in token):
+        raise BadInput(f"http.token_file={path} holds no token; {mend}")
+    return token
+
+
+def sidecar_pages(
+    readiness: Callable[[], Readiness],
+    is_alive: Callable[[], bool],
+    reasons: Callable[[], list[str]],
+    metrics: Callable[[], bytes],
+    access: MetricsAccess,
+) -> Mapping[str, Page]:
+    """By their paths. reasons: for `degraded`, a line each. metrics: the page."""
+
+    def livez(request: HttpRequest) -> HttpAnswer:
+        alive = is_alive()
+        return as_json(HTTPStatus.OK if alive else HTTPStatus.SERVICE_UNAVAILABLE, {"alive": alive})
+
+    def readyz(request: HttpRequest) -> HttpAnswer:
+        state = readiness()
+        is_ready = state in (Readiness.READY, Readiness.DEGRADED)
+        answer: dict[str, object] = {"ready": is_ready, "state": state.value}
+        if state is Readiness.DEGRADED:
+            answer["reasons"] = reasons()
+        return as_json(HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE, answer)
+
+    def scraped(request: HttpRequest) -> HttpAnswer:
+        refused = access.refusal(request)
+        return refused if refused is not None else HttpAnswer(HTTPStatus.OK, metrics(), CONTENT_TYPE)
+
+    return {LIVEZ: Page(livez), READYZ: Page(readyz), METRICS_PATH: Page(scraped, is_slow=True)}

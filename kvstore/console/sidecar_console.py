@@ -1,0 +1,25 @@
+"""The console of one sidecar: its pages on its HTTP server, from its settings."""
+
+from __future__ import annotations
+
+import logging
+
+from kvstore.console.http_server import HttpServer
+from kvstore.console.metrics import Metrics
+from kvstore.console.pages import MetricsAccess, read_token, sidecar_pages
+from kvstore.service.daemon import Daemon
+
+_log = logging.getLogger(__name__)
+
+
+def console_of(host: str, port: int, daemon: Daemon, version: str) -> HttpServer:
+    """To be started and closed by the caller. port: 0 for any that is free. version: of the program. Raises `BadInput`
+    where the address cannot be had, or the token cannot be read."""
+    settings, clock = daemon.settings, daemon.store.core.clock
+    token = read_token(settings.http.token_file) if settings.http.token_file is not None else None
+    access = MetricsAccess(token, is_shared=len(settings.sockets()) > 1)
+    if access.is_closed:
+        _log.warning("/metrics is closed: several tenants are configured, and there is no http.token_file")
+    metrics = Metrics(daemon.store, daemon.counting, daemon.sessions, daemon.door, daemon.readiness, version)
+    pages = sidecar_pages(daemon.readiness, daemon.is_alive, daemon.reasons, metrics.page, access)
+    return HttpServer(host, port, pages, clock.monotonic_seconds)

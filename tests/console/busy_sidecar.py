@@ -1,0 +1,121 @@
+"""A sidecar that served hits, misses of each kind that clients can bring about, a corrupt block, an eviction and moves,
+for what is held against its scrape: rules, dashboard and the table of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from console.scraped import Scrape
+from kvstore.block.account import MissReason
+from kvstore.client.handle import NamespaceHandle
+from kvstore.console.metrics import Metrics
+from kvstore.service.health import Readiness
+from service.sidecar import Sidecar
+from tiering.frame import HEADER_BYTES
+from tiering.nvme.lmdb_index import LmdbMaker
+from tiering.nvme.scrub import ScrubLimits
+from waiting import wait_until
+from workbench import MODEL, blank_pages, ids, random_pages, small_layout
+
+BLOCK = 64
+CAUSED = (
+    MissReason.ABSENT,
+    MissReason.EVICTED,
+    MissReason.DIVERGED,
+    MissReason.OTHER_NAMESPACE,
+    MissReason.IN_FLIGHT,
+    MissReason.PINNED_FULL,
+    MissReason.CORRUPT,
+)
+"""Misses that it has seen at the end."""
+
+
+def metrics_of(sidecar: Sidecar) -> Metrics:
+    return Metrics(sidecar.store, sidecar.counting, sidecar.sessions, sidecar.door, lambda: Readiness.READY, "0.0.0")
+
+
+def scrape(metrics: Metrics) -> Scrape:
+    """As it is now, and not as it was within the last second."""
+    return Scrape(metrics._exposition.render(metrics.samples()).decode())
+
+
+@contextmanager
+def busy_sidecar(directory: Path) -> Iterator[tuple[Sidecar, Metrics]]:
+    """Everything happened when it is there."""
+    options = {
+        "dram": "1MiB",
+        "extent": "64KiB",
+        "nvme": "1MiB",
+        "slab": "64KiB",
+        "indexes": LmdbMaker,
+        "writes": 100.0,
+        "scrub": ScrubLimits(1 << 30, first_seconds=0.0, pass_seconds=0.1),
+    }
+    layout = small_layout()
+    with Sidecar(directory, **options) as earlier, earlier.client() as store:  # what it left is taken in
+        before = ids(4 * BLOCK, 800_000)
+        assert (
+            store.namespace(model=MODEL, layout=layout).put(before, random_pages(layout, 4), durability="disk").stored
+        )
+    with Sidecar(directory, **options) as sidecar, sidecar.client() as store:
+        assert sidecar.store.warmed(20)
+        handle, other = (store.namespace(model=name, layout=layout) for name in (MODEL, "other"))
+        _hits_and_misses(sidecar, handle, other)
+        _eviction(sidecar, handle)
+        _pinned_full(handle)
+        wait_until(lambda: (sidecar.store.usage().scrub or _none()).passes > 0)
+        yield sidecar, metrics_of(sidecar)
+
+
+def _none() -> object:
+    raise AssertionError("nothing is scrubbed")
+
+
+def get(handle: NamespaceHandle, prompt: list[int]) -> None:
+    with handle.lease(handle.match(prompt), deadline_ms=5000) as lease:
+        handle.get(lease, blank_pages(handle.layout, len(prompt) // BLOCK))
+
+
+def _hits_and_misses(sidecar: Sidecar, handle: NamespaceHandle, other: NamespaceHandle) -> None:
+    layout, prompt = handle.layout, ids(4 * BLOCK)
+    get(handle, prompt)  # absent
+    assert handle.put(prompt, random_pages(layout, 4), durability="disk").stored == 4
+    get(handle, prompt)  # a hit
+    get(other, prompt)  # other_namespace
+    get(handle, prompt[: 2 * BLOCK] + ids(2 * BLOCK, 900_000))  # diverged
+    handle.match(prompt)  # found, and not claimed
+    with handle.lease(handle.match(prompt), deadline_ms=5000) as lease:  # corrupt
+        sidecar.core.spans([lease.reply.places[0][3]])[0].view[HEADER_BYTES + 5] ^= 1
+        handle.get(lease, blank_pages(layout, 4))
+    later = ids(2 * BLOCK, 500_000)
+    number = sidecar.core.namespaces()[0].number
+    keys = handle.match(later).keys
+    reserved = sidecar.core.reserve(number, keys, 0, 0, None)
+    get(handle, later)  # in_flight
+    assert handle.put(later, random_pages(layout, 2)).reason is MissReason.IN_FLIGHT
+    sidecar.core.abort(reserved.reservation)
+
+
+def _eviction(sidecar: Sidecar, handle: NamespaceHandle) -> None:
+    first = ids(4 * BLOCK, 100_000)
+    handle.put(first, random_pages(handle.layout, 4))
+    sidecar.store.evict(1000)
+    get(handle, first)  # evicted
+    kept = ids(4 * BLOCK, 200_000)
+    handle.put(kept, random_pages(handle.layout, 4), durability="disk")
+    sidecar.store.evict(1000)
+    get(handle, kept)  # a hit of NVMe, which promotes
+
+
+def _pinned_full(handle: NamespaceHandle) -> None:
+    with ExitStack() as held:
+        for start in range(300_000, 400_000, 1000):
+            prompt = ids(8 * BLOCK, start)
+            handle.put(prompt, random_pages(handle.layout, 8))
+            match = handle.match(prompt)
+            lease = held.enter_context(handle.lease(match, deadline_ms=5000))
+            if lease.blocks < match.blocks:
+                return
+    raise AssertionError("everything could be pinned")

@@ -1,0 +1,111 @@
+"""What tiers count of themselves: ages of what goes and comes back, and events that only add up."""
+
+from __future__ import annotations
+
+from kvstore.core.index import NO_ROW, PrefixIndex
+from tiering.counts.histogram import AGE_SECONDS, Histogram, HistogramCounts
+from tiering.counts.tally import EVICTIONS, CheckedAt, EvictedTo, Tally, TierName
+
+TENANT = b"t" * 16
+
+
+class FakeSeconds:
+    """Go on when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def ages(counts: HistogramCounts) -> dict[float, int]:
+    """How many are up to each bound, those that none is left out."""
+    return {bound: count for bound, count in zip((*counts.bounds, float("inf")), counts.counts, strict=True) if count}
+
+
+def tally_of(clock: FakeSeconds, rows: int = 8) -> Tally:
+    tally = Tally(clock)
+    tally.grow_to(rows)
+    return tally
+
+
+def test_an_evicted_block_is_as_old_as_its_last_use() -> None:
+    clock = FakeSeconds()
+    tally = tally_of(clock)
+    tally.used([0, 1])
+    clock.advance(50)
+    tally.used([1])
+    clock.advance(200)
+    tally.evicted(TierName.DRAM, EvictedTo.NVME, 0)
+    tally.evicted(TierName.DRAM, EvictedTo.NOTHING, 1)
+    clock.advance(10_000)
+    tally.evicted(TierName.NVME, EvictedTo.NOTHING, 0)
+    now = tally.now()
+    assert ages(now.idle[TierName.DRAM]) == {300.0: 2} and now.idle[TierName.DRAM].sum == 450
+    assert ages(now.idle[TierName.NVME]) == {21600.0: 1}
+    assert now.evicted == {pair: int(pair in (EVICTIONS[0], EVICTIONS[1], EVICTIONS[4])) for pair in EVICTIONS}
+
+
+def test_of_blocks_from_an_earlier_run_no_age_is_told() -> None:
+    clock = FakeSeconds()
+    tally = tally_of(clock)
+    tally.used([3])
+    tally.found([3])
+    clock.advance(100)
+    for row in (3, 4, NO_ROW):
+        tally.evicted(TierName.NVME, EvictedTo.NOTHING, row)
+    now = tally.now()
+    assert not ages(now.idle[TierName.NVME]) and now.evicted[TierName.NVME, EvictedTo.NOTHING] == 3
+
+
+def test_what_was_evicted_and_is_asked_for_counts_once() -> None:
+    clock = FakeSeconds()
+    tally, index = tally_of(clock), PrefixIndex(forgotten_limit=2)
+    number = index.add_namespace(TENANT)
+    keys = [bytes([at]) * 32 for at in range(3)]
+    for at, key in enumerate(keys):
+        row = index.insert(number, key, NO_ROW)
+        index.publish(row)
+        index.remove(row, remember=True, stamp=tally.stamp(TierName.NVME if at == 1 else TierName.DRAM))
+        clock.advance(20)
+    for _ in range(2):
+        for key in keys:  # the first one is remembered no more
+            tally.asked_again(index.stamp_of_eviction(number, key))
+    now = tally.now()
+    assert ages(now.wanted_again[TierName.DRAM]) == {60.0: 1} and ages(now.wanted_again[TierName.NVME]) == {60.0: 1}
+    assert (now.wanted_again[TierName.DRAM].sum, now.wanted_again[TierName.NVME].sum) == (20, 40)
+    assert index.remembered == {TENANT: 2}
+
+
+def test_without_a_clock_events_count_and_ages_do_not() -> None:
+    tally = Tally()
+    tally.grow_to(1000)
+    tally.used(range(10))
+    tally.evicted(TierName.DRAM, EvictedTo.NOTHING, 5)
+    assert tally.stamp(TierName.DRAM) == 0
+    tally.asked_again(7)
+    now = tally.now()
+    assert now.evicted[TierName.DRAM, EvictedTo.NOTHING] == 1
+    assert not ages(now.idle[TierName.DRAM]) and not ages(now.wanted_again[TierName.DRAM])
+
+
+def test_checks_count_bytes_and_damage() -> None:
+    tally = Tally()
+    tally.checked(CheckedAt.LOAD, 4096, is_sound=True)
+    tally.checked(CheckedAt.LOAD, 4096, is_sound=False)
+    tally.checked(CheckedAt.MOVE, 0, is_sound=False)
+    now = tally.now()
+    assert (now.verified_bytes[CheckedAt.LOAD], now.damaged[CheckedAt.LOAD]) == (8192, 1)
+    assert (now.verified_bytes[CheckedAt.MOVE], now.damaged[CheckedAt.MOVE]) == (0, 1)
+    assert sum(now.damaged.values()) == 2
+
+
+def test_a_copy_stays_as_it_was() -> None:
+    histogram = Histogram(AGE_SECONDS)
+    before = histogram.now()
+    histogram.add(5)
+    assert sum(before.counts) == 0 and sum(histogram.now().counts) == 1

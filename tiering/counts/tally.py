@@ -1,0 +1,159 @@
+"""What a store's tiers did since the start, in events that only ever add up: evictions, checks, damage, copies.
+
+Callers hold the lock of the tables whose events they report, so this takes none. Knows rows and bytes, never keys,
+tokens or tenants. Without a clock (a trace is replayed) no ages are kept.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import NamedTuple
+
+from tiering.counts.histogram import AGE_SECONDS, Histogram, HistogramCounts
+
+_UNKNOWN = -1.0
+
+
+class TierName(StrEnum):
+    """A tier, as people are told of it."""
+
+    DRAM = "dram"
+    NVME = "nvme"
+
+
+class EvictedTo(StrEnum):
+    """Where an evicted block can still be read. `DECLINED`: nowhere, since it was not to be written to NVMe."""
+
+    DRAM = "dram"
+    NVME = "nvme"
+    NOTHING = "nothing"
+    DECLINED = "declined"
+
+
+EVICTIONS = (
+    (TierName.DRAM, EvictedTo.NVME),
+    (TierName.DRAM, EvictedTo.NOTHING),
+    (TierName.DRAM, EvictedTo.DECLINED),
+    (TierName.NVME, EvictedTo.DRAM),
+    (TierName.NVME, EvictedTo.NOTHING),
+)
+"""Every pair that there is."""
+
+
+class CheckedAt(StrEnum):
+    """On which occasion frames were verified. `LOAD`: read from NVMe for a lease. `LEASE`: leased for the first time
+    after another process left them in DRAM. `REPORT`: a reader said that they are bad. `MOVE`: about to be copied, to
+    NVMe or within DRAM. `SCRUB`: read again in the background."""
+
+    LOAD = "load"
+    LEASE = "lease"
+    REPORT = "report"
+    MOVE = "move"
+    SCRUB = "scrub"
+
+
+class CopyKind(StrEnum):
+    """A copy between or within tiers. `COMPACT`: within DRAM, to empty an extent."""
+
+    PROMOTE = "promote"
+    DEMOTE = "demote"
+    COMPACT = "compact"
+
+
+class TallyCounts(NamedTuple):
+    """A tally at one moment; every event that can happen is among the keys. Histograms are of seconds."""
+
+    evicted: dict[tuple[TierName, EvictedTo], int]
+    idle: dict[TierName, HistogramCounts]
+    wanted_again: dict[TierName, HistogramCounts]
+    quarantined: dict[TierName, int]
+    verified_bytes: dict[CheckedAt, int]
+    damaged: dict[CheckedAt, int]
+    copied_bytes: dict[CopyKind, int]
+    written_bytes: int
+    stored_tokens: int
+
+
+class Tally:
+    """Of one store."""
+
+    def __init__(self, seconds: Callable[[], float] | None = None) -> None:
+        """seconds: a clock that never goes back; None where no ages are wanted."""
+        self._seconds = seconds
+        self._began_at = seconds() if seconds is not None else 0.0
+        self._used_at = array("f")  # by row, in seconds since the start
+        self._evicted: Counter[tuple[TierName, EvictedTo]] = Counter()
+        self._idle = {tier: Histogram(AGE_SECONDS) for tier in TierName}
+        self._wanted_again = {tier: Histogram(AGE_SECONDS) for tier in TierName}
+        self.quarantined: Counter[TierName] = Counter()
+        """Blocks."""
+        self.copied_bytes: Counter[CopyKind] = Counter()
+        """Of frames."""
+        self.written_bytes = 0
+        """Of frames, to NVMe."""
+        self.stored_tokens = 0
+        """Of blocks that puts made readable; counted by the table above, which knows how many a block has."""
+        self._verified_bytes: Counter[CheckedAt] = Counter()
+        self._damaged: Counter[CheckedAt] = Counter()
+
+    def used(self, rows: Iterable[int]) -> None:
+        """These blocks were stored, or asked for."""
+        if self._seconds is None:
+            return
+        now = self._seconds() - self._began_at
+        used_at = self._used_at
+        for row in rows:
+            used_at[row] = now
+
+    def found(self, rows: Iterable[int]) -> None:
+        """These blocks are from an earlier run: when they were used last is not known."""
+        if self._seconds is not None:
+            for row in rows:
+                self._used_at[row] = _UNKNOWN
+
+    def evicted(self, tier: TierName, to: EvictedTo, row: int) -> None:
+        """A block had to make room in a tier. row: below 0 for one that no lookup could find yet."""
+        self._evicted[tier, to] += 1
+        if self._seconds is not None and row >= 0 and self._used_at[row] != _UNKNOWN:
+            self._idle[tier].add(self._seconds() - self._began_at - self._used_at[row])
+
+    def stamp(self, tier: TierName) -> int:
+        """Of a block that is evicted from the last tier that had it: above 0, to be given to `asked_again`; 0 without a
+        clock."""
+        if self._seconds is None:
+            return 0
+        return (1 + int(self._seconds() - self._began_at)) << 1 | (tier is TierName.NVME)
+
+    def asked_again(self, stamp: int) -> None:
+        """A request came for a block that was evicted, for the first time since then."""
+        if self._seconds is not None and stamp:
+            tier = TierName.NVME if stamp & 1 else TierName.DRAM
+            self._wanted_again[tier].add(self._seconds() - self._began_at - ((stamp >> 1) - 1))
+
+    def checked(self, at: CheckedAt, size_bytes: int, *, is_sound: bool) -> None:
+        """Frames were verified up to the first bad one, which counts as damaged."""
+        self._verified_bytes[at] += size_bytes
+        self._damaged[at] += not is_sound
+
+    def grow_to(self, row: int) -> None:
+        """Have columns for this row."""
+        missing = row + 1 - len(self._used_at)
+        if missing > 0 and self._seconds is not None:
+            self._used_at.extend([_UNKNOWN] * max(missing, 1024, len(self._used_at) >> 3))
+
+    def now(self) -> TallyCounts:
+        """A copy."""
+        return TallyCounts(
+            {pair: self._evicted[pair] for pair in EVICTIONS},
+            {tier: one.now() for tier, one in self._idle.items()},
+            {tier: one.now() for tier, one in self._wanted_again.items()},
+            {tier: self.quarantined[tier] for tier in TierName},
+            {at: self._verified_bytes[at] for at in CheckedAt},
+            {at: self._damaged[at] for at in CheckedAt},
+            {kind: self.copied_bytes[kind] for kind in CopyKind},
+            self.written_bytes,
+            self.stored_tokens,
+        )
