@@ -795,16 +795,8 @@ class Store:
         if verb.collective:
             parts = tuple(verb.parts) or tuple(range(len(self._blocks.spaces[number].classes)))
             collective = Collective(verb.collective, parts, client.session_name)
-        return self.reserve(
-            number,
-            verb.keys,
-            verb.first_block,
-            verb.priority,
-            verb.ttl_seconds,
-            collective,
-            seconds,
-            skipped=verb.skipped,
-        )
+        first, wish = verb.first_block, (verb.priority, verb.ttl_seconds)
+        return self.reserve(number, verb.keys, first, *wish, collective, seconds, skipped=verb.skipped)
 
     def reserve(
         self,

@@ -55,8 +55,8 @@ class Outcome(StrEnum):
 
 
 class OfferedTokens(StrEnum):
-    """What became of the tokens that a put offered and that were not there. (Those that were are not counted: a long put
-    names them with each of its pieces.)"""
+    """What became of the tokens that a put offered and that were not there. Those that were are not counted: a long
+    put names them with each of its pieces."""
 
     RESERVED = "reserved"
     REFUSED = "refused"
