@@ -45,13 +45,15 @@ BINS = 64 * BINS_PER_DOUBLING
 
 HOT_SHARE = 0.002
 """Of all references, from which on a name is always taken. It stays until it has less than half of that."""
-HOT_NAMES = 64
-HOT_DEPTH = 64
+HOT_NAMES = 256
+HOT_DEPTH = 256
 """Blocks from a request's first on that can be hot."""
-CANDIDATES = 1024
+CANDIDATES = 2048
 """Names whose references are counted to find out which are hot."""
 COUNTED_REQUESTS = 16
-"""One request of so many is counted for that."""
+"""One request of so many is counted for that, and stands for all where hot names are judged."""
+_GOLDEN = 0x9E3779B97F4A7C15
+"""Multiples of it are spread evenly, so that requests of a kind that come in turns are counted as often as others."""
 LEAST_COUNTED = 4
 LOOKED_AT_REQUESTS = 256
 """After so many requests names are looked at that may not be hot any more."""
@@ -142,9 +144,13 @@ class LruCurve:
                 batch.cold_blocks += stop - behind_hot
                 self.count += 1
                 hot = names[start:behind_hot]
-                self._judge(hot, taken, size, batch)
+                is_counted = self.count * _GOLDEN % MARKS < MARKS // COUNTED_REQUESTS
+                if hot and (is_counted or self.threshold == MARKS):
+                    self._judge_hot(hot, batch)
+                self._judge(taken, size, batch)
+                self.worked_blocks += len(hot) + len(taken)
                 self._blocks += length
-                if self.count % COUNTED_REQUESTS == 1:
+                if is_counted:
                     hot = self._count(names[start : min(stop, start + HOT_DEPTH)], len(hot), size)
                 if self.count % LOOKED_AT_REQUESTS == 0:
                     self._cool_down()
@@ -160,8 +166,8 @@ class LruCurve:
             cold_bins, hot_bins = self._bins[measure], self._hot_bins[measure]
             for bin_, weight in batch.cold_found:
                 cold_bins[bin_] += weight * amount
-            for bin_ in batch.hot_found:
-                hot_bins[bin_] += amount
+            for bin_, weight in batch.hot_found:
+                hot_bins[bin_] += weight * amount
 
     def fade(self, factor: float) -> None:
         """What was counted so far counts so much less from now on. Names and their order stay."""
@@ -186,6 +192,8 @@ class LruCurve:
         found = self._found_again(measure)
         if cold[-1] > 0:
             cold = cold * (found / cold[-1])
+        if hot[-1] > 0:
+            hot = hot * ((self._asked[measure] - self._asked_cold[measure]) / hot[-1])
         hits = np.minimum((cold + hot) / self._asked[measure], 1.0)
         return [_between(hits, size) for size in sizes]
 
@@ -225,19 +233,23 @@ class LruCurve:
             return max(0.0, asked - self._first[measure])
         return again / sampled * asked if sampled else 0.0
 
-    def _judge(self, hot: Sequence[int], taken: Sequence[int], size: float, batch: _BatchCounts) -> None:
+    def _judge_hot(self, hot: Sequence[int], batch: _BatchCounts) -> None:
+        scale = MARKS / self.threshold
+        weight = 1.0 if self.threshold == MARKS else float(COUNTED_REQUESTS)
+        for name in hot:
+            last, size = self._hot[name]
+            distance = self._weights.behind(last) * scale + self._hot_behind(last) + size
+            batch.hot_found.append((_bin(distance), weight))
+
+    def _judge(self, taken: Sequence[int], size: float, batch: _BatchCounts) -> None:
         scale = MARKS / self.threshold  # names that a sampled one stands for
         behind = self._weights.behind
-        for name in hot:
-            last, weight = self._hot[name]
-            batch.hot_found.append(_bin(behind(last) * scale + self._hot_behind(last) + weight))
         for name in taken:
             used_at = self._used_at.get(name)
             if used_at is not None:
                 distance = behind(used_at) * scale + self._hot_behind(used_at) + size
                 batch.cold_found.append((_bin(distance), scale))
         batch.sampled += len(taken) * scale
-        self.worked_blocks += len(hot) + len(taken)
         self.sampled_references += len(taken)
 
     def _hot_behind(self, at: int) -> float:
@@ -354,7 +366,7 @@ class _BatchCounts:
         self.cold_blocks = 0
         self.sampled = 0.0
         self.cold_found: list[tuple[int, float]] = []  # bin of the distance, and names that this one stands for
-        self.hot_found: list[int] = []
+        self.hot_found: list[tuple[int, float]] = []
 
 
 class _Weights:
