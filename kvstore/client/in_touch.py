@@ -40,8 +40,8 @@ class InTouch:
         """Set it, and the thread looks at once."""
         self._thread: threading.Thread | None = None
         self._pinging = threading.Lock()
-        self._pinged: tuple[SidecarConnection, int, float] | None = None
-        """The connection on which a ping is under way, its number, and when it was sent."""
+        self._pinged: tuple[SidecarConnection, int] | None = None
+        """The connection on which a ping is under way, and its number."""
 
     def start(self, door: LookedAfter, seconds: float) -> bool:
         """Have the thread, which begins after so many seconds, or as soon as it is nudged, and ends with the door.
@@ -86,14 +86,13 @@ class InTouch:
         if not breaker.is_open:
             settle(run)
         seconds = min(limits.match, limits.connect) if breaker.is_suspected else limits.connect
-        sent_at = now
         try:
             if self._pinged is None or self._pinged[0] is not run:
-                self._pinged = run, run.wire.submit(m.Ping(run.notify_pipe is None)), now
-            _, number, sent_at = self._pinged
+                self._pinged = run, run.wire.submit(m.Ping(run.notify_pipe is None))
+            _, number = self._pinged
             answered = run.wire.await_answer(number, seconds)
-        except TimedOut:
-            run.was_late(sent_at, is_quick=True)
+        except TimedOut:  # silent is who said nothing during this wait; other answers may have come since it was sent
+            run.was_late(now, is_quick=True)
             return
         except Backpressure:  # it does not read what it is sent
             run.was_late(now - limits.connect, is_quick=True)

@@ -50,8 +50,8 @@ def busy_sidecar(directory: Path) -> Iterator[tuple[Sidecar, Metrics]]:
         "nvme": "1MiB",
         "slab": "64KiB",
         "indexes": LmdbMaker,
-        "writes": 100.0,
-        "scrub": ScrubLimits(1 << 30, first_seconds=0.0, pass_seconds=0.1),
+        "nvme_writes": 100.0,
+        "scrub_limits": ScrubLimits(1 << 30, first_seconds=0.0, pass_seconds=0.1),
     }
     layout = small_layout()
     with Sidecar(directory, **options) as earlier, earlier.client() as store:  # what it left is taken in

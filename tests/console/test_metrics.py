@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asking import Asking
 from console.busy_sidecar import BLOCK, CAUSED, busy_sidecar, metrics_of, scrape
 from console.promtool import promtool
 from console.scraped import Scrape
@@ -176,7 +177,7 @@ def test_the_sum_holds_in_a_thousand_snapshots_under_load(tmp_path: Path) -> Non
                         elif chooser.random() < 0.8:
                             with handle.lease(match, deadline_ms=1000) as lease:
                                 if lease.blocks and chooser.random() < 0.3:
-                                    handle._door.report(lease.reply.lease, chooser.randrange(lease.blocks), 0)
+                                    Asking(handle.door).report(lease.reply.lease, chooser.randrange(lease.blocks), 0)
                                 else:
                                     handle.get(lease, blank_pages(layout, blocks))
                         done[number] += 1
