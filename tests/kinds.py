@@ -30,8 +30,8 @@ PURE_FILES = frozenset(
     adapters/test_save_patience.py
     adapters/test_save_plan.py
     adapters/test_speeds.py
-    console/test_exposition.py
-    console/test_pages.py
+    metrics/test_exposition.py
+    metrics/test_pages.py
     insight/test_divergence.py
     insight/test_models.py
     insight/test_plan.py

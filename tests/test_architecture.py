@@ -26,7 +26,7 @@ LIGHT_MODULES = (
     "kvstore.service.local_door",
     "kvstore.service.grpc_door",
     "kvstore.dashboard.app",
-    "kvstore.console.sidecar_console",
+    "kvstore.metrics.server",
 )
 
 

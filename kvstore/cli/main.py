@@ -222,7 +222,7 @@ def serve(
         first_number,
         secrets.token_bytes,
         LmdbMaker,
-        _console,
+        _http_server,
         kvstore.policy_named,
         wire,
     )
@@ -235,10 +235,10 @@ def serve(
     return keeper.AGAIN if begins_again else OK
 
 
-def _console(host: str, port: int, daemon: Any) -> Any:
-    from kvstore.console.sidecar_console import console_of
+def _http_server(host: str, port: int, daemon: Any) -> Any:
+    from kvstore.metrics.server import server_of
 
-    return console_of(host, port, daemon, kvstore.__version__)
+    return server_of(host, port, daemon, kvstore.__version__)
 
 
 def _say_serving(sockets: list[str], port: int | None, keeper_pid: int | None, as_json: bool) -> None:

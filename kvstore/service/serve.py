@@ -44,7 +44,7 @@ MEND = {
 
 
 class HealthServer(Protocol):
-    """Liveness, readiness and metrics, served; see `kvstore.console`."""
+    """Liveness, readiness and metrics, served; see `kvstore.metrics`."""
 
     port: int
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from console.promtool import promtool
-from console.scraped import Scrape
 from engine_adapter.audit.audits import AuditVerdict, HitSaving
 from engine_adapter.connector_metrics import CONNECTOR_METRICS, FORMER_METRICS, ConnectorSeries, observations
 from engine_adapter.cost.model import CostCounts
 from engine_adapter.paged.requests import RequestCounts
 from kvstore.block.account import Account, HitTier, MissReason
+from metrics.promtool import promtool
+from metrics.scraped import Scrape
 
 
 def everything() -> RequestCounts:

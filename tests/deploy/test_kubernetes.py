@@ -16,8 +16,8 @@ import pytest
 
 from deploy.sidecar_process import AROUND_SECONDS, DEPLOY, flags_in, known_flags
 from kvstore.config import parse_size
-from kvstore.console.http_server import HttpServer
-from kvstore.console.pages import MetricsAccess, sidecar_pages
+from kvstore.metrics.http_server import HttpServer
+from kvstore.metrics.pages import MetricsAccess, sidecar_pages
 from kvstore.node import SystemClock
 from kvstore.service.health import Readiness
 from kvstore.service.settings import Settings, host_and_port, read_settings

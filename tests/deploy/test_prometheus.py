@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from adapters.test_connector_metrics import everything, scraped
-from console.busy_sidecar import busy_sidecar, scrape
-from console.promtool import promtool
-from console.scraped import Labels
+from metrics.busy_sidecar import busy_sidecar, scrape
+from metrics.promtool import promtool
+from metrics.scraped import Labels
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"

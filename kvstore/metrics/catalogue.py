@@ -6,7 +6,7 @@ the start of this process, which never fall; what may fall is a gauge, or two co
 
 from __future__ import annotations
 
-from kvstore.console.exposition import MetricFamily, MetricKind
+from kvstore.metrics.exposition import MetricFamily, MetricKind
 
 PREFIX = "kvstore_"
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from engine_adapter.connector_metrics import CONNECTOR_METRICS, FORMER_METRICS
-from kvstore.console.catalogue import METRICS
-from kvstore.console.pages import MetricsAccess, sidecar_pages
+from kvstore.metrics.catalogue import METRICS
+from kvstore.metrics.pages import MetricsAccess, sidecar_pages
 from kvstore.service.health import Readiness
 
 ROOT = Path(__file__).resolve().parents[2]

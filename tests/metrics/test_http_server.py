@@ -14,8 +14,8 @@ from http import HTTPStatus
 import pytest
 
 from kvstore.block.errors import BadInput
-from kvstore.console import http_server
-from kvstore.console.http_server import (
+from kvstore.metrics import http_server
+from kvstore.metrics.http_server import (
     MAX_CONNECTIONS,
     MAX_REQUEST_BYTES,
     HttpAnswer,

@@ -15,10 +15,10 @@ from itertools import chain
 from typing import Any, get_args
 
 from kvstore.block.account import HitTier, MissReason
-from kvstore.console.catalogue import METRICS, PREFIX
-from kvstore.console.exposition import Exposition, LabelValues, Samples
 from kvstore.core.levels import READS, WRITES
 from kvstore.core.store import StoreUsage
+from kvstore.metrics.catalogue import METRICS, PREFIX
+from kvstore.metrics.exposition import Exposition, LabelValues, Samples
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import ID_DIGITS, printable

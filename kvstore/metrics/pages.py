@@ -17,8 +17,8 @@ from http import HTTPStatus
 from pathlib import Path
 
 from kvstore.block.errors import BadInput
-from kvstore.console.exposition import CONTENT_TYPE
-from kvstore.console.http_server import HttpAnswer, HttpRequest, Page, as_json, in_one_line
+from kvstore.metrics.exposition import CONTENT_TYPE
+from kvstore.metrics.http_server import HttpAnswer, HttpRequest, Page, as_json, in_one_line
 from kvstore.service.health import Readiness
 from tiering.files import Unfit, read_file
 

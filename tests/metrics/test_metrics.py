@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from asking import Asking
-from console.busy_sidecar import BLOCK, CAUSED, busy_sidecar, metrics_of, scrape
-from console.promtool import promtool
-from console.scraped import Scrape
 from kvstore.block.account import HitTier, MissReason
-from kvstore.console.catalogue import METRICS
-from kvstore.console.exposition import MetricKind
-from kvstore.console.metrics import VERBS, Metrics
+from kvstore.metrics.catalogue import METRICS
+from kvstore.metrics.exposition import MetricKind
+from kvstore.metrics.metrics import VERBS, Metrics
 from kvstore.protocol.door import LeaseReply, MatchReply
 from kvstore.service.accounting import NAMED_NAMESPACES, NAMED_TENANTS, Counting, NamespaceInfo, Outcome
 from kvstore.service.connections import DoorLimits
+from metrics.busy_sidecar import BLOCK, CAUSED, busy_sidecar, metrics_of, scrape
+from metrics.promtool import promtool
+from metrics.scraped import Scrape
 from service.sidecar import Sidecar
 from tiering.counts.tally import EVICTIONS, CheckedAt
 from waiting import wait_until

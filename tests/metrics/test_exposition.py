@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from console.scraped import Scrape
-from kvstore.console.exposition import LABELS_KEPT, Exposition, MetricFamily, MetricKind
+from kvstore.metrics.exposition import LABELS_KEPT, Exposition, MetricFamily, MetricKind
+from metrics.scraped import Scrape
 from tiering.counts.histogram import AGE_SECONDS, WAIT_SECONDS, Histogram
 
 COUNTS = MetricFamily(

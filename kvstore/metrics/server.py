@@ -1,18 +1,18 @@
-"""The console of one sidecar: its pages on its HTTP server, from its settings."""
+"""The HTTP server of one sidecar, from its settings: health and metrics."""
 
 from __future__ import annotations
 
 import logging
 
-from kvstore.console.http_server import HttpServer
-from kvstore.console.metrics import Metrics
-from kvstore.console.pages import MetricsAccess, read_token, sidecar_pages
+from kvstore.metrics.http_server import HttpServer
+from kvstore.metrics.metrics import Metrics
+from kvstore.metrics.pages import MetricsAccess, read_token, sidecar_pages
 from kvstore.service.daemon import Daemon
 
 _log = logging.getLogger(__name__)
 
 
-def console_of(host: str, port: int, daemon: Daemon, version: str) -> HttpServer:
+def server_of(host: str, port: int, daemon: Daemon, version: str) -> HttpServer:
     """To be started and closed by the caller. port: 0 for any that is free. version: of the program. Raises `BadInput`
     where the address cannot be had, or the token cannot be read."""
     settings, clock = daemon.settings, daemon.store.core.clock

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from console.scraped import Scrape
 from kvstore.block.account import MissReason
 from kvstore.client.handle import NamespaceHandle
-from kvstore.console.metrics import Metrics
+from kvstore.metrics.metrics import Metrics
 from kvstore.service.health import Readiness
+from metrics.scraped import Scrape
 from service.sidecar import Sidecar
 from tiering.frame import HEADER_BYTES
 from tiering.nvme.lmdb_index import LmdbMaker

@@ -12,7 +12,7 @@ from collections import deque
 from pathlib import Path
 
 import kvstore
-from console.scraped import Scrape
+from metrics.scraped import Scrape
 from service.sidecar import patient
 from service.test_serve import PATHS, ended, serving
 from waiting import wait_until
@@ -88,7 +88,7 @@ def test_a_token_that_cannot_be_read_ends_the_start_in_one_line(tmp_path: Path) 
 
 def test_the_serving_process_imports_no_framework_for_it() -> None:
     program = (
-        "import sys, kvstore.console.sidecar_console, kvstore.service.serve\n"
+        "import sys, kvstore.metrics.server, kvstore.service.serve\n"
         f"print(*sorted(set({NOT_IMPORTED!r}) & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**PATHS}, timeout=120)
