@@ -2,6 +2,7 @@
 
     demo, bench             the main job, and its measurements
     serve                   a store for all engines of a host
+    console                 what a sidecar that runs says of itself, in a browser
     stat, namespaces, drop, purge, warm      an operator and a sidecar that runs
     fsck                    a directory that nobody uses
     record, replay          requests of a sidecar that runs, and recorded ones through tables without memory
@@ -28,6 +29,7 @@ from typing import Annotated, Any
 
 import kvstore
 import kvstore.cli.bench
+import kvstore.cli.console
 import kvstore.cli.insight
 import kvstore.cli.operate
 from kvstore.block.errors import OutOfResources, StoreError

@@ -17,7 +17,7 @@ from kvstore.block.errors import BadInput
 from kvstore.cli.standard_streams import say
 from kvstore.config import expanded
 
-EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "server") | {
+EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "starlette", "uvicorn"), "server") | {
     "matplotlib": "plot",
     "torch": "hf",
     "transformers": "hf",
@@ -56,7 +56,20 @@ def expanded_path(path: str | None) -> str | None:
     return expanded(path) if path else path
 
 
-COMMANDS = ("demo", "fsck", "serve", "stat", "namespaces", "drop", "purge", "warm", "record", "replay", "bench")
+COMMANDS = (
+    "demo",
+    "fsck",
+    "serve",
+    "console",
+    "stat",
+    "namespaces",
+    "drop",
+    "purge",
+    "warm",
+    "record",
+    "replay",
+    "bench",
+)
 
 
 class InOrder(typer.core.TyperGroup):

@@ -14,10 +14,6 @@ import threading
 from collections.abc import Callable
 from enum import StrEnum
 
-import uvicorn
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse
-
 from kvstore.block.errors import BadInput
 
 
@@ -43,6 +39,11 @@ class Health:
     ) -> None:
         """port: 0 for any that is free. reasons: for `degraded`, a line each. Raises `BadInput` where the address
         cannot be had."""
+        # Not at the top: a sidecar without these pages has no web framework in its process.
+        import uvicorn
+        from fastapi import FastAPI
+        from fastapi.responses import JSONResponse
+
         app = FastAPI(openapi_url=None)
 
         @app.get("/livez")

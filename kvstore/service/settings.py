@@ -326,12 +326,12 @@ def default_socket(data: str, name: str) -> str:
     return str(Path(data) / name)
 
 
-def host_and_port(listen: str) -> tuple[str, int]:
-    """The two of HOST:PORT. Raises `BadInput`."""
+def host_and_port(listen: str, key: str = "http.listen") -> tuple[str, int]:
+    """The two of HOST:PORT. key: what it was given for. Raises `BadInput`."""
     host, _, port = listen.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
         raise BadInput(
-            f"http.listen={listen!r}; give HOST:PORT, e.g. 127.0.0.1:9797, with a port up to 65535 (0: any free one)"
+            f"{key}={listen!r}; give HOST:PORT, e.g. 127.0.0.1:9797, with a port up to 65535 (0: any free one)"
         )
     return host.strip("[]"), int(port)
 
