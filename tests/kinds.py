@@ -30,6 +30,7 @@ PURE_FILES = frozenset(
     adapters/test_save_patience.py
     adapters/test_save_plan.py
     adapters/test_speeds.py
+    console/test_figures.py
     metrics/test_exposition.py
     metrics/test_pages.py
     insight/test_divergence.py
@@ -107,6 +108,7 @@ SLOW_FILES = (
     "bench/test_restart.py",
     "bench/test_restart_sidecar.py",
     "bench/test_ttft.py",
+    "console/test_browser.py",
     "demo/",
     "insight/test_replay_plot.py",
     "kernels/test_ahead_of_time.py",

@@ -2,6 +2,7 @@
 
     demo, bench             the main job, and its measurements
     serve                   a store for all engines of a host
+    console                 what a sidecar that runs says of itself, in a browser
     stat, namespaces, drop, purge, warm      an operator and a sidecar that runs
     fsck                    a directory that nobody uses
     record, replay, whatif  requests of a sidecar that runs; these through tables without memory; estimates of that
@@ -29,6 +30,7 @@ from typing import Annotated, Any
 
 import kvstore
 import kvstore.cli.bench
+import kvstore.cli.console
 import kvstore.cli.insight
 import kvstore.cli.lint
 import kvstore.cli.operate

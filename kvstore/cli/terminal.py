@@ -18,7 +18,7 @@ from kvstore.block.errors import BadInput
 from kvstore.cli.standard_streams import say
 from kvstore.config import expanded
 
-EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "uvicorn"), "server") | {
+EXTRA_OF = dict.fromkeys(("typer", "rich", "lmdb", "fastapi", "starlette", "uvicorn"), "server") | {
     "matplotlib": "plot",
     "torch": "hf",
     "transformers": "hf",
@@ -58,7 +58,7 @@ def expanded_path(path: str | None) -> str | None:
     return expanded(path) if path else path
 
 
-COMMANDS = tuple("demo fsck serve stat namespaces drop purge warm record replay whatif plan lint bench".split())
+COMMANDS = tuple("demo fsck serve console stat namespaces drop purge warm record replay whatif plan lint bench".split())
 
 
 class InOrder(typer.core.TyperGroup):

@@ -1,12 +1,15 @@
-"""The verbs of the admin socket: what the sidecar holds and has served, and giving up what it holds.
+"""The verbs of the admin socket: what the sidecar holds and has served, and giving up what it holds; and those of the
+observers' socket, which change nothing.
 
-Whoever can open that socket is the operator: he sees all tenants by name, their counts and the text that their engines
-gave, never a key, a token or a byte of KV. Text of clients is made printable before it goes out.
+An operator opens the admin socket, an observer (the console) the other one. Both see all tenants by name, their counts
+and the text that their engines gave, never a key, a token or a byte of KV. Text of clients is made printable before it
+goes out.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
@@ -33,17 +36,22 @@ from kvstore.service.dispatch import Response, version_in_common
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import StoreSettings
+from tiering.clock import Clock
 from tiering.errors import TierError
 from tiering.tier import Usage
 
 MAX_NAMESPACES, MAX_SESSIONS = 4096, 1024
 """In one answer; the others are counted."""
+FRESH_SECONDS = 0.5
+"""For so long all observers are told the same: how often they ask costs engines nothing."""
 _FACTS = frozenset(SidecarStatus.__struct_fields__)
 _STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
 
 
 class Admin:
     """`AdminVerbs` over a store, its sessions and its door. Thread-safe."""
+
+    is_operator = True
 
     def __init__(
         self,
@@ -217,6 +225,41 @@ class Admin:
             for one in self._sessions.sessions()
             for waits in [[waited[number] for number in list(one.connections) if number in waited]]
         ]
+
+
+class Observer:
+    """`AdminVerbs` of the observers' socket: what the operator is told, and nothing that changes anything.
+    Thread-safe."""
+
+    is_operator = False
+
+    def __init__(self, admin: Admin, clock: Clock) -> None:
+        """admin: which answers for it."""
+        self._admin = admin
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._told = Response(m.Done())
+        self._told_at = -FRESH_SECONDS
+
+    def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
+        """As `AdminVerbs.greet`."""
+        return self._admin.greet(hello)
+
+    def serve(self, verb: m.Verb) -> Response:
+        """As `AdminVerbs.serve`: `Stat`, at most `FRESH_SECONDS` old, and `Ping`."""
+        if isinstance(verb, m.Stat):
+            return self._stat(verb)
+        if isinstance(verb, m.Ping):
+            return Response(m.Done())
+        text = f"the observers' socket serves stat and ping, and not {m.name_of(verb)}; ask at the admin socket"
+        return Response(m.Failed(m.RequestFault.BAD_INPUT, text))
+
+    def _stat(self, verb: m.Stat) -> Response:
+        with self._lock:  # who comes meanwhile is told the same
+            now = self._clock.monotonic_seconds()
+            if now - self._told_at >= FRESH_SECONDS or not isinstance(self._told.answer, m.StatReply):
+                self._told, self._told_at = self._admin.serve(verb), now
+            return self._told
 
 
 def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: str) -> NamespaceUsage:

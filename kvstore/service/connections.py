@@ -92,11 +92,14 @@ class DoorCounts(NamedTuple):
 
 
 class AdminCaller:
-    """A connection of the admin socket; it holds nothing."""
+    """A connection of the admin socket, or of the observers'; it holds nothing."""
 
 
 class AdminVerbs(Protocol):
-    """What the admin socket serves; see `kvstore.service.admin`."""
+    """What a socket serves that is no tenant's; see `kvstore.service.admin`."""
+
+    is_operator: bool
+    """Whether the descriptor that is kept for the operator is for whoever comes in there."""
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
         """The first message of a connection."""
@@ -108,10 +111,11 @@ class AdminVerbs(Protocol):
 
 
 class Listener:
-    """A tenant's socket, or the admin socket. tenant: None while it has no keys; `renew` makes them. closer: closes
-    its connections where those may hold descriptors. share, large_share: what its connections were served by the
-    door's own thread, and by the one for large messages. line, long_line: requests that wait for a thread of the pool,
-    and of the one for what takes long. unread: descriptors that they were sent."""
+    """A tenant's socket, the admin socket or the observers'. tenant: None while it has no keys; `renew` makes them.
+    closer: closes its connections where those may hold descriptors. share, large_share: what its connections were
+    served by the door's own thread, and by the one for large messages. line, long_line: requests that wait for a thread
+    of the pool, and of the one for what takes long. unread: descriptors that they were sent. pool: threads of its own,
+    where it belongs to no tenant."""
 
     def __init__(
         self,
@@ -123,6 +127,7 @@ class Listener:
         admin: AdminVerbs | None = None,
         turns: Turns | None = None,
         large_turns: Turns | None = None,
+        pool: ThreadPoolExecutor | None = None,
     ) -> None:
         """turns, large_turns: at the two threads, which all listeners of a door share."""
         self.path = path
@@ -131,6 +136,8 @@ class Listener:
         self.users = users
         self.renew = renew
         self.admin = admin
+        self.is_operator = admin is not None and admin.is_operator
+        self.pool = pool
         self.share = ServiceShare(turns or Turns())
         self.large_share = ServiceShare(large_turns or Turns())
         self.line: Line[QueuedRequest] = Line()

@@ -19,7 +19,7 @@ from kvstore.config import AUTO, OFF, Size, memory_limit, memory_limit_files
 from kvstore.insight.recording import Recording
 from kvstore.node import EmbeddedStore
 from kvstore.service.accounting import Counting
-from kvstore.service.admin import Admin
+from kvstore.service.admin import Admin, Observer
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.dispatch import Handlers, set_aside
 from kvstore.service.health import Readiness
@@ -84,6 +84,8 @@ class Daemon:
                 why_not_policy,
             )
             self.door.listen_admin(Path(where), admin)
+            key, where, observe = "observe.socket", settings.observe_socket, settings.observe
+            self.door.listen_admin(Path(where), Observer(admin, clock), observe.mode_bits, observe.users)
         except OSError as error:
             self.door.close(0)
             mend = {

@@ -8,8 +8,8 @@ message, or never says hello, is shown out.
 What a connection can make the sidecar keep is bounded by `DoorLimits`.
 
 Possession of a tenant's socket is the credential, since pods share user ids; the peer's user id is checked as well. The
-admin socket belongs to no tenant: it has verbs, connections and threads of its own, so that an operator is let in while
-tenants take up all that they may.
+operator's socket and the observers' belong to no tenant: each has verbs, connections and threads of its own, so that an
+operator is let in while tenants and observers take up all that they may.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ class LocalDoor:
         self._closes_at = 0.0
         self._swept_at = clock.monotonic_seconds()
         self._thread: threading.Thread | None = None
-        self._admin_pool = ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin")
         self._sweep_pool = ThreadPoolExecutor(1, "kv-door-sweep")
         self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # what clients that are gone held is given back
         self._is_sweeping = False
@@ -152,10 +151,12 @@ class LocalDoor:
         sock = listening_socket(path, mode)
         self._listen(Listener(path, sock, tenant, users, renew, None, self._turns, self._large_turns))
 
-    def listen_admin(self, path: Path, admin: AdminVerbs) -> None:
-        """The admin socket. Raises `OSError`."""
-        sock = listening_socket(path, ADMIN_MODE)
-        self._listen(Listener(path, sock, None, None, None, admin, self._turns, self._large_turns))
+    def listen_admin(
+        self, path: Path, admin: AdminVerbs, mode: int = ADMIN_MODE, users: Collection[int] | None = None
+    ) -> None:
+        """A socket that belongs to no tenant: the operator's, or the observers'. Raises `OSError`."""
+        sock, pool = listening_socket(path, mode), ThreadPoolExecutor(ADMIN_THREADS, "kv-door-admin")
+        self._listen(Listener(path, sock, None, users, None, admin, self._turns, self._large_turns, pool))
 
     def _listen(self, listener: Listener) -> None:
         if listener.admin is None:
@@ -196,8 +197,8 @@ class LocalDoor:
         """Serve in a thread of its own."""
         self._sessions.watch_memory(self._wake)
         # One of each is there from now on: where the machine has no further ones, everybody is served still.
-        pools = self._pool, self._large_pool, self._long_pool, self._admin_pool, self._sweep_pool, self._end_pool
-        for pool in pools:
+        own = [one.pool for one in self._listeners if one.pool is not None]
+        for pool in (self._pool, self._large_pool, self._long_pool, self._sweep_pool, self._end_pool, *own):
             pool.submit(lambda: None)
         thread = threading.Thread(target=self._serve, name="kv-local-door", daemon=True)
         thread.start()
@@ -416,7 +417,7 @@ class LocalDoor:
             self._faults.failed(CONNECTIONS, kind_of(error), f"nobody is let in: {error.strerror}")
             self._pause_accept(listener)
             return
-        if listener.admin is None or self._spare is not None:
+        if not listener.is_operator or self._spare is not None:
             self._tell_worked(CONNECTIONS)
         listener.share.pay(ACCEPT_COST)
         sock.setblocking(False)
@@ -454,7 +455,7 @@ class LocalDoor:
         try:
             return listener.socket.accept()[0]
         except OSError as error:
-            if listener.admin is None or self._spare is None or error.errno not in (errno.EMFILE, errno.ENFILE):
+            if not listener.is_operator or self._spare is None or error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             self._faults.failed(CONNECTIONS, kind_of(error), "only the operator is let in")
             self._spare.close()
@@ -612,9 +613,7 @@ class LocalDoor:
         return self._handlers.serve(caller, verb)
 
     def _pool_for(self, asked: QueuedRequest) -> ThreadPoolExecutor:
-        if asked.connection.admin is not None:
-            return self._admin_pool
-        return self._long_pool if asked.is_long else self._pool
+        return asked.connection.listener.pool or (self._long_pool if asked.is_long else self._pool)
 
     def _put_off(self, asked: QueuedRequest, pool: ThreadPoolExecutor) -> None:
         connection = asked.connection
@@ -904,7 +903,8 @@ class LocalDoor:
             listener.closer.close(listener.socket)  # with those who wait to be let in
         while self._to_show_out:
             self._to_show_out.popleft()[1].set()
-        for pool in (self._pool, self._large_pool, self._admin_pool, self._sweep_pool, self._end_pool):
+        own = [one.pool for one in self._listeners if one.pool is not None]
+        for pool in (self._pool, self._large_pool, self._sweep_pool, self._end_pool, *own):
             pool.shutdown(wait=False, cancel_futures=True)
         for connection in list(self._connections):
             self._disconnect(connection)

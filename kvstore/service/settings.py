@@ -5,7 +5,7 @@
     [door]     socket mode users share weight, and see `DoorLimits`
     [tenants.NAME]  socket users share weight
     [admin]    socket                                    [http]    listen token_file
-    [log]      level format
+    [observe]  socket mode users                         [log]     level format
 
 Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
 key's full name, what was given and what is allowed. The environment sets nothing.
@@ -44,7 +44,7 @@ from tiering.files import Unfit, read_file
 from tiering.policies.shares import Share
 
 T = TypeVar("T")
-TENANT_SOCKET, ADMIN_SOCKET = "kvstore.sock", "admin.sock"
+TENANT_SOCKET, ADMIN_SOCKET, OBSERVE_SOCKET = "kvstore.sock", "admin.sock", "observe.sock"
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
 WORDS = {
@@ -117,6 +117,21 @@ class AdminSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ObserveSettings:
+    """socket: of observers, who are told everything that the operator is and can change nothing; beside the data if not
+    given. mode, users: as the door's."""
+
+    socket: str | None = None
+    mode: str = "660"
+    users: list[int] | None = None
+
+    @property
+    def mode_bits(self) -> int:
+        """The mode as a number."""
+        return int(self.mode, 8)
+
+
+@dataclass(frozen=True, slots=True)
 class HttpSettings:
     """listen: HOST:PORT of liveness, readiness and metrics; none if not given. token_file: holds what a scraper has to
     send for the metrics; without it they are served only where there is one tenant."""
@@ -142,6 +157,7 @@ class Settings:
     door: DoorSettings = field(default_factory=DoorSettings)
     tenants: Mapping[str, TenantSettings] = field(default_factory=dict)
     admin: AdminSettings = field(default_factory=AdminSettings)
+    observe: ObserveSettings = field(default_factory=ObserveSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
@@ -149,6 +165,11 @@ class Settings:
     def admin_socket(self) -> str:
         """Of the operator."""
         return self.admin.socket or default_socket(self.store.data, ADMIN_SOCKET)
+
+    @property
+    def observe_socket(self) -> str:
+        """Of observers."""
+        return self.observe.socket or default_socket(self.store.data, OBSERVE_SOCKET)
 
     def sockets(self) -> dict[str, TenantSettings]:
         """Of every tenant. Raises `BadInput` where two have one, or where a path is too long."""
@@ -168,6 +189,11 @@ class Settings:
         _check_socket("admin.socket", admin)
         if admin in taken:
             raise BadInput(f"admin.socket={admin} is tenant {taken[admin]}'s socket too; give the operator his own")
+        observe = self.observe_socket
+        _check_socket("observe.socket", observe)
+        if observe in taken or observe == admin:
+            whose = f"tenant {taken[observe]}'s" if observe in taken else "the operator's"
+            raise BadInput(f"observe.socket={observe} is {whose} socket too; give observers their own")
         return found
 
 
@@ -232,6 +258,7 @@ def _read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | N
         door=DoorSettings(**_checked(DoorSettings, door, "door."), limits=_section(DoorLimits, limits, "door.")),
         tenants={name: _section(TenantSettings, _tenant(tenants, name), f"tenants.{name}.") for name in tenants},
         admin=_section(AdminSettings, _table(given, "admin"), "admin."),
+        observe=_section(ObserveSettings, _table(given, "observe"), "observe."),
         http=_section(HttpSettings, _table(given, "http"), "http."),
         log=_section(LogSettings, _table(given, "log"), "log."),
     )
@@ -241,12 +268,8 @@ def _read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | N
 
 def _expand_paths(given: dict[str, Any]) -> None:
     """Wherever ~ may stand for a home. What is no table, or no text, is refused later."""
-    tables = [
-        (given, "store", "data"),
-        (given, "door", "socket"),
-        (given, "admin", "socket"),
-        (given, "http", "token_file"),
-    ]
+    tables = [(given, "store", "data"), (given, "http", "token_file")]
+    tables += [(given, section, "socket") for section in ("door", "admin", "observe")]
     tenants = given.get("tenants")
     if isinstance(tenants, dict):
         given["tenants"] = tenants = dict(tenants)
@@ -260,25 +283,29 @@ def _expand_paths(given: dict[str, Any]) -> None:
 
 
 def _check(settings: Settings) -> None:
-    try:
-        assert 0 <= settings.door.mode_bits <= 0o777
-    except (ValueError, AssertionError):
-        raise BadInput(f"door.mode={settings.door.mode!r}; give up to three octal digits, such as 660") from None
+    modes: tuple[tuple[str, DoorSettings | ObserveSettings], ...]
+    modes = ("door", settings.door), ("observe", settings.observe)
+    for section, one in modes:
+        try:
+            assert 0 <= one.mode_bits <= 0o777
+        except (ValueError, AssertionError):
+            raise BadInput(f"{section}.mode={one.mode!r}; give up to three octal digits, such as 660") from None
     for key, value, allowed in (("level", settings.log.level, LEVELS), ("format", settings.log.format, FORMATS)):
         if value not in allowed:
             raise BadInput(f"log.{key}={value!r}; allowed: {', '.join(allowed)}")
     if settings.http.listen is not None:
         host_and_port(settings.http.listen)
     settings.store.check("store.", {"dram": (AUTO,), "nvme": (AUTO, OFF)})
-    for one in fields(DoorLimits):
-        value = getattr(settings.door.limits, one.name)
-        most = {"sweep_seconds": MAX_SWEEP_SECONDS, "silence_seconds": MAX_SECONDS}.get(one.name, math.inf)
+    for limit in fields(DoorLimits):
+        value = getattr(settings.door.limits, limit.name)
+        most = {"sweep_seconds": MAX_SWEEP_SECONDS, "silence_seconds": MAX_SECONDS}.get(limit.name, math.inf)
         if not 0 < value <= most or value == math.inf:
             more = "" if most == math.inf else f", at most {most:.0f}"
-            raise BadInput(f"door.{one.name}={value}; give more than 0{more}")
+            raise BadInput(f"door.{limit.name}={value}; give more than 0{more}")
     if DEFAULT_TENANT in settings.tenants:
         raise BadInput(f"tenants.{DEFAULT_TENANT} is the tenant of [door]; give door.socket and door.users instead")
-    users = {"door": settings.door.users, **{f"tenants.{name}": one.users for name, one in settings.tenants.items()}}
+    users = {"door": settings.door.users, "observe": settings.observe.users}
+    users |= {f"tenants.{name}": one.users for name, one in settings.tenants.items()}
     for section, ids in users.items():
         wrong = [one for one in ids or () if not 0 <= one <= MAX_USER]
         if wrong:
@@ -302,12 +329,12 @@ def default_socket(data: str, name: str) -> str:
     return str(Path(data) / name)
 
 
-def host_and_port(listen: str) -> tuple[str, int]:
-    """The two of HOST:PORT. Raises `BadInput`."""
+def host_and_port(listen: str, key: str = "http.listen") -> tuple[str, int]:
+    """The two of HOST:PORT. key: what it was given for. Raises `BadInput`."""
     host, _, port = listen.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
         raise BadInput(
-            f"http.listen={listen!r}; give HOST:PORT, e.g. 127.0.0.1:9797, with a port up to 65535 (0: any free one)"
+            f"{key}={listen!r}; give HOST:PORT, e.g. 127.0.0.1:9797, with a port up to 65535 (0: any free one)"
         )
     return host.strip("[]"), int(port)
 

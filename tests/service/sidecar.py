@@ -14,7 +14,7 @@ from kvstore.client.socket_door import CallLimits
 from kvstore.insight.recording import Recording
 from kvstore.node import EmbeddedStore, SystemClock
 from kvstore.service.accounting import Counting
-from kvstore.service.admin import Admin
+from kvstore.service.admin import Admin, Observer
 from kvstore.service.connections import DoorLimits
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.dispatch import Handlers
@@ -59,6 +59,8 @@ class Sidecar:
         self.admin = Admin(self.store, self.sessions, self.counting, recording, self.door, run, lambda: "ready")
         self.admin_path = directory / "admin.sock"
         self.door.listen_admin(self.admin_path, self.admin)
+        self.observe_path = directory / "observe.sock"
+        self.door.listen_admin(self.observe_path, Observer(self.admin, clock), 0o660)
         self.door.start()
 
     def client(self, session: str | None = None) -> SidecarStore:

@@ -1,0 +1,134 @@
+"""Who may read the console: names of hosts, origins, a token, and the cookie that stands for it. Knows no HTTP library.
+
+A page that another site shows could ask this host by a name of its own (DNS rebinding): without a token only the names
+of this host's loopback are answered. With a token, whoever has it is let in under any name. Nothing here changes the
+sidecar; the only thing that changes is who is logged in.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from hmac import compare_digest
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from kvstore.block.errors import BadInput
+from tiering.clock import Clock
+
+COOKIE = "kvstore_console"
+LEAST_TOKEN, MOST_TOKEN = 16, 4096
+LOGIN_SECONDS = 12 * 3600.0
+MOST_LOGINS = 64
+"""Who logged in longest ago has to do it again."""
+MOST_FAILURES, FAILURE_SECONDS = 10, 60.0
+"""Wrong tokens in that time, after which none is looked at."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host can come in there."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def checked_token(text: str, where: str) -> str:
+    """What a token file has. Raises `BadInput`, which does not repeat it."""
+    token = text.strip()
+    if not LEAST_TOKEN <= len(token) <= MOST_TOKEN or not all("!" <= one <= "~" for one in token):
+        raise BadInput(
+            f"{where} has no token: give one line of {LEAST_TOKEN} to {MOST_TOKEN} printable characters, without "
+            "spaces, e.g. of: openssl rand -hex 32"
+        )
+    return token
+
+
+class Guard:
+    """For one listening address. One thread."""
+
+    def __init__(self, host: str, token: str | None, clock: Clock, new_token: Callable[[int], bytes]) -> None:
+        """token: None where everybody on this host may read. Raises `BadInput` where that would be everybody at all."""
+        if token is None and not is_loopback(host):
+            raise BadInput(
+                f"{host} can be reached by other hosts; give --token-file (console.token_file), or listen on 127.0.0.1"
+            )
+        self.has_token = token is not None
+        self._token = token or ""
+        self._names = {host.lower(), *_LOOPBACK}
+        self._clock = clock
+        self._new_token = new_token
+        self._logins: OrderedDict[str, float] = OrderedDict()  # the cookie's value: until when
+        self._failures: deque[float] = deque(maxlen=MOST_FAILURES)
+
+    def is_known_host(self, host: str) -> bool:
+        """host: as the request names this server, with or without a port."""
+        name = _host_name(host)
+        return name is not None and (self.has_token or name in self._names)
+
+    def is_own_origin(self, origin: str | None, host: str) -> bool:
+        """Whether a request comes from a page of this server, or from no page."""
+        if origin is None:
+            return True
+        parts = urlsplit(origin)
+        return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
+
+    def may_read(self, authorization: str | None, cookie: str | None) -> bool:
+        """By a bearer token or by the cookie of a login."""
+        if not self.has_token:
+            return True
+        if authorization is not None:
+            kind, _, given = authorization.partition(" ")
+            return kind.lower() == "bearer" and self._is_token(given.strip())
+        until = self._logins.get(_cookie_value(cookie or ""), 0.0)
+        return self._clock.monotonic_seconds() < until
+
+    def log_in(self, given: str) -> str | None:
+        """The cookie's value, or None where that is not the token."""
+        if not self._is_token(given):
+            return None
+        name = self._new_token(32).hex()
+        self._logins[name] = self._clock.monotonic_seconds() + LOGIN_SECONDS
+        if len(self._logins) > MOST_LOGINS:
+            self._logins.popitem(last=False)
+        return name
+
+    def log_out(self, cookie: str | None) -> None:
+        """That cookie is worth nothing any more."""
+        self._logins.pop(_cookie_value(cookie or ""), None)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether so many wrong tokens came that none is looked at for now."""
+        is_full = len(self._failures) == MOST_FAILURES
+        return is_full and self._clock.monotonic_seconds() - self._failures[0] < FAILURE_SECONDS
+
+    def _is_token(self, given: str) -> bool:
+        if self.is_paused:
+            return False
+        if compare_digest(given.encode(), self._token.encode()):
+            return True
+        self._failures.append(self._clock.monotonic_seconds())
+        return False
+
+
+def _host_name(host: str) -> str | None:
+    """Without its port; None where that is no host."""
+    try:
+        parts = urlsplit(f"//{host}")
+        _ = parts.port
+    except ValueError:
+        return None
+    is_plain = parts.netloc == host and "@" not in host
+    return parts.hostname.lower() if is_plain and parts.hostname else None
+
+
+def _cookie_value(header: str) -> str:
+    for one in header.split(";"):
+        name, _, value = one.strip().partition("=")
+        if name == COOKIE:
+            return value
+    return ""

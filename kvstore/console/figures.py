@@ -1,0 +1,333 @@
+"""What the pages and the API show, made of what the sidecar said. Pure, and without arithmetic that loses a token.
+
+The classes here are the API: their fields are only ever appended. None is "unknown" and is shown as "-"; 0 is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from kvstore.block.account import HitTier, MissReason
+from kvstore.console.events import ConsoleEvent
+from kvstore.console.reasons import REASONS
+from kvstore.console.rings import SidecarReading
+from kvstore.protocol.status import (
+    DoorStatus,
+    LookupCounts,
+    NamespaceStatus,
+    RecoveryStatus,
+    SessionStatus,
+    SidecarStatus,
+    TierStatus,
+)
+
+MOST_LISTED = 500
+"""Rows of one answer."""
+
+
+class HealthLine(msgspec.Struct, frozen=True):
+    """The worst thing that there is to say. level: "ok", "warning" or "error"; page: where more stands."""
+
+    level: str
+    text: str
+    page: str = "/"
+
+
+class Contact(msgspec.Struct, frozen=True):
+    """connected: whether the last question was answered. since: when that changed last. numbers_from: when the numbers
+    were taken, None where there are none yet. error: of the last question."""
+
+    connected: bool
+    since: float
+    numbers_from: float | None
+    error: str = ""
+
+
+class IntegrityFigures(msgspec.Struct, frozen=True):
+    """reported: blocks that failed their reader's check. verified_bytes and what follows are the scrub's of the disk,
+    None where there is none."""
+
+    reported: int
+    quarantined_slots: int
+    verified_bytes: int | None = None
+    verified_frames: int | None = None
+    passes: int | None = None
+    damaged: int | None = None
+    unreadable: int | None = None
+    mended: int | None = None
+    in_pass: bool | None = None
+    last_pass_ended: float | None = None
+
+
+class ConsoleStatus(msgspec.Struct, frozen=True):
+    """`/api/status`. at: the console's clock. Figures are None before the sidecar has answered once."""
+
+    version: str
+    at: float
+    contact: Contact
+    health: HealthLine
+    run: str | None = None
+    pid: int | None = None
+    state: str | None = None
+    up_seconds: float | None = None
+    blocks: int | None = None
+    leases: int | None = None
+    reservations: int | None = None
+    sessions: int | None = None
+    namespaces: int | None = None
+    pinned_bytes: int | None = None
+    looked: LookupCounts | None = None
+    tiers: list[TierStatus] = []
+    retained_bytes: dict[str, int | None] = {}
+    retained_budget_bytes: dict[str, int | None] = {}
+    integrity: IntegrityFigures | None = None
+    loading: RecoveryStatus | None = None
+    policy: str | None = None
+    nvme_writes: str | float | None = None
+    events: list[ConsoleEvent] = []
+
+
+class MissFigures(msgspec.Struct, frozen=True):
+    """One reason: tokens that were missed for it since the sidecar began, and in the window."""
+
+    reason: str
+    meaning: str
+    cause: str
+    remedy: str
+    is_fine: bool
+    tokens: int
+    window_tokens: int
+
+
+class TenantFigures(msgspec.Struct, frozen=True):
+    """What a tenant asked for and got since the sidecar began, and what it has; as `kvstore stat` has it."""
+
+    tenant: str
+    namespaces: int
+    asked_tokens: int
+    hit_tokens: dict[str, int]
+    miss_tokens: dict[str, int]
+    found_tokens: int
+    granted_tokens: int
+    share: float | None
+    weight: float | None
+    dram_bytes: int | None
+    dram_guaranteed_bytes: int | None
+    nvme_bytes: int | None
+    nvme_guaranteed_bytes: int | None
+
+
+class EngineFigures(msgspec.Struct, frozen=True):
+    """Sessions, and the door that they come in by. hidden: further sessions."""
+
+    sessions: list[SessionStatus]
+    hidden: int
+    departed: int
+    door: DoorStatus
+
+
+class MoveFigures(msgspec.Struct, frozen=True):
+    """Copies between tiers since the sidecar began: kind, priority, waiting, running, done, failed."""
+
+    kind: str
+    priority: str
+    waiting: int
+    running: int
+    done: int
+    failed: int
+
+
+def reading_of(facts: SidecarStatus) -> SidecarReading:
+    """The numbers that are remembered over time."""
+    looked = facts.looked
+    counters: dict[str, int] = {
+        "asked": looked.asked_tokens,
+        "found": looked.found_tokens,
+        "granted": looked.granted_tokens,
+        "lookups": looked.lookups,
+        "leases": looked.leases,
+        "reports": looked.reports,
+        "stored_blocks": facts.counters.get("stored_blocks", 0),
+        "requests": sum(facts.door.served.values()),
+        "moved": sum(one.done for one in facts.moves),
+        "moves_failed": sum(one.failed for one in facts.moves),
+    }
+    for tier in (HitTier.ENGINE, HitTier.DRAM, HitTier.NVME):
+        counters[f"hit.{tier}"] = looked.hit_tokens.get(str(tier), 0)
+    counters |= {f"hit.{name}": tokens for name, tokens in looked.hit_tokens.items()}
+    counters |= {f"miss.{name}": tokens for name, tokens in looked.miss_tokens.items()}
+    for one in facts.moves:
+        counters[f"moves.{one.kind}"] = counters.get(f"moves.{one.kind}", 0) + one.done
+    gauges: dict[str, float] = {
+        "pinned_bytes": facts.pinned_bytes,
+        "live_leases": facts.leases,
+        "sessions": len(facts.sessions) + facts.hidden_sessions,
+        "waiting_moves": sum(one.waiting for one in facts.moves),
+    }
+    for tier_status in facts.tiers:
+        gauges[f"{tier_status.name}.taken_bytes"] = tier_status.taken_bytes
+    for name, value in (("wait_ms_p50", facts.door.wait_ms_p50), ("wait_ms_p99", facts.door.wait_ms_p99)):
+        if value is not None:
+            gauges[name] = value
+    return SidecarReading(facts.run, facts.at, facts.at - facts.up_seconds, counters, gauges)
+
+
+def status_of(
+    version: str, now: float, contact: Contact, facts: SidecarStatus | None, events: list[ConsoleEvent]
+) -> ConsoleStatus:
+    """For the overview, and for everybody who listens."""
+    health = health_of(now, contact, facts)
+    if facts is None:
+        return ConsoleStatus(version, now, contact, health, events=events)
+    return ConsoleStatus(
+        version,
+        now,
+        contact,
+        health,
+        facts.run,
+        facts.pid,
+        facts.state,
+        facts.up_seconds,
+        facts.blocks,
+        facts.leases,
+        facts.reservations,
+        len(facts.sessions) + facts.hidden_sessions,
+        len(facts.namespaces) + facts.hidden_namespaces,
+        facts.pinned_bytes,
+        facts.looked,
+        facts.tiers,
+        {"dram": facts.dram_retained_bytes, "nvme": facts.nvme_retained_bytes},
+        {"dram": facts.dram_retained_budget_bytes, "nvme": facts.nvme_retained_budget_bytes},
+        integrity_of(facts),
+        facts.loading if facts.state == "warming" else None,
+        facts.policy or None,
+        facts.nvme_writes,
+        events,
+    )
+
+
+def integrity_of(facts: SidecarStatus) -> IntegrityFigures:
+    """What checks have found."""
+    quarantined = sum(one.slots.get("quarantined", 0) for one in facts.tiers)
+    scrub = facts.scrub
+    if scrub is None:
+        return IntegrityFigures(facts.looked.reports, quarantined)
+    return IntegrityFigures(
+        facts.looked.reports,
+        quarantined,
+        scrub.bytes,
+        scrub.frames,
+        scrub.passes,
+        scrub.damaged,
+        scrub.unreadable,
+        scrub.mended,
+        scrub.in_pass,
+        scrub.last_pass_ended,
+    )
+
+
+def health_of(now: float, contact: Contact, facts: SidecarStatus | None) -> HealthLine:
+    """The worst thing first."""
+    if facts is None:
+        return HealthLine(
+            "error", f"No sidecar has answered yet: {contact.error or 'the first question is under way'}."
+        )
+    if not contact.connected:
+        return HealthLine("error", f"The sidecar does not answer ({contact.error}); all numbers are old.", "/events")
+    one = integrity_of(facts)
+    if one.reported or one.quarantined_slots or one.damaged:
+        text = f"Checks failed since the sidecar began: {one.reported:,} blocks reported by readers, "
+        text += f"{one.damaged or 0:,} frames damaged on disk, {one.quarantined_slots:,} slots quarantined. "
+        return HealthLine("error", f"{text}None of them was served.", "/events")
+    if facts.state == "stopping":
+        return HealthLine("warning", "The sidecar is ending: it answers what is under way, and takes nothing new.")
+    if facts.health.startswith("degraded"):
+        return HealthLine("warning", f"It serves, and something does not work: {facts.health}.", "/moves")
+    if facts.state == "warming":
+        at = facts.loading
+        text = f": {at.slots:,} of {at.all_slots:,} slots looked at" if at is not None else ""
+        return HealthLine("warning", f"Warming: it takes in what is on disk{text}. Some misses are called warming.")
+    if facts.policy_note:
+        return HealthLine("warning", f"It serves by the policy {facts.policy}: {facts.policy_note}.")
+    if facts.scrub is None:
+        return HealthLine("ok", f"Ready. No check has failed in {span(facts.up_seconds)}; there is no disk to scrub.")
+    if facts.scrub.last_pass_ended is None:
+        return HealthLine("ok", f"Ready. No check has failed in {span(facts.up_seconds)}; no scrub pass has ended yet.")
+    ago = span(max(0.0, now - facts.scrub.last_pass_ended))
+    return HealthLine("ok", f"Ready. Everything verified; the last scrub pass ended {ago} ago.")
+
+
+def misses_of(facts: SidecarStatus, window_sums: dict[str, int]) -> list[MissFigures]:
+    """Every reason that has a token, the largest of the window first."""
+    found = []
+    for name, tokens in facts.looked.miss_tokens.items():
+        known = REASONS.get(MissReason(name)) if name in MissReason.__members__.values() else None
+        words = ("A reason of a newer sidecar.", "-", "-", False)
+        if known is not None:
+            words = (known.meaning, known.cause, known.remedy, known.is_fine)
+        found.append(MissFigures(name, *words, tokens, window_sums.get(f"miss.{name}", 0)))
+    return sorted(found, key=lambda one: (-one.window_tokens, -one.tokens))
+
+
+def tenants_of(facts: SidecarStatus) -> list[TenantFigures]:
+    """Every tenant that has a key or a namespace."""
+    told = {one.tenant: one for one in facts.tenants}
+    names = list(dict.fromkeys([*told, *(one.tenant for one in facts.namespaces)]))
+    found = []
+    for name in names[:MOST_LISTED]:
+        spaces = [one for one in facts.namespaces if one.tenant == name]
+        one = told.get(name)
+        found.append(
+            TenantFigures(
+                name,
+                len(spaces),
+                sum(space.looked.asked_tokens for space in spaces),
+                _summed(space.looked.hit_tokens for space in spaces),
+                _summed(space.looked.miss_tokens for space in spaces),
+                sum(space.looked.found_tokens for space in spaces),
+                sum(space.looked.granted_tokens for space in spaces),
+                one.share if one is not None else None,
+                one.weight if one is not None else None,
+                one.dram_bytes if one is not None else None,
+                one.dram_guaranteed_bytes if one is not None else None,
+                one.nvme_bytes if one is not None else None,
+                one.nvme_guaranteed_bytes if one is not None else None,
+            )
+        )
+    return found
+
+
+def namespaces_of(facts: SidecarStatus, tenant: str, first: int) -> tuple[list[NamespaceStatus], int]:
+    """Some of them, and how many there are. tenant: "" for all."""
+    chosen = [one for one in facts.namespaces if tenant in ("", one.tenant)]
+    return chosen[first : first + MOST_LISTED], len(chosen) + (0 if tenant else facts.hidden_namespaces)
+
+
+def moves_of(facts: SidecarStatus) -> list[MoveFigures]:
+    """As `kvstore stat` has them."""
+    return [MoveFigures(one.kind, one.priority, one.waiting, one.running, one.done, one.failed) for one in facts.moves]
+
+
+def span(seconds: float) -> str:
+    """As people say it."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _summed(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for one in counts:
+        for name, tokens in one.items():
+            sums[name] = sums.get(name, 0) + tokens
+    return sums
+
+
+def schemas_of(kinds: Iterable[Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """JSON schemas for the API's document, and those that they refer to."""
+    found, components = msgspec.json.schema_components(list(kinds), ref_template="#/components/schemas/{name}")
+    return list(found), components

@@ -1,0 +1,350 @@
+"""The console over HTTP: pages, the JSON API behind them, and the stream. It reads; a login alone changes anything.
+
+    request > a known host > our own origin > a token, where there is one > page or API > headers
+
+Answers of the API are made of `kvstore.console.figures`; `/openapi.json` is their document. FastAPI is imported in this
+room alone: the sidecar's process has none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import RedirectResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from kvstore.console.access import COOKIE, LOGIN_SECONDS, Guard
+from kvstore.console.events import ConsoleEvent
+from kvstore.console.figures import (
+    MOST_LISTED,
+    ConsoleStatus,
+    EngineFigures,
+    MissFigures,
+    MoveFigures,
+    TenantFigures,
+    misses_of,
+    moves_of,
+    namespaces_of,
+    schemas_of,
+    tenants_of,
+)
+from kvstore.console.rings import WINDOWS
+from kvstore.console.stream import Broadcast
+from kvstore.console.watch import SidecarWatch
+from kvstore.protocol.status import NamespaceStatus, SidecarStatus
+
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": CSP,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",  # with no-referrer a browser sends its login form with an origin of null
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
+}
+PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/events")
+MOST_FORM_BYTES = 8192
+OPEN_PATHS = ("/login", "/static/style.css", "/static/favicon.svg")
+"""What may be seen before a login."""
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    """Every answer of the API that is none: one line for people."""
+
+    error: str
+
+
+class SeriesAnswer(msgspec.Struct, frozen=True):
+    """`/api/series`. times: where each slot of `step` seconds begins, in Unix time. counters: what was added in a slot;
+    gauges: the last value in it; null where nothing is known. sums: of the counters over the window. seen_since: the
+    first slot of which something is known. restarts: when the sidecar began again."""
+
+    window: str
+    step: int
+    times: list[int]
+    counters: dict[str, list[float | None]]
+    gauges: dict[str, list[float | None]]
+    sums: dict[str, int]
+    seen_since: int | None
+    restarts: list[float]
+
+
+class NamespacesAnswer(msgspec.Struct, frozen=True):
+    """`/api/namespaces`. all: how many there are; next: where to go on, None at the end."""
+
+    namespaces: list[NamespaceStatus]
+    all: int
+    next: int | None
+
+
+class EnginesAnswer(msgspec.Struct, frozen=True):
+    """`/api/engines`."""
+
+    engines: EngineFigures
+    moves: list[MoveFigures]
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """One of the package's files, as it is sent."""
+
+    body: bytes
+    type: str
+    tag: str
+
+    @staticmethod
+    def of(name: str, body: bytes) -> StaticFile:
+        """By the ending of its name."""
+        ending = name.rpartition(".")[2] if "." in name else "txt"
+        return StaticFile(body, TYPES.get(ending, TYPES["txt"]), f'"{sha256(body).hexdigest()[:16]}"')
+
+
+def make_app(watch: SidecarWatch, guard: Guard, hub: Broadcast, files: Mapping[str, bytes], version: str) -> App:
+    """files: name below static/ -> contents."""
+    app = FastAPI(title="kvstore console", version=version, docs_url=None, redoc_url=None, openapi_url=None)
+    static = {name: StaticFile.of(name, body) for name, body in files.items()}
+    if guard.has_token:
+        shown = files["index.html"].replace(b'action="/logout" hidden', b'action="/logout"')
+        static["index.html"] = StaticFile.of("index.html", shown)
+    _add_api(app, watch, hub)
+    _add_pages(app, guard, static)
+    _add_document(app, version)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        return _json(ApiError(str(error.detail)), error.status_code)
+
+    @app.exception_handler(RequestValidationError)
+    async def not_understood(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name = ".".join(str(one) for one in first.get("loc", ())[1:])
+        return _json(ApiError(f"{name}: {first.get('msg', 'not understood')}"), 422)
+
+    return Gate(app, guard)
+
+
+class Gate:
+    """Before every request: is it for this server, from its own pages, and may its sender read. Behind it: headers."""
+
+    def __init__(self, app: App, guard: Guard) -> None:
+        self._app = app
+        self._guard = guard
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            return
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                names = {name for name, _ in message["headers"]}
+                more = HEADERS if b"cache-control" in names else {**HEADERS, "cache-control": "no-store"}
+                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in more.items())]
+            await send(message)
+
+        refusal = self._refusal(scope)
+        app: App = self._app if refusal is None else refusal
+        await app(scope, receive, sent)
+
+    def _refusal(self, scope: Message) -> Response | None:
+        headers: dict[str, list[str]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+        host, origin = headers.get("host", []), headers.get("origin")
+        if len(host) != 1 or not self._guard.is_known_host(host[0]):
+            return _json(ApiError("this server has another name; ask for it as localhost or 127.0.0.1"), 421)
+        if origin is not None and not all(self._guard.is_own_origin(one, host[0]) for one in origin):
+            return _json(ApiError("a page of another site asks; open the console itself"), 403)
+        path = scope["path"]
+        if scope["method"] not in ("GET", "HEAD") and path not in ("/login", "/logout"):
+            return _json(ApiError("the console changes nothing: ask with GET"), 405)
+        authorization = headers.get("authorization", [None])[0]
+        cookie = "; ".join(headers.get("cookie", []))
+        if path in OPEN_PATHS or self._guard.may_read(authorization, cookie):
+            return None
+        if path in PAGES:
+            return RedirectResponse("/login", 303)
+        answer = _json(ApiError("give the token: Authorization: Bearer ..., or log in at /login"), 401)
+        answer.headers["www-authenticate"] = "Bearer"
+        return answer
+
+
+def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
+    window = Query("1h", description=f"One of {', '.join(WINDOWS)}.", pattern=f"^({'|'.join(WINDOWS)})$")
+
+    def known() -> SidecarStatus:
+        facts = watch.facts()
+        if facts is None:
+            raise HTTPException(503, f"no sidecar has answered yet: {watch.status().contact.error or 'wait a moment'}")
+        return facts
+
+    @app.get("/api/status", summary="How the sidecar is, in one object")
+    async def status() -> Response:
+        return _json(watch.status())
+
+    @app.get("/api/series", summary="Numbers over time")
+    async def series(window: str = window) -> Response:
+        found = watch.window(window)
+        return _json(
+            SeriesAnswer(
+                window,
+                found.step,
+                found.times,
+                {name: list(values) for name, values in found.counters.items()},
+                {name: list(values) for name, values in found.gauges.items()},
+                found.sums,
+                found.seen_since,
+                found.restarts,
+            )
+        )
+
+    @app.get("/api/misses", summary="Why tokens were computed, by reason")
+    async def misses(window: str = window) -> Response:
+        return _json(misses_of(known(), watch.window(window).sums))
+
+    @app.get("/api/tenants", summary="Who asked, got and has how much")
+    async def tenants() -> Response:
+        return _json(tenants_of(known()))
+
+    @app.get("/api/namespaces", summary=f"Namespaces, {MOST_LISTED} at a time")
+    async def namespaces(
+        tenant: str = Query("", max_length=128), first: int = Query(0, ge=0, le=1_000_000)
+    ) -> Response:
+        listed, count = namespaces_of(known(), tenant, first)
+        last = first + len(listed)
+        return _json(NamespacesAnswer(listed, count, last if listed and last < count else None))
+
+    @app.get("/api/engines", summary="Sessions of engines, the door, and moves between tiers")
+    async def engines() -> Response:
+        facts = known()
+        figures = EngineFigures(facts.sessions[:MOST_LISTED], _hidden_sessions(facts), facts.departed, facts.door)
+        return _json(EnginesAnswer(figures, moves_of(facts)))
+
+    @app.get("/api/events", summary="What happened, the newest first")
+    async def events() -> Response:
+        return _json(watch.events())
+
+    @app.get("/api/stream", include_in_schema=False)
+    async def stream() -> Response:
+        if hub.is_full:
+            raise HTTPException(503, f"{hub.streams} pages listen already; close one")
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(hub.listen(), media_type="text/event-stream", headers=headers)
+
+
+def _hidden_sessions(facts: SidecarStatus) -> int:
+    return facts.hidden_sessions + max(0, len(facts.sessions) - MOST_LISTED)
+
+
+def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> None:
+    async def page() -> Response:
+        return _file(static["index.html"])
+
+    for path in PAGES:
+        app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False)
+
+    @app.api_route("/static/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
+    async def static_file(request: Request, name: str) -> Response:
+        if name not in static:
+            raise HTTPException(404, "there is no such file")
+        return _file(static[name], request.headers.get("if-none-match"))
+
+    @app.api_route("/login", methods=["GET", "HEAD"], include_in_schema=False)
+    async def login_page() -> Response:
+        return _file(static["login.html"]) if guard.has_token else RedirectResponse("/", 303)
+
+    @app.post("/login", include_in_schema=False)
+    async def log_in(request: Request) -> Response:
+        if guard.is_paused:
+            return _json(ApiError("too many wrong tokens came; wait a minute"), 429)
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MOST_FORM_BYTES:
+                return _json(ApiError(f"a form of more than {MOST_FORM_BYTES} bytes"), 413)
+        given = parse_qs(body.decode("latin-1"), max_num_fields=8).get("token", [""])[0]
+        name = guard.log_in(given)
+        if name is None:
+            await asyncio.sleep(0.5)
+            return _file(static["wrong_token.html"], status=403)
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(COOKIE, name, max_age=int(LOGIN_SECONDS), httponly=True, samesite="strict", path="/")
+        return answer
+
+    @app.post("/logout", include_in_schema=False)
+    async def log_out(request: Request) -> Response:
+        guard.log_out(request.headers.get("cookie"))
+        answer = RedirectResponse("/login", 303)
+        answer.delete_cookie(COOKIE, path="/")
+        return answer
+
+
+def _add_document(app: FastAPI, version: str) -> None:
+    """`/openapi.json`, with the schemas of what the API answers."""
+    kinds: dict[str, Any] = {
+        "/api/status": ConsoleStatus,
+        "/api/series": SeriesAnswer,
+        "/api/misses": list[MissFigures],
+        "/api/tenants": list[TenantFigures],
+        "/api/namespaces": NamespacesAnswer,
+        "/api/engines": EnginesAnswer,
+        "/api/events": list[ConsoleEvent],
+    }
+    (error, *schemas), components = schemas_of([ApiError, *kinds.values()])
+    document = get_openapi(title="kvstore console", version=version, routes=app.routes)
+    document.setdefault("components", {})["schemas"] = components
+    for path, schema in zip(kinds, schemas, strict=True):
+        answers = document["paths"][path]["get"]["responses"] = {"200": _content("What was asked for", schema)}
+        for status, text in (
+            ("401", "The token is missing or wrong"),
+            ("403", "A page of another site asked"),
+            ("421", "Another host was asked for"),
+            ("422", "A parameter that cannot be"),
+            ("503", "No sidecar has answered yet"),
+        ):
+            answers[status] = _content(text, error)
+    body = msgspec.json.encode(document)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return Response(body, media_type="application/json")
+
+
+def _content(text: str, schema: Any) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": schema}}}
+
+
+def _json(answer: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
+
+
+def _file(one: StaticFile, known: str | None = None, status: int = 200) -> Response:
+    headers = {"cache-control": "no-cache", "etag": one.tag}
+    if known == one.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(one.body, status, headers=headers, media_type=one.type)

@@ -1,0 +1,161 @@
+"""What the console remembers: numbers over time, in rings of a fixed size. Pure: times are given.
+
+    10 s x 1 h      60 s x 24 h      10 min x 7 d        8 bytes for each number, NaN where nothing is known
+
+A counter's slot has what was added in it; a gauge's its last value. What a counter grew by between two looks is
+spread over the slots between them in whole numbers, so that the slots of a window add up to what was counted. A slot
+that no look covers stays unknown: a page draws a gap there, and no line over it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import nan
+
+MOST_SERIES = 96
+"""Further names are left out: a sidecar of another version must not make the console grow."""
+MOST_RESTARTS = 64
+
+STEPS = ((10, 360), (60, 1440), (600, 1008))
+"""Seconds of a slot, and how many slots there are."""
+WINDOWS = {"15m": (900, 10), "1h": (3600, 10), "6h": (21_600, 60), "24h": (86_400, 60), "7d": (604_800, 600)}
+"""Seconds that a window covers, and those of its slots."""
+
+
+class Ring:
+    """One series at one resolution."""
+
+    __slots__ = ("_last", "_slots", "_values", "step")
+
+    def __init__(self, step: int, slots: int) -> None:
+        self.step = step
+        self._slots = slots
+        self._values = array("d", [nan]) * slots
+        self._last = -1  # the newest slot, counted from 1970
+
+    def add(self, slot: int, amount: float) -> None:
+        """A counter grew by that much in a slot."""
+        if self._reach(slot):
+            at = slot % self._slots
+            known = self._values[at]
+            self._values[at] = amount if known != known else known + amount
+
+    def put(self, slot: int, value: float) -> None:
+        """A gauge had that value."""
+        if self._reach(slot):
+            self._values[slot % self._slots] = value
+
+    def read(self, first: int, stop: int) -> array[float]:
+        """Of the slots from first to before stop."""
+        found = array("d", [nan]) * max(0, stop - first)
+        for slot in range(max(first, self._last - self._slots + 1), min(stop, self._last + 1)):
+            found[slot - first] = self._values[slot % self._slots]
+        return found
+
+    def _reach(self, slot: int) -> bool:
+        """Whether a slot can be written; those that were passed over are unknown."""
+        if slot <= self._last - self._slots:
+            return False
+        for passed in range(max(self._last + 1, slot - self._slots + 1), slot + 1):
+            self._values[passed % self._slots] = nan
+        self._last = max(self._last, slot)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarReading:
+    """What the sidecar said at one moment. run: of the sidecar, and began_at: when that began. counters: whole numbers
+    that begin with the run; most of them only grow. gauges: values of the moment."""
+
+    run: str
+    at: float
+    began_at: float
+    counters: Mapping[str, int]
+    gauges: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class RingWindow:
+    """times: where each slot begins. sums: of the counters, over the window. restarts: when a run of the sidecar began.
+    seen_since: the first slot of which something is known, None where there is none."""
+
+    step: int
+    times: list[int]
+    counters: dict[str, array[float]] = field(default_factory=dict)
+    gauges: dict[str, array[float]] = field(default_factory=dict)
+    sums: dict[str, int] = field(default_factory=dict)
+    restarts: list[float] = field(default_factory=list)
+    seen_since: int | None = None
+
+
+class Rings:
+    """All series. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, list[Ring]] = {}
+        self._gauges: dict[str, list[Ring]] = {}
+        self._before: SidecarReading | None = None
+        self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)
+
+    def take(self, reading: SidecarReading) -> None:
+        """One more look. The first one tells where the counters stand, and nothing of when they grew."""
+        before = self._before
+        if before is not None and reading.at == before.at:
+            return  # the same look once more
+        self._before = reading
+        if before is None or reading.at < before.at:
+            return  # the first, or a clock that was set back: nothing can be said of the time between
+        since, counted = before.at, before.counters
+        if reading.run != before.run:
+            # The counters began again with the run: all that they have was counted since then.
+            since, counted = min(max(before.at, reading.began_at), reading.at), {}
+            self._restarts.append(since)
+        for name, value in reading.counters.items():
+            grown = value - counted.get(name, 0)
+            for ring in self._rings(self._counters, name):
+                for slot, amount in _spread(grown, since, reading.at, ring.step):
+                    ring.add(slot, amount)
+        for name, gauge in reading.gauges.items():
+            for ring in self._rings(self._gauges, name):
+                ring.put(int(reading.at // ring.step), gauge)
+
+    def window(self, name: str, now: float) -> RingWindow:
+        """name: one of `WINDOWS`."""
+        seconds, step = WINDOWS[name]
+        at = next(place for place, (one, _) in enumerate(STEPS) if one == step)
+        stop = int(now // step) + 1
+        first = stop - seconds // step
+        found = RingWindow(step, [slot * step for slot in range(first, stop)])
+        for counter, rings in self._counters.items():
+            values = rings[at].read(first, stop)
+            found.counters[counter] = values
+            found.sums[counter] = int(sum(value for value in values if value == value))
+            known = next((place for place, value in enumerate(values) if value == value), None)
+            if known is not None and (found.seen_since is None or found.times[known] < found.seen_since):
+                found.seen_since = found.times[known]
+        found.gauges = {gauge: rings[at].read(first, stop) for gauge, rings in self._gauges.items()}
+        found.restarts = [one for one in self._restarts if one >= found.times[0]]
+        return found
+
+    def _rings(self, of: dict[str, list[Ring]], name: str) -> list[Ring]:
+        if name not in of:
+            if len(self._counters) + len(self._gauges) >= MOST_SERIES:
+                return []
+            of[name] = [Ring(step, slots) for step, slots in STEPS]
+        return of[name]
+
+
+def _spread(amount: int, since: float, until: float, step: int) -> Iterator[tuple[int, int]]:
+    """A growth between two moments, by slot, in whole numbers that add up to it."""
+    first, last = int(since // step), int(until // step)
+    if last - first > STEPS[-1][1]:  # longer ago than any ring reaches
+        yield last, amount
+        return
+    given = 0
+    for slot in range(first, last + 1):
+        share = amount if slot == last else round(amount * ((slot + 1) * step - since) / (until - since))
+        yield slot, share - given
+        given = share

@@ -1,0 +1,107 @@
+"""`kvstore console`, put together: the watch on a sidecar, the guard, the pages, and a server for them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import uvicorn
+
+from kvstore.block.errors import BadInput
+from kvstore.console.access import Guard
+from kvstore.console.pages import make_app
+from kvstore.console.stream import Broadcast
+from kvstore.console.watch import SidecarWatch
+from tiering.clock import Clock
+
+MOST_CONNECTIONS = 128
+"""At a time; further ones are told 503."""
+END_SECONDS = 1
+"""A stream has no end of its own: so long an end in order waits for it."""
+NO_RUN = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleParts:
+    """What a console is handed. files: of the package, by their name below static/. new_token: random bytes, that many.
+    is_wanted: asked now and then, whether the process that started it is still there."""
+
+    clock: Clock
+    new_token: Callable[[int], bytes]
+    files: Mapping[str, bytes]
+    version: str
+    is_wanted: Callable[[], bool] = lambda: True
+
+
+def serve_console(
+    sidecar: str, address: tuple[str, int], token: str | None, parts: ConsoleParts, started: Callable[[int], None]
+) -> None:
+    """Until SIGTERM or SIGINT. started: told the port once it listens. Raises `BadInput`."""
+    host, port = address
+    guard = Guard(host, token, parts.clock, parts.new_token)
+    listening = _listening(host, port)
+    watch = SidecarWatch(sidecar, parts.version, parts.clock)
+    hub = Broadcast()
+    app = make_app(watch, guard, hub, parts.files, parts.version)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=END_SECONDS,
+    )
+    server = _Server(config)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.end)
+
+        def publish() -> None:
+            one = watch.status()
+            hub.publish(one.run or NO_RUN, msgspec.json.encode(one))
+
+        def told() -> None:
+            if not parts.is_wanted():
+                loop.call_soon_threadsafe(server.end)
+            loop.call_soon_threadsafe(publish)
+
+        watch.start(told)
+        started(listening.getsockname()[1])
+        await server.serve([listening])
+
+    try:
+        asyncio.run(run())
+    finally:
+        watch.close()
+        listening.close()
+
+
+class _Server(uvicorn.Server):
+    """One whose end in order is status 0: uvicorn's own raises the signal once more behind it."""
+
+    def end(self) -> None:
+        """Take no more requests, and end those that there are."""
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None: the loop has them."""
+        yield
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise BadInput(f"{host}:{port} cannot be listened on: {error.strerror}; give another --listen") from None

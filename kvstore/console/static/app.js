@@ -1,0 +1,95 @@
+// One shell for all pages: which page, which time, what was asked, what listens, and what is said when nothing answers.
+import { endCharts } from "./charts.js";
+import { clock, make, moment, span } from "./format.js";
+import { overview } from "./overview.js";
+import * as pages from "./pages.js";
+
+const PAGES = [
+  ["/", "Overview", overview, {}], ["/misses", "Why misses", pages.misses, { misses: "/api/misses?window=" }],
+  ["/tenants", "Tenants", pages.tenants, { tenants: "/api/tenants", namespaces: "/api/namespaces" }],
+  ["/moves", "Moves and disk", pages.moves, { engines: "/api/engines" }], ["/engines", "Engines", pages.engines, { engines: "/api/engines" }],
+  ["/events", "Events", pages.events, { events: "/api/events" }],
+];
+const WINDOWS = { run: "since start", "15m": "15 min", "1h": "1 h", "6h": "6 h", "24h": "24 h", "7d": "7 d" };
+const WORDS = { run: "since the sidecar began", "15m": "in the last 15 minutes", "1h": "in the last hour", "6h": "in the last 6 hours", "24h": "in the last 24 hours", "7d": "in the last 7 days" };
+const SILENT_SECONDS = 12, REDRAW_SECONDS = 10;
+
+const [path, title, render, wanted] = PAGES.find(([one]) => one === location.pathname) ?? PAGES[0];
+const asked = new URLSearchParams(location.search).get("window");
+const window_ = asked in WINDOWS ? asked : "run";
+const main = document.getElementById("main"), stale = document.getElementById("stale");
+let status = null, heardAt = Date.now(), drawnAt = 0, isDrawing = false, run = null, source = null;
+
+document.title = `${title} - kvstore console`;
+document.getElementById("nav").append(...PAGES.map(([one, name]) => make("a", { href: one + location.search, ...(one === path ? { "aria-current": "page" } : {}) }, name)));
+document.getElementById("theme").addEventListener("click", () => switchTheme());
+
+async function get(url) {
+  const answer = await fetch(url, { headers: { accept: "application/json" } });
+  if (answer.status === 401) { location.href = "/login"; throw new Error("log in first"); }
+  const body = await answer.json();
+  if (!answer.ok) throw new Error(body.error ?? `status ${answer.status}`);
+  return body;
+}
+function chosenRing() {
+  if (window_ !== "run") return window_;
+  const up = status.up_seconds ?? 0;
+  return up <= 900 ? "15m" : up <= 3600 ? "1h" : up <= 21600 ? "6h" : up <= 86400 ? "24h" : "7d";
+}
+async function draw() {
+  if (isDrawing || !status) return;
+  isDrawing = true;
+  try {
+    const ring = chosenRing();
+    if (status.run === null) { say(status.health.text); ready(); return; }
+    const keys = Object.keys(wanted);
+    const found = await Promise.all([get(`/api/series?window=${ring}`), ...keys.map((key) => get(wanted[key].endsWith("=") ? wanted[key] + ring : wanted[key]))]);
+    const series = found[0];
+    series.words = WORDS[ring];
+    series.note = series.seen_since === null ? "The console has watched for less than one look." : series.seen_since > series.times[0] ? `The console has watched since ${moment(series.seen_since)}; before that nothing is known.` : "";
+    const windows = make("div.windows", {}, ...Object.entries(WINDOWS).map(([name, text]) => make("a", { href: `${path}?window=${name}`, ...(name === window_ ? { "aria-current": "true" } : {}) }, text)));
+    const open = [...main.querySelectorAll("details")].map((one) => one.open), scrolled = scrollY;
+    endCharts();
+    main.replaceChildren(...render({ status, series, window: window_, windows, words: WORDS[window_], ...Object.fromEntries(keys.map((key, at) => [key, found[at + 1]])) }));
+    main.querySelectorAll("details").forEach((one, at) => { one.open = open[at] ?? false; });
+    scrollTo(0, scrolled);
+    drawnAt = Date.now();
+    ready();
+  } catch (error) {
+    if (!main.querySelector("section:not(.wait)")) say(`The console does not answer: ${error.message}.`);
+    ready();
+  } finally { isDrawing = false; }
+}
+function say(text) { endCharts(); main.replaceChildren(make("section.panel.wide.health.error", { id: "health" }, text)); }
+function ready() { document.body.dataset.ready = "1"; }
+function tell() {
+  const silent = (Date.now() - heardAt) / 1000;
+  const from = status?.contact.numbers_from;
+  let text = "";
+  if (silent > SILENT_SECONDS) text = `No answer from the console for ${span(silent)}; numbers are from ${from ? clock(from) : "-"}.`;
+  else if (status && !status.contact.connected && from) text = `The sidecar has not answered since ${clock(status.contact.since)}; numbers are from ${clock(from)}.`;
+  stale.hidden = !text;
+  if (stale.textContent !== text) stale.textContent = text;
+  document.body.classList.toggle("stale", Boolean(text));
+  if (status) document.getElementById("foot").textContent = `kvstore ${status.version}; numbers from ${status.contact.numbers_from ? moment(status.contact.numbers_from) : "-"}.`;
+}
+function take(next) {
+  status = next; heardAt = Date.now();
+  const isNew = run !== null && next.run !== run;
+  run = next.run;
+  const wasEmpty = !main.querySelector("section:not(.wait)") || main.querySelector("#health.error:only-child");
+  tell();
+  if (isNew || wasEmpty || Date.now() - drawnAt > 1000 * REDRAW_SECONDS) draw();
+}
+function listen() {
+  if (source || document.hidden) return;
+  source = new EventSource("/api/stream");
+  source.addEventListener("message", (event) => take(JSON.parse(event.data)));
+}
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) { source?.close(); source = null; } else { heardAt = Date.now(); listen(); drawnAt = 0; }
+});
+addEventListener("pagehide", () => { source?.close(); source = null; });
+setInterval(tell, 1000);
+try { take(await get("/api/status")); } catch (error) { say(`The console does not answer: ${error.message}.`); ready(); }
+listen();

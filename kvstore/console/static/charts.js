@@ -1,0 +1,93 @@
+// The 100 % bar, and uPlot with this house's colours. Misses are hatched, hits are not; the order never changes.
+import { detailsOf, known, make, moment, percent, table, tokens, whole } from "./format.js";
+
+const ORDER = ["engine", "hbm", "dram", "nvme", "remote"];
+const HUES = { engine: "engine", hbm: "dram", dram: "dram", nvme: "nvme", remote: "remote", found: "found" };
+const NAMES = { engine: "engine's own cache", hbm: "hbm", dram: "dram", nvme: "nvme", remote: "remote", found: "found, not loaded" };
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+export const missHue = (at) => (at % 2 ? "miss2" : "miss");
+export const missHatch = (at) => 1 + (at % 3);
+const rest = (count) => `${count} other reason${count === 1 ? "" : "s"}`;
+
+// hits, misses: tokens by name. Pieces in their order; misses largest first, those below 1 % joined.
+export function piecesOf(hits, misses, found, asked) {
+  const pieces = ORDER.filter((name) => hits[name] > 0).map((name) => ({ name, label: NAMES[name], hue: HUES[name], hatch: 0, tokens: hits[name] }));
+  if (found > 0) pieces.push({ name: "found", label: NAMES.found, hue: "found", hatch: 0, tokens: found });
+  const sorted = Object.entries(misses).filter(([, count]) => count > 0).sort((a, b) => b[1] - a[1]);
+  const large = sorted.filter(([, count]) => count >= asked / 100), small = sorted.slice(large.length);
+  if (small.length === 1) large.push(small.pop());
+  large.forEach(([name, count], at) => pieces.push({ name, label: `miss: ${name.replaceAll("_", " ")}`, hue: missHue(at), hatch: missHatch(at), tokens: count, miss: true }));
+  if (small.length) pieces.push({ name: "others", label: rest(small.length), hue: missHue(large.length), hatch: missHatch(large.length), tokens: small.reduce((sum, [, count]) => sum + count, 0), miss: true });
+  return pieces;
+}
+const swatch = (one) => make(`i.swatch.hue-${one.hue}${one.hatch ? `.hatch${one.hatch}` : ""}`);
+
+export function bar(pieces, asked, empty) {
+  if (!asked) return make("div", {}, make("div.bar.empty"), make("p.quiet", {}, empty));
+  const row = make("div.bar", { role: "img", "aria-label": pieces.map((one) => `${one.label} ${percent(one.tokens, asked)}`).join(", ") });
+  for (const one of pieces) {
+    const part = make(`span.hue-${one.hue}${one.hatch ? `.hatch${one.hatch}` : ""}`, { title: `${one.label}: ${whole(one.tokens)} tokens` });
+    part.style.flexGrow = String(one.tokens);
+    part.style.flexBasis = "0";
+    if (one.tokens / asked >= 0.14) part.append(make("b", {}, one.label.replace("miss: ", "")));
+    row.append(part);
+  }
+  const legend = make("ul.legend", {}, ...pieces.map((one) => make("li", { "data-piece": one.name, "data-tokens": one.tokens }, swatch(one), `${one.label} ${percent(one.tokens, asked)} (${whole(one.tokens)})`)));
+  return make("div", {}, row, legend);
+}
+
+function hatched(one) {
+  const base = colour(one.hue === "found" ? "line" : one.hue);
+  if (!one.hatch) return base;
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 8;
+  const pen = tile.getContext("2d");
+  pen.fillStyle = base; pen.fillRect(0, 0, 8, 8);
+  pen.strokeStyle = colour("stripe"); pen.lineWidth = 2.5;
+  pen.beginPath();
+  if (one.hatch === 1) { pen.moveTo(-2, 10); pen.lineTo(10, -2); } else if (one.hatch === 2) { pen.moveTo(-2, -2); pen.lineTo(10, 10); } else { pen.moveTo(4, 0); pen.lineTo(4, 8); }
+  pen.stroke();
+  return pen.createPattern(tile, "repeat");
+}
+const drawn = new Set();
+addEventListener("themechange", () => drawn.forEach((one) => one.redraw()));
+export function endCharts() { drawn.forEach((one) => { one.watcher.disconnect(); one.destroy(); }); drawn.clear(); }
+
+// series: [{label, hue, hatch, values}], values may hold null. stacked: painted from the sum of all down to the first.
+export function chart(title, times, series, { stacked = false, unit = "", format = tokens, restarts = [], step = 10, note = "" } = {}) {
+  const box = make("div.chart", { "aria-label": title });
+  const isCut = times.map((at) => restarts.some((one) => one >= at && one < at + step));
+  const shown = series.map((one) => one.values.map((value, at) => (isCut[at] ? null : value)));
+  const sums = stacked ? shown.map((_, place) => times.map((_, at) => {
+    let sum = 0, any = false;
+    for (let below = 0; below <= place; below++) if (known(shown[below][at])) { sum += Math.max(0, shown[below][at]); any = true; }
+    return any ? sum : null;
+  })) : shown;
+  const order = stacked ? [...series.keys()].reverse() : [...series.keys()];
+  const axis = { stroke: () => colour("quiet"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { stroke: () => colour("line"), width: 1 }, font: "12px system-ui, 'DejaVu Sans', sans-serif" };
+  const options = {
+    width: 300, height: 200, cursor: { sync: { key: "kvstore" }, y: false }, legend: { live: true, isolate: true, markers: { fill: (_, at) => (at ? colour(series[order[at - 1]].hue === "found" ? "line" : series[order[at - 1]].hue) : "") } },
+    padding: [10, 26, 0, 0], scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.05 : 1] } },
+    axes: [{ ...axis, values: "{HH}:{mm}", space: 70 }, { ...axis, size: 64, values: (_, found) => found.map((one) => format(one)) }],
+    series: [{ value: (_, at) => (known(at) ? moment(at) : "-") }, ...order.map((at) => ({
+      label: series[at].label, width: stacked ? 0 : 2, points: { show: stacked ? false : undefined, size: 4 }, spanGaps: false,
+      stroke: () => colour(series[at].hue === "found" ? "quiet" : series[at].hue), fill: stacked ? () => hatched(series[at]) : undefined,
+      paths: uPlot.paths.stepped({ align: 1 }), value: (_, __, ___, place) => (known(place) && known(shown[at][place]) ? `${format(shown[at][place])}${unit}` : "-"),
+    }))],
+    hooks: { draw: [(plot) => {
+      plot.ctx.save(); plot.ctx.strokeStyle = colour("error"); plot.ctx.setLineDash([4, 4]);
+      for (const at of restarts) { const x = plot.valToPos(at, "x", true); plot.ctx.beginPath(); plot.ctx.moveTo(x, plot.bbox.top); plot.ctx.lineTo(x, plot.bbox.top + plot.bbox.height); plot.ctx.stroke(); }
+      plot.ctx.restore();
+    }] },
+  };
+  // A slot is as wide as its step: the last one needs an end.
+  const ended = [...times, times[times.length - 1] + step];
+  const plot = new uPlot(options, [ended, ...order.map((at) => [...sums[at], sums[at][times.length - 1]])], box);
+  plot.watcher = new ResizeObserver(() => { const width = Math.floor(box.clientWidth); if (width > 0 && width !== plot.width) plot.setSize({ width, height: 200 }); });
+  plot.watcher.observe(box);
+  drawn.add(plot);
+  const rows = times.map((at, place) => [moment(at), ...shown.map((values) => (known(values[place]) ? format(values[place]) : "-"))]).reverse().slice(0, 60);
+  const head = ["from", ...series.map((one) => `*${one.label}`)];
+  return make("div", {}, box, restarts.length ? make("p.quiet", {}, `Dashed: the sidecar began again at ${restarts.map(moment).join(", ")}; nothing is drawn across it.`) : null,
+    note ? make("p.quiet", {}, note) : null, detailsOf(`Table (the newest ${rows.length} of ${times.length}${unit ? `,${unit}` : ""})`, table(head, rows)));
+}

@@ -1,0 +1,84 @@
+// The first page: how it is, where tokens came from, what the tiers hold, whether anything was damaged.
+import { bar, chart, piecesOf } from "./charts.js";
+import { bytes, eventList, known, make, moment, panel, percent, span, table, tokens, whole, wide } from "./format.js";
+
+export const empty = (status) => {
+  if (!status || !known(status.sessions)) return "No numbers yet.";
+  if (!status.sessions) return "Nobody is attached: start an engine with url: unix:... of this sidecar's socket.";
+  return `No look-ups in this time. ${whole(status.sessions)} engine${status.sessions === 1 ? " is" : "s are"} attached.`;
+};
+export function account(status, series, window) {
+  if (window === "run") {
+    const looked = status.looked;
+    return { asked: looked.asked_tokens, hits: looked.hit_tokens, misses: looked.miss_tokens, found: looked.found_tokens };
+  }
+  const of = (prefix) => Object.fromEntries(Object.entries(series.sums).filter(([name]) => name.startsWith(prefix)).map(([name, count]) => [name.slice(prefix.length), count]));
+  return { asked: series.sums.asked ?? 0, hits: of("hit."), misses: of("miss."), found: series.sums.found ?? 0 };
+}
+export function sentence(one, words) {
+  if (!one.asked) return null;
+  const own = one.hits.engine ?? 0, all = Object.values(one.hits).reduce((sum, count) => sum + count, 0);
+  const more = own ? `: ${whole(own)} were in the engine's own cache, ${whole(all - own)} came from this store` : "";
+  return make("p.sentence", { id: "sentence" }, `Of ${whole(one.asked)} prompt tokens that engines asked for ${words}, ${whole(all)} did not have to be computed (${percent(all, one.asked)})${more}.`);
+}
+export function rates(series, pieces) {
+  return pieces.map((one) => ({ label: one.label, hue: one.hue, hatch: one.hatch, values: one.values.map((value) => (known(value) ? value / series.step : null)) }));
+}
+export function stackOf(series) {
+  const pieces = piecesOf(
+    Object.fromEntries(Object.entries(series.sums).filter(([name]) => name.startsWith("hit.")).map(([name, count]) => [name.slice(4), count])),
+    Object.fromEntries(Object.entries(series.sums).filter(([name]) => name.startsWith("miss.")).map(([name, count]) => [name.slice(5), count])),
+    0, series.sums.asked ?? 0);
+  const missing = pieces.filter((one) => one.miss).map((one) => one.name);
+  const large = new Set(missing.filter((one) => one !== "others").slice(0, 4));
+  const lines = pieces.filter((one) => !one.miss).map((one) => ({ ...one, values: series.counters[`hit.${one.name}`] }));
+  for (const one of pieces) if (large.has(one.name)) lines.push({ ...one, values: series.counters[`miss.${one.name}`] });
+  const others = Object.keys(series.counters).filter((name) => name.startsWith("miss.") && !large.has(name.slice(5)) && series.sums[name] > 0);
+  if (others.length) lines.push({ name: "others", label: `${others.length} other reason${others.length === 1 ? "" : "s"}`, hue: large.size % 2 ? "miss2" : "miss", hatch: 3, values: series.times.map((_, at) => others.reduce((sum, name) => { const value = series.counters[name][at]; return known(value) ? (sum ?? 0) + value : sum; }, null)) });
+  return lines;
+}
+function tierPanel(status) {
+  const rows = [], meters = [];
+  for (const one of status.tiers) {
+    const pinned = one.name === "dram" ? status.pinned_bytes : null;
+    const retained = status.retained_bytes[one.name] ?? null;
+    rows.push([one.name, bytes(one.budget_bytes), bytes(one.taken_bytes), bytes(pinned), bytes(retained), whole(one.slots.used), whole(one.slots.free), whole(one.slots.quarantined)]);
+    const meter = make("div.meter", { role: "img", "aria-label": `${one.name}: ${percent(one.taken_bytes, one.budget_bytes)} taken` });
+    for (const [kind, size] of [[`hue-${one.name}`, one.taken_bytes], ["pinned", pinned], ["retained", retained]]) {
+      if (!size) continue;
+      const part = make(`i.${kind}`);
+      part.style.width = `${Math.min(100, (100 * size) / one.budget_bytes)}%`;
+      meter.append(part);
+    }
+    meters.push(make("p", {}, `${one.name}: ${bytes(one.taken_bytes)} of ${bytes(one.budget_bytes)} taken (${percent(one.taken_bytes, one.budget_bytes)})`), meter);
+  }
+  const legend = make("p.quiet", {}, "The narrow stripes: below, pinned by leases; above, retained by a ttl or a priority.");
+  return panel("Tiers", ...meters, legend, table(["tier", "*budget", "*taken", "*pinned", "*retained", "*slots used", "*free", "*quarantined"], rows));
+}
+function integrityPanel(status) {
+  const one = status.integrity;
+  const facts = [
+    ["failed a reader's check", `${whole(one.reported)} blocks`], ["quarantined", `${whole(one.quarantined_slots)} slots`],
+    ["verified on disk", known(one.verified_bytes) ? `${bytes(one.verified_bytes)} in ${whole(one.verified_frames)} frames` : "-"],
+    ["damaged on disk", whole(one.damaged)], ["unreadable", whole(one.unreadable)], ["mended", whole(one.mended)],
+    ["scrub", known(one.in_pass) ? `${one.in_pass ? "in a pass" : "waiting"}, ${whole(one.passes)} done` : "- (no disk tier)"],
+    ["last pass ended", moment(one.last_pass_ended)],
+  ];
+  return panel("Integrity", make("dl", {}, ...facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])),
+    make("p.quiet", {}, "Every block is verified again when it is loaded; what fails is a miss, and is never served. Counts begin with the sidecar."));
+}
+export function overview({ status, series, window, windows, words }) {
+  const one = account(status, series, window), pieces = piecesOf(one.hits, one.misses, one.found, one.asked);
+  const lines = stackOf(series);
+  return [
+    make(`section.panel.wide.health.${status.health.level}`, { id: "health" }, status.health.page === "/" ? status.health.text : make("a", { href: status.health.page }, status.health.text)),
+    wide("Where prompt tokens came from", windows, bar(pieces, one.asked, empty(status)), sentence(one, words),
+      status.loading ? make("p.quiet", {}, `The sidecar takes in its disk: ${whole(status.loading.slots)} of ${whole(status.loading.all_slots)} slots.`) : null),
+    wide(`Tokens a second, ${series.words}`, lines.length ? chart("Tokens a second by where they came from", series.times, rates(series, lines), { stacked: true, unit: " tokens/s", restarts: series.restarts, step: series.step, note: series.note })
+      : make("p.quiet", {}, `${empty(status)} ${series.note}`)),
+    tierPanel(status), integrityPanel(status),
+    panel("Now", make("dl", {}, ...[["state", `${status.state}, up ${span(status.up_seconds)}`], ["blocks", whole(status.blocks)], ["engines", whole(status.sessions)], ["namespaces", whole(status.namespaces)],
+      ["leases", `${whole(status.leases)}, pinning ${bytes(status.pinned_bytes)}`], ["policy", status.policy ?? "-"], ["run", `${status.run.slice(0, 8)}, pid ${status.pid}`]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
+    panel("What happened last", eventList(status.events, "Nothing yet."), make("p", {}, make("a", { href: `/events${location.search}` }, "All events"))),
+  ];
+}

@@ -1,0 +1,69 @@
+// The other pages.
+import { bar, chart, piecesOf, missHatch, missHue } from "./charts.js";
+import { bytes, eventList, known, make, moment, ms, panel, percent, span, table, tokens, whole, wide } from "./format.js";
+import { account, empty, rates, stackOf } from "./overview.js";
+
+const sum = (counts) => Object.values(counts).reduce((all, one) => all + one, 0);
+
+export function misses({ status, series, window, windows, words, misses: reasons }) {
+  const one = account(status, series, window);
+  const of = (reason) => (window === "run" ? reason.tokens : reason.window_tokens);
+  const listed = reasons.filter((reason) => of(reason) > 0).sort((a, b) => of(b) - of(a));
+  const lines = stackOf(series).filter((line) => line.miss || line.name === "others");
+  const all = sum(one.misses);
+  return [
+    wide("Why tokens were computed", windows, bar(piecesOf({}, one.misses, 0, all), all, one.asked ? "Nothing was missed." : empty(status)),
+      all ? make("p.sentence", {}, `${whole(all)} of ${whole(one.asked)} prompt tokens ${words} had to be computed (${percent(all, one.asked)}).`) : null),
+    wide(`Misses, ${series.words}`, lines.length ? chart("Missed tokens a second by reason", series.times, rates(series, lines), { stacked: true, unit: " tokens/s", restarts: series.restarts, step: series.step, note: series.note }) : make("p.quiet", {}, `No misses in this time. ${series.note}`)),
+    ...listed.map((reason, at) => {
+      const card = panel(`${reason.reason.replaceAll("_", " ")}: ${percent(of(reason), one.asked)} of all tokens asked for (${whole(of(reason))})`,
+        make("dl", {}, make("dt", {}, "what it means"), make("dd", {}, reason.meaning), make("dt", {}, "usual cause"), make("dd", {}, reason.cause), make("dt", {}, "what to do"), make("dd", {}, reason.remedy)));
+      card.classList.add("reason", `hue-${missHue(at)}`);
+      card.id = reason.reason;
+      card.dataset.tokens = of(reason);
+      return card;
+    }),
+  ];
+}
+export function tenants({ status, tenants: told, namespaces }) {
+  const rows = told.map((one) => [one.tenant, whole(one.namespaces), whole(one.asked_tokens), whole(one.granted_tokens), percent(one.granted_tokens, one.asked_tokens), whole(one.hit_tokens.engine ?? 0), whole(sum(one.miss_tokens)),
+    bytes(one.dram_bytes), known(one.share) ? bytes(one.dram_guaranteed_bytes) : "-", bytes(one.nvme_bytes), known(one.share) ? bytes(one.nvme_guaranteed_bytes) : "-", known(one.share) ? `${one.share} / ${one.weight}` : "-"]);
+  const spaces = namespaces.namespaces.map((one) => [make("code", {}, one.id), one.tenant, one.name || one.model, one.layout, one.codec, whole(one.blocks), bytes(one.dram_bytes), bytes(one.nvme_bytes), whole(one.looked.asked_tokens), known(one.looked.hit_rate) ? percent(one.looked.hit_rate, 1) : "-", known(one.used_at) ? `${span(status.at - one.used_at)} ago` : "-"]);
+  return [
+    wide("Tenants, since the sidecar began", table(["tenant", "*namespaces", "*tokens asked", "*from this store", "*hit rate", "*engine's own", "*missed", "*dram", "*guaranteed", "*nvme", "*guaranteed", "*share / weight"], rows, "No tenant has a key yet."),
+      make("p.quiet", {}, "Hit rate: tokens that leases granted from this store / tokens asked for. Guaranteed and share are \"-\" where no share is set.")),
+    wide(`Namespaces (${whole(namespaces.namespaces.length)} of ${whole(namespaces.all)})`, table(["id", "tenant", "model", "layout", "codec", "*blocks", "*dram", "*nvme", "*tokens asked", "*hit rate", "*used"], spaces, "No engine has opened a namespace yet."),
+      make("p.quiet", {}, "Engines share blocks within one namespace only: a model that is listed twice differs in layout, codec or weights.")),
+  ];
+}
+export function moves({ status, series, engines }) {
+  const kinds = [...new Set(engines.moves.map((one) => one.kind))];
+  const hues = ["dram", "miss", "engine", "remote", "nvme", "miss2"];
+  const lines = kinds.filter((kind) => series.counters[`moves.${kind}`]).map((kind, at) => ({ label: kind, hue: hues[at % hues.length], hatch: 0, values: series.counters[`moves.${kind}`] }));
+  const rows = engines.moves.map((one) => [one.kind, one.priority, whole(one.waiting), whole(one.running), whole(one.done), whole(one.failed)]);
+  const scrub = status.integrity, nvme = status.tiers.find((one) => one.name === "nvme");
+  return [
+    wide(`Moves a second, ${series.words}`, lines.length ? chart("Moves a second by kind", series.times, rates(series, lines), { unit: " moves/s", restarts: series.restarts, step: series.step, note: series.note, format: (value) => (value < 10 && value % 1 ? value.toFixed(1) : whole(value)) })
+      : make("p.quiet", {}, nvme ? `No moves in this time. ${series.note}` : "There is no disk tier: blocks lie in dram alone, and nothing moves.")),
+    wide("Moves since the sidecar began", table(["kind", "priority", "*waiting", "*running", "*done", "*failed"], rows, "None: there is no disk tier."),
+      make("p.quiet", {}, "Waiting moves that stay mean that the disk is slower than what is asked of it: look-ups that need them end as deadline. Failed ones were refused or given up.")),
+    panel("Disk", make("dl", {}, ...[["taken", nvme ? `${bytes(nvme.taken_bytes)} of ${bytes(nvme.budget_bytes)}` : "- (no disk tier)"], ["what is written", nvme ? String(status.nvme_writes ?? "-") : "-"],
+      ["verified by the scrub", known(scrub.verified_bytes) ? bytes(scrub.verified_bytes) : "-"], ["damaged", whole(scrub.damaged)], ["unreadable", whole(scrub.unreadable)], ["mended", whole(scrub.mended)], ["last pass ended", moment(scrub.last_pass_ended)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
+    panel("What does not work", status.health.level === "ok" ? make("p", {}, "Everything works.") : make("p", {}, status.health.text)),
+  ];
+}
+export function engines({ status, series, engines: told }) {
+  const { sessions, hidden, departed, door } = told.engines;
+  const rows = sessions.map((one) => [one.engine || "-", one.tenant || "-", whole(one.connections), whole(one.leases), whole(one.leased_blocks), whole(one.reservations), `${span(status.at - one.since)} ago`, ms(one.wait_ms_p50), ms(one.wait_ms_p99)]);
+  const waits = [["wait_ms_p50", "p50", "dram"], ["wait_ms_p99", "p99", "miss"]].filter(([name]) => series.gauges[name]).map(([name, label, hue]) => ({ label, hue, hatch: 0, values: series.gauges[name] }));
+  return [
+    wide(`Engines (${whole(sessions.length + hidden)})`, table(["engine", "tenant", "*connections", "*leases", "*leased blocks", "*reservations", "*came", "*waited p50", "*waited p99"], rows, empty(status)),
+      hidden ? make("p.quiet", {}, `And ${whole(hidden)} more.`) : null, departed ? make("p", {}, `${whole(departed)} connections are gone whose processes may still map memory.`) : null),
+    wide(`How long requests waited to be begun, ${series.words}`, waits.length ? chart("Waits of the last 4,096 requests", series.times, waits, { unit: "", format: (value) => `${value < 10 ? value.toFixed(2) : whole(value)} ms`, restarts: series.restarts, step: series.step, note: series.note }) : make("p.quiet", {}, "No request has come yet.")),
+    panel("The door", make("dl", {}, ...[["tenants' connections", whole(door.connections)], ["operators and observers", whole(door.admin_connections)], ["turned away", whole(door.refused)], ["unreadable messages", whole(door.malformed)], ["waited p50", ms(door.wait_ms_p50)], ["waited p99", ms(door.wait_ms_p99)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
+    panel("Requests since the sidecar began", table(["verb", "*served"], Object.entries(door.served).sort((a, b) => b[1] - a[1]).map(([name, count]) => [name, whole(count)]), "None yet.")),
+  ];
+}
+export function events({ events: told }) {
+  return [wide("Events, the newest first", eventList(told, "Nothing has happened since the console began."), make("p.quiet", {}, "The last 500 that the console saw since it began; the sidecar's log has more."))];
+}

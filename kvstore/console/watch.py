@@ -1,0 +1,132 @@
+"""Asks the sidecar how it is, again and again, and keeps what it said: the one thread that talks to it.
+
+    connect > Stat > wait POLL_SECONDS > Stat ...        no answer: close, wait longer each time, connect again
+
+It speaks the observers' protocol, so the sidecar refuses whatever would change it. While the sidecar is away the last
+numbers stay, and `contact` says from when they are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from kvstore.block.errors import StoreError
+from kvstore.client.connection import checked_facts
+from kvstore.client.framing import FramedSocket, TimedOut
+from kvstore.console.events import ConsoleEvent, events_between
+from kvstore.console.figures import ConsoleStatus, Contact, reading_of, status_of
+from kvstore.console.rings import Rings, RingWindow
+from kvstore.protocol import messages as m
+from kvstore.protocol.status import SidecarStatus
+from tiering.clock import Clock
+
+POLL_SECONDS = 2.0
+ANSWER_SECONDS = 5.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 10.0
+MOST_EVENTS, EVENTS_TOLD = 500, 8
+
+
+class SidecarWatch:
+    """Start it, read it from any thread, close it."""
+
+    def __init__(self, socket: str, version: str, clock: Clock, poll_seconds: float = POLL_SECONDS) -> None:
+        """socket: the observers' (or the operator's). version: of this program, for `/api/status`."""
+        self._path = socket
+        self._version = version
+        self._clock = clock
+        self._poll_seconds = poll_seconds
+        self._lock = threading.Lock()
+        self._rings = Rings()
+        self._facts: SidecarStatus | None = None
+        self._events: deque[ConsoleEvent] = deque(maxlen=MOST_EVENTS)
+        self._contact = Contact(False, clock.wall_seconds(), None)
+        self._told: Callable[[], None] = lambda: None
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-console-watch", daemon=True)
+
+    def start(self, told: Callable[[], None]) -> None:
+        """told: called, by this thread, after each question."""
+        self._told = told
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._ends.set()
+        if self._thread.is_alive():
+            self._thread.join(ANSWER_SECONDS + 1)
+
+    # What it knows -------------------------------------------------------------------------------------------------
+
+    def facts(self) -> SidecarStatus | None:
+        """What the sidecar said last."""
+        return self._facts
+
+    def status(self) -> ConsoleStatus:
+        """The overview's figures."""
+        with self._lock:
+            told = list(self._events)[-EVENTS_TOLD:][::-1]
+            return status_of(self._version, self._clock.wall_seconds(), self._contact, self._facts, told)
+
+    def window(self, name: str) -> RingWindow:
+        """Numbers over time; name: one of `WINDOWS`."""
+        with self._lock:
+            return self._rings.window(name, self._clock.wall_seconds())
+
+    def events(self) -> list[ConsoleEvent]:
+        """The newest first."""
+        with self._lock:
+            return list(self._events)[::-1]
+
+    # Asking --------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        wire: FramedSocket | None = None
+        pause = FIRST_PAUSE_SECONDS
+        while not self._ends.is_set():
+            try:
+                wire = wire or FramedSocket(self._path, "kvstore console", b"", self._clock, ANSWER_SECONDS)
+                self._take(_stat(wire))
+                pause, rest = FIRST_PAUSE_SECONDS, self._poll_seconds
+            except (StoreError, TimedOut, ValueError, OSError) as error:
+                if wire is not None:
+                    wire.close()
+                wire = None
+                self._lose(" ".join(str(error).split()) or f"no answer within {ANSWER_SECONDS:g} s")
+                pause, rest = min(2 * pause, LONGEST_PAUSE_SECONDS), pause
+            self._told()
+            self._ends.wait(rest)
+        if wire is not None:
+            wire.close()
+
+    def _take(self, facts: SidecarStatus) -> None:
+        with self._lock:
+            now = self._clock.wall_seconds()
+            if not self._contact.connected and self._facts is not None:
+                away = now - self._contact.since
+                text = f"The sidecar answers again, after {away:.0f} s."
+                self._events.append(ConsoleEvent(now, "info", "contact", text))
+            self._events.extend(events_between(self._facts, facts))
+            since = self._contact.since if self._contact.connected else now
+            self._contact = Contact(True, since, facts.at)
+            self._facts = facts
+            self._rings.take(reading_of(facts))
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            if self._contact.connected:
+                now = self._clock.wall_seconds()
+                self._events.append(ConsoleEvent(now, "error", "contact", f"The sidecar does not answer: {why}."))
+                self._contact = Contact(False, now, self._contact.numbers_from, why)
+            else:
+                self._contact = Contact(False, self._contact.since, self._contact.numbers_from, why)
+
+
+def _stat(wire: FramedSocket) -> SidecarStatus:
+    """Raises `StoreError`, `TimedOut` and `ValueError`."""
+    answer = wire.call(m.Stat(), ANSWER_SECONDS).answer
+    if isinstance(answer, m.StatReply):
+        return checked_facts(answer.facts)
+    why = answer.text if isinstance(answer, m.Failed) else "an answer of another kind; is it of another version?"
+    raise StoreError(why)

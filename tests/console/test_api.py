@@ -1,0 +1,350 @@
+"""The console's process beside a sidecar that served hits, misses and an eviction: its figures, and hostile HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from console.running import RunningConsole, console, serve_traffic
+from kvstore.cli import ask
+from kvstore.console.rings import WINDOWS
+from kvstore.console.stream import MOST_STREAMS
+from kvstore.node import SystemClock
+from service.sidecar import Sidecar
+from service.test_serve import PATHS, SERVE
+from tiering.nvme.lmdb_index import LmdbMaker
+from workbench import MODEL, ids, small_layout
+
+CLOCK = SystemClock()
+TOKEN = "correct-horse-battery"
+READS = ("/api/status", "/api/series", "/api/misses", "/api/tenants", "/api/namespaces", "/api/engines", "/api/events")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sidecar, RunningConsole]]:
+    directory = tmp_path_factory.mktemp("served")
+    with Sidecar(directory, dram="2MiB", nvme="4MiB", indexes=LmdbMaker) as sidecar:
+        assert sidecar.store.warmed(20)
+        with console(sidecar.observe_path) as shown:
+            shown.until("/api/status", lambda one: one["looked"] is not None)
+            serve_traffic(sidecar)
+            asked = sidecar.admin.facts().looked.asked_tokens
+            shown.until("/api/series?window=15m", lambda one: one["sums"].get("asked") == asked)
+            yield sidecar, shown
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[RunningConsole]:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    with Sidecar(tmp_path) as sidecar, console(sidecar.observe_path, "--token-file", str(tmp_path / "token")) as shown:
+        yield shown
+
+
+# Figures --------------------------------------------------------------------------------------------------------------
+
+
+def test_its_figures_are_those_of_stat_to_the_token(served: tuple[Sidecar, RunningConsole]) -> None:
+    sidecar, shown = served
+    told: dict[str, Any] = msgspec.to_builtins(ask.stat(str(sidecar.admin_path), CLOCK))
+    status = shown.ask("/api/status").json
+    assert status["looked"] == told["looked"] and told["looked"]["miss_tokens"]["evicted"] > 0
+    assert status["looked"]["hit_tokens"]["dram"] > 0
+    for key in ("run", "pid", "state", "blocks", "leases", "reservations", "pinned_bytes", "tiers", "policy"):
+        assert status[key] == told[key], key
+    looked = told["looked"]
+    for window in WINDOWS:
+        sums = shown.ask(f"/api/series?window={window}").json["sums"]
+        assert sums["asked"] == looked["asked_tokens"]
+        assert {name[5:]: count for name, count in sums.items() if name.startswith("miss.")} == looked["miss_tokens"]
+        hits = {name[4:]: count for name, count in sums.items() if name.startswith("hit.") and count}
+        assert hits == looked["hit_tokens"]
+        reasons = shown.ask(f"/api/misses?window={window}").json
+        assert {one["reason"]: one["window_tokens"] for one in reasons} == looked["miss_tokens"]
+        assert {one["reason"]: one["tokens"] for one in reasons} == looked["miss_tokens"]
+    (tenant,) = shown.ask("/api/tenants").json
+    assert (tenant["asked_tokens"], tenant["hit_tokens"]) == (looked["asked_tokens"], looked["hit_tokens"])
+    assert tenant["miss_tokens"] == looked["miss_tokens"] and tenant["share"] is None
+    (space,) = shown.ask("/api/namespaces").json["namespaces"]
+    assert space == told["namespaces"][0] and space["name"] == "small model"
+    engines = shown.ask("/api/engines").json
+    assert engines["engines"]["sessions"] == told["sessions"]
+    assert [(one["kind"], one["done"]) for one in engines["moves"]] == [
+        (one["kind"], one["done"]) for one in told["moves"]
+    ]
+    assert shown.ask("/api/events").json[-1]["kind"] == "contact"
+
+
+def test_an_engine_that_comes_and_goes_is_told(served: tuple[Sidecar, RunningConsole]) -> None:
+    sidecar, shown = served
+    with sidecar.client() as store:
+        store.namespace(model=MODEL, layout=small_layout())
+        shown.until("/api/events", lambda told: told[0]["text"] == "t of default attached.")
+    shown.until("/api/events", lambda told: told[0]["text"] == "t of default left.")
+
+
+def test_the_document_names_each_answer_and_every_answer_is_as_it_says(served: tuple[Sidecar, RunningConsole]) -> None:
+    _, shown = served
+    document = shown.ask("/openapi.json").json
+    assert set(document["paths"]) == set(READS)
+    schemas = document["components"]["schemas"]
+    for path in READS:
+        answers = document["paths"][path]["get"]["responses"]
+        assert {"200", "401", "421", "422", "503"} <= set(answers)
+        schema = answers["200"]["content"]["application/json"]["schema"]
+        answer = shown.ask(path).json
+        if "$ref" in schema:
+            known = schemas[schema["$ref"].rpartition("/")[2]]["properties"]
+            assert set(answer) == set(known), path
+        else:
+            known = schemas[schema["items"]["$ref"].rpartition("/")[2]]["properties"]
+            assert all(set(one) == set(known) for one in answer), path
+
+
+def test_a_page_is_small_and_asks_nobody_else(served: tuple[Sidecar, RunningConsole]) -> None:
+    _, shown = served
+    root = Path(__file__).resolve().parents[2] / "kvstore" / "console" / "static"
+    files = {str(one.relative_to(root)) for one in root.rglob("*") if one.is_file()}
+    sizes = {name: len(shown.ask(f"/static/{name}").body) for name in files}
+    assert sum(sizes.values()) < 150_000 and "uplot/LICENSE" in files
+    for name in files - {"uplot/uPlot.iife.min.js", "uplot/LICENSE", "favicon.svg"}:
+        assert "//" not in (root / name).read_text().replace("// ", ""), f"{name} names another host"
+    first = shown.ask("/static/app.js")
+    assert shown.ask("/static/app.js", if_none_match=first.headers["etag"]).status == 304
+
+
+# Hostile HTTP ---------------------------------------------------------------------------------------------------------
+
+
+def test_other_names_other_origins_and_other_methods_are_refused(served: tuple[Sidecar, RunningConsole]) -> None:
+    _, shown = served
+    for path in ("/", *READS, "/api/stream", "/static/app.js", "/openapi.json", "/nothing"):
+        assert shown.ask(path, Host="evil.example").status == 421, path
+        assert shown.ask(path, Origin="http://evil.example").status == 403, path
+        for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
+            assert shown.ask(path, method).status == 405, (path, method)
+    for path in ("/nothing", "/docs", "/redoc", "/static/", "/static/../pages.py", "/static/%2e%2e/pages.py", "/api/"):
+        assert shown.ask(path).status == 404, path
+
+
+def test_every_answer_has_its_headers(served: tuple[Sidecar, RunningConsole]) -> None:
+    _, shown = served
+    for path in ("/", "/api/status", "/static/app.js", "/nothing"):
+        headers = shown.ask(path).headers
+        assert "default-src 'none'" in headers["content-security-policy"], path
+        assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] in ("no-store", "no-cache")
+        assert "server" not in headers and "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/series?window=1y",
+        "/api/series?window=",
+        "/api/misses?window=1h%00",
+        "/api/namespaces?first=-1",
+        "/api/namespaces?first=9999999999999999999999",
+        "/api/namespaces?first=x",
+        "/api/namespaces?tenant=" + "x" * 200,
+    ],
+)
+def test_what_cannot_be_is_one_line(served: tuple[Sidecar, RunningConsole], path: str) -> None:
+    answer = served[1].ask(path)
+    assert answer.status == 422 and list(answer.json) == ["error"] and "\n" not in answer.json["error"]
+
+
+def test_bytes_that_are_no_http_end_no_more_than_their_connection(served: tuple[Sidecar, RunningConsole]) -> None:
+    _, shown = served
+    port = int(shown.url.rstrip("/").rpartition(":")[2])
+    for raw in (
+        b"\0" * 1000,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
+        b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999\r\n\r\n" + b"t" * 20_000,
+        b"GET /api/status HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", port), 10) as sock:
+            sock.settimeout(10)
+            sock.sendall(raw)
+            sock.shutdown(socket.SHUT_WR)
+            answer = b""
+            try:
+                while piece := sock.recv(65536):
+                    answer += piece
+            except ConnectionResetError:
+                pass
+            assert b" 500 " not in answer[:40], (raw[:60], answer[:200])
+    assert shown.ask("/api/status").status == 200 and shown.process.poll() is None
+
+
+def test_streams_are_bounded_and_have_the_same_bytes(served: tuple[Sidecar, RunningConsole]) -> None:
+    _, shown = served
+    port = int(shown.url.rstrip("/").rpartition(":")[2])
+
+    def stream() -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", port), 20)
+        sock.sendall(f"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+        return sock
+
+    def read(sock: socket.socket, until: int) -> bytes:
+        found = b""
+        while found.count(b"data: ") < until or not found.endswith(b"\n\r\n"):
+            found += sock.recv(65536)
+        return found
+
+    socks = [stream() for _ in range(MOST_STREAMS)]
+    try:
+        texts = [read(sock, 2) for sock in socks]
+        assert all(b"retry: 2000" in one and b"text/event-stream" in one for one in texts)
+        newest = [one[one.rindex(b"id: ") :] for one in texts]
+        assert len({one.partition(b"\n")[0] for one in newest}) <= 2 and len(set(newest)) <= 2
+        body = newest[0].partition(b"data: ")[2].partition(b"\n")[0]
+        assert json.loads(body)["looked"]["asked_tokens"] > 0
+        refused = shown.ask("/api/stream")
+        assert refused.status == 503 and "close one" in refused.json["error"]
+    finally:
+        for sock in socks:
+            sock.close()
+    deadline = time.monotonic() + 20
+    while True:
+        with stream() as sock:
+            if b" 200 " in sock.recv(65536):
+                break
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+# A token --------------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_token_nothing_is_told(locked: RunningConsole) -> None:
+    for path in (*READS, "/api/stream", "/openapi.json", "/static/app.js"):
+        assert locked.ask(path).status == 401, path
+        assert locked.ask(path, Authorization="Bearer wrong").status in (401, 429)
+    assert locked.ask("/").status == 303 and locked.ask("/").headers["location"] == "/login"
+    page = locked.ask("/login")
+    assert page.status == 200 and TOKEN.encode() not in page.body
+
+
+def test_the_token_opens_the_api_and_the_form_gives_a_cookie(locked: RunningConsole) -> None:
+    assert locked.ask("/api/status", Authorization=f"Bearer {TOKEN}").status == 200
+    origin = locked.url.rstrip("/")
+    assert locked.ask("/login", "POST", f"token={TOKEN}".encode(), Origin="http://evil.example").status == 403
+    assert locked.ask("/login", "POST", f"token={TOKEN}".encode(), Origin="null").status == 403
+    assert locked.ask("/login", "POST", b"token=wrong", Origin=origin).status == 403
+    assert locked.ask("/login", "POST", b"x" * 10_000, Origin=origin).status == 413
+    let_in = locked.ask("/login", "POST", f"token={TOKEN}".encode(), Origin=origin)
+    cookie = let_in.headers["set-cookie"]
+    assert let_in.status == 303 and "HttpOnly" in cookie and "SameSite=strict" in cookie and TOKEN not in cookie
+    name = cookie.partition(";")[0]
+    assert locked.ask("/api/status", Cookie=name).status == 200 and locked.ask("/", Cookie=name).status == 200
+    assert locked.ask("/logout", "POST", b"", Cookie=name, Origin=origin).status == 303
+    assert locked.ask("/api/status", Cookie=name).status == 401
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--listen", "0.0.0.0:0"], "--token-file"),
+        (["--listen", "nonsense"], "--listen='nonsense'"),
+        (["--listen", "127.0.0.1:99999"], "--listen"),
+        (["--listen", "192.0.2.1:0", "--token-file", "TOKEN"], "cannot be listened on"),
+        (["--token-file", "/nonexistent/token"], "/nonexistent/token"),
+        (["--token-file", "EMPTY"], "has no token"),
+    ],
+)
+def test_what_is_wrong_at_the_start_is_one_line(tmp_path: Path, flags: list[str], words: str) -> None:
+    (tmp_path / "TOKEN").write_text(TOKEN)
+    (tmp_path / "EMPTY").write_text("\n")
+    given = [str(tmp_path / one) if one in ("TOKEN", "EMPTY") else one for one in flags]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore", "console", "--socket", "x.sock", *given],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **PATHS},
+    )
+    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+# Beside a sidecar -----------------------------------------------------------------------------------------------------
+
+
+def test_a_console_that_is_stopped_or_killed_changes_no_answer(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        serve_traffic(sidecar, 4)
+        before = handle.match(ids(640)).blocks
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            with console(sidecar.observe_path) as shown:
+                shown.until("/api/status", lambda one: one["contact"]["connected"])
+                os.kill(shown.pid, number)
+                assert handle.match(ids(640)).blocks == before == 10
+                facts = ask.stat(str(sidecar.admin_path), CLOCK)
+                assert facts.state == "ready" and facts.door.refused == facts.door.malformed == 0
+
+
+def test_it_waits_for_a_sidecar_and_finds_the_next_one(tmp_path: Path) -> None:
+    with console(tmp_path / "observe.sock") as shown:
+        status = shown.until("/api/status", lambda one: one["contact"]["error"])
+        assert status["looked"] is None and status["health"]["level"] == "error"
+        assert shown.ask("/api/tenants").status == 503 and "no sidecar" in shown.ask("/api/tenants").json["error"]
+        runs = []
+        for _ in range(2):
+            with Sidecar(tmp_path):
+                runs.append(shown.until("/api/status", lambda one: one["contact"]["connected"])["run"])
+            away = shown.until("/api/status", lambda one: not one["contact"]["connected"])
+            assert away["run"] == runs[-1] and away["contact"]["numbers_from"] < away["at"]
+        assert runs[0] != runs[1]
+        assert "restart" in {one["kind"] for one in shown.ask("/api/events").json}
+        assert len(shown.ask("/api/series").json["restarts"]) == 1
+
+
+def test_it_ends_soon_although_a_page_listens(served: tuple[Sidecar, RunningConsole]) -> None:
+    sidecar, _ = served
+    with console(sidecar.observe_path) as shown:
+        port = int(shown.url.rstrip("/").rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), 10) as sock:
+            sock.sendall(f"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+            assert sock.recv(1000)
+            shown.process.send_signal(signal.SIGTERM)
+            assert shown.process.wait(15) == 0
+
+
+def test_the_sidecars_process_has_no_web_framework(tmp_path: Path) -> None:
+    """Neither by what its modules import, nor once it serves. (Typer may import pydantic.)"""
+    modules = "kvstore.service.serve, kvstore.service.daemon, kvstore.service.keeper, kvstore.service.health"
+    kinds = "('fastapi', 'starlette', 'uvicorn', 'pydantic')"
+    looks = f"import sys, {modules}; print([one for one in {kinds} if one in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", looks], capture_output=True, text=True, env={**os.environ, **PATHS})
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    config = tmp_path / "c.toml"
+    config.write_text("[store]\nkeeper = false\nnvme = 'off'\ndram = '16MiB'\n")
+    command = [*SERVE, "--config", str(config), "--data", str(tmp_path / "kv")]
+    with open(tmp_path / "imports", "w+") as imports:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=imports,
+            text=True,
+            env={**os.environ, **PATHS, "PYTHONPROFILEIMPORTTIME": "1"},
+        )
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+        finally:
+            process.kill()
+            process.communicate()
+        imports.seek(0)
+        names = {line.rpartition("|")[2].strip().partition(".")[0] for line in imports}
+    assert "kvstore" in names and not names & {"fastapi", "starlette", "uvicorn"}

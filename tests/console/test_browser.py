@@ -1,0 +1,122 @@
+"""Every page in a real browser, light and dark, wide and at 360 pixels: nothing logged, nobody else asked, and figures
+equal to the API's. Pictures lie in the test's own folder (`-s` prints where)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from console.browser import CHROMIUM, Browser
+from console.running import RunningConsole, console, serve_traffic
+from service.sidecar import Sidecar
+from tiering.nvme.lmdb_index import LmdbMaker
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None,
+    reason="there is no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core",
+)
+PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/events")
+LOOKS = (("light", 1280, 900), ("dark", 1280, 900), ("light", 360, 740), ("dark", 360, 740))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sidecar, RunningConsole]]:
+    directory = tmp_path_factory.mktemp("served")
+    with Sidecar(directory, dram="2MiB", nvme="4MiB", indexes=LmdbMaker) as sidecar:
+        assert sidecar.store.warmed(20)
+        with console(sidecar.observe_path) as shown:
+            before = sidecar.admin.facts().looked.asked_tokens
+            shown.until("/api/status", lambda one: one["looked"] is not None)
+            assert before == 0
+            serve_traffic(sidecar)
+            asked = sidecar.admin.facts().looked.asked_tokens
+            shown.until("/api/series?window=15m", lambda one: one["sums"].get("asked") == asked)
+            yield sidecar, shown
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("theme, width, height", LOOKS, ids=lambda one: str(one))
+def test_every_page_is_whole_and_quiet(
+    served: tuple[Sidecar, RunningConsole], browser: Browser, tmp_path: Path, theme: str, width: int, height: int
+) -> None:
+    sidecar, shown = served
+    browser.looks(width, height, theme)
+    browser.asked.clear()
+    with sidecar.client() as store:
+        assert store is not None
+        for page in PAGES:
+            browser.open(shown.url.rstrip("/") + page)
+            browser.until("!document.querySelector('.wait')")
+            path = tmp_path / f"{page.strip('/') or 'overview'}-{theme}-{width}.png"
+            browser.picture(path)
+            print(path)
+            widths = browser.value("[document.documentElement.scrollWidth, innerWidth]")
+            assert widths[0] <= widths[1], f"{page} is cut off at {width} pixels: {widths}"
+            assert browser.value("document.documentElement.dataset.theme") == theme
+    assert browser.logged == []
+    hosts = {urlsplit(url).netloc for url in browser.asked if not url.startswith(("data:", "about:"))}
+    assert hosts == {urlsplit(shown.url).netloc}
+
+
+def test_the_bar_has_the_tokens_of_the_api_and_the_sidecar(
+    served: tuple[Sidecar, RunningConsole], browser: Browser
+) -> None:
+    sidecar, shown = served
+    looked = sidecar.admin.facts().looked
+    for window in ("run", "15m"):
+        browser.open(f"{shown.url}?window={window}")
+        browser.until("document.querySelector('[data-piece]')")
+        pieces = browser.value(
+            "Object.fromEntries([...document.querySelectorAll('[data-piece]')]"
+            ".map(one => [one.dataset.piece, Number(one.dataset.tokens)]))"
+        )
+        assert pieces == {**looked.hit_tokens, **looked.miss_tokens}, window
+        sentence = browser.value("document.getElementById('sentence').textContent")
+        assert f"{looked.asked_tokens:,} prompt tokens" in sentence
+        assert f"{sum(looked.hit_tokens.values()):,} did not have to be computed" in sentence
+    browser.open(f"{shown.url}misses")
+    reasons = "Object.fromEntries([...document.querySelectorAll('.reason')].map(one => [one.id, +one.dataset.tokens]))"
+    browser.until("document.querySelector('.reason')")
+    assert browser.value(reasons) == looked.miss_tokens
+
+
+def test_it_says_so_when_numbers_are_old_and_when_it_is_back(tmp_path: Path, browser: Browser) -> None:
+    with Sidecar(tmp_path) as sidecar, console(sidecar.observe_path) as shown:
+        browser.looks(1280, 900, "light")
+        browser.open(shown.url)
+        browser.until("document.getElementById('health') && document.getElementById('health').classList.contains('ok')")
+        assert "Nobody is attached" in browser.value("document.body.textContent")
+        sidecar.door.close(5)
+        browser.until("document.body.classList.contains('stale')")
+        text = browser.value("document.getElementById('stale').textContent")
+        assert "has not answered since" in text and "numbers are from" in text
+    assert [one for one in browser.logged if "ERR_" not in one and "EventSource" not in one] == []
+
+
+def test_where_no_sidecar_is_the_page_says_so(tmp_path: Path, browser: Browser) -> None:
+    with console(tmp_path / "nothing.sock") as shown:
+        browser.open(shown.url)
+        browser.until("document.getElementById('health') && document.getElementById('health').textContent.length > 20")
+        assert "No sidecar has answered yet" in browser.value("document.getElementById('health').textContent")
+
+
+def test_the_token_is_asked_for_in_a_form(tmp_path: Path, browser: Browser) -> None:
+    token = tmp_path / "token"
+    token.write_text("correct-horse-battery\n")
+    with Sidecar(tmp_path) as sidecar, console(sidecar.observe_path, "--token-file", str(token)) as shown:
+        browser.call("Page.navigate", url=shown.url)
+        browser.until("location.pathname === '/login' && document.getElementById('token')")
+        fill = "document.getElementById('token').value = '{}'; document.forms[0].submit()"
+        browser.value(fill.format("wrong-horse-battery"))
+        browser.until("document.body && document.body.textContent.includes('That is not the token')")
+        browser.value(fill.format("correct-horse-battery"))
+        browser.until("location.pathname === '/' && document.getElementById('health')")
+        assert browser.value("document.cookie") == ""

@@ -1,0 +1,149 @@
+"""The observers' socket: it tells what the operator's tells, and nothing that changes anything passes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvstore.block.errors import BadInput, Unreachable
+from kvstore.cli import ask
+from kvstore.client.framing import FramedSocket
+from kvstore.node import SystemClock
+from kvstore.protocol import messages as m
+from kvstore.service.connections import DoorLimits
+from kvstore.service.local_door import ADMIN_CONNECTIONS
+from kvstore.service.settings import read_settings
+from service.sidecar import Sidecar
+from workbench import MODEL, ids, random_pages, small_layout
+
+CLOCK = SystemClock()
+TELLING = (m.Hello, m.Stat, m.Ping)
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    with Sidecar(tmp_path) as sidecar:
+        yield sidecar
+
+
+def answers_to(path: Path, *verbs: m.Verb) -> list[m.Answer]:
+    """Frames as any program may send them."""
+    found = []
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(str(path))
+        with sock.makefile("rb") as read:
+            for number, verb in enumerate((m.Hello(1, 1), *verbs), 1):
+                sock.sendall(m.pack(m.Request(number, verb)))
+                found.append(m.unpack_reply(read.read(int.from_bytes(read.read(4), "little"))).answer)
+    return found[1:]
+
+
+def one_of_each(packed: bytes, keys: list[bytes], lease: int) -> list[m.Verb]:
+    """Every verb that there is, with arguments that would do something at another socket."""
+    made: dict[type, m.Verb] = {
+        m.Hello: m.Hello(1, 1),
+        m.OpenNamespace: m.OpenNamespace(packed, [8192]),
+        m.MatchPrefix: m.MatchPrefix(0, keys),
+        m.LeasePrefix: m.LeasePrefix(0, keys, 0, 100.0),
+        m.Attach: m.Attach([lease]),
+        m.Release: m.Release([lease]),
+        m.ReleaseRequest: m.ReleaseRequest("r"),
+        m.ReportFrame: m.ReportFrame(lease, 0, 0),
+        m.Reserve: m.Reserve(0, keys, 0),
+        m.Commit: m.Commit(1, 0, 0, [[bytes(16)]]),
+        m.Abort: m.Abort(1),
+        m.Persist: m.Persist(0, keys, 1.0),
+        m.Extents: m.Extents([0], True),
+        m.Drop: m.Drop(0),
+        m.Ping: m.Ping(True),
+        m.Namespaces: m.Namespaces(),
+        m.Stat: m.Stat(),
+        m.DropAny: m.DropAny(""),
+        m.Purge: m.Purge("default"),
+        m.Record: m.Record(),
+    }
+    assert set(made) == set(m.Verb.__args__), "a new verb: say here that it is refused"
+    return [verb for kind, verb in made.items() if kind not in TELLING]
+
+
+def test_nothing_that_changes_anything_passes(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(640), random_pages(handle.layout, 10))
+        match = handle.match(ids(640))
+        with handle.lease(match, deadline_ms=5000) as lease:
+            before = ask.stat(str(sidecar.admin_path), CLOCK)
+            verbs = one_of_each(handle.namespace.pack(), list(match.keys), lease._store_name[1])
+            for verb, answer in zip(verbs, answers_to(sidecar.observe_path, *verbs), strict=True):
+                assert isinstance(answer, m.Failed) and answer.fault is m.RequestFault.BAD_INPUT, verb
+                assert m.name_of(verb) in answer.text and "\n" not in answer.text
+            after = ask.stat(str(sidecar.admin_path), CLOCK)
+    unchanged = ("blocks", "leases", "reservations", "pinned_bytes", "looked", "counters", "sessions", "tiers")
+    assert [getattr(after, one) for one in unchanged] == [getattr(before, one) for one in unchanged]
+
+
+def test_it_tells_what_the_operator_is_told(sidecar: Sidecar) -> None:
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.put(ids(640), random_pages(handle.layout, 10))
+        handle.match(ids(640))
+        told, by_admin = (ask.stat(str(path), CLOCK) for path in (sidecar.observe_path, sidecar.admin_path))
+    differing = {"at", "up_seconds", "door", "sessions"}
+    mine, others = (msgspec.to_builtins(one) for one in (told, by_admin))
+    assert {key for key in mine if mine[key] != others[key]} <= differing
+    assert told.looked.asked_tokens == 640 and answers_to(sidecar.observe_path, m.Ping()) == [m.Done()]
+
+
+def test_a_flood_of_questions_has_the_sidecar_look_twice_a_second(sidecar: Sidecar) -> None:
+    found = answers_to(sidecar.observe_path, *[m.Stat()] * 200)
+    looks = {one.facts.at for one in found if isinstance(one, m.StatReply)}
+    assert len(found) == 200 and 1 <= len(looks) < 20
+
+
+def test_observers_take_no_connection_and_no_thread_of_the_operators(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, DoorLimits(connections=2)) as sidecar:
+        wires = [FramedSocket(str(sidecar.observe_path), "test", b"", CLOCK, 10) for _ in range(ADMIN_CONNECTIONS)]
+        gate = threading.Event()
+        (observers,) = [one for one in sidecar.door._listeners if one.path == sidecar.observe_path]
+        assert observers.pool is not None
+        for _ in range(8):
+            observers.pool.submit(gate.wait, 30)
+        try:
+            with pytest.raises(Unreachable):
+                FramedSocket(str(sidecar.observe_path), "test", b"", CLOCK, 10)
+            assert ask.stat(str(sidecar.admin_path), CLOCK).door.admin_connections == ADMIN_CONNECTIONS + 1
+            with sidecar.client() as store:
+                assert store.namespace(model=MODEL, layout=small_layout()).match(ids(64)).blocks == 0
+        finally:
+            gate.set()
+            for wire in wires:
+                wire.close()
+
+
+def test_its_mode_and_its_users_are_settings(sidecar: Sidecar) -> None:
+    assert stat.S_IMODE(os.stat(sidecar.observe_path).st_mode) == 0o660
+    settings = read_settings('[observe]\nsocket = "/run/o.sock"\nmode = "600"\nusers = [7]\n')
+    assert settings.observe_socket == "/run/o.sock" and settings.observe.mode_bits == 0o600
+    assert settings.observe.users == [7] and read_settings("").observe_socket == "kv/observe.sock"
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[observe]\nmode = '999'\n", "observe.mode"),
+        ("[observe]\nusers = [-1]\n", "observe.users"),
+        ("[observe]\nsocket = 's'\n[admin]\nsocket = 's'\n", "the operator's socket too"),
+        ("[observe]\nsocket = 's'\n[tenants.a]\nsocket = 's'\n", "tenant a's socket too"),
+    ],
+)
+def test_what_is_wrong_with_them_is_one_line(text: str, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        read_settings(text)
