@@ -338,6 +338,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
         "limits.": settings.limits,
         "door.": settings.door.limits,
         "admin.": settings.admin,
+        "observe.": settings.observe,
         "http.": settings.http,
         "log.": settings.log,
         "tenants.NAME.": TenantSettings(""),
