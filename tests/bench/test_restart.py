@@ -103,7 +103,7 @@ def test_the_limit_reads_the_whole_index(directory: Path) -> None:
         restart._pass_over(directory)
 
 
-def test_all_kinds_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[bool] = []  # how each process left the directory
     start = restart._start
 

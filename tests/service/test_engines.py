@@ -219,7 +219,7 @@ def test_a_poll_never_waits_for_a_sidecar_that_is_stopped(tmp_path: Path) -> Non
             took: list[float] = []
             for number in range(20):  # also when the socket takes no more
                 start = time.perf_counter()
-                asked: list[PendingReply[Any]] = [handle.submit_match(ids(64 * 2000)) for _ in range(5)]
+                asked: list[PendingReply[Any]] = [handle.submit_match(ids(64 * 2000), deadline_ms=50) for _ in range(5)]
                 asked.append(handle.submit_lease(match, deadline_ms=20, request="a"))
                 submitted = time.monotonic()
                 store.release_request("b")
