@@ -782,7 +782,7 @@ class Store:
             index, residency = self._blocks.index, self._blocks.residency
             if index.state(row) != RowState.VISIBLE or residency.place(row, part) != place:
                 return
-            size_bytes = self._blocks.dram.class_of(extent_of(place)).frame_bytes
+            size_bytes = self._blocks.spaces[record.namespace].classes[part].frame_bytes
             is_sound = self._blocks.verify(row, part)
             self._blocks.tally.checked(CheckedAt.REPORT, size_bytes, is_sound=is_sound)
             if not is_sound:
