@@ -43,7 +43,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-engines test-vllm-matrix check bench gpu torture mutants promtool clean
+.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-engines test-vllm-matrix browser check bench gpu torture mutants promtool clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
@@ -53,6 +53,7 @@ help:
 	@echo '                   (in four parts: test-pure, test-kernels, test-drawn, test-rest)'
 	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB), without the slow tests'
 	@echo 'make test-vllm-matrix  all of these, with 200 prompts for each configuration, on every vLLM that is served: hours'
+	@echo 'make browser the console'"'"'s pages in chromium (apt-get install --no-install-recommends chromium fonts-dejavu-core)'
 	@echo 'make check   run the linter, the formatter (reporting only) and the type checker'
 	@echo 'make bench   run every benchmark that needs no GPU against its physical limit'
 	@echo 'make gpu     test and measure on a GPU, at most 8 minutes; results in benchmarks/results (benchmarks/gpu.py)'
@@ -123,6 +124,9 @@ test-rest: $(STAMP)
 
 test-engines: $(STAMP) $(ENGINE_STAMP)
 	$(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider --timeout $(ENGINE_LIMIT_SECONDS) -m 'not slow' $(ENGINE_TESTS) $(ARGS)
+
+browser: $(STAMP)
+	$(PYTEST) tests/console/test_browser.py $(ARGS)
 
 test-vllm-matrix: $(STAMP) $(ENGINE_STAMP)
 	$(ENGINES)/bin/python benchmarks/vllm_matrix.py $(ARGS)

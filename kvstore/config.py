@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from math import ceil, inf, nan
 from numbers import Real
 from types import MappingProxyType
@@ -69,6 +70,16 @@ DEFAULT_SCRUB = "8MiB/s"
 """Seven hours for 200 GiB, and less than a hundredth of what an NVMe disk can read."""
 MOST_EXTENTS = 512
 """A large budget is cut into no more than this many while extents can still grow: each holds a descriptor."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host can come in there."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def parse_size(given: str | int, name: str) -> int:

@@ -34,7 +34,7 @@ LONGER_FILES = {
     "tiering/residency.py": 621,
 }
 MOST_BROAD_HANDLERS = 43
-MOST_SETTINGS = 50
+MOST_SETTINGS = 52  # with two that say where the console listens
 MOST_NOBODIES = 281
 
 

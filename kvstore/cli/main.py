@@ -214,7 +214,8 @@ def serve(
     if kept_at is None and settings.store.keeper:
         seconds = str(2 * settings.limits.close_seconds)
         sidecar = [sys.executable, "-m", "kvstore", *sys.argv[1:]]
-        os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, seconds, settings.log.format, *sidecar])
+        given = [seconds, settings.log.format, json.dumps(_console_beside(settings))]
+        os.execv(sys.executable, [sys.executable, "-P", keeper.__file__, *given, *sidecar])
     wire = KeeperWire(kept_at, secrets.token_bytes) if kept_at is not None else None
     # Two starts on the same memory are more than 34 ms apart, since a start takes longer, and no run has 2**24
     # connections for each 34 ms that it lasts: so this one's are numbered above those of all before it.
@@ -235,6 +236,15 @@ def serve(
         say(f"kvstore: {' '.join(str(error).split())}", sys.stderr)
         os._exit(OUT_OF_RESOURCES)  # at once: without memory or threads no more may be relied on
     return keeper.AGAIN if begins_again else OK
+
+
+def _console_beside(settings: Any) -> list[str]:
+    """The command of the console, where one is to run beside the sidecar."""
+    chosen = settings.console
+    if chosen.listen is None:
+        return []
+    command = [sys.executable, "-m", "kvstore", "console", "--socket", settings.observe_socket]
+    return [*command, "--listen", chosen.listen, *(["--token-file", chosen.token_file] if chosen.token_file else [])]
 
 
 def _http_server(host: str, port: int, daemon: Any) -> Any:

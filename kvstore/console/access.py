@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from hmac import compare_digest
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from kvstore.block.errors import BadInput
+from kvstore.config import is_loopback
 from tiering.clock import Clock
 
 COOKIE = "kvstore_console"
@@ -24,16 +24,6 @@ MOST_LOGINS = 64
 MOST_FAILURES, FAILURE_SECONDS = 10, 60.0
 """Wrong tokens in that time, after which none is looked at."""
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this host can come in there."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def checked_token(text: str, where: str) -> str:

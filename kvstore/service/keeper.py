@@ -3,6 +3,8 @@
     keeper  ->  sidecar     what was kept: name, descriptors; then "that is all"
     sidecar ->  keeper      keep (name, descriptors of an extent and its ledger), forget (name), ready
 
+Beside a sidecar that was ready it runs the console, where one is configured; the sidecar does not depend on it.
+
 It knows nothing of what it holds. It is run as a program of its own, from this very file, and imports the standard
 library alone, so that it stays small and has nothing to crash on. SIGTERM and SIGINT end both, SIGHUP has the sidecar
 end in order and begin again, as an upgrade wants it, SIGKILL to it ends the sidecar too.
@@ -47,15 +49,77 @@ MOST_FAILURES = 20
 """Starts in a row that never became ready."""
 END_SECONDS = 10.0
 """For which it waits beyond what the sidecar says that it needs to end in order."""
+BESIDE_NICE = 10
+BESIDE_PAUSE_SECONDS, LONGEST_BESIDE_PAUSE_SECONDS = 1.0, 60.0
+BESIDE_END_SECONDS = 3.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+class ProcessBeside:
+    """The console, which shows what the sidecar says of itself. It is handed no descriptor, runs behind all else, and
+    is started again when it ends, later each time: nothing waits for it."""
+
+    def __init__(self, command: list[str]) -> None:
+        """command: to which `--keeper PID` is added; empty for none."""
+        self._command = command
+        self._child: subprocess.Popen[bytes] | None = None
+        self._starts_at = self._began_at = 0.0
+        self._pause = BESIDE_PAUSE_SECONDS
+
+    def look(self) -> dict[str, object] | None:
+        """Start it if it is to run and does not; what is to be logged of its end."""
+        now = time.monotonic()
+        if not self._command or now < self._starts_at:
+            return None
+        if self._child is None:
+            self._start(now)
+            return None
+        status = self._child.poll()
+        if status is None:
+            return None
+        self._child = None
+        if now - self._began_at >= LONGEST_BESIDE_PAUSE_SECONDS:
+            self._pause = BESIDE_PAUSE_SECONDS
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_BESIDE_PAUSE_SECONDS)
+        self._starts_at = now + pause
+        return {"status": status, "pause_seconds": pause}
+
+    def begin_again(self) -> None:
+        """With what is installed by now."""
+        if self._child is not None:
+            self._child.terminate()
+
+    def end(self) -> None:
+        """It is started no more."""
+        self._command = []
+        if self._child is None:
+            return
+        self._child.terminate()
+        try:
+            self._child.wait(BESIDE_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+    def _start(self, now: float) -> None:
+        command = [*self._command, "--keeper", str(os.getpid())]
+        try:
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, preexec_fn=lambda: os.nice(BESIDE_NICE)
+            )
+            self._began_at = now
+        except OSError:  # no process, memory or descriptors for it now
+            self._starts_at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_BESIDE_PAUSE_SECONDS)
 
 
 class Keeper:
     """Holds descriptors, and one child at a time."""
 
-    def __init__(self, command: list[str], end_seconds: float, text: bool) -> None:
-        """command: of the sidecar, to which `--kept-at FD` is added. end_seconds: for an orderly end of it."""
+    def __init__(self, command: list[str], end_seconds: float, text: bool, beside: list[str] | None = None) -> None:
+        """command: of the sidecar, to which `--kept-at FD` is added. end_seconds: for an orderly end of it. beside: of
+        what is started beside it once it was ready."""
         self._command = command
+        self._beside = ProcessBeside(beside or [])
         self._end_seconds = end_seconds
         self._text = text
         self._kept: dict[bytes, list[int]] = {}
@@ -78,6 +142,12 @@ class Keeper:
 
     def run(self) -> int:
         """Until the sidecar has ended for good; its status."""
+        try:
+            return self._run()
+        finally:
+            self._beside.end()
+
+    def _run(self) -> int:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         signal.set_wakeup_fd(self._signalled.fileno(), warn_on_full_buffer=False)
@@ -93,6 +163,7 @@ class Keeper:
                 return status if status >= 0 else 128 - status
             if status == AGAIN:
                 self._failures = self._crashes = 0
+                self._beside.begin_again()
                 continue
             if status > 0 and not self._was_ready:
                 return status
@@ -159,6 +230,10 @@ class Keeper:
             status = self._child.poll()
             if status is not None:
                 return status
+            if self._was_ready and not self._ending:
+                ended = self._beside.look()
+                if ended is not None:
+                    self._say("warning", "the console ended and is started again", **ended)
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._say("error", "the sidecar did not end in time and is killed")
                 self._child.kill()
@@ -275,5 +350,5 @@ def pause_before_start(crashes: int, failures: int) -> float:
 
 
 if __name__ == "__main__":
-    _, seconds, style, *command = sys.argv
-    sys.exit(Keeper(command, float(seconds), style == "text").run())
+    _, seconds, style, beside, *command = sys.argv
+    sys.exit(Keeper(command, float(seconds), style == "text", json.loads(beside)).run())

@@ -6,6 +6,7 @@
     [tenants.NAME]  socket users share weight
     [admin]    socket                                    [http]    listen token_file
     [observe]  socket mode users                         [log]     level format
+    [console]  listen token_file
 
 Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
 key's full name, what was given and what is allowed. The environment sets nothing.
@@ -38,6 +39,7 @@ from kvstore.config import (
     checked_share,
     checked_shares,
     expanded,
+    is_loopback,
 )
 from kvstore.service.connections import DoorLimits
 from tiering.files import Unfit, read_file
@@ -141,6 +143,15 @@ class HttpSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ConsoleSettings:
+    """listen: HOST:PORT of the console, a process that the keeper runs beside the sidecar; none if not given.
+    token_file: of one line; needed where other hosts can come in."""
+
+    listen: str | None = None
+    token_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LogSettings:
     """level: from which on. format: one JSON object per line, or text."""
 
@@ -159,6 +170,7 @@ class Settings:
     admin: AdminSettings = field(default_factory=AdminSettings)
     observe: ObserveSettings = field(default_factory=ObserveSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
+    console: ConsoleSettings = field(default_factory=ConsoleSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
     @property
@@ -260,6 +272,7 @@ def _read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | N
         admin=_section(AdminSettings, _table(given, "admin"), "admin."),
         observe=_section(ObserveSettings, _table(given, "observe"), "observe."),
         http=_section(HttpSettings, _table(given, "http"), "http."),
+        console=_section(ConsoleSettings, _table(given, "console"), "console."),
         log=_section(LogSettings, _table(given, "log"), "log."),
     )
     _check(settings)
@@ -268,7 +281,7 @@ def _read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | N
 
 def _expand_paths(given: dict[str, Any]) -> None:
     """Wherever ~ may stand for a home. What is no table, or no text, is refused later."""
-    tables = [(given, "store", "data"), (given, "http", "token_file")]
+    tables = [(given, "store", "data"), (given, "http", "token_file"), (given, "console", "token_file")]
     tables += [(given, section, "socket") for section in ("door", "admin", "observe")]
     tenants = given.get("tenants")
     if isinstance(tenants, dict):
@@ -295,6 +308,7 @@ def _check(settings: Settings) -> None:
             raise BadInput(f"log.{key}={value!r}; allowed: {', '.join(allowed)}")
     if settings.http.listen is not None:
         host_and_port(settings.http.listen)
+    _check_console(settings)
     settings.store.check("store.", {"dram": (AUTO,), "nvme": (AUTO, OFF)})
     for limit in fields(DoorLimits):
         value = getattr(settings.door.limits, limit.name)
@@ -312,6 +326,19 @@ def _check(settings: Settings) -> None:
             raise BadInput(f"{section}.users={ids!r}: {wrong[0]} is no user id; give numbers from 0 to {MAX_USER}")
     settings.sockets()
     shares_of(settings)
+
+
+def _check_console(settings: Settings) -> None:
+    listen, token_file = settings.console.listen, settings.console.token_file
+    if listen is None:
+        return
+    host, _ = host_and_port(listen, "console.listen")
+    if token_file is None and not is_loopback(host):
+        raise BadInput(
+            f"console.listen={listen!r} can be reached by other hosts; give console.token_file, or listen on 127.0.0.1"
+        )
+    if not settings.store.keeper:
+        raise BadInput("console.listen needs store.keeper = true, which starts it; or run kvstore console by itself")
 
 
 def _check_socket(key: str, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -26,7 +27,7 @@ class Browser:
         self._in, its_out = os.pipe()
 
         def as_three_and_four() -> None:
-            first, second = os.dup(its_in), os.dup(its_out)
+            first, second = (fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in (its_in, its_out))  # above both
             os.dup2(first, 3)
             os.dup2(second, 4)
 

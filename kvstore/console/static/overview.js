@@ -42,7 +42,7 @@ function tierPanel(status) {
   for (const one of status.tiers) {
     const pinned = one.name === "dram" ? status.pinned_bytes : null;
     const retained = status.retained_bytes[one.name] ?? null;
-    rows.push([one.name, bytes(one.budget_bytes), bytes(one.taken_bytes), bytes(pinned), bytes(retained), whole(one.slots.used), whole(one.slots.free), whole(one.slots.quarantined)]);
+    rows.push([one.name, bytes(one.budget_bytes), bytes(one.taken_bytes), bytes(pinned), bytes(retained), whole(one.slots.used), whole(one.slots.free)]);
     const meter = make("div.meter", { role: "img", "aria-label": `${one.name}: ${percent(one.taken_bytes, one.budget_bytes)} taken` });
     for (const [kind, size] of [[`hue-${one.name}`, one.taken_bytes], ["pinned", pinned], ["retained", retained]]) {
       if (!size) continue;
@@ -53,7 +53,7 @@ function tierPanel(status) {
     meters.push(make("p", {}, `${one.name}: ${bytes(one.taken_bytes)} of ${bytes(one.budget_bytes)} taken (${percent(one.taken_bytes, one.budget_bytes)})`), meter);
   }
   const legend = make("p.quiet", {}, "The narrow stripes: below, pinned by leases; above, retained by a ttl or a priority.");
-  return panel("Tiers", ...meters, legend, table(["tier", "*budget", "*taken", "*pinned", "*retained", "*slots used", "*free", "*quarantined"], rows));
+  return panel("Tiers", ...meters, legend, table(["tier", "*budget", "*taken", "*pinned", "*retained", "*slots used", "*free"], rows));
 }
 function integrityPanel(status) {
   const one = status.integrity;
