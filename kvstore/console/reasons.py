@@ -1,6 +1,6 @@
 """Each reason for a miss in words: what it means, what usually causes it, and what an operator can do. Pure text.
 
-Total over `MissReason`: a test walks over every member. docs/dashboard.md has the same reasons under the same names.
+Total over `MissReason`: a test walks over every member. docs/console.md has the same reasons under the same names.
 """
 
 from __future__ import annotations
