@@ -339,6 +339,7 @@ def test_every_setting_is_documented_with_its_default() -> None:
         "door.": settings.door.limits,
         "admin.": settings.admin,
         "observe.": settings.observe,
+        "console.": settings.console,
         "http.": settings.http,
         "log.": settings.log,
         "tenants.NAME.": TenantSettings(""),
