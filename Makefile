@@ -47,7 +47,7 @@ SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in (
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
-	@echo 'make test    the tests that everybody runs, on all cores: less than four minutes of two; skips are listed'
+	@echo 'make test    the tests that everybody runs, on all cores, in some minutes; skips are listed'
 	@echo 'make test-pure     those of them that only compute: a minute'
 	@echo 'make test-all      every test but those in an engine: also the long ones, which draw histories and damage at random'
 	@echo '                   (in four parts: test-pure, test-kernels, test-drawn, test-rest)'

@@ -9,7 +9,7 @@ import logging
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -48,7 +48,7 @@ from kvstore.core.table import BlockTable, Lower
 from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.replay import Replay
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import AttachLease, NamedLease, Request, Submitted
+from kvstore.protocol.door import AttachLease, NamedLease, Request, Submitted, TenantClient
 from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
@@ -82,7 +82,7 @@ from tiering.policies.retention import Retention
 from tiering.policies.shares import Share, Shares
 from tiering.residency import Pins, Residency
 from tiering.slab_header import UID_BYTES
-from tiering.tier import EXTENT_BITS, FrameSpan
+from tiering.tier import EXTENT_BITS
 
 A = TypeVar("A")
 MOVE_THREADS = 4
@@ -94,15 +94,6 @@ SESSION_BITS = 40
 is used again after a restart."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _EmbeddedClient:
-    """A tenant of a store in this process."""
-
-    keys: TenantKeys
-    session_name: bytes = b""
-    named: dict[int, int] = field(default_factory=dict)
 
 
 class EmbeddedDoor:
@@ -122,11 +113,12 @@ class EmbeddedDoor:
         for leases that are submitted, shared by doors to one store. names: told what models are called."""
         self._store = store
         self._names = names
-        self._client = _EmbeddedClient(keys)
+        self._client = TenantClient(keys)
         self.requests = requests if requests is not None else Requests()
         self._threads = threads or LeaseThreads(store.clock)
         self.clock = store.clock
         self.forgotten = store.forgotten
+        self.memory = store.memory
 
     def call(self, request: Request, kind: type[A], seconds: float | None = None) -> A:
         """As `Door.call`."""
@@ -137,9 +129,8 @@ class EmbeddedDoor:
             answer = self._store.handle(self._client, request, seconds)
         if isinstance(answer, m.Leased):
             answer = NamedLease(answer.reply, self._store.name, answer.reply.lease)
-        elif isinstance(request, m.OpenNamespace) and self._names is not None and request.name:
-            namespace = Namespace.unpack(request.packed)
-            self._names.note(self._client.keys.tenant, namespace.digest(), request.name)
+        elif isinstance(request, m.OpenNamespace) and isinstance(answer, m.Granted):
+            self._note_name(self.number_in_store(answer.grant.number), request.name)
         assert isinstance(answer, kind), "the store answers what it was asked"
         return answer
 
@@ -153,10 +144,6 @@ class EmbeddedDoor:
 
         return cast(Submitted[A], self._threads.submit(lease, self._release, self.forgotten.append, request))
 
-    def memory(self, held: int, places: Sequence[int], *, writable: bool = False) -> list[FrameSpan]:
-        """As `Door.memory`."""
-        return self._store.spans(places)
-
     def leads_to(self, store: Store, keys: TenantKeys) -> bool:
         """Whether this is that tenant's door to that store."""
         return self._store is store and self._client.keys.tenant == keys.tenant
@@ -165,11 +152,17 @@ class EmbeddedDoor:
         """By which the store knows a namespace."""
         return self._client.named[number]
 
+    def _note_name(self, number: int, name: str) -> None:
+        if self._names is not None and name:
+            self._names.note(self._client.keys.tenant, self._store.namespace_of(number).digest(), name)
+
     def _attach(self, request: AttachLease) -> NamedLease:
         reply = request.reply
         if request.run == self._store.name and self._store.attach(reply.lease):
             return NamedLease(reply, request.run, reply.lease)
-        no_lease = LeaseReply(0, reply.first_block, 0, reason=MissReason.STALE_HINT, detail="nobody holds it any more")
+        no_lease = LeaseReply(
+            0, reply.first_block, 0, reason=MissReason.STALE_HINT, detail="no process holds it any more"
+        )
         return NamedLease(no_lease)
 
     def _release(self, lease: int) -> None:

@@ -32,8 +32,8 @@ QUIET = CallLimits(match=10.0, lease=10.0, ping=600.0)
 """A client that does not ping beside what is counted; the sidecar sweeps not during it either."""
 
 MOST = {
-    "embedded": {"put": 17, "match": 6, "lease": 13, "get": 12, "release": 6},
-    "nvme": {"put": 30, "match": 8, "lease": 15, "get": 12, "release": 6},
+    "embedded": {"put": 17, "match": 6, "lease": 13, "get": 11, "release": 6},
+    "nvme": {"put": 30, "match": 8, "lease": 15, "get": 11, "release": 6},
     "socket": {"put": 25, "match": 16, "lease": 21, "get": 11, "release": 13},
 }
 

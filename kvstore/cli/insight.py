@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import kvstore
-from kvstore.cli.terminal import Json, app, check_folder, expanded_path, lines_of, print_result, shown_progress, typer
-from kvstore.cli.terminal import listed as _listed
-from kvstore.cli.terminal import real as _real
-from kvstore.cli.terminal import whole as _whole
+from kvstore.cli.terminal import (
+    Json,
+    app,
+    check_folder,
+    expanded_path,
+    lines_of,
+    listed,
+    print_result,
+    real,
+    shown_progress,
+    typer,
+    whole,
+)
 from kvstore.config import DEFAULT_POLICY, POLICIES, expanded, parse_size
 
 
@@ -75,30 +84,30 @@ def replay(
     paths = [_trace_file(one) for one in traces]
     most = replays.MOST_BLOCKS
     allowed = f"give {', '.join(POLICIES)}, or several with commas between them"
-    for name in (names := _listed(policy or [DEFAULT_POLICY], "--policy", allowed)):
+    for name in (names := listed(policy or [DEFAULT_POLICY], "--policy", allowed)):
         if name not in POLICIES:
             raise typer.BadParameter(f"--policy {name[:40]!r}; {allowed}")
     chosen = {name: kvstore.policy_named(name) for name in names}
-    below = _whole(nvme_blocks, "--nvme-blocks", 0, most)
+    below = whole(nvme_blocks, "--nvme-blocks", 0, most)
     if admission and not below:
         raise typer.BadParameter("--admission is to NVMe; give --nvme-blocks, too")
     sizes = []
     for given, flag in ((blocks, "--blocks"), (dram_blocks, "--dram-blocks")):
         sizes += _sizes(given, flag, most)
     allowed = f"give {', '.join(replays.ADMISSIONS)}, or several with commas between them"
-    admitting = _listed(admission or [replays.LEARNED], "--admission", allowed)
+    admitting = listed(admission or [replays.LEARNED], "--admission", allowed)
     of_writes = "give shares of what is written without a choice, 0.01 to 1, as 0.5,0.8"
     shares = [
-        _real(share, "--write-share", of_writes) for share in _listed(write_share or [], "--write-share", of_writes)
+        real(share, "--write-share", of_writes) for share in listed(write_share or [], "--write-share", of_writes)
     ]
-    block_size = _whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
+    block_size = whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
     options = replays.ReplayOptions(
         sizes,
         count_partial,
-        _real(warmup, "--warmup", "give the share of requests that is not counted, 0 to below 1, as 0.05"),
-        _whole(seed, "--seed", 0, (1 << 31) - 1),
-        _real(prefill_rate, "--prefill-rate", "give tokens per second, 0.001 or more"),
-        _whole(kv_bytes_per_token, "--kv-bytes-per-token", 1, (1 << 40) - 1),
+        real(warmup, "--warmup", "give the share of requests that is not counted, 0 to below 1, as 0.05"),
+        whole(seed, "--seed", 0, (1 << 31) - 1),
+        real(prefill_rate, "--prefill-rate", "give tokens per second, 0.001 or more"),
+        whole(kv_bytes_per_token, "--kv-bytes-per-token", 1, (1 << 40) - 1),
         below,
         admitting,
         shares,
@@ -171,14 +180,14 @@ def whatif(
     several = "give sizes with commas between them, as 64GiB,128GiB"
     options = whatif_trace.WhatIfOptions(
         _sizes(sizes, "--sizes", most),
-        [parse_size(size, "--dram") for size in _listed(dram or [], "--dram", several)],
+        [parse_size(size, "--dram") for size in listed(dram or [], "--dram", several)],
         policy,
-        _whole(names, "--names", LEAST_NAMES, whatif_trace.MOST_NAMES),
-        _whole(seed, "--seed", 0, (1 << 31) - 1),
-        _whole(kv_bytes_per_token, "--kv-bytes-per-token", 1, (1 << 40) - 1),
+        whole(names, "--names", LEAST_NAMES, whatif_trace.MOST_NAMES),
+        whole(seed, "--seed", 0, (1 << 31) - 1),
+        whole(kv_bytes_per_token, "--kv-bytes-per-token", 1, (1 << 40) - 1),
         exact,
     )
-    block_size = _whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
+    block_size = whole(block_tokens, "--block-tokens", 1, MOST_TOKENS - 1) if block_tokens is not None else None
     draw = None
     if svg is not None:
         file = _checked_picture("--svg", svg, ".svg")
@@ -211,7 +220,7 @@ def _trace_file(given: str) -> Path:
 
 def _sizes(given: list[str] | None, flag: str, most: int) -> list[int]:
     several = f"give whole numbers from 1 to {most}, with commas between them and not in them, as 1000,10000"
-    return [_whole(size, flag, 1, most, several) for size in _listed(given or [], flag, several)]
+    return [whole(size, flag, 1, most, several) for size in listed(given or [], flag, several)]
 
 
 def _checked_picture(flag: str, file: str, *kinds: str) -> str:

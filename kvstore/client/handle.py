@@ -38,7 +38,7 @@ from kvstore.protocol.door import (
     Request,
     ReservationLost,
     check_collective,
-    collective_of,
+    window_name,
 )
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
@@ -353,8 +353,8 @@ class NamespaceHandle:
                 self.number, keys[:stop], wanted, int(priority), float(ttl) if ttl is not None else None
             )
             if collective:
-                named = collective_of(collective, stop, [part.index for part in self._parts])
-                reserve = msgspec.structs.replace(reserve, collective=named.name, parts=list(named.parts))
+                parts = [part.index for part in self._parts]
+                reserve = msgspec.structs.replace(reserve, collective=window_name(collective, stop), parts=parts)
             reply = wait.of(reserve, m.Reserved).reply
             present = min(present, reply.present) if reply.present < stop else present
             filled, flaw, lost = 0, None, None

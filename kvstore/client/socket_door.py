@@ -231,7 +231,7 @@ class SocketDoor:
         if run.name != request.run:
             raise Unavailable(MissReason.STALE_HINT, "it is of another run of the sidecar")
         if not run.attach(reply.lease, reply.places, time.left(), self._limits.mapping):
-            raise Unavailable(MissReason.STALE_HINT, "nobody of this session holds it any more")
+            raise Unavailable(MissReason.STALE_HINT, "no process of this session holds it any more")
         return self._hold(run, reply)
 
     def _reserving(self, run: SidecarConnection, request: m.Reserve, number: int) -> Exchange[m.Reserved]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qs
@@ -262,6 +262,9 @@ def _hidden_sessions(facts: SidecarStatus) -> int:
 
 
 def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> None:
+    login = static["login.html"]
+    wrong_token = replace(login, body=login.body.replace(b"<p>", b"<p>That is not the token. ", 1))
+
     async def page() -> Response:
         return _file(static["index.html"])
 
@@ -276,7 +279,7 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
 
     @app.api_route("/login", methods=["GET", "HEAD"], include_in_schema=False)
     async def login_page() -> Response:
-        return _file(static["login.html"]) if guard.has_token else RedirectResponse("/", 303)
+        return _file(login) if guard.has_token else RedirectResponse("/", 303)
 
     @app.post("/login", include_in_schema=False)
     async def log_in(request: Request) -> Response:
@@ -291,7 +294,7 @@ def _add_pages(app: FastAPI, guard: Guard, static: Mapping[str, StaticFile]) -> 
         name = guard.log_in(given)
         if name is None:
             await asyncio.sleep(0.5)
-            return _file(static["wrong_token.html"], status=403)
+            return _file(wrong_token, status=403)
         answer = RedirectResponse("/", 303)
         answer.set_cookie(COOKIE, name, max_age=int(LOGIN_SECONDS), httponly=True, samesite="strict", path="/")
         return answer

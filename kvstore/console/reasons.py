@@ -92,7 +92,7 @@ REASONS: dict[MissReason, ReasonText] = {
     MissReason.CORRUPT: ReasonText(
         "A check failed, so the bytes were not used; the frame is quarantined and never served again.",
         "Bad memory, a bad disk, or a process that wrote where it must not.",
-        "Test the machine's memory and disk. kvstore fsck checks the directory while nobody uses it.",
+        "Test the machine's memory and disk. kvstore fsck checks the directory while no process uses it.",
     ),
     MissReason.KEY_MISMATCH: ReasonText(
         "The blocks were written under a key that this store does not hold.",

@@ -1047,6 +1047,10 @@ class Store:
         self._check_open()  # afterwards: what is missing may be so because it was closed meanwhile
         return spans
 
+    def memory(self, held: int, places: Sequence[int], *, writable: bool = False) -> list[FrameSpan]:
+        """As `Door.memory`: a store's own memory is within reach of whatever is held."""
+        return self.spans(places)
+
     # Other processes -----------------------------------------------------------------------------------------------
 
     def share(self, extent: int, tenant: bytes, holder: int, fills: Collection[int] | None = None) -> SharedExtent:

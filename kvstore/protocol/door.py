@@ -11,8 +11,8 @@ Keys, places and digests cross a door; token ids, prompts and payload bytes neve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -149,6 +149,15 @@ class StoreClient(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class TenantClient:
+    """`StoreClient` that is of no session: one in the store's own process."""
+
+    keys: TenantKeys
+    session_name: bytes = b""
+    named: dict[int, int] = field(default_factory=dict)
+
+
 def missed(request: Request, reason: MissReason, detail: str) -> object:
     """The answer to a request that no store answered. Total over what `Door.call` answers without raising."""
     match request:
@@ -181,9 +190,9 @@ def check_collective(name: str) -> None:
         raise BadInput(f"collective={name!r:.80}; give text of at most {MAX_COLLECTIVE_CHARACTERS} characters")
 
 
-def collective_of(name: str, stop: int, parts: Collection[int]) -> Collective:
-    """A user's collective put, as far as it is about the blocks before `stop`."""
-    return Collective(f"{name}/{stop}", tuple(parts))
+def window_name(collective: str, stop: int) -> str:
+    """Of a user's collective put, as far as it is about the blocks before `stop`."""
+    return f"{collective}/{stop}"
 
 
 MAX_PRIORITY = 100

@@ -99,7 +99,7 @@ class AdminVerbs(Protocol):
     """What a socket serves that is no tenant's; see `kvstore.service.admin`."""
 
     is_operator: bool
-    """Whether the descriptor that is kept for the operator is for whoever comes in there."""
+    """Whether clients that come in there may use the descriptor that is kept for the operator."""
 
     def greet(self, hello: m.Hello) -> tuple[AdminCaller | None, m.Answer]:
         """The first message of a connection."""

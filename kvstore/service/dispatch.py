@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from kvstore.config import MAX_SECONDS
 from kvstore.core.store import SEALED_BLOCKS, SharedExtent, Store
 from kvstore.insight.recording import Recording
 from kvstore.protocol import messages as m
-from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS
+from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
 from kvstore.protocol.replies import LeaseReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import printable
@@ -65,15 +65,6 @@ class Response:
 
     answer: m.Answer
     descriptors: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _OpeningClient:
-    """A client while it opens a namespace."""
-
-    keys: TenantKeys
-    session_name: bytes = b""
-    named: dict[int, int] = field(default_factory=dict)
 
 
 class Handlers:
@@ -192,7 +183,7 @@ class Handlers:
     # Looking up ----------------------------------------------------------------------------------------------------
 
     def _open_namespace(self, caller: ClientState, verb: m.OpenNamespace) -> m.Answer:
-        opening = _OpeningClient(caller.keys)  # the caller knows it only when all that is said of it is there
+        opening = TenantClient(caller.keys)  # the caller knows it only when all that is said of it is there
         granted = self._store.handle(opening, verb)
         assert isinstance(granted, m.Granted)
         own = granted.grant.number
@@ -252,8 +243,8 @@ class Handlers:
         refused = self._check_lease(caller, number, verb)
         if refused is not None:
             return refused
-        verb, detail = _as_fits_an_answer(verb, len(slices))
-        with self._sessions.asking(caller, (len(verb.keys) - verb.first_block) * len(slices)) as is_granted:
+        fits, detail = _as_fits_an_answer(verb, len(slices))  # the account is about all that was asked for
+        with self._sessions.asking(caller, (len(fits.keys) - fits.first_block) * len(slices)) as is_granted:
             if not is_granted:
                 text = (
                     f"the session's leases name {caller.session.leased_places} places (blocks times parts), and its "
@@ -262,7 +253,7 @@ class Handlers:
                 full = LeaseReply(0, verb.first_block, 0, reason=MissReason.PINNED_FULL, detail=text)
                 return self._leased(caller, number, verb, full)
             began_at = self._store.clock.monotonic_seconds()
-            reply = lease(caller, verb)
+            reply = lease(caller, fits)
             seconds = self._store.clock.monotonic_seconds() - began_at
             return self._leased(caller, number, verb, _ended_by(reply, detail), seconds) if reply is not None else None
 
@@ -480,11 +471,12 @@ def _as_fits_an_answer(verb: m.LeasePrefix, parts: int) -> tuple[m.LeasePrefix, 
     """A lease whose frames one answer has room for, waiting no longer than it may, and what to say where that is not
     all."""
     most = MAX_LEASED_FRAMES // parts
-    wait_ms = min(verb.deadline_ms, MAX_DEADLINE_MS)
+    if verb.deadline_ms > MAX_DEADLINE_MS:
+        verb = msgspec.structs.replace(verb, deadline_ms=MAX_DEADLINE_MS)
     if len(verb.keys) - verb.first_block <= most:
-        return msgspec.structs.replace(verb, deadline_ms=wait_ms), ""
+        return verb, ""
     text = f"one lease names at most {MAX_LEASED_FRAMES} frames, {most} blocks of this namespace; lease the rest then"
-    return msgspec.structs.replace(verb, keys=verb.keys[: verb.first_block + most], deadline_ms=wait_ms), text
+    return msgspec.structs.replace(verb, keys=verb.keys[: verb.first_block + most]), text
 
 
 def _ended_by(reply: LeaseReply, detail: str) -> LeaseReply:

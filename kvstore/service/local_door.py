@@ -414,7 +414,7 @@ class LocalDoor:
         except BlockingIOError:  # gone again
             return
         except OSError as error:  # no descriptors left: others are served on, and he is let in later
-            self._faults.failed(CONNECTIONS, kind_of(error), f"nobody is let in: {error.strerror}")
+            self._faults.failed(CONNECTIONS, kind_of(error), f"no client is let in: {error.strerror}")
             self._pause_accept(listener)
             return
         if not listener.is_operator or self._spare is not None:

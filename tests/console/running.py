@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 from service.sidecar import Sidecar
 from service.test_serve import PATHS
+from waiting import wait_until
 from workbench import MODEL, blank_pages, ids, random_pages, small_layout
 
 LAYOUT = small_layout()
@@ -79,13 +79,14 @@ class RunningConsole:
             return Answered(answer.code, answer.headers, answer.read())
 
     def until(self, path: str, holds: Any, **headers: str) -> Any:
-        deadline = time.monotonic() + 30
-        while True:
-            answer = self.ask(path, **headers)
-            if answer.status == 200 and holds(answer.json):
-                return answer.json
-            assert time.monotonic() < deadline, answer
-            time.sleep(0.1)
+        answers: list[Answered] = []
+
+        def is_there() -> bool:
+            answers.append(self.ask(path, **headers))
+            return answers[-1].status == 200 and bool(holds(answers[-1].json))
+
+        wait_until(is_there)
+        return answers[-1].json
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from kvstore.node import SystemClock
 from service.sidecar import Sidecar
 from service.test_serve import PATHS, SERVE
 from tiering.nvme.lmdb_index import LmdbMaker
+from waiting import wait_until
 from workbench import MODEL, ids, small_layout
 
 CLOCK = SystemClock()
@@ -216,13 +216,12 @@ def test_streams_are_bounded_and_have_the_same_bytes(served: tuple[Sidecar, Runn
     finally:
         for sock in socks:
             sock.close()
-    deadline = time.monotonic() + 20
-    while True:
+
+    def is_let_in() -> bool:
         with stream() as sock:
-            if b" 200 " in sock.recv(65536):
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+            return b" 200 " in sock.recv(65536)
+
+    wait_until(is_let_in)
 
 
 # A token --------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from kvstore.service.keeper import BESIDE_NICE
 from kvstore.service.settings import read_settings
 from service.sidecar import patient
 from service.test_serve import ended, serving
+from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
 
 
@@ -27,19 +27,20 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def status_at(port: int, seconds: float = 60) -> Any:
+def status_at(port: int) -> Any:
     """What the console says, once there is one that has an answer of the sidecar's."""
-    deadline = time.monotonic() + seconds
-    while True:
+    told: list[Any] = []
+
+    def is_connected() -> bool:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status", timeout=5) as answer:
-                status = json.loads(answer.read())
-            if status["contact"]["connected"]:
-                return status
+                told.append(json.loads(answer.read()))
         except OSError:
-            pass
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+            return False
+        return bool(told[-1]["contact"]["connected"])
+
+    wait_until(is_connected)
+    return told[-1]
 
 
 def consoles_of(keeper: int) -> list[int]:
@@ -64,10 +65,7 @@ def test_it_comes_and_comes_again_and_engines_notice_nothing(tmp_path: Path) -> 
             assert not [one for one in held if "memfd" in one]
             os.kill(first, signal.SIGKILL)
             assert handle.match(ids(640)).blocks == 10
-            deadline = time.monotonic() + 30
-            while not set(consoles_of(process.pid)) - {first}:
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_until(lambda: bool(set(consoles_of(process.pid)) - {first}))
             assert status_at(port)["run"] and handle.match(ids(640)).blocks == 10
             (second,) = consoles_of(process.pid)
             os.kill(second, signal.SIGSTOP)  # one that hangs holds nothing up either

@@ -1,5 +1,5 @@
-"""Every page in a real browser, light and dark, wide and at 360 pixels: nothing logged, nobody else asked, and figures
-equal to the API's. Pictures lie in the test's own folder (`-s` prints where)."""
+"""Every page in a real browser, light and dark, wide and at 360 pixels: nothing logged, no other host asked, and
+figures equal to the API's. Pictures lie in the test's own folder (`-s` prints where)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_it_says_so_when_numbers_are_old_and_when_it_is_back(tmp_path: Path, bro
         browser.looks(1280, 900, "light")
         browser.open(shown.url)
         browser.until("document.getElementById('health') && document.getElementById('health').classList.contains('ok')")
-        assert "Nobody is attached" in browser.value("document.body.textContent")
+        assert "No engine is attached" in browser.value("document.body.textContent")
         sidecar.door.close(5)
         browser.until("document.body.classList.contains('stale')")
         text = browser.value("document.getElementById('stale').textContent")

@@ -348,6 +348,9 @@ def test_a_lease_of_more_frames_than_an_answer_holds_is_shorter_and_says_so(
         assert handle.put(tokens, filled(10)).stored == 10
         match = handle.match(tokens)
         most = 7 // len(LAYOUT.parts)
+        with handle.lease(match):
+            looked = sidecar.admin.facts().looked
+            assert (looked.asked_blocks, looked.found_blocks) == (10, 0), "it takes what its look-up found, once"
         for first in range(0, 10, most):
             with handle.lease(match, first_token=first * 64) as lease:
                 assert lease.blocks == min(10, first + most)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from asking import Asking
+from asking import Asking, stand_in
 from kvstore.block.account import MissReason
 from kvstore.block.layout import Layout
 from kvstore.cli import ask
@@ -56,7 +56,6 @@ def work(socket: str, session: str, layout: Layout, rank: int, wires: Connection
     """A worker: does what it is told, and says what came of it."""
     with patient(kvstore.open(f"unix:{socket}", session=session, engine=f"rank {rank}")) as store:
         handle = store.namespace(model=MODEL, layout=layout, shard=rank)
-        commit = handle.door.commit
         wires.send("ready")
         while (order := wires.recv()) is not None:
             what, *given = order
@@ -66,13 +65,12 @@ def work(socket: str, session: str, layout: Layout, rank: int, wires: Connection
                 wires.send(handle.put(ids(TOKENS, 1000 * seed), mine, collective=collective))
             elif what == "stop before the commit":
 
-                def stop(*of: Any) -> int:
+                def stop(request: m.Commit, commit: Callable[[], Any]) -> Any:
                     wires.send("filled")
                     wires.recv()
-                    return commit(*of)
+                    return commit()
 
-                handle.door.commit = stop  # type: ignore[method-assign]
-                handle.door.post_commit = lambda *of: None  # type: ignore[method-assign]
+                stand_in(handle.door, m.Commit, stop)
                 type(handle.door).commits_early = False
                 wires.send("so be it")
             elif what == "get":

@@ -4,7 +4,7 @@ import { bytes, eventList, known, make, moment, panel, percent, span, table, tok
 
 export const empty = (status) => {
   if (!status || !known(status.sessions)) return "No numbers yet.";
-  if (!status.sessions) return "Nobody is attached: start an engine with url: unix:... of this sidecar's socket.";
+  if (!status.sessions) return "No engine is attached: start an engine with url: unix:... of this sidecar's socket.";
   return `No look-ups in this time. ${whole(status.sessions)} engine${status.sessions === 1 ? " is" : "s are"} attached.`;
 };
 export function account(status, series, window) {
