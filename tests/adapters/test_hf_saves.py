@@ -128,7 +128,7 @@ def test_a_sidecar_that_hangs_behind_the_first_token_costs_one_deadline(llama: A
         finally:
             os.kill(said["pid"], signal.SIGCONT)
         assert answer.token_ids == expected and not answer.report.faults
-        assert set(answer.report.put_reasons) == {MissReason.UNREACHABLE}
+        assert answer.report.put_reasons == {MissReason.DEADLINE: 1, MissReason.UNREACHABLE: 1}
 
 
 def test_a_model_that_changes_while_the_store_does_not_open_anything_is_answered(
