@@ -222,6 +222,7 @@ def serve(
     first_number = time.time_ns() >> CONNECTION_BITS + 1 << CONNECTION_BITS
     outside = Outside(
         SystemClock(),
+        time.process_time,
         first_number,
         secrets.token_bytes,
         LmdbMaker,

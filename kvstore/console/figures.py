@@ -5,7 +5,7 @@ The classes here are the API: their fields are only ever appended. None is "unkn
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,8 +22,11 @@ from kvstore.protocol.status import (
     SessionStatus,
     SidecarStatus,
     TierStatus,
+    WhatIfStatus,
 )
 
+MORE = (("64 GiB more", 64 << 30), ("1 TB more", 10**12))
+"""Sizes that people buy."""
 MOST_LISTED = 500
 """Rows of one answer."""
 
@@ -138,6 +141,26 @@ class MoveFigures(msgspec.Struct, frozen=True):
     running: int
     done: int
     failed: int
+
+
+class OtherSize(msgspec.Struct, frozen=True):
+    """What another size of all tiers would find. words: how it differs from what there is. size_bytes: None for
+    however much. more_tokens_per_day: not to be computed any more; less than 0 where it is smaller."""
+
+    words: str
+    size_bytes: int | None
+    token_hit_rate: float
+    more_tokens_per_day: int
+
+
+class WhatIfFigures(msgspec.Struct, frozen=True):
+    """`/api/whatif`. estimate: None where this sidecar makes none. dram_bytes: of the budget, what is in memory.
+    own_hit_rate: what was really found of what was asked for in the last hour, None where nothing was."""
+
+    estimate: WhatIfStatus | None
+    dram_bytes: int
+    own_hit_rate: float | None
+    sizes: list[OtherSize]
 
 
 def reading_of(facts: SidecarStatus) -> SidecarReading:
@@ -309,6 +332,49 @@ def namespaces_of(facts: SidecarStatus, tenant: str, first: int) -> tuple[list[N
 def moves_of(facts: SidecarStatus) -> list[MoveFigures]:
     """As `kvstore stat` has them."""
     return [MoveFigures(one.kind, one.priority, one.waiting, one.running, one.done, one.failed) for one in facts.moves]
+
+
+def whatif_of(facts: SidecarStatus, hour: Mapping[str, int]) -> WhatIfFigures:
+    """hour: sums of the counters of the last hour."""
+    dram = next((one.budget_bytes for one in facts.tiers if one.name == "dram"), 0)
+    asked, hits = hour.get("asked", 0), sum(hour.get(f"hit.{tier}", 0) for tier in (HitTier.DRAM, HitTier.NVME))
+    own = hits / asked if asked else None
+    told = facts.whatif
+    if told is None or not told.asked_tokens:
+        return WhatIfFigures(told, dram, own, [])
+    wanted: list[tuple[str, int | None]] = [
+        (_times(one.scale), one.size_bytes) for one in told.points if one.scale is not None
+    ]
+    wanted += [(words, told.budget_bytes + more) for words, more in MORE]
+    wanted.sort(key=lambda one: one[1] or 0)
+    wanted.append(("all that was ever asked for kept", None))
+    today = rate_at(told, told.budget_bytes)
+    a_day = told.tokens_per_second * 86_400
+    sizes = [
+        OtherSize(words, size, rate, round((rate - today) * a_day))
+        for words, size in wanted
+        for rate in [rate_at(told, size)]
+    ]
+    return WhatIfFigures(told, dram, own, sizes)
+
+
+def rate_at(told: WhatIfStatus, size_bytes: int | None) -> float:
+    """The share of tokens that a size would have found: between two points of the curve by a straight line."""
+    ceiling = told.points[-1].token_hit_rate
+    if size_bytes is None:
+        return ceiling
+    before_size, before = 0, 0.0
+    for one in sorted((*told.curve, *told.points[:-1]), key=lambda one: one.size_bytes or 0):
+        size = one.size_bytes or 0
+        if size >= size_bytes:
+            part = (size_bytes - before_size) / (size - before_size) if size > before_size else 1.0
+            return before + part * (one.token_hit_rate - before)
+        before_size, before = size, one.token_hit_rate
+    return ceiling
+
+
+def _times(scale: float) -> str:
+    return "what there is" if scale == 1 else "half of it" if scale == 0.5 else f"{scale:g} times as much"
 
 
 def span(seconds: float) -> str:

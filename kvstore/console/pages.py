@@ -31,11 +31,13 @@ from kvstore.console.figures import (
     MissFigures,
     MoveFigures,
     TenantFigures,
+    WhatIfFigures,
     misses_of,
     moves_of,
     namespaces_of,
     schemas_of,
     tenants_of,
+    whatif_of,
 )
 from kvstore.console.rings import WINDOWS
 from kvstore.console.stream import Broadcast
@@ -245,6 +247,10 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
         figures = EngineFigures(facts.sessions[:MOST_LISTED], _hidden_sessions(facts), facts.departed, facts.door)
         return _json(EnginesAnswer(figures, moves_of(facts)))
 
+    @app.get("/api/whatif", summary="What other sizes would find, estimated")
+    async def whatif() -> Response:
+        return _json(whatif_of(known(), watch.window("1h").sums))
+
     @app.get("/api/events", summary="What happened, the newest first")
     async def events() -> Response:
         return _json(watch.events())
@@ -316,6 +322,7 @@ def _add_document(app: FastAPI, version: str) -> None:
         "/api/tenants": list[TenantFigures],
         "/api/namespaces": NamespacesAnswer,
         "/api/engines": EnginesAnswer,
+        "/api/whatif": WhatIfFigures,
         "/api/events": list[ConsoleEvent],
     }
     (error, *schemas), components = schemas_of([ApiError, *kinds.values()])

@@ -169,6 +169,13 @@ class LruCurve:
             for bin_, weight in batch.hot_found:
                 hot_bins[bin_] += weight * amount
 
+    def narrow(self, names: int) -> None:
+        """Sample at most so many names at a time from now on, `LEAST_NAMES` or more: what is sampled costs work."""
+        assert names >= LEAST_NAMES
+        self._most = min(self._most, names)
+        while len(self._used_at) > self._most:
+            self._lower_threshold()
+
     def fade(self, factor: float) -> None:
         """What was counted so far counts so much less from now on. Names and their order stay."""
         for column in self._counted():

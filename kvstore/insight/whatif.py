@@ -1,6 +1,6 @@
 """What other sizes would have found of what clients look up now: fed by look-ups, without delaying them.
 
-    offer()      a look-up's keys are put in a queue that is bounded; where it is full they are dropped and counted
+    looked_up()  a look-up's keys are put in a queue that is bounded; where it is full they are dropped and counted
     step()       the worker's thread takes some from there and tells the estimators; run() does so until it is stopped
     snapshot()   anybody reads hit rates at multiples of a budget, and the whole curve, of about the last hour
 
@@ -10,16 +10,17 @@ curve is LRU's; it knows nothing of pins, deadlines and declined writes, which i
 below it.
 
 A key is turned into a mark by a secret salt and its namespace, so that no client can choose which of its blocks are
-sampled. Clock and salt are handed in; the thread is the caller's. Memory is at most 4 MiB.
+sampled. Clock and salt are handed in; the thread is the caller's. Memory is at most 4 MiB. Where the
+worker takes more than a hundredth of what the whole process works, it samples fewer names.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import expm1, inf, log
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -45,6 +46,12 @@ FIRST_SAMPLE = 4
 """How much more of all names than the one before it an estimator samples at first."""
 POINTS_PER_DOUBLING = 4
 """Of the whole curve."""
+WORK_SHARE = 0.01
+"""Of what the process works; where the worker takes more, half as many names are sampled from then on."""
+FREE_WORK = 0.001
+"""Of a core: what the worker may always take."""
+WEIGHED_EVERY_SECONDS = 5.0
+FEWEST_NAMES = 256
 
 _ODD = 0x9E3779B97F4A7C15
 _ODDS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -80,7 +87,8 @@ class CurvePoint:
 class WhatIfSnapshot:
     """points: at `SCALES`; the last one is the ceiling, which no size exceeds. curve: sizes from nothing found to all
     of it, rising. asked_tokens, asked_bytes: what they are shares of; what faded counts less. sample_ratio: of names.
-    seconds: for which the estimator that answers has counted. words: what to say beside the curve, one sentence."""
+    seconds: for which the estimator that answers has counted. tokens_per_second: that were asked for in about the last
+    hour. words: what to say beside the curve, one sentence."""
 
     points: tuple[CurvePoint, ...]
     curve: tuple[CurvePoint, ...]
@@ -89,6 +97,7 @@ class WhatIfSnapshot:
     sample_ratio: float
     sampled_names: int
     seconds: float
+    tokens_per_second: float
     lookups: int
     dropped_lookups: int
     dropped_blocks: int
@@ -102,7 +111,8 @@ class WhatIf:
         """salt: 64 bits that no client knows. names: that are sampled at a time by each of two estimators."""
         self._clock = clock
         self._salt = salt
-        self._names = names
+        self._names = self._names_at_next_turn = self._most_names = names
+        self._sizes: dict[int, tuple[int, int]] = {}
         self._queue: deque[_Offered] = deque()
         self._queue_lock = threading.Lock()  # held for an addition
         self._queued_blocks = 0
@@ -111,6 +121,15 @@ class WhatIf:
         now = clock.monotonic_seconds()
         self._turns = [_Turn(now, LruCurve(names), counts=True)]
         self._faded_at = now
+
+    def opened(self, namespace: int, block_bytes: int, block_tokens: int) -> None:
+        """A namespace may be looked up in from now on. block_bytes: that a block of it takes in a tier."""
+        self._sizes[namespace] = block_bytes, block_tokens
+
+    def looked_up(self, namespace: int, keys: Sequence[bytes]) -> bool:
+        """As `offer`, in a namespace that was opened; `False` and uncounted in another one."""
+        sizes = self._sizes.get(namespace)
+        return sizes is not None and self.offer(namespace, keys, *sizes)
 
     def offer(self, namespace: int, keys: Sequence[bytes], block_bytes: int, block_tokens: int) -> bool:
         """A look-up of these keys, `KEY_BYTES` each, the first block's first. block_bytes: that a block of the
@@ -147,11 +166,29 @@ class WhatIf:
                     )
         return blocks
 
-    def run(self, stop: Stop) -> None:
-        """Step until `stop` is set; what waits then is left."""
+    def run(self, stop: Stop, worked: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)) -> None:
+        """Step until `stop` is set; what waits then is left. worked: seconds that the processor has worked for this
+        thread, and for the whole process."""
+        weighed_at, (mine, everybodys) = self._clock.monotonic_seconds(), worked()
         while not stop.is_set():
             if not self.step():
                 stop.wait(WAIT_SECONDS)
+            now = self._clock.monotonic_seconds()
+            if now - weighed_at >= WEIGHED_EVERY_SECONDS:
+                mine_now, everybodys_now = worked()
+                self.weigh(mine_now - mine, everybodys_now - everybodys, now - weighed_at)
+                weighed_at, mine, everybodys = now, mine_now, everybodys_now
+
+    def weigh(self, mine: float, everybodys: float, seconds: float) -> None:
+        """Sample fewer names where sampling took too much of what the process worked, and more, from the next turn on,
+        where it took little. In seconds of work, within so many seconds."""
+        with self._lock:
+            if mine > max(WORK_SHARE * everybodys, FREE_WORK * seconds):
+                self._names = self._names_at_next_turn = max(min(FEWEST_NAMES, self._names), self._names // 2)
+                for turn in self._turns:
+                    turn.curve.narrow(self._names)
+            elif mine < max(WORK_SHARE * everybodys, FREE_WORK * seconds) / 4:
+                self._names_at_next_turn = min(self._most_names, 2 * self._names)
 
     def snapshot(self, budget_bytes: float) -> WhatIfSnapshot:
         """As it is known by now. budget_bytes: what scale 1 is."""
@@ -173,6 +210,7 @@ class WhatIf:
                 curve.sample_ratio,
                 curve.names,
                 seconds,
+                asked[TOKENS] / _faded_seconds(seconds),
                 lookups,
                 dropped,
                 dropped_blocks,
@@ -217,6 +255,7 @@ class WhatIf:
             return
         # The next one would first sample all names, until it has enough of them: so it begins where it would soon be.
         threshold = min(MARKS, FIRST_SAMPLE * newest.curve.threshold)
+        self._names = self._names_at_next_turn
         self._turns = [newest, _Turn(now, LruCurve(self._names, threshold), counts=False)]
 
 
@@ -265,6 +304,12 @@ def _points(curve: LruCurve, sizes: Sequence[float], budget_bytes: float) -> tup
     tokens, size = curve.hit_rates(sizes, TOKENS), curve.hit_rates(sizes, SIZE)
     scales = [one / budget_bytes if budget_bytes else inf for one in sizes]
     return tuple(CurvePoint(*each) for each in zip(sizes, scales, tokens, size, strict=True))
+
+
+def _faded_seconds(seconds: float) -> float:
+    """Of what was counted for so long: those further back count less, as what was counted in them does."""
+    mean_life = HALF_LIFE_SECONDS / log(2)
+    return max(1.0, mean_life * -expm1(-seconds / mean_life))
 
 
 def _thinned(edges: Sequence[float]) -> list[float]:

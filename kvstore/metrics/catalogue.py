@@ -111,6 +111,16 @@ METRICS = (
     _counter("malformed_messages", "", "messages", "Messages that ended their connection because they were none."),
     _gauge("leases_open", "", "leases", "Leases that pin."),
     _gauge("reservations_open", "", "reservations", "Puts under way."),
+    # What other sizes would find: estimated from a sample, faded by half in each half hour.
+    _gauge(
+        "whatif_hit_tokens",
+        "scale",
+        "tokens",
+        "Tokens that so many times the budget of all tiers would have found, with least recently used.",
+    ),
+    _gauge("whatif_asked_tokens", "", "tokens", "Tokens that these are a part of."),
+    _gauge("whatif_sample_ratio", "", "ratio", "The share of all blocks that the estimate follows."),
+    _counter("whatif_dropped_lookups", "", "look-ups", "Look-ups that came too fast and are not in the estimate."),
     # For joins.
     _gauge("state", "state", "0 or 1", "What the sidecar is up to, as at /readyz."),
     _gauge("build_info", "version", "1", "The version that runs."),

@@ -12,17 +12,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
+from math import isinf
 from typing import Any, get_args
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.core.levels import READS, WRITES
 from kvstore.core.store import StoreUsage
+from kvstore.insight.whatif import WhatIf, WhatIfSnapshot
 from kvstore.metrics.catalogue import METRICS, PREFIX
 from kvstore.metrics.exposition import Exposition, LabelValues, Samples
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import ID_DIGITS, printable
 from kvstore.service.accounting import AccountingCounts, Counting, OfferedTokens, Outcome
+from kvstore.service.admin import all_tiers_budget_bytes
 from kvstore.service.connections import DoorCounts
 from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
@@ -35,6 +38,7 @@ from tiering.tier import Usage
 KEPT_SECONDS = 1.0
 """A page is given again for so long."""
 OTHER = "other"
+UNBOUNDED = "infinite"
 VERBS = tuple(m.name_of(verb) for verb in get_args(m.Verb))
 SLOT_STATES = ("used", "free", "reserved", "deleting", "quarantined", "zombie")
 KINDS_OF_MOVES = {
@@ -60,14 +64,16 @@ class Metrics:
         door: LocalDoor,
         state: Callable[[], Readiness],
         version: str,
+        whatif: WhatIf,
     ) -> None:
-        """state: what the sidecar is up to. version: of the program."""
+        """state: what the sidecar is up to. version: of the program. whatif: knows what other sizes would find."""
         self._store = store
         self._counting = counting
         self._sessions = sessions
         self._door = door
         self._state = state
         self._version = version
+        self._whatif = whatif
         self._exposition = Exposition(METRICS)
         self._lock = threading.Lock()
         self._page = b""
@@ -93,6 +99,7 @@ class Metrics:
             _moves(self._store.core.move_queue),
             _scrub_and_loading(usage),
             _door(door),
+            _what_if(self._whatif.snapshot(all_tiers_budget_bytes(usage))),
         ):
             found[f"{PREFIX}{name}"] = dict(samples)
         state = self._state()
@@ -240,6 +247,17 @@ def _scrub_and_loading(usage: StoreUsage) -> _Found:
     if loading is not None:
         yield "loading_slots", _one(loading.all_slots)
         yield "loading_slots_taken", _one(loading.slots)
+
+
+def _what_if(told: WhatIfSnapshot) -> _Found:
+    scales = {one.scale: one.token_hit_rate * told.asked_tokens for one in told.points}
+    yield (
+        "whatif_hit_tokens",
+        {(UNBOUNDED if isinf(scale) else f"{scale:g}",): tokens for scale, tokens in scales.items()},
+    )
+    yield "whatif_asked_tokens", _one(told.asked_tokens)
+    yield "whatif_sample_ratio", _one(told.sample_ratio)
+    yield "whatif_dropped_lookups_total", _one(told.dropped_lookups)
 
 
 def _door(door: DoorCounts) -> _Found:

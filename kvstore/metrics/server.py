@@ -20,6 +20,8 @@ def server_of(host: str, port: int, daemon: Daemon, version: str) -> HttpServer:
     access = MetricsAccess(token, is_shared=len(settings.sockets()) > 1)
     if access.is_closed:
         _log.warning("/metrics is closed: several tenants are configured, and there is no http.token_file")
-    metrics = Metrics(daemon.store, daemon.counting, daemon.sessions, daemon.door, daemon.readiness, version)
+    metrics = Metrics(
+        daemon.store, daemon.counting, daemon.sessions, daemon.door, daemon.readiness, version, daemon.whatif
+    )
     pages = sidecar_pages(daemon.readiness, daemon.is_alive, daemon.reasons, metrics.page, access)
     return HttpServer(host, port, pages, clock.monotonic_seconds)

@@ -133,12 +133,42 @@ class RecoveryStatus(msgspec.Struct, frozen=True):
     to_verify_bytes: int = 0
 
 
+class WhatIfPoint(msgspec.Struct, frozen=True):
+    """What a store of so many bytes would have found: a share of the tokens asked for. size_bytes, scale: None
+    for the ceiling, which no size exceeds. scale: times the budget of all tiers."""
+
+    size_bytes: int | None
+    scale: float | None
+    token_hit_rate: float
+
+
+class WhatIfStatus(msgspec.Struct, frozen=True):
+    """Hit rates of other sizes, estimated from a sample of the look-ups of about the last hour: for least recently
+    used, and as if everything was kept. budget_bytes: of all tiers. points: at some multiples of it, the ceiling last.
+    curve: sizes from nothing found to all of it, rising. asked_tokens: faded, by half in each half hour.
+    tokens_per_second: that were asked for. sample_ratio: of names. seconds: since when it counts. words: what to say
+    beside the figures."""
+
+    budget_bytes: int
+    points: list[WhatIfPoint]
+    curve: list[WhatIfPoint]
+    asked_tokens: int
+    tokens_per_second: float
+    sample_ratio: float
+    sampled_names: int
+    seconds: float
+    lookups: int
+    dropped_lookups: int
+    words: str
+
+
 class SidecarStatus(msgspec.Struct, frozen=True):
     """All of it. counters: events since the start. departed: connections that are gone and may still map memory.
     hidden_namespaces, hidden_sessions: that are there and left out, so that this stays of a size. policy, nvme_writes,
     retained_fraction: as they were set; nvme_writes: None without such a tier. retained: what is kept for a time.
     health: "ok", or "degraded (why)"; faults: what the machine does not give at the moment; fault_counts: how often it
-    did not since the start, by kind. policy_note: why blocks do not go by the policy that was set; "" where they do."""
+    did not since the start, by kind. policy_note: why blocks do not go by the policy that was set; "" where they do.
+    whatif: what other sizes would find."""
 
     run: str
     pid: int
@@ -175,6 +205,7 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     faults: list[MachineFault] = []
     fault_counts: dict[str, int] = {}
     policy_note: str = ""
+    whatif: WhatIfStatus | None = None
 
 
 def checked_seconds(seconds: float) -> float:

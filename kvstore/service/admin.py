@@ -12,11 +12,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from math import isinf
 
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.config import DEFAULT_POLICY
+from kvstore.core.store import StoreUsage
 from kvstore.core.usage import NamespaceUsage
 from kvstore.insight.recording import Recording
+from kvstore.insight.whatif import CurvePoint, WhatIf
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import (
@@ -25,6 +28,8 @@ from kvstore.protocol.status import (
     SessionStatus,
     SidecarStatus,
     TierStatus,
+    WhatIfPoint,
+    WhatIfStatus,
     checked_seconds,
     layout_in_words,
     pick,
@@ -65,10 +70,12 @@ class Admin:
         chosen: StoreSettings | None = None,
         reasons: Callable[[], list[str]] | None = None,
         why_not_policy: str = "",
+        whatif: WhatIf | None = None,
     ) -> None:
         """run: names this run of the sidecar. state: what it is up to, in a word. chosen: how the store was set.
         reasons: why it serves less than it has; what the store was told of the machine, if not given.
-        why_not_policy: why it is not the policy that was chosen which decides, but the usual one."""
+        why_not_policy: why it is not the policy that was chosen which decides, but the usual one. whatif: knows what
+        other sizes would find."""
         self._store = store
         self._sessions = sessions
         self._counting = counting
@@ -78,6 +85,7 @@ class Admin:
         self._state = state
         self._chosen = chosen or StoreSettings()
         self._why_not_policy = why_not_policy
+        self._whatif = whatif
         self._reasons = reasons or store.faults.reasons
         self._began_at = counting.now()
 
@@ -183,7 +191,27 @@ class Admin:
             health=f"degraded ({'; '.join(reasons)})" if reasons else "ok",
             faults=[replace(one, detail=printable(one.detail)) for one in self._store.faults.now()],
             fault_counts=self._store.faults.counts(),
+            whatif=self._what_if(usage),
             **of_store,
+        )
+
+    def _what_if(self, usage: StoreUsage) -> WhatIfStatus | None:
+        if self._whatif is None:
+            return None
+        budget = all_tiers_budget_bytes(usage)
+        told = self._whatif.snapshot(budget)
+        return WhatIfStatus(
+            budget,
+            [_point(one) for one in told.points],
+            [_point(one) for one in told.curve],
+            round(told.asked_tokens),
+            told.tokens_per_second,
+            told.sample_ratio,
+            told.sampled_names,
+            told.seconds,
+            told.lookups,
+            told.dropped_lookups,
+            told.words,
         )
 
     def _namespace(self, tenant: str, usage: NamespaceUsage, counts: NamespaceCounts | None) -> NamespaceStatus:
@@ -270,6 +298,17 @@ def chosen_space(spaces: Sequence[tuple[str, NamespaceUsage]], id: str, tenant: 
     is_shared = len({one for one in digests if one.startswith(id.lower())}) == 1
     whose = f" of tenant {printable(tenant)!r}" if tenant else ""
     return mine[pick(id, digests, words, whose, "give --tenant" if is_shared else "give more digits")][1]
+
+
+def all_tiers_budget_bytes(usage: StoreUsage) -> int:
+    """What all tiers may take together."""
+    return usage.dram.budget_bytes + (usage.nvme.budget_bytes if usage.nvme is not None else 0)
+
+
+def _point(one: CurvePoint) -> WhatIfPoint:
+    if isinf(one.size_bytes):
+        return WhatIfPoint(None, None, one.token_hit_rate)
+    return WhatIfPoint(round(one.size_bytes), one.scale, one.token_hit_rate)
 
 
 def _tier(name: str, usage: Usage) -> TierStatus:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from kvstore.block.errors import BadInput
 from kvstore.config import AUTO, OFF, Size, memory_limit, memory_limit_files
 from kvstore.insight.recording import Recording
+from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore
 from kvstore.service.accounting import Counting
 from kvstore.service.admin import Admin, Observer
@@ -29,7 +31,7 @@ from kvstore.service.settings import Settings, socket_key
 from tiering.clock import Clock
 from tiering.files import disk_room, make_directory, read_text_files
 
-RUN_BYTES = 16
+RUN_BYTES, SALT_BYTES = 16, 8
 DRAM_SHARE, NVME_SHARE = 0.5, 0.8
 
 _log = logging.getLogger(__name__)
@@ -46,10 +48,12 @@ class Daemon:
         first_number: int,
         new_token: Callable[[int], bytes],
         failed: Callable[[], None],
+        process_seconds: Callable[[], float],
         why_not_policy: str = "",
     ) -> None:
         """first_number: of a connection, above those of every earlier run. new_token: random bytes, that many. failed:
-        called where nobody is served any more, by a fault of its own. why_not_policy: why blocks do not go by the
+        called where nobody is served any more, by a fault of its own. process_seconds: that the processor has worked
+        for this process. why_not_policy: why blocks do not go by the
         policy that was set, but by the usual one.
 
         Raises `BadInput` where a socket cannot be had.
@@ -62,7 +66,10 @@ class Daemon:
         self.counting = counting
         recording = Recording(clock, new_token)
         slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
-        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow)
+        self.whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
+        self._whatif_ends = threading.Event()
+        self._thread_seconds, self._process_seconds = clock.thread_seconds, process_seconds
+        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow, self.whatif)
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed, store.faults)
         self.sockets: list[str] = []
         try:
@@ -82,6 +89,7 @@ class Daemon:
                 settings.store,
                 self.reasons,
                 why_not_policy,
+                self.whatif,
             )
             self.door.listen_admin(Path(where), admin)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe
@@ -102,6 +110,7 @@ class Daemon:
         """Take connections."""
         set_aside()  # the program itself
         self.door.start()
+        self._start_whatif()
         if self.settings.store.prefault:
             self.store.core.prefault()
         usage = self.store.usage()
@@ -109,6 +118,17 @@ class Daemon:
         budgets = {"dram_bytes": usage.dram.budget_bytes, "nvme_bytes": nvme}
         sockets = {"sockets": self.sockets, "admin_socket": self.settings.admin_socket}
         _log.info("serving", extra={**sockets, "data": self.settings.store.data, **budgets})
+
+    def _start_whatif(self) -> None:
+        """Estimate what other sizes would find, in a thread of its own. Where there is none to be had, nothing is."""
+
+        def run() -> None:
+            self.whatif.run(self._whatif_ends, lambda: (self._thread_seconds(), self._process_seconds()))
+
+        try:
+            threading.Thread(target=run, name="kv-whatif", daemon=True).start()
+        except RuntimeError as error:
+            _log.warning("no estimates of what other sizes would find: %s", error)
 
     def readiness(self) -> Readiness:
         """Whether it serves all that it has."""
@@ -132,6 +152,7 @@ class Daemon:
     def drain(self, drained: Callable[[], None]) -> None:
         """Serve no more. drained: called when no client is served, and memory is as the next process is to find it."""
         self._stopping = True
+        self._whatif_ends.set()
         _log.info("draining")
         self.door.close(self.settings.limits.close_seconds)
         drained()

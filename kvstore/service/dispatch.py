@@ -23,6 +23,7 @@ from kvstore.block.identity import TenantKeys
 from kvstore.config import MAX_SECONDS
 from kvstore.core.store import SEALED_BLOCKS, SharedExtent, Store
 from kvstore.insight.recording import Recording
+from kvstore.insight.whatif import WhatIf
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
 from kvstore.protocol.replies import LeaseReply
@@ -32,7 +33,7 @@ from kvstore.service.accounting import Counting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from tiering.errors import BlockMissing, TierError, TierUnavailable
-from tiering.frame import DIGEST_BYTES, KEY_BYTES
+from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
 
 MAX_ENGINE_CHARACTERS = 128
 MAX_LEASES = 4096
@@ -79,14 +80,16 @@ class Handlers:
         recording: Recording,
         names: DisplayNames | None = None,
         slow: SlowExtents | None = None,
+        whatif: WhatIf | None = None,
     ) -> None:
         """run: names this run of the sidecar. names: told what engines call their models. slow: knows whose memory
-        takes long to hand out."""
+        takes long to hand out. whatif: told what is looked up."""
         self._names = names
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
         self._store = store
         self._recording = recording
+        self._whatif = whatif
         self._counting = counting
         self._sessions = sessions
         self._run = run
@@ -202,6 +205,8 @@ class Handlers:
         model, codec = printable(name or namespace.model), printable(namespace.codec)
         tokens = namespace.layout.block_tokens
         self._counting.opened(number, tokens, NamespaceInfo(digest, tenant, model, codec, tokens))
+        if self._whatif is not None:
+            self._whatif.opened(number, sum(map(frame_bytes, granted.grant.payload_bytes)), tokens)
         caller.named[own] = number
         return granted
 
@@ -214,6 +219,8 @@ class Handlers:
             seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
             self._recording.looked_up(number, verb.keys)
+            if self._whatif is not None:
+                self._whatif.looked_up(number, verb.keys)
         return matched
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:

@@ -59,13 +59,14 @@ class HealthServer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What a sidecar is handed. first_number: of a connection, above those of every earlier run, which are fewer than
-    2**`sessions.CONNECTION_BITS`, or as good as that. new_token: random bytes, that many. health: makes the pages, from
-    host, port and the daemon. policies: finds one by its name. keeper: who holds the memory for the next process, if
-    anybody does.
+    """What a sidecar is handed. process_seconds: that the processor has worked for it. first_number: of a
+    connection, above those of every earlier run, which are fewer than 2**`sessions.CONNECTION_BITS`, or as good as
+    that. new_token: random bytes, that many. health: makes the pages, from host, port and the daemon. policies:
+    finds one by its name. keeper: who holds the memory for the next process, if anybody does.
     """
 
     clock: Clock
+    process_seconds: Callable[[], float]
     first_number: int
     new_token: Callable[[int], bytes]
     indexes: Callable[[Path], IndexMaker]
@@ -102,7 +103,16 @@ def _serve(settings: Settings, outside: Outside, started: Callable[[list[str], i
     _try_shared_memory()
     policy, why_not = _usable_policy(settings.store.policy, outside.policies)
     with _open(settings, outside, policy) as store:
-        daemon = Daemon(store, settings, outside.clock, outside.first_number, outside.new_token, _end_at_once, why_not)
+        daemon = Daemon(
+            store,
+            settings,
+            outside.clock,
+            outside.first_number,
+            outside.new_token,
+            _end_at_once,
+            outside.process_seconds,
+            why_not,
+        )
         keeper = outside.keeper
         health = None
         try:

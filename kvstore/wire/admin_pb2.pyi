@@ -49,7 +49,7 @@ class DropAnyResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class SidecarStatus(_message.Message):
-    __slots__ = ("run", "pid", "state", "at", "up_seconds", "tiers", "blocks", "leases", "reservations", "pinned_bytes", "looked", "namespaces", "moves", "sessions", "departed", "counters", "door", "loading", "scrub", "hidden_namespaces", "hidden_sessions", "guarded_bytes", "tenants", "dram_retained_bytes", "nvme_retained_bytes", "policy", "nvme_writes", "write_budget", "retained_fraction", "dram_retained_budget_bytes", "nvme_retained_budget_bytes", "health", "faults", "fault_counts", "policy_note")
+    __slots__ = ("run", "pid", "state", "at", "up_seconds", "tiers", "blocks", "leases", "reservations", "pinned_bytes", "looked", "namespaces", "moves", "sessions", "departed", "counters", "door", "loading", "scrub", "hidden_namespaces", "hidden_sessions", "guarded_bytes", "tenants", "dram_retained_bytes", "nvme_retained_bytes", "policy", "nvme_writes", "write_budget", "retained_fraction", "dram_retained_budget_bytes", "nvme_retained_budget_bytes", "health", "faults", "fault_counts", "policy_note", "whatif")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,7 @@ class SidecarStatus(_message.Message):
     FAULTS_FIELD_NUMBER: _ClassVar[int]
     FAULT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     POLICY_NOTE_FIELD_NUMBER: _ClassVar[int]
+    WHATIF_FIELD_NUMBER: _ClassVar[int]
     run: str
     pid: int
     state: str
@@ -134,7 +135,8 @@ class SidecarStatus(_message.Message):
     faults: _containers.RepeatedCompositeFieldContainer[FaultStatus]
     fault_counts: _containers.ScalarMap[str, int]
     policy_note: str
-    def __init__(self, run: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., at: _Optional[float] = ..., up_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., looked: _Optional[_Union[LookupCounts, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[MoveStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., departed: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., door: _Optional[_Union[DoorStatus, _Mapping]] = ..., loading: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., scrub: _Optional[_Union[ScrubStatus, _Mapping]] = ..., hidden_namespaces: _Optional[int] = ..., hidden_sessions: _Optional[int] = ..., guarded_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., dram_retained_bytes: _Optional[int] = ..., nvme_retained_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., nvme_writes: _Optional[str] = ..., write_budget: _Optional[_Union[WriteBudgetStatus, _Mapping]] = ..., retained_fraction: _Optional[float] = ..., dram_retained_budget_bytes: _Optional[int] = ..., nvme_retained_budget_bytes: _Optional[int] = ..., health: _Optional[str] = ..., faults: _Optional[_Iterable[_Union[FaultStatus, _Mapping]]] = ..., fault_counts: _Optional[_Mapping[str, int]] = ..., policy_note: _Optional[str] = ...) -> None: ...
+    whatif: WhatIfStatus
+    def __init__(self, run: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., at: _Optional[float] = ..., up_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., looked: _Optional[_Union[LookupCounts, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[MoveStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., departed: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., door: _Optional[_Union[DoorStatus, _Mapping]] = ..., loading: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., scrub: _Optional[_Union[ScrubStatus, _Mapping]] = ..., hidden_namespaces: _Optional[int] = ..., hidden_sessions: _Optional[int] = ..., guarded_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., dram_retained_bytes: _Optional[int] = ..., nvme_retained_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., nvme_writes: _Optional[str] = ..., write_budget: _Optional[_Union[WriteBudgetStatus, _Mapping]] = ..., retained_fraction: _Optional[float] = ..., dram_retained_budget_bytes: _Optional[int] = ..., nvme_retained_budget_bytes: _Optional[int] = ..., health: _Optional[str] = ..., faults: _Optional[_Iterable[_Union[FaultStatus, _Mapping]]] = ..., fault_counts: _Optional[_Mapping[str, int]] = ..., policy_note: _Optional[str] = ..., whatif: _Optional[_Union[WhatIfStatus, _Mapping]] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "budget_bytes", "taken_bytes", "slots")
@@ -154,6 +156,42 @@ class TierStatus(_message.Message):
     taken_bytes: int
     slots: _containers.ScalarMap[str, int]
     def __init__(self, name: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., taken_bytes: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class WhatIfPoint(_message.Message):
+    __slots__ = ("size_bytes", "scale", "token_hit_rate")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    scale: float
+    token_hit_rate: float
+    def __init__(self, size_bytes: _Optional[int] = ..., scale: _Optional[float] = ..., token_hit_rate: _Optional[float] = ...) -> None: ...
+
+class WhatIfStatus(_message.Message):
+    __slots__ = ("budget_bytes", "points", "curve", "asked_tokens", "tokens_per_second", "sample_ratio", "sampled_names", "seconds", "lookups", "dropped_lookups", "words")
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    CURVE_FIELD_NUMBER: _ClassVar[int]
+    ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_RATIO_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_NAMES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    budget_bytes: int
+    points: _containers.RepeatedCompositeFieldContainer[WhatIfPoint]
+    curve: _containers.RepeatedCompositeFieldContainer[WhatIfPoint]
+    asked_tokens: int
+    tokens_per_second: float
+    sample_ratio: float
+    sampled_names: int
+    seconds: float
+    lookups: int
+    dropped_lookups: int
+    words: str
+    def __init__(self, budget_bytes: _Optional[int] = ..., points: _Optional[_Iterable[_Union[WhatIfPoint, _Mapping]]] = ..., curve: _Optional[_Iterable[_Union[WhatIfPoint, _Mapping]]] = ..., asked_tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., sample_ratio: _Optional[float] = ..., sampled_names: _Optional[int] = ..., seconds: _Optional[float] = ..., lookups: _Optional[int] = ..., dropped_lookups: _Optional[int] = ..., words: _Optional[str] = ...) -> None: ...
 
 class TenantStatus(_message.Message):
     __slots__ = ("tenant", "share", "weight", "dram_bytes", "dram_guaranteed_bytes", "nvme_bytes", "nvme_guaranteed_bytes", "dram_retained_bytes", "dram_retained_budget_bytes", "nvme_retained_bytes", "nvme_retained_budget_bytes")

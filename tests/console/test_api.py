@@ -28,7 +28,9 @@ from workbench import MODEL, ids, small_layout
 
 CLOCK = SystemClock()
 TOKEN = "correct-horse-battery"
-READS = ("/api/status", "/api/series", "/api/misses", "/api/tenants", "/api/namespaces", "/api/engines", "/api/events")
+READS = tuple(
+    f"/api/{one}" for one in ("status", "series", "misses", "tenants", "namespaces", "engines", "whatif", "events")
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,22 @@ def test_its_figures_are_those_of_stat_to_the_token(served: tuple[Sidecar, Runni
         (one["kind"], one["done"]) for one in told["moves"]
     ]
     assert shown.ask("/api/events").json[-1]["kind"] == "contact"
+
+
+def test_what_other_sizes_would_find_is_what_was_asked_for_again(served: tuple[Sidecar, RunningConsole]) -> None:
+    """Of so few blocks all are followed, so the ceiling is exact."""
+    sidecar, shown = served
+    told = shown.until("/api/whatif", lambda one: bool(one["sizes"]))
+    looked, estimate = sidecar.admin.facts().looked, told["estimate"]
+    assert estimate["lookups"] == looked.lookups and estimate["dropped_lookups"] == 0
+    assert estimate["sample_ratio"] == 1 and estimate["asked_tokens"] == pytest.approx(looked.asked_tokens, rel=0.05)
+    assert told["dram_bytes"] == 2 << 20 and estimate["budget_bytes"] == 6 << 20
+    rates = [one["token_hit_rate"] for one in told["sizes"]]
+    assert rates == sorted(rates) and rates[-1] < 1 and told["sizes"][-1]["size_bytes"] is None
+    first_ones = 640 * (estimate["sampled_names"] // 10)
+    assert rates[-1] == pytest.approx(1 - first_ones / looked.asked_tokens, abs=0.02)
+    today = next(one for one in told["sizes"] if one["size_bytes"] == estimate["budget_bytes"])
+    assert today["more_tokens_per_day"] == 0 and told["sizes"][-1]["more_tokens_per_day"] > 0
 
 
 def test_an_engine_that_comes_and_goes_is_told(served: tuple[Sidecar, RunningConsole]) -> None:

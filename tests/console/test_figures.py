@@ -7,15 +7,34 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
 from kvstore.console.access import COOKIE, FAILURE_SECONDS, LOGIN_SECONDS, MOST_FAILURES, Guard, checked_token
 from kvstore.console.events import events_between
-from kvstore.console.figures import Contact, health_of, misses_of, reading_of, span, tenants_of
+from kvstore.console.figures import (
+    Contact,
+    WhatIfFigures,
+    health_of,
+    misses_of,
+    rate_at,
+    reading_of,
+    span,
+    tenants_of,
+    whatif_of,
+)
 from kvstore.console.reasons import REASONS
 from kvstore.console.rings import MOST_SERIES, STEPS, WINDOWS, Rings, SidecarReading
-from kvstore.protocol.status import DoorStatus, LookupCounts, SessionStatus, SidecarStatus, TierStatus
+from kvstore.protocol.status import (
+    DoorStatus,
+    LookupCounts,
+    SessionStatus,
+    SidecarStatus,
+    TierStatus,
+    WhatIfPoint,
+    WhatIfStatus,
+)
 from tiering.tier import ScrubUsage
 
 NOW = 1_700_000_000.0
@@ -214,6 +233,53 @@ def test_numbers_that_are_remembered_are_those_of_stat() -> None:
     assert found.counters["asked"] == 10 and found.counters["hit.dram"] == 4 and found.counters["miss.absent"] == 6
     assert found.began_at == NOW - 600 and found.gauges["dram.taken_bytes"] == 500
     assert "wait_ms_p50" not in found.gauges and tenants_of(told) == []
+
+
+def what_if(*curve: tuple[int, float], ceiling: float, budget: int = 1000) -> WhatIfStatus:
+    points = [WhatIfPoint(int(scale * budget), scale, 0.0) for scale in (0.5, 1.0, 2.0)]
+    told = WhatIfStatus(
+        budget, points, [WhatIfPoint(*one[:1], None, one[1]) for one in curve], 64_000, 10.0, 1.0, 9, 60, 9, 0, ""
+    )
+    points = [
+        structs.replace(
+            one,
+            token_hit_rate=rate_at(structs.replace(told, points=[WhatIfPoint(None, None, ceiling)]), one.size_bytes),
+        )
+        for one in points
+    ]
+    return structs.replace(told, points=[*points, WhatIfPoint(None, None, ceiling)])
+
+
+def test_another_size_finds_what_the_curve_says_and_never_more_than_the_ceiling() -> None:
+    told = what_if((400, 0.0), (800, 0.2), (1600, 0.6), ceiling=0.6)
+    for size, rate in (
+        (0, 0.0),
+        (400, 0.0),
+        (600, 0.1),
+        (1000, 0.3),
+        (1200, 0.4),
+        (1600, 0.6),
+        (10**15, 0.6),
+        (None, 0.6),
+    ):
+        assert rate_at(told, size) == pytest.approx(rate), size
+    found = whatif_of(facts(whatif=told), {"asked": 1000, "hit.dram": 200, "hit.nvme": 50, "hit.engine": 400})
+    assert found.own_hit_rate == 0.25, "what the engine's own cache had is not the store's"
+    assert [(one.size_bytes, round(one.token_hit_rate, 3), one.more_tokens_per_day) for one in found.sizes] == [
+        (500, 0.05, -216_000),
+        (1000, 0.3, 0),
+        (2000, 0.6, 259_200),
+        (1000 + (64 << 30), 0.6, 259_200),
+        (1000 + 10**12, 0.6, 259_200),
+        (None, 0.6, 259_200),
+    ]
+    assert [one.words for one in found.sizes][:2] == ["half of it", "what there is"]
+
+
+def test_without_an_estimate_no_size_is_told() -> None:
+    assert whatif_of(facts(), {}) == WhatIfFigures(None, 1000, None, [])
+    nothing = structs.replace(what_if((400, 0.0), ceiling=0.0), asked_tokens=0)
+    assert whatif_of(facts(whatif=nothing), {"asked": 0}).sizes == []
 
 
 def test_spans_are_said_as_people_say_them() -> None:

@@ -19,6 +19,7 @@ import kvstore.insight.lru_curve
 import kvstore.insight.whatif
 from kvstore.insight.lru_curve import HOT_NAMES, LEAST_NAMES, NAMES
 from kvstore.insight.whatif import (
+    FEWEST_NAMES,
     HALF_LIFE_SECONDS,
     MOST_QUEUED_BLOCKS,
     MOST_QUEUED_LOOKUPS,
@@ -202,6 +203,60 @@ def test_the_words_say_how_far_to_trust_it() -> None:
     work_through(whatif)
     words = whatif.snapshot(1e9).words
     assert words.startswith("estimated for LRU from 16 names") and "sampled references only" in words
+
+
+def test_where_sampling_takes_much_of_the_work_fewer_names_are_sampled_and_later_more_again() -> None:
+    clock = HandClock()
+    whatif = WhatIf(clock, SALT, 2_048)
+
+    def ask_for(first: int) -> int:
+        for at in range(first, first + 3_000):
+            whatif.offer(1, chain([at]), BLOCK_BYTES, BLOCK_TOKENS)
+            whatif.step()
+        whatif.check()
+        return whatif.snapshot(1e9).sampled_names
+
+    def is_sampled_of(names: int) -> bool:
+        return whatif.snapshot(1e9).sampled_names <= names
+
+    assert ask_for(0) == 2_048
+    whatif.weigh(0.004, 0.1, 5.0)
+    assert ask_for(0) == 2_048, "less than a thousandth of a core"
+    whatif.weigh(0.04, 10.0, 5.0)
+    assert ask_for(0) == 2_048, "less than a hundredth of the work"
+    for most in (1_024, 512, FEWEST_NAMES, FEWEST_NAMES):
+        whatif.weigh(0.2, 10.0, 5.0)
+        assert is_sampled_of(most) and ask_for(0) == most
+    for names in (512, 1_024, 2_048, 2_048):
+        whatif.weigh(0.0, 10.0, 5.0)
+        clock.now += TURN_SECONDS
+        ask_for(0)  # of the next turn, which samples more
+        clock.now += TURN_SECONDS
+        ask_for(0)  # and answers now
+        assert whatif.snapshot(1e9).sampled_names <= names
+    assert whatif.snapshot(1e9).sampled_names > FEWEST_NAMES
+
+
+def test_the_rate_of_tokens_is_what_was_asked_for_in_a_second() -> None:
+    clock = HandClock()
+    whatif = WhatIf(clock, SALT)
+    for seconds in range(5_000):
+        whatif.offer(1, chain([seconds % 7, 1]), BLOCK_BYTES, BLOCK_TOKENS)
+        clock.now += 1.0
+        work_through(whatif)
+        if seconds in (100, 1_000, 3_000, 4_999):
+            assert whatif.snapshot(1e9).tokens_per_second == pytest.approx(2 * BLOCK_TOKENS, rel=0.03), seconds
+
+
+def test_a_namespace_has_to_be_opened_first() -> None:
+    whatif = WhatIf(HandClock(), SALT)
+    assert not whatif.looked_up(3, chain([1]))
+    whatif.opened(3, BLOCK_BYTES, BLOCK_TOKENS)
+    assert whatif.looked_up(3, chain([1])) and whatif.looked_up(3, chain([1, 2]))
+    work_through(whatif)
+    told = whatif.snapshot(4 * BLOCK_BYTES)
+    assert (told.lookups, told.asked_tokens, told.asked_bytes) == (2, 3 * BLOCK_TOKENS, 3 * BLOCK_BYTES)
+    assert told.points[-1].token_hit_rate == pytest.approx(1 / 3)
 
 
 def test_memory_is_bounded_with_two_estimators_and_a_full_queue() -> None:

@@ -33,7 +33,15 @@ CAUSED = (
 
 
 def metrics_of(sidecar: Sidecar) -> Metrics:
-    return Metrics(sidecar.store, sidecar.counting, sidecar.sessions, sidecar.door, lambda: Readiness.READY, "0.0.0")
+    return Metrics(
+        sidecar.store,
+        sidecar.counting,
+        sidecar.sessions,
+        sidecar.door,
+        lambda: Readiness.READY,
+        "0.0.0",
+        sidecar.whatif,
+    )
 
 
 def scrape(metrics: Metrics) -> Scrape:
@@ -66,6 +74,8 @@ def busy_sidecar(directory: Path) -> Iterator[tuple[Sidecar, Metrics]]:
         _eviction(sidecar, handle)
         _pinned_full(handle)
         wait_until(lambda: (sidecar.store.usage().scrub or _none()).passes > 0)
+        while sidecar.whatif.step():
+            pass
         yield sidecar, metrics_of(sidecar)
 
 

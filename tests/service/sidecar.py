@@ -12,6 +12,7 @@ from kvstore.client.handle import Lease
 from kvstore.client.sidecar_store import SidecarStore, open_sidecar
 from kvstore.client.socket_door import CallLimits
 from kvstore.insight.recording import Recording
+from kvstore.insight.whatif import WhatIf
 from kvstore.node import EmbeddedStore, SystemClock
 from kvstore.service.accounting import Counting
 from kvstore.service.admin import Admin, Observer
@@ -49,14 +50,19 @@ class Sidecar:
         run, self.counting = secrets.token_bytes(16), Counting(clock)
         recording = Recording(clock, secrets.token_bytes)
         slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
-        self.handlers = Handlers(self.core, self.sessions, run, self.counting, recording, self.store.names, slow)
+        self.whatif = WhatIf(clock, secrets.randbits(64))
+        self.handlers = Handlers(
+            self.core, self.sessions, run, self.counting, recording, self.store.names, slow, self.whatif
+        )
         self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
         self.door.listen(
             self.path,
             self.store.tenant_keys(self.store.tenant),
             renew=lambda: self.store.tenant_keys(self.store.tenant),
         )
-        self.admin = Admin(self.store, self.sessions, self.counting, recording, self.door, run, lambda: "ready")
+        self.admin = Admin(
+            self.store, self.sessions, self.counting, recording, self.door, run, lambda: "ready", whatif=self.whatif
+        )
         self.admin_path = directory / "admin.sock"
         self.door.listen_admin(self.admin_path, self.admin)
         self.observe_path = directory / "observe.sock"

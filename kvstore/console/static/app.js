@@ -5,7 +5,7 @@ import { overview } from "./overview.js";
 import * as pages from "./pages.js";
 
 const PAGES = [
-  ["/", "Overview", overview, {}], ["/misses", "Why misses", pages.misses, { misses: "/api/misses?window=" }],
+  ["/", "Overview", overview, { whatif: "/api/whatif" }], ["/misses", "Why misses", pages.misses, { misses: "/api/misses?window=" }],
   ["/tenants", "Tenants", pages.tenants, { tenants: "/api/tenants", namespaces: "/api/namespaces" }],
   ["/moves", "Moves and disk", pages.moves, { engines: "/api/engines" }], ["/engines", "Engines", pages.engines, { engines: "/api/engines" }],
   ["/events", "Events", pages.events, { events: "/api/events" }],

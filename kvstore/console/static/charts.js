@@ -1,5 +1,5 @@
 // The 100 % bar, and uPlot with this house's colours. Misses are hatched, hits are not; the order never changes.
-import { detailsOf, known, make, moment, percent, table, tokens, whole } from "./format.js";
+import { bytes, detailsOf, known, make, moment, percent, table, tokens, whole } from "./format.js";
 
 const ORDER = ["engine", "hbm", "dram", "nvme", "remote"];
 const HUES = { engine: "engine", hbm: "dram", dram: "dram", nvme: "nvme", remote: "remote", found: "found" };
@@ -52,6 +52,42 @@ function hatched(one) {
 const drawn = new Set();
 addEventListener("themechange", () => drawn.forEach((one) => one.redraw()));
 export function endCharts() { drawn.forEach((one) => { one.watcher.disconnect(); one.destroy(); }); drawn.clear(); }
+
+// points: [[bytes, share]], sizes rising. ceiling: drawn across. marks: [{at, text}], sizes that are named.
+export function curve(title, points, ceiling, marks) {
+  const box = make("div.chart", { "aria-label": title });
+  const least = Math.min(...points.map(([size]) => size), ...marks.map(({ at }) => at)) / 2, most = 2 * Math.max(...points.map(([size]) => size), ...marks.map(({ at }) => at));
+  const rising = [[least, 0], ...points.filter(([size]) => size > least), [most, ceiling]];
+  const axis = { stroke: () => colour("quiet"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { stroke: () => colour("line"), width: 1 }, font: "12px system-ui, 'DejaVu Sans', sans-serif" };
+  const share = (value) => (known(value) ? percent(value, 1) : "-");
+  const options = {
+    width: 300, height: 220, cursor: { y: false }, legend: { live: true, markers: { fill: () => colour("dram") } }, padding: [16, 26, 0, 0],
+    scales: { x: { time: false, distr: 3, log: 2 }, y: { range: () => [0, Math.max(0.05, Math.min(1, ceiling * 1.15))] } },
+    axes: [{ ...axis, space: 80, values: (_, found) => found.map((one) => (one === null ? null : bytes(one))) }, { ...axis, size: 64, values: (_, found) => found.map((one) => `${Math.round(100 * one)} %`) }],
+    series: [{ label: "size", value: (_, at) => bytes(at) }, { label: "tokens found", width: 2, points: { show: false }, stroke: () => colour("dram"), value: (_, at) => share(at) }],
+    hooks: { draw: [(plot) => {
+      const pen = plot.ctx, ratio = devicePixelRatio || 1;
+      pen.save(); pen.setLineDash([4 * ratio, 4 * ratio]); pen.lineWidth = ratio; pen.strokeStyle = pen.fillStyle = colour("quiet");
+      pen.font = `${12 * ratio}px system-ui, 'DejaVu Sans', sans-serif`;
+      const line = (fromX, fromY, toX, toY) => { pen.beginPath(); pen.moveTo(fromX, fromY); pen.lineTo(toX, toY); pen.stroke(); };
+      const { left, top, width, height } = plot.bbox, level = plot.valToPos(ceiling, "y", true);
+      line(left, level, left + width, level);
+      pen.textAlign = "left"; pen.fillText(`ceiling, ${share(ceiling)}`, left + 6 * ratio, level - 4 * ratio);
+      marks.forEach(({ at, text }, place) => {
+        const x = plot.valToPos(at, "x", true), isLate = x > left + width / 2;
+        line(x, top, x, top + height);
+        pen.textAlign = isLate ? "right" : "left";
+        pen.fillText(text, x + (isLate ? -4 : 4) * ratio, top + height - (8 + 15 * place) * ratio);
+      });
+      pen.restore();
+    }] },
+  };
+  const plot = new uPlot(options, [rising.map(([size]) => size), rising.map(([, found]) => found)], box);
+  plot.watcher = new ResizeObserver(() => { const width = Math.floor(box.clientWidth); if (width > 0 && width !== plot.width) plot.setSize({ width, height: 220 }); });
+  plot.watcher.observe(box);
+  drawn.add(plot);
+  return make("div", {}, box, detailsOf("Table of the curve", table(["size", "*tokens found"], points.map(([size, found]) => [bytes(size), share(found)]))));
+}
 
 // series: [{label, hue, hatch, values}], values may hold null. stacked: painted from the sum of all down to the first.
 export function chart(title, times, series, { stacked = false, unit = "", format = tokens, restarts = [], step = 10, note = "" } = {}) {

@@ -1,5 +1,5 @@
 // The first page: how it is, where tokens came from, what the tiers hold, whether anything was damaged.
-import { bar, chart, piecesOf } from "./charts.js";
+import { bar, chart, curve, piecesOf } from "./charts.js";
 import { bytes, eventList, known, make, moment, panel, percent, span, table, tokens, whole, wide } from "./format.js";
 
 export const empty = (status) => {
@@ -67,7 +67,21 @@ function integrityPanel(status) {
   return panel("Integrity", make("dl", {}, ...facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])),
     make("p.quiet", {}, "Every block is verified again when it is loaded; what fails is a miss, and is never served. Counts begin with the sidecar."));
 }
-export function overview({ status, series, window, windows, words }) {
+function whatIfPanel({ estimate, dram_bytes, own_hit_rate, sizes }, status) {
+  const title = "What more memory would bring";
+  if (!estimate) return wide(title, make("p.quiet", {}, "This sidecar estimates nothing."));
+  if (!sizes.length) return wide(title, make("p.quiet", {}, `Nothing was looked up in the last hour, so nothing can be estimated. ${status.sessions ? "" : "No engine is attached."}`));
+  const today = sizes.find((one) => one.size_bytes === estimate.budget_bytes), double = sizes.find((one) => one.size_bytes === 2 * estimate.budget_bytes), all = sizes[sizes.length - 1];
+  const signed = (count) => (count > 0 ? `+${tokens(count)}` : tokens(count));
+  const marks = [{ at: estimate.budget_bytes, text: `today, ${bytes(estimate.budget_bytes)}` }];
+  if (dram_bytes && dram_bytes < estimate.budget_bytes) marks.push({ at: dram_bytes, text: `dram, ${bytes(dram_bytes)}` });
+  return wide(title,
+    make("p.sentence", { id: "whatif" }, `Twice the memory would find ${percent(double.token_hit_rate, 1)} of the tokens instead of ${percent(today.token_hit_rate, 1)}: ${signed(double.more_tokens_per_day)} tokens a day that need not be computed. No size finds more than ${percent(all.token_hit_rate, 1)}.`),
+    curve("Share of tokens found by size", estimate.curve.map((one) => [one.size_bytes, one.token_hit_rate]), all.token_hit_rate, marks),
+    table(["all tiers", "*size", "*found", "*more tokens a day"], sizes.map((one) => [one.words, one.size_bytes === null ? "-" : bytes(one.size_bytes), percent(one.token_hit_rate, 1), signed(one.more_tokens_per_day)])),
+    make("p.quiet", {}, `From ${span(Math.min(3600, estimate.seconds))} of look-ups; ${estimate.words}. It counts what would be found if everything was kept and the least recently used went first.${known(own_hit_rate) ? ` The store itself found ${percent(own_hit_rate, 1)} in the last hour: declined writes, deadlines and pins lower that, a policy that learns may raise it.` : ""}`));
+}
+export function overview({ status, series, window, windows, words, whatif }) {
   const one = account(status, series, window), pieces = piecesOf(one.hits, one.misses, one.found, one.asked);
   const lines = stackOf(series);
   return [
@@ -76,6 +90,7 @@ export function overview({ status, series, window, windows, words }) {
       status.loading ? make("p.quiet", {}, `The sidecar takes in its disk: ${whole(status.loading.slots)} of ${whole(status.loading.all_slots)} slots.`) : null),
     wide(`Tokens a second, ${series.words}`, lines.length ? chart("Tokens a second by where they came from", series.times, rates(series, lines), { stacked: true, unit: " tokens/s", restarts: series.restarts, step: series.step, note: series.note })
       : make("p.quiet", {}, `${empty(status)} ${series.note}`)),
+    whatIfPanel(whatif, status),
     tierPanel(status), integrityPanel(status),
     panel("Now", make("dl", {}, ...[["state", `${status.state}, up ${span(status.up_seconds)}`], ["blocks", whole(status.blocks)], ["engines", whole(status.sessions)], ["namespaces", whole(status.namespaces)],
       ["leases", `${whole(status.leases)}, pinning ${bytes(status.pinned_bytes)}`], ["policy", status.policy ?? "-"], ["run", `${status.run.slice(0, 8)}, pid ${status.pid}`]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
