@@ -22,9 +22,12 @@ command does not need another one's packages. Must never show a traceback, unles
 import json
 import os
 import secrets
+import signal
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Annotated, Any
 
@@ -101,6 +104,13 @@ def demo(
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="Draw random weights from this instead of taking the trained ones.")
     ] = None,
+    dashboard: Annotated[
+        bool,
+        typer.Option(
+            "--dashboard",
+            help="Answer through a sidecar, and keep a dashboard of it open in your browser until Ctrl-C.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Answer twenty questions on the store's own pages: without a store, filling one, from a full one, and from disk
@@ -112,15 +122,32 @@ def demo(
     from kvstore.demo.options import DemoOptions
 
     options = DemoOptions(dram, data, requests, tokens, threads, seed, nvme)
-    with shown_progress() as show:
-        show("loading torch and transformers")
-        from kvstore.demo.run import run
+    with ExitStack() as stack:
+        sidecar = _demo_sidecar(options, stack) if dashboard else None
+        with shown_progress() as show:
+            show("loading torch and transformers")
+            from kvstore.demo.run import run
 
-        result = run(options, show)
-    print_result(result, as_json)
-    for failure in result.failures:
-        print(f"kvstore: {failure}", file=sys.stderr)
+            result = run(options, show, sidecar=sidecar)
+        print_result(result, as_json)
+        for failure in result.failures:
+            print(f"kvstore: {failure}", file=sys.stderr)
+        if sidecar is not None:
+            say(f"the dashboard stays on {sidecar.url} until you press Ctrl-C", sys.stderr)
+            with suppress(KeyboardInterrupt):
+                sidecar.wait()
     return CHECK_FAILED if result.failures else OK
+
+
+def _demo_sidecar(options: Any, stack: ExitStack) -> Any:
+    """A `DemoSidecar` by `DemoOptions`: it runs when this returns, and its dashboard is named."""
+    from kvstore.demo.dashboard import DemoSidecar
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both processes end with the demo
+    directory = options.data or stack.enter_context(TemporaryDirectory(prefix="kvstore-demo-"))
+    sidecar = stack.enter_context(DemoSidecar(Path(directory), options.dram, options.nvme))
+    say(f"the dashboard is on {sidecar.url}", sys.stderr)
+    return sidecar
 
 
 @app.command()

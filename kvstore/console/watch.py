@@ -66,7 +66,7 @@ class SidecarWatch:
     def status(self) -> ConsoleStatus:
         """The overview's figures."""
         with self._lock:
-            told = list(self._events)[-EVENTS_TOLD:][::-1]
+            told = self._newest_first()[:EVENTS_TOLD]
             return status_of(self._version, self._clock.wall_seconds(), self._contact, self._facts, told)
 
     def window(self, name: str) -> RingWindow:
@@ -77,7 +77,10 @@ class SidecarWatch:
     def events(self) -> list[ConsoleEvent]:
         """The newest first."""
         with self._lock:
-            return list(self._events)[::-1]
+            return self._newest_first()
+
+    def _newest_first(self) -> list[ConsoleEvent]:
+        return sorted(reversed(self._events), key=lambda one: -one.at)  # the sidecar's answer is older than its arrival
 
     # Asking --------------------------------------------------------------------------------------------------------
 

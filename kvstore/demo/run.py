@@ -20,14 +20,18 @@ import torch
 
 import kvstore
 from engine_adapter.hf_cache import PrefixCache
+from kvstore.block.account import HitTier
+from kvstore.client.sidecar_store import SidecarStore
 from kvstore.demo.compare import PlainGenerate, changed_by_reversing
+from kvstore.demo.dashboard import DemoSidecar
 from kvstore.demo.eight_bits import answer_from_8_bits
 from kvstore.demo.model import describe_model, model_of
 from kvstore.demo.options import MAX_ANSWER_TOKENS, DemoOptions, usable_cores
 from kvstore.demo.passes import Progress, run_first_pass, run_pass
 from kvstore.demo.questions import MAX_PROMPT_TOKENS, DemoRequest, twenty_requests
-from kvstore.demo.restart import run_restarted
+from kvstore.demo.restart import NAME, run_restarted
 from kvstore.demo.result import DemoResult
+from kvstore.node import EmbeddedStore
 
 REVERSED_PROMPTS = 2
 
@@ -37,9 +41,12 @@ def run(
     progress: Progress | None = None,
     requests: Sequence[DemoRequest] | None = None,
     model: torch.nn.Module | None = None,
+    sidecar: DemoSidecar | None = None,
 ) -> DemoResult:
     """Run all of it. requests, model: others than the demo's own; the process after the restart makes the model again,
-    so it must be `build_model`'s of the options' seed. Raises `StoreError` where the store cannot open."""
+    so it must be `build_model`'s of the options' seed. sidecar: one that runs, on whose store to answer; then it is
+    started again for the last pass, and `options` say nothing of the store. Raises `StoreError` where the store cannot
+    open."""
     options, progress = options or DemoOptions(), progress or _silent
     if requests is None:
         requests = twenty_requests(options.answer_tokens)
@@ -50,7 +57,12 @@ def run(
         threads = stack.enter_context(_torch_threads(options.threads or most))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-demo-")))
         directory = options.data if options.data is not None else str(scratch / "store")
-        store = stack.enter_context(kvstore.embedded(str(directory), dram=options.dram, nvme=options.nvme))
+        store: EmbeddedStore | SidecarStore
+        if sidecar is not None:
+            store = sidecar.open()
+        else:
+            store = kvstore.embedded(str(directory), dram=options.dram, nvme=options.nvme)
+        stack.callback(store.close)
         progress("making a model", 0, 1)
         if model is None:
             model = model_of(options.seed, MAX_PROMPT_TOKENS + MAX_ANSWER_TOKENS)
@@ -64,7 +76,7 @@ def run(
         cold = run_first_pass("cold", cold_cache, asked, tokens, plain, progress)
         fill = run_pass("fill", warm_cache, cold.prompts, tokens, progress)
         warm = run_pass("warm", warm_cache, cold.prompts, tokens, progress)
-        stored_blocks = store.usage().blocks
+        stored_blocks = store.usage().blocks if isinstance(store, EmbeddedStore) else fill.saved_blocks
 
         by_length = sorted(range(len(asked)), key=lambda number: len(cold.prompts[number]), reverse=True)
         doubted = by_length[:REVERSED_PROMPTS]
@@ -74,7 +86,14 @@ def run(
         eight_bits = answer_from_8_bits(model, cold, tokens, options.dram, scratch / "in 8 bits", progress)
         progress("restart", 0, 1)
         store.close()
-        restarted, read_bytes = run_restarted(model, directory, options, threads, cold.prompts, scratch)
+        if sidecar is not None:
+            sidecar.restart()
+            with sidecar.open() as store:
+                restarted = run_pass(NAME, PrefixCache(model, store, codec="raw"), cold.prompts, tokens, progress)
+            from_disk = restarted.hits().get(HitTier.NVME.value, 0)
+            read_bytes = from_disk // warm_cache.layout.block_tokens * warm_cache.layout.raw_bytes
+        else:
+            restarted, read_bytes = run_restarted(model, directory, options, threads, cold.prompts, scratch)
         progress("restart", 1, 1)
     return DemoResult(
         requests=asked,

@@ -196,10 +196,9 @@ def test_it_is_rung_once_until_the_client_asks(sidecar: Sidecar, listener: Liste
 def test_whoever_maps_nothing_of_it_is_not_rung_for(sidecar: Sidecar, listener: Listener) -> None:
     with sidecar.client() as one, sidecar.client() as two:
         handles = [opened(one, "one"), opened(two, "two")]
-        for turn in range(4):
-            for number in range(12):
-                put(handles[turn % 2], 100 * turn + number)
-    assert sidecar.core.retired_extents > 10 and listener.rings(0.2) == 0
+        stored = [put(handles[turn % 2], 100 * turn + number) for turn in range(4) for number in range(12)]
+    assert sidecar.core.retired_extents > 10, [(one.stored, one.reason) for one in stored]
+    assert listener.rings(0.2) == 0
 
 
 def test_it_is_rung_where_an_answer_that_nobody_waits_for_told_it(sidecar: Sidecar, listener: Listener) -> None:

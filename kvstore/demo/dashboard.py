@@ -1,0 +1,138 @@
+"""The demo's store as a sidecar, and a console that shows it in a browser: two processes that end with the demo.
+
+The sidecar is ended and started again on the same directory for the demo's last pass; the console stays, and shows the
+restart too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kvstore
+from kvstore.block.errors import StoreError
+from kvstore.client.connection import checked_facts
+from kvstore.client.framing import FramedSocket, TimedOut
+from kvstore.client.sidecar_store import SidecarStore
+from kvstore.node import EmbeddedStore
+from kvstore.protocol import messages as m
+from kvstore.protocol.status import SidecarStatus
+from tiering.clock import SystemClock
+
+PORT = 9798
+"""Of the dashboard, as `kvstore console` has it; where that is in use, any free one."""
+START_SECONDS, END_SECONDS = 60.0, 60.0
+ANSWER_SECONDS = 5.0
+
+
+class DemoSidecar:
+    """Use it as a context: both processes run inside."""
+
+    def __init__(self, directory: Path, dram: str, nvme: str) -> None:
+        """directory: of the store; its sockets lie there too. dram, nvme: budgets, such as "512MiB"."""
+        self._directory = directory
+        self._serve = ["serve", "--data", str(directory), "--dram", dram, "--nvme", nvme]
+        self._sidecar: subprocess.Popen[str] | None = None
+        self._console: subprocess.Popen[str] | None = None
+        self.url = ""
+        """Of the dashboard, once it runs."""
+
+    def __enter__(self) -> DemoSidecar:
+        try:
+            self._start_sidecar()
+            observed = ["console", "--socket", str(self._directory / "observe.sock"), "--keeper", str(os.getpid())]
+            try:
+                self._console, said = _start([*observed, "--listen", f"127.0.0.1:{PORT}"])
+            except StoreError:
+                self._console, said = _start([*observed, "--listen", "127.0.0.1:0"])
+            self.url = str(said["console"])
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self) -> EmbeddedStore | SidecarStore:
+        """Connect. Close it, or use it as a context."""
+        return kvstore.open(f"unix:{self._directory / 'kvstore.sock'}", engine="kvstore demo")
+
+    def status(self) -> SidecarStatus:
+        """What the sidecar says of itself. Raises `StoreError`."""
+        path = str(self._directory / "observe.sock")
+        try:
+            wire = FramedSocket(path, "kvstore demo", b"", SystemClock(), ANSWER_SECONDS)
+        except (StoreError, TimedOut, OSError) as error:
+            raise StoreError(f"{path}: {error}") from None
+        try:
+            answer = wire.call(m.Stat(), ANSWER_SECONDS).answer
+            if not isinstance(answer, m.StatReply):
+                raise StoreError(f"{path}: an answer of another kind")
+            return checked_facts(answer.facts)
+        except (TimedOut, ValueError) as error:
+            raise StoreError(f"{path}: {error}") from None
+        finally:
+            wire.close()
+
+    def restart(self) -> None:
+        """End the sidecar in order, which writes to the disk what memory alone holds, and start another one that has
+        taken in the disk. Raises `StoreError`."""
+        _end(self._sidecar)
+        self._start_sidecar()
+        until = time.monotonic() + START_SECONDS
+        while self.status().state == "warming":
+            if time.monotonic() > until:
+                raise StoreError("what is on disk could not be taken in")
+            time.sleep(0.1)
+
+    def wait(self) -> None:
+        """Until the console has ended: nobody ends it but a signal."""
+        assert self._console is not None
+        self._console.wait()
+
+    def close(self) -> None:
+        """End both."""
+        _end(self._console)
+        _end(self._sidecar)
+        self._console = self._sidecar = None
+
+    def _start_sidecar(self) -> None:
+        self._sidecar, _ = _start(self._serve)
+
+
+def _start(arguments: Sequence[str]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """A command of our own, and what it says once it runs. A signal from the terminal is the demo's alone. Raises
+    `StoreError`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvstore", *arguments, "--json"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    line = process.stdout.readline()
+    if not line:
+        _, errors = process.communicate()
+        lines = errors.strip().splitlines() or [f"status {process.returncode}"]
+        raise StoreError(f"kvstore {arguments[0]} does not run: {lines[-1].removeprefix('kvstore: ')}")
+    return process, json.loads(line)
+
+
+def _end(process: subprocess.Popen[str] | None) -> None:
+    if process is None or process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.communicate(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
