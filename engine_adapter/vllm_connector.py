@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import VllmConfig
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -34,7 +34,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults  # from 0.31 on
@@ -44,6 +45,10 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # from 0.32 on
 except ImportError:
     CacheHitSource = None
+try:
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+except ImportError:
+    get_kv_cache_spec_kind = None
 
 import kvstore
 from engine_adapter.adapter import chosen_codec
@@ -67,6 +72,7 @@ from engine_adapter.vllm_config import (
     unsupported,
     unwaitable,
 )
+from engine_adapter.vllm_events import BlockEvents, EventBlock
 from engine_adapter.vllm_requests import EngineView, RequestReader
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput
@@ -75,8 +81,6 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own nam
 
 START_SECONDS = 10.0
 """An engine that starts waits so long for its store, once."""
-MEDIUM = "kvstore"
-"""Of the KV events about blocks in the store."""
 
 
 @dataclass
@@ -340,7 +344,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def take_events(self) -> Iterable[Any]:
-        """KV events about blocks that the store has got."""
+        """KV events about blocks that the store has got, and about what became of them."""
         events_config = self._config.kv_events_config
         if self._scheduler is None or events_config is None or not events_config.enable_kv_cache_events:
             return ()
@@ -396,6 +400,7 @@ class _SchedulerSide:
         self._facts: list[WorkerSpec] = []
         self.is_alone = False
         self.pool: Any = None
+        self._block_events: BlockEvents | None = None
 
     def begin(self, facts: Sequence[WorkerSpec], wait_seconds: float = START_SECONDS) -> None:
         """The pages are known: name the namespace. Whatever forbids that is one line, and the engine runs without."""
@@ -558,34 +563,37 @@ class _SchedulerSide:
         self.half.renamed(time.time_ns())
 
     def events(self) -> list[Any]:
-        """Blocks that the store has got, by the engine's own hashes, in the form in which it tells them itself."""
-        events = []
-        block, hashed = self.half.block_tokens, self._hash_tokens
-        for mine, first, stop in self.half.take_saved():
-            if not isinstance(mine, EngineView) or block % hashed:
-                continue
-            hashes = mine.request.block_hashes
-            start, end = first * block // hashed, min(stop * block // hashed, len(hashes))
-            if start >= end:
-                continue
-            lora = mine.request.lora_request
-            events.append(
-                BlockStored(
-                    block_hashes=[maybe_convert_block_hash(one) for one in hashes[start:end]],
-                    parent_block_hash=maybe_convert_block_hash(hashes[start - 1]) if start else None,
-                    token_ids=mine.token_ids(start * hashed, end * hashed),
-                    block_size=hashed,
-                    lora_id=lora.lora_int_id if lora is not None else None,
-                    medium=MEDIUM,
-                    lora_name=lora.lora_name if lora is not None else None,
-                )
+        """What became of blocks that this engine stored, by the engine's own hashes."""
+        if self._block_events is None:
+            self._block_events = BlockEvents(
+                BlockStored, BlockRemoved, maybe_convert_block_hash, _extra_keys, self._kind
             )
-        return events
+            self.half.announce(self._described)
+        self.half.announced.step()
+        return self._block_events.of(self.half.announced.take(), self._hash_tokens)
+
+    def _described(self, view: Any, number: int) -> EventBlock | None:
+        if self._block_events is None or not isinstance(view, EngineView):
+            return None
+        return self._block_events.described(view, number, self.half.block_tokens, self._hash_tokens)
+
+    @property
+    def _kind(self) -> str | None:
+        """Of the layers, in vLLM's word."""
+        spec = self._groups.kv_cache_groups[0].kv_cache_spec
+        return str(get_kv_cache_spec_kind(spec).value) if get_kv_cache_spec_kind is not None else None
 
     @property
     def _hash_tokens(self) -> int:
         """Tokens to one of the engine's hashes."""
         return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
+
+
+def _extra_keys(request: Any, first: int, stop: int) -> list[Any] | None:
+    """Of a request's one hash of these tokens, as events have them."""
+    keys, _ = generate_block_hash_extra_keys(request, first, stop, 0)
+    as_told = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    return as_told([keys]) if as_told is not None and keys else [keys] if keys else None
 
 
 def _with_load_mode(settings: ConnectorSettings, unwaitable: str) -> ConnectorSettings:

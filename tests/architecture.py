@@ -47,8 +47,16 @@ ROOMS_IMPORT_ONLY = {
     "kvstore.protocol": ("kvstore.block", "tiering"),
     "kvstore.client": ("kvstore.block", "kvstore.protocol", "kvstore.config", "tiering", "kv_kernels"),
     "kvstore.core": ("kvstore.block", "kvstore.protocol", "kvstore.config", "tiering"),
-    # A client of the sidecar, and no part of it; of tiering the contract of a clock that is handed in.
-    "kvstore.console": ("kvstore.block", "kvstore.protocol", "kvstore.client", "kvstore.config", "tiering.clock"),
+    # A client of the sidecar, and no part of it; of insight what plans; of tiering the contract of a clock.
+    "kvstore.console": (
+        "kvstore.block",
+        "kvstore.protocol",
+        "kvstore.client",
+        "kvstore.config",
+        "kvstore.insight.models",
+        "kvstore.insight.plan",
+        "tiering.clock",
+    ),
     "tiering.remote": ("tiering.frame", "tiering.errors"),
     "tiering.counts": (),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,8 @@ FOLDERS = tuple(str(ROOT / folder) for folder in PACKAGES.values())
 BLOCKS = 4
 TOKENS = ids(64 * BLOCKS)
 
+BEHIND_SECONDS = 0.05
+"""What a sidecar does behind its answer to the verb before is over then; nothing tells when it is."""
 QUIET = CallLimits(match=10.0, lease=10.0, ping=600.0)
 """A client that does not ping beside what is counted; the sidecar sweeps not during it either."""
 
@@ -56,6 +59,7 @@ class Passed:
             threading.setprofile(None)
 
     def during(self, act: Callable[[], Any]) -> tuple[Any, set[str]]:
+        time.sleep(BEHIND_SECONDS)
         self._noted, self._is_on = set(), True
         try:
             return act(), self._noted

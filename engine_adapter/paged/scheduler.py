@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 from engine_adapter.audit.audits import AuditVerdict
 from engine_adapter.cost.model import SYNCHRONOUS_MS
+from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.audit_plan import AuditPlan
 from engine_adapter.paged.load_choice import LoadChoice, StepWork
 from engine_adapter.paged.load_plan import LoadPlan
@@ -51,7 +52,6 @@ from kvstore.block.codec import codec_named
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import Lease
 
-MAX_SAVED_EVENTS = 4096
 """Kept until somebody asks for them."""
 CLOSE_SECONDS = 1.0
 IDLE_WAIT_SECONDS = 0.0003
@@ -122,7 +122,7 @@ class PagedScheduler:
         self._running: set[str] = set()
         self._failures: dict[int, int] = {}
         self._counts = RequestCounts()
-        self._saved: list[tuple[EngineRequest, int, int]] = []
+        self.announced: Announcements[Any] = Announcements(clock, lambda *_: None, lambda: None)
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """That come with a step: (its number, when it was added, whether it was held out, prompt, found)."""
         self._step = 0
@@ -147,6 +147,7 @@ class PagedScheduler:
             audit=settings.audit,
             choose=self._choose,
         )
+        self.announced.forget()
         self._audits = AuditPlan(self.choice, facts, self._ranks, self._number, settings.lease_deadline_ms)
         self._namespace.want(facts)
 
@@ -389,10 +390,9 @@ class PagedScheduler:
         for name, blocks in self._audits.take_outcomes().items() if self._audits is not None else ():
             audited[name] = audited.get(name, 0) + blocks
 
-    def take_saved(self) -> list[tuple[EngineRequest, int, int]]:
-        """Blocks that the store has got since it was last asked: (request, first block, stop block)."""
-        saved, self._saved = self._saved, []
-        return saved
+    def announce(self, describe: Callable[[Any, int], Any]) -> None:
+        """From now on it is known what to tell of blocks; describe: as `Announcements` has it."""
+        self.announced = Announcements(self._clock, describe, self._namespace.now)
 
     def close(self) -> None:
         """Everything is let go of."""
@@ -692,6 +692,7 @@ class PagedScheduler:
             facts.priority if facts.priority is not None else self.settings.priority,
         )
         self._plan.add(order, first_block, stop_block)
+        self.announced.expect(state.request, state.prompt.keys[first_block:stop_block], first_block)
         self._saving[order.number] = state.request
         orders.saves.append(order)
 
@@ -702,8 +703,7 @@ class PagedScheduler:
         request = self._saving.pop(report.number)
         self._counts.saved_blocks += offer.stored
         self._counts.dropped_saves += offer.dropped
-        if offer.stored and len(self._saved) < MAX_SAVED_EVENTS:
-            self._saved.append((request, offer.first_block, min(offer.held, offer.stop_block)))
+        self.announced.saved(offer.order.keys, offer.first_block, offer.held)
         state = self._states.get(offer.order.request)
         if state is None or state.request is not request:
             return

@@ -27,7 +27,7 @@ from engine_adapter.audit.audits import AuditResult
 from engine_adapter.audit.blocks import compare_block, compare_opaque
 from engine_adapter.paged.namespace_opener import ClosableStore, NamespaceOpener
 from engine_adapter.paged.pages import EnginePages, opaque_dtype
-from engine_adapter.paged.save_patience import SavePatience
+from engine_adapter.paged.save_plan import SavePatience
 from engine_adapter.paged.step_plan import (
     AuditOrder,
     AuditReport,

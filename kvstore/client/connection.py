@@ -75,6 +75,7 @@ class SidecarConnection:
         self.name = wire.welcome.run
         self.max_keys = min(m.MAX_KEYS, max(1, wire.welcome.max_keys))
         """Blocks of one chain that may be asked for."""
+        self.tells_changes = wire.welcome.version >= m.CHANGES_VERSION
         self.may_skip = wire.welcome.max_keys > m.OLDER_MAX_KEYS
         """Whether the sidecar knows `Reserve.skipped`."""
         self._long_until = 0.0  # when all long chains that were asked for may have been looked at
@@ -464,6 +465,9 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
         case m.Persist(), m.Persisted():
             _hold(0 <= answer.blocks <= len(verb.keys), "more blocks than were asked for")
             _hold(answer.reason is not None or answer.blocks == len(verb.keys), "fewer blocks, and no reason")
+        case m.Changes(), m.Changed():
+            _hold(0 < answer.next <= MAX_PLACE and len(answer.changes) <= m.MAX_KEYS, "changes that cannot be")
+            _hold(all(len(key) == KEY_BYTES and 0 <= at <= 2 for key, at in answer.changes), "a change that cannot be")
         case m.Extents(), m.ExtentsReply():
             numbers = [one.number for one in answer.extents]
             _hold(len(set(numbers)) == len(numbers) and set(numbers) <= set(verb.numbers), "memory nobody asked for")

@@ -185,6 +185,12 @@ class NamespaceHandle:
         tokens, keys = self._hashed(token_ids, extra_keys)
         return self._matched(tokens, keys, self._door.call(m.MatchPrefix(self.number, keys), m.Matched))
 
+    def submit_changes(self, after: int, deadline_ms: float = 1000) -> PendingReply[m.Changed]:
+        """What became of this namespace's blocks, in order, from the change of that number on, or from now on for 0:
+        for who tells others what is stored. Where no answer comes, its `run` is empty."""
+        submitted = self._door.submit(m.Changes(self.number, after), m.Changed, deadline_ms / 1000)
+        return PendingReply(submitted, lambda told: told, lambda: m.Changed(b"", [], 0))
+
     def submit_match(
         self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), deadline_ms: float = 50
     ) -> PendingReply[Match]:

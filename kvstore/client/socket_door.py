@@ -131,7 +131,7 @@ class SocketDoor:
             if run is not None and request.reservation in run.reservations:
                 run.post(request)  # the sidecar takes the messages of a connection in their order
             return cast(Submitted[A], ReadyReply(m.Counted(0)))
-        assert isinstance(request, m.MatchPrefix | m.LeasePrefix), "other requests are called"
+        assert isinstance(request, m.MatchPrefix | m.LeasePrefix | m.Changes), "other requests are called"
 
         def late(reason: MissReason, detail: str) -> A:
             return cast(A, missed(request, reason, detail))
@@ -145,10 +145,15 @@ class SocketDoor:
         try:
             run.check()
             self._settle(run)
-            most = min(seconds, MAX_DEADLINE_MS / 1000) + self._allowance(run, request.keys)
-            most += self._limits.lease if isinstance(request, m.LeasePrefix) else 0.0
-            # What is leased is there; only its memory has to be mapped here, which is done once.
-            steps = cast(Exchange[A], self._exchange(run, request, number))
+            if isinstance(request, m.Changes):
+                if not run.tells_changes:
+                    return ReadyReply(late(MissReason.UNSUPPORTED, "the sidecar is of an earlier version"))
+                most, steps = seconds, cast(Exchange[A], self._changes(request, number))
+            else:
+                most = min(seconds, MAX_DEADLINE_MS / 1000) + self._allowance(run, request.keys)
+                most += self._limits.lease if isinstance(request, m.LeasePrefix) else 0.0
+                # What is leased is there; only its memory has to be mapped here, which is done once.
+                steps = cast(Exchange[A], self._exchange(run, request, number))
             return PendingCall(run, steps, self.clock, most, self._limits.mapping, late, self._forsaken)
         except Unavailable as away:
             return ReadyReply(late(away.reason, away.detail))
@@ -225,6 +230,9 @@ class SocketDoor:
         )
         leased = yield from run.leasing(asked)
         return self._hold(run, leased) if leased.lease else NamedLease(leased)
+
+    def _changes(self, request: m.Changes, number: int) -> Exchange[m.Changed]:
+        return taken((yield msgspec.structs.replace(request, namespace=number)), m.Changed)
 
     def _attach(self, run: SidecarConnection, request: AttachLease, time: VerbTime) -> NamedLease:
         reply = request.reply

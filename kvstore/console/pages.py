@@ -22,6 +22,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from kvstore.block.errors import BadInput
 from kvstore.console.access import COOKIE, LOGIN_SECONDS, Guard
 from kvstore.console.events import ConsoleEvent
 from kvstore.console.figures import (
@@ -39,6 +40,7 @@ from kvstore.console.figures import (
     tenants_of,
     whatif_of,
 )
+from kvstore.console.planning import PlanAnswer, PlannedModel, PlanQuestion, models_of_table, planned
 from kvstore.console.rings import WINDOWS
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
@@ -62,7 +64,7 @@ TYPES = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/events")
+PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/plan", "/events")
 MOST_FORM_BYTES = 8192
 OPEN_PATHS = ("/login", "/static/style.css", "/static/favicon.svg")
 """What may be seen before a login."""
@@ -251,6 +253,42 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
     async def whatif() -> Response:
         return _json(whatif_of(known(), watch.window("1h").sums))
 
+    @app.get("/api/models", summary="Models that the plan knows")
+    async def models() -> Response:
+        return _json(models_of_table())
+
+    @app.get("/api/plan", summary="What a model's KV takes, what fits, and from where on loading is sooner")
+    async def plan(
+        model: str = Query("llama-3.1-8b", max_length=128),
+        context_tokens: int = Query(8192, ge=1, le=1 << 24),
+        users: int = Query(1, ge=1, le=1_000_000),
+        tensor_parallel: int = Query(1, ge=1, le=64),
+        window_seconds: float = Query(900.0, gt=0, le=31_536_000),
+        prefill_rate: float = Query(10_000.0, ge=1, le=1e9),
+        gpu_memory: str = Query("", max_length=32),
+        weights: str = Query("", max_length=32),
+        dram: str = Query("", max_length=32),
+        nvme: str = Query("", max_length=32),
+        new_tokens_per_second: float | None = Query(None, ge=0, le=1e9),
+    ) -> Response:
+        asked = PlanQuestion(
+            model,
+            context_tokens,
+            users,
+            tensor_parallel,
+            window_seconds,
+            prefill_rate,
+            gpu_memory,
+            weights,
+            dram,
+            nvme,
+            new_tokens_per_second,
+        )
+        try:
+            return _json(planned(asked, watch.facts()))
+        except BadInput as error:
+            raise HTTPException(422, " ".join(str(error).split())) from None
+
     @app.get("/api/events", summary="What happened, the newest first")
     async def events() -> Response:
         return _json(watch.events())
@@ -323,6 +361,8 @@ def _add_document(app: FastAPI, version: str) -> None:
         "/api/namespaces": NamespacesAnswer,
         "/api/engines": EnginesAnswer,
         "/api/whatif": WhatIfFigures,
+        "/api/models": list[PlannedModel],
+        "/api/plan": PlanAnswer,
         "/api/events": list[ConsoleEvent],
     }
     (error, *schemas), components = schemas_of([ApiError, *kinds.values()])

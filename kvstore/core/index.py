@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tiering.counts.changes import BlockChanges, BlockPlace
 from tiering.tier import TierMiss
 
 NO_ROW = -1
@@ -83,6 +84,8 @@ class PrefixIndex:
         # stamp of each eviction, 0 once the block was asked for again.
         self._forgotten: dict[bytes, OrderedDict[bytes, int]] = {}
         self._forgotten_limit = forgotten_limit
+        self.changes = BlockChanges()
+        """Told what becomes of blocks that can be found."""
 
     def add_namespace(self, tenant: bytes) -> int:
         """A number for a new namespace of a tenant."""
@@ -288,6 +291,8 @@ class PrefixIndex:
         del names.hidden[key]
         names.visible[key] = row
         self._states[row] = _VISIBLE
+        if self.changes.is_watching:
+            self.changes.note(namespace, key, BlockPlace.DRAM)
         names.forgotten.pop(key[:_REMEMBERED_BYTES] + names.mark, None)
         return before == _PENDING
 
@@ -298,6 +303,18 @@ class PrefixIndex:
         del names.visible[key]
         names.hidden[key] = row
         self._states[row] = RowState.LOST
+        if self.changes.is_watching:
+            self.changes.note(self._owners[row], key, BlockPlace.NOWHERE)
+
+    def moved_above(self, row: int) -> None:
+        """A visible row's block can be read from DRAM again."""
+        if self.changes.is_watching:
+            self.changes.note(self._owners[row], self.key(row), BlockPlace.DRAM)
+
+    def moved_below(self, row: int) -> None:
+        """A visible row's block can be read from NVMe alone from now on."""
+        if self.changes.is_watching:
+            self.changes.note(self._owners[row], self.key(row), BlockPlace.NVME)
 
     def remove(self, row: int, *, remember: bool = False, stamp: int = 0) -> int:
         """Take a childless row out; returns its parent. `remember`: it was evicted, so that a miss can say so. stamp:
@@ -305,7 +322,10 @@ class PrefixIndex:
         assert self._children[row] == 0, "a block goes before its parent"
         namespace, key, parent = self._owners[row], self._keys[row], self._parents[row]
         names = self._names[namespace]
-        del (names.visible if self._states[row] == _VISIBLE else names.hidden)[key]
+        is_visible = self._states[row] == _VISIBLE
+        del (names.visible if is_visible else names.hidden)[key]
+        if is_visible and self.changes.is_watching:
+            self.changes.note(namespace, key, BlockPlace.NOWHERE)
         self._states[row] = 0
         self._keys[row] = None
         self._free_rows.append(row)

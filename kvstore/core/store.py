@@ -179,9 +179,7 @@ class Store:
         self._clock = clock
         self._limits = limits
         self._lock = threading.Lock()
-        self._moves_done = threading.Condition(self._lock)
-        self._joint_answered = threading.Condition(self._lock)
-        self._waiting = threading.Condition(self._lock)
+        self._moves_done, self._joint_answered, self._waiting = (threading.Condition(self._lock) for _ in range(3))
         self._unmap_wait = UnmapWait()
         self._jobs: dict[int, _ExtentMove] = {}
         self._leases = LeaseTable(limits.lease_seconds, new_number)
@@ -190,8 +188,7 @@ class Store:
         self._collective = CollectivePuts(limits.joint_seconds)
         self._new_reservation = new_number
         self._pinned_bytes = 0
-        self.forgotten: deque[int] = deque()
-        """As `Door.forgotten`: a finalizer may run inside this store's very lock."""
+        self.forgotten: deque[int] = deque()  # as `Door.forgotten`: a finalizer may run inside this store's very lock
         self._to_abort: deque[int] = deque()  # reservations that no producer writes into any more
         self._emptied: dict[int, None] = {}  # namespaces that may have extents which hold nothing
         self._drops: set[int] = set()  # namespaces that are being dropped
@@ -263,6 +260,9 @@ class Store:
                 return m.Persisted(*self.persist(number, request.keys, request.seconds))
             case m.OpenNamespace():
                 return m.Granted(self._open(client, request))
+            case m.Changes():
+                told = self._blocks.index.changes.since(client.named[request.namespace], request.after)
+                return m.Changed(self.name, *told)
             case m.Drop():
                 return m.Counted(self.drop(client.named[request.namespace], request.seconds))
             case _:

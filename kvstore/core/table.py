@@ -154,8 +154,7 @@ class BlockTable:
         row = self.index.insert(number, key, parent, priority, expires_at)
         if row >= self._rows:
             self.grow_to(row)
-        if parent != NO_ROW:
-            self.residency.child_came(parent)
+        self._child_came(parent)
         return row
 
     def place(self, number: int, rows: Sequence[int]) -> list[list[int]]:
@@ -329,10 +328,9 @@ class BlockTable:
         evicted = 0
         below = self.lower.residency if self.lower is not None else None
         for row in worst if blocks > 0 else ():
-            stays = below is not None and below.is_listed(row)
-            if below is not None and not stays and leaves is not None:
+            if leaves is not None and below is not None and not below.is_listed(row):
                 leaves(row)
-                stays = below.is_listed(row)
+            stays = below is not None and below.is_listed(row)
             if below is not None and not self._may_go(row):
                 continue
             places += self.residency.left(row, self.index.parent(row))
@@ -340,7 +338,9 @@ class BlockTable:
             self.tally.evicted(TierName.DRAM, EvictedTo.NVME if stays else to, row)
             self.dirty.missed += self.dirty.waits(row)
             self.dirty.discard(row)
-            if not stays:
+            if stays:
+                self.index.moved_below(row)
+            else:
                 self.index.remove(row, remember=True, stamp=self.tally.stamp(TierName.DRAM))
                 evicted += 1
             gone += 1
@@ -392,6 +392,7 @@ class BlockTable:
         self.dirty.discard(row)
         if self.is_below(row):  # the frames there are others
             self._leave(row)
+            self.index.moved_below(row)
         else:
             self.index.mark_lost(row)
         self.counters["quarantined_blocks"] += 1
@@ -517,9 +518,7 @@ class BlockTable:
     def make_place_above(self, number: int, rows: Sequence[int]) -> list[list[int]]:
         """Slots in DRAM for blocks that are about to be read into them, by part."""
         for row in rows:
-            parent = self.index.parent(row)
-            if parent != NO_ROW:
-                self.residency.child_came(parent)
+            self._child_came(self.index.parent(row))
         return self.place(number, rows)
 
     def promoted(self, row: int, header_digests: Sequence[bytes]) -> None:
@@ -533,6 +532,7 @@ class BlockTable:
             self.dram.own([place], [row])
         residency.published(row, self.lower.residency.generation(row))
         residency.listed(row)
+        self.index.moved_above(row)
         self.unverified.discard(row)
         self.counters["promoted_blocks"] += 1
         self.tally.copied_bytes[CopyKind.PROMOTE] += self.spaces[self.index.namespace_of(row)].block_bytes
@@ -544,9 +544,7 @@ class BlockTable:
         """
         residency = self.residency
         if self.index.state(row) is RowState.VISIBLE:
-            parent = self.index.parent(row)
-            if parent != NO_ROW:
-                residency.child_came(parent)
+            self._child_came(self.index.parent(row))
         else:
             self.index.publish(row)
             if self.lower is not None:
@@ -565,9 +563,7 @@ class BlockTable:
     def not_promoted(self, row: int) -> None:
         """It could not be read: its slots in DRAM go back."""
         self.dram.abort(self.residency.forget(row))
-        parent = self.index.parent(row)
-        if parent != NO_ROW:
-            self.residency.child_went(parent)
+        self._child_went(self.index.parent(row))
 
     def evict_below(self, blocks: int, number: int) -> tuple[int, list[list[int]]]:
         """Give up the worst leaves of a namespace on NVMe, up to that many, as long as they are the worst of all.
@@ -641,9 +637,7 @@ class BlockTable:
         self._went_below(row)
         if not self.is_above(row):
             self.index.mark_lost(row)
-            parent = self.index.parent(row)
-            if parent != NO_ROW:
-                self.residency.child_came(parent)
+            self._child_came(self.index.parent(row))
             self.residency.listed(row)
         elif self.index.state(row) is RowState.VISIBLE:
             self._came_alone(row)
@@ -799,13 +793,17 @@ class BlockTable:
     def _leave(self, row: int) -> None:
         """The block goes from DRAM and stays on NVMe."""
         self.residency.unlisted(row)
-        parent = self.index.parent(row)
-        if parent != NO_ROW:
-            self.residency.child_went(parent)
+        self._child_went(self.index.parent(row))
 
     def _remove(self, row: int, *, remember: bool) -> None:
         self.residency.unlisted(row)
-        parent = self.index.remove(row, remember=remember)
+        self._child_went(self.index.remove(row, remember=remember))
+
+    def _child_came(self, parent: int) -> None:
+        if parent != NO_ROW:
+            self.residency.child_came(parent)
+
+    def _child_went(self, parent: int) -> None:
         if parent != NO_ROW:
             self.residency.child_went(parent)
 

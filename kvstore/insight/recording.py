@@ -54,6 +54,8 @@ class Recording:
         self._random = random
         self._lock = threading.Lock()
         self._token = b""
+        self.is_recording = False
+        """Whether `looked_up` has anything to do."""
         self._salt = b""
         self._namespaces: frozenset[int] = frozenset()
         self._began_at = self._asked_at = 0.0
@@ -74,12 +76,13 @@ class Recording:
                 )
             self._end()
             self._token, self._salt = self._random(RECORDING_BYTES), self._random(SALT_BYTES)
+            self.is_recording = True
             self._namespaces, self._began_at, self._asked_at = namespaces, now, now
             return self._token
 
     def looked_up(self, namespace: int, keys: Sequence[bytes]) -> None:
         """A request asked how much of its prompt there is."""
-        if not self._token:
+        if not self.is_recording:
             return
         with self._lock:
             now = self._clock.monotonic_seconds()
@@ -119,6 +122,7 @@ class Recording:
 
     def _end(self) -> None:
         self._token = self._salt = b""
+        self.is_recording = False
         self._noted.clear()
         self._waiting = self._lost = 0
 

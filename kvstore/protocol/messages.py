@@ -25,7 +25,8 @@ from kvstore.block.layout import MAX_PARTS
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import SidecarStatus
 
-OLDEST_VERSION, NEWEST_VERSION = 1, 1
+OLDEST_VERSION, NEWEST_VERSION = 1, 2
+CHANGES_VERSION = 2
 
 LENGTH_BYTES = 4
 MAX_BODY_BYTES = 9 << 18
@@ -193,6 +194,13 @@ class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
     wants_bell: bool = False
 
 
+class Changes(msgspec.Struct, array_like=True, frozen=True, tag="changes"):
+    """What became of a namespace's blocks from the change of that number on; 0: from now on. From version 2 on."""
+
+    namespace: int
+    after: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
     """Forget every block of a namespace; `Failed` where that is not over in so many seconds."""
 
@@ -250,6 +258,7 @@ Verb = (
     | Abort
     | Persist
     | Extents
+    | Changes
     | Drop
     | Ping
     | Namespaces
@@ -343,6 +352,17 @@ class NotifyPipeReply(msgspec.Struct, array_like=True, frozen=True, tag="bell"):
     has told. A client has one such pipe: the next one takes the place of this."""
 
 
+class Changed(msgspec.Struct, array_like=True, frozen=True, tag="changed"):
+    """To `Changes`. run: of the store; empty where none answered. changes: prefix keys, and where these blocks can be
+    read from then on: 0 nowhere, 1 in DRAM, 2 on NVMe alone. next: where to go on. is_lost: what happened between
+    cannot be told any more."""
+
+    run: bytes
+    changes: list[tuple[bytes, int]]
+    next: int
+    is_lost: bool = False
+
+
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
     """To what has nothing to say."""
 
@@ -398,6 +418,7 @@ Answer = (
     | Persisted
     | ExtentsReply
     | NotifyPipeReply
+    | Changed
     | Done
     | Failed
     | NamespacesReply

@@ -106,6 +106,7 @@ class Handlers:
             m.Abort: self._abort,
             m.Persist: self._persist,
             m.Extents: self._extents,
+            m.Changes: self._changes,
             m.Drop: self._drop,
             m.Namespaces: self._namespaces,
             m.Ping: self._ping,
@@ -218,7 +219,8 @@ class Handlers:
         if verb.counts:
             seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
-            self._recording.looked_up(number, verb.keys)
+            if self._recording.is_recording:
+                self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
         return matched
@@ -431,6 +433,10 @@ class Handlers:
         self._sessions.asked(caller)
         notify_pipe = self._sessions.new_notify_pipe(caller) if verb.wants_bell else None
         return Response(m.NotifyPipeReply(), [notify_pipe]) if notify_pipe is not None else m.Done()
+
+    def _changes(self, caller: ClientState, verb: m.Changes) -> m.Answer:
+        _check_asked(caller, verb.namespace, ())
+        return self._store.handle(caller, verb)
 
     def _drop(self, caller: ClientState, verb: m.Drop) -> m.Answer:
         _check_asked(caller, verb.namespace, ())

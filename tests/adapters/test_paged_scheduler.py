@@ -840,13 +840,15 @@ def test_what_a_user_wants_of_saved_blocks_goes_before_what_the_engine_was_told(
 
 def test_what_was_dropped_is_offered_again_and_what_is_held_is_not(store: EmbeddedStore) -> None:
     half = Half(SharedStore(store))
+    half.half.announce(lambda request, number: (request.request_id, number))
     request = half.add("a", ids(400))
     half.admit(request, tokens=400)
     half.saved(half.step(request, upto=128), 0, 0, dropped=True)
     orders = half.step(request, upto=192)
     assert orders.saves[0].first_token == 0
     half.saved(orders, 3, 3)
-    assert half.half.take_saved() == [(request, 0, 3)]
+    told = [(one.block, one.came, one.went) for one in half.half.announced.take()]
+    assert told == [(("a", number), HitTier.DRAM, None) for number in range(3)]
     orders = half.step(request, upto=320)
     assert orders.saves[0].first_token == 192
     half.saved(orders, 4, 1, reason=MissReason.QUOTA)

@@ -29,7 +29,8 @@ from workbench import MODEL, ids, small_layout
 CLOCK = SystemClock()
 TOKEN = "correct-horse-battery"
 READS = tuple(
-    f"/api/{one}" for one in ("status", "series", "misses", "tenants", "namespaces", "engines", "whatif", "events")
+    f"/api/{one}"
+    for one in ("status", "series", "misses", "tenants", "namespaces", "engines", "whatif", "models", "plan", "events")
 )
 
 
@@ -101,6 +102,25 @@ def test_what_other_sizes_would_find_is_what_was_asked_for_again(served: tuple[S
     assert rates[-1] == pytest.approx(1 - first_ones / looked.asked_tokens, abs=0.02)
     today = next(one for one in told["sizes"] if one["size_bytes"] == estimate["budget_bytes"])
     assert today["more_tokens_per_day"] == 0 and told["sizes"][-1]["more_tokens_per_day"] > 0
+
+
+def test_the_plan_is_that_of_the_command_with_what_the_sidecar_has(served: tuple[Sidecar, RunningConsole]) -> None:
+    _, shown = served
+    query = "model=llama-3.1-8b&gpu_memory=80GB&weights=16GB&users=4&new_tokens_per_second=5000"
+    told = shown.ask(f"/api/plan?{query}").json
+    command = [sys.executable, "-m", "kvstore", "plan", "llama-3.1-8b", "--gpu-memory", "80GB", "--weights", "16GB"]
+    more = ["--users", "4", "--new-tokens-per-second", "5000", "--dram", "2MiB", "--nvme", "4MiB", "--json"]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, env={**os.environ, **PATHS}, check=True)
+    wanted = json.loads(done.stdout)
+    figures = [one for section in told["sections"] for one in section["figures"]]
+    assert figures == list(wanted["figures"].values())
+    assert (told["dram_bytes"], told["nvme_bytes"], told["is_measured"]) == (2 << 20, 4 << 20, False)
+    measured = shown.ask("/api/plan").json
+    assert measured["is_measured"] and measured["new_tokens_per_second"] > 0
+    assert {one["model"] for one in shown.ask("/api/models").json} >= {"llama-3.1-8b", "deepseek-v3"}
+    for wrong, words in (("model=nobody", "not in the table"), ("dram=much", "much"), ("gpu_memory=80GB", "weights")):
+        answer = shown.ask(f"/api/plan?{wrong}")
+        assert answer.status == 422 and words in answer.json["error"], answer.body
 
 
 def test_an_engine_that_comes_and_goes_is_told(served: tuple[Sidecar, RunningConsole]) -> None:

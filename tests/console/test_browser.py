@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None,
     reason="there is no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core",
 )
-PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/events")
+PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/plan", "/events")
 LOOKS = (("light", 1280, 900), ("dark", 1280, 900), ("light", 360, 740), ("dark", 360, 740))
 
 
@@ -61,6 +61,8 @@ def test_every_page_is_whole_and_quiet(
             widths = browser.value("[document.documentElement.scrollWidth, innerWidth]")
             assert widths[0] <= widths[1], f"{page} is cut off at {width} pixels: {widths}"
             assert browser.value("document.documentElement.dataset.theme") == theme
+            text = browser.value("document.getElementById('main').textContent")
+            assert len(text) > 60 and "does not answer" not in text, text
     assert browser.logged == []
     hosts = {urlsplit(url).netloc for url in browser.asked if not url.startswith(("data:", "about:"))}
     assert hosts == {urlsplit(shown.url).netloc}
@@ -86,6 +88,28 @@ def test_the_bar_has_the_tokens_of_the_api_and_the_sidecar(
     reasons = "Object.fromEntries([...document.querySelectorAll('.reason')].map(one => [one.id, +one.dataset.tokens]))"
     browser.until("document.querySelector('.reason')")
     assert browser.value(reasons) == looked.miss_tokens
+
+
+def test_the_plan_has_the_apis_figures_and_says_what_cannot_be_planned(
+    served: tuple[Sidecar, RunningConsole], browser: Browser
+) -> None:
+    _, shown = served
+    browser.looks(1280, 900, "light")
+    query = "?model=deepseek-v3&users=4&gpu_memory=&weights=&dram=256GiB"
+    browser.open(f"{shown.url}plan{query}")
+    browser.until("document.querySelectorAll('table').length > 2")
+    told = shown.ask("/api/plan?model=deepseek-v3&users=4&dram=256GiB").json
+    wanted = [one["formula"] for section in told["sections"] for one in section["figures"]]
+    assert browser.value("[...document.querySelectorAll('td:last-child')].map(one => one.textContent)") == wanted
+    assert browser.value("[document.getElementById('model').value, document.forms[0].dram.value]") == [
+        "deepseek-v3",
+        "256GiB",
+    ]
+    browser.open(f"{shown.url}plan?model=nobody")
+    browser.until("document.getElementById('problem')")
+    assert "not in the table" in browser.value("document.getElementById('problem').textContent")
+    assert all("422" in one for one in browser.logged), "and nothing else was logged"
+    browser.logged.clear()
 
 
 def test_it_says_so_when_numbers_are_old_and_when_it_is_back(tmp_path: Path, browser: Browser) -> None:

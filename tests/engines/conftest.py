@@ -217,6 +217,7 @@ class Pair:
         self._model = model
         self._sidecar = sidecar
         self._run = run
+        self.admin = f"{sidecar.directory}/admin.sock"
         self.events = f"ipc://{sidecar.directory}/events"
         """Where the engine with the store publishes KV events."""
 

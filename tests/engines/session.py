@@ -303,25 +303,40 @@ class Session:
         return True
 
     def events(self, step: dict[str, Any]) -> list[dict[str, Any]]:
-        """Those about blocks that were stored, since they were asked for last; the engine's own have another medium."""
+        """Those about blocks, since they were asked for last; the engine's own have another medium."""
         import msgspec
-        from vllm.distributed.kv_events import BlockStored, KVEventBatch
+        from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
-        heard = []
+        heard: list[dict[str, Any]] = []
         while self._listener.poll(500):
             *_, payload = self._listener.recv_multipart()
             for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+                if not isinstance(event, BlockStored | BlockRemoved):
+                    continue
+                told = {
+                    "medium": event.medium,
+                    "hashes": [str(one) for one in event.block_hashes],
+                    "locality": getattr(event, "locality", None),
+                }
                 if isinstance(event, BlockStored):
-                    heard.append(
-                        {
-                            "medium": event.medium,
-                            "hashes": [str(one) for one in event.block_hashes],
-                            "parent": event.parent_block_hash and str(event.parent_block_hash),
-                            "tokens": event.token_ids,
-                            "block": event.block_size,
-                        }
-                    )
+                    told |= {
+                        "parent": event.parent_block_hash and str(event.parent_block_hash),
+                        "tokens": event.token_ids,
+                        "block": event.block_size,
+                        "extra_keys": getattr(event, "extra_keys", None),
+                        "kind": getattr(event, "kv_cache_spec_kind", None),
+                    }
+                heard.append(told)
         return heard
+
+    def drop(self, step: dict[str, Any]) -> int:
+        """All that an operator can drop at a sidecar: how many blocks that were."""
+        from kvstore.cli import ask
+        from kvstore.node import SystemClock
+
+        socket, clock = step["admin"], SystemClock()
+        spaces = ask.stat(socket, clock).namespaces
+        return sum(ask.drop(socket, clock, one.digest, one.tenant, 30.0) for one in spaces)
 
 
 class KeptSession:

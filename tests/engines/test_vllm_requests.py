@@ -14,6 +14,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engine
 from engines.session import named
 
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
+OURS = "CPU"
+"""The medium of blocks that the store has in DRAM."""
 BLOCK = 128
 """Tokens of a stored block, which is the engine's page."""
 
@@ -24,6 +26,7 @@ def apart(count: int, tokens: int) -> list[list[int]]:
     return [[rng.randrange(999) for _ in range(tokens)] for _ in range(count)]
 
 
+SALTED = apart(1, 500)[0]
 LONG, KEPT, REFUSED, WRONG = apart(1, 700)[0], apart(1, 400)[0], apart(1, 401)[0], apart(1, 402)[0]
 TELLS = {"kvstore": {"ttl": 3600.5, "priority": 7, "conversation": "mine"}}
 NOT_SAVED = {"kvstore": {"store": False}}
@@ -43,6 +46,13 @@ def told(pair: Any) -> dict[str, Any]:
         {"do": "settle"},
         tell,
         {"do": "events", "as": "events"},
+        {"do": "generate", "prompts": [SALTED], "salt": "mine", "as": "salted"},
+        {"do": "settle"},
+        tell,
+        {"do": "events", "as": "salted_events"},
+        {"do": "drop", "admin": pair.admin, "as": "dropped"},
+        {"do": "generate", "prompts": [[1, 2, 3]], "max_tokens": 60},  # steps, in which the store is asked
+        {"do": "events", "as": "removed_events"},
         {"do": "generate", "prompts": [KEPT], "hints": TELLS, "as": "kept_first"},
         *wait,
         {"do": "generate", "prompts": [KEPT], "as": "kept"},
@@ -107,19 +117,20 @@ def test_hints_that_are_wrong_are_named_and_have_no_effect(told: dict[str, Any])
 
 def test_counters_add_up_to_what_requests_were_told(told: dict[str, Any]) -> None:
     counted = told["counted"]
-    names = ("long", "kept_first", "kept", "refused_first", "refused", "wrong_first", "wrong", "others")
+    names = ("long", "kept_first", "kept", "refused_first", "refused", "wrong_first", "wrong", "others", "salted")
     accounts = [one(told[name]) for name in names]
     assert counted["hit_dram"] == sum(account["hits"].get("dram", 0) for account in accounts) == 2 * 384
     assert counted["miss_absent"] == sum(account["misses"].get("absent", 0) for account in accounts)
     assert counted["loads"] == 2 and "failed_loads" not in counted and "dropped_saves" not in counted
     # 140 tokens behind 700 make a sixth block; of the last token no KV is ever computed.
-    assert counted["saved_blocks"] == (700 + 139) // BLOCK + 3 + 3
+    assert counted["saved_blocks"] == (700 + 139) // BLOCK + 3 + 3 + 3
 
 
 def test_blocks_that_were_stored_are_events_with_the_engines_own_hashes(told: dict[str, Any]) -> None:
     own, stored = ([*each(told["events"], is_ours)] for is_ours in (False, True))
     assert len(stored) == (700 + 139) // BLOCK
     assert sorted(stored) == sorted(own)
+    assert {event["medium"] for event in told["events"]} == {OURS, "GPU"}, "words that routers know"
     chain = {name: parent for name, parent, _ in stored}
     assert list(chain.values()).count(None) == 1 and all(parent is None or parent in chain for parent in chain.values())
 
@@ -127,12 +138,31 @@ def test_blocks_that_were_stored_are_events_with_the_engines_own_hashes(told: di
 def each(events: list[dict[str, Any]], is_ours: bool) -> Iterator[tuple[Any, Any, list[int]]]:
     """Block by block: (hash, its parent's, tokens)."""
     for event in events:
-        if (event["medium"] == "kvstore") is is_ours:
+        if (event["medium"] == OURS) is is_ours and "tokens" in event:
             block, parent = event["block"], event["parent"]
             assert len(event["tokens"]) == block * len(event["hashes"])
             for number, name in enumerate(event["hashes"]):
                 yield name, parent, event["tokens"][number * block : (number + 1) * block]
                 parent = name
+
+
+def test_a_salted_block_is_told_with_its_salt_and_what_the_store_gives_up_is_taken_back(told: dict[str, Any]) -> None:
+    """As a consumer of vLLM's events sees it: by the engine's hashes."""
+    stored = [event for event in told["salted_events"] if event["medium"] == OURS and "tokens" in event]
+    own = [event for event in told["salted_events"] if event["medium"] != OURS and "tokens" in event]
+    assert [one for event in stored for one in event["hashes"]] == [one for event in own for one in event["hashes"]]
+    for field in ("extra_keys", "locality", "kind"):
+        print(field, [event[field] for event in stored], [event[field] for event in own])
+    salts = [keys for event in stored for keys in event["extra_keys"] or [None] * len(event["hashes"])]
+    assert salts == [keys for event in own for keys in event["extra_keys"] or [None] * len(event["hashes"])]
+    assert salts[0] and not any(salts[1:]), "vLLM has the salt in the first block alone"
+    assert told["dropped"] >= len(salts)
+    believed: set[str] = set()
+    for event in [*told["events"], *told["salted_events"], *told["removed_events"]]:
+        if event["medium"] == OURS:
+            (believed.update if "tokens" in event else believed.difference_update)(event["hashes"])
+    assert believed == set(), "nothing is believed to be where it is not any more"
+    assert any("tokens" not in event for event in told["removed_events"])
 
 
 def test_what_was_stored_before_the_weights_changed_is_not_found(told: dict[str, Any]) -> None:

@@ -129,6 +129,7 @@ VERBS_NOT_PUBLISHED: dict[type, str] = {
     m.Commit: STORING,
     m.Abort: STORING,
     m.Persist: STORING,
+    m.Changes: "for engines on the host, which tell routers of it in their own events",
     m.Purge: "retires a tenant's key for good: for an operator on the host",
     m.Record: "hands out what tenants look up: for an operator on the host",
 }

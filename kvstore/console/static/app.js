@@ -8,6 +8,7 @@ const PAGES = [
   ["/", "Overview", overview, { whatif: "/api/whatif" }], ["/misses", "Why misses", pages.misses, { misses: "/api/misses?window=" }],
   ["/tenants", "Tenants", pages.tenants, { tenants: "/api/tenants", namespaces: "/api/namespaces" }],
   ["/moves", "Moves and disk", pages.moves, { engines: "/api/engines" }], ["/engines", "Engines", pages.engines, { engines: "/api/engines" }],
+  ["/plan", "Plan", pages.plan, { models: "/api/models", planned: `/api/plan${location.search}` }],
   ["/events", "Events", pages.events, { events: "/api/events" }],
 ];
 const WINDOWS = { run: "since start", "15m": "15 min", "1h": "1 h", "6h": "6 h", "24h": "24 h", "7d": "7 d" };
@@ -25,6 +26,7 @@ document.getElementById("nav").append(...PAGES.map(([one, name]) => make("a", { 
 document.getElementById("theme").addEventListener("click", () => switchTheme());
 
 async function get(url) {
+  if (url.startsWith("/api/plan")) url = url.replace(/[?&]window=[^&]*/, "").replace(/[^?&]+=(&|$)/g, "");
   const answer = await fetch(url, { headers: { accept: "application/json" } });
   if (answer.status === 401) { location.href = "/login"; throw new Error("log in first"); }
   const body = await answer.json();
@@ -43,7 +45,10 @@ async function draw() {
     const ring = chosenRing();
     if (status.run === null) { say(status.health.text); ready(); return; }
     const keys = Object.keys(wanted);
-    const found = await Promise.all([get(`/api/series?window=${ring}`), ...keys.map((key) => get(wanted[key].endsWith("=") ? wanted[key] + ring : wanted[key]))]);
+    const found = await Promise.all([get(`/api/series?window=${ring}`), ...keys.map((key) => {
+      const answer = get(wanted[key].endsWith("=") ? wanted[key] + ring : wanted[key]);
+      return key === "planned" ? answer.catch((error) => ({ error: error.message })) : answer;  // what was written in a form is wrong
+    })]);
     const series = found[0];
     series.words = WORDS[ring];
     series.note = series.seen_since === null ? "The console has watched for less than one look." : series.seen_since > series.times[0] ? `The console has watched since ${moment(series.seen_since)}; before that nothing is known.` : "";
@@ -79,7 +84,8 @@ function take(next) {
   run = next.run;
   const wasEmpty = !main.querySelector("section:not(.wait)") || main.querySelector("#health.error:only-child");
   tell();
-  if (isNew || wasEmpty || Date.now() - drawnAt > 1000 * REDRAW_SECONDS) draw();
+  const isForm = Boolean(main.querySelector("form"));  // what somebody writes there must stay
+  if (wasEmpty || (!isForm && (isNew || Date.now() - drawnAt > 1000 * REDRAW_SECONDS))) draw();
 }
 function listen() {
   if (source || document.hidden) return;

@@ -64,6 +64,38 @@ export function engines({ status, series, engines: told }) {
     panel("Requests since the sidecar began", table(["verb", "*served"], Object.entries(door.served).sort((a, b) => b[1] - a[1]).map(([name, count]) => [name, whole(count)]), "None yet.")),
   ];
 }
+const inUnit = (value, unit) => {
+  if (!known(value)) return "-";
+  if (unit === "bytes/second") return `${(value / 1e9).toFixed(2)} GB/s`;
+  if (unit === "seconds" && value < 1) return `${(1000 * value).toFixed(1)} ms`;
+  if (unit.startsWith("bytes")) return `${value < 1 << 20 ? `${whole(value)} B` : bytes(value)}${unit.slice(5).replace("/", " per ")}`;
+  if (unit === "share") return percent(value, 1);
+  return `${Number.isInteger(value) || value >= 1000 ? whole(value) : value.toFixed(2)} ${(value === 1 ? unit.replace(/s$/, "") : unit).replace("/", " per ")}`;
+};
+const FIELDS = [
+  ["context_tokens", "tokens of a prompt", "8192"], ["users", "users at a time", "1"], ["tensor_parallel", "GPUs (tensor parallel)", "1"],
+  ["gpu_memory", "memory of a GPU", ""], ["weights", "the model's weights", ""], ["prefill_rate", "prefill, tokens a second", "10000"],
+  ["dram", "DRAM of the store", ""], ["nvme", "NVMe of the store", ""], ["new_tokens_per_second", "new tokens a second", ""], ["window_seconds", "to be reused within, seconds", "900"],
+];
+export function plan({ models, planned }) {
+  const asked = new URLSearchParams(location.search);
+  const chosen = planned.model ?? asked.get("model");
+  const choice = make("select", { name: "model", id: "model" }, ...models.map((one) => make("option", { value: one.model, ...(one.model === chosen ? { selected: "" } : {}) }, one.model)));
+  const own = planned.error ? {} : { dram: bytes(planned.dram_bytes), nvme: bytes(planned.nvme_bytes), new_tokens_per_second: `${whole(planned.new_tokens_per_second)}${planned.is_measured ? ", measured here" : ""}` };
+  const form = make("form.plan", { method: "get", action: "/plan" }, make("label", {}, "model", choice),
+    ...FIELDS.map(([name, words, usual]) => make("label", {}, words, make("input", { name, value: asked.get(name) ?? usual, placeholder: own[name] ?? (name === "weights" ? "16GB" : "80GB"), autocomplete: "off" }))), make("button", { type: "submit" }, "Plan"));
+  return [
+    wide("What is planned for", form, make("p.quiet", {}, "Left empty, DRAM, NVMe and new tokens are what this sidecar has and sees. The command is kvstore plan; it also sizes from a recording (--trace).")),
+    ...(planned.error ? [wide("That cannot be planned", make("p", { id: "problem" }, planned.error))] : figuresOf(planned)),
+  ];
+}
+function figuresOf(planned) {
+  return [
+    planned.refusals.length ? wide("This store refuses", ...planned.refusals.map((one) => make("p", {}, one))) : null,
+    ...planned.sections.map((one) => wide(one.heading, table(["", "*", "formula"], one.figures.map((figure) => [figure.words, inUnit(figure.value, figure.unit), figure.formula])))),
+    wide("What to know beside it", make("p", {}, `${planned.model}: ${planned.source}; codec ${planned.codec}.`), ...planned.notes.map((one) => make("p.quiet", {}, `${one}.`))),
+  ].filter(Boolean);
+}
 export function events({ events: told }) {
   return [wide("Events, the newest first", eventList(told, "Nothing has happened since the console began."), make("p.quiet", {}, "The last 500 that the console saw since it began; the sidecar's log has more."))];
 }

@@ -1,0 +1,161 @@
+"""Which blocks an engine has told routers of, and where these can be read now: what its events are made of.
+
+    a save is ordered  > expected  > the store says that the block is there, or the save's report does  > announced
+    announced          > the store says that it moved or went   > told again, so that nobody goes on believing it
+
+The store tells what became of blocks in its order (`m.Changes`), so what is told here ends with what it holds. Where
+that order is lost (a store that began anew, or an engine that asked too rarely), all that was announced is taken back.
+Must never import an engine, and never waits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvstore.block.account import HitTier
+from kvstore.client.pending import PendingReply
+from kvstore.protocol import messages as m
+from tiering.frame import KEY_BYTES
+
+MOST_BLOCKS = 1 << 15
+"""That are expected or announced, some 700 bytes each; what falls out is taken back."""
+ASK_EVERY_SECONDS = 0.02
+
+B = TypeVar("B")
+PLACES: tuple[HitTier | None, ...] = (None, HitTier.DRAM, HitTier.NVME)
+"""By the number in `m.Changed`."""
+
+
+class TellsChanges(Protocol):
+    """Of a namespace: `NamespaceHandle`."""
+
+    def submit_changes(self, after: int) -> PendingReply[m.Changed]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement(Generic[B]):
+    """A block's news. came: where it can be read best from now on, None: nowhere. went: where that was before."""
+
+    block: B
+    came: HitTier | None
+    went: HitTier | None
+
+
+@dataclass(slots=True)
+class _Announced(Generic[B]):
+    block: B
+    is_noted: bool = False  # the store has told something of it
+    place: HitTier | None = None  # as announced
+
+
+class Announcements(Generic[B]):
+    """Of one engine, in one namespace at a time. One thread."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        describe: Callable[[Any, int], B | None],
+        namespace: Callable[[], TellsChanges | None],
+        most: int = MOST_BLOCKS,
+    ) -> None:
+        """clock: monotonic seconds. describe: what events are made of, for a block of a request by its number; None:
+        nothing is told of it. namespace: to ask; None where there is none at present."""
+        self._clock = clock
+        self._describe = describe
+        self._namespace = namespace
+        self._most = most
+        self._known: OrderedDict[bytes, _Announced[B]] = OrderedDict()  # by prefix key, the oldest first
+        self._news: list[Announcement[B]] = []
+        self._pending: PendingReply[m.Changed] | None = None
+        self._asked_at: float | None = None
+        self._run = b""
+        self._after = 0
+        self.resets = 0
+        """How often all was taken back."""
+
+    def expect(self, request: Any, keys: Sequence[bytes], first_block: int) -> None:
+        """A save of a request's blocks is ordered, from that one on."""
+        for number, key in enumerate(keys, first_block):
+            known = self._known.get(key)
+            block = self._describe(request, number) if known is None or known.place is None else known.block
+            if block is None:
+                continue
+            if known is None:
+                self._known[key] = _Announced(block)
+            elif known.place is None:
+                known.block, known.is_noted = block, False
+            self._known.move_to_end(key)
+        while len(self._known) > self._most:
+            _, oldest = self._known.popitem(last=False)
+            self._tell(oldest, None)
+
+    def saved(self, keys: bytes, first_block: int, held: int) -> None:
+        """A save came to its end, which was of blocks from `first_block` on: of a request's blocks the store holds the
+        first `held`; of the others nothing is to be expected. keys: of all of them, joined. What the store tells of a
+        block itself counts more: that is newer, or comes yet."""
+        for number in range(first_block, len(keys) // KEY_BYTES):
+            key = keys[KEY_BYTES * number : KEY_BYTES * (number + 1)]
+            known = self._known.get(key)
+            if known is None or known.is_noted:
+                continue
+            if number < held:
+                self._tell(known, HitTier.DRAM)
+            elif known.place is None:
+                del self._known[key]
+
+    def step(self) -> None:
+        """Take what the store has told, and ask again."""
+        if self._pending is not None:
+            told = self._pending.poll()
+            if told is None:
+                return
+            self._pending = None
+            self._take(told)
+        now, namespace = self._clock(), self._namespace()
+        if namespace is not None and (self._asked_at is None or now - self._asked_at >= ASK_EVERY_SECONDS):
+            self._asked_at = now
+            self._pending = namespace.submit_changes(self._after)
+
+    def take(self) -> list[Announcement[B]]:
+        """News since it was asked last, in their order."""
+        news, self._news = self._news, []
+        return news
+
+    def forget(self) -> None:
+        """Another namespace from here on: all that was announced is taken back."""
+        if self._pending is not None:
+            self._pending.cancel()
+        self._pending, self._run, self._after = None, b"", 0
+        self._take_back()
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _take(self, told: m.Changed) -> None:
+        if not told.run:  # nobody answered: nothing is known, and nothing is lost yet
+            return
+        if told.is_lost or (self._run and told.run != self._run):
+            is_other = told.run != self._run
+            self._take_back()
+            self._run, self._after = (b"", 0) if is_other else (told.run, told.next)
+            return
+        self._run, self._after = told.run, told.next
+        for key, number in told.changes:
+            known = self._known.get(key)
+            if known is None:
+                continue
+            known.is_noted = True
+            self._tell(known, PLACES[number])
+
+    def _take_back(self) -> None:
+        self.resets += 1
+        for known in self._known.values():
+            self._tell(known, None)
+        self._known.clear()
+
+    def _tell(self, known: _Announced[B], place: HitTier | None) -> None:
+        if known.place is not place:
+            self._news.append(Announcement(known.block, place, known.place))
+            known.place = place

@@ -1,0 +1,98 @@
+"""What became of a namespace's blocks, in the order in which it did, for engines that tell routers what is cached.
+
+    asked for > the namespace is watched > its blocks come, move and go > told from where the asker stands
+              > nobody asks while `MOST_KEPT` more happens: not watched any more
+
+Nothing is kept of namespaces that nobody asks about. What is kept is bounded: who asks too rarely is told that some of
+it is lost, and takes all that it knew for gone. Thread-safe; its lock is held for an addition.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import islice
+from typing import NamedTuple
+
+MOST_KEPT = 1 << 14
+"""Changes of one namespace, some 150 bytes each."""
+MOST_WATCHED = 16
+"""Namespaces; of more, the one that was asked for longest ago is not watched any more."""
+MOST_TOLD = 1 << 11
+"""Changes in one answer."""
+
+
+class BlockPlace(IntEnum):
+    """Where a block can be read best."""
+
+    NOWHERE = 0
+    DRAM = 1
+    NVME = 2
+
+
+class ChangesTold(NamedTuple):
+    """changes: prefix keys and where these blocks can be read from then on, the oldest first. next: where to go on.
+    is_lost: something happened between that cannot be told any more."""
+
+    changes: list[tuple[bytes, int]]
+    next: int
+    is_lost: bool = False
+
+
+@dataclass(slots=True)
+class _Watched:
+    first: int  # the number of the oldest change that is kept
+    kept: deque[tuple[bytes, int]] = field(default_factory=deque)
+    unasked: int = 0
+
+    @property
+    def next(self) -> int:
+        return self.first + len(self.kept)
+
+
+class BlockChanges:
+    """Of one store. Numbers of changes begin at 1 and never come again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watched: OrderedDict[int, _Watched] = OrderedDict()  # the one asked for last at the end
+        self._unused = 1  # above every number that was given
+        self.is_watching = False
+        """Whether `note` has anything to do."""
+
+    def note(self, number: int, key: bytes, place: BlockPlace) -> None:
+        """A block of a namespace came, moved or went."""
+        with self._lock:
+            watched = self._watched.get(number)
+            if watched is None:
+                return
+            watched.unasked += 1
+            if watched.unasked > MOST_KEPT:
+                self._end(number)
+                return
+            watched.kept.append((key, place))
+            if len(watched.kept) > MOST_KEPT:
+                watched.kept.popleft()
+                watched.first += 1
+
+    def since(self, number: int, after: int) -> ChangesTold:
+        """What happened from the change of that number on; 0: from now on."""
+        with self._lock:
+            watched = self._watched.get(number)
+            if watched is None:
+                watched = self._watched[number] = _Watched(self._unused)
+                self.is_watching = True
+                if len(self._watched) > MOST_WATCHED:
+                    self._end(next(iter(self._watched)))
+            self._watched.move_to_end(number)
+            watched.unasked = 0
+            if not watched.first <= after <= watched.next:
+                return ChangesTold([], watched.next, is_lost=after != 0)
+            told = list(islice(watched.kept, after - watched.first, after - watched.first + MOST_TOLD))
+            return ChangesTold(told, after + len(told))
+
+    def _end(self, number: int) -> None:
+        self._unused = max(self._unused, self._watched.pop(number).next + 1)  # whoever stands at its end lost something
+        self.is_watching = bool(self._watched)
