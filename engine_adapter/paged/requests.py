@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine_adapter.audit.audits import AuditResult, HitSaving
+from engine_adapter.paged.load_choice import LoadChoice
 from engine_adapter.paged.lookup import PrefixLookup
 from engine_adapter.paged.step_plan import AuditOrder, LoadOrder
 from kvstore.block.account import Account, HitTier, MissReason
 from kvstore.block.identity import ExtraKey, Prompt
-from kvstore.client.handle import Lease
+from kvstore.client.handle import Lease, NamespaceHandle
 from kvstore.client.pending import PendingReply
+from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
+from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_TEXT, RequestTold, SavingsTold
 
+TELL_SECONDS = 1.0
 NEVER = 1 << 62
 """More tokens than a request has."""
 
@@ -154,9 +159,9 @@ class RequestState:
     added_at: float = 0.0
     found_tokens: int = 0
 
-    def told(self) -> dict[str, object]:
+    def told(self) -> dict[str, Any]:
         """To the request's user, when it is over. load_ms: None where the step that loaded is the one that ends it."""
-        told: dict[str, object] = {
+        told: dict[str, Any] = {
             **self.account.to_dict(),
             "detail": self.detail,
             "load_ms": round(self.load_ms, 3) if self.load is None else None,
@@ -166,6 +171,53 @@ class RequestState:
         if self.facts.ignored:
             told["ignored"] = list(self.facts.ignored)
         return told
+
+
+class RequestNews:
+    """What became of requests and what hits saved, told to the store at most once a second, for `kvstore why` and the
+    dashboard. One thread."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[RequestTold] = deque(maxlen=4 * MAX_TOLD_REQUESTS)
+        self._told_at = -TELL_SECONDS
+        self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of which choice, saved and regretted
+
+    def add(self, request_id: str, told: dict[str, Any]) -> dict[str, Any]:
+        """A request is over; told: as its user is. Returns it."""
+        self._waiting.append(
+            RequestTold(
+                request_id[:MAX_REQUEST_CHARACTERS],
+                told["asked"],
+                told["hits"],
+                told["misses"],
+                told["detail"][:MAX_TOLD_TEXT],
+                told["load_ms"] or 0.0,
+                told["saved_blocks"],
+                told["put_reasons"],
+            )
+        )
+        return told
+
+    def tell(self, namespace: NamespaceHandle | None, choice: LoadChoice | None, gpus: int, now: float) -> None:
+        """Tell, if it is time. choice: which knows what hits save; gpus: that a step takes."""
+        if namespace is None or not self._waiting or now - self._told_at < TELL_SECONDS:
+            return
+        self._told_at = now
+        some = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_TOLD_REQUESTS))]
+        savings = None
+        if choice is not None:
+            counts, measured = choice.costs.counts, choice.saving.estimate()
+            of, saved, regretted = self._judged
+            if of is not choice:
+                saved = regretted = 0.0
+            self._judged = choice, counts.saved_ms, counts.regret_ms
+            savings = SavingsTold(
+                gpus * (counts.saved_ms - saved) / 1000,
+                gpus * (counts.regret_ms - regretted) / 1000,
+                measured.mean_ms if measured is not None else None,
+                measured.standard_error_ms if measured is not None else None,
+            )
+        namespace.tell(some, savings)
 
 
 SAVING = "ttft_saved_ms_"

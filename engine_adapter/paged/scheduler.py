@@ -31,6 +31,7 @@ from engine_adapter.paged.requests import (
     EngineRequest,
     LoadUnderWay,
     RequestCounts,
+    RequestNews,
     RequestSpec,
     RequestState,
 )
@@ -97,15 +98,13 @@ class PagedScheduler:
         pause: for so many seconds."""
         self.settings = settings
         self.choice: LoadChoice | None = None
-        self._clock = clock
-        self._choose = choose
-        self._pause = pause
+        self._clock, self._choose, self._pause = clock, choose, pause
         self._idle_seconds = IDLE_WAIT_SECONDS
         self._namespace = NamespaceOpener(open_store)
         self._facts: NamespaceSpec | None = None
-        self._told = -1
+        self._told, self._next_number, self._step = -1, 1, 0
         self._ranks: tuple[int, ...] = (0,)
-        self._is_exact = True
+        self._is_exact, self._is_broken = True, False
         self._refused: tuple[MissReason, str] | None = (MissReason.DISABLED, "the workers have said nothing yet")
         self._states: dict[str, RequestState] = {}
         self._loads = LoadPlan(1, 1)
@@ -117,15 +116,13 @@ class PagedScheduler:
         self._taken: set[int] = set()
         """Pages that were given to requests since the last step."""
         self._orders = StepPlan()
-        self._is_broken = False
-        self._next_number = 1
         self._running: set[str] = set()
         self._failures: dict[int, int] = {}
         self._counts = RequestCounts()
         self.announced: Announcements[Any] = Announcements(clock, lambda *_: None, lambda: None)
         self._first_tokens: list[tuple[int, float, bool, int, int]] = []
         """That come with a step: (its number, when it was added, whether it was held out, prompt, found)."""
-        self._step = 0
+        self._news = RequestNews()
 
     # The namespace ---------------------------------------------------------------------------------------------------
 
@@ -313,7 +310,7 @@ class PagedScheduler:
             state.load.account = state.account  # counted when it is known how the load ended
         else:
             self._counts.add(state.account)
-        return state.told()
+        return self._news.add(request_id, state.told())
 
     def hit_tiers(self, request_id: str, tokens: int) -> dict[HitTier, int]:
         """Of that many tokens that are loaded for a request: from which tiers. Empty where that is not known."""
@@ -342,6 +339,7 @@ class PagedScheduler:
                 self._plan.decoded((page for run in load.tables for page in run.pages), load.number)
         self._offer_all(due, orders)
         self._running, self._idle_seconds = running, IDLE_WAIT_SECONDS
+        self._news.tell(self._namespace.now(), self.choice, len(self._ranks), self._clock())
         orders.failures_seen = dict(self._failures)
         if self._facts is not None and self._told != self._facts.number:
             self._told = self._facts.number

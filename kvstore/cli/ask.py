@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from kvstore.block.account import HitTier, MissReason
 from kvstore.block.errors import BadInput, Rejected, StoreError, Unreachable
 from kvstore.block.identity import ExtraKey, Namespace, PrefixHasher, as_extra_keys, token_bytes
-from kvstore.client.connection import checked_facts
+from kvstore.client.connection import check_numbers, checked_facts
 from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.protocol import messages as m
+from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import SidecarStatus, checked_seconds, pick, printable
 from tiering.clock import Clock
 
@@ -50,6 +53,24 @@ def stat(socket: str, clock: Clock) -> SidecarStatus:
         return checked_facts(facts)
     except ValueError as error:
         raise StoreError(f"{socket}: an answer that cannot be right ({error}); see the sidecar's log") from None
+
+
+def why(socket: str, clock: Clock, request: str) -> m.WhyReply:
+    """What a sidecar knows of requests whose names begin so. Raises `BadInput` where it knows of none."""
+    if not request or len(request) > MAX_REQUEST_CHARACTERS:
+        raise BadInput(f"a request's name of {len(request)} characters; give 1 to {MAX_REQUEST_CHARACTERS}")
+    with _connection(socket, clock, "give --admin-socket or --data") as ask:
+        reply = ask(m.Why(request), m.WhyReply, CALL_SECONDS)
+    try:
+        check_numbers(msgspec.to_builtins(reply))
+    except ValueError as error:
+        raise StoreError(f"{socket}: an answer that cannot be right ({error}); see the sidecar's log") from None
+    if not reply.found:
+        raise BadInput(
+            f"nothing is known of a request {printable(request)!r}; the sidecar remembers the last ones of each tenant "
+            f"({reply.kept:,} now) by the names that engines have for them: vLLM's begin with cmpl- or chatcmpl-"
+        )
+    return reply
 
 
 def drop(socket: str, clock: Clock, namespace: str, tenant: str, seconds: float) -> int:

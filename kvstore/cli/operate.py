@@ -1,4 +1,4 @@
-"""The commands of an operator: stat, namespaces, drop, purge, warm and record, on a sidecar that runs."""
+"""The commands of an operator: stat, why, namespaces, drop, purge, warm and record, on a sidecar that runs."""
 
 import json
 import os
@@ -101,6 +101,23 @@ def stat(
             live.refresh()
             clock.sleep(watch)
             live.update(found().group())
+
+
+@app.command()
+def why(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The engine's name of it, or its beginning.")],
+    data: Data = "./kv",
+    socket: AdminSocket = None,
+    as_json: Json = False,
+) -> int:
+    """Why a request's tokens were hits or misses: its leases as the sidecar saw them, and what its engine told.
+
+    A sidecar remembers the last 1,024 requests of each tenant.
+    """
+    from kvstore.cli import ask, report
+
+    path, clock = _admin(data, socket)
+    return print_result(report.WhyReport(ask.why(path, clock, request)), as_json)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
+from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
@@ -16,12 +17,66 @@ from rich.text import Text
 
 from kvstore.cli.ask import RecordSummary, Warmed
 from kvstore.config import format_size
+from kvstore.protocol.messages import WhyReply
 from kvstore.protocol.status import LookupCounts, NamespaceStatus, SidecarStatus, TenantStatus, TierStatus
+from kvstore.protocol.told import RequestRecord
 
 _SHOWN = 20
 """Rows of a table for people; the others are counted."""
 _WIDE = 110
 """Columns of a terminal that has room for all that is told of a namespace in one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhyReport:
+    """`kvstore why`."""
+
+    reply: WhyReply
+
+    def to_dict(self) -> dict[str, object]:
+        """For `--json`."""
+        return {"requests": [msgspec.to_builtins(one) for one in self.reply.found], "kept": self.reply.kept}
+
+    def render(self, console: Any) -> None:
+        """For people: a line for each thing that happened."""
+        for one in self.reply.found:
+            of = f" of {one.engine}" if one.engine else ""
+            console.print(
+                Text(f"{one.request}{of}, tenant {one.tenant}, {one.model or 'no model named'}"), soft_wrap=True
+            )
+            for line in _timeline(one):
+                console.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _timeline(record: RequestRecord) -> Iterator[str]:
+    for one in record.leases:
+        tiers = ", ".join(f"{tier} {count:,}" for tier, count in one.tiers.items() if count)
+        words = f"leased {one.blocks:,} of {one.wanted:,} blocks from block {one.first_block:,} on"
+        words += f" ({tiers})" if tiers else ""
+        words += f" in {1000 * one.seconds:,.1f} ms"
+        if one.reason:
+            words += f"; the others: {one.reason}" + (f" ({one.detail})" if one.detail else "")
+        yield f"{_moment(one.at)}  {words}"
+    if not record.leases:
+        yield "no lease was taken for it, or it was forgotten"
+    told = record.told
+    if told is None or record.told_at is None:
+        yield "its engine has not told what became of it"
+        return
+    hits = ", ".join(f"{name} {count:,}" for name, count in told.hits.items() if count) or "none"
+    misses = ", ".join(f"{name} {count:,}" for name, count in told.misses.items() if count) or "none"
+    yield f"{_moment(record.told_at)}  its engine: {told.asked:,} tokens; hits: {hits}; misses: {misses}"
+    if told.detail:
+        yield f"    {told.detail}"
+    if told.load_ms:
+        yield f"    it waited {told.load_ms:,.1f} ms for its load"
+    if told.saved_blocks or told.put_reasons:
+        refused = ", ".join(f"{name} {count:,}" for name, count in told.put_reasons.items())
+        yield f"    saved {_count(told.saved_blocks, 'block')}" + (f"; not all: {refused}" if refused else "")
+
+
+def _moment(at: float) -> str:
+    return f"{datetime.fromtimestamp(at):%H:%M:%S}.{int(1000 * at) % 1000:03}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,9 @@ def expanded_path(path: str | None) -> str | None:
     return expanded(path) if path else path
 
 
-COMMANDS = tuple("demo fsck serve console stat namespaces drop purge warm record replay whatif plan lint bench".split())
+COMMANDS = tuple(
+    "demo fsck serve console stat why namespaces drop purge warm record replay whatif plan lint bench".split()
+)
 
 
 class InOrder(typer.core.TyperGroup):

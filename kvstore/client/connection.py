@@ -76,6 +76,7 @@ class SidecarConnection:
         self.max_keys = min(m.MAX_KEYS, max(1, wire.welcome.max_keys))
         """Blocks of one chain that may be asked for."""
         self.tells_changes = wire.welcome.version >= m.CHANGES_VERSION
+        """Whether it takes `Changes` and `Tell`."""
         self.may_skip = wire.welcome.max_keys > m.OLDER_MAX_KEYS
         """Whether the sidecar knows `Reserve.skipped`."""
         self._long_until = 0.0  # when all long chains that were asked for may have been looked at
@@ -478,7 +479,7 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
 
 def checked_facts(facts: SidecarStatus) -> SidecarStatus:
     """What `kvstore stat` is told, fit to be printed. Raises `ValueError`."""
-    _check_numbers(msgspec.to_builtins(facts))
+    check_numbers(msgspec.to_builtins(facts))
     for looked in (facts.looked, *(one.looked for one in facts.namespaces)):
         _hold(looked.hit_tokens.keys() == looked.hit_blocks.keys(), "hits in tokens, and others in blocks")
         _hold(looked.miss_tokens.keys() == looked.miss_blocks.keys(), "misses in tokens, and others in blocks")
@@ -486,13 +487,14 @@ def checked_facts(facts: SidecarStatus) -> SidecarStatus:
     return facts
 
 
-def _check_numbers(value: object) -> None:
+def check_numbers(value: object) -> None:
+    """Of an answer that is shown to people: none that cannot be. Raises `ValueError`."""
     if isinstance(value, dict):
         for one in value.values():
-            _check_numbers(one)
+            check_numbers(one)
     elif isinstance(value, list):
         for one in value:
-            _check_numbers(one)
+            check_numbers(one)
     elif isinstance(value, float):
         _hold(isfinite(value) and abs(value) <= MOST_SECONDS, "a number that cannot be")
 

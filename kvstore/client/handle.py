@@ -43,6 +43,7 @@ from kvstore.protocol.door import (
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.ticket import LeaseTicket
+from kvstore.protocol.told import RequestTold, SavingsTold
 from tiering.frame import HEADER_BYTES, digest
 
 A = TypeVar("A")
@@ -190,6 +191,11 @@ class NamespaceHandle:
         for who tells others what is stored. Where no answer comes, its `run` is empty."""
         submitted = self._door.submit(m.Changes(self.number, after), m.Changed, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.Changed(b"", [], 0))
+
+    def tell(self, requests: Sequence[RequestTold], savings: SavingsTold | None = None) -> None:
+        """Say what became of requests of this engine, at most `MAX_TOLD_REQUESTS`, and what hits saved since it was
+        said last: for `kvstore why` and the dashboard. Waits for nothing, and says nothing where no sidecar is."""
+        self._door.submit(m.Tell(list(requests), savings), m.Done, 0.0)
 
     def submit_match(
         self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), deadline_ms: float = 50

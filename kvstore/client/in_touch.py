@@ -18,6 +18,10 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.notify_pipe import NotifyPipeEnd
 from tiering.clock import Clock
 
+SUSPECTED_SHARE = 5
+"""How many times a look-up's limit the ping of a suspected sidecar may take: one that has memory cleared for a put is
+late with everything for some hundredths of a second. Look-ups are asked meanwhile, and end at their own limit."""
+
 
 class LookedAfter(Protocol):
     """What the thread looks after."""
@@ -85,7 +89,7 @@ class InTouch:
         breaker, now = run.breaker, self._clock.monotonic_seconds()
         if not breaker.is_open:
             settle(run)
-        seconds = min(limits.match, limits.connect) if breaker.is_suspected else limits.connect
+        seconds = min(SUSPECTED_SHARE * limits.match, limits.connect) if breaker.is_suspected else limits.connect
         try:
             if self._pinged is None or self._pinged[0] is not run:
                 self._pinged = run, run.wire.submit(m.Ping(run.notify_pipe is None))

@@ -131,6 +131,10 @@ class SocketDoor:
             if run is not None and request.reservation in run.reservations:
                 run.post(request)  # the sidecar takes the messages of a connection in their order
             return cast(Submitted[A], ReadyReply(m.Counted(0)))
+        if isinstance(request, m.Tell):
+            if run is not None and not run.wire.closed and run.tells_changes and not run.breaker.is_open:
+                run.post(request)
+            return cast(Submitted[A], ReadyReply(m.Done()))
         assert isinstance(request, m.MatchPrefix | m.LeasePrefix | m.Changes), "other requests are called"
 
         def late(reason: MissReason, detail: str) -> A:

@@ -19,6 +19,7 @@ from kvstore.protocol.status import (
     LookupCounts,
     NamespaceStatus,
     RecoveryStatus,
+    SavingsStatus,
     SessionStatus,
     SidecarStatus,
     TierStatus,
@@ -91,6 +92,7 @@ class ConsoleStatus(msgspec.Struct, frozen=True):
     policy: str | None = None
     nvme_writes: str | float | None = None
     events: list[ConsoleEvent] = []
+    savings: SavingsStatus | None = None
 
 
 class MissFigures(msgspec.Struct, frozen=True):
@@ -229,6 +231,7 @@ def status_of(
         facts.policy or None,
         facts.nvme_writes,
         events,
+        facts.savings,
     )
 
 

@@ -22,7 +22,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from kvstore.block.errors import BadInput
+from kvstore.block.errors import BadInput, StoreError
 from kvstore.console.access import COOKIE, LOGIN_SECONDS, Guard
 from kvstore.console.events import ConsoleEvent
 from kvstore.console.figures import (
@@ -45,6 +45,7 @@ from kvstore.console.rings import WINDOWS
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from kvstore.protocol.status import NamespaceStatus, SidecarStatus
+from kvstore.protocol.told import RequestRecord
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -64,7 +65,7 @@ TYPES = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/plan", "/events")
+PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/request", "/plan", "/events")
 MOST_FORM_BYTES = 8192
 OPEN_PATHS = ("/login", "/static/style.css", "/static/favicon.svg")
 """What may be seen before a login."""
@@ -109,6 +110,13 @@ class EnginesAnswer(msgspec.Struct, frozen=True):
 
     engines: EngineFigures
     moves: list[MoveFigures]
+
+
+class RequestAnswer(msgspec.Struct, frozen=True):
+    """`/api/request`. found: the newest first. kept: requests of which the sidecar knows something."""
+
+    found: list[RequestRecord]
+    kept: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +261,16 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
     async def whatif() -> Response:
         return _json(whatif_of(known(), watch.window("1h").sums))
 
+    @app.get("/api/request", summary="What is known of a request of an engine, by the beginning of its name")
+    def request(id: str = Query(min_length=1, max_length=256)) -> Response:
+        try:
+            found = watch.why(id)
+        except StoreError as error:
+            raise HTTPException(503, " ".join(str(error).split())) from None
+        if found is None:
+            raise HTTPException(503, "others ask at the moment; try again")
+        return _json(RequestAnswer(found.found, found.kept))
+
     @app.get("/api/models", summary="Models that the plan knows")
     async def models() -> Response:
         return _json(models_of_table())
@@ -361,6 +379,7 @@ def _add_document(app: FastAPI, version: str) -> None:
         "/api/namespaces": NamespacesAnswer,
         "/api/engines": EnginesAnswer,
         "/api/whatif": WhatIfFigures,
+        "/api/request": RequestAnswer,
         "/api/models": list[PlannedModel],
         "/api/plan": PlanAnswer,
         "/api/events": list[ConsoleEvent],

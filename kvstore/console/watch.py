@@ -12,8 +12,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from kvstore.block.errors import StoreError
-from kvstore.client.connection import checked_facts
+from kvstore.client.connection import check_numbers, checked_facts
 from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.console.events import ConsoleEvent, events_between
 from kvstore.console.figures import ConsoleStatus, Contact, reading_of, status_of
@@ -43,6 +45,7 @@ class SidecarWatch:
         self._events: deque[ConsoleEvent] = deque(maxlen=MOST_EVENTS)
         self._contact = Contact(False, clock.wall_seconds(), None)
         self._told: Callable[[], None] = lambda: None
+        self._asking = threading.Lock()  # of `why`: one connection at a time
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-console-watch", daemon=True)
 
@@ -81,6 +84,26 @@ class SidecarWatch:
 
     def _newest_first(self) -> list[ConsoleEvent]:
         return sorted(reversed(self._events), key=lambda one: -one.at)  # the sidecar's answer is older than its arrival
+
+    def why(self, request: str) -> m.WhyReply | None:
+        """What the sidecar knows of requests whose names begin so; None where somebody else asks just now. Waits.
+        Raises `StoreError`."""
+        if not self._asking.acquire(timeout=ANSWER_SECONDS):
+            return None
+        try:
+            wire = FramedSocket(self._path, "kvstore console", b"", self._clock, ANSWER_SECONDS)
+            try:
+                answer = wire.call(m.Why(request), ANSWER_SECONDS).answer
+            finally:
+                wire.close()
+            if not isinstance(answer, m.WhyReply):
+                raise StoreError(answer.text if isinstance(answer, m.Failed) else "the sidecar is of another version")
+            check_numbers(msgspec.to_builtins(answer))
+            return answer
+        except (TimedOut, ValueError, OSError) as error:
+            raise StoreError(" ".join(str(error).split()) or "no answer") from None
+        finally:
+            self._asking.release()
 
     # Asking --------------------------------------------------------------------------------------------------------
 

@@ -111,6 +111,14 @@ METRICS = (
     _counter("malformed_messages", "", "messages", "Messages that ended their connection because they were none."),
     _gauge("leases_open", "", "leases", "Leases that pin."),
     _gauge("reservations_open", "", "reservations", "Puts under way."),
+    # As engines tell, by the speeds that they have learned.
+    _counter(
+        "gpu_saved_seconds",
+        "",
+        "seconds",
+        "By how much loads took less than computing the same, times the engine's GPUs.",
+    ),
+    _counter("gpu_regret_seconds", "", "seconds", "The same for loads that took longer."),
     # What other sizes would find: estimated from a sample, faded by half in each half hour.
     _gauge(
         "whatif_hit_tokens",

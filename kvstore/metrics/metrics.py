@@ -30,6 +30,7 @@ from kvstore.service.connections import DoorCounts
 from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
+from kvstore.service.told import ToldRequests
 from tiering.counts.histogram import HistogramCounts
 from tiering.counts.tally import CheckedAt, TierName
 from tiering.move_queue import BreakerState, MoveQueue, Priority
@@ -65,8 +66,10 @@ class Metrics:
         state: Callable[[], Readiness],
         version: str,
         whatif: WhatIf,
+        told: ToldRequests,
     ) -> None:
-        """state: what the sidecar is up to. version: of the program. whatif: knows what other sizes would find."""
+        """state: what the sidecar is up to. version: of the program. whatif: knows what other sizes would find.
+        told: what engines tell of what hits saved."""
         self._store = store
         self._counting = counting
         self._sessions = sessions
@@ -74,6 +77,7 @@ class Metrics:
         self._state = state
         self._version = version
         self._whatif = whatif
+        self._told = told
         self._exposition = Exposition(METRICS)
         self._lock = threading.Lock()
         self._page = b""
@@ -99,6 +103,7 @@ class Metrics:
             _moves(self._store.core.move_queue),
             _scrub_and_loading(usage),
             _door(door),
+            _savings(self._told),
             _what_if(self._whatif.snapshot(all_tiers_budget_bytes(usage))),
         ):
             found[f"{PREFIX}{name}"] = dict(samples)
@@ -247,6 +252,12 @@ def _scrub_and_loading(usage: StoreUsage) -> _Found:
     if loading is not None:
         yield "loading_slots", _one(loading.all_slots)
         yield "loading_slots_taken", _one(loading.slots)
+
+
+def _savings(told: ToldRequests) -> _Found:
+    saved, regretted = told.sums()
+    yield "gpu_saved_seconds_total", _one(saved)
+    yield "gpu_regret_seconds_total", _one(regretted)
 
 
 def _what_if(told: WhatIfSnapshot) -> _Found:

@@ -21,7 +21,14 @@ def server_of(host: str, port: int, daemon: Daemon, version: str) -> HttpServer:
     if access.is_closed:
         _log.warning("/metrics is closed: several tenants are configured, and there is no http.token_file")
     metrics = Metrics(
-        daemon.store, daemon.counting, daemon.sessions, daemon.door, daemon.readiness, version, daemon.whatif
+        daemon.store,
+        daemon.counting,
+        daemon.sessions,
+        daemon.door,
+        daemon.readiness,
+        version,
+        daemon.whatif,
+        daemon.told,
     )
     pages = sidecar_pages(daemon.readiness, daemon.is_alive, daemon.reasons, metrics.page, access)
     return HttpServer(host, port, pages, clock.monotonic_seconds)

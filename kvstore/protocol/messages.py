@@ -23,10 +23,14 @@ from msgspec import Meta
 from kvstore.block.account import MissReason
 from kvstore.block.layout import MAX_PARTS
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
+from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import SidecarStatus
+from kvstore.protocol.told import MAX_TOLD_REQUESTS, RequestRecord, RequestTold, SavingsTold
 
 OLDEST_VERSION, NEWEST_VERSION = 1, 2
 CHANGES_VERSION = 2
+"""From which on there are `Changes` and `Tell`."""
+MAX_RECORDS = 16
 
 LENGTH_BYTES = 4
 MAX_BODY_BYTES = 9 << 18
@@ -201,6 +205,13 @@ class Changes(msgspec.Struct, array_like=True, frozen=True, tag="changes"):
     after: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
+class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
+    """An engine tells what became of its requests, and what hits saved, for people. From version 2 on; posted."""
+
+    requests: Annotated[list[RequestTold], Meta(max_length=MAX_TOLD_REQUESTS)]
+    savings: SavingsTold | None = None
+
+
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
     """Forget every block of a namespace; `Failed` where that is not over in so many seconds."""
 
@@ -244,6 +255,12 @@ class Record(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     ends: bool = False
 
 
+class Why(msgspec.Struct, array_like=True, frozen=True, tag="why"):
+    """Admin: what is known of a request of an engine, by its name there or the beginning of it."""
+
+    request: Annotated[str, Meta(max_length=MAX_REQUEST_CHARACTERS)]
+
+
 Verb = (
     Hello
     | OpenNamespace
@@ -259,6 +276,7 @@ Verb = (
     | Persist
     | Extents
     | Changes
+    | Tell
     | Drop
     | Ping
     | Namespaces
@@ -266,6 +284,7 @@ Verb = (
     | DropAny
     | Purge
     | Record
+    | Why
 )
 
 
@@ -400,6 +419,13 @@ class Recorded(msgspec.Struct, array_like=True, frozen=True, tag="recorded"):
     lost: int = 0
 
 
+class WhyReply(msgspec.Struct, array_like=True, frozen=True, tag="why"):
+    """To `Why`: the newest first, of at most `MAX_RECORDS`. kept: requests of which something is known."""
+
+    found: list[RequestRecord]
+    kept: int
+
+
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     """The request was not served. text: one line for people."""
 
@@ -424,6 +450,7 @@ Answer = (
     | NamespacesReply
     | StatReply
     | Recorded
+    | WhyReply
 )
 
 

@@ -41,6 +41,7 @@ from kvstore.service.dispatch import Response, version_in_common
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import StoreSettings
+from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
 from tiering.errors import TierError
 from tiering.tier import Usage
@@ -71,11 +72,12 @@ class Admin:
         reasons: Callable[[], list[str]] | None = None,
         why_not_policy: str = "",
         whatif: WhatIf | None = None,
+        told: ToldRequests | None = None,
     ) -> None:
         """run: names this run of the sidecar. state: what it is up to, in a word. chosen: how the store was set.
         reasons: why it serves less than it has; what the store was told of the machine, if not given.
         why_not_policy: why it is not the policy that was chosen which decides, but the usual one. whatif: knows what
-        other sizes would find."""
+        other sizes would find. told: what engines tell of their requests."""
         self._store = store
         self._sessions = sessions
         self._counting = counting
@@ -86,6 +88,7 @@ class Admin:
         self._chosen = chosen or StoreSettings()
         self._why_not_policy = why_not_policy
         self._whatif = whatif
+        self._told = told
         self._reasons = reasons or store.faults.reasons
         self._began_at = counting.now()
 
@@ -107,6 +110,8 @@ class Admin:
                 return Response(m.Counted(self._purge(verb)))
             if isinstance(verb, m.Record):
                 return Response(self._record(verb))
+            if isinstance(verb, m.Why):
+                return Response(self._why(verb))
             if isinstance(verb, m.Ping):
                 return Response(m.Done())
         except BadInput as error:
@@ -156,6 +161,20 @@ class Admin:
             return "no engine has opened a namespace yet, so there is nothing to record; begin when one has"
         return f"--tenant {printable(tenant)} has no namespace; tenants that have one: {others}"
 
+    # Requests ------------------------------------------------------------------------------------------------------
+
+    def _why(self, verb: m.Why) -> m.WhyReply:
+        if self._told is None or not verb.request:
+            raise BadInput("give the name that the engine has for the request, or its beginning")
+        return self._told.why(verb.request, self._store.tenant_names(), self._model)
+
+    def _model(self, number: int) -> str:
+        """What the model of a namespace is called."""
+        namespace = self._store.core.namespace_of(number)
+        tenant = next((one.tenant for one in self._store.core.namespaces() if one.number == number), b"")
+        name = self._store.names.get(tenant, namespace.digest()) if self._store.names is not None else ""
+        return name or namespace.model
+
     # Facts ---------------------------------------------------------------------------------------------------------
 
     def _spaces(self) -> list[tuple[str, NamespaceUsage]]:
@@ -192,6 +211,7 @@ class Admin:
             faults=[replace(one, detail=printable(one.detail)) for one in self._store.faults.now()],
             fault_counts=self._store.faults.counts(),
             whatif=self._what_if(usage),
+            savings=self._told.savings() if self._told is not None else None,
             **of_store,
         )
 
@@ -274,12 +294,14 @@ class Observer:
         return self._admin.greet(hello)
 
     def serve(self, verb: m.Verb) -> Response:
-        """As `AdminVerbs.serve`: `Stat`, at most `FRESH_SECONDS` old, and `Ping`."""
+        """As `AdminVerbs.serve`: `Stat`, at most `FRESH_SECONDS` old, `Why`, and `Ping`."""
         if isinstance(verb, m.Stat):
             return self._stat(verb)
+        if isinstance(verb, m.Why):
+            return self._admin.serve(verb)
         if isinstance(verb, m.Ping):
             return Response(m.Done())
-        text = f"the observers' socket serves stat and ping, and not {m.name_of(verb)}; ask at the admin socket"
+        text = f"the observers' socket serves stat, why and ping, and not {m.name_of(verb)}; ask at the admin socket"
         return Response(m.Failed(m.RequestFault.BAD_INPUT, text))
 
     def _stat(self, verb: m.Stat) -> Response:

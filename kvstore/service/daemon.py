@@ -28,6 +28,7 @@ from kvstore.service.health import Readiness
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
 from kvstore.service.settings import Settings, socket_key
+from kvstore.service.told import ToldRequests
 from tiering.clock import Clock
 from tiering.files import disk_room, make_directory, read_text_files
 
@@ -69,7 +70,8 @@ class Daemon:
         self.whatif = WhatIf(clock, int.from_bytes(new_token(SALT_BYTES)))
         self._whatif_ends = threading.Event()
         self._thread_seconds, self._process_seconds = clock.thread_seconds, process_seconds
-        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow, self.whatif)
+        self.told = ToldRequests(clock)
+        handlers = Handlers(store.core, sessions, run, counting, recording, store.names, slow, self.whatif, self.told)
         self.door = LocalDoor(handlers, sessions, clock, settings.door.limits, failed, store.faults)
         self.sockets: list[str] = []
         try:
@@ -90,6 +92,7 @@ class Daemon:
                 self.reasons,
                 why_not_policy,
                 self.whatif,
+                self.told,
             )
             self.door.listen_admin(Path(where), admin)
             key, where, observe = "observe.socket", settings.observe_socket, settings.observe

@@ -32,6 +32,7 @@ from kvstore.protocol.status import printable
 from kvstore.service.accounting import Counting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
+from kvstore.service.told import ToldRequests
 from tiering.errors import BlockMissing, TierError, TierUnavailable
 from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
 
@@ -81,15 +82,17 @@ class Handlers:
         names: DisplayNames | None = None,
         slow: SlowExtents | None = None,
         whatif: WhatIf | None = None,
+        told: ToldRequests | None = None,
     ) -> None:
         """run: names this run of the sidecar. names: told what engines call their models. slow: knows whose memory
-        takes long to hand out. whatif: told what is looked up."""
+        takes long to hand out. whatif: told what is looked up. told: told of engines' requests."""
         self._names = names
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
         self._store = store
         self._recording = recording
         self._whatif = whatif
+        self._told = told or ToldRequests(store.clock)
         self._counting = counting
         self._sessions = sessions
         self._run = run
@@ -107,6 +110,7 @@ class Handlers:
             m.Persist: self._persist,
             m.Extents: self._extents,
             m.Changes: self._changes,
+            m.Tell: self._tell,
             m.Drop: self._drop,
             m.Namespaces: self._namespaces,
             m.Ping: self._ping,
@@ -287,6 +291,8 @@ class Handlers:
     ) -> m.Answer:
         if verb.counts:
             self._counting.leased(number, verb.keys, reply, seconds)
+            if verb.request:
+                self._told.leased(caller, verb, number, reply, seconds)
         if reply.lease:
             parts = len(caller.namespaces[number])
             self._sessions.took(caller, reply.lease, verb.request, len(reply.generations), parts)
@@ -433,6 +439,10 @@ class Handlers:
         self._sessions.asked(caller)
         notify_pipe = self._sessions.new_notify_pipe(caller) if verb.wants_bell else None
         return Response(m.NotifyPipeReply(), [notify_pipe]) if notify_pipe is not None else m.Done()
+
+    def _tell(self, caller: ClientState, verb: m.Tell) -> m.Answer:
+        self._told.tell(caller, verb)
+        return m.Done()
 
     def _changes(self, caller: ClientState, verb: m.Changes) -> m.Answer:
         _check_asked(caller, verb.namespace, ())

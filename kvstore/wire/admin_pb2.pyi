@@ -49,7 +49,7 @@ class DropAnyResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class SidecarStatus(_message.Message):
-    __slots__ = ("run", "pid", "state", "at", "up_seconds", "tiers", "blocks", "leases", "reservations", "pinned_bytes", "looked", "namespaces", "moves", "sessions", "departed", "counters", "door", "loading", "scrub", "hidden_namespaces", "hidden_sessions", "guarded_bytes", "tenants", "dram_retained_bytes", "nvme_retained_bytes", "policy", "nvme_writes", "write_budget", "retained_fraction", "dram_retained_budget_bytes", "nvme_retained_budget_bytes", "health", "faults", "fault_counts", "policy_note", "whatif")
+    __slots__ = ("run", "pid", "state", "at", "up_seconds", "tiers", "blocks", "leases", "reservations", "pinned_bytes", "looked", "namespaces", "moves", "sessions", "departed", "counters", "door", "loading", "scrub", "hidden_namespaces", "hidden_sessions", "guarded_bytes", "tenants", "dram_retained_bytes", "nvme_retained_bytes", "policy", "nvme_writes", "write_budget", "retained_fraction", "dram_retained_budget_bytes", "nvme_retained_budget_bytes", "health", "faults", "fault_counts", "policy_note", "whatif", "savings")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class SidecarStatus(_message.Message):
     FAULT_COUNTS_FIELD_NUMBER: _ClassVar[int]
     POLICY_NOTE_FIELD_NUMBER: _ClassVar[int]
     WHATIF_FIELD_NUMBER: _ClassVar[int]
+    SAVINGS_FIELD_NUMBER: _ClassVar[int]
     run: str
     pid: int
     state: str
@@ -136,7 +137,8 @@ class SidecarStatus(_message.Message):
     fault_counts: _containers.ScalarMap[str, int]
     policy_note: str
     whatif: WhatIfStatus
-    def __init__(self, run: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., at: _Optional[float] = ..., up_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., looked: _Optional[_Union[LookupCounts, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[MoveStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., departed: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., door: _Optional[_Union[DoorStatus, _Mapping]] = ..., loading: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., scrub: _Optional[_Union[ScrubStatus, _Mapping]] = ..., hidden_namespaces: _Optional[int] = ..., hidden_sessions: _Optional[int] = ..., guarded_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., dram_retained_bytes: _Optional[int] = ..., nvme_retained_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., nvme_writes: _Optional[str] = ..., write_budget: _Optional[_Union[WriteBudgetStatus, _Mapping]] = ..., retained_fraction: _Optional[float] = ..., dram_retained_budget_bytes: _Optional[int] = ..., nvme_retained_budget_bytes: _Optional[int] = ..., health: _Optional[str] = ..., faults: _Optional[_Iterable[_Union[FaultStatus, _Mapping]]] = ..., fault_counts: _Optional[_Mapping[str, int]] = ..., policy_note: _Optional[str] = ..., whatif: _Optional[_Union[WhatIfStatus, _Mapping]] = ...) -> None: ...
+    savings: SavingsStatus
+    def __init__(self, run: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., at: _Optional[float] = ..., up_seconds: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., looked: _Optional[_Union[LookupCounts, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., moves: _Optional[_Iterable[_Union[MoveStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., departed: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., door: _Optional[_Union[DoorStatus, _Mapping]] = ..., loading: _Optional[_Union[RecoveryStatus, _Mapping]] = ..., scrub: _Optional[_Union[ScrubStatus, _Mapping]] = ..., hidden_namespaces: _Optional[int] = ..., hidden_sessions: _Optional[int] = ..., guarded_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., dram_retained_bytes: _Optional[int] = ..., nvme_retained_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., nvme_writes: _Optional[str] = ..., write_budget: _Optional[_Union[WriteBudgetStatus, _Mapping]] = ..., retained_fraction: _Optional[float] = ..., dram_retained_budget_bytes: _Optional[int] = ..., nvme_retained_budget_bytes: _Optional[int] = ..., health: _Optional[str] = ..., faults: _Optional[_Iterable[_Union[FaultStatus, _Mapping]]] = ..., fault_counts: _Optional[_Mapping[str, int]] = ..., policy_note: _Optional[str] = ..., whatif: _Optional[_Union[WhatIfStatus, _Mapping]] = ..., savings: _Optional[_Union[SavingsStatus, _Mapping]] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "budget_bytes", "taken_bytes", "slots")
@@ -156,6 +158,20 @@ class TierStatus(_message.Message):
     taken_bytes: int
     slots: _containers.ScalarMap[str, int]
     def __init__(self, name: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., taken_bytes: _Optional[int] = ..., slots: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class SavingsStatus(_message.Message):
+    __slots__ = ("saved_seconds", "regret_seconds", "engines", "ttft_saved_ms", "ttft_saved_error_ms")
+    SAVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REGRET_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SAVED_MS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SAVED_ERROR_MS_FIELD_NUMBER: _ClassVar[int]
+    saved_seconds: float
+    regret_seconds: float
+    engines: int
+    ttft_saved_ms: float
+    ttft_saved_error_ms: float
+    def __init__(self, saved_seconds: _Optional[float] = ..., regret_seconds: _Optional[float] = ..., engines: _Optional[int] = ..., ttft_saved_ms: _Optional[float] = ..., ttft_saved_error_ms: _Optional[float] = ...) -> None: ...
 
 class WhatIfPoint(_message.Message):
     __slots__ = ("size_bytes", "scale", "token_hit_rate")

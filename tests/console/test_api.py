@@ -20,6 +20,7 @@ from kvstore.cli import ask
 from kvstore.console.rings import WINDOWS
 from kvstore.console.stream import MOST_STREAMS
 from kvstore.node import SystemClock
+from kvstore.protocol.told import RequestTold, SavingsTold
 from service.sidecar import Sidecar
 from service.test_serve import PATHS, SERVE
 from tiering.nvme.lmdb_index import LmdbMaker
@@ -30,7 +31,19 @@ CLOCK = SystemClock()
 TOKEN = "correct-horse-battery"
 READS = tuple(
     f"/api/{one}"
-    for one in ("status", "series", "misses", "tenants", "namespaces", "engines", "whatif", "models", "plan", "events")
+    for one in (
+        "status",
+        "series",
+        "misses",
+        "tenants",
+        "namespaces",
+        "engines",
+        "whatif",
+        "request?id=nobody",
+        "models",
+        "plan",
+        "events",
+    )
 )
 
 
@@ -123,6 +136,21 @@ def test_the_plan_is_that_of_the_command_with_what_the_sidecar_has(served: tuple
         assert answer.status == 422 and words in answer.json["error"], answer.body
 
 
+def test_a_request_is_shown_as_the_command_shows_it(served: tuple[Sidecar, RunningConsole]) -> None:
+    sidecar, shown = served
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=small_layout())
+        handle.tell([RequestTold("cmpl-7", 400, {"dram": 320}, {"partial_block": 80})], SavingsTold(2.5, 0.5))
+        told = shown.until("/api/request?id=cmpl-", lambda one: bool(one["found"]))
+        assert told["found"] == [
+            msgspec.to_builtins(one) for one in ask.why(str(sidecar.admin_path), CLOCK, "cmpl-").found
+        ]
+        assert told["found"][0]["told"]["hits"] == {"dram": 320}
+        shown.until("/api/status", lambda one: one["savings"] and one["savings"]["saved_seconds"] == 2.5)
+    assert shown.ask("/api/request?id=nobody").json["found"] == []
+    assert shown.ask("/api/request").status == 422 and shown.ask(f"/api/request?id={'x' * 300}").status == 422
+
+
 def test_an_engine_that_comes_and_goes_is_told(served: tuple[Sidecar, RunningConsole]) -> None:
     sidecar, shown = served
     with sidecar.client() as store:
@@ -134,10 +162,10 @@ def test_an_engine_that_comes_and_goes_is_told(served: tuple[Sidecar, RunningCon
 def test_the_document_names_each_answer_and_every_answer_is_as_it_says(served: tuple[Sidecar, RunningConsole]) -> None:
     _, shown = served
     document = shown.ask("/openapi.json").json
-    assert set(document["paths"]) == set(READS)
+    assert set(document["paths"]) == {path.partition("?")[0] for path in READS}
     schemas = document["components"]["schemas"]
     for path in READS:
-        answers = document["paths"][path]["get"]["responses"]
+        answers = document["paths"][path.partition("?")[0]]["get"]["responses"]
         assert {"200", "401", "421", "422", "503"} <= set(answers)
         schema = answers["200"]["content"]["application/json"]["schema"]
         answer = shown.ask(path).json

@@ -10,15 +10,17 @@ from urllib.parse import urlsplit
 import pytest
 
 from console.browser import CHROMIUM, Browser
-from console.running import RunningConsole, console, serve_traffic
+from console.running import LAYOUT, RunningConsole, console, serve_traffic
+from kvstore.protocol.told import RequestTold
 from service.sidecar import Sidecar
 from tiering.nvme.lmdb_index import LmdbMaker
+from workbench import MODEL, ids, random_pages
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None,
     reason="there is no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core",
 )
-PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/plan", "/events")
+PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/request", "/plan", "/events")
 LOOKS = (("light", 1280, 900), ("dark", 1280, 900), ("light", 360, 740), ("dark", 360, 740))
 
 
@@ -110,6 +112,26 @@ def test_the_plan_has_the_apis_figures_and_says_what_cannot_be_planned(
     assert "not in the table" in browser.value("document.getElementById('problem').textContent")
     assert all("422" in one for one in browser.logged), "and nothing else was logged"
     browser.logged.clear()
+
+
+def test_a_requests_page_has_what_its_engine_told(served: tuple[Sidecar, RunningConsole], browser: Browser) -> None:
+    sidecar, shown = served
+    with sidecar.client() as store:
+        handle = store.namespace(model=MODEL, layout=LAYOUT, name="small model")
+        handle.put(ids(320, 77_000_000), random_pages(LAYOUT, 5))
+        handle.lease(handle.match(ids(400, 77_000_000)), deadline_ms=5000, request="cmpl-7").release()
+        handle.tell([RequestTold("cmpl-7", 400, {"dram": 320}, {"partial_block": 80}, "as it is", 2.5, 1)])
+        shown.until("/api/request?id=cmpl-7", lambda one: bool(one["found"] and one["found"][0]["told"]))
+    browser.open(f"{shown.url}request?id=cmpl-7")
+    browser.until("document.querySelector('[data-piece]')")
+    pieces = "[...document.querySelectorAll('[data-piece]')].map(one => [one.dataset.piece, +one.dataset.tokens])"
+    assert browser.value(pieces) == [["dram", 320], ["partial_block", 80]]
+    text = browser.value("document.getElementById('main').textContent")
+    for words in ("cmpl-7", "small model", "leased 5 of 5 blocks", "400 tokens", "waited 2.50 ms", "as it is"):
+        assert words in text, text
+    browser.open(f"{shown.url}request?id=nobody")
+    browser.until("document.getElementById('problem')")
+    assert "Nothing is known" in browser.value("document.getElementById('problem').textContent")
 
 
 def test_it_says_so_when_numbers_are_old_and_when_it_is_back(tmp_path: Path, browser: Browser) -> None:

@@ -12,6 +12,9 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-engines has an environment of its own")
 
 from engines.session import named
+from kvstore.block.errors import BadInput
+from kvstore.cli import ask
+from kvstore.node import SystemClock
 
 SEED = int(os.environ.get("ENGINE_SEED", "0")) or random.SystemRandom().randrange(1 << 30)
 OURS = "CPU"
@@ -96,6 +99,25 @@ def test_a_request_is_told_what_became_of_it(told: dict[str, Any]) -> None:
     assert again["hits"] == {"dram": 384} and again["misses"] == {"partial_block": 16}
     assert again["load_ms"] > 0 and again["saved_blocks"] == 0
     assert "ignored" not in again
+
+
+def test_an_operator_is_shown_what_became_of_a_request(told: dict[str, Any], pair: Any) -> None:
+    """By the engine's own names, which this test does not know."""
+    records = {}
+    for begins in "0123456789abcdef":
+        try:
+            found = ask.why(pair.admin, SystemClock(), begins).found
+        except BadInput:
+            continue
+        records |= {one.request: one for one in found}
+    assert records and all(one.engine.startswith("vllm ") for one in records.values())
+    hits = [one for one in records.values() if one.told is not None and one.told.hits == {"dram": 384}]
+    assert hits, records
+    for one in hits:
+        assert one.told is not None and one.told.asked in (400, 402) and sum(one.told.misses.values()) in (16, 18)
+        assert sum(lease.blocks for lease in one.leases) >= 3 and one.told.load_ms >= 0
+    savings = ask.stat(pair.admin, SystemClock()).savings
+    assert savings is not None and savings.engines >= 1
 
 
 def test_what_is_not_to_be_stored_is_not_found_again(told: dict[str, Any]) -> None:

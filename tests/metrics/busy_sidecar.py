@@ -41,6 +41,7 @@ def metrics_of(sidecar: Sidecar) -> Metrics:
         lambda: Readiness.READY,
         "0.0.0",
         sidecar.whatif,
+        sidecar.told,
     )
 
 

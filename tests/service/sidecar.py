@@ -21,6 +21,7 @@ from kvstore.service.descriptors import SlowExtents
 from kvstore.service.dispatch import Handlers
 from kvstore.service.local_door import LocalDoor
 from kvstore.service.sessions import Sessions
+from kvstore.service.told import ToldRequests
 from workbench import open_at
 
 
@@ -50,9 +51,10 @@ class Sidecar:
         run, self.counting = secrets.token_bytes(16), Counting(clock)
         recording = Recording(clock, secrets.token_bytes)
         slow = SlowExtents(clock.monotonic_seconds, clock.thread_seconds)
+        self.told = ToldRequests(clock)
         self.whatif = WhatIf(clock, secrets.randbits(64))
         self.handlers = Handlers(
-            self.core, self.sessions, run, self.counting, recording, self.store.names, slow, self.whatif
+            self.core, self.sessions, run, self.counting, recording, self.store.names, slow, self.whatif, self.told
         )
         self.door = LocalDoor(self.handlers, self.sessions, clock, door or DoorLimits())
         self.door.listen(
@@ -61,7 +63,15 @@ class Sidecar:
             renew=lambda: self.store.tenant_keys(self.store.tenant),
         )
         self.admin = Admin(
-            self.store, self.sessions, self.counting, recording, self.door, run, lambda: "ready", whatif=self.whatif
+            self.store,
+            self.sessions,
+            self.counting,
+            recording,
+            self.door,
+            run,
+            lambda: "ready",
+            whatif=self.whatif,
+            told=self.told,
         )
         self.admin_path = directory / "admin.sock"
         self.door.listen_admin(self.admin_path, self.admin)

@@ -18,7 +18,7 @@ import kvstore
 from asking import Asking
 from kvstore.block.account import MissReason
 from kvstore.cli import ask
-from kvstore.client.framing import FramedSocket, TimedOut
+from kvstore.client.framing import LOOK_SECONDS, FramedSocket, TimedOut
 from kvstore.client.handle import NamespaceHandle
 from kvstore.client.socket_door import CallLimits
 from kvstore.node import SystemClock
@@ -118,6 +118,21 @@ def test_after_one_time_out_every_verb_misses_at_once_until_a_ping_is_answered(s
         assert handle.put(ids(512, 1), PAGES).stored == 8
         other.release()
         wait_until(lambda: held(said) == (0, 0))
+
+
+@pytest.mark.slow
+def test_a_put_outlives_a_sidecar_that_is_late_with_everything_for_a_moment(said: dict[str, Any]) -> None:
+    """As where the kernel clears the memory that the put is for: longer than a look-up may take is not silent yet."""
+    with client(said) as handle:
+        stop(said["pid"])
+        goes_on = threading.Timer(LOOK_SECONDS + 2 * 0.2, os.kill, (said["pid"], signal.SIGCONT))
+        goes_on.start()
+        try:
+            result = handle.put(ids(512, 5), PAGES)
+        finally:
+            goes_on.join()
+        assert (result.stored, result.reason) == (8, None), result.detail
+        wait_until(lambda: is_back(handle))
 
 
 @pytest.mark.slow

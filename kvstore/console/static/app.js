@@ -8,6 +8,7 @@ const PAGES = [
   ["/", "Overview", overview, { whatif: "/api/whatif" }], ["/misses", "Why misses", pages.misses, { misses: "/api/misses?window=" }],
   ["/tenants", "Tenants", pages.tenants, { tenants: "/api/tenants", namespaces: "/api/namespaces" }],
   ["/moves", "Moves and disk", pages.moves, { engines: "/api/engines" }], ["/engines", "Engines", pages.engines, { engines: "/api/engines" }],
+  ["/request", "Request", pages.request, new URLSearchParams(location.search).get("id") ? { answer: `/api/request?id=${encodeURIComponent(new URLSearchParams(location.search).get("id"))}` } : {}],
   ["/plan", "Plan", pages.plan, { models: "/api/models", planned: `/api/plan${location.search}` }],
   ["/events", "Events", pages.events, { events: "/api/events" }],
 ];
@@ -47,7 +48,7 @@ async function draw() {
     const keys = Object.keys(wanted);
     const found = await Promise.all([get(`/api/series?window=${ring}`), ...keys.map((key) => {
       const answer = get(wanted[key].endsWith("=") ? wanted[key] + ring : wanted[key]);
-      return key === "planned" ? answer.catch((error) => ({ error: error.message })) : answer;  // what was written in a form is wrong
+      return key === "planned" || key === "answer" ? answer.catch((error) => ({ error: error.message })) : answer;  // what was written in a form is wrong
     })]);
     const series = found[0];
     series.words = WORDS[ring];

@@ -81,6 +81,13 @@ function whatIfPanel({ estimate, dram_bytes, own_hit_rate, sizes }, status) {
     table(["all tiers", "*size", "*found", "*more tokens a day"], sizes.map((one) => [one.words, one.size_bytes === null ? "-" : bytes(one.size_bytes), percent(one.token_hit_rate, 1), signed(one.more_tokens_per_day)])),
     make("p.quiet", {}, `From ${span(Math.min(3600, estimate.seconds))} of look-ups; ${estimate.words}. It counts what would be found if everything was kept and the least recently used went first.${known(own_hit_rate) ? ` The store itself found ${percent(own_hit_rate, 1)} in the last hour: declined writes, deadlines and pins lower that, a policy that learns may raise it.` : ""}`));
 }
+function savingsPanel(savings) {
+  if (!savings) return panel("Saved", make("p.quiet", {}, "No engine has told yet what hits saved it. vLLM's connector does, a second after its first requests end; the adapter of transformers does not."));
+  const hours = (seconds) => (seconds >= 7200 ? `${(seconds / 3600).toFixed(1)} GPU hours` : `${seconds >= 100 ? whole(seconds) : seconds.toFixed(2)} GPU seconds`);
+  return panel("Saved", make("dl", {}, ...[["not computed", `${hours(savings.saved_seconds)}, estimated by the speeds that engines learned`], ["loads that took longer", `${hours(savings.regret_seconds)}, estimated`],
+    ["time to first token", known(savings.ttft_saved_ms) ? `${savings.ttft_saved_ms.toFixed(0)} ms sooner with a hit (standard error ${savings.ttft_saved_error_ms.toFixed(0)} ms), measured` : "- (too few hits were computed all the same to compare)"], ["engines that told", whole(savings.engines)]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)])),
+    make("p.quiet", {}, "Since the sidecar began."));
+}
 export function overview({ status, series, window, windows, words, whatif }) {
   const one = account(status, series, window), pieces = piecesOf(one.hits, one.misses, one.found, one.asked);
   const lines = stackOf(series);
@@ -91,7 +98,7 @@ export function overview({ status, series, window, windows, words, whatif }) {
     wide(`Tokens a second, ${series.words}`, lines.length ? chart("Tokens a second by where they came from", series.times, rates(series, lines), { stacked: true, unit: " tokens/s", restarts: series.restarts, step: series.step, note: series.note })
       : make("p.quiet", {}, `${empty(status)} ${series.note}`)),
     whatIfPanel(whatif, status),
-    tierPanel(status), integrityPanel(status),
+    tierPanel(status), integrityPanel(status), savingsPanel(status.savings),
     panel("Now", make("dl", {}, ...[["state", `${status.state}, up ${span(status.up_seconds)}`], ["blocks", whole(status.blocks)], ["engines", whole(status.sessions)], ["namespaces", whole(status.namespaces)],
       ["leases", `${whole(status.leases)}, pinning ${bytes(status.pinned_bytes)}`], ["policy", status.policy ?? "-"], ["run", `${status.run.slice(0, 8)}, pid ${status.pid}`]].flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]))),
     panel("What happened last", eventList(status.events, "Nothing yet."), make("p", {}, make("a", { href: `/events${location.search}` }, "All events"))),

@@ -64,6 +64,24 @@ export function engines({ status, series, engines: told }) {
     panel("Requests since the sidecar began", table(["verb", "*served"], Object.entries(door.served).sort((a, b) => b[1] - a[1]).map(([name, count]) => [name, whole(count)]), "None yet.")),
   ];
 }
+const counted = (counts) => Object.entries(counts).filter(([, count]) => count > 0).map(([name, count]) => `${name.replaceAll("_", " ")} ${whole(count)}`).join(", ") || "none";
+function timeline(one) {
+  const rows = one.leases.map((lease) => [moment(lease.at), `leased ${whole(lease.blocks)} of ${whole(lease.wanted)} blocks from block ${whole(lease.first_block)} on (${counted(lease.tiers)}) in ${ms(1000 * lease.seconds)}${lease.reason ? `; the others: ${lease.reason.replaceAll("_", " ")}${lease.detail ? ` (${lease.detail})` : ""}` : ""}`]);
+  const told = one.told;
+  if (told) rows.push([moment(one.told_at), `its engine: ${whole(told.asked)} tokens; hits: ${counted(told.hits)}; misses: ${counted(told.misses)}${told.load_ms ? `; it waited ${ms(told.load_ms)} for its load` : ""}; ${whole(told.saved_blocks)} blocks saved${Object.keys(told.put_reasons).length ? `, not all: ${counted(told.put_reasons)}` : ""}${told.detail ? `. ${told.detail}` : ""}`]);
+  return wide(`${one.request}, ${one.engine || "an engine"} of ${one.tenant}${one.model ? `, ${one.model}` : ""}`,
+    told ? bar(piecesOf(told.hits, told.misses, 0, told.asked), told.asked, "Nothing was asked for.") : null, table(["when", "what happened"], rows, "Nothing but its name."),
+    told ? null : make("p.quiet", {}, "Its engine has not told what became of it: it is still running, or speaks an earlier version."));
+}
+export function request({ answer }) {
+  const asked = new URLSearchParams(location.search).get("id") ?? "";
+  const form = make("form.plan", { method: "get", action: "/request" }, make("label", {}, "name of the request, or its beginning", make("input", { name: "id", value: asked, placeholder: "cmpl-...", autocomplete: "off", required: "" })), make("button", { type: "submit" }, "Show"));
+  const found = answer?.found ?? [];
+  return [
+    wide("Why was this request a hit, or a miss?", form, answer?.error ? make("p", { id: "problem" }, answer.error) : asked && !found.length ? make("p", { id: "problem" }, `Nothing is known of a request that begins so. The sidecar remembers the last 1,024 requests of each tenant, now ${whole(answer.kept)}, by the names that engines have for them.`) : make("p.quiet", {}, "Names are those of the engine: vLLM tells them in its answers as id. The command is kvstore why.")),
+    ...found.map(timeline),
+  ];
+}
 const inUnit = (value, unit) => {
   if (!known(value)) return "-";
   if (unit === "bytes/second") return `${(value / 1e9).toFixed(2)} GB/s`;

@@ -1,0 +1,193 @@
+"""What engines tell of their requests, beside what the sidecar saw of these itself: for `kvstore why`, and what hits
+saved. For people: nothing here decides anything.
+
+    a lease names the request that it serves  > noted    > its engine tells what became of it  > noted beside that
+    an engine tells what its loads saved      > summed   > the sums stay when it goes
+
+Each tenant has as many requests remembered as every other one, so that none makes another's forgotten. What a client
+tells is bounded by the message, believed by nobody, and shown as text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+import msgspec
+
+from kvstore.block.errors import BadInput
+from kvstore.protocol import messages as m
+from kvstore.protocol.replies import LeaseReply
+from kvstore.protocol.status import SavingsStatus, printable
+from kvstore.protocol.told import LeaseNote, RequestRecord, RequestTold, SavingsTold
+from kvstore.service.sessions import ClientState
+from tiering.clock import Clock
+
+MOST_REQUESTS = 1024
+"""Of a tenant, the last ones."""
+MOST_LEASES = 8
+"""Of a request, the first ones: more are counted by its engine alone."""
+MOST_SECONDS = 1e9
+"""That an engine may say to have saved at once."""
+MOST_MS = 1e9
+MOST_ENGINES = 1024
+"""Whose figures are kept while they are connected; of more, the ones that told least lately are not."""
+
+
+@dataclass(slots=True)
+class _KnownRequest:
+    engine: str
+    namespace: int = -1
+    leases: list[LeaseNote] = field(default_factory=list)
+    told_at: float | None = None
+    told: RequestTold | None = None
+
+
+class ToldRequests:
+    """Of one sidecar. Thread-safe; its lock is held for some additions."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        # By tenant, then by session and request; the one that was noted last at the end.
+        self._requests: dict[bytes, OrderedDict[tuple[bytes, str], _KnownRequest]] = {}
+        self._saved = self._regretted = 0.0
+        self._tellers: OrderedDict[bytes, SavingsTold] = OrderedDict()  # by session
+
+    def leased(self, caller: ClientState, verb: m.LeasePrefix, number: int, reply: LeaseReply, seconds: float) -> None:
+        """A lease for a request was answered, after so many seconds of the store. number: of the namespace, in it."""
+        tiers: dict[str, int] = {}
+        for tier, blocks in reply.tiers:
+            tiers[str(tier)] = tiers.get(str(tier), 0) + blocks
+        now = self._clock.wall_seconds()
+        wanted = len(verb.keys) - verb.first_block
+        reason = str(reply.reason) if reply.reason is not None else ""
+        record = LeaseNote(
+            now,
+            seconds,
+            verb.first_block,
+            wanted,
+            max(0, reply.blocks - verb.first_block),
+            tiers,
+            reason,
+            printable(reply.detail),
+        )
+        with self._lock:
+            noted = self._noted(caller, verb.request)
+            noted.namespace = number
+            if len(noted.leases) < MOST_LEASES:
+                noted.leases.append(record)
+
+    def tell(self, caller: ClientState, verb: m.Tell) -> None:
+        """An engine says what became of its requests. Raises `BadInput` for numbers that cannot be."""
+        savings = verb.savings
+        if savings is not None:
+            _check(savings)
+        for one in verb.requests:
+            if not 0 <= one.load_ms <= MOST_MS:
+                raise BadInput(f"load_ms={one.load_ms:g} of a request; give 0 to {MOST_MS:g}")
+        now = self._clock.wall_seconds()
+        with self._lock:
+            for one in verb.requests:
+                noted = self._noted(caller, one.request)
+                noted.told_at, noted.told = now, _shown(one)
+            if savings is not None:
+                self._saved += savings.saved_seconds
+                self._regretted += savings.regret_seconds
+                self._tellers[caller.session.name] = savings
+                self._tellers.move_to_end(caller.session.name)
+                if len(self._tellers) > MOST_ENGINES:
+                    self._tellers.popitem(last=False)
+
+    def why(self, request: str, names: Mapping[bytes, str], models: Callable[[int], str]) -> m.WhyReply:
+        """What is known of requests whose names begin so. names: of the tenants that are looked at. models: what the
+        model of a namespace is called, by its number."""
+        found: list[tuple[float, RequestRecord]] = []
+        kept = 0
+        with self._lock:
+            for tenant, name in names.items():
+                mine = self._requests.get(tenant, OrderedDict())
+                kept += len(mine)
+                for (_, own), noted in reversed(mine.items()):
+                    if request and own.startswith(request):
+                        record = RequestRecord(
+                            printable(own),
+                            printable(name),
+                            printable(noted.engine),
+                            printable(models(noted.namespace)) if noted.namespace >= 0 else "",
+                            list(noted.leases),
+                            noted.told_at,
+                            noted.told,
+                        )
+                        found.append((max([noted.told_at or 0.0, *(one.at for one in noted.leases)]), record))
+        found.sort(key=lambda one: -one[0])
+        return m.WhyReply([record for _, record in found[: m.MAX_RECORDS]], kept)
+
+    def savings(self) -> SavingsStatus | None:
+        """What all engines have told since the sidecar began; None where none has."""
+        with self._lock:
+            if not self._tellers:
+                return None
+            measured = [
+                (one.ttft_saved_ms, one.ttft_saved_error_ms)
+                for one in self._tellers.values()
+                if one.ttft_saved_ms is not None and one.ttft_saved_error_ms is not None
+            ]
+            mean = error = None
+            if measured:  # of engines alike: each counts as much as it is sure
+                weights = [1.0 / max(spread, 1e-3) ** 2 for _, spread in measured]
+                mean = sum(value * weight for (value, _), weight in zip(measured, weights, strict=True)) / sum(weights)
+                error = (1.0 / sum(weights)) ** 0.5
+            return SavingsStatus(self._saved, self._regretted, len(self._tellers), mean, error)
+
+    def sums(self) -> tuple[float, float]:
+        """GPU seconds saved, and regretted: they only grow."""
+        with self._lock:
+            return self._saved, self._regretted
+
+    def forget(self, tenant: bytes) -> None:
+        """A tenant is gone."""
+        with self._lock:
+            self._requests.pop(tenant, None)
+
+    def _noted(self, caller: ClientState, request: str) -> _KnownRequest:
+        """Under the lock."""
+        mine = self._requests.setdefault(caller.keys.tenant, OrderedDict())
+        name = caller.session.token, request
+        noted = mine.get(name)
+        if noted is None:
+            noted = mine[name] = _KnownRequest(caller.session.engine)
+            if len(mine) > MOST_REQUESTS:
+                mine.popitem(last=False)
+        mine.move_to_end(name)
+        return noted
+
+
+def _check(savings: SavingsTold) -> None:
+    for name in ("saved_seconds", "regret_seconds"):
+        value = getattr(savings, name)
+        if not 0 <= value <= MOST_SECONDS:
+            raise BadInput(f"{name}={value:g}; give 0 to {MOST_SECONDS:g}")
+    for name in ("ttft_saved_ms", "ttft_saved_error_ms"):
+        value = getattr(savings, name)
+        if value is not None and not (isfinite(value) and abs(value) <= MOST_MS):
+            raise BadInput(f"{name}={value:g}; give a number of milliseconds")
+
+
+def _shown(told: RequestTold) -> RequestTold:
+    """Fit for a terminal."""
+    hits, misses, put_reasons = (
+        {printable(name): count for name, count in counts.items()}
+        for counts in (told.hits, told.misses, told.put_reasons)
+    )
+    return msgspec.structs.replace(
+        told,
+        request=printable(told.request),
+        detail=printable(told.detail),
+        hits=hits,
+        misses=misses,
+        put_reasons=put_reasons,
+    )

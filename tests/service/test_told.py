@@ -1,0 +1,191 @@
+"""What engines tell of their requests, and what an operator is shown of one: exact, bounded, and each tenant's own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.block.errors import BadInput
+from kvstore.cli import ask
+from kvstore.client.handle import NamespaceHandle
+from kvstore.node import SystemClock
+from kvstore.protocol import messages as m
+from kvstore.protocol.told import MAX_TOLD_REQUESTS, MAX_TOLD_WORDS, RequestTold, SavingsTold
+from kvstore.service.told import MOST_LEASES, MOST_REQUESTS
+from service.sidecar import Sidecar
+from service.test_serve import PATHS
+from torture.peer import Peer
+from waiting import wait_until
+from workbench import MODEL, ids, random_pages, small_layout
+
+CLOCK = SystemClock()
+LAYOUT = small_layout()
+
+
+def told_of(request: str, **more: Any) -> RequestTold:
+    return RequestTold(request, **{"asked": 400, "hits": {"dram": 320}, "misses": {"partial_block": 80}, **more})
+
+
+def opened(store: Any) -> NamespaceHandle:
+    handle: NamespaceHandle = store.namespace(model=MODEL, layout=LAYOUT, name="small model")
+    return handle
+
+
+def why(sidecar: Sidecar, request: str) -> list[Any]:
+    return ask.why(str(sidecar.admin_path), CLOCK, request).found
+
+
+def test_a_request_is_shown_with_its_leases_and_with_what_its_engine_told(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        handle.put(ids(320), random_pages(LAYOUT, 5))
+        with handle.lease(handle.match(ids(400)), deadline_ms=5000, request="cmpl-1") as lease:
+            assert lease.blocks == 5
+        (one,) = why(sidecar, "cmpl-1")
+        assert (one.request, one.tenant, one.engine, one.model) == ("cmpl-1", "default", "t", "small model")
+        assert one.told is None and one.told_at is None
+        (leased,) = one.leases
+        assert (leased.first_block, leased.wanted, leased.blocks, leased.tiers) == (0, 5, 5, {"dram": 5})
+        assert leased.reason == "" and leased.seconds >= 0
+        told = told_of("cmpl-1", detail="as it is", load_ms=2.5, saved_blocks=1, put_reasons={"quota": 1})
+        handle.tell([told, told_of("cmpl-2")])
+        wait_until(lambda: len(why(sidecar, "cmpl-")) == 2)
+        newest, older = why(sidecar, "cmpl-")
+        assert {newest.request, older.request} == {"cmpl-1", "cmpl-2"}
+        assert why(sidecar, "cmpl-1")[0].told == told and why(sidecar, "cmpl-2")[0].leases == []
+        with pytest.raises(BadInput, match="nothing is known"):
+            why(sidecar, "other")
+        with pytest.raises(BadInput, match="characters"):
+            why(sidecar, "")
+
+
+def test_the_command_prints_a_timeline_and_an_object(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        handle.put(ids(320), random_pages(LAYOUT, 5))
+        handle.lease(handle.match(ids(400)), deadline_ms=5000, request="cmpl-1").release()
+        handle.tell([told_of("cmpl-1", saved_blocks=1, put_reasons={"quota": 1}, detail="\x1b[31mred")])
+        wait_until(lambda: why(sidecar, "cmpl-1")[0].told is not None)
+        command = [sys.executable, "-m", "kvstore", "why", "cmpl-1", "--admin-socket", str(sidecar.admin_path)]
+        environment = {**os.environ, **PATHS}
+        shown = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert shown.returncode == 0, shown.stderr
+        for words in (
+            "cmpl-1 of t, tenant default, small model",
+            "leased 5 of 5 blocks",
+            "dram 5",
+            "400 tokens",
+            "quota 1",
+        ):
+            assert words in shown.stdout, shown.stdout
+        assert "\x1b" not in shown.stdout
+        read = subprocess.run([*command, "--json"], capture_output=True, text=True, env=environment)
+        assert json.loads(read.stdout)["requests"][0]["told"]["saved_blocks"] == 1
+        none = subprocess.run([*command[:4], "nobody", *command[5:]], capture_output=True, text=True, env=environment)
+        assert none.returncode == 2 and none.stderr.count("\n") == 1 and "nothing is known" in none.stderr
+
+
+def test_savings_are_summed_over_engines_and_stay_when_one_goes(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        assert sidecar.admin.facts().savings is None
+        with sidecar.client() as one, sidecar.client() as two:
+            opened(one).tell([told_of("a")], SavingsTold(2.0, 0.5, 100.0, 10.0))
+            opened(one).tell([told_of("b")], SavingsTold(1.0, 0.0, 100.0, 10.0))
+            opened(two).tell([told_of("c")], SavingsTold(4.0, 0.25, 200.0, 10.0))
+            wait_until(lambda: sidecar.told.sums() == (7.0, 0.75))
+            savings = sidecar.admin.facts().savings
+            assert savings is not None and savings.engines == 2
+            assert savings.ttft_saved_ms == pytest.approx(150.0)
+            assert savings.ttft_saved_error_ms == pytest.approx(10.0 / math.sqrt(2))
+        assert sidecar.admin.facts().savings is not None
+        assert sidecar.told.sums() == (7.0, 0.75)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        m.Tell([told_of("a", load_ms=math.nan)]),
+        m.Tell([told_of("a", load_ms=-1.0)]),
+        m.Tell([], SavingsTold(saved_seconds=math.inf)),
+        m.Tell([], SavingsTold(saved_seconds=-1.0)),
+        m.Tell([], SavingsTold(regret_seconds=math.nan)),
+        m.Tell([], SavingsTold(ttft_saved_ms=math.nan)),
+        m.Tell([], SavingsTold(ttft_saved_error_ms=1e300)),
+    ],
+    ids=lambda one: repr(one)[:60],
+)
+def test_numbers_that_cannot_be_are_refused_and_nothing_is_counted(tmp_path: Path, verb: m.Tell) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        peer = Peer(str(sidecar.path))
+        assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)
+        assert isinstance(peer.ask(verb), m.Failed)
+        assert isinstance(peer.ask(m.Ping()), m.Done), "the connection goes on"
+        assert sidecar.told.sums() == (0.0, 0.0) and sidecar.admin.facts().savings is None
+        peer.close()
+
+
+def test_messages_that_are_too_large_end_their_connection_alone(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        for verb in (
+            m.Tell([told_of(f"r{number}") for number in range(MAX_TOLD_REQUESTS + 1)]),
+            m.Tell([told_of("r", hits={f"word{number}": 1 for number in range(MAX_TOLD_WORDS + 1)})]),
+            m.Tell([told_of("r" * 300)]),
+            m.Tell([told_of("r", asked=-1)]),
+        ):
+            peer = Peer(str(sidecar.path))
+            assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)
+            assert isinstance(peer.ask(verb), m.Failed)
+            peer.close()
+        assert handle.match(ids(64)).blocks == 0 and sidecar.told.why("r", sidecar.store.tenant_names(), str).kept == 0
+
+
+def test_what_is_remembered_is_bounded_and_the_last_ones_stay(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        handle.put(ids(64), random_pages(LAYOUT, 1))
+        for number in range(MOST_LEASES + 3):
+            handle.lease(handle.match(ids(70)), deadline_ms=5000, request="many").release()
+            assert number >= 0
+        assert len(why(sidecar, "many")[0].leases) == MOST_LEASES
+        for first in range(0, MOST_REQUESTS + 64, 64):
+            handle.tell([told_of(f"r{number:05}") for number in range(first, first + 64)])
+        last = f"r{MOST_REQUESTS + 63:05}"
+        wait_until(lambda: bool(sidecar.told.why(last, sidecar.store.tenant_names(), str).found))
+        reply = ask.why(str(sidecar.admin_path), CLOCK, "r")
+        assert reply.kept == MOST_REQUESTS and len(reply.found) == m.MAX_RECORDS
+        assert reply.found[0].request == last
+        with pytest.raises(BadInput):
+            why(sidecar, "many")
+
+
+def test_a_tenants_socket_tells_nobody_of_requests_and_the_observers_does(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        opened(store).tell([told_of("mine")])
+        wait_until(lambda: bool(sidecar.told.why("mine", sidecar.store.tenant_names(), str).found))
+        peer = Peer(str(sidecar.path))
+        assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)
+        assert isinstance(peer.ask(m.Why("mine")), m.Failed)
+        peer.close()
+        watching = Peer(str(sidecar.observe_path))
+        assert isinstance(watching.ask(m.Hello(1, 2, "test")), m.Welcome)
+        reply = watching.ask(m.Why("mine"))
+        assert isinstance(reply, m.WhyReply) and reply.found[0].request == "mine"
+        watching.close()
+
+
+def test_to_a_sidecar_of_the_version_before_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        monkeypatch.setattr("kvstore.service.dispatch.m.NEWEST_VERSION", 1)
+        with sidecar.client() as store:
+            handle = opened(store)
+            handle.tell([told_of("a")])
+            assert handle.match(ids(64)).blocks == 0, "and the connection goes on"
+            assert sidecar.told.why("a", sidecar.store.tenant_names(), str).kept == 0
