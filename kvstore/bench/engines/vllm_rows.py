@@ -242,7 +242,7 @@ def ttft_rows(samples: Samples) -> list[VllmRow]:
     own = _times(samples[PLAIN, OWN])
     cold, external = _times(samples[PLAIN, COLD]), _times(samples[RAW, EXTERNAL])
     rows = [
-        _row(COLD, cold, f"{EXTERNAL}, {RAW}", external, Target(COLD_TO_EXTERNAL, is_least=True)),
+        _row(COLD, cold, f"{EXTERNAL}, {RAW}", external[: len(cold)], Target(COLD_TO_EXTERNAL, is_least=True)),
         _row(f"{OWN}, {PLAIN}", own),
     ]
     targets = {RAW: Target(RAW_TO_OWN), DEFAULT: Target(DEFAULT_TO_OWN), BARE: Target(BARE_TO_OWN)}

@@ -1,0 +1,57 @@
+"""The console's API against its own document, by schemathesis: requests that the document allows and requests that it
+does not get the answers that it names, and never a fault of the server."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed (extra: test)")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+
+from console.running import console, serve_traffic  # noqa: E402
+from service.sidecar import Sidecar  # noqa: E402
+from tiering.nvme.lmdb_index import LmdbMaker  # noqa: E402
+
+ACCEPTED = importlib.import_module("schemathesis.specs.openapi.checks").positive_data_acceptance
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = tmp_path_factory.mktemp("served")
+    with Sidecar(directory, dram="2MiB", nvme="4MiB", indexes=LmdbMaker) as sidecar:
+        assert sidecar.store.warmed(20)
+        with console(sidecar.observe_path) as shown:
+            shown.until("/api/status", lambda one: one["looked"] is not None)
+            serve_traffic(sidecar, prompts=8)
+            yield schemathesis.openapi.from_url(f"{shown.url}openapi.json")
+
+
+@pytest.mark.parametrize("mode", ["positive", "negative"])
+def test_every_request_gets_an_answer_that_the_document_names(document: Any, mode: str) -> None:
+    """positive: what the document allows; negative: what it does not."""
+    wanted = schemathesis.GenerationMode(mode)
+    asked: dict[str, set[int]] = {}
+    for found in document.get_all_operations():
+        operation = found.ok()
+        if mode == "negative" and not operation.query.items:
+            continue  # there is nothing that could be wrong
+
+        @given(case=operation.as_strategy(generation_mode=wanted))
+        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        def ask(case: Any) -> None:
+            answer = case.call()
+            # What can be planned is a matter of several fields together, which a schema cannot say.
+            case.validate_response(answer, excluded_checks=[ACCEPTED] if case.path == "/api/plan" else [])
+            assert answer.status_code < 500, answer.text
+            asked.setdefault(case.path, set()).add(answer.status_code)
+
+        ask()
+    print(asked)
+    assert len(asked) >= (5 if mode == "negative" else 10)
+    wrong = 422 if mode == "negative" else 200
+    assert all(wrong in statuses for statuses in asked.values()), asked
