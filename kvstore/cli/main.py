@@ -215,6 +215,8 @@ def serve(
 
     A small parent process holds the memory and starts the sidecar again after a crash. SIGHUP to it has the sidecar
     begin again with what is installed by then. Prints one line once connections are taken; logs go to standard error.
+    Each setting may be a variable too, KVSTORE_STORE_DRAM for store.dram: flags go before variables, and these before
+    the file.
     """
     from kvstore.node import SystemClock
     from kvstore.service import keeper
@@ -232,9 +234,9 @@ def serve(
         "http": {"listen": http},
     }
     if config is not None:
-        settings = read_settings(read_configuration(Path(config)), flags, config)
+        settings = read_settings(read_configuration(Path(config)), flags, config, os.environ)
     else:
-        settings = read_settings("", flags)
+        settings = read_settings("", flags, environment=os.environ)
     hold_standard_descriptors()
     # It multiplies no matrices: threads for that would only take address space, and the start with it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

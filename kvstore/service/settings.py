@@ -1,4 +1,5 @@
-"""What an operator may set: one TOML file, and the flags of `kvstore serve`, which override it.
+"""What an operator may set: one TOML file, variables of the environment above it, and the flags of `kvstore serve`
+above both.
 
     [store]    dram nvme extent slab scrub policy        [limits]  see `kvstore.config.Limits`
                nvme_writes data prefault keeper
@@ -9,7 +10,7 @@
     [console]  listen token_file
 
 Every key but `tenants.NAME.socket` has a default, and none has two names. What is wrong is said at the start, with the
-key's full name, what was given and what is allowed. The environment sets nothing.
+key's full name, what was given and what is allowed. The environment is handed in.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import difflib
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,9 @@ from tiering.policies.shares import Share
 
 T = TypeVar("T")
 TENANT_SOCKET, ADMIN_SOCKET, OBSERVE_SOCKET = "kvstore.sock", "admin.sock", "observe.sock"
+VARIABLE = "KVSTORE_"
+SHORT = {"KVSTORE_DATA": ("store", "data"), "KVSTORE_DRAM": ("store", "dram"), "KVSTORE_NVME": ("store", "nvme")}
+"""Shorter names, which other commands read too; the long ones go before them."""
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
 WORDS = {
@@ -231,15 +235,18 @@ def read_configuration(path: Path) -> bytes:
 
 
 def read_settings(
-    text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | None = None, name: str = "the configuration"
+    text: str | bytes,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+    name: str = "the configuration",
+    environment: Mapping[str, str] | None = None,
 ) -> Settings:
-    """What TOML (in UTF-8) says, with flags above it. flags: section -> key -> value, None where a flag was not given.
-    name: of the file, for messages.
+    """What TOML (in UTF-8) says, with variables of the environment above it, and flags above both. flags: section ->
+    key -> value, None where a flag was not given. name: of the file, for messages.
 
     Raises `BadInput`.
     """
     try:
-        return _read_settings(text, flags, name)
+        return _read_settings(text, flags, name, environment or {})
     except BadInput as error:
         line = str(error)
         if len(line) <= MOST_LINE:
@@ -247,17 +254,20 @@ def read_settings(
         raise BadInput(f"{line[:MOST_LINE]}...") from None
 
 
-def _read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | None, name: str) -> Settings:
+def _read_settings(
+    text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | None, name: str, environment: Mapping[str, str]
+) -> Settings:
     try:
         given = tomllib.loads(text if isinstance(text, str) else text.decode())
     except UnicodeDecodeError as error:
         raise BadInput(f"{name} is not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:  # numbers of too many digits are the last
         raise BadInput(f"{name} is not TOML: {str(error) or type(error).__name__}") from None
-    for section, values in (flags or {}).items():
-        chosen = {key: value for key, value in values.items() if value is not None}
-        if chosen:
-            given[section] = {**_table(given, section), **chosen}
+    for above in (from_environment(environment), flags or {}):
+        for section, values in above.items():
+            chosen = {key: value for key, value in values.items() if value is not None}
+            if chosen:
+                given[section] = {**_table(given, section), **chosen}
     _refuse_unknown(given, [one.name for one in fields(Settings)], "")
     _expand_paths(given)
     door = dict(_table(given, "door"))
@@ -277,6 +287,59 @@ def _read_settings(text: str | bytes, flags: Mapping[str, Mapping[str, Any]] | N
     )
     _check(settings)
     return settings
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Settings by section that variables name: `KVSTORE_STORE_DRAM` is `store.dram`. What is not text is written as in
+    TOML. `SHORT` ones are for the operators' commands too. Raises `BadInput` for one that names no setting."""
+    known = {f"{VARIABLE}{section}_{key}".upper(): (section, key, kind) for section, key, kind in _all_settings()}
+    given: dict[str, dict[str, Any]] = {}
+    for name, (section, key) in SHORT.items():
+        if environment.get(name):
+            given.setdefault(section, {})[key] = environment[name]
+    sections = tuple(f"{VARIABLE}{one.name}_".upper() for one in fields(Settings))
+    for name, value in sorted(environment.items()):
+        if not name.startswith(sections):
+            continue
+        if name.startswith(f"{VARIABLE}TENANTS_"):
+            raise BadInput(
+                f"{name}: tenants are sections of the configuration file, [tenants.NAME]; give --config FILE"
+            )
+        if name not in known:
+            near = difflib.get_close_matches(name[:LONGEST_KEY], known, 1)
+            hint = f"did you mean {near[0]}?" if near else "docs/sidecar.md has all settings"
+            raise BadInput(f"{name[:LONGEST_KEY]} names no setting; {hint}")
+        section, key, kind = known[name]
+        is_text = kind.removesuffix(" | None") in ("str", "Size")
+        given.setdefault(section, {})[key] = value if is_text else _value(value)
+    return given
+
+
+def _all_settings() -> Iterator[tuple[str, str, str]]:
+    """Section, key, and the key's type as it is written."""
+    for section, kinds in (
+        ("store", (StoreSettings,)),
+        ("limits", (Limits,)),
+        ("door", (DoorSettings, DoorLimits)),
+        ("admin", (AdminSettings,)),
+        ("observe", (ObserveSettings,)),
+        ("http", (HttpSettings,)),
+        ("console", (ConsoleSettings,)),
+        ("log", (LogSettings,)),
+    ):
+        for kind in kinds:
+            for one in fields(kind):
+                if (section, one.name) != ("door", "limits"):
+                    yield section, one.name, str(one.type)
+
+
+def _value(text: str) -> Any:
+    """Of a variable, as TOML has it; text where it is none, which is refused by the key's name."""
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError):
+        return text
+    return read["value"] if set(read) == {"value"} else text
 
 
 def _expand_paths(given: dict[str, Any]) -> None:

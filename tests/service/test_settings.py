@@ -103,3 +103,70 @@ def test_the_file_of_the_token_may_lie_in_a_home(monkeypatch: pytest.MonkeyPatch
     assert read_settings('[http]\nlisten = "127.0.0.1:9797"\n').http.token_file is None
     with pytest.raises(BadInput, match=r"http\.token_file=5"):
         read_settings("[http]\ntoken_file = 5\n")
+
+
+# Variables of the environment -----------------------------------------------------------------------------------------
+
+
+def test_a_flag_goes_before_a_variable_and_that_before_the_file() -> None:
+    text = '[store]\ndram = "1GiB"\nnvme = "2GiB"\ndata = "/file"\n[log]\nlevel = "error"\n'
+    variables = {"KVSTORE_STORE_DRAM": "3GiB", "KVSTORE_STORE_NVME": "4GiB", "KVSTORE_LOG_LEVEL": "debug", "HOME": "/"}
+    settings = read_settings(text, {"store": {"dram": "5GiB", "nvme": None}}, environment=variables)
+    assert (settings.store.dram, settings.store.nvme, settings.store.data) == ("5GiB", "4GiB", "/file")
+    assert settings.log.level == "debug"
+
+
+def test_each_setting_has_a_variable_and_each_kind_of_value_can_be_written() -> None:
+    given = {
+        "KVSTORE_STORE_POLICY": "adaptive",
+        "KVSTORE_STORE_NVME_WRITES": "100.5",
+        "KVSTORE_STORE_PREFAULT": "false",
+        "KVSTORE_DOOR_USERS": "[1000, 1001]",
+        "KVSTORE_DOOR_MODE": "600",
+        "KVSTORE_DOOR_SHARE": "0.25",
+        "KVSTORE_DOOR_CONNECTIONS": "7",
+        "KVSTORE_LIMITS_LEASE_SECONDS": "12",
+        "KVSTORE_HTTP_LISTEN": "127.0.0.1:9797",
+        "KVSTORE_OBSERVE_SOCKET": "/run/o.sock",
+        "KVSTORE_ADMIN_SOCKET": "/run/a.sock",
+        "KVSTORE_LOG_FORMAT": "text",
+    }
+    settings = read_settings("", environment=given)
+    assert (settings.store.policy, settings.store.nvme_writes, settings.store.prefault) == ("adaptive", 100.5, False)
+    assert settings.door.users == [1000, 1001] and settings.door.mode == "600" and settings.door.share == 0.25
+    assert settings.door.limits.connections == 7 and settings.limits.lease_seconds == 12
+    assert settings.http.listen == "127.0.0.1:9797" and settings.observe_socket == "/run/o.sock"
+    assert settings.admin_socket == "/run/a.sock" and settings.log.format == "text"
+
+
+def test_short_names_are_those_of_the_store_and_long_ones_go_before_them() -> None:
+    short = {"KVSTORE_DATA": "/short", "KVSTORE_DRAM": "1GiB", "KVSTORE_NVME": "off"}
+    settings = read_settings("", environment=short)
+    assert (settings.store.data, settings.store.dram, settings.store.nvme) == ("/short", "1GiB", "off")
+    assert read_settings("", environment={**short, "KVSTORE_STORE_DATA": "/long"}).store.data == "/long"
+    assert read_settings('[store]\ndata = "/file"\n', environment={"KVSTORE_DATA": ""}).store.data == "/file"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("KVSTORE_STORE_DRAMM", "1GiB", "did you mean KVSTORE_STORE_DRAM?"),
+        ("KVSTORE_DOOR_LIMITS", "1", "names no setting"),
+        ("KVSTORE_TENANTS_MINE_SOCKET", "/s", r"\[tenants.NAME\]"),
+        ("KVSTORE_DOOR_SHARE", "much", "door.share='much'; give a number"),
+        ("KVSTORE_DOOR_USERS", "everybody", "door.users='everybody'"),
+        ("KVSTORE_STORE_PREFAULT", "yes", "true or false"),
+        ("KVSTORE_LIMITS_LEASE_SECONDS", "1\n[store]\ndram = 1", "limits.lease_seconds="),
+        ("KVSTORE_STORE_DRAM", "", "store.dram=''"),
+        ("KVSTORE_STORE_" + "X" * 5000, "1", "names no setting"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_one_line(name: str, value: str, words: str) -> None:
+    with pytest.raises(BadInput, match=words) as caught:
+        read_settings("", environment={name: value})
+    assert "\n" not in str(caught.value).replace("\\n", "") and len(str(caught.value)) < 1100
+
+
+def test_other_programs_variables_are_none_of_its_business() -> None:
+    others = {"KVSTORE_TRACEBACK": "1", "KVSTORE_PROMTOOL": "/p", "KVSTOREX": "1", "STORE_DRAM": "1", "KVSTORE_": "x"}
+    assert read_settings("", environment=others) == read_settings("")
