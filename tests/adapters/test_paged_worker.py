@@ -14,7 +14,7 @@ import torch
 
 import kvstore
 from engine_adapter.audit.audits import AuditVerdict
-from engine_adapter.paged import save_patience
+from engine_adapter.paged import save_plan
 from engine_adapter.paged import worker as paged_worker
 from engine_adapter.paged.pages import layout_of
 from engine_adapter.paged.save_plan import page_runs
@@ -239,7 +239,7 @@ def test_a_save_waits_for_the_engine_to_have_nothing_to_do(store: EmbeddedStore)
         bench.begin(number=1, saves=[bench.save(ids(64), [1, 2])])
         bench.worker.start_saves()
         for number in range(2, 30):
-            time.sleep(save_patience.QUIET_SECONDS / 5)
+            time.sleep(save_plan.QUIET_SECONDS / 5)
             bench.worker.take_reports()
             assert len(bench.worker._saves) == 1, "it runs"
             bench.begin(number=number)
