@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_adapter.paged.save_patience import HURRIED_SECONDS, QUIET_SECONDS, SavePatience
+from engine_adapter.paged.save_plan import HURRIED_SECONDS, QUIET_SECONDS, SavePatience
 
 
 def test_it_waits_for_a_quiet_while_behind_a_step() -> None:
