@@ -128,7 +128,7 @@ def test_a_put_outlives_a_sidecar_that_is_late_with_everything_for_a_moment(said
         goes_on = threading.Timer(LOOK_SECONDS + 2 * 0.2, os.kill, (said["pid"], signal.SIGCONT))
         goes_on.start()
         try:
-            result = handle.put(ids(512, 5), PAGES)
+            result = handle.put(ids(512, 50_000), PAGES)
         finally:
             goes_on.join()
         assert (result.stored, result.reason) == (8, None), result.detail
