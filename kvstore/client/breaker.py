@@ -1,11 +1,12 @@
 """Whether a sidecar is asked at all: not while it is silent.
 
     CLOSED  verbs are asked    > one was due and nothing at all was heard since it was asked > OPEN, or SUSPECTED
-    SUSPECTED  verbs are asked, and a ping, whose time is short        > due, and nothing heard > OPEN
+    SUSPECTED  verbs are asked, and a ping                             > it is due, and nothing was heard > OPEN
     OPEN  every verb is a miss at once; one ping is under way          > it is answered > CLOSED
 
 Any answer is a sign of life: a sidecar that is slow with one request and answers others is asked on. What can be long
-on its way for a reason of its own (a long prompt, room that has to be made, a disk) only makes it suspected.
+on its way for a reason of its own (a long prompt, room that has to be made, a disk) only makes it suspected: a machine
+that has no memory to give holds everything up for some tenths of a second. A look-up that is late then opens it.
 
 Pure: times come in. A few threads may call at once: each reads or writes one field.
 """

@@ -393,7 +393,7 @@ def _named(ask: Callable[[], R]) -> R:
 @dataclass(frozen=True, slots=True)
 class CallLimits:
     """How long a call may take, in seconds. connect: until the sidecar says welcome, or answers a ping. match: for a
-    look-up, and for the ping of a sidecar that is suspected to be silent. lease: beyond the deadline of the lease
+    look-up. lease: beyond the deadline of the lease
     itself. Look-ups and leases have more for long chains (`Run.allowance`). fill: for room, which may have to be made,
     and for commits, where a put says nothing else. drop: for a namespace to be forgotten. open: how long a new
     namespace waits for a sidecar that is not there yet. first_pause, longest_pause: before it is called again. ping:

@@ -18,10 +18,6 @@ from kvstore.protocol import messages as m
 from kvstore.protocol.notify_pipe import NotifyPipeEnd
 from tiering.clock import Clock
 
-SUSPECTED_SHARE = 5
-"""How many times a look-up's limit the ping of a suspected sidecar may take: one that has memory cleared for a put is
-late with everything for some hundredths of a second. Look-ups are asked meanwhile, and end at their own limit."""
-
 
 class LookedAfter(Protocol):
     """What the thread looks after."""
@@ -89,12 +85,11 @@ class InTouch:
         breaker, now = run.breaker, self._clock.monotonic_seconds()
         if not breaker.is_open:
             settle(run)
-        seconds = min(SUSPECTED_SHARE * limits.match, limits.connect) if breaker.is_suspected else limits.connect
         try:
             if self._pinged is None or self._pinged[0] is not run:
                 self._pinged = run, run.wire.submit(m.Ping(run.notify_pipe is None))
             _, number = self._pinged
-            answered = run.wire.await_answer(number, seconds)
+            answered = run.wire.await_answer(number, limits.connect)
         except TimedOut:  # silent is who said nothing during this wait; other answers may have come since it was sent
             run.was_late(now, is_quick=True)
             return
