@@ -14,7 +14,7 @@ from kvstore.cli.standard_streams import say
 from kvstore.cli.terminal import OK, Json, app, expanded_path, typer
 
 LISTEN = "127.0.0.1:9798"
-_MOST_TOKEN_BYTES = 1 << 16
+_MOST_TOKEN_BYTES = 1 << 20
 
 
 @app.command()
@@ -34,7 +34,8 @@ def console(
         typer.Option(
             metavar="FILE",
             callback=expanded_path,
-            help="One line: who gives it may read. Needed where other hosts can come in.",
+            help="Who gives its first line may read all; a further line NAME TOKEN is for a tenant, which sees itself "
+            "alone. Needed where other hosts can come in.",
         ),
     ] = None,
     keeper: Annotated[int | None, typer.Option(hidden=True, help="For the keeper alone: its process.")] = None,
@@ -45,7 +46,7 @@ def console(
     It asks at a socket where nothing can be changed, so it may crash or be flooded and no engine notices. It waits for
     a sidecar that is not there yet.
     """
-    from kvstore.console.access import checked_token
+    from kvstore.console.access import checked_tokens
     from kvstore.console.serve import ConsoleParts, serve_console
     from kvstore.service.settings import OBSERVE_SOCKET, default_socket, host_and_port
     from tiering.clock import SystemClock
@@ -54,7 +55,7 @@ def console(
     token = None
     if token_file is not None:
         with open(token_file, encoding="utf-8", errors="replace") as lines:
-            token = checked_token(lines.read(_MOST_TOKEN_BYTES), token_file)
+            token = checked_tokens(lines.read(_MOST_TOKEN_BYTES), token_file)
 
     def started(port: int) -> None:
         host = f"[{address[0]}]" if ":" in address[0] else address[0]

@@ -8,17 +8,20 @@ sidecar; the only thing that changes is who is logged in.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from hmac import compare_digest
 from urllib.parse import urlsplit
 
 from kvstore.block.errors import BadInput
 from kvstore.config import is_loopback
+from kvstore.protocol.status import printable
 from tiering.clock import Clock
 
 COOKIE = "kvstore_console"
 LEAST_TOKEN, MOST_TOKEN = 16, 4096
 LOGIN_SECONDS = 12 * 3600.0
+MOST_TENANTS = 1024
 MOST_LOGINS = 64
 """Who logged in longest ago has to do it again."""
 MOST_FAILURES, FAILURE_SECONDS = 10, 60.0
@@ -37,21 +40,59 @@ def checked_token(text: str, where: str) -> str:
     return token
 
 
+@dataclass(frozen=True, slots=True)
+class ConsoleTokens:
+    """operator: who gives it sees everything. tenants: by their tokens, those who see themselves alone."""
+
+    operator: str
+    tenants: Mapping[str, str] = field(default_factory=dict)
+
+
+def checked_tokens(text: str, where: str) -> ConsoleTokens:
+    """What a token file has: the operator's token, and below it a line `NAME TOKEN` for each tenant that has one.
+    Raises `BadInput`, which repeats no token."""
+    first, *lines = [line.strip() for line in text.strip().splitlines() if line.strip()] or [""]
+    operator = checked_token(first, where)
+    tenants: dict[str, str] = {}
+    if len(lines) > MOST_TENANTS:
+        raise BadInput(f"{where} has {len(lines)} tenants; at most {MOST_TENANTS} have tokens")
+    for number, line in enumerate(lines, 2):
+        name, _, given = line.rpartition(" ")
+        token = checked_token(given, f"{where}, line {number},")
+        if not name.strip():
+            raise BadInput(f"{where}, line {number}: give a tenant's name and its token, with a space between")
+        if token == operator or token in tenants:
+            raise BadInput(f"{where}, line {number}: that token is somebody else's too; draw one for each")
+        tenants[token] = printable(name.strip())
+    return ConsoleTokens(operator, tenants)
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleReader:
+    """Who reads. tenant: whose figures alone; None for all."""
+
+    tenant: str | None = None
+
+
 class Guard:
     """For one listening address. One thread."""
 
-    def __init__(self, host: str, token: str | None, clock: Clock, new_token: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, host: str, token: str | ConsoleTokens | None, clock: Clock, new_token: Callable[[int], bytes]
+    ) -> None:
         """token: None where everybody on this host may read. Raises `BadInput` where that would be everybody at all."""
         if token is None and not is_loopback(host):
             raise BadInput(
                 f"{host} can be reached by other hosts; give --token-file (console.token_file), or listen on 127.0.0.1"
             )
         self.has_token = token is not None
-        self._token = token or ""
+        tokens = ConsoleTokens(token) if isinstance(token, str) else token or ConsoleTokens("")
+        self._readers = {tokens.operator: ConsoleReader()}
+        self._readers |= {one: ConsoleReader(name) for one, name in tokens.tenants.items()}
         self._names = {host.lower(), *_LOOPBACK}
         self._clock = clock
         self._new_token = new_token
-        self._logins: OrderedDict[str, float] = OrderedDict()  # the cookie's value: until when
+        self._logins: OrderedDict[str, tuple[float, ConsoleReader]] = OrderedDict()  # the cookie's value: until when
         self._failures: deque[float] = deque(maxlen=MOST_FAILURES)
 
     def is_known_host(self, host: str) -> bool:
@@ -66,22 +107,23 @@ class Guard:
         parts = urlsplit(origin)
         return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
 
-    def may_read(self, authorization: str | None, cookie: str | None) -> bool:
-        """By a bearer token or by the cookie of a login."""
+    def reader(self, authorization: str | None, cookie: str | None) -> ConsoleReader | None:
+        """By a bearer token or by the cookie of a login; None for one who may not read."""
         if not self.has_token:
-            return True
+            return ConsoleReader()
         if authorization is not None:
             kind, _, given = authorization.partition(" ")
-            return kind.lower() == "bearer" and self._is_token(given.strip())
-        until = self._logins.get(_cookie_value(cookie or ""), 0.0)
-        return self._clock.monotonic_seconds() < until
+            return self._reader_of(given.strip()) if kind.lower() == "bearer" else None
+        until, reader = self._logins.get(_cookie_value(cookie or ""), (0.0, None))
+        return reader if self._clock.monotonic_seconds() < until else None
 
     def log_in(self, given: str) -> str | None:
         """The cookie's value, or None where that is not the token."""
-        if not self._is_token(given):
+        reader = self._reader_of(given)
+        if reader is None:
             return None
         name = self._new_token(32).hex()
-        self._logins[name] = self._clock.monotonic_seconds() + LOGIN_SECONDS
+        self._logins[name] = self._clock.monotonic_seconds() + LOGIN_SECONDS, reader
         if len(self._logins) > MOST_LOGINS:
             self._logins.popitem(last=False)
         return name
@@ -96,13 +138,14 @@ class Guard:
         is_full = len(self._failures) == MOST_FAILURES
         return is_full and self._clock.monotonic_seconds() - self._failures[0] < FAILURE_SECONDS
 
-    def _is_token(self, given: str) -> bool:
+    def _reader_of(self, given: str) -> ConsoleReader | None:
         if self.is_paused:
-            return False
-        if compare_digest(given.encode(), self._token.encode()):
-            return True
+            return None
+        found = [one for token, one in self._readers.items() if compare_digest(given.encode(), token.encode())]
+        if found:
+            return found[0]
         self._failures.append(self._clock.monotonic_seconds())
-        return False
+        return None
 
 
 def _host_name(host: str) -> str | None:

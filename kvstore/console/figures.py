@@ -5,7 +5,7 @@ The classes here are the API: their fields are only ever appended. None is "unkn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -67,7 +67,8 @@ class IntegrityFigures(msgspec.Struct, frozen=True):
 
 
 class ConsoleStatus(msgspec.Struct, frozen=True):
-    """`/api/status`. at: the console's clock. Figures are None before the sidecar has answered once."""
+    """`/api/status`. at: the console's clock. Figures are None before the sidecar has answered once, and to a tenant,
+    who sees what it asked for and got, `looked`. tenant: who that is, None for who sees everything."""
 
     version: str
     at: float
@@ -93,6 +94,7 @@ class ConsoleStatus(msgspec.Struct, frozen=True):
     nvme_writes: str | float | None = None
     events: list[ConsoleEvent] = []
     savings: SavingsStatus | None = None
+    tenant: str | None = None
 
 
 class MissFigures(msgspec.Struct, frozen=True):
@@ -232,6 +234,78 @@ def status_of(
         facts.nvme_writes,
         events,
         facts.savings,
+    )
+
+
+def facts_of_tenant(facts: SidecarStatus, tenant: str) -> SidecarStatus:
+    """What a tenant may see: itself. Whatever is not named here is left out."""
+    spaces = [one for one in facts.namespaces if one.tenant == tenant]
+    return SidecarStatus(
+        run=facts.run,
+        pid=0,
+        state=facts.state,
+        at=facts.at,
+        up_seconds=facts.up_seconds,
+        tiers=[],
+        blocks=sum(one.blocks for one in spaces),
+        leases=0,
+        reservations=0,
+        pinned_bytes=0,
+        looked=_looked([one.looked for one in spaces]),
+        namespaces=spaces,
+        moves=[],
+        sessions=[],
+        departed=0,
+        counters={},
+        door=DoorStatus(0, 0, 0, 0, {}, None, None),
+        loading=None,
+        scrub=None,
+        tenants=[one for one in facts.tenants if one.tenant == tenant],
+    )
+
+
+def status_of_tenant(
+    version: str, now: float, contact: Contact, facts: SidecarStatus | None, tenant: str
+) -> ConsoleStatus:
+    """As `status_of`, for a tenant."""
+    if facts is None:
+        health = HealthLine("error", "No sidecar has answered yet.")
+        return ConsoleStatus(version, now, Contact(contact.connected, contact.since, None), health, tenant=tenant)
+    health = HealthLine("ok", f"What {tenant} asked for, got and has.", "/tenants")
+    if not contact.connected:
+        health = HealthLine("error", "The sidecar does not answer; all numbers are old.")
+    own = facts_of_tenant(facts, tenant)
+    told = Contact(contact.connected, contact.since, contact.numbers_from)
+    return ConsoleStatus(
+        version,
+        now,
+        told,
+        health,
+        own.run,
+        state=own.state,
+        up_seconds=own.up_seconds,
+        looked=own.looked,
+        tenant=tenant,
+    )
+
+
+def _looked(counts: Sequence[LookupCounts]) -> LookupCounts:
+    """All of them together."""
+    asked, granted = sum(one.asked_tokens for one in counts), sum(one.granted_tokens for one in counts)
+    return LookupCounts(
+        asked,
+        _summed(one.hit_tokens for one in counts),
+        _summed(one.miss_tokens for one in counts),
+        sum(one.found_tokens for one in counts),
+        sum(one.asked_blocks for one in counts),
+        _summed(one.hit_blocks for one in counts),
+        _summed(one.miss_blocks for one in counts),
+        sum(one.found_blocks for one in counts),
+        sum(one.lookups for one in counts),
+        sum(one.leases for one in counts),
+        sum(one.reports for one in counts),
+        granted,
+        granted / asked if asked else None,
     )
 
 

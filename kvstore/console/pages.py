@@ -23,7 +23,7 @@ from fastapi.responses import RedirectResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from kvstore.block.errors import BadInput, StoreError
-from kvstore.console.access import COOKIE, LOGIN_SECONDS, Guard
+from kvstore.console.access import COOKIE, LOGIN_SECONDS, ConsoleReader, Guard
 from kvstore.console.events import ConsoleEvent
 from kvstore.console.figures import (
     MOST_LISTED,
@@ -33,6 +33,7 @@ from kvstore.console.figures import (
     MoveFigures,
     TenantFigures,
     WhatIfFigures,
+    facts_of_tenant,
     misses_of,
     moves_of,
     namespaces_of,
@@ -41,7 +42,7 @@ from kvstore.console.figures import (
     whatif_of,
 )
 from kvstore.console.planning import PlanAnswer, PlannedModel, PlanQuestion, models_of_table, planned
-from kvstore.console.rings import WINDOWS
+from kvstore.console.rings import WINDOWS, RingWindow
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
 from kvstore.protocol.status import NamespaceStatus, SidecarStatus
@@ -67,6 +68,12 @@ TYPES = {
 }
 PAGES = ("/", "/misses", "/tenants", "/moves", "/engines", "/request", "/plan", "/events")
 MOST_FORM_BYTES = 8192
+TENANT_PATHS = tuple(
+    f"/api/{one}" for one in ("status", "series", "misses", "tenants", "namespaces", "request", "models", "plan")
+)
+"""Of the API, what a tenant may ask."""
+TENANT = "kvstore.tenant"
+"""In a request's scope: who alone may be shown; None for all."""
 OPEN_PATHS = ("/login", "/static/style.css", "/static/favicon.svg")
 """What may be seen before a login."""
 
@@ -197,7 +204,11 @@ class Gate:
             return _json(ApiError("the console changes nothing: ask with GET"), 405)
         authorization = headers.get("authorization", [None])[0]
         cookie = "; ".join(headers.get("cookie", []))
-        if path in OPEN_PATHS or self._guard.may_read(authorization, cookie):
+        reader = ConsoleReader() if path in OPEN_PATHS else self._guard.reader(authorization, cookie)
+        if reader is not None:
+            if reader.tenant is not None and path.startswith("/api/") and path not in TENANT_PATHS:
+                return _json(ApiError(f"a tenant's token shows that tenant alone: {', '.join(TENANT_PATHS)}"), 403)
+            scope[TENANT] = reader.tenant
             return None
         if path in PAGES:
             return RedirectResponse("/login", 303)
@@ -209,19 +220,26 @@ class Gate:
 def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
     window = Query("1h", description=f"One of {', '.join(WINDOWS)}.", pattern=f"^({'|'.join(WINDOWS)})$")
 
-    def known() -> SidecarStatus:
-        facts = watch.facts()
+    def known(request: Request) -> SidecarStatus:
+        facts, tenant = watch.facts(), request.scope[TENANT]
         if facts is None:
-            raise HTTPException(503, f"no sidecar has answered yet: {watch.status().contact.error or 'wait a moment'}")
-        return facts
+            why = watch.status().contact.error if tenant is None else ""
+            raise HTTPException(503, f"no sidecar has answered yet: {why or 'wait a moment'}")
+        return facts if tenant is None else facts_of_tenant(facts, tenant)
+
+    def seen(request: Request, window: str) -> RingWindow:
+        """Of all tenants together: nothing of it is a tenant's."""
+        found = watch.window(window)
+        return found if request.scope[TENANT] is None else RingWindow(found.step, found.times)
 
     @app.get("/api/status", summary="How the sidecar is, in one object")
-    async def status() -> Response:
-        return _json(watch.status())
+    async def status(request: Request) -> Response:
+        tenant = request.scope[TENANT]
+        return _json(watch.status() if tenant is None else watch.status_of_tenant(tenant))
 
     @app.get("/api/series", summary="Numbers over time")
-    async def series(window: str = window) -> Response:
-        found = watch.window(window)
+    async def series(request: Request, window: str = window) -> Response:
+        found = seen(request, window)
         return _json(
             SeriesAnswer(
                 window,
@@ -236,35 +254,35 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
         )
 
     @app.get("/api/misses", summary="Why tokens were computed, by reason")
-    async def misses(window: str = window) -> Response:
-        return _json(misses_of(known(), watch.window(window).sums))
+    async def misses(request: Request, window: str = window) -> Response:
+        return _json(misses_of(known(request), seen(request, window).sums))
 
     @app.get("/api/tenants", summary="Who asked, got and has how much")
-    async def tenants() -> Response:
-        return _json(tenants_of(known()))
+    async def tenants(request: Request) -> Response:
+        return _json(tenants_of(known(request)))
 
     @app.get("/api/namespaces", summary=f"Namespaces, {MOST_LISTED} at a time")
     async def namespaces(
-        tenant: str = Query("", max_length=128), first: int = Query(0, ge=0, le=1_000_000)
+        request: Request, tenant: str = Query("", max_length=128), first: int = Query(0, ge=0, le=1_000_000)
     ) -> Response:
-        listed, count = namespaces_of(known(), tenant, first)
+        listed, count = namespaces_of(known(request), tenant, first)
         last = first + len(listed)
         return _json(NamespacesAnswer(listed, count, last if listed and last < count else None))
 
     @app.get("/api/engines", summary="Sessions of engines, the door, and moves between tiers")
-    async def engines() -> Response:
-        facts = known()
+    async def engines(request: Request) -> Response:
+        facts = known(request)
         figures = EngineFigures(facts.sessions[:MOST_LISTED], _hidden_sessions(facts), facts.departed, facts.door)
         return _json(EnginesAnswer(figures, moves_of(facts)))
 
     @app.get("/api/whatif", summary="What other sizes would find, estimated")
-    async def whatif() -> Response:
-        return _json(whatif_of(known(), watch.window("1h").sums))
+    async def whatif(request: Request) -> Response:
+        return _json(whatif_of(known(request), watch.window("1h").sums))
 
     @app.get("/api/request", summary="What is known of a request of an engine, by the beginning of its name")
-    def request(id: str = Query(min_length=1, max_length=256)) -> Response:
+    def one_request(request: Request, id: str = Query(min_length=1, max_length=256)) -> Response:
         try:
-            found = watch.why(id)
+            found = watch.why(id, request.scope[TENANT] or "")
         except StoreError as error:
             raise HTTPException(503, " ".join(str(error).split())) from None
         if found is None:
@@ -277,6 +295,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
 
     @app.get("/api/plan", summary="What a model's KV takes, what fits, and from where on loading is sooner")
     async def plan(
+        request: Request,
         model: str = Query("llama-3.1-8b", max_length=128),
         context_tokens: int = Query(8192, ge=1, le=1 << 24),
         users: int = Query(1, ge=1, le=1_000_000),
@@ -303,7 +322,7 @@ def _add_api(app: FastAPI, watch: SidecarWatch, hub: Broadcast) -> None:
             new_tokens_per_second,
         )
         try:
-            return _json(planned(asked, watch.facts()))
+            return _json(planned(asked, watch.facts() if request.scope[TENANT] is None else None))
         except BadInput as error:
             raise HTTPException(422, " ".join(str(error).split())) from None
 

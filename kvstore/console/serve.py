@@ -13,7 +13,7 @@ import msgspec
 import uvicorn
 
 from kvstore.block.errors import BadInput
-from kvstore.console.access import Guard
+from kvstore.console.access import ConsoleTokens, Guard
 from kvstore.console.pages import make_app
 from kvstore.console.stream import Broadcast
 from kvstore.console.watch import SidecarWatch
@@ -39,7 +39,11 @@ class ConsoleParts:
 
 
 def serve_console(
-    sidecar: str, address: tuple[str, int], token: str | None, parts: ConsoleParts, started: Callable[[int], None]
+    sidecar: str,
+    address: tuple[str, int],
+    token: str | ConsoleTokens | None,
+    parts: ConsoleParts,
+    started: Callable[[int], None],
 ) -> None:
     """Until SIGTERM or SIGINT. started: told the port once it listens. Raises `BadInput`."""
     host, port = address

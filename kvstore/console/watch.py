@@ -18,7 +18,7 @@ from kvstore.block.errors import StoreError
 from kvstore.client.connection import check_numbers, checked_facts
 from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.console.events import ConsoleEvent, events_between
-from kvstore.console.figures import ConsoleStatus, Contact, reading_of, status_of
+from kvstore.console.figures import ConsoleStatus, Contact, reading_of, status_of, status_of_tenant
 from kvstore.console.rings import Rings, RingWindow
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import SidecarStatus
@@ -72,6 +72,11 @@ class SidecarWatch:
             told = self._newest_first()[:EVENTS_TOLD]
             return status_of(self._version, self._clock.wall_seconds(), self._contact, self._facts, told)
 
+    def status_of_tenant(self, tenant: str) -> ConsoleStatus:
+        """What a tenant is shown in its place."""
+        with self._lock:
+            return status_of_tenant(self._version, self._clock.wall_seconds(), self._contact, self._facts, tenant)
+
     def window(self, name: str) -> RingWindow:
         """Numbers over time; name: one of `WINDOWS`."""
         with self._lock:
@@ -85,15 +90,15 @@ class SidecarWatch:
     def _newest_first(self) -> list[ConsoleEvent]:
         return sorted(reversed(self._events), key=lambda one: -one.at)  # the sidecar's answer is older than its arrival
 
-    def why(self, request: str) -> m.WhyReply | None:
-        """What the sidecar knows of requests whose names begin so; None where somebody else asks just now. Waits.
-        Raises `StoreError`."""
+    def why(self, request: str, tenant: str = "") -> m.WhyReply | None:
+        """What the sidecar knows of requests whose names begin so, of that tenant or of all; None where somebody else
+        asks just now. Waits. Raises `StoreError`."""
         if not self._asking.acquire(timeout=ANSWER_SECONDS):
             return None
         try:
             wire = FramedSocket(self._path, "kvstore console", b"", self._clock, ANSWER_SECONDS)
             try:
-                answer = wire.call(m.Why(request), ANSWER_SECONDS).answer
+                answer = wire.call(m.Why(request, tenant), ANSWER_SECONDS).answer
             finally:
                 wire.close()
             if not isinstance(answer, m.WhyReply):

@@ -256,9 +256,11 @@ class Record(msgspec.Struct, array_like=True, frozen=True, tag="record"):
 
 
 class Why(msgspec.Struct, array_like=True, frozen=True, tag="why"):
-    """Admin: what is known of a request of an engine, by its name there or the beginning of it."""
+    """Admin: what is known of a request of an engine, by its name there or the beginning of it. tenant: whose alone,
+    as it is shown; "" for all."""
 
     request: Annotated[str, Meta(max_length=MAX_REQUEST_CHARACTERS)]
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
 
 
 Verb = (

@@ -166,7 +166,10 @@ class Admin:
     def _why(self, verb: m.Why) -> m.WhyReply:
         if self._told is None or not verb.request:
             raise BadInput("give the name that the engine has for the request, or its beginning")
-        return self._told.why(verb.request, self._store.tenant_names(), self._model)
+        names = self._store.tenant_names()
+        if verb.tenant:
+            names = {tenant: name for tenant, name in names.items() if printable(name) == verb.tenant}
+        return self._told.why(verb.request, names, self._model)
 
     def _model(self, number: int) -> str:
         """What the model of a namespace is called."""

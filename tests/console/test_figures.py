@@ -330,16 +330,16 @@ def test_origins_are_compared_with_the_host_that_was_asked() -> None:
 def test_a_login_lasts_and_ends() -> None:
     clock = _Clock()
     one = guard(token=TOKEN, clock=clock)
-    assert not one.may_read(None, None) and not one.may_read("Bearer wrong-horse", None)
-    assert one.may_read(f"Bearer {TOKEN}", None) and not one.may_read(f"Basic {TOKEN}", None)
+    assert not one.reader(None, None) and not one.reader("Bearer wrong-horse", None)
+    assert one.reader(f"Bearer {TOKEN}", None) and not one.reader(f"Basic {TOKEN}", None)
     assert one.log_in("wrong") is None
     name = one.log_in(TOKEN)
-    assert name is not None and one.may_read(None, f"a=b; {COOKIE}={name}") and not one.may_read(None, f"{COOKIE}=x")
+    assert name is not None and one.reader(None, f"a=b; {COOKIE}={name}") and not one.reader(None, f"{COOKIE}=x")
     clock.now += LOGIN_SECONDS + 1
-    assert not one.may_read(None, f"{COOKIE}={name}")
+    assert not one.reader(None, f"{COOKIE}={name}")
     name = one.log_in(TOKEN)
     one.log_out(f"{COOKIE}={name}")
-    assert not one.may_read(None, f"{COOKIE}={name}")
+    assert not one.reader(None, f"{COOKIE}={name}")
 
 
 def test_who_tries_tokens_has_to_wait() -> None:

@@ -341,11 +341,14 @@ def test_what_is_no_message_ends_the_connection_and_nothing_else(sidecar: Sideca
     assert sidecar.door.malformed_messages == 1
 
 
-@pytest.mark.parametrize(("oldest", "newest", "is_welcome"), [(1, 1, True), (1, 9, True), (2, 9, False), (0, 0, False)])
-def test_the_highest_version_in_common_is_spoken(sidecar: Sidecar, oldest: int, newest: int, is_welcome: bool) -> None:
+@pytest.mark.parametrize(
+    ("oldest", "newest", "spoken"), [(1, 1, 1), (1, 2, 2), (1, 9, 2), (2, 9, 2), (3, 9, 0), (0, 0, 0)]
+)
+def test_the_highest_version_in_common_is_spoken(sidecar: Sidecar, oldest: int, newest: int, spoken: int) -> None:
+    """spoken: 0 for none."""
     (reply,) = talk(sidecar, m.pack(m.Request(7, m.Hello(oldest, newest))))
-    if is_welcome:
-        assert isinstance(reply.answer, m.Welcome) and reply.answer.version == 1 and reply.number == 7
+    if spoken:
+        assert isinstance(reply.answer, m.Welcome) and reply.answer.version == spoken and reply.number == 7
     else:
         assert isinstance(reply.answer, m.Failed) and reply.answer.fault is m.RequestFault.VERSION
 

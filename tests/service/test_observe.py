@@ -17,6 +17,7 @@ from kvstore.cli import ask
 from kvstore.client.framing import FramedSocket
 from kvstore.node import SystemClock
 from kvstore.protocol import messages as m
+from kvstore.protocol.told import SavingsTold
 from kvstore.service.connections import DoorLimits
 from kvstore.service.local_door import ADMIN_CONNECTIONS
 from kvstore.service.settings import read_settings
@@ -24,7 +25,7 @@ from service.sidecar import Sidecar
 from workbench import MODEL, ids, random_pages, small_layout
 
 CLOCK = SystemClock()
-TELLING = (m.Hello, m.Stat, m.Ping)
+TELLING = (m.Hello, m.Stat, m.Why, m.Ping)
 
 
 @pytest.fixture
@@ -69,6 +70,9 @@ def one_of_each(packed: bytes, keys: list[bytes], lease: int) -> list[m.Verb]:
         m.DropAny: m.DropAny(""),
         m.Purge: m.Purge("default"),
         m.Record: m.Record(),
+        m.Changes: m.Changes(0, 0),
+        m.Tell: m.Tell([], SavingsTold(1.0)),
+        m.Why: m.Why("r"),
     }
     assert set(made) == set(m.Verb.__args__), "a new verb: say here that it is refused"
     return [verb for kind, verb in made.items() if kind not in TELLING]
@@ -96,7 +100,7 @@ def test_it_tells_what_the_operator_is_told(sidecar: Sidecar) -> None:
         handle.put(ids(640), random_pages(handle.layout, 10))
         handle.match(ids(640))
         told, by_admin = (ask.stat(str(path), CLOCK) for path in (sidecar.observe_path, sidecar.admin_path))
-    differing = {"at", "up_seconds", "door", "sessions"}
+    differing = {"at", "up_seconds", "door", "sessions", "whatif"}  # what it counted since
     mine, others = (msgspec.to_builtins(one) for one in (told, by_admin))
     assert {key for key in mine if mine[key] != others[key]} <= differing
     assert told.looked.asked_tokens == 640 and answers_to(sidecar.observe_path, m.Ping()) == [m.Done()]

@@ -53,7 +53,8 @@ async function draw() {
     const series = found[0];
     series.words = WORDS[ring];
     series.note = series.seen_since === null ? "The console has watched for less than one look." : series.seen_since > series.times[0] ? `The console has watched since ${moment(series.seen_since)}; before that nothing is known.` : "";
-    const windows = make("div.windows", {}, ...Object.entries(WINDOWS).map(([name, text]) => make("a", { href: `${path}?window=${name}`, ...(name === window_ ? { "aria-current": "true" } : {}) }, text)));
+    if (status.tenant) series.note = "A tenant's numbers are those since the sidecar began; what happened when is told of all tenants together alone.";
+    const windows = status.tenant ? make("span") : make("div.windows", {}, ...Object.entries(WINDOWS).map(([name, text]) => make("a", { href: `${path}?window=${name}`, ...(name === window_ ? { "aria-current": "true" } : {}) }, text)));
     const open = [...main.querySelectorAll("details")].map((one) => one.open), scrolled = scrollY;
     endCharts();
     main.replaceChildren(...render({ status, series, window: window_, windows, words: WORDS[window_], ...Object.fromEntries(keys.map((key, at) => [key, found[at + 1]])) }));
@@ -81,6 +82,8 @@ function tell() {
 }
 function take(next) {
   status = next; heardAt = Date.now();
+  if (next.tenant) document.querySelectorAll("#nav a").forEach((one) => { one.hidden = !["/misses", "/tenants", "/request", "/plan"].includes(new URL(one.href).pathname); });
+  if (next.tenant && path === "/") { location.replace("/tenants"); return; }
   const isNew = run !== null && next.run !== run;
   run = next.run;
   const wasEmpty = !main.querySelector("section:not(.wait)") || main.querySelector("#health.error:only-child");
@@ -89,7 +92,7 @@ function take(next) {
   if (wasEmpty || (!isForm && (isNew || Date.now() - drawnAt > 1000 * REDRAW_SECONDS))) draw();
 }
 function listen() {
-  if (source || document.hidden) return;
+  if (source || document.hidden || status?.tenant) return;  // a tenant asks again and again: what is streamed is of all
   source = new EventSource("/api/stream");
   source.addEventListener("message", (event) => take(JSON.parse(event.data)));
 }
@@ -98,5 +101,6 @@ document.addEventListener("visibilitychange", () => {
 });
 addEventListener("pagehide", () => { source?.close(); source = null; });
 setInterval(tell, 1000);
+setInterval(async () => { if (status?.tenant && !document.hidden) try { take(await get("/api/status")); } catch { /* tell() says how long ago the last answer was */ } }, 5000);
 try { take(await get("/api/status")); } catch (error) { say(`The console does not answer: ${error.message}.`); ready(); }
 listen();
