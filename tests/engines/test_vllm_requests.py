@@ -111,10 +111,12 @@ def test_an_operator_is_shown_what_became_of_a_request(told: dict[str, Any], pai
             continue
         records |= {one.request: one for one in found}
     assert records and all(one.engine.startswith("vllm ") for one in records.values())
-    hits = [one for one in records.values() if one.told is not None and one.told.hits == {"dram": 384}]
+    # Engines of other tests share this sidecar.
+    mine = [one for one in records.values() if one.told is not None and one.told.asked in (400, 402)]
+    hits = [one for one in mine if one.told is not None and one.told.hits == {"dram": 384}]
     assert hits, records
     for one in hits:
-        assert one.told is not None and one.told.asked in (400, 402) and sum(one.told.misses.values()) in (16, 18)
+        assert one.told is not None and sum(one.told.misses.values()) in (16, 18)
         assert sum(lease.blocks for lease in one.leases) >= 3 and one.told.load_ms >= 0
     savings = ask.stat(pair.admin, SystemClock()).savings
     assert savings is not None and savings.engines >= 1
