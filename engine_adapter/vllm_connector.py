@@ -569,7 +569,6 @@ class _SchedulerSide:
                 BlockStored, BlockRemoved, maybe_convert_block_hash, _extra_keys, self._kind
             )
             self.half.announce(self._described)
-        self.half.announced.step()
         return self._block_events.of(self.half.announced.take(), self._hash_tokens)
 
     def _described(self, view: Any, number: int) -> EventBlock | None:
@@ -589,11 +588,11 @@ class _SchedulerSide:
         return int(getattr(self._groups, "hash_block_size", None) or self._page_tokens)
 
 
-def _extra_keys(request: Any, first: int, stop: int) -> list[Any] | None:
-    """Of a request's one hash of these tokens, as events have them."""
+def _extra_keys(request: Any, first: int, stop: int) -> Any:
+    """Of a request's one hash of these tokens, as events have them; None where there are none."""
     keys, _ = generate_block_hash_extra_keys(request, first, stop, 0)
-    as_told = getattr(kv_cache_utils, "to_event_extra_keys", None)
-    return as_told([keys]) if as_told is not None and keys else [keys] if keys else None
+    as_told = getattr(kv_cache_utils, "to_event_extra_keys", list)  # earlier versions tell them as they are
+    return as_told([keys])[0] if keys else None
 
 
 def _with_load_mode(settings: ConnectorSettings, unwaitable: str) -> ConnectorSettings:

@@ -43,7 +43,7 @@ class BlockEvents:
         stored: type,
         removed: type,
         hash_of: Callable[[Any], Any],
-        extra_keys: Callable[[Any, int, int], list[Any] | None],
+        extra_keys: Callable[[Any, int, int], Any],
         kind: str | None,
     ) -> None:
         """stored, removed: vLLM's events. hash_of: a block's hash as events have it. extra_keys: of the one hash of a
@@ -51,7 +51,6 @@ class BlockEvents:
         self._stored, self._removed = stored, removed
         self._hash_of = hash_of
         self._extra_keys = extra_keys
-        self._kind = kind
         self._of_stored = self._known(stored, {"kv_cache_spec_kind": kind, "locality": LOCALITY})
         self._of_removed = self._known(removed, {"locality": LOCALITY})
 
@@ -69,7 +68,7 @@ class BlockEvents:
             tuple(self._hash_of(one) for one in hashes[first:stop]),
             self._hash_of(hashes[first - 1]) if first else None,
             array("I", view.token_ids(first * hash_tokens, stop * hash_tokens)),
-            [one[0] if one else None for one in extra] if any(extra) else None,
+            extra if any(extra) else None,
             lora.lora_int_id if lora is not None else None,
             lora.lora_name if lora is not None else None,
         )

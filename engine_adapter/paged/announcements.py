@@ -1,7 +1,7 @@
 """Which blocks an engine has told routers of, and where these can be read now: what its events are made of.
 
     a save is ordered  > expected  > the store says that the block is there, or the save's report does  > announced
-    announced          > the store says that it moved or went   > told again, so that nobody goes on believing it
+    announced          > the store says that it moved or went   > told again, so that no router goes on believing it
 
 The store tells what became of blocks in its order (`m.Changes`), so what is told here ends with what it holds. Where
 that order is lost (a store that began anew, or an engine that asked too rarely), all that was announced is taken back.
@@ -134,7 +134,7 @@ class Announcements(Generic[B]):
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _take(self, told: m.Changed) -> None:
-        if not told.run:  # nobody answered: nothing is known, and nothing is lost yet
+        if not told.run:  # no sidecar answered: nothing is known, and nothing is lost yet
             return
         if told.is_lost or (self._run and told.run != self._run):
             is_other = told.run != self._run

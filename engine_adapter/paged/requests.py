@@ -183,10 +183,11 @@ class RequestNews:
         self._judged: tuple[object, float, float] = (None, 0.0, 0.0)  # of which choice, saved and regretted
 
     def add(self, request_id: str, told: dict[str, Any]) -> dict[str, Any]:
-        """A request is over; told: as its user is. Returns it."""
+        """A request is over; told: as its user is. Returns it. A client may have given it a name that is no text."""
+        name = request_id.encode("utf-8", "replace").decode()
         self._waiting.append(
             RequestTold(
-                request_id[:MAX_REQUEST_CHARACTERS],
+                name[:MAX_REQUEST_CHARACTERS],
                 told["asked"],
                 told["hits"],
                 told["misses"],

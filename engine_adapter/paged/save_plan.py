@@ -151,7 +151,7 @@ class SavePatience:
         a step computes > it is over > QUIET_SECONDS without another one > saves go
 
     Encoding and copying take the processors, the memory's bandwidth and the interpreter's lock from a step; behind it
-    they cost nobody anything. The wait is bounded, and ends where it loses anything: a save whose pages were wanted
+    they cost the engine nothing. The wait is bounded, and ends where it loses anything: a save whose pages were wanted
     before it was its turn, or that found no room behind those that wait, is lost.
     """
 

@@ -339,7 +339,6 @@ class PagedScheduler:
                 self._plan.decoded((page for run in load.tables for page in run.pages), load.number)
         self._offer_all(due, orders)
         self._running, self._idle_seconds = running, IDLE_WAIT_SECONDS
-        self._news.tell(self._namespace.now(), self.choice, len(self._ranks), self._clock())
         orders.failures_seen = dict(self._failures)
         if self._facts is not None and self._told != self._facts.number:
             self._told = self._facts.number
@@ -351,6 +350,8 @@ class PagedScheduler:
     @_edge(None)
     def reported(self, reports: StepReports | None) -> None:
         """A step is over, which need not be the last one that was scheduled; what the workers have done."""
+        self._news.tell(self._namespace.now(), self.choice, len(self._ranks), self._clock())
+        self.announced.step()
         if reports is None:
             return
         if reports.step and self.choice is not None:

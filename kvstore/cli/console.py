@@ -52,10 +52,10 @@ def console(
     from tiering.clock import SystemClock
 
     address = host_and_port(listen, "--listen")
-    token = None
+    tokens = None
     if token_file is not None:
         with open(token_file, encoding="utf-8", errors="replace") as lines:
-            token = checked_tokens(lines.read(_MOST_TOKEN_BYTES), token_file)
+            tokens = checked_tokens(lines.read(_MOST_TOKEN_BYTES), token_file)
 
     def started(port: int) -> None:
         host = f"[{address[0]}]" if ":" in address[0] else address[0]
@@ -69,7 +69,7 @@ def console(
         kvstore.__version__,
         lambda: keeper is None or os.getppid() == keeper,
     )
-    serve_console(socket or default_socket(data, OBSERVE_SOCKET), address, token, parts, started)
+    serve_console(socket or default_socket(data, OBSERVE_SOCKET), address, tokens, parts, started)
     return OK
 
 

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from kvstore.block.account import MissReason
-from kvstore.block.errors import Unreachable
+from kvstore.block.errors import StoreError, Unreachable
 from kvstore.client.breaker import Breaker
 from kvstore.client.framing import AnsweredCall, Backpressure, FramedSocket, TimedOut, TooLong
 from kvstore.client.pending import BLOCK_SECONDS, MAX_QUEUED_SECONDS, SHORT_BLOCKS
@@ -475,6 +475,15 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
             _hold(all(0 < one.frame_bytes <= one.size_bytes for one in answer.extents), "frames of impossible sizes")
         case _:
             pass
+
+
+def asked_stat(wire: FramedSocket, seconds: float) -> SidecarStatus:
+    """What a sidecar says of itself at its operator's or its observers' socket. Raises `StoreError`, `TimedOut` and
+    `ValueError`."""
+    answer = wire.call(m.Stat(), seconds).answer
+    if isinstance(answer, m.StatReply):
+        return checked_facts(answer.facts)
+    raise StoreError(answer.text if isinstance(answer, m.Failed) else "an answer of another kind; another version?")
 
 
 def checked_facts(facts: SidecarStatus) -> SidecarStatus:

@@ -1,8 +1,8 @@
 """Who may read the console: names of hosts, origins, a token, and the cookie that stands for it. Knows no HTTP library.
 
 A page that another site shows could ask this host by a name of its own (DNS rebinding): without a token only the names
-of this host's loopback are answered. With a token, whoever has it is let in under any name. Nothing here changes the
-sidecar; the only thing that changes is who is logged in.
+of this host's loopback are answered. With a token, a reader who gives it is let in under any name. Nothing here
+changes the sidecar; the only thing that changes is who is logged in.
 """
 
 from __future__ import annotations
@@ -78,17 +78,18 @@ class Guard:
     """For one listening address. One thread."""
 
     def __init__(
-        self, host: str, token: str | ConsoleTokens | None, clock: Clock, new_token: Callable[[int], bytes]
+        self, host: str, tokens: ConsoleTokens | None, clock: Clock, new_token: Callable[[int], bytes]
     ) -> None:
-        """token: None where everybody on this host may read. Raises `BadInput` where that would be everybody at all."""
-        if token is None and not is_loopback(host):
+        """tokens: None where all on this host may read. Raises `BadInput` where that would be everybody at all."""
+        if tokens is None and not is_loopback(host):
             raise BadInput(
                 f"{host} can be reached by other hosts; give --token-file (console.token_file), or listen on 127.0.0.1"
             )
-        self.has_token = token is not None
-        tokens = ConsoleTokens(token) if isinstance(token, str) else token or ConsoleTokens("")
-        self._readers = {tokens.operator: ConsoleReader()}
-        self._readers |= {one: ConsoleReader(name) for one, name in tokens.tenants.items()}
+        self.has_token = tokens is not None
+        self._readers: dict[str, ConsoleReader] = {}
+        if tokens is not None:
+            self._readers = {one: ConsoleReader(name) for one, name in tokens.tenants.items()}
+            self._readers[tokens.operator] = ConsoleReader()
         self._names = {host.lower(), *_LOOPBACK}
         self._clock = clock
         self._new_token = new_token

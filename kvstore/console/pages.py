@@ -410,7 +410,7 @@ def _add_document(app: FastAPI, version: str) -> None:
         answers = document["paths"][path]["get"]["responses"] = {"200": _content("What was asked for", schema)}
         for status, text in (
             ("401", "The token is missing or wrong"),
-            ("403", "A page of another site asked"),
+            ("403", "A page of another site asked, or a tenant asked for what is of all"),
             ("421", "Another host was asked for"),
             ("422", "A parameter that cannot be"),
             ("503", "No sidecar has answered yet"),

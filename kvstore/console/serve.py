@@ -41,13 +41,13 @@ class ConsoleParts:
 def serve_console(
     sidecar: str,
     address: tuple[str, int],
-    token: str | ConsoleTokens | None,
+    tokens: ConsoleTokens | None,
     parts: ConsoleParts,
     started: Callable[[int], None],
 ) -> None:
     """Until SIGTERM or SIGINT. started: told the port once it listens. Raises `BadInput`."""
     host, port = address
-    guard = Guard(host, token, parts.clock, parts.new_token)
+    guard = Guard(host, tokens, parts.clock, parts.new_token)
     listening = _listening(host, port)
     watch = SidecarWatch(sidecar, parts.version, parts.clock)
     hub = Broadcast()

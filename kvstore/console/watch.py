@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvstore.block.errors import StoreError
-from kvstore.client.connection import check_numbers, checked_facts
+from kvstore.client.connection import asked_stat, check_numbers
 from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.console.events import ConsoleEvent, events_between
 from kvstore.console.figures import ConsoleStatus, Contact, reading_of, status_of, status_of_tenant
@@ -118,7 +118,7 @@ class SidecarWatch:
         while not self._ends.is_set():
             try:
                 wire = wire or FramedSocket(self._path, "kvstore console", b"", self._clock, ANSWER_SECONDS)
-                self._take(_stat(wire))
+                self._take(asked_stat(wire, ANSWER_SECONDS))
                 pause, rest = FIRST_PAUSE_SECONDS, self._poll_seconds
             except (StoreError, TimedOut, ValueError, OSError) as error:
                 if wire is not None:
@@ -152,12 +152,3 @@ class SidecarWatch:
                 self._contact = Contact(False, now, self._contact.numbers_from, why)
             else:
                 self._contact = Contact(False, self._contact.since, self._contact.numbers_from, why)
-
-
-def _stat(wire: FramedSocket) -> SidecarStatus:
-    """Raises `StoreError`, `TimedOut` and `ValueError`."""
-    answer = wire.call(m.Stat(), ANSWER_SECONDS).answer
-    if isinstance(answer, m.StatReply):
-        return checked_facts(answer.facts)
-    why = answer.text if isinstance(answer, m.Failed) else "an answer of another kind; is it of another version?"
-    raise StoreError(why)

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +18,10 @@ from typing import Any
 
 import kvstore
 from kvstore.block.errors import StoreError
-from kvstore.client.connection import checked_facts
+from kvstore.client.connection import asked_stat
 from kvstore.client.framing import FramedSocket, TimedOut
 from kvstore.client.sidecar_store import SidecarStore
 from kvstore.node import EmbeddedStore
-from kvstore.protocol import messages as m
 from kvstore.protocol.status import SidecarStatus
 from tiering.clock import SystemClock
 
@@ -72,10 +72,7 @@ class DemoSidecar:
         except (StoreError, TimedOut, OSError) as error:
             raise StoreError(f"{path}: {error}") from None
         try:
-            answer = wire.call(m.Stat(), ANSWER_SECONDS).answer
-            if not isinstance(answer, m.StatReply):
-                raise StoreError(f"{path}: an answer of another kind")
-            return checked_facts(answer.facts)
+            return asked_stat(wire, ANSWER_SECONDS)
         except (TimedOut, ValueError) as error:
             raise StoreError(f"{path}: {error}") from None
         finally:
@@ -93,7 +90,7 @@ class DemoSidecar:
             time.sleep(0.1)
 
     def wait(self) -> None:
-        """Until the console has ended: nobody ends it but a signal."""
+        """Until the console has ended, as a signal ends it."""
         assert self._console is not None
         self._console.wait()
 
@@ -110,21 +107,23 @@ class DemoSidecar:
 def _start(arguments: Sequence[str]) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """A command of our own, and what it says once it runs. A signal from the terminal is the demo's alone. Raises
     `StoreError`."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvstore", *arguments, "--json"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    line = process.stdout.readline()
-    if not line:
-        _, errors = process.communicate()
-        lines = errors.strip().splitlines() or [f"status {process.returncode}"]
-        raise StoreError(f"kvstore {arguments[0]} does not run: {lines[-1].removeprefix('kvstore: ')}")
-    return process, json.loads(line)
+    with tempfile.TemporaryFile("w+") as log:  # and no pipe, which a log that is not read would fill
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore", *arguments, "--json"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if line:
+            return process, json.loads(line)
+        process.wait()
+        log.seek(0)
+        lines = log.read().strip().splitlines() or [f"status {process.returncode}"]
+    raise StoreError(f"kvstore {arguments[0]} does not run: {lines[-1].removeprefix('kvstore: ')}")
 
 
 def _end(process: subprocess.Popen[str] | None) -> None:

@@ -53,9 +53,8 @@ class Recording:
         self._clock = clock
         self._random = random
         self._lock = threading.Lock()
-        self._token = b""
-        self.is_recording = False
-        """Whether `looked_up` has anything to do."""
+        self.token = b""
+        """What the recording under way is called; empty where there is none, and `looked_up` has nothing to do."""
         self._salt = b""
         self._namespaces: frozenset[int] = frozenset()
         self._began_at = self._asked_at = 0.0
@@ -69,20 +68,19 @@ class Recording:
         with self._lock:
             now = self._clock.monotonic_seconds()
             left = SILENCE_SECONDS - (now - self._asked_at)
-            if self._token and left > 0:
+            if self.token and left > 0:
                 raise BadInput(
                     "somebody else is recording; end that (SIGINT or SIGTERM), or, where it was killed, try again in "
                     f"{ceil(left)} s"
                 )
             self._end()
-            self._token, self._salt = self._random(RECORDING_BYTES), self._random(SALT_BYTES)
-            self.is_recording = True
+            self.token, self._salt = self._random(RECORDING_BYTES), self._random(SALT_BYTES)
             self._namespaces, self._began_at, self._asked_at = namespaces, now, now
-            return self._token
+            return self.token
 
     def looked_up(self, namespace: int, keys: Sequence[bytes]) -> None:
         """A request asked how much of its prompt there is."""
-        if not self.is_recording:
+        if not self.token:
             return
         with self._lock:
             now = self._clock.monotonic_seconds()
@@ -102,7 +100,7 @@ class Recording:
         with self._lock:
             if self._clock.monotonic_seconds() - self._asked_at >= SILENCE_SECONDS:
                 self._end()
-            if not token or token != self._token:
+            if not token or token != self.token:
                 raise BadInput("that recording is over: nobody came for what it noted; begin another one")
             self._asked_at = self._clock.monotonic_seconds()
             taken: list[_Noted] = []
@@ -117,12 +115,11 @@ class Recording:
     def end(self, token: bytes) -> None:
         """Note nothing any more."""
         with self._lock:
-            if token == self._token:
+            if token == self.token:
                 self._end()
 
     def _end(self) -> None:
-        self._token = self._salt = b""
-        self.is_recording = False
+        self.token = self._salt = b""
         self._noted.clear()
         self._waiting = self._lost = 0
 

@@ -131,6 +131,8 @@ class Admin:
     def _purge(self, verb: m.Purge) -> int:
         keys, blocks = self._store.purge(verb.tenant, checked_seconds(verb.seconds))
         self._door.disconnect(keys.tenant)
+        if self._told is not None:
+            self._told.forget(keys.tenant)
         return blocks
 
     # Recording -----------------------------------------------------------------------------------------------------

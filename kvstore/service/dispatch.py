@@ -223,7 +223,7 @@ class Handlers:
         if verb.counts:
             seconds = self._store.clock.monotonic_seconds() - began_at
             self._counting.looked_up(number, verb.keys, matched.reply, seconds)
-            if self._recording.is_recording:
+            if self._recording.token:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)

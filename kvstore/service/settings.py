@@ -20,9 +20,9 @@ import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from kvstore.block.errors import BadInput
 from kvstore.config import (
@@ -316,20 +316,11 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any]
 
 
 def _all_settings() -> Iterator[tuple[str, str, str]]:
-    """Section, key, and the key's type as it is written."""
-    for section, kinds in (
-        ("store", (StoreSettings,)),
-        ("limits", (Limits,)),
-        ("door", (DoorSettings, DoorLimits)),
-        ("admin", (AdminSettings,)),
-        ("observe", (ObserveSettings,)),
-        ("http", (HttpSettings,)),
-        ("console", (ConsoleSettings,)),
-        ("log", (LogSettings,)),
-    ):
-        for kind in kinds:
-            for one in fields(kind):
-                if (section, one.name) != ("door", "limits"):
+    """Section, key, and the key's type as it is written; not those of tenants, which have no names yet."""
+    for section, kind in get_type_hints(Settings).items():
+        for part in (DoorSettings, DoorLimits) if kind is DoorSettings else (kind,) if is_dataclass(kind) else ():
+            for one in fields(part):
+                if one.type != DoorLimits.__name__:
                     yield section, one.name, str(one.type)
 
 

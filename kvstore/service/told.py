@@ -5,7 +5,7 @@ saved. For people: nothing here decides anything.
     an engine tells what its loads saved      > summed   > the sums stay when it goes
 
 Each tenant has as many requests remembered as every other one, so that none makes another's forgotten. What a client
-tells is bounded by the message, believed by nobody, and shown as text.
+tells is bounded by the message and shown as text; no decision is made by it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_SECONDS = 1e9
 """That an engine may say to have saved at once."""
 MOST_MS = 1e9
 MOST_ENGINES = 1024
-"""Whose figures are kept while they are connected; of more, the ones that told least lately are not."""
+"""Whose own times to the first token are kept; of more, the ones that told longest ago are not."""
 
 
 @dataclass(slots=True)
@@ -44,6 +44,11 @@ class _KnownRequest:
     leases: list[LeaseNote] = field(default_factory=list)
     told_at: float | None = None
     told: RequestTold | None = None
+
+    @property
+    def noted_at(self) -> float:
+        """When anything was noted of it last."""
+        return max([self.told_at or 0.0, *(one.at for one in self.leases)])
 
 
 class ToldRequests:
@@ -105,26 +110,27 @@ class ToldRequests:
     def why(self, request: str, names: Mapping[bytes, str], models: Callable[[int], str]) -> m.WhyReply:
         """What is known of requests whose names begin so. names: of the tenants that are looked at. models: what the
         model of a namespace is called, by its number."""
-        found: list[tuple[float, RequestRecord]] = []
+        found: list[tuple[float, str, str, _KnownRequest]] = []
         kept = 0
-        with self._lock:
-            for tenant, name in names.items():
-                mine = self._requests.get(tenant, OrderedDict())
-                kept += len(mine)
-                for (_, own), noted in reversed(mine.items()):
-                    if request and own.startswith(request):
-                        record = RequestRecord(
-                            printable(own),
-                            printable(name),
-                            printable(noted.engine),
-                            printable(models(noted.namespace)) if noted.namespace >= 0 else "",
-                            list(noted.leases),
-                            noted.told_at,
-                            noted.told,
-                        )
-                        found.append((max([noted.told_at or 0.0, *(one.at for one in noted.leases)]), record))
+        for tenant, name in names.items():
+            with self._lock:  # for one tenant's at a time: leases are noted meanwhile
+                mine = list(reversed(self._requests.get(tenant, OrderedDict()).items()))
+            kept += len(mine)
+            found += [(one.noted_at, own, name, one) for (_, own), one in mine if own.startswith(request)]
         found.sort(key=lambda one: -one[0])
-        return m.WhyReply([record for _, record in found[: m.MAX_RECORDS]], kept)
+        records = [
+            RequestRecord(
+                printable(own),
+                printable(name),
+                printable(one.engine),
+                printable(models(one.namespace)) if one.namespace >= 0 else "",
+                list(one.leases),
+                one.told_at,
+                one.told,
+            )
+            for _, own, name, one in found[: m.MAX_RECORDS]
+        ]
+        return m.WhyReply(records, kept)
 
     def savings(self) -> SavingsStatus | None:
         """What all engines have told since the sidecar began; None where none has."""

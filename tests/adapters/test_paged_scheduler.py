@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import kvstore
 from engine_adapter.audit.audits import AuditResult, AuditVerdict
 from engine_adapter.paged.load_choice import StepWork
-from engine_adapter.paged.requests import NEVER, Computed, RequestSpec
+from engine_adapter.paged.requests import NEVER, Computed, RequestNews, RequestSpec
 from engine_adapter.paged.scheduler import PagedScheduler
 from engine_adapter.paged.settings import ConnectorSettings
 from engine_adapter.paged.step_plan import AuditReport, LoadReport, NamespaceSpec, SaveReport, StepPlan, StepReports
@@ -22,6 +23,7 @@ from kvstore.block.errors import BadInput
 from kvstore.block.layout import Layout
 from kvstore.client.handle import NamespaceHandle
 from kvstore.node import EmbeddedStore
+from kvstore.protocol import messages as m
 from kvstore.protocol.messages import MatchPrefix
 from paged_engine import Request, SharedStore
 from tiering.frame import KEY_BYTES
@@ -1030,3 +1032,15 @@ def test_before_a_worker_has_spoken_nothing_is_asked(store: EmbeddedStore) -> No
     told: Any = half.finished("a")
     assert told["misses"] == {"disabled": 100} and half.block_tokens == 0
     half.close()
+
+
+def test_a_request_whose_name_is_no_text_is_told_all_the_same() -> None:
+    """A client may give one with half of a pair of surrogates, which no message can carry."""
+    news = RequestNews()
+    told = {"asked": 1, "hits": {}, "misses": {"absent": 1}, "detail": "", "load_ms": None, "saved_blocks": 0}
+    news.add("\ud800" + "x" * 400, {**told, "put_reasons": {}})
+    sent: list[Any] = []
+    namespace: Any = SimpleNamespace(tell=lambda requests, savings: sent.extend(requests))
+    news.tell(namespace, None, 1, 0.0)
+    (one,) = sent
+    assert one.request.startswith("?x") and m.pack(m.Request(1, m.Tell([one])))

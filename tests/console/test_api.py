@@ -40,7 +40,7 @@ READS = tuple(
         "namespaces",
         "engines",
         "whatif",
-        "request?id=nobody",
+        "request?id=unknown",
         "models",
         "plan",
         "events",
@@ -132,7 +132,7 @@ def test_the_plan_is_that_of_the_command_with_what_the_sidecar_has(served: tuple
     measured = shown.ask("/api/plan").json
     assert measured["is_measured"] and measured["new_tokens_per_second"] > 0
     assert {one["model"] for one in shown.ask("/api/models").json} >= {"llama-3.1-8b", "deepseek-v3"}
-    for wrong, words in (("model=nobody", "not in the table"), ("dram=much", "much"), ("gpu_memory=80GB", "weights")):
+    for wrong, words in (("model=unknown", "not in the table"), ("dram=much", "much"), ("gpu_memory=80GB", "weights")):
         answer = shown.ask(f"/api/plan?{wrong}")
         assert answer.status == 422 and words in answer.json["error"], answer.body
 
@@ -148,7 +148,7 @@ def test_a_request_is_shown_as_the_command_shows_it(served: tuple[Sidecar, Runni
         ]
         assert told["found"][0]["told"]["hits"] == {"dram": 320}
         shown.until("/api/status", lambda one: one["savings"] and one["savings"]["saved_seconds"] == 2.5)
-    assert shown.ask("/api/request?id=nobody").json["found"] == []
+    assert shown.ask("/api/request?id=unknown").json["found"] == []
     assert shown.ask("/api/request").status == 422 and shown.ask(f"/api/request?id={'x' * 300}").status == 422
 
 

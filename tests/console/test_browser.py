@@ -107,7 +107,7 @@ def test_the_plan_has_the_apis_figures_and_says_what_cannot_be_planned(
         "deepseek-v3",
         "256GiB",
     ]
-    browser.open(f"{shown.url}plan?model=nobody")
+    browser.open(f"{shown.url}plan?model=unknown")
     browser.until("document.getElementById('problem')")
     assert "not in the table" in browser.value("document.getElementById('problem').textContent")
     assert all("422" in one for one in browser.logged), "and nothing else was logged"
@@ -129,7 +129,7 @@ def test_a_requests_page_has_what_its_engine_told(served: tuple[Sidecar, Running
     text = browser.value("document.getElementById('main').textContent")
     for words in ("cmpl-7", "small model", "leased 5 of 5 blocks", "400 tokens", "waited 2.50 ms", "as it is"):
         assert words in text, text
-    browser.open(f"{shown.url}request?id=nobody")
+    browser.open(f"{shown.url}request?id=unknown")
     browser.until("document.getElementById('problem')")
     assert "Nothing is known" in browser.value("document.getElementById('problem').textContent")
 

@@ -11,7 +11,15 @@ from msgspec import structs
 
 from kvstore.block.account import MissReason
 from kvstore.block.errors import BadInput
-from kvstore.console.access import COOKIE, FAILURE_SECONDS, LOGIN_SECONDS, MOST_FAILURES, Guard, checked_token
+from kvstore.console.access import (
+    COOKIE,
+    FAILURE_SECONDS,
+    LOGIN_SECONDS,
+    MOST_FAILURES,
+    ConsoleTokens,
+    Guard,
+    checked_token,
+)
 from kvstore.console.events import events_between
 from kvstore.console.figures import (
     Contact,
@@ -290,7 +298,7 @@ def test_spans_are_said_as_people_say_them() -> None:
 
 
 def guard(host: str = "127.0.0.1", token: str | None = None, clock: _Clock | None = None) -> Guard:
-    return Guard(host, token, clock or _Clock(), bytes)
+    return Guard(host, ConsoleTokens(token) if token is not None else None, clock or _Clock(), bytes)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])

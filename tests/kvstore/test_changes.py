@@ -1,4 +1,4 @@
-"""What became of blocks, as it is told to engines: whoever follows it ends with what the store holds."""
+"""What became of blocks, as it is told to engines: an engine that follows it ends with what the store holds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_who_asks_too_rarely_is_told_so_and_nothing_is_kept_for_who_does_not_ask
     assert not changes.since(1, lost.next).is_lost, "it goes on from there"
     for number in range(MOST_KEPT + 1):
         changes.note(1, key(number), BlockPlace.DRAM)
-    assert not changes.is_watching, "nobody asked"
+    assert not changes.is_watching, "no engine asked"
     again = changes.since(1, lost.next)
     assert again.is_lost and again.next > lost.next + MOST_KEPT
     assert changes.since(1, again.next + 1).is_lost, "a number that was never given"
@@ -156,7 +156,7 @@ def test_who_follows_ends_with_what_the_store_holds(tmp_path: Path, nvme: str) -
         assert held and follower.lost == 0
 
 
-def test_a_message_about_a_namespace_of_nobody_is_refused(tmp_path: Path) -> None:
+def test_a_message_about_a_namespace_that_was_not_opened_is_refused(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar:
         peer = Peer(str(sidecar.path))
         assert isinstance(peer.ask(m.Hello(1, 2, "test")), m.Welcome)

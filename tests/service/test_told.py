@@ -88,7 +88,7 @@ def test_the_command_prints_a_timeline_and_an_object(tmp_path: Path) -> None:
         assert "\x1b" not in shown.stdout
         read = subprocess.run([*command, "--json"], capture_output=True, text=True, env=environment)
         assert json.loads(read.stdout)["requests"][0]["told"]["saved_blocks"] == 1
-        none = subprocess.run([*command[:4], "nobody", *command[5:]], capture_output=True, text=True, env=environment)
+        none = subprocess.run([*command[:4], "unknown", *command[5:]], capture_output=True, text=True, env=environment)
         assert none.returncode == 2 and none.stderr.count("\n") == 1 and "nothing is known" in none.stderr
 
 
@@ -151,9 +151,8 @@ def test_what_is_remembered_is_bounded_and_the_last_ones_stay(tmp_path: Path) ->
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         handle = opened(store)
         handle.put(ids(64), random_pages(LAYOUT, 1))
-        for number in range(MOST_LEASES + 3):
+        for _ in range(MOST_LEASES + 3):
             handle.lease(handle.match(ids(70)), deadline_ms=5000, request="many").release()
-            assert number >= 0
         assert len(why(sidecar, "many")[0].leases) == MOST_LEASES
         for first in range(0, MOST_REQUESTS + 64, 64):
             handle.tell([told_of(f"r{number:05}") for number in range(first, first + 64)])
@@ -166,7 +165,7 @@ def test_what_is_remembered_is_bounded_and_the_last_ones_stay(tmp_path: Path) ->
             why(sidecar, "many")
 
 
-def test_a_tenants_socket_tells_nobody_of_requests_and_the_observers_does(tmp_path: Path) -> None:
+def test_a_tenants_socket_tells_nothing_of_requests_and_the_observers_does(tmp_path: Path) -> None:
     with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
         opened(store).tell([told_of("mine")])
         wait_until(lambda: bool(sidecar.told.why("mine", sidecar.store.tenant_names(), str).found))
@@ -189,3 +188,24 @@ def test_to_a_sidecar_of_the_version_before_nothing_is_told(tmp_path: Path, monk
             handle.tell([told_of("a")])
             assert handle.match(ids(64)).blocks == 0, "and the connection goes on"
             assert sidecar.told.why("a", sidecar.store.tenant_names(), str).kept == 0
+
+
+def test_what_is_known_of_a_tenants_requests_goes_with_its_purge(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar:
+        with sidecar.client() as store:
+            opened(store).tell([told_of("mine")])
+            wait_until(lambda: bool(sidecar.told.why("mine", sidecar.store.tenant_names(), str).found))
+            tenants = dict(sidecar.store.tenant_names())
+        ask.purge(str(sidecar.admin_path), CLOCK, "default", 30.0)
+        assert sidecar.told.why("mine", tenants, str).kept == 0
+
+
+def test_a_models_name_is_asked_for_those_alone_that_are_shown(tmp_path: Path) -> None:
+    asked: list[int] = []
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        handle.put(ids(64), random_pages(LAYOUT, 1))
+        for number in range(3 * m.MAX_RECORDS):
+            handle.lease(handle.match(ids(70)), deadline_ms=5000, request=f"r{number}").release()
+        reply = sidecar.told.why("r", sidecar.store.tenant_names(), lambda number: str(asked.append(number)))
+        assert reply.kept == 3 * m.MAX_RECORDS and len(asked) == len(reply.found) == m.MAX_RECORDS

@@ -1,10 +1,10 @@
 """What became of a namespace's blocks, in the order in which it did, for engines that tell routers what is cached.
 
     asked for > the namespace is watched > its blocks come, move and go > told from where the asker stands
-              > nobody asks while `MOST_KEPT` more happens: not watched any more
+              > no engine asks while `MOST_KEPT` more happens: not watched any more
 
-Nothing is kept of namespaces that nobody asks about. What is kept is bounded: who asks too rarely is told that some of
-it is lost, and takes all that it knew for gone. Thread-safe; its lock is held for an addition.
+Nothing is kept of namespaces that no engine asks about. What is kept is bounded: an engine that asks too rarely is told
+that some of it is lost, and takes all that it knew for gone. Thread-safe; its lock is held for an addition.
 """
 
 from __future__ import annotations
@@ -94,5 +94,7 @@ class BlockChanges:
             return ChangesTold(told, after + len(told))
 
     def _end(self, number: int) -> None:
-        self._unused = max(self._unused, self._watched.pop(number).next + 1)  # whoever stands at its end lost something
+        self._unused = max(
+            self._unused, self._watched.pop(number).next + 1
+        )  # an engine that stands at its end lost something
         self.is_watching = bool(self._watched)

@@ -4,12 +4,13 @@ import { clock, make, moment, span } from "./format.js";
 import { overview } from "./overview.js";
 import * as pages from "./pages.js";
 
+const filled = new URLSearchParams([...new URLSearchParams(location.search)].filter(([name, value]) => name !== "window" && value));
 const PAGES = [
   ["/", "Overview", overview, { whatif: "/api/whatif" }], ["/misses", "Why misses", pages.misses, { misses: "/api/misses?window=" }],
   ["/tenants", "Tenants", pages.tenants, { tenants: "/api/tenants", namespaces: "/api/namespaces" }],
   ["/moves", "Moves and disk", pages.moves, { engines: "/api/engines" }], ["/engines", "Engines", pages.engines, { engines: "/api/engines" }],
-  ["/request", "Request", pages.request, new URLSearchParams(location.search).get("id") ? { answer: `/api/request?id=${encodeURIComponent(new URLSearchParams(location.search).get("id"))}` } : {}],
-  ["/plan", "Plan", pages.plan, { models: "/api/models", planned: `/api/plan${location.search}` }],
+  ["/request", "Request", pages.request, filled.has("id") ? { answer: `/api/request?${new URLSearchParams({ id: filled.get("id") })}` } : {}],
+  ["/plan", "Plan", pages.plan, { models: "/api/models", planned: `/api/plan?${filled}` }],
   ["/events", "Events", pages.events, { events: "/api/events" }],
 ];
 const WINDOWS = { run: "since start", "15m": "15 min", "1h": "1 h", "6h": "6 h", "24h": "24 h", "7d": "7 d" };
@@ -27,7 +28,6 @@ document.getElementById("nav").append(...PAGES.map(([one, name]) => make("a", { 
 document.getElementById("theme").addEventListener("click", () => switchTheme());
 
 async function get(url) {
-  if (url.startsWith("/api/plan")) url = url.replace(/[?&]window=[^&]*/, "").replace(/[^?&]+=(&|$)/g, "");
   const answer = await fetch(url, { headers: { accept: "application/json" } });
   if (answer.status === 401) { location.href = "/login"; throw new Error("log in first"); }
   const body = await answer.json();

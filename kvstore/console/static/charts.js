@@ -53,12 +53,19 @@ const drawn = new Set();
 addEventListener("themechange", () => drawn.forEach((one) => one.redraw()));
 export function endCharts() { drawn.forEach((one) => { one.watcher.disconnect(); one.destroy(); }); drawn.clear(); }
 
+const FONT = "system-ui, 'DejaVu Sans', sans-serif";
+const axis = { stroke: () => colour("quiet"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { stroke: () => colour("line"), width: 1 }, font: `12px ${FONT}` };
+// As wide as its box, until the page is drawn again.
+function keep(plot, box, height) {
+  plot.watcher = new ResizeObserver(() => { const width = Math.floor(box.clientWidth); if (width > 0 && width !== plot.width) plot.setSize({ width, height }); });
+  plot.watcher.observe(box);
+  drawn.add(plot);
+}
 // points: [[bytes, share]], sizes rising. ceiling: drawn across. marks: [{at, text}], sizes that are named.
 export function curve(title, points, ceiling, marks) {
   const box = make("div.chart", { "aria-label": title });
   const least = Math.min(...points.map(([size]) => size), ...marks.map(({ at }) => at)) / 2, most = 2 * Math.max(...points.map(([size]) => size), ...marks.map(({ at }) => at));
   const rising = [[least, 0], ...points.filter(([size]) => size > least), [most, ceiling]];
-  const axis = { stroke: () => colour("quiet"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { stroke: () => colour("line"), width: 1 }, font: "12px system-ui, 'DejaVu Sans', sans-serif" };
   const share = (value) => (known(value) ? percent(value, 1) : "-");
   const options = {
     width: 300, height: 220, cursor: { y: false }, legend: { live: true, markers: { fill: () => colour("dram") } }, padding: [16, 26, 0, 0],
@@ -68,7 +75,7 @@ export function curve(title, points, ceiling, marks) {
     hooks: { draw: [(plot) => {
       const pen = plot.ctx, ratio = devicePixelRatio || 1;
       pen.save(); pen.setLineDash([4 * ratio, 4 * ratio]); pen.lineWidth = ratio; pen.strokeStyle = pen.fillStyle = colour("quiet");
-      pen.font = `${12 * ratio}px system-ui, 'DejaVu Sans', sans-serif`;
+      pen.font = `${12 * ratio}px ${FONT}`;
       const line = (fromX, fromY, toX, toY) => { pen.beginPath(); pen.moveTo(fromX, fromY); pen.lineTo(toX, toY); pen.stroke(); };
       const { left, top, width, height } = plot.bbox, level = plot.valToPos(ceiling, "y", true);
       line(left, level, left + width, level);
@@ -83,9 +90,7 @@ export function curve(title, points, ceiling, marks) {
     }] },
   };
   const plot = new uPlot(options, [rising.map(([size]) => size), rising.map(([, found]) => found)], box);
-  plot.watcher = new ResizeObserver(() => { const width = Math.floor(box.clientWidth); if (width > 0 && width !== plot.width) plot.setSize({ width, height: 220 }); });
-  plot.watcher.observe(box);
-  drawn.add(plot);
+  keep(plot, box, 220);
   return make("div", {}, box, detailsOf("Table of the curve", table(["size", "*tokens found"], points.map(([size, found]) => [bytes(size), share(found)]))));
 }
 
@@ -100,7 +105,6 @@ export function chart(title, times, series, { stacked = false, unit = "", format
     return any ? sum : null;
   })) : shown;
   const order = stacked ? [...series.keys()].reverse() : [...series.keys()];
-  const axis = { stroke: () => colour("quiet"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { stroke: () => colour("line"), width: 1 }, font: "12px system-ui, 'DejaVu Sans', sans-serif" };
   const options = {
     width: 300, height: 200, cursor: { sync: { key: "kvstore" }, y: false }, legend: { live: true, isolate: true, markers: { fill: (_, at) => (at ? colour(series[order[at - 1]].hue === "found" ? "line" : series[order[at - 1]].hue) : "") } },
     padding: [10, 26, 0, 0], scales: { y: { range: (_, low, high) => [Math.min(0, low ?? 0), high > 0 ? high * 1.05 : 1] } },
@@ -119,9 +123,7 @@ export function chart(title, times, series, { stacked = false, unit = "", format
   // A slot is as wide as its step: the last one needs an end.
   const ended = [...times, times[times.length - 1] + step];
   const plot = new uPlot(options, [ended, ...order.map((at) => [...sums[at], sums[at][times.length - 1]])], box);
-  plot.watcher = new ResizeObserver(() => { const width = Math.floor(box.clientWidth); if (width > 0 && width !== plot.width) plot.setSize({ width, height: 200 }); });
-  plot.watcher.observe(box);
-  drawn.add(plot);
+  keep(plot, box, 200);
   const rows = times.map((at, place) => [moment(at), ...shown.map((values) => (known(values[place]) ? format(values[place]) : "-"))]).reverse().slice(0, 60);
   const head = ["from", ...series.map((one) => `*${one.label}`)];
   return make("div", {}, box, restarts.length ? make("p.quiet", {}, `Dashed: the sidecar began again at ${restarts.map(moment).join(", ")}; nothing is drawn across it.`) : null,
