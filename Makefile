@@ -19,6 +19,7 @@ ENGINES := .venv-engines
 EXTRAS := server,hf,dev
 PYTHON ?=
 ARGS   ?=
+SHARE  ?=
 STAGE  ?=
 
 # Tests share the cores, one worker for each; those that look at a clock run by themselves behind them. A test that hangs is
@@ -43,7 +44,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 # Some machines have launchers on the path that fail when run, and some Pythons lack venv: only running tells.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
 
-.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-engines test-vllm-matrix browser check bench gpu torture mutants promtool clean
+.PHONY: help env engines demo test test-pure test-all test-kernels test-drawn test-rest test-slow test-engines test-vllm-matrix browser check bench gpu torture mutants promtool clean
 
 help:
 	@echo 'make demo    run the main job on an embedded store with a real engine and real text'
@@ -51,6 +52,7 @@ help:
 	@echo 'make test-pure     those of them that only compute: a minute'
 	@echo 'make test-all      every test but those in an engine: also the long ones, which draw histories and damage at random'
 	@echo '                   (in four parts: test-pure, test-kernels, test-drawn, test-rest)'
+	@echo 'make test-slow     what make test leaves out; SHARE=3/8 the third of eight shares of it'
 	@echo 'make test-engines  the adapters in a real vLLM on a CPU, in $(ENGINES) (3.5 GB), without the slow tests'
 	@echo 'make test-vllm-matrix  all of these, with 200 prompts for each configuration, on every vLLM that is served: hours'
 	@echo 'make browser the console'"'"'s pages in chromium (apt-get install --no-install-recommends chromium fonts-dejavu-core)'
@@ -121,6 +123,11 @@ test-drawn: $(STAMP)
 test-rest: $(STAMP)
 	$(PYTEST) $(TOGETHER) -m 'process and not alone' $(addprefix --ignore=,$(KERNEL_TESTS) $(ENGINE_TESTS)) $(ARGS)
 	$(PYTEST) -m alone --ignore=$(ENGINE_TESTS) $(ARGS)
+
+# What `make test` leaves out; with SHARE=K/N the Kth of N shares of it.
+test-slow: $(STAMP)
+	$(PYTEST) $(TOGETHER) -m 'slow and not alone' --ignore=$(ENGINE_TESTS) $(if $(SHARE),--share $(SHARE)) $(ARGS)
+	$(PYTEST) -m 'slow and alone' --ignore=$(ENGINE_TESTS) $(if $(SHARE),--share $(SHARE)) $(ARGS)
 
 test-engines: $(STAMP) $(ENGINE_STAMP)
 	$(ENGINES)/bin/python -m pytest -rs -p no:cacheprovider --timeout $(ENGINE_LIMIT_SECONDS) -m 'not slow' $(ENGINE_TESTS) $(ARGS)

@@ -51,6 +51,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        type=kinds.Share.read,
+        help="K/N: of tests that are slow only the Kth of N shares, by their names; with all N, each test ran once",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    share = config.option.share
+    return share and f"of the slow tests: share {share.number} of {share.shares}"
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of which no test is wanted are not read: some import engines and compilers."""
     if not config.option.markexpr or not collection_path.name.startswith("test_"):
@@ -61,11 +74,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if kinds.may_want(path, Expression.compile(config.option.markexpr).evaluate) else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each test is marked with its kind, and those of files that are slow, or look at a clock, as that."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each test is marked with its kind, and those of files that are slow, or look at a clock, as that; of the slow
+    ones a share is left where one is asked for."""
     for item in items:
         for mark in kinds.marks_of(item.path.relative_to(kinds.TESTS).as_posix()):
             item.add_marker(mark)
+    share = config.option.share
+    if share is not None:
+        left = [item for item in items if item.get_closest_marker(kinds.SLOW) and not share.has(item.nodeid)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
 
 
 @pytest.fixture(autouse=True)

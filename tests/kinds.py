@@ -13,9 +13,12 @@ A file has one of the first three, and may have the others; a single test may be
 
 from __future__ import annotations
 
+import zlib
+from argparse import ArgumentTypeError
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 TESTS = Path(__file__).resolve().parent
 PURE, DRAWN, PROCESS, SLOW, ALONE = "pure", "drawn", "process", "slow", "alone"
@@ -149,3 +152,22 @@ def may_want(path: str, is_wanted: Callable[[Any], bool]) -> bool:
     be slow where its file is not."""
     marks = marks_of(path)
     return any(is_wanted(having.__contains__) for having in (marks, [*marks, SLOW]))
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of several shares of tests, which have each test once; by names, so that it is the same everywhere."""
+
+    number: int
+    """From 1."""
+    shares: int
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        number, slash, shares = text.partition("/")
+        if not (slash and number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
+            raise ArgumentTypeError(f"a share is K/N with K from 1 to N, not {text!r}")
+        return cls(int(number), int(shares))
+
+    def has(self, name: str) -> bool:
+        return zlib.crc32(name.encode()) % self.shares == self.number - 1

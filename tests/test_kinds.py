@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from argparse import ArgumentTypeError
 from functools import cache
 from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kinds
 
@@ -109,3 +112,15 @@ def test_files_of_which_no_test_is_wanted_are_not_read(expression: str, read: st
     assert [path for path in read.split() if not kinds.may_want(path, wanted)] == []
     assert [path for path in unread.split() if kinds.may_want(path, wanted)] == []
     assert set(read.split() + unread.split()) <= set(files_of_tests())
+
+
+@given(st.lists(st.text(), unique=True), st.integers(1, 9))
+def test_shares_have_each_test_once(names: list[str], shares: int) -> None:
+    parts = [[name for name in names if kinds.Share(number + 1, shares).has(name)] for number in range(shares)]
+    assert sorted(name for part in parts for name in part) == sorted(names)
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/4", "5/4", "1/", "/4", "-1/4", "a/b", "1/4/4"])
+def test_a_share_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="K/N"):
+        kinds.Share.read(text)

@@ -36,7 +36,14 @@ MEASURED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "blocks"), [(name, size) for name, sizes in MEASURED.items() for size in sizes])
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        pytest.param(name, size, marks=() if size in (5_000, 30_000) else pytest.mark.slow)
+        for name, sizes in MEASURED.items()
+        for size in sizes
+    ],
+)
 def test_lru_has_the_figures_that_were_measured(name: str, blocks: int) -> None:
     trace = recorded(name)
     hits = build_replay(MAKERS["lru"], blocks).run(trace).dram_hits

@@ -215,6 +215,7 @@ def test_what_cannot_be_is_one_line(given: dict[str, object], says: str) -> None
         rows_of(made_of([1]), **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "times_a_coin"), [(LeafFirstLru, 1.25), (Adaptive, 1.3)])
 def test_on_recorded_conversations_fewer_bytes_keep_the_hits(policy: PolicyMaker, times_a_coin: float) -> None:
     """5,000 blocks of DRAM above 35,000 of NVMe: without a budget; and with one of half the bytes, beside a coin that
