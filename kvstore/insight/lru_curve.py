@@ -125,42 +125,50 @@ class LruCurve:
         assert len(marks) == sum(lengths) and size >= 1 and tokens >= 0
         first_ones = self._seen.first_ones(marks)
         self._make_way(marks)
-        names: list[int] = marks.tolist()
-        passing: list[int] = np.flatnonzero(marks <= np.uint64(self.threshold - 1)).tolist()
-        passing.append(len(names))
+        passing = np.flatnonzero(marks <= np.uint64(self.threshold - 1))
+        ends = np.cumsum(lengths)
+        has_passing = np.bincount(np.searchsorted(ends, passing, "right"), minlength=len(lengths)).tolist()
+        starts: list[int] = (ends - lengths).tolist()
+        firsts: list[int] = marks[[min(start, len(marks) - 1) for start in starts]].tolist() if len(marks) else starts
+        places: list[int] = passing.tolist()
         batch = _BatchCounts()
-        start = at = 0
-        for length in lengths:
-            stop = start + length
-            behind_hot = start
-            while behind_hot < stop and names[behind_hot] in self._hot:  # behind these are no hot ones
-                behind_hot += 1
+        at = 0
+        for start, length, first, passes in zip(starts, lengths, firsts, has_passing, strict=True):
+            if not length:
+                continue
+            self.count += 1
+            self._blocks += length
+            is_counted = self.count * _GOLDEN % MARKS < MARKS // COUNTED_REQUESTS
+            is_looked_at = self.count % LOOKED_AT_REQUESTS == 0
+            if not (passes or is_counted or is_looked_at or first in self._hot):  # as most of them
+                batch.cold_blocks += length
+                continue
+            names: list[int] = marks[start : start + length].tolist()
+            depth = 0
+            while depth < length and names[depth] in self._hot:  # behind these are no hot ones
+                depth += 1
             taken = []
-            while (place := passing[at]) < stop:
-                at += 1
-                if place >= behind_hot and names[place] < self.threshold:  # it may have fallen since
-                    taken.append(names[place])
-            if length:
-                batch.cold_blocks += stop - behind_hot
-                self.count += 1
-                hot = names[start:behind_hot]
-                is_counted = self.count * _GOLDEN % MARKS < MARKS // COUNTED_REQUESTS
-                if hot and (is_counted or self.threshold == MARKS):
-                    self._judge_hot(hot, batch)
-                self._judge(taken, size, batch)
-                self.worked_blocks += len(hot) + len(taken)
-                self._blocks += length
-                if is_counted:
-                    hot = self._count(names[start : min(stop, start + HOT_DEPTH)], len(hot), size)
-                if self.count % LOOKED_AT_REQUESTS == 0:
-                    self._cool_down()
-                    hot = [name for name in hot if name in self._hot]
-                self._use(hot, taken, size)
-            start = stop
-        self.asked_blocks += len(names)
+            for place in places[at : at + passes]:
+                name = names[place - start]
+                if place - start >= depth and name < self.threshold:  # it may have fallen since
+                    taken.append(name)
+            at += passes
+            batch.cold_blocks += length - depth
+            hot = names[:depth]
+            if hot and (is_counted or self.threshold == MARKS):
+                self._judge_hot(hot, batch)
+            self._judge(taken, size, batch)
+            self.worked_blocks += len(hot) + len(taken)
+            if is_counted:
+                hot = self._count(names[:HOT_DEPTH], len(hot), size)
+            if is_looked_at:
+                self._cool_down()
+                hot = [name for name in hot if name in self._hot]
+            self._use(hot, taken, size)
+        self.asked_blocks += len(marks)
         for measure, amount in ((TOKENS, tokens), (SIZE, size)):
             self._first[measure] += first_ones * amount
-            self._asked[measure] += len(names) * amount
+            self._asked[measure] += len(marks) * amount
             self._asked_cold[measure] += batch.cold_blocks * amount
             self._sampled[measure] += batch.sampled * amount
             cold_bins, hot_bins = self._bins[measure], self._hot_bins[measure]
@@ -438,7 +446,10 @@ class _SeenNames:
         if self.is_full:
             return 0.0
         places = (marks[(marks & np.uint64(FLAGGED_NAMES - 1)) == 0] >> _FLAGGED_BITS) & np.uint64(FLAGS - 1)
-        new = np.unique(places[~self._flags[places]])
+        new = places[~self._flags[places]]
+        if not len(new):
+            return 0.0
+        new = np.unique(new)
         self._flags[new] = True
         unset = 1 - (self._set + len(new) / 2) / FLAGS
         self._set += len(new)
