@@ -2,9 +2,9 @@
 
     python benchmarks/insight_cost.py [--pairs 40] [--seconds 1] [--json]
 
-Two sidecars hold the same prompts. One has `/metrics` scraped every five seconds, estimates what other sizes would find,
-and a console with one page open; the other has no door for HTTP, no console and no estimates. They take turns of a
-second at the same work of one client, first one and then the other first. What is compared is the CPU time of the thread
+Two sidecars hold the same prompts. One has `/metrics` scraped every five seconds, estimates what other sizes would
+find, and a console with one page open; the other has no door for HTTP, no console and no estimates. They take turns of
+a second at the same work of one client. What is compared is the CPU time of the thread
 that serves look-ups and leases, pair by pair: quote the median. Threads beside it, and the console, cost by the second
 and not by the look-up: theirs is a share of a core, printed beside it.
 """
