@@ -67,6 +67,7 @@ PURE_FILES = frozenset(
     """.split()
 )
 DRAWN_FILES = (
+    "attack/test_awaits.py",
     "attack/test_bit_flips.py",
     "attack/test_client_kills.py",
     "attack/test_copied_directory.py",
@@ -84,6 +85,7 @@ DRAWN_FILES = (
     "insight/test_replay_plot.py",
     "insight/test_trace.py",
     "insight/test_two_tiers.py",
+    "kvstore/test_awaits.py",
     "kvstore/test_getting.py",
     "kvstore/test_groups.py",
     "kvstore/test_joint.py",

@@ -193,6 +193,10 @@ class FramedSocket:
                 kept = self._take_answer(number)
         return self._decoded(kept) if kept is not None else None
 
+    def has(self, number: int) -> bool:
+        """Whether `poll` has something to say of what was submitted, as far as was read."""
+        return self.closed or self._asked.get(number) is not None
+
     def wait(self, number: int, seconds: float) -> AnsweredCall:
         """The answer to what was submitted. Raises `TimedOut`."""
         try:

@@ -43,12 +43,14 @@ from kvstore.protocol.replies import Grant, LeaseReply
 from kvstore.protocol.requests import Requests
 from tiering.after_fork import close_in_children
 from tiering.clock import Clock
+from tiering.counts.awaits import MAX_AWAIT_SECONDS
 from tiering.tier import FrameSpan
 
 A = TypeVar("A")
 MAX_DEADLINE_MS = 60_000.0
 SENT_BLOCKS = 1024
 """Of a longer chain that is put in pieces, a message names so many blocks, the last ones: those before are there."""
+EARLIER_VERSION = "the sidecar is of an earlier version"
 MOVING_SHARE = 10
 """While memory moves to other clients, a sidecar that rings no bell is asked so many times as often."""
 
@@ -135,7 +137,7 @@ class SocketDoor:
             if run is not None and not run.wire.closed and run.tells_changes and not run.breaker.is_open:
                 run.post(request)
             return cast(Submitted[A], ReadyReply(m.Done()))
-        assert isinstance(request, m.MatchPrefix | m.LeasePrefix | m.Changes), "other requests are called"
+        assert isinstance(request, m.MatchPrefix | m.LeasePrefix | m.Changes | m.Await), "other requests are called"
 
         def late(reason: MissReason, detail: str) -> A:
             return cast(A, missed(request, reason, detail))
@@ -149,10 +151,10 @@ class SocketDoor:
         try:
             run.check()
             self._settle(run)
-            if isinstance(request, m.Changes):
-                if not run.tells_changes:
-                    return ReadyReply(late(MissReason.UNSUPPORTED, "the sidecar is of an earlier version"))
-                most, steps = seconds, cast(Exchange[A], self._changes(request, number))
+            if isinstance(request, m.Changes | m.Await):
+                if not (run.tells_changes if isinstance(request, m.Changes) else run.tells_awaits):
+                    return ReadyReply(late(MissReason.UNSUPPORTED, EARLIER_VERSION))
+                most, steps = seconds, cast(Exchange[A], self._plain(request, number))
             else:
                 most = min(seconds, MAX_DEADLINE_MS / 1000) + self._allowance(run, request.keys)
                 most += self._limits.lease if isinstance(request, m.LeasePrefix) else 0.0
@@ -188,6 +190,8 @@ class SocketDoor:
                 return min(request.deadline_ms, MAX_DEADLINE_MS) / 1000 + limits.lease
             case m.MatchPrefix() | AttachLease():
                 return limits.match
+            case m.Await():
+                return min(request.seconds, MAX_AWAIT_SECONDS) + limits.mapping
             case m.Drop():
                 return limits.connect
             case _:
@@ -209,6 +213,11 @@ class SocketDoor:
                 return run.walk(
                     self._reserving(run, request, self._number(run, request.namespace, time)), time.left(), time.left
                 )
+            case m.Await():
+                if not run.tells_awaits:
+                    raise Unavailable(MissReason.UNSUPPORTED, EARLIER_VERSION)
+                waiting = self._plain(request, self._number(run, request.namespace, time))
+                return run.walk(waiting, time.left(), time.left)
             case m.Persist():
                 return self._persist(run, request, self._number(run, request.namespace, time))
             case m.Drop():
@@ -235,8 +244,9 @@ class SocketDoor:
         leased = yield from run.leasing(asked)
         return self._hold(run, leased) if leased.lease else NamedLease(leased)
 
-    def _changes(self, request: m.Changes, number: int) -> Exchange[m.Changed]:
-        return taken((yield msgspec.structs.replace(request, namespace=number)), m.Changed)
+    def _plain(self, request: m.Changes | m.Await, number: int) -> Exchange[m.Changed | m.Awaited]:
+        answered = yield msgspec.structs.replace(request, namespace=number)
+        return taken(answered, m.Changed) if isinstance(request, m.Changes) else taken(answered, m.Awaited)
 
     def _attach(self, run: SidecarConnection, request: AttachLease, time: VerbTime) -> NamedLease:
         reply = request.reply

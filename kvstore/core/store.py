@@ -46,27 +46,32 @@ from kvstore.core.levels import Levels, SlotRequest
 from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
-from kvstore.core.unmap_wait import COLLECTIVE_LOOKS, LOOKS_SECONDS, PUT_SECONDS, Unmapped, UnmapWait, look
-from kvstore.core.usage import NamespaceUsage, occupancy, retained_budget, tenancy
+from kvstore.core.unmap_wait import (
+    COLLECTIVE_LOOKS,
+    LOOKS_SECONDS,
+    PUT_SECONDS,
+    SharedExtent,
+    Unmapped,
+    UnmapWait,
+    look,
+)
+from kvstore.core.usage import NamespaceUsage, StoreUsage, check_fits, occupancy, retained_budget, tenancy
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective, StoreClient
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
-from kvstore.protocol.status import RecoveryStatus, TenantStatus
+from kvstore.protocol.status import TenantStatus
 from tiering.clock import Clock
-from tiering.counts.tally import CheckedAt, TallyCounts
+from tiering.counts.awaits import AwaitEnd, ParkedAwait
+from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent
 from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
-from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.tier import NvmeTier
-from tiering.policies.admission import WriteBudget
 from tiering.residency import Evict, Grow, Vacate
-from tiering.slab_header import PAGE_BYTES
-from tiering.tier import Column, FrameSpan, MoveCounts, ScrubUsage, SlotClass, Usage, extent_of
+from tiering.tier import Column, FrameSpan, MoveCounts, SlotClass, extent_of
 
-SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
 RUN_OUT_AT_ONCE = 1024
 """Leases that are noted as run out at a time."""
 DROP_LOOKS_SECONDS = 0.1
@@ -91,47 +96,6 @@ GIVE_WAY_SECONDS = 1e-4
 """Between two of them: without it the lock is taken again before who waits for it has woken up."""
 
 _ASK_AGAIN = "ask again, or give it more time"
-
-
-@dataclass(frozen=True, slots=True)
-class StoreUsage:
-    """What a store holds. What `SidecarStatus` has under the same name is published as it is.
-
-    nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
-    guarded_bytes: of DRAM that clients of an earlier process still map: readable, and not used again before they let
-    go. retained: what is kept for a time, and the budget for it, retained_fraction of each tier. pinned_budget_bytes:
-    may be pinned at once. dram_blocks: also damaged ones, until they are stored again or go. tally: what tiers did.
-    """
-
-    dram: Usage
-    nvme: Usage | None
-    loading: RecoveryStatus | None
-    blocks: int
-    leases: int
-    reservations: int
-    pinned_bytes: int
-    counters: dict[str, int]
-    scrub: ScrubUsage | None = None
-    guarded_bytes: int = 0
-    dram_retained_bytes: int = 0
-    nvme_retained_bytes: int | None = None
-    dram_retained_budget_bytes: int = 0
-    nvme_retained_budget_bytes: int | None = None
-    retained_fraction: float = 0.0
-    write_budget: WriteBudget | None = None
-    pinned_budget_bytes: int = 0
-    dram_blocks: int = 0
-    nvme_blocks: int | None = None
-    tally: TallyCounts | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SharedExtent:
-    """An extent that was opened for another process. Whoever is given the descriptor closes it."""
-
-    descriptor: int
-    size_bytes: int
-    frame_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +141,8 @@ class Store:
         self._mover = mover
         self.name = name
         self._clock = clock
+        self.awaits = blocks.index.awaits
+        self.awaits.now = clock.monotonic_seconds
         self._limits = limits
         self._lock = threading.Lock()
         self._moves_done, self._joint_answered, self._waiting = (threading.Condition(self._lock) for _ in range(3))
@@ -265,6 +231,8 @@ class Store:
                 return m.Changed(self.name, *told)
             case m.Drop():
                 return m.Counted(self.drop(client.named[request.namespace], request.seconds))
+            case m.Await():
+                return self._await(client.named[request.namespace], request.keys, request.seconds)
             case _:
                 raise BadInput(f"{m.name_of(request)} is for a sidecar; this is a store")
         return m.Done()
@@ -291,7 +259,7 @@ class Store:
                 raise BadInput("this tenant is being purged, or its key was retired; connect again, or open it anew")
             space = self._find_space(keys.tenant, wanted)
             if space is None:
-                self._check_fits(keys.tenant, namespace, payload_bytes)
+                check_fits(self._blocks, self._lower, self._limits, keys.tenant, namespace, payload_bytes)
                 space = self._blocks.add_space(keys, namespace, payload_bytes)
             return Grant(
                 space.number,
@@ -318,6 +286,7 @@ class Store:
         with self._lock:
             self._check_open()
             self._blocks.dropping.add(number)
+            self.awaits.end_all(AwaitEnd.GONE, number)
             self._refreshing.clear()  # its rows may become another namespace's
         try:
             return self._drop(number, deadline)
@@ -337,6 +306,8 @@ class Store:
                 self._await_taken_in(lambda: False, deadline)
                 numbers = [space.number for space in self._blocks.spaces if space.tenant == tenant]
                 self._blocks.dropping.update(numbers)
+                for number in numbers:
+                    self.awaits.end_all(AwaitEnd.GONE, number)
             readable = sum([self._drop(number, deadline) for number in numbers])
             if self._levels is not None and not self._levels.retire_slabs(tenant, deadline):
                 raise TierUnavailable(f"the tenant's slabs were not given back; {_ASK_AGAIN}")
@@ -788,6 +759,36 @@ class Store:
             if not is_sound:
                 self._blocks.quarantine(row)
 
+    # Await ---------------------------------------------------------------------------------------------------------
+
+    def park(
+        self, number: int, keys: Sequence[bytes], seconds: float, tell: Callable[[ParkedAwait], object]
+    ) -> ParkedAwait:
+        """Wait until the last of these keys can be read; it may be over at once. Its time passes by `awaits.expire`."""
+        blocks, index = self._blocks, self._blocks.index
+        one = ParkedAwait(number, blocks.spaces[number].tenant, keys, seconds, tell)
+        self.awaits.register(one)
+        with self._lock:
+            if self._closed or number in blocks.dropping:
+                self.awaits.end([one], AwaitEnd.GONE)
+            else:
+                is_there = index.matched(number, keys[-1:])
+                self.awaits.looked(one, len(keys) if is_there else index.matched(number, keys))
+        return one
+
+    def awaited(self, one: ParkedAwait) -> m.Awaited:
+        """What to say of one that is over: how many of its keys can be read now, from the first on."""
+        assert one.end is not None
+        with self._lock:
+            is_served = not self._closed and one.number not in self._blocks.dropping
+            return m.Awaited(self._blocks.index.matched(one.number, one.keys) if is_served else 0, one.end)
+
+    def _await(self, number: int, keys: Sequence[bytes], seconds: float) -> m.Awaited:
+        done = threading.Event()
+        one = self.park(number, keys, seconds, lambda _: done.set())
+        self.awaits.wait(one, done)
+        return self.awaited(one)
+
     # Put -----------------------------------------------------------------------------------------------------------
 
     def _reserve_for(self, client: StoreClient, verb: m.Reserve, seconds: float | None) -> ReserveReply:
@@ -1223,6 +1224,7 @@ class Store:
             if self._closed:
                 return
             self._closed = True
+            self.awaits.end_all(AwaitEnd.GONE)
             if self._levels is not None:
                 self._levels.is_over = True
             self._blocks.dram.close()
@@ -1315,41 +1317,6 @@ class Store:
             if space.tenant == tenant and space.classes[0].namespace == wanted:
                 return space
         return None
-
-    def _check_fits(self, tenant: bytes, namespace: Namespace, payload_bytes: Sequence[int]) -> None:
-        if len(self._blocks.spaces) >= self._limits.namespaces:  # how many of them are others' is nobody's business
-            raise BadInput(
-                f"there are as many namespaces as may be opened ({self._limits.namespaces}) until the store is opened "
-                "again; use fewer, or give a higher limits.namespaces"
-            )
-        mine, most = sum(space.tenant == tenant for space in self._blocks.spaces), self._limits.most_namespaces
-        if mine >= most:
-            raise BadInput(
-                f"{mine} namespaces of this tenant were opened, which is its share until the store is opened again; "
-                "use fewer, or give a higher limits.tenant_namespaces"
-            )
-        extent = self._blocks.dram.extent_bytes
-        for payload in payload_bytes:
-            if frame_bytes(payload) > extent:
-                raise BadInput(
-                    f"a block of {namespace.layout.block_tokens} tokens needs a frame of {frame_bytes(payload)} bytes "
-                    f"and an extent has {extent}; give more DRAM, a larger extent=, smaller blocks or layer_shards"
-                )
-        if self._lower is not None:
-            slab = self._lower.tier.slab_bytes
-            largest = max(map(frame_bytes, payload_bytes)) + SLAB_OVERHEAD_BYTES
-            if largest > slab or slab * len(payload_bytes) > self._lower.tier.budget_bytes:
-                raise BadInput(
-                    f"a block of {len(payload_bytes)} parts, the largest of {largest} bytes on disk, does not fit into "
-                    f"slabs of {slab} bytes within nvme={self._lower.tier.budget_bytes}: each part needs a slab "
-                    "of its own; give more NVMe, another slab=, smaller blocks or layer_shards"
-                )
-        needed = extent * len(payload_bytes)
-        if needed > self._blocks.dram.usage().budget_bytes:
-            raise BadInput(
-                f"a block of {len(payload_bytes)} parts needs {needed} bytes of extents, one per part, and dram= "
-                f"allows {self._blocks.dram.usage().budget_bytes}; give more DRAM or a smaller extent="
-            )
 
     # Inside: leases ------------------------------------------------------------------------------------------------
 
@@ -1734,6 +1701,7 @@ class Store:
         for row in reversed(record.rows[start:]):
             if row in record.repairs:
                 record.repairs.discard(row)
+                self._blocks.index.not_refilled(row)
                 self._blocks.unfill(row)
                 self._unpin(record.namespace, [row])
             else:
@@ -1770,6 +1738,7 @@ class Store:
         for row in reversed(record.rows[start:]):
             if row in record.repairs:
                 record.repairs.discard(row)
+                self._blocks.index.not_refilled(row)
                 self._unpin(record.namespace, [row])
                 record.abandoned_slots.extend(self._blocks.residency.forget(row))
             else:

@@ -26,10 +26,14 @@ from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import SidecarStatus
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, RequestRecord, RequestTold, SavingsTold
+from tiering.counts.awaits import AwaitEnd
 
-OLDEST_VERSION, NEWEST_VERSION = 1, 2
+OLDEST_VERSION, NEWEST_VERSION = 1, 3
 CHANGES_VERSION = 2
 """From which on there are `Changes` and `Tell`."""
+AWAIT_VERSION = 3
+"""From which on there are `Await` and `Cancel`."""
+MAX_AWAITED_KEYS = 256
 MAX_RECORDS = 16
 
 LENGTH_BYTES = 4
@@ -219,6 +223,22 @@ class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
     seconds: float = DROP_SECONDS
 
 
+class Await(msgspec.Struct, array_like=True, frozen=True, tag="await"):
+    """Answer when the last of these keys can be read, or cannot be for now: see `tiering.counts.awaits`. They follow
+    each other in a chain; one is enough. Costs the connection none of its requests under way. seconds: at most 30. From
+    version 3 on."""
+
+    namespace: int
+    keys: Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(min_length=1, max_length=MAX_AWAITED_KEYS)]
+    seconds: float
+
+
+class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel"):
+    """These requests of the connection are not waited for any more: those of them that are `Await` are answered."""
+
+    numbers: Numbers
+
+
 class Namespaces(msgspec.Struct, array_like=True, frozen=True, tag="namespaces"):
     """The tenant's own namespaces, from that place of the list on."""
 
@@ -287,6 +307,8 @@ Verb = (
     | Purge
     | Record
     | Why
+    | Await
+    | Cancel
 )
 
 
@@ -384,6 +406,13 @@ class Changed(msgspec.Struct, array_like=True, frozen=True, tag="changed"):
     is_lost: bool = False
 
 
+class Awaited(msgspec.Struct, array_like=True, frozen=True, tag="awaited"):
+    """To `Await`. blocks: how many of its keys can be read now, from the first on. end: why it does not wait on."""
+
+    blocks: int
+    end: AwaitEnd
+
+
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
     """To what has nothing to say."""
 
@@ -453,6 +482,7 @@ Answer = (
     | StatReply
     | Recorded
     | WhyReply
+    | Awaited
 )
 
 

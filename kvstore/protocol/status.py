@@ -175,13 +175,21 @@ class SavingsStatus(msgspec.Struct, frozen=True):
     ttft_saved_error_ms: float | None = None
 
 
+class AwaitStatus(msgspec.Struct, frozen=True):
+    """Waits for blocks that others store. parked: now; ended: since the start, by why (`readable`, `short`,
+    `deadline`, `cancelled`, `gone`, `full`)."""
+
+    parked: int = 0
+    ended: dict[str, int] = {}
+
+
 class SidecarStatus(msgspec.Struct, frozen=True):
     """All of it. counters: events since the start. departed: connections that are gone and may still map memory.
     hidden_namespaces, hidden_sessions: that are there and left out, so that this stays of a size. policy, nvme_writes,
     retained_fraction: as they were set; nvme_writes: None without such a tier. retained: what is kept for a time.
     health: "ok", or "degraded (why)"; faults: what the machine does not give at the moment; fault_counts: how often it
     did not since the start, by kind. policy_note: why blocks do not go by the policy that was set; "" where they do.
-    whatif: what other sizes would find. savings: what hits saved, as engines tell."""
+    whatif: what other sizes would find. savings: what hits saved, as engines tell. awaits: who waits for blocks."""
 
     run: str
     pid: int
@@ -220,6 +228,7 @@ class SidecarStatus(msgspec.Struct, frozen=True):
     policy_note: str = ""
     whatif: WhatIfStatus | None = None
     savings: SavingsStatus | None = None
+    awaits: AwaitStatus = AwaitStatus()
 
 
 def checked_seconds(seconds: float) -> float:

@@ -16,14 +16,14 @@ from math import isinf
 
 from kvstore.block.errors import BadInput, StoreClosed, StoreError
 from kvstore.config import DEFAULT_POLICY
-from kvstore.core.store import StoreUsage
-from kvstore.core.usage import NamespaceUsage
+from kvstore.core.usage import NamespaceUsage, StoreUsage
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import CurvePoint, WhatIf
 from kvstore.node import EmbeddedStore
 from kvstore.protocol import messages as m
 from kvstore.protocol.status import (
     ID_DIGITS,
+    AwaitStatus,
     NamespaceStatus,
     SessionStatus,
     SidecarStatus,
@@ -192,7 +192,7 @@ class Admin:
         usage, spaces, counts = self._store.usage(), self._spaces(), self._counting.all()
         of_store = {one.name: getattr(usage, one.name) for one in fields(usage) if one.name in _FACTS}
         sessions = self._session_facts()
-        now, reasons = self._counting.now(), self._reasons()
+        now, reasons, awaits = self._counting.now(), self._reasons(), self._store.core.awaits.counts()
         return SidecarStatus(
             run=self._run.hex(),
             pid=os.getpid(),
@@ -217,6 +217,7 @@ class Admin:
             fault_counts=self._store.faults.counts(),
             whatif=self._what_if(usage),
             savings=self._told.savings() if self._told is not None else None,
+            awaits=AwaitStatus(awaits.parked, {str(why): count for why, count in awaits.ended.items()}),
             **of_store,
         )
 

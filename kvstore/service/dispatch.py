@@ -21,7 +21,8 @@ from kvstore.block.display_names import DisplayNames
 from kvstore.block.errors import BadInput, StoreClosed
 from kvstore.block.identity import TenantKeys
 from kvstore.config import MAX_SECONDS
-from kvstore.core.store import SEALED_BLOCKS, SharedExtent, Store
+from kvstore.core.store import SEALED_BLOCKS, Store
+from kvstore.core.unmap_wait import SharedExtent
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
 from kvstore.protocol import messages as m
@@ -33,6 +34,7 @@ from kvstore.service.accounting import Counting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from kvstore.service.told import ToldRequests
+from tiering.counts.awaits import Awaits, ParkedAwait
 from tiering.errors import BlockMissing, TierError, TierUnavailable
 from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
 
@@ -170,6 +172,25 @@ class Handlers:
         served = self._served(handler, caller, verb)
         assert served is not None
         return served
+
+    def park(self, caller: ClientState, verb: m.Await, tell: Callable[[ParkedAwait], object]) -> ParkedAwait | Response:
+        """Begin to wait for what is asked; or why not. Never raises for what a client can cause."""
+        try:
+            number, _ = _check_asked(caller, verb.namespace, verb.keys)
+            if not verb.seconds >= 0:
+                raise BadInput(f"seconds={verb.seconds}; give 0 or more")
+        except BadInput as error:
+            return Response(m.failed(m.RequestFault.BAD_INPUT, str(error)))
+        return self._store.park(number, verb.keys, verb.seconds, tell)
+
+    def awaited(self, one: ParkedAwait) -> Response:
+        """The answer to one that is over."""
+        return Response(self._store.awaited(one))
+
+    @property
+    def awaits(self) -> Awaits:
+        """All that are parked."""
+        return self._store.awaits
 
     def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
         """The same for a request that may wait, and need not this time; None, and nothing is done, where it has to."""
