@@ -28,6 +28,7 @@ from tiering.slab_header import MAX_ABOUT_BYTES
 CHAIN_VERSION = 1
 NAMESPACE_VERSION = 1
 SECRET_BYTES = 32
+NODE_BYTES, INCARNATION_BYTES = 16, 8
 MAX_EXTRA_KEY_BYTES = 4096
 MAX_EXTRA_KEYS = 1024
 MAX_WEIGHTS_EPOCH = (1 << 63) - 1
@@ -81,6 +82,11 @@ class TenantKeys:
     identity: bytes
     mac: bytes
 
+    @property
+    def fingerprint(self) -> bytes:
+        """The tenant's key id, the same in all epochs: tells keys apart, and nothing about them."""
+        return self.key_id
+
     @staticmethod
     def derive(secret: bytes, epoch: int = 1) -> TenantKeys:
         """All keys of one secret and epoch. The tenant's opaque id does not change with the epoch."""
@@ -92,6 +98,34 @@ class TenantKeys:
             identity=_derived(secret, "identity", epoch),
             mac=_derived(secret, "header-mac", epoch),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Which node of a pool a store is: `node`, 16 random bytes that its directory keeps, and `incarnation`, 8 that are
+    drawn for each run. Neither is a secret."""
+
+    node: bytes = bytes(NODE_BYTES)
+    incarnation: bytes = bytes(INCARNATION_BYTES)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Identity:
+    """What a hand-off of a tenant's blocks names, and is sealed with. Stays inside the sidecar.
+
+    key_id: 8 bytes, the tenant's fingerprint, the same on all nodes of a pool and in all epochs. key: 32 bytes, the
+    tenant's identity key, likewise. node, incarnation: of this store, as in `NodeIdentity`.
+    """
+
+    key_id: bytes
+    key: bytes
+    node: bytes
+    incarnation: bytes
+
+    @staticmethod
+    def of(keys: TenantKeys, here: NodeIdentity) -> Identity:
+        """A tenant's, in the store whose `node` that is."""
+        return Identity(keys.fingerprint, keys.identity, here.node, here.incarnation)
 
 
 class KeyRing:

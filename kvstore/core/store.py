@@ -22,7 +22,7 @@ import numpy as np
 from kvstore.block.about import check_can_be_kept
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.block.errors import BadInput, StoreClosed
-from kvstore.block.identity import Namespace, TenantKeys, root_key
+from kvstore.block.identity import Namespace, NodeIdentity, TenantKeys, root_key
 from kvstore.config import Limits
 from kvstore.core.collective import ANSWER_SECONDS, Chain, CollectivePut, CollectivePuts, chain_of
 from kvstore.core.dram_recovery import DramRecovery
@@ -128,18 +128,18 @@ class Store:
         taken_over: Sequence[int] = (),
         name: bytes = b"",
         lower: Lower[NvmeTier] | None = None,
+        node: NodeIdentity = NodeIdentity(),
     ) -> None:
         """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed.
         lower: the one of `blocks`.
 
         new_number: above 0, for one lease or reservation and no other; tenants see these. taken_over: extents of an
-        earlier process, in the DRAM tier. name: of this run, unlike that of any other store.
+        earlier process, in the DRAM tier. name: of this run, unlike that of any other store. node: which one this is.
         """
         new_number = new_number or counted_from(1).__next__
         self._blocks = blocks
-        self._lower = lower
-        self._mover = mover
-        self.name = name
+        self._lower, self._mover = lower, mover
+        self.name, self.node = name, node
         self._clock = clock
         self.awaits = blocks.index.awaits
         self.awaits.now = clock.monotonic_seconds
