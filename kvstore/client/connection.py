@@ -479,6 +479,8 @@ def check_answer(verb: m.Verb, answer: m.Answer, parts: int | None) -> None:
             _hold(all(len(key) == KEY_BYTES and 0 <= at <= 2 for key, at in answer.changes), "a change that cannot be")
         case m.Await(), m.Awaited():
             _hold(0 <= answer.blocks <= len(verb.keys), "more blocks than were asked for")
+        case m.OpenTicket(), m.TicketOpened():
+            _hold(0 <= answer.blocks <= m.MAX_KEYS and 0 <= answer.seconds <= MOST_SECONDS, "a ticket that cannot be")
         case m.Extents(), m.ExtentsReply():
             numbers = [one.number for one in answer.extents]
             _hold(len(set(numbers)) == len(numbers) and set(numbers) <= set(verb.numbers), "memory nobody asked for")

@@ -225,6 +225,20 @@ class NamespaceHandle:
         submitted = self._door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
         return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
 
+    def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:
+        """A ticket by which another engine waits for this prompt's full blocks; what is stored of them is kept for so
+        many seconds, before others. An empty one where the store cannot be asked."""
+        request = m.SealTicket(self.number, prompt.keys, seconds)
+        submitted = self._door.submit(request, m.Sealed, deadline_ms / 1000)
+        return PendingReply(submitted, lambda told: told, lambda: m.Sealed(""))
+
+    def submit_open(self, ticket: str, deadline_ms: float = 1000) -> PendingReply[m.TicketOpened]:
+        """What a ticket promises here; or, with its reason, that it promises nothing."""
+        request = m.OpenTicket(self.number, ticket[: m.MAX_TICKET_CHARACTERS + 1])
+        submitted = self._door.submit(request, m.TicketOpened, deadline_ms / 1000)
+        cancelled = m.TicketOpened(b"", 0, 0.0, MissReason.DISABLED, "it was cancelled")
+        return PendingReply(submitted, lambda told: told, lambda: cancelled)
+
     def _waiting(self, prompt: Prompt, block: int, deadline_ms: float) -> m.Await:
         check_deadline(deadline_ms)
         if not 0 <= block < len(prompt.keys):

@@ -50,9 +50,18 @@ A = TypeVar("A")
 MAX_DEADLINE_MS = 60_000.0
 SENT_BLOCKS = 1024
 """Of a longer chain that is put in pieces, a message names so many blocks, the last ones: those before are there."""
-EARLIER_VERSION = "the sidecar is of an earlier version"
 MOVING_SHARE = 10
 """While memory moves to other clients, a sidecar that rings no bell is asked so many times as often."""
+
+
+PlainVerb = m.Changes | m.Await | m.SealTicket | m.OpenTicket
+"""Questions about a namespace that one answer settles."""
+_KIND_OF_ANSWER: dict[type, type[m.Changed | m.Awaited | m.Sealed | m.TicketOpened]] = {
+    m.Changes: m.Changed,
+    m.Await: m.Awaited,
+    m.SealTicket: m.Sealed,
+    m.OpenTicket: m.TicketOpened,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +146,7 @@ class SocketDoor:
             if run is not None and not run.wire.closed and run.tells_changes and not run.breaker.is_open:
                 run.post(request)
             return cast(Submitted[A], ReadyReply(m.Done()))
-        assert isinstance(request, m.MatchPrefix | m.LeasePrefix | m.Changes | m.Await), "other requests are called"
+        assert isinstance(request, m.MatchPrefix | m.LeasePrefix | PlainVerb), "other requests are called"
 
         def late(reason: MissReason, detail: str) -> A:
             return cast(A, missed(request, reason, detail))
@@ -151,10 +160,8 @@ class SocketDoor:
         try:
             run.check()
             self._settle(run)
-            if isinstance(request, m.Changes | m.Await):
-                if not (run.tells_changes if isinstance(request, m.Changes) else run.tells_awaits):
-                    return ReadyReply(late(MissReason.UNSUPPORTED, EARLIER_VERSION))
-                most, steps = seconds, cast(Exchange[A], self._plain(request, number))
+            if isinstance(request, PlainVerb):
+                most, steps = seconds, cast(Exchange[A], self._plain(run, request, number))
             else:
                 most = min(seconds, MAX_DEADLINE_MS / 1000) + self._allowance(run, request.keys)
                 most += self._limits.lease if isinstance(request, m.LeasePrefix) else 0.0
@@ -213,11 +220,9 @@ class SocketDoor:
                 return run.walk(
                     self._reserving(run, request, self._number(run, request.namespace, time)), time.left(), time.left
                 )
-            case m.Await():
-                if not run.tells_awaits:
-                    raise Unavailable(MissReason.UNSUPPORTED, EARLIER_VERSION)
-                waiting = self._plain(request, self._number(run, request.namespace, time))
-                return run.walk(waiting, time.left(), time.left)
+            case m.Await() | m.SealTicket() | m.OpenTicket():
+                plain = self._plain(run, request, self._number(run, request.namespace, time))
+                return run.walk(plain, time.left(), time.left)
             case m.Persist():
                 return self._persist(run, request, self._number(run, request.namespace, time))
             case m.Drop():
@@ -244,9 +249,14 @@ class SocketDoor:
         leased = yield from run.leasing(asked)
         return self._hold(run, leased) if leased.lease else NamedLease(leased)
 
-    def _plain(self, request: m.Changes | m.Await, number: int) -> Exchange[m.Changed | m.Awaited]:
+    def _plain(self, run: SidecarConnection, request: PlainVerb, number: int) -> Exchange[m.Answer]:
+        """One question, with the sidecar's number of the namespace."""
+        if not (run.tells_changes if isinstance(request, m.Changes) else run.tells_awaits):
+            raise Unavailable(MissReason.UNSUPPORTED, "the sidecar is of an earlier version")
+        if isinstance(request, m.SealTicket) and len(request.keys) > run.max_keys:
+            raise Unavailable(MissReason.UNSUPPORTED, f"{len(request.keys)} blocks; this sidecar takes {run.max_keys}")
         answered = yield msgspec.structs.replace(request, namespace=number)
-        return taken(answered, m.Changed) if isinstance(request, m.Changes) else taken(answered, m.Awaited)
+        return taken(answered, _KIND_OF_ANSWER[type(request)])
 
     def _attach(self, run: SidecarConnection, request: AttachLease, time: VerbTime) -> NamedLease:
         reply = request.reply

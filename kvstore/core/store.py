@@ -22,7 +22,7 @@ import numpy as np
 from kvstore.block.about import check_can_be_kept
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.block.errors import BadInput, StoreClosed
-from kvstore.block.identity import Namespace, NodeIdentity, TenantKeys, root_key
+from kvstore.block.identity import Identity, Namespace, NodeIdentity, TenantKeys, root_key
 from kvstore.config import Limits
 from kvstore.core.collective import ANSWER_SECONDS, Chain, CollectivePut, CollectivePuts, chain_of
 from kvstore.core.dram_recovery import DramRecovery
@@ -58,6 +58,7 @@ from kvstore.core.unmap_wait import (
 from kvstore.core.usage import NamespaceUsage, StoreUsage, check_fits, occupancy, retained_budget, tenancy
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective, StoreClient
+from kvstore.protocol.hand_off import opened, sealed
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.status import TenantStatus
 from tiering.clock import Clock
@@ -233,6 +234,8 @@ class Store:
                 return m.Counted(self.drop(client.named[request.namespace], request.seconds))
             case m.Await():
                 return self._await(client.named[request.namespace], request.keys, request.seconds)
+            case m.SealTicket() | m.OpenTicket():
+                return self._ticket(client, request)
             case _:
                 raise BadInput(f"{m.name_of(request)} is for a sidecar; this is a store")
         return m.Done()
@@ -788,6 +791,27 @@ class Store:
         one = self.park(number, keys, seconds, lambda _: done.set())
         self.awaits.wait(one, done)
         return self.awaited(one)
+
+    def _ticket(self, client: StoreClient, request: m.SealTicket | m.OpenTicket) -> m.Sealed | m.TicketOpened:
+        number, now = client.named[request.namespace], self._clock.wall_seconds()
+        space, identity = self._blocks.spaces[number], Identity.of(client.keys, self.node)
+        about = identity, space.classes[0].namespace, space.namespace.layout.block_tokens, now
+        if isinstance(request, m.OpenTicket):
+            return opened(request.ticket, *about)
+        self._retain(number, request.keys, int(now + request.seconds))
+        return sealed(request, *about)
+
+    def _retain(self, number: int, keys: Sequence[bytes], expires_at: int) -> None:
+        """Keep what is readable of a chain until then, before other blocks. Others have the lock between pieces."""
+        for first in range(0, len(keys), LOCKED_BLOCKS):
+            with self._lock:
+                some = keys[first : first + LOCKED_BLOCKS]
+                is_served = not self._closed and number not in self._blocks.dropping
+                rows = self._blocks.index.match(number, some) if is_served else []
+                self._blocks.renew(rows, 0, expires_at)
+                if len(rows) < len(some):
+                    return
+                self._moves_done.wait(GIVE_WAY_SECONDS)
 
     # Put -----------------------------------------------------------------------------------------------------------
 

@@ -22,18 +22,27 @@ from msgspec import Meta
 
 from kvstore.block.account import MissReason
 from kvstore.block.layout import MAX_PARTS
+from kvstore.protocol.handing_over import MAX_AWAITED_KEYS as MAX_AWAITED_KEYS
+from kvstore.protocol.handing_over import MAX_KEYS as MAX_KEYS
+from kvstore.protocol.handing_over import MAX_TICKET_CHARACTERS as MAX_TICKET_CHARACTERS
+from kvstore.protocol.handing_over import MAX_TICKET_SECONDS as MAX_TICKET_SECONDS
+from kvstore.protocol.handing_over import Await as Await
+from kvstore.protocol.handing_over import Awaited as Awaited
+from kvstore.protocol.handing_over import Cancel as Cancel
+from kvstore.protocol.handing_over import OpenTicket as OpenTicket
+from kvstore.protocol.handing_over import Sealed as Sealed
+from kvstore.protocol.handing_over import SealTicket as SealTicket
+from kvstore.protocol.handing_over import TicketOpened as TicketOpened
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import SidecarStatus
 from kvstore.protocol.told import MAX_TOLD_REQUESTS, RequestRecord, RequestTold, SavingsTold
-from tiering.counts.awaits import AwaitEnd
 
 OLDEST_VERSION, NEWEST_VERSION = 1, 3
 CHANGES_VERSION = 2
 """From which on there are `Changes` and `Tell`."""
 AWAIT_VERSION = 3
-"""From which on there are `Await` and `Cancel`."""
-MAX_AWAITED_KEYS = 256
+"""From which on there are `Await`, `Cancel`, `SealTicket` and `OpenTicket`."""
 MAX_RECORDS = 16
 
 LENGTH_BYTES = 4
@@ -49,8 +58,6 @@ MAX_EXTENTS = 32
 MIN_SESSION_BYTES, MAX_SESSION_BYTES = 16, 64
 """Of a session's token."""
 
-MAX_KEYS = 1 << 16
-"""Blocks of one chain: a million tokens in blocks of 16."""
 OLDER_MAX_KEYS = 30_000
 """Of a sidecar that does not say how many it takes."""
 MAX_LEASES = 4096
@@ -223,22 +230,6 @@ class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
     seconds: float = DROP_SECONDS
 
 
-class Await(msgspec.Struct, array_like=True, frozen=True, tag="await"):
-    """Answer when the last of these keys can be read, or cannot be for now: see `tiering.counts.awaits`. They follow
-    each other in a chain; one is enough. Costs the connection none of its requests under way. seconds: at most 30. From
-    version 3 on."""
-
-    namespace: int
-    keys: Annotated[list[Annotated[bytes, Meta(max_length=32)]], Meta(min_length=1, max_length=MAX_AWAITED_KEYS)]
-    seconds: float
-
-
-class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="cancel"):
-    """These requests of the connection are not waited for any more: those of them that are `Await` are answered."""
-
-    numbers: Numbers
-
-
 class Namespaces(msgspec.Struct, array_like=True, frozen=True, tag="namespaces"):
     """The tenant's own namespaces, from that place of the list on."""
 
@@ -309,6 +300,8 @@ Verb = (
     | Why
     | Await
     | Cancel
+    | SealTicket
+    | OpenTicket
 )
 
 
@@ -406,13 +399,6 @@ class Changed(msgspec.Struct, array_like=True, frozen=True, tag="changed"):
     is_lost: bool = False
 
 
-class Awaited(msgspec.Struct, array_like=True, frozen=True, tag="awaited"):
-    """To `Await`. blocks: how many of its keys can be read now, from the first on. end: why it does not wait on."""
-
-    blocks: int
-    end: AwaitEnd
-
-
 class Done(msgspec.Struct, array_like=True, frozen=True, tag="done"):
     """To what has nothing to say."""
 
@@ -483,6 +469,8 @@ Answer = (
     | Recorded
     | WhyReply
     | Awaited
+    | Sealed
+    | TicketOpened
 )
 
 

@@ -60,6 +60,8 @@ _CHECKED_AT_ONCE = 4096
 MAX_LISTED, MAX_LISTED_BYTES = 64, 256 << 10
 """Namespaces in one answer: it ends with the first that makes it as long."""
 
+_SLOW = m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket
+
 _log = logging.getLogger(__name__)
 
 
@@ -116,6 +118,8 @@ class Handlers:
             m.Drop: self._drop,
             m.Namespaces: self._namespaces,
             m.Ping: self._ping,
+            m.SealTicket: self._seal_ticket,
+            m.OpenTicket: self._open_ticket,
         }
 
     def greet(self, tenant: TenantKeys, hello: m.Hello) -> tuple[ClientState | None, m.Answer]:
@@ -139,7 +143,9 @@ class Handlers:
 
     def is_slow(self, verb: m.Verb) -> bool:
         """Whether a request may wait for memory, for a disk or for others."""
-        return isinstance(verb, m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces)
+        return isinstance(
+            verb, m.LeasePrefix | m.Reserve | m.ReportFrame | m.Persist | m.Drop | m.Namespaces | m.SealTicket
+        )
 
     def cost(self, caller: ClientState, verb: m.Verb) -> float:
         """Messages that one counts for beyond its length, against the rate."""
@@ -466,6 +472,16 @@ class Handlers:
         return m.Done()
 
     def _changes(self, caller: ClientState, verb: m.Changes) -> m.Answer:
+        _check_asked(caller, verb.namespace, ())
+        return self._store.handle(caller, verb)
+
+    def _seal_ticket(self, caller: ClientState, verb: m.SealTicket) -> m.Answer:
+        _check_asked(caller, verb.namespace, verb.keys)
+        if not 0 < verb.seconds <= m.MAX_TICKET_SECONDS:
+            raise BadInput(f"seconds={verb.seconds}; give seconds above 0, up to {m.MAX_TICKET_SECONDS:g}")
+        return self._store.handle(caller, verb)
+
+    def _open_ticket(self, caller: ClientState, verb: m.OpenTicket) -> m.Answer:
         _check_asked(caller, verb.namespace, ())
         return self._store.handle(caller, verb)
 

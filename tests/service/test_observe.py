@@ -75,6 +75,8 @@ def one_of_each(packed: bytes, keys: list[bytes], lease: int) -> list[m.Verb]:
         m.Why: m.Why("r"),
         m.Await: m.Await(0, keys, 1.0),
         m.Cancel: m.Cancel([1]),
+        m.SealTicket: m.SealTicket(0, keys, 1.0),
+        m.OpenTicket: m.OpenTicket(0, "kv1."),
     }
     assert set(made) == set(m.Verb.__args__), "a new verb: say here that it is refused"
     return [verb for kind, verb in made.items() if kind not in TELLING]

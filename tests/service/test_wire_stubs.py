@@ -136,6 +136,8 @@ VERBS_NOT_PUBLISHED: dict[type, str] = {
     m.Changes: "for engines on the host, which tell routers of it in their own events",
     m.Await: "for engines on the host: a look-up from another host does not wait",
     m.Cancel: "ends what only engines on the host may ask for",
+    m.SealTicket: "for engines on the host, which hand their prompts over",
+    m.OpenTicket: "for engines on the host, to which prompts are handed over",
     m.Purge: "retires a tenant's key for good: for an operator on the host",
     m.Record: "hands out what tenants look up: for an operator on the host",
 }
