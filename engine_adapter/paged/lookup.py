@@ -121,8 +121,11 @@ class PrefixLookup:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        self._asked_at = 0.0
-        self._pending_match = self.namespace.submit_match(self.prompt, deadline_ms=1000 * self._match_seconds)
+        """What a wait looks at is no look-up of the request's: the one that ends it is."""
+        self._asked_at, self._is_counted = 0.0, self._wait is None or self._wait.policy.is_over
+        self._pending_match = self.namespace.submit_match(
+            self.prompt, deadline_ms=1000 * self._match_seconds, counts=self._is_counted
+        )
 
     def _poll_match(self) -> None:
         if self._wait is not None and not self._wait.may_look():
@@ -142,9 +145,12 @@ class PrefixLookup:
             self._miss(MissReason.DEADLINE)
             return
         if self._wait is not None:
-            if self._wait.goes_on(match):
+            policy = self._wait.policy
+            if not self._is_counted:
+                if not self._wait.goes_on(match.blocks):
+                    self._look()
                 return
-            match = replace(match, account=self._wait.account(match.account), detail=self._wait.detail or match.detail)
+            match = replace(match, account=policy.account(match.account), detail=policy.detail or match.detail)
         self._match, self.account, self.detail = match, match.account, match.detail
         if not match.tokens:
             self._is_over = True

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine_adapter.audit.audits import AuditVerdict
 from engine_adapter.cost.model import SYNCHRONOUS_MS
-from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits
+from engine_adapter.handoff.block_wait import BlockWait, ParkedWaits, WaitPolicy
 from engine_adapter.paged.announcements import Announcements
 from engine_adapter.paged.audit_plan import AuditPlan
 from engine_adapter.paged.load_choice import LoadChoice, StepWork
@@ -431,7 +431,8 @@ class PagedScheduler:
         if not (facts.ticket or facts.awaits) or state.is_admitted or choice is None:
             return None
         least, compute = self.settings.lease_deadline_ms / 1000, choice.costs.prefill.more_seconds
-        return BlockWait(namespace, state.prompt, facts.ticket, compute, self._clock, self._parked, least)
+        policy = WaitPolicy(state.prompt, namespace.block_tokens, compute, self._clock, least)
+        return BlockWait(namespace, state.prompt, facts.ticket, policy, self._parked)
 
     def _promised(self, state: RequestState, lookup: PrefixLookup, local_tokens: int) -> int | None:
         match = lookup.found()

@@ -178,15 +178,15 @@ class NamespaceHandle:
         keys = self._hasher.keys(raw, as_extra_keys(extra_keys), known)
         return Prompt(len(known) * self.block_tokens + len(raw) // 4, keys)
 
-    def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = ()) -> Match:
+    def match(self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), counts: bool = True) -> Match:
         """The longest stored prefix of a prompt, and why it ends there. Pins nothing and changes nothing.
 
         token_ids: list, array, numpy array or torch tensor of ids, or their uint32 little-endian bytes; or a `Prompt`.
         extra_keys: what else the KV depends on (adapter digest, image hashes, salt), in an order of the caller's; a
-        `Prompt` has them already.
+        `Prompt` has them already. counts: whether people are to see it counted as a look-up.
         """
         tokens, keys = self._hashed(token_ids, extra_keys)
-        return self._matched(tokens, keys, self._door.call(m.MatchPrefix(self.number, keys), m.Matched))
+        return self._matched(tokens, keys, self._door.call(m.MatchPrefix(self.number, keys, counts), m.Matched))
 
     def submit_changes(self, after: int, deadline_ms: float = 1000) -> PendingReply[m.Changed]:
         """What became of this namespace's blocks, in order, from the change of that number on, or from now on for 0:
@@ -200,7 +200,11 @@ class NamespaceHandle:
         self._door.submit(m.Tell(list(requests), savings), m.Done, 0.0)
 
     def submit_match(
-        self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), deadline_ms: float = 50
+        self,
+        token_ids: Any,
+        extra_keys: Sequence[ExtraKey | bytes | str] = (),
+        deadline_ms: float = 50,
+        counts: bool = True,
     ) -> PendingReply[Match]:
         """`match` for a thread that must not wait: `poll` returns it once it is there, or a miss once it is late.
 
@@ -208,7 +212,7 @@ class NamespaceHandle:
         """
         check_deadline(deadline_ms)
         tokens, keys = self._hashed(token_ids, extra_keys)
-        submitted = self._door.submit(m.MatchPrefix(self.number, keys), m.Matched, float(deadline_ms) / 1000)
+        submitted = self._door.submit(m.MatchPrefix(self.number, keys, counts), m.Matched, float(deadline_ms) / 1000)
         cancelled = m.Matched(MatchReply(0, reason=MissReason.DISABLED, detail="it was cancelled"))
         return PendingReply(
             submitted, partial(self._matched, tokens, keys), partial(self._matched, tokens, keys, cancelled)
@@ -224,6 +228,14 @@ class NamespaceHandle:
         waiting = self._waiting(prompt, block, deadline_ms)
         submitted = self._door.submit(waiting, m.Awaited, waiting.seconds + AWAIT_GRACE_SECONDS)
         return PendingReply(submitted, lambda told: told, lambda: m.Awaited(0, AwaitEnd.CANCELLED))
+
+    def seal(self, prompt: Prompt, seconds: float) -> str:
+        """`submit_seal`, by a thread that may wait."""
+        return self._door.call(m.SealTicket(self.number, prompt.keys, seconds), m.Sealed).ticket if prompt.keys else ""
+
+    def open_ticket(self, ticket: str) -> m.TicketOpened:
+        """`submit_open`, likewise."""
+        return self._door.call(m.OpenTicket(self.number, ticket[: m.MAX_TICKET_CHARACTERS + 1]), m.TicketOpened)
 
     def submit_seal(self, prompt: Prompt, seconds: float, deadline_ms: float = 1000) -> PendingReply[m.Sealed]:
         """A ticket by which another engine waits for this prompt's full blocks; what is stored of them is kept for so

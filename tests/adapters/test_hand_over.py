@@ -17,15 +17,17 @@ import msgspec
 import pytest
 
 from engine_adapter.handoff import block_wait
+from engine_adapter.handoff.block_wait import WaitPolicy
 from engine_adapter.paged.requests import RequestSpec
 from engine_adapter.paged.scheduler import TICKET_SECONDS
 from kvstore.block.account import MissReason
-from kvstore.block.identity import Identity
+from kvstore.block.identity import Identity, Prompt
 from kvstore.node import EmbeddedStore
 from kvstore.protocol.hand_off import HandOff
 from paged_engine import PagedEngine, Request, Shape, SharedStore
 from service.sidecar import Sidecar
-from workbench import open_at
+from tiering.counts.awaits import AwaitEnd
+from workbench import FakeClock, open_at
 
 SEED = 20261126
 SECONDS = 30.0
@@ -330,6 +332,48 @@ def test_users_say_for_how_long_and_a_ticket_says_at_least() -> None:
     assert RequestSpec().kept_seconds(9.0, TICKET_SECONDS) == 9.0
     assert RequestSpec(hands_over=True).kept_seconds(None, TICKET_SECONDS) == TICKET_SECONDS
     assert RequestSpec(ttl=900.0, hands_over=True).kept_seconds(None, TICKET_SECONDS) == 900.0
+
+
+# How long it waits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_wait_costs_a_quarter_of_what_is_missing_beyond_what_came(seed: int) -> None:
+    """Whatever comes when: what it took is at most what the blocks that came save, and a quarter of the prompt."""
+    print(f"seed {seed}")
+    draw, clock = Random(seed), FakeClock()
+    blocks, least, is_learned = draw.randrange(1, 60), draw.choice([0.0, 0.05]), draw.random() < 0.8
+    rate = draw.choice([1e-5, 1e-3, 5e-2])
+    prompt = Prompt(64 * blocks + 1, [bytes([at]) * 32 for at in range(blocks)])
+    policy = WaitPolicy(
+        prompt,
+        64,
+        lambda first, stop: rate * (stop - first) if is_learned else None,
+        clock.monotonic_seconds,
+        least,
+    )
+    began, there, stalls = clock.monotonic_seconds(), draw.randrange(blocks), 0
+    first = there
+    while left := policy.seconds_left(there):
+        if draw.random() < 0.7:
+            clock.advance(left * draw.random())
+            there = min(blocks, there + draw.randrange(1, 20))
+            policy.ended(AwaitEnd.READABLE)
+        else:
+            clock.advance(left)
+            policy.ended(AwaitEnd.DEADLINE)
+            stalls += 1
+    assert policy.is_over and stalls <= 1, "a deadline that passed is the last one"
+    taken, saved = clock.monotonic_seconds() - began, 64 * rate * (there - first)
+    most = max(least, 64 * rate * (blocks - first) / 4) + saved if is_learned else 2.0 * (1 + there - first)
+    assert taken <= min(most, 30.0) + 1e-6
+
+
+def test_a_put_that_ends_short_ends_the_wait() -> None:
+    policy = WaitPolicy(Prompt(640, [bytes(32)] * 10), 64, lambda *_: None, FakeClock().monotonic_seconds, 0.0)
+    assert policy.seconds_left(0) == block_wait.UNLEARNED_SECONDS
+    policy.ended(AwaitEnd.SHORT)
+    assert policy.seconds_left(3) == 0 and "short" in policy.detail
 
 
 # The scheduler never waits ------------------------------------------------------------------------------------------
