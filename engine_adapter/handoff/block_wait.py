@@ -97,7 +97,8 @@ class WaitPolicy:
         missing = self._compute(start, self._wanted * self._block_tokens)
         arrived = self._compute(start, blocks * self._block_tokens)
         if missing is None or arrived is None:
-            return min(self._came[0] + UNLEARNED_SECONDS, began_at + MAX_AWAIT_SECONDS)
+            longest = max(self._least_seconds, UNLEARNED_SECONDS)
+            return min(self._came[0] + longest, began_at + MAX_AWAIT_SECONDS)
         seconds = max(self._least_seconds, FIRST_SHARE * missing) + arrived
         return began_at + min(seconds, MAX_AWAIT_SECONDS)
 

@@ -37,12 +37,15 @@ HANDS_OVER = RequestSpec(hands_over=True)
 class Pair:
     """A prefilling engine and a decoding one, over one store in this process."""
 
-    def __init__(self, store: EmbeddedStore, **options: Any) -> None:
+    def __init__(self, store: EmbeddedStore, patience_ms: float, **options: Any) -> None:
         self.store = store
         self.random = Random(SEED)
         shared = SharedStore(store)
         self.prefill, self.decode = (
-            PagedEngine(Shape(**options), lambda _: shared, Random(seed), session=f"{seed}") for seed in (1, 2)
+            PagedEngine(
+                Shape(**options), lambda _: shared, Random(seed), session=f"{seed}", lease_deadline_ms=patience_ms
+            )
+            for seed in (1, 2)
         )
 
     def prompt(self, tokens: int) -> list[int]:
@@ -79,9 +82,10 @@ class Pair:
 
 
 @contextmanager
-def pair(path: Path, dram: str = "16MiB", **options: Any) -> Iterator[Pair]:
+def pair(path: Path, dram: str = "16MiB", patience_ms: float = 5000, **options: Any) -> Iterator[Pair]:
+    """patience_ms: for which a first block is waited for at least."""
     with open_at(path / "kv", dram=dram) as store:
-        made = Pair(store, **options)
+        made = Pair(store, patience_ms, **options)
         try:
             yield made
             made.check()
@@ -149,7 +153,7 @@ def stored(both: Pair, prompt: list[int]) -> int:
 
 def test_nothing_comes_and_it_computes_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.05)
-    with pair(tmp_path) as both:
+    with pair(tmp_path, patience_ms=50) as both:
         prompt = both.prompt(400)
         began = time.monotonic()
         told = both.decoded("d", prompt, RequestSpec(awaits=True))
@@ -186,7 +190,7 @@ def test_a_prefill_that_is_given_up_costs_no_more_than_computing(
 ) -> None:
     """Before, between and after its chunks."""
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
-    with pair(tmp_path, budget=128) as both:
+    with pair(tmp_path, budget=128, patience_ms=100) as both:
         prompt = both.prompt(900)
         request = both.prefill.add("p", prompt, 1, HANDS_OVER)
         waiting = both.decode.add("d", prompt, 4, RequestSpec(awaits=True))
@@ -247,7 +251,7 @@ def test_the_five_ways_in_which_a_stale_reference_serves_another_prompts_kv(
     """An unknown reference, one out of range, one that was used already, one whose blocks were given to others, and one
     whose time is over (vLLM #52234): all are computed, or are right. `PagedEngine` looks at every number."""
     monkeypatch.setattr(block_wait, "UNLEARNED_SECONDS", 0.1)
-    with pair(tmp_path, dram="1MiB") as both:
+    with pair(tmp_path, dram="1MiB", patience_ms=100) as both:
         first, second = both.prompt(500), both.prompt(500)
         unknown = both.decoded("unknown", second, RequestSpec(ticket=forged(both, second)))
         assert unknown["hits"] == {} and unknown["misses"]["absent"] == 448
