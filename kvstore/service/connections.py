@@ -379,13 +379,19 @@ class DoorAwaits:
     that was served least is answered first, and pays as for a message."""
 
     def __init__(
-        self, handlers: Handlers, clock: Clock, wake: Callable[[], None], answer: Callable[..., object]
+        self,
+        handlers: Handlers,
+        clock: Clock,
+        wake: Callable[[], None],
+        answer: Callable[..., object],
+        watch: Callable[[Connection], object],
     ) -> None:
-        """wake: by any thread. answer: (connection, number of the request, response)."""
+        """wake: by any thread. answer: (connection, number of the request, response). watch: a connection that was
+        answered, since not all may be sent."""
         self._handlers = handlers
         self._clock = clock
         self._wake = wake
-        self._answer = answer
+        self._answer, self._watch = answer, watch
         self._of: dict[ParkedAwait, tuple[Connection, int]] = {}
         self._over: deque[ParkedAwait] = deque()
         self._lines: dict[Listener, deque[ParkedAwait]] = {}
@@ -448,6 +454,7 @@ class DoorAwaits:
                 listener.share.begin()
                 listener.share.pay(1)
                 self._answer(connection, number, self._handlers.awaited(one))
+                self._watch(connection)
 
     @property
     def has_more(self) -> bool:

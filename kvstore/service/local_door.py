@@ -131,7 +131,7 @@ class LocalDoor:
         self._end_pool = ThreadPoolExecutor(END_THREADS, "kv-door-end")  # what clients that are gone held is given back
         self._is_sweeping = False
         self._to_show_out: deque[tuple[bytes, threading.Event]] = deque()
-        self._awaits = DoorAwaits(handlers, clock, self._wake, self._answer)
+        self._awaits = DoorAwaits(handlers, clock, self._wake, self._answer, self._watch)
         self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
         self._served: Counter[str] = Counter()
         self.refused_connections = 0

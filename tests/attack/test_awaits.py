@@ -128,6 +128,19 @@ def test_what_is_told_when(sidecar: Sidecar) -> None:
         assert waits.answers(1) == {unread[0]: m.Awaited(0, AwaitEnd.SHORT)}
 
 
+def test_answers_that_a_client_reads_late_all_come(sidecar: Sidecar) -> None:
+    """More than its socket takes at a time."""
+    keys = [secrets.token_bytes(32)]
+    with closing(Attacker(sidecar.path)) as waits, closing(Attacker(sidecar.path)) as puts:
+        parked = waits.park(MOST_PARKED, 20, keys[0])
+        wait_until(lambda: sidecar.core.awaits.counts().parked == MOST_PARKED)
+        puts.store(keys, 1)
+        wait_until(lambda: not sidecar.door._awaits._of)
+        assert any(one.unsent for one in sidecar.door._connections)
+        answers = waits.answers(MOST_PARKED)
+        assert set(answers) == set(parked) and set(answers.values()) == {m.Awaited(1, AwaitEnd.READABLE)}
+
+
 def test_odd_awaits_cost_their_connection_a_line_or_itself(sidecar: Sidecar) -> None:
     with closing(Attacker(sidecar.path)) as one:
         key = secrets.token_bytes(32)
