@@ -109,6 +109,10 @@ class NodeIdentity:
     incarnation: bytes = bytes(INCARNATION_BYTES)
 
 
+NOWHERE = NodeIdentity()
+"""Of a store without a directory."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Identity:
     """What a hand-off of a tenant's blocks names, and is sealed with. Stays inside the sidecar.

@@ -22,7 +22,7 @@ import numpy as np
 from kvstore.block.about import check_can_be_kept
 from kvstore.block.account import REASON_OF_FINDING, HitTier, MissReason
 from kvstore.block.errors import BadInput, StoreClosed
-from kvstore.block.identity import Identity, Namespace, NodeIdentity, TenantKeys, root_key
+from kvstore.block.identity import NOWHERE, Identity, Namespace, NodeIdentity, TenantKeys, root_key
 from kvstore.config import Limits
 from kvstore.core.collective import ANSWER_SECONDS, Chain, CollectivePut, CollectivePuts, chain_of
 from kvstore.core.dram_recovery import DramRecovery
@@ -129,7 +129,7 @@ class Store:
         taken_over: Sequence[int] = (),
         name: bytes = b"",
         lower: Lower[NvmeTier] | None = None,
-        node: NodeIdentity = NodeIdentity(),
+        node: NodeIdentity = NOWHERE,
     ) -> None:
         """queue: for moves between DRAM and the tier below, where there is one. scrub: how that tier is scrubbed.
         lower: the one of `blocks`.
