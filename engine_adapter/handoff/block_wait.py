@@ -29,7 +29,7 @@ FIRST_SHARE = 0.25
 UNLEARNED_SECONDS = 2.0
 """The same for an engine that has not learned how fast it computes, and between two blocks."""
 OPEN_MS = 250.0
-"""A ticket is opened by then, or it is not waited for."""
+"""A ticket is opened by then, or it is not waited for; a look takes no longer either, of which a wait has several."""
 _HIDDEN = frozenset({MissReason.ABSENT, MissReason.IN_FLIGHT, MissReason.DIVERGED, MissReason.EVICTED})
 """What the store says of blocks that a ticket would have promised."""
 
@@ -73,6 +73,8 @@ class WaitPolicy:
             left = max(0.0, self._limit(blocks) - now)
         if left:
             self.detail = f"waited for block {blocks + 1} of {self._wanted}, which another engine was to store"
+        elif blocks >= self._wanted and self.refused is None:
+            self.detail = ""
         self.is_over = not left
         return left
 
@@ -129,8 +131,9 @@ class ParkedWaits:
     def read(self) -> None:
         """Look whether anything came for any of them, once: each that is asked then knows."""
         for pending in self._parked:
-            pending.poll()
-            return
+            if not pending.is_ready():
+                pending.poll()
+                return
 
 
 class BlockWait:

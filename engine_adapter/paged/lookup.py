@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from logging import getLogger
 
-from engine_adapter.handoff.block_wait import BlockWait
+from engine_adapter.handoff.block_wait import OPEN_MS, BlockWait
 from kvstore.block.account import Account, MissReason, reason_of
 from kvstore.block.identity import Prompt
 from kvstore.client.handle import Lease, Match, NamespaceHandle
@@ -56,7 +56,7 @@ class PrefixLookup:
         self.detail = ""
         self.lease: Lease | None = None
         self._clock = clock
-        self._match_seconds = match_deadline_ms / 1000
+        self._match_seconds = max(match_deadline_ms, OPEN_MS if wait is not None else 0.0) / 1000
         self._lease_seconds = lease_deadline_ms / 1000
         self._asked_at = 0.0
         self._leased_at = 0.0

@@ -45,7 +45,7 @@ class Engines:
 
     def __init__(self, model: str, sidecar: Sidecar, scratch: Path) -> None:
         self.sidecar = sidecar
-        self._model = model
+        self.model = model
         self._runs: dict[str, Nursery] = {}
         self._scratch = scratch
 
@@ -56,7 +56,7 @@ class Engines:
             scratch.mkdir(exist_ok=True)
             self._runs[role] = Nursery(scratch)
         transfer = models.connector(self.sidecar.url, codec="raw", **models.PATIENT) | {"kv_role": role}
-        plan = {"model": self._model, "transfer": transfer, "options": OPTIONS, "kept": True, "steps": steps}
+        plan = {"model": self.model, "transfer": transfer, "options": OPTIONS, "kept": True, "steps": steps}
         return self._runs[role].run(plan)
 
     def prefill(self, prompts: list[list[int]], hints: dict[str, Any] | None = None) -> list[dict[str, Any]]:
@@ -166,6 +166,17 @@ def test_stale_and_foreign_tickets_are_computed(engines: Engines) -> None:
             assert account["hits"] == {} and account["misses"][reason] == full(truth["prompt_tokens"]), account
         else:
             assert account["hits"] == {"dram": full(truth["prompt_tokens"])}
+
+
+@pytest.mark.slow
+def test_unequal_tensor_parallelism_is_named_and_computed(engines: Engines, run: Callable[..., Any]) -> None:
+    (ids,) = drawn(1, shortest=600, longest=900, salt=5)
+    transfer = models.connector(engines.sidecar.url, codec="raw", **models.PATIENT) | {"kv_role": "kv_producer"}
+    step = {"do": "generate", "prompts": [ids], "max_tokens": 1, "hints": FOR_PREFILL}
+    plan = {"model": engines.model, "transfer": transfer, "steps": [step]}
+    ((prefilled,),) = run({**plan, "options": {**OPTIONS, "tensor_parallel_size": 2}})
+    ((told, truth),) = engines.decode([ids], [{"kvstore": prefilled["kvstore"]}])
+    assert is_right(told, truth) and told["kvstore"]["misses"]["other_namespace"] == full(len(ids)), told
 
 
 def test_a_prefill_that_is_killed_costs_time_and_nothing_else(engines: Engines) -> None:
