@@ -352,13 +352,6 @@ def read_request(asked: QueuedRequest) -> None:
     asked.request, asked.body = request, None
 
 
-def descriptors_for(verb: m.Verb) -> int:
-    """How many are sent beside its answer, at most."""
-    if isinstance(verb, m.Extents):
-        return len(verb.numbers)
-    return int(isinstance(verb, m.Ping) and verb.wants_bell)
-
-
 def close_all(held: Collection[int]) -> None:
     """Descriptors that were to be sent."""
     for descriptor in held:
@@ -375,8 +368,8 @@ AWAITS_SECONDS = 0.00025
 
 
 class DoorAwaits:
-    """Of all connections. The door's thread calls all but `_told`. Of several tenants whose awaits are over the one
-    that was served least is answered first, and pays as for a message."""
+    """Of all connections; the door's thread calls all but `_told`. The tenant that was served least is answered first,
+    and pays as for a message."""
 
     def __init__(
         self,
@@ -386,8 +379,7 @@ class DoorAwaits:
         answer: Callable[..., object],
         watch: Callable[[Connection], object],
     ) -> None:
-        """wake: by any thread. answer: (connection, number of the request, response). watch: a connection that was
-        answered, since not all may be sent."""
+        """answer: (connection, number of the request, response). watch: a connection that was answered."""
         self._handlers = handlers
         self._clock = clock
         self._wake = wake

@@ -34,7 +34,7 @@ from kvstore.service.accounting import Counting, NamespaceInfo
 from kvstore.service.descriptors import SlowExtents
 from kvstore.service.sessions import MAX_LEASED_PLACES, ClientState, ReservationProgress, Sessions
 from kvstore.service.told import ToldRequests
-from tiering.counts.awaits import Awaits, ParkedAwait
+from tiering.counts.awaits import ParkedAwait
 from tiering.errors import BlockMissing, TierError, TierUnavailable
 from tiering.frame import DIGEST_BYTES, KEY_BYTES, frame_bytes
 
@@ -94,6 +94,7 @@ class Handlers:
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
         self._store = store
+        self.awaits = store.awaits
         self._recording = recording
         self._whatif = whatif
         self._told = told or ToldRequests(store.clock)
@@ -192,11 +193,6 @@ class Handlers:
     def awaited(self, one: ParkedAwait) -> Response:
         """The answer to one that is over."""
         return Response(self._store.awaited(one))
-
-    @property
-    def awaits(self) -> Awaits:
-        """All that are parked."""
-        return self._store.awaits
 
     def serve_at_once(self, caller: ClientState, verb: m.Verb) -> Response | None:
         """The same for a request that may wait, and need not this time; None, and nothing is done, where it has to."""

@@ -44,10 +44,9 @@ from kvstore.service.connections import (
     Turns,
     Waits,
     close_all,
-    descriptors_for,
     read_request,
 )
-from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, share_of
+from kvstore.service.descriptors import MOST_UNCLOSED, DescriptorsSent, descriptors_for, share_of
 from kvstore.service.dispatch import Handlers, Response
 from kvstore.service.sessions import ClientState, Sessions
 from tiering.clock import Clock

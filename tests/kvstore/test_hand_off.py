@@ -83,6 +83,16 @@ def test_of_twenty_thousand_altered_ones_none_is_taken() -> None:
             assert told.reason is MissReason.KEY_MISMATCH and not told.blocks and not told.head, altered
 
 
+def test_any_other_character_anywhere_is_refused() -> None:
+    """Also one that stands for the same bits, of which a text has several."""
+    text = changed_as(GOOD, head=b"\xff" * 32, owner=HERE.node).seal(MINE)
+    assert "_" in text and look(text).reason is None
+    for at in range(len(text)):
+        for other in map(chr, range(33, 127)):
+            if other != text[at]:
+                assert look(text[:at] + other + text[at + 1 :]).reason is MissReason.KEY_MISMATCH, (at, other)
+
+
 def changed_as(hand_off: HandOff, **fields: object) -> HandOff:
     return msgspec.structs.replace(hand_off, **fields)
 
