@@ -43,8 +43,9 @@ from kvstore.config import (
 from kvstore.core.index import IndexRetentionHints, PrefixIndex
 from kvstore.core.leases import NUMBER_KEY_BYTES, Numbers
 from kvstore.core.levels import WRITES
-from kvstore.core.store import DROP_SECONDS, Store, StoreUsage
+from kvstore.core.store import DROP_SECONDS, Store
 from kvstore.core.table import BlockTable, Lower
+from kvstore.core.usage import StoreUsage
 from kvstore.insight.counting_tier import CountingTier
 from kvstore.insight.replay import Replay
 from kvstore.protocol import messages as m
@@ -280,8 +281,7 @@ class EmbeddedStore:
         return keys, blocks
 
     def drop(self, namespace: NamespaceHandle, seconds: float = DROP_SECONDS) -> int:
-        """Evict a namespace of this store and tenant from every tier; returns how many blocks it had. Raises
-        `TierUnavailable` where that was not over in time."""
+        """Evict it from every tier; returns how many blocks it had. Raises `TierUnavailable` if not over in time."""
         door = namespace.door if isinstance(namespace, NamespaceHandle) else None
         if not isinstance(door, EmbeddedDoor) or not door.leads_to(self._store, self._keys.tenant(self.tenant)):
             raise BadInput("give a namespace that this store opened for this tenant; drop others where they are from")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from numbers import Integral, Real
 from typing import Any, Protocol, TypeVar
 
@@ -43,7 +44,7 @@ from kvstore.protocol.door import (
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import check_request
 from kvstore.protocol.ticket import LeaseTicket
-from kvstore.protocol.told import RequestTold, SavingsTold
+from kvstore.protocol.told import PromptTold, RequestTold, SavingsTold
 from tiering.frame import HEADER_BYTES, digest
 
 A = TypeVar("A")
@@ -163,6 +164,11 @@ class NamespaceHandle:
         """The namespace's number in its store."""
         return self._grant.number
 
+    @property
+    def sketch_key(self) -> bytes:
+        """Under which prompts of the tenant's are sketched: from its identity key, and telling nothing of that."""
+        return blake2b(digest_size=32, key=self._grant.identity_key, person=b"kv-sketch-key-v1").digest()
+
     def hashed(
         self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), after: Prompt | None = None
     ) -> Prompt:
@@ -192,10 +198,16 @@ class NamespaceHandle:
         submitted = self._door.submit(m.Changes(self.number, after), m.Changed, deadline_ms / 1000)
         return PendingReply(submitted, lambda told: told, lambda: m.Changed(b"", [], 0))
 
-    def tell(self, requests: Sequence[RequestTold], savings: SavingsTold | None = None) -> None:
-        """Say what became of requests of this engine, at most `MAX_TOLD_REQUESTS`, and what hits saved since it was
-        said last: for `kvstore why` and the dashboard. Waits for nothing, and says nothing where no sidecar is."""
-        self._door.submit(m.Tell(list(requests), savings), m.Done, 0.0)
+    def tell(
+        self,
+        requests: Sequence[RequestTold],
+        savings: SavingsTold | None = None,
+        prompts: Sequence[PromptTold] = (),
+    ) -> None:
+        """Say what became of requests of this engine, at most `MAX_TOLD_REQUESTS`, what hits saved since it was said
+        last, and sketches of at most `MAX_TOLD_PROMPTS` of this namespace: for `kvstore why` and the dashboard. Waits
+        for nothing, and says nothing where no sidecar is."""
+        self._door.submit(m.Tell(list(requests), savings, list(prompts)), m.Done, 0.0)
 
     def submit_match(
         self, token_ids: Any, extra_keys: Sequence[ExtraKey | bytes | str] = (), deadline_ms: float = 50

@@ -47,13 +47,13 @@ from kvstore.core.nvme_recovery import NvmeRecovery
 from kvstore.core.scrub import Scrubbing
 from kvstore.core.table import BlockTable, Lower, OpenedNamespace
 from kvstore.core.unmap_wait import COLLECTIVE_LOOKS, LOOKS_SECONDS, PUT_SECONDS, Unmapped, UnmapWait, look
-from kvstore.core.usage import NamespaceUsage, occupancy, retained_budget, tenancy
+from kvstore.core.usage import NamespaceUsage, StoreUsage, kept_until, occupancy, retained_budget, tenancy
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import Collective, StoreClient
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
-from kvstore.protocol.status import RecoveryStatus, TenantStatus
+from kvstore.protocol.status import TenantStatus
 from tiering.clock import Clock
-from tiering.counts.tally import CheckedAt, TallyCounts
+from tiering.counts.tally import CheckedAt
 from tiering.dram.extents import Extent
 from tiering.dram.mover import FrameCopy, MoveDone, MoveOutcome, Mover
 from tiering.errors import BlockMissing, TierFull, TierUnavailable
@@ -61,10 +61,9 @@ from tiering.frame import frame_bytes
 from tiering.move_queue import MoveQueue
 from tiering.nvme.scrub import ScrubLimits
 from tiering.nvme.tier import NvmeTier
-from tiering.policies.admission import WriteBudget
 from tiering.residency import Evict, Grow, Vacate
 from tiering.slab_header import PAGE_BYTES
-from tiering.tier import Column, FrameSpan, MoveCounts, ScrubUsage, SlotClass, Usage, extent_of
+from tiering.tier import Column, FrameSpan, MoveCounts, SlotClass, extent_of
 
 SLAB_OVERHEAD_BYTES = 2 * PAGE_BYTES
 RUN_OUT_AT_ONCE = 1024
@@ -91,38 +90,6 @@ GIVE_WAY_SECONDS = 1e-4
 """Between two of them: without it the lock is taken again before who waits for it has woken up."""
 
 _ASK_AGAIN = "ask again, or give it more time"
-
-
-@dataclass(frozen=True, slots=True)
-class StoreUsage:
-    """What a store holds. What `SidecarStatus` has under the same name is published as it is.
-
-    nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
-    guarded_bytes: of DRAM that clients of an earlier process still map: readable, and not used again before they let
-    go. retained: what is kept for a time, and the budget for it, retained_fraction of each tier. pinned_budget_bytes:
-    may be pinned at once. dram_blocks: also damaged ones, until they are stored again or go. tally: what tiers did.
-    """
-
-    dram: Usage
-    nvme: Usage | None
-    loading: RecoveryStatus | None
-    blocks: int
-    leases: int
-    reservations: int
-    pinned_bytes: int
-    counters: dict[str, int]
-    scrub: ScrubUsage | None = None
-    guarded_bytes: int = 0
-    dram_retained_bytes: int = 0
-    nvme_retained_bytes: int | None = None
-    dram_retained_budget_bytes: int = 0
-    nvme_retained_budget_bytes: int | None = None
-    retained_fraction: float = 0.0
-    write_budget: WriteBudget | None = None
-    pinned_budget_bytes: int = 0
-    dram_blocks: int = 0
-    nvme_blocks: int | None = None
-    tally: TallyCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -1195,10 +1162,19 @@ class Store:
         """That it was opened as."""
         return self._blocks.spaces[number].namespace
 
+    def difference(self, number: int, other: int) -> str:
+        """Of two namespaces, in words: the first field that is not the same."""
+        return self.namespace_of(number).difference(self.namespace_of(other))
+
     def tenants(self, names: Mapping[bytes, str]) -> list[TenantStatus]:
         """What these tenants have taken of each tier, under their names."""
         with self._lock:
             return tenancy(self._blocks, names) if not self._closed else []
+
+    def kept_until(self, number: int, keys: Sequence[bytes]) -> float:
+        """Until when a readable chain is kept as somebody asked, in seconds of the clock; 0 where it is not."""
+        with self._lock:
+            return kept_until(self._blocks, number, keys) if not self._closed else 0.0
 
     def moves(self) -> list[MoveCounts]:
         """Moves between the tiers."""

@@ -6,15 +6,50 @@ be more than can be found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
 from kvstore.block.identity import Namespace
 from kvstore.core.table import BlockTable
-from kvstore.protocol.status import TenantStatus, printable
+from kvstore.protocol.status import RecoveryStatus, TenantStatus, printable
+from tiering.counts.tally import TallyCounts
+from tiering.policies.admission import WriteBudget
 from tiering.policies.shares import Shares
 from tiering.residency import Residency
+from tiering.tier import ScrubUsage, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """What a store holds. What `SidecarStatus` has under the same name is published as it is.
+
+    nvme and loading: None without such a tier, and once the store is closed. scrub: None where nothing is scrubbed.
+    guarded_bytes: of DRAM that clients of an earlier process still map: readable, and not used again before they let
+    go. retained: what is kept for a time, and the budget for it, retained_fraction of each tier. pinned_budget_bytes:
+    may be pinned at once. dram_blocks: also damaged ones, until they are stored again or go. tally: what tiers did.
+    """
+
+    dram: Usage
+    nvme: Usage | None
+    loading: RecoveryStatus | None
+    blocks: int
+    leases: int
+    reservations: int
+    pinned_bytes: int
+    counters: dict[str, int]
+    scrub: ScrubUsage | None = None
+    guarded_bytes: int = 0
+    dram_retained_bytes: int = 0
+    nvme_retained_bytes: int | None = None
+    dram_retained_budget_bytes: int = 0
+    nvme_retained_budget_bytes: int | None = None
+    retained_fraction: float = 0.0
+    write_budget: WriteBudget | None = None
+    pinned_budget_bytes: int = 0
+    dram_blocks: int = 0
+    nvme_blocks: int | None = None
+    tally: TallyCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +126,13 @@ def occupancy(blocks: BlockTable) -> list[NamespaceUsage]:
             )
         )
     return found
+
+
+def kept_until(blocks: BlockTable, number: int, keys: Sequence[bytes]) -> float:
+    """When the time of a chain's last block ends, which is before that of all others; 0 where it is not readable."""
+    tiers = (blocks.residency, blocks.lower.residency if blocks.lower is not None else None)
+    kept = [one.retention for one in tiers if one is not None and one.retention is not None]
+    return max((one.until(row) for row in blocks.index.match(number, keys[-1:]) for one in kept), default=0.0)
 
 
 def retained_budget(residency: Residency) -> int:

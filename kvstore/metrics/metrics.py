@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from kvstore.block.account import HitTier, MissReason
 from kvstore.core.levels import READS, WRITES
-from kvstore.core.store import StoreUsage
+from kvstore.core.usage import StoreUsage
 from kvstore.insight.whatif import WhatIf, WhatIfSnapshot
 from kvstore.metrics.catalogue import METRICS, PREFIX
 from kvstore.metrics.exposition import Exposition, LabelValues, Samples

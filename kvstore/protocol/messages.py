@@ -25,7 +25,15 @@ from kvstore.block.layout import MAX_PARTS
 from kvstore.protocol.replies import Grant, LeaseReply, MatchReply, ReserveReply
 from kvstore.protocol.requests import MAX_REQUEST_CHARACTERS
 from kvstore.protocol.status import SidecarStatus
-from kvstore.protocol.told import MAX_TOLD_REQUESTS, RequestRecord, RequestTold, SavingsTold
+from kvstore.protocol.told import (
+    MAX_TOLD_PROMPTS,
+    MAX_TOLD_REQUESTS,
+    PrefixFigures,
+    PromptTold,
+    RequestRecord,
+    RequestTold,
+    SavingsTold,
+)
 
 OLDEST_VERSION, NEWEST_VERSION = 1, 2
 CHANGES_VERSION = 2
@@ -206,10 +214,12 @@ class Changes(msgspec.Struct, array_like=True, frozen=True, tag="changes"):
 
 
 class Tell(msgspec.Struct, array_like=True, frozen=True, tag="tell"):
-    """An engine tells what became of its requests, and what hits saved, for people. From version 2 on; posted."""
+    """An engine tells what became of its requests, what hits saved, and sketches of prompts that missed much, for
+    people. From version 2 on; posted."""
 
     requests: Annotated[list[RequestTold], Meta(max_length=MAX_TOLD_REQUESTS)]
     savings: SavingsTold | None = None
+    prompts: Annotated[list[PromptTold], Meta(max_length=MAX_TOLD_PROMPTS)] = []
 
 
 class Drop(msgspec.Struct, array_like=True, frozen=True, tag="drop"):
@@ -263,6 +273,12 @@ class Why(msgspec.Struct, array_like=True, frozen=True, tag="why"):
     tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
 
 
+class Prefixes(msgspec.Struct, array_like=True, frozen=True, tag="prefixes"):
+    """Admin: the hottest prefixes, and where prompts part. tenant: as in `Why`."""
+
+    tenant: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+
+
 Verb = (
     Hello
     | OpenNamespace
@@ -287,6 +303,7 @@ Verb = (
     | Purge
     | Record
     | Why
+    | Prefixes
 )
 
 
@@ -428,6 +445,12 @@ class WhyReply(msgspec.Struct, array_like=True, frozen=True, tag="why"):
     kept: int
 
 
+class PrefixesReply(msgspec.Struct, array_like=True, frozen=True, tag="prefixes"):
+    """To `Prefixes`."""
+
+    figures: PrefixFigures
+
+
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     """The request was not served. text: one line for people."""
 
@@ -453,6 +476,7 @@ Answer = (
     | StatReply
     | Recorded
     | WhyReply
+    | PrefixesReply
 )
 
 

@@ -24,6 +24,7 @@ from kvstore.config import MAX_SECONDS
 from kvstore.core.store import SEALED_BLOCKS, SharedExtent, Store
 from kvstore.insight.recording import Recording
 from kvstore.insight.whatif import WhatIf
+from kvstore.prefixes.book import PrefixBook, checked_prompt
 from kvstore.protocol import messages as m
 from kvstore.protocol.door import MAX_COLLECTIVE_CHARACTERS, MAX_PRIORITY, WINDOW_CHARACTERS, TenantClient
 from kvstore.protocol.replies import LeaseReply
@@ -83,9 +84,10 @@ class Handlers:
         slow: SlowExtents | None = None,
         whatif: WhatIf | None = None,
         told: ToldRequests | None = None,
+        prefixes: PrefixBook | None = None,
     ) -> None:
         """run: names this run of the sidecar. names: told what engines call their models. slow: knows whose memory
-        takes long to hand out. whatif: told what is looked up. told: told of engines' requests."""
+        takes long to hand out. whatif: told what is looked up. told: told of engines' requests. prefixes: of both."""
         self._names = names
         self._slow = slow or SlowExtents()
         self._lasting = Lasting()
@@ -93,6 +95,7 @@ class Handlers:
         self._recording = recording
         self._whatif = whatif
         self._told = told or ToldRequests(store.clock)
+        self._prefixes = prefixes or PrefixBook(store.clock, lambda one, other: "")
         self._counting = counting
         self._sessions = sessions
         self._run = run
@@ -210,8 +213,10 @@ class Handlers:
         model, codec = printable(name or namespace.model), printable(namespace.codec)
         tokens = namespace.layout.block_tokens
         self._counting.opened(number, tokens, NamespaceInfo(digest, tenant, model, codec, tokens))
+        block_bytes = sum(map(frame_bytes, granted.grant.payload_bytes))
         if self._whatif is not None:
-            self._whatif.opened(number, sum(map(frame_bytes, granted.grant.payload_bytes)), tokens)
+            self._whatif.opened(number, block_bytes, tokens)
+        self._prefixes.opened(tenant, number, block_bytes, tokens)
         caller.named[own] = number
         return granted
 
@@ -227,6 +232,7 @@ class Handlers:
                 self._recording.looked_up(number, verb.keys)
             if self._whatif is not None:
                 self._whatif.looked_up(number, verb.keys)
+            self._prefixes.looked_up(caller.keys.tenant, number, verb.keys, matched.reply.blocks)
         return matched
 
     def _lease(self, caller: ClientState, verb: m.LeasePrefix) -> m.Answer:
@@ -291,6 +297,7 @@ class Handlers:
     ) -> m.Answer:
         if verb.counts:
             self._counting.leased(number, verb.keys, reply, seconds)
+            self._prefixes.granted(caller.keys.tenant, number, verb.keys, verb.first_block, reply.blocks)
             if verb.request:
                 self._told.leased(caller, verb, number, reply, seconds)
         if reply.lease:
@@ -441,7 +448,12 @@ class Handlers:
         return Response(m.NotifyPipeReply(), [notify_pipe]) if notify_pipe is not None else m.Done()
 
     def _tell(self, caller: ClientState, verb: m.Tell) -> m.Answer:
+        prompts = []
+        for one in verb.prompts:
+            number, _ = _check_asked(caller, one.namespace, ())
+            prompts.append(checked_prompt(one, number, self._store.namespace_of(number).layout.block_tokens))
         self._told.tell(caller, verb)
+        self._prefixes.told(caller.keys.tenant, verb, prompts)
         return m.Done()
 
     def _changes(self, caller: ClientState, verb: m.Changes) -> m.Answer:
