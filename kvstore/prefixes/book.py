@@ -55,6 +55,8 @@ MOST_ROWS = 20
 """Of a tenant, in each list; of all together three times as many."""
 FADE_EVERY_SECONDS, WAIT_SECONDS, FRESH_SECONDS, LEAST_SECONDS = 60.0, 1.0, 2.0, 60.0
 ROW_DIGITS = 8
+MOST_SECONDS_A_TOKEN = 1.0
+"""That an engine can say to save."""
 _KINDS = frozenset(PromptChange)
 
 
@@ -321,7 +323,9 @@ class PrefixBook:
                     )
                 )
             kept = len(mine.partings), mine.partings.size_bytes
-        speed = mine.saved_seconds / mine.saved_tokens if mine.tells_savings and mine.saved_tokens else None
+        speed = None
+        if mine.tells_savings and mine.saved_tokens:
+            speed = min(MOST_SECONDS_A_TOKEN, max(0.0, mine.saved_seconds / mine.saved_tokens))
         hottest = []
         for number, tree, one, raw in chains:  # the store is asked outside of our lock
             keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
@@ -335,7 +339,7 @@ class PrefixBook:
                     len(keys) * tree.block_bytes,
                     one.uses * per_hour,
                     saved,
-                    max(0.0, saved * speed) if speed is not None else None,
+                    saved * speed if speed is not None else None,
                     there.blocks * tree.block_tokens,
                     dict(there.tiers),
                     one.node.used_at,

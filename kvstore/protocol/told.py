@@ -20,7 +20,7 @@ MAX_TOLD_PROMPTS = 4
 MAX_SKETCHED_TOKENS, MAX_FINGERPRINTS, MAX_SKETCHED_BLOCKS = 1 << 17, 2560, 1 << 13
 """Of one prompt: what lies behind is left out."""
 FINGERPRINT_BYTES, PLACE_BYTES, LINK_BYTES, SHORT_BYTES = 8, 4, 4, 8
-MAX_EVERY = 1_000_000
+MAX_EVERY = 100_000
 Tokens = Annotated[int, Meta(ge=0, le=MAX_SKETCHED_TOKENS)]
 Short = Annotated[bytes, Meta(max_length=SHORT_BYTES)]
 

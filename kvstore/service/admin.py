@@ -35,6 +35,7 @@ from kvstore.protocol.status import (
     pick,
     printable,
 )
+from kvstore.protocol.told import PrefixFigures
 from kvstore.service.accounting import Counting, NamespaceCounts, looked
 from kvstore.service.connections import AdminCaller, percentile_ms
 from kvstore.service.dispatch import Response, version_in_common
@@ -115,7 +116,7 @@ class Admin:
             if isinstance(verb, m.Why):
                 return Response(self._why(verb))
             if isinstance(verb, m.Prefixes):
-                return Response(self._hot_prefixes(verb))
+                return Response(m.PrefixesReply(self.prefixes(verb.tenant)))
             if isinstance(verb, m.Ping):
                 return Response(m.Done())
         except BadInput as error:
@@ -181,15 +182,15 @@ class Admin:
         names = self._store.tenant_names()
         return {tenant: name for tenant, name in names.items() if wanted in ("", printable(name))}
 
-    def _hot_prefixes(self, verb: m.Prefixes) -> m.PrefixesReply:
+    def prefixes(self, tenant: str = "") -> PrefixFigures:
+        """Which prefixes are hot, and where prompts part: of one tenant, as it is shown, or of all."""
         if self._prefixes is None:
             raise BadInput("this sidecar does not follow prefixes")
         spaces = {}
         for _, one in self._spaces():
             name = self._store.names.get(one.tenant, one.digest) if self._store.names is not None else ""
             spaces[one.number] = SpaceNames(one.digest.hex()[:ID_DIGITS], printable(name or one.namespace.model))
-        names = self._shown(verb.tenant)
-        return m.PrefixesReply(self._prefixes.figures(names, spaces, self._standing, of_all=not verb.tenant))
+        return self._prefixes.figures(self._shown(tenant), spaces, self._standing, of_all=not tenant)
 
     def _standing(self, number: int, keys: Sequence[bytes]) -> Standing:
         core, tiers = self._store.core, dict[str, int]()
