@@ -198,10 +198,7 @@ class Partings:
                 what = self._difference(prompt.namespace, earlier.namespace)
             kind = PromptChange.NAMESPACE if what else PromptChange.SALTED
             return Divergence(kind, 0, None, None, lost, what=what)
-        fork = _equal_blocks(earlier.chain, prompt.chain)
-        if fork == min(len(earlier.chain), len(prompt.chain)) // LINK_BYTES:
-            return None  # one goes on where the other ends
-        return compare_sketches(kept, sketch, fork * block, stored)
+        return compare_sketches(kept, sketch, _equal_blocks(earlier.chain, prompt.chain) * block, stored)
 
     def _group(self, prompt: SketchedPrompt, found: Divergence) -> PartingGroup:
         """Where it belongs; one that lost least gives way where there are too many."""

@@ -57,7 +57,9 @@ _MISSED = frozenset(
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class _Sampled:
+class Sampled:
+    """A prompt to be sketched. stored_tokens: of it, that were found."""
+
     namespace: NamespaceHandle
     tokens: Column
     extra_keys: Sequence[ExtraKey]
@@ -65,7 +67,9 @@ class _Sampled:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class _Kept:
+class KeptPrompt:
+    """One that later ones are held against. start: a digest of its first tokens."""
+
     seen: SeenPrompt
     start: bytes
 
@@ -76,7 +80,7 @@ class PromptSampler:
     def __init__(self, every: int, choose: Callable[[], float]) -> None:
         """every: 1 of so many is taken; 0: none. choose: evenly from 0 up to 1."""
         self._every, self._choose = every, choose
-        self._queue: Queue[_Sampled | None] = Queue(MOST_WAITING)
+        self._queue: Queue[Sampled | None] = Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._namespace: NamespaceHandle | None = None
         self._forget()
@@ -98,7 +102,7 @@ class PromptSampler:
         tokens = np.array(token_ids()[:MAX_SKETCHED_TOKENS], np.uint32)
         stored = min(account.asked - missed, len(tokens))
         try:
-            self._queue.put_nowait(_Sampled(namespace, tokens, extra_keys, stored))
+            self._queue.put_nowait(Sampled(namespace, tokens, extra_keys, stored))
         except Full:
             return
         if self._thread is None:
@@ -132,10 +136,10 @@ class PromptSampler:
         self._queue.task_done()
 
     def _forget(self) -> None:
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self.kept: OrderedDict[int, KeptPrompt] = OrderedDict()
         self._table, self._number, self._tokens = SketchTable(), 0, 0
 
-    def sketched(self, sampled: _Sampled) -> PromptTold:
+    def sketched(self, sampled: Sampled) -> PromptTold:
         """What is told of a prompt, which is kept to hold later ones against it."""
         namespace, tokens = sampled.namespace, sampled.tokens
         if namespace is not self._namespace:  # of other weights: what came before is no earlier prompt of these
@@ -151,7 +155,7 @@ class PromptSampler:
         start = self._short(tokens[:LEAST_START_TOKENS].tobytes()) if len(tokens) >= LEAST_START_TOKENS else b""
         sketch = self._shingler.sketch(tokens)
         parted = self._parted(prompt, start, sketch, sampled.stored_tokens)
-        self._keep(_Kept(prompt, start), sketch)
+        self._keep(KeptPrompt(prompt, start), sketch)
         keys = namespace.hashed(tokens, sampled.extra_keys).keys[:MAX_SKETCHED_BLOCKS]
         return PromptTold(
             namespace.number,
@@ -178,8 +182,8 @@ class PromptSampler:
         """From the prompt that shares the longest start of those that share most, or begin alike."""
         assert self._namespace is not None
         near = self._table.nearest(sketch, stored_tokens)
-        alike = [number for number, one in self._kept.items() if one.start == start and number not in near]
-        candidates = [self._kept[number].seen for number in [*near, *(alike if start and not stored_tokens else ())]]
+        alike = [number for number, one in self.kept.items() if one.start == start and number not in near]
+        candidates = [self.kept[number].seen for number in [*near, *(alike if start and not stored_tokens else ())]]
         candidates.sort(key=lambda one: -shared_start(one.tokens, prompt.tokens))
         for earlier in candidates[:MOST_COMPARED]:
             found = compare_prompts(earlier, prompt, self._namespace.block_tokens, self._shingler, stored_tokens)
@@ -187,12 +191,12 @@ class PromptSampler:
                 return found
         return None
 
-    def _keep(self, kept: _Kept, sketch: PromptSketch) -> None:
-        self._kept[self._number] = kept
+    def _keep(self, kept: KeptPrompt, sketch: PromptSketch) -> None:
+        self.kept[self._number] = kept
         self._table.add(self._number, sketch)
         self._number += 1
         self._tokens += len(kept.seen.tokens)
-        while len(self._kept) > MOST_PROMPTS or self._tokens > MOST_TOKENS:
-            number, oldest = self._kept.popitem(last=False)
+        while len(self.kept) > MOST_PROMPTS or self._tokens > MOST_TOKENS:
+            number, oldest = self.kept.popitem(last=False)
             self._table.forget(number)
             self._tokens -= len(oldest.seen.tokens)

@@ -12,8 +12,8 @@ function partings(told, status) {
   return wide("Where prompts part that are the same again behind",
     told.partings.length ? make("ul.events.partings", {}, ...told.partings.map((one) => make("li.warning", { "data-kind": one.kind }, one.sentence,
       make("p.quiet", {}, `${status.tenant ? "" : `${one.tenant}, `}${one.model || one.namespace}; ${whole(one.prompts)} prompt${one.prompts === 1 ? " was" : "s were"} sampled, the last one at ${moment(one.seen_at)}.${one.is_exact ? "" : " By sketches alone: the block is known, not the token."}`)))) : make("p.quiet", {}, empty(told)),
-    rows.length ? detailsOf("Table", table(["kind", ...(status.tenant ? [] : ["tenant"]), "model", "*at token", "*tokens there", "*equal behind", "*prompts/h", "*tokens lost/h", "*sampled", "*last seen"], rows)) : null,
-    make("p.quiet", {}, "Of the samples that engines send, with how many prompts each stands for. A file of prompts is judged the same way by kvstore lint, before they are sent."));
+    make("p.quiet", {}, "Of the samples that engines send, with how many prompts each stands for. A file of prompts is judged the same way by kvstore lint, before they are sent."),
+    rows.length ? detailsOf("Table", table(["kind", ...(status.tenant ? [] : ["tenant"]), "model", "*at token", "*tokens there", "*equal behind", "*prompts/h", "*tokens lost/h", "*sampled", "*last seen"], rows)) : null);
 }
 function tiersOf(one) {
   if (!one.stored_tokens) return "not stored any more";
