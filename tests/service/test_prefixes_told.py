@@ -3,7 +3,11 @@ break it."""
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +26,7 @@ from kvstore.prefixes.sampler import PromptSampler
 from kvstore.protocol import messages as m
 from kvstore.protocol.told import MAX_FINGERPRINTS, MAX_TOLD_PROMPTS, PromptParted, PromptTold
 from service.sidecar import Sidecar
+from service.test_serve import PATHS
 from torture.peer import Peer
 from waiting import wait_until
 from workbench import MODEL, ids, random_pages, small_layout
@@ -118,9 +123,14 @@ def test_engines_that_know_nothing_of_each_other_are_compared(tmp_path: Path) ->
         assert kinds["other namespace"].what == "weights_epoch is 3 here and 0 there"
 
 
-def observed_anew(sidecar: Sidecar) -> m.PrefixFigures:
+def time_over(sidecar: Sidecar) -> None:
+    """What was shown is not fresh any more."""
     for mine in sidecar.prefixes._tenants.values():
         mine.shown = None
+
+
+def observed_anew(sidecar: Sidecar) -> m.PrefixFigures:
+    time_over(sidecar)
     return observed(sidecar)
 
 
@@ -143,6 +153,24 @@ def test_the_hottest_prefix_is_shown_as_it_is_stored(tmp_path: Path) -> None:
         assert handle.door.call(m.Drop(handle.number), m.Counted).blocks == 10
         (row,) = observed_anew(sidecar).hottest
         assert (row.stored_tokens, row.tiers, row.retained_until) == (0, {}, None)
+
+
+def test_the_command_prints_sentences_and_an_object(tmp_path: Path) -> None:
+    with Sidecar(tmp_path) as sidecar, sidecar.client() as store:
+        handle = opened(store)
+        command = [sys.executable, "-m", "kvstore", "prefixes", "--admin-socket", str(sidecar.observe_path)]
+        environment = {**os.environ, **PATHS}
+        nothing = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert nothing.returncode == 0 and "No prompts were seen that part" in nothing.stdout, nothing.stderr
+        handle.put(ids(640), random_pages(LAYOUT, 10))
+        handle.lease(handle.match(ids(700)), deadline_ms=5000).release()
+        offer(handle, timed(1), timed(2))
+        settled(sidecar, 2)
+        time_over(sidecar)
+        shown = subprocess.run(command, capture_output=True, text=True, env=environment).stdout
+        assert "part at token 40, differ for 6 tokens" in shown and "small model" in shown
+        read = subprocess.run([*command, "--json"], capture_output=True, text=True, env=environment).stdout
+        assert json.loads(read)["hottest"][0]["tokens"] == 640 and json.loads(read)["partings"][0]["place"] == 40
 
 
 def test_look_ups_of_an_operator_are_none(tmp_path: Path) -> None:
