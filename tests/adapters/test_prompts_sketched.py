@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from engine_adapter.paged.settings import ConnectorSettings
-from kvstore.block.errors import BadInput
 from paged_engine import PagedEngine, Shape
 from service.sidecar import Sidecar
 from waiting import wait_until
@@ -52,9 +50,3 @@ def test_a_prompt_that_was_found_is_not_sketched_nor_any_where_nobody_wants_it(t
     with Sidecar(tmp_path, dram="32MiB") as sidecar:
         run(sidecar, [prompt(1), prompt(1), prompt(1)[:1000]], 1, sketch_every=1)
         run(sidecar, [prompt(2)], 1, sketch_every=0)
-
-
-@pytest.mark.parametrize("given", [-1, 1.5, True, "all", 1 << 40])
-def test_a_setting_that_cannot_be_is_one_line(given: Any) -> None:
-    with pytest.raises(BadInput, match="sketch_every"):
-        ConnectorSettings.of({"url": "unix:x", "sketch_every": given})
