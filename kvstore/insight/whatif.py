@@ -41,8 +41,8 @@ MOST_QUEUED_LOOKUPS = 1 << 10
 BATCH_BLOCKS = 1 << 11
 """Blocks after which a step ends: some milliseconds of Python, in which others get the interpreter as usual."""
 WAIT_SECONDS = 0.2
-"""Between two looks at an empty queue: look-ups that are worked through together cost less, and the queue holds those of
-so long at 80,000 blocks a second."""
+"""Between two looks at an empty queue: look-ups that are worked through together cost less, and the queue holds those
+of so long at 80,000 blocks a second."""
 FEW_SAMPLED = 2_000
 """References in the sample below which the words say that there are few."""
 FIRST_SAMPLE = 4
